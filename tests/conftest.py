@@ -1,0 +1,21 @@
+"""Places and small helpers that every test layer uses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Reference material (golden shards, recorded logits, data sets) kept beside the checkout.
+SHARED = Path(os.environ.get("SLIPWAY_SHARED", ROOT.parent / "shared"))
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Return the folder of reference material, or skip where it is not at hand."""
+    if not SHARED.is_dir():
+        pytest.skip(f"reference material not found at {SHARED}; set SLIPWAY_SHARED to its folder")
+    return SHARED
