@@ -1,0 +1,1 @@
+"""The runtime: models, decoding, serving and measurement."""

@@ -1,0 +1,253 @@
+"""Rows that follow several hypotheses at once: the two beam searches of the serving contract.
+
+Decoder-only models keep finished beams in the beam, where they compete with a frozen score;
+encoder-decoder models move them to a pool. Source: FasterTransformer 5.3,
+kernels/online_softmax_beamsearch_kernels.cu, with every hypothesis scored by its own tokens and
+its own length.
+"""
+
+# Shapes: K beams, m running beams, W candidates of a beam, R tokens asked for
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from inference.decoding.candidates import Candidates, GroupKey
+from inference.decoding.hypotheses import Hypothesis, HypothesisPool, best_first, length_divisor
+from inference.decoding.processors import LaneRules
+from inference.decoding.results import FinishReason, RowResult
+from inference.decoding.rows import RowRequest
+from inference.decoding.tensor_fields import Array
+from inference.decoding.word_lists import banned_ids, ends_with
+
+# What every beam but the first starts from, so that the first step fills all from one.
+UNSTARTED = -1e20
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """All extensions of a row's beams in one step, best first; each array is (count,)."""
+
+    parents: Array
+    tokens: Array
+    cum_log_probs: Array  # fp64
+    log_probs: Array  # of the new token alone
+    scores: Array
+
+
+class BeamRow:
+    """One row of a decoder-only beam search; beams are kept in the order of their last ranking."""
+
+    def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
+        self.request = request
+        self.options = o = request.options
+        self.lanes = o.beam_width
+        self.generated = 0
+        self.tokens = np.zeros((self.lanes, request.output_len), np.int64)  # (K, R)
+        self.log_probs = np.zeros((self.lanes, request.output_len), np.float32)  # (K, R)
+        self.cum_log_probs = np.full(self.lanes, UNSTARTED)
+        self.cum_log_probs[0] = 0.0
+        self.lengths = np.zeros(self.lanes, np.int64)
+        self.reasons: list[FinishReason | None] = [None] * self.lanes
+        self._vocab_size = vocab_size
+        self._offset = 0.0
+        self._tail = max((len(word) for word in o.bad_words + o.stop_words), default=0)
+        self._penalised = o.repetition_penalty != 1 or o.presence_penalty != 0
+        prompt = np.unique(np.asarray(request.context_ids, np.int64))
+        self._prompt_ids = prompt[prompt < vocab_size]  # virtual tokens have no logit
+
+    @property
+    def is_finished(self) -> bool:
+        """True when no beam runs any more."""
+        return None not in self.reasons
+
+    @property
+    def running(self) -> list[int]:
+        """The lanes whose logits matter."""
+        return [k for k, reason in enumerate(self.reasons) if reason is None]
+
+    def group_key(self, device: str) -> GroupKey:
+        """Return what this step's selection needs: twice K extensions of each beam."""
+        del device
+        return GroupKey("beam", 2 * self.lanes, True)
+
+    def add_log_prob(self, log_prob: float) -> None:
+        """Add what does not come from a generated token to the score of every beam."""
+        self._offset += log_prob
+
+    def rules(self) -> list[LaneRules]:
+        """Return what to do to the logits of each running lane in this step."""
+        o = self.options
+        penalised = self._penalised and self.request.context_len + self.generated > 1
+        return [
+            LaneRules(
+                banned=banned_ids(self.newest(k), o.bad_words, self._vocab_size),
+                temperature=o.temperature,
+                seen=np.concatenate([self._prompt_ids, self.tokens[k, : self.generated]])
+                if penalised
+                else None,
+                repetition_penalty=o.repetition_penalty,
+                presence_penalty=o.presence_penalty,
+                forbidden_id=o.end_id if self.generated < o.min_length else None,
+                divides=True,
+            )
+            for k in self.running
+        ]
+
+    def newest(self, k: int, *extension: int) -> list[int]:
+        """Return the last tokens of beam k, prompt included: as many as a word list can see."""
+        if not self._tail:
+            return []
+        answer = self.tokens[k, : self.lengths[k]][-self._tail :].tolist()
+        context = self.request.context_ids[-self._tail :]
+        return [*context, *answer, *extension]
+
+    def advance(self, candidates: Candidates) -> tuple[Sequence[int], Sequence[int]]:
+        """Take the step; return the newest token and the parent of each lane."""
+        # All beams of a row share this length: its own cache entries, not the padded ones.
+        best = self._extensions(candidates, length=self.request.context_len + self.generated)
+        parents = best.parents[: self.lanes]
+        old_reasons = [self.reasons[k] for k in parents]
+        self._reorder(parents)
+        for k, reason in enumerate(old_reasons):
+            self.reasons[k] = reason
+            if reason is None:
+                self._append(k, best, k)
+                self.reasons[k] = self._reason(k)
+        self.generated += 1
+        return best.tokens[: self.lanes].tolist(), parents.tolist()
+
+    def _extensions(self, candidates: Candidates, *, length: int) -> Extensions:
+        """Rank all extensions; a finished beam has one, by its end id at no cost."""
+        shape = (self.lanes, candidates.values.shape[1])
+        running = self.running
+        log_probs = np.full(shape, -np.inf)  # (K, W)
+        tokens = np.full(shape, self.options.end_id)
+        log_probs[:, 0] = 0.0
+        assert candidates.log_norms is not None
+        values = candidates.values.astype(np.float64)  # (m, W)
+        log_probs[running] = values - values[:, :1] - candidates.log_norms[:, None]
+        tokens[running] = candidates.ids
+        cum = self.cum_log_probs[:, None] + log_probs
+        ranks = np.arange(shape[1]) % self.lanes
+        scores = cum / length_divisor(length, alpha=self.options.len_penalty)
+        scores = scores + self.options.beam_search_diversity_rate * ranks
+        order = np.argsort(-scores, axis=None, kind="stable")  # ties: lower beam, then higher rank
+        return Extensions(
+            parents=order // shape[1],
+            tokens=tokens.ravel()[order],
+            cum_log_probs=cum.ravel()[order],
+            log_probs=log_probs.ravel()[order],
+            scores=scores.ravel()[order],
+        )
+
+    def _reorder(self, parents: Array) -> None:
+        n = self.generated
+        self.tokens[:, :n] = self.tokens[parents, :n]
+        self.log_probs[:, :n] = self.log_probs[parents, :n]
+        self.lengths = self.lengths[parents]
+        self.cum_log_probs = self.cum_log_probs[parents]
+
+    def _append(self, k: int, extensions: Extensions, i: int) -> None:
+        self.tokens[k, self.generated] = extensions.tokens[i]
+        self.log_probs[k, self.generated] = extensions.log_probs[i]
+        self.cum_log_probs[k] = extensions.cum_log_probs[i]
+        self.lengths[k] += 1
+
+    def _reason(self, k: int) -> FinishReason | None:
+        if self.tokens[k, self.lengths[k] - 1] == self.options.end_id:
+            return "end"
+        if self.options.stop_words and ends_with(self.newest(k), self.options.stop_words):
+            return "stop"
+        return "length" if self.lengths[k] == self.request.output_len else None
+
+    def hypothesis(self, k: int) -> Hypothesis:
+        """Return beam k as it stands."""
+        n = int(self.lengths[k])
+        cum = float(self.cum_log_probs[k])
+        return Hypothesis(
+            tokens=tuple(self.tokens[k, :n].tolist()),
+            log_probs=tuple(self.log_probs[k, :n].tolist()),
+            cum_log_prob=cum,
+            score=cum / length_divisor(n, alpha=self.options.len_penalty),
+            reason=self.reasons[k],
+        )
+
+    def result(self) -> RowResult:
+        """Return the beams in their order."""
+        beams = [self.hypothesis(k) for k in range(self.lanes)]
+        with_log_probs = self.options.return_log_probs
+        return RowResult(
+            output_ids=tuple(h.tokens for h in beams),
+            cum_log_probs=tuple(self._offset + h.cum_log_prob for h in beams),
+            output_log_probs=tuple(h.log_probs for h in beams) if with_log_probs else (),
+            finish_reasons=tuple(h.reason for h in beams),
+        )
+
+
+class PooledBeamRow(BeamRow):
+    """One row of an encoder-decoder beam search; finished hypotheses wait in a pool."""
+
+    def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
+        super().__init__(request, vocab_size=vocab_size)
+        self._pool = HypothesisPool(self.lanes)
+
+    def advance(self, candidates: Candidates) -> tuple[Sequence[int], Sequence[int]]:
+        """Take the step; return the newest token and the parent of each running beam."""
+        best = self._extensions(candidates, length=self.generated + 1)
+        kept = self._pick(best)
+        # Fewer than K extensions go on only where the vocabulary is tiny; those lanes are dead.
+        dead = self.lanes - len(kept)
+        parents = np.asarray([int(best.parents[i]) for i in kept] + [0] * dead)
+        self._reorder(parents)
+        for k, i in enumerate(kept):
+            self._append(k, best, i)
+        for k in range(len(kept), self.lanes):
+            self.tokens[k, self.generated] = self.options.end_id
+            self.cum_log_probs[k] = UNSTARTED
+            self.lengths[k] += 1
+        self.generated += 1
+        if self._pool.is_full:
+            self.reasons = ["end"] * self.lanes
+        elif self.generated == self.request.output_len:
+            self.reasons = ["length"] * self.lanes
+        return self.tokens[:, self.generated - 1].tolist(), parents.tolist()
+
+    def _pick(self, best: Extensions) -> list[int]:
+        """Move what ends to the pool and return the extensions that go on."""
+        kept: list[int] = []
+        for i in range(len(best.tokens)):
+            reason = self._ending(int(best.parents[i]), int(best.tokens[i]))
+            if reason is None:
+                kept.append(i)
+            elif i < self.lanes and not self._pool.offer(self._ended(best, i, reason)):
+                break
+            if len(kept) == self.lanes:
+                break
+        return kept
+
+    def _ending(self, parent: int, token: int) -> FinishReason | None:
+        if token == self.options.end_id:
+            return "end"
+        words = self.options.stop_words
+        return "stop" if words and ends_with(self.newest(parent, token), words) else None
+
+    def _ended(self, best: Extensions, i: int, reason: FinishReason) -> Hypothesis:
+        parent = self.hypothesis(int(best.parents[i]))
+        return Hypothesis(
+            tokens=(*parent.tokens, int(best.tokens[i])),
+            log_probs=(*parent.log_probs, float(best.log_probs[i])),
+            cum_log_prob=float(best.cum_log_probs[i]),
+            score=float(best.scores[i]),
+            reason=reason,
+        )
+
+    def result(self) -> RowResult:
+        """Return the best of pool and running beams; the pool itself stays as it is."""
+        hypotheses = list(self._pool.members)
+        if not self._pool.is_full:
+            hypotheses += [self.hypothesis(k) for k in range(self.lanes)]
+        return best_first(hypotheses, size=self.lanes, with_log_probs=self.options.return_log_probs)

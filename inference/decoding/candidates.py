@@ -1,0 +1,201 @@
+"""The best tokens of each lane in a total order: logit down, then id up.
+
+The order makes the first w candidates the same whatever number is asked for, and equal logits
+resolve to the lowest id.
+"""
+
+# Shapes: n lanes, X padded vocabulary, W candidates
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from inference.decoding.tensor_fields import Array
+
+_LOW32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Candidates of n lanes on the CPU, best first.
+
+    `log_norms` is log(sum(exp(logit - best))) over the vocabulary, or None where it was not asked
+    for; `logits` are the processed logits they come from, still on their device.
+    """
+
+    values: Array  # (n, W) fp32
+    ids: Array  # (n, W)
+    log_norms: Array | None  # (n,) fp32
+    logits: torch.Tensor  # (n, X)
+
+    def rows(self, start: int, count: int) -> Candidates:
+        """Return the candidates of `count` lanes from `start` on."""
+        part = slice(start, start + count)
+        norms = None if self.log_norms is None else self.log_norms[part]
+        return Candidates(self.values[part], self.ids[part], norms, self.logits[part])
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """What rows must share for their candidates to be selected together.
+
+    A plain row takes the best of the raw logits; the logits of the others are processed first.
+    """
+
+    kind: Literal["plain", "greedy", "top_k", "nucleus", "beam"]
+    width: int
+    needs_norm: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """True for arg-max rows without any rule."""
+        return self.kind == "plain"
+
+
+@dataclass(frozen=True)
+class PendingCandidates:
+    """Candidates whose tensors are still being computed on the device."""
+
+    values: torch.Tensor
+    ids: torch.Tensor
+    log_norms: torch.Tensor | None
+    logits: torch.Tensor
+
+
+def select(x: torch.Tensor, *, width: int, with_norm: bool) -> PendingCandidates:
+    """Queue the choice of the best `width` tokens of every row of `x` (n, X)."""
+    values, ids = top_candidates(x, width=min(width, x.shape[1]))
+    log_norms = None
+    if with_norm:
+        # log_softmax treats each row alone, in an order that depends on X only.
+        log_norms = -torch.log_softmax(x, dim=-1).gather(1, ids[:, :1])[:, 0]
+    return PendingCandidates(values, ids, log_norms, x)
+
+
+def top_candidates(x: torch.Tensor, *, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and ids, both (n, width), of the best tokens of every row of `x`.
+
+    A row with NaN has a best value that is not finite. Places that only banned tokens could fill
+    hold -inf.
+    """
+    if x.device.type == "cpu":
+        return _top_on_cpu(x, width)
+    return x.max(-1, keepdim=True) if width == 1 else top_by_chunks(x, width=width)
+
+
+def _top_on_cpu(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    if width == 1:
+        # numpy's arg-max is vectorised and many times as fast as torch's.
+        best = torch.from_numpy(x.numpy().argmax(-1))[:, None]
+        return x.gather(1, best), best
+    chunk = 64 if width <= 32 else 32
+    maxima = x.view(len(x), -1, chunk).amax(-1).numpy()  # (n, X / chunk)
+    values = np.full((len(x), width), -np.inf, np.float32)
+    ids = np.zeros((len(x), width), np.int64)
+    for row, best, value, found in zip(x.numpy(), maxima, values, ids, strict=True):
+        _top_of_row(row.reshape(-1, chunk), best, value, found)
+    return torch.from_numpy(values), torch.from_numpy(ids)
+
+
+def _top_of_row(chunks: Array, maxima: Array, values: Array, ids: Array) -> None:
+    """Write the best tokens of one row, given as (X / chunk, chunk), to `values` and `ids` (W,).
+
+    Where W chunks have a maximum of at least t, the best W tokens are all at least t.
+    """
+    count, width = len(maxima), len(values)
+    if not np.isfinite(maxima.max()):
+        values[0] = np.nan
+        return
+    threshold = np.finfo(np.float32).min  # above what is banned
+    if width < count:
+        threshold = max(threshold, np.partition(maxima, count - width)[count - width])
+    within = np.flatnonzero(maxima >= threshold)
+    pool = chunks[within].ravel()
+    places = np.flatnonzero(pool >= threshold)  # ascending, so a stable sort keeps low ids first
+    kept = pool[places]
+    order = np.argsort(-kept, kind="stable")[:width]
+    values[: len(order)] = kept[order]
+    chunk = chunks.shape[1]
+    places = places[order]
+    ids[: len(order)] = within[places // chunk] * chunk + places % chunk
+
+
+def top_by_chunks(x: torch.Tensor, *, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do the same with static shapes and without waiting for the device."""
+    chunk = 64 if width <= 16 else 16
+    if 2 * width * chunk > x.shape[1]:
+        return _top_by_key(x, torch.arange(x.shape[1], device=x.device), width)
+    # The best tokens lie in the chunks with the best maxima: each chunk that comes before
+    # another holds a token that comes before all of the other's.
+    maxima = x.view(len(x), -1, chunk).amax(-1)  # (n, X / chunk)
+    _, chunks = top_by_chunks(_padded(maxima), width=width)
+    inside = torch.arange(chunk, device=x.device)
+    ids = (chunks[:, :, None] * chunk + inside).flatten(1)  # (n, width * chunk)
+    return _top_by_key(x.gather(1, ids), ids, width)
+
+
+def _padded(maxima: torch.Tensor) -> torch.Tensor:
+    short = -maxima.shape[1] % 64
+    return torch.nn.functional.pad(maxima, (0, short), value=-torch.inf) if short else maxima
+
+
+def _top_by_key(
+    values: torch.Tensor, ids: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sort by 64-bit keys: the logit as an ordered integer above, the inverted id below."""
+    # NaN sorts first, so that the row is seen to be unusable; -0.0 equals 0.0.
+    values = torch.nan_to_num(values + 0.0, nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    keys = (_flip(values.view(torch.int32)).long() << 32) + (_LOW32 - ids)
+    best = keys.topk(width, dim=-1).values
+    found = _flip((best >> 32).int()).view(torch.float32)
+    return found, _LOW32 - (best & _LOW32)
+
+
+def _flip(bits: torch.Tensor) -> torch.Tensor:
+    """Map float bits to integers of the same order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+def fetch(pending: Sequence[PendingCandidates]) -> list[Candidates]:
+    """Bring all candidates of a step to the CPU in one transfer."""
+    parts = [t for p in pending for t in (p.values, p.ids, p.log_norms) if t is not None]
+    arrays = iter(to_host(parts))
+    return [
+        Candidates(
+            next(arrays), next(arrays), None if p.log_norms is None else next(arrays), p.logits
+        )
+        for p in pending
+    ]
+
+
+def to_host(parts: Sequence[torch.Tensor]) -> list[Array]:
+    """Return fp32 and integer tensors as arrays, packed into a single copy off the device."""
+    if not parts or parts[0].device.type == "cpu":
+        return [part.numpy() for part in parts]
+    return unpack(pack(parts).cpu(), parts)
+
+
+def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return all parts as one row of 32-bit words; integers must fit into one."""
+    words = [
+        (p.contiguous().view(torch.int32) if p.dtype == torch.float32 else p.int()).flatten()
+        for p in parts
+    ]
+    return torch.cat(words)
+
+
+def unpack(words: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[Array]:
+    """Undo `pack`; only the types and shapes of `parts` are read."""
+    arrays: list[Array] = []
+    start = 0
+    for part in parts:
+        flat = words[start : start + part.numel()]
+        start += part.numel()
+        typed = flat.view(torch.float32) if part.dtype == torch.float32 else flat
+        arrays.append(typed.reshape(part.shape).numpy())
+    return arrays

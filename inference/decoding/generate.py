@@ -1,0 +1,185 @@
+"""The decoder of all running rows: one step turns a batch of logits into the next tokens.
+
+Rows join and leave between steps; what a row decodes never depends on the others.
+"""
+
+# Shapes: N lanes of all rows of a step, V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+
+from inference.decoding.beam_search import BeamRow, PooledBeamRow
+from inference.decoding.candidates import Candidates, GroupKey, fetch, select
+from inference.decoding.processors import pick_lanes, process_logits
+from inference.decoding.results import RowResult, RowStep
+from inference.decoding.rows import RowRequest
+from inference.decoding.sampling import SamplingRow, choose
+
+UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
+
+
+@dataclass(frozen=True)
+class DecodingConfig:
+    """What holds for every row of a model.
+
+    `hypothesis_pool` selects the beam search of encoder-decoder models. `nucleus_include_boundary`
+    gives the token that crosses the nucleus boundary its whole mass.
+    """
+
+    vocab_size: int
+    hypothesis_pool: bool = False
+    output_log_probs_mode: Literal["renormalized", "full"] = "renormalized"
+    nucleus_include_boundary: bool = False
+
+    def __post_init__(self) -> None:
+        if self.output_log_probs_mode not in ("renormalized", "full"):
+            raise ValueError(
+                f"output_log_probs_mode={self.output_log_probs_mode!r} is unknown; "
+                "use renormalized or full"
+            )
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows whose candidates are selected together, and the lanes of theirs that still run."""
+
+    key: GroupKey
+    rows: list[tuple[int, SamplingRow | BeamRow]]
+    lanes: list[int]
+
+
+class BatchDecoder:
+    """State of the running rows; a row occupies `beam_width` lanes."""
+
+    def __init__(self, config: DecodingConfig) -> None:
+        self.config = config
+        self._rows: dict[int, SamplingRow | BeamRow] = {}
+        self._next_handle = 0
+
+    def add(self, row: RowRequest) -> int:
+        """Start a row and return its handle."""
+        handle = self._next_handle
+        self._next_handle += 1
+        vocab_size = self.config.vocab_size
+        if row.options.beam_width == 1:
+            self._rows[handle] = SamplingRow(
+                row,
+                vocab_size=vocab_size,
+                full_log_probs=self.config.output_log_probs_mode == "full",
+            )
+        elif self.config.hypothesis_pool:
+            self._rows[handle] = PooledBeamRow(row, vocab_size=vocab_size)
+        else:
+            self._rows[handle] = BeamRow(row, vocab_size=vocab_size)
+        return handle
+
+    def lanes(self, handle: int) -> int:
+        """Return how many rows of logits `step` expects for the row."""
+        return self._rows[handle].lanes
+
+    @torch.inference_mode()
+    def step(self, handles: Sequence[int], logits: torch.Tensor) -> list[RowStep]:
+        """Choose the next token of every lane of the given rows, none of which has finished.
+
+        Args:
+            handles: rows that take a step; not all that were added need to.
+            logits: (N, V) fp32, or wider where the vocabulary is padded, with the lanes of the
+                rows in the order of `handles`; left as it is.
+        """
+        groups = self._group(handles, logits)
+        steps: dict[int, RowStep] = {}
+        for group, candidates in zip(groups, self._candidates(groups, logits), strict=True):
+            if isinstance(group.rows[0][1], SamplingRow):
+                steps.update(self._sample(group, candidates))
+            else:
+                steps.update(self._search(group, candidates))
+        return [steps[handle] for handle in handles]
+
+    def add_context_log_prob(self, handle: int, log_prob: float) -> None:
+        """Add the score of a row's prompt to its `cum_log_probs`, where the row asked for it."""
+        row = self._rows[handle]
+        options = row.options
+        if options.return_log_probs and options.return_context_cum_log_probs:
+            row.add_log_prob(log_prob)
+
+    def result(self, handle: int) -> RowResult:
+        """Return the result of a row so far; asking does not change the row."""
+        return self._rows[handle].result()
+
+    def remove(self, handle: int) -> None:
+        """Forget a row, finished or not."""
+        del self._rows[handle]
+
+    def _group(self, handles: Sequence[int], logits: torch.Tensor) -> list[_Group]:
+        device = logits.device.type
+        groups: dict[GroupKey, _Group] = {}
+        lane = 0
+        for handle in handles:
+            row = self._rows[handle]
+            assert not row.is_finished, f"row {handle} has finished; remove it"
+            key = row.group_key(device)
+            group = groups.setdefault(key, _Group(key, [], []))
+            group.rows.append((handle, row))
+            group.lanes.extend(lane + k for k in row.running)
+            lane += row.lanes
+        shape = list(logits.shape)
+        assert shape[0] == lane, f"logits {shape} for {lane} lanes"
+        assert shape[1] >= self.config.vocab_size, f"logits {shape} miss some of the vocabulary"
+        return list(groups.values())
+
+    def _candidates(self, groups: Sequence[_Group], logits: torch.Tensor) -> list[Candidates]:
+        """Process what needs processing at once, select per group, and fetch everything once."""
+        vocab_size = self.config.vocab_size
+        changed = [group for group in groups if not group.key.is_plain]
+        rules = [rule for group in changed for _, row in group.rows for rule in row.rules()]
+        lanes = [lane for group in changed for lane in group.lanes]
+        x = logits
+        if changed:
+            x = process_logits(logits, lanes=lanes, rules=rules, vocab_size=vocab_size)
+        pending, start = [], 0
+        for group in groups:
+            if group.key.is_plain:
+                rows = pick_lanes(logits[:, :vocab_size], group.lanes)
+            else:
+                rows = x[start : start + len(group.lanes)]
+                start += len(group.lanes)
+            width = min(group.key.width, vocab_size)
+            pending.append(select(rows, width=width, with_norm=group.key.needs_norm))
+        return fetch(pending)
+
+    def _sample(self, group: _Group, candidates: Candidates) -> dict[int, RowStep]:
+        rows = [row for _, row in group.rows if isinstance(row, SamplingRow)]
+        include_boundary = self.config.nucleus_include_boundary
+        choices = choose(rows, candidates, include_boundary=include_boundary)
+        steps = {}
+        for (handle, _), row, choice in zip(group.rows, rows, choices, strict=True):
+            if choice is None:
+                steps[handle] = _failed(handle, row.lanes, row.options.end_id)
+            else:
+                row.commit(choice)
+                finished = row.is_finished
+                steps[handle] = RowStep(handle, (choice.token,), None, finished)
+        return steps
+
+    def _search(self, group: _Group, candidates: Candidates) -> dict[int, RowStep]:
+        steps, start = {}, 0
+        for handle, row in group.rows:
+            assert isinstance(row, BeamRow)
+            own = candidates.rows(start, len(row.running))
+            start += len(row.running)
+            if np.isfinite(own.values[:, 0]).all():
+                tokens, parents = row.advance(own)
+                steps[handle] = RowStep(handle, tuple(tokens), tuple(parents), row.is_finished)
+            else:
+                steps[handle] = _failed(handle, row.lanes, row.options.end_id)
+        return steps
+
+
+def _failed(handle: int, lanes: int, end_id: int) -> RowStep:
+    return RowStep(handle, (end_id,) * lanes, None, finished=True, error=UNUSABLE)

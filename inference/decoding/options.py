@@ -1,0 +1,170 @@
+"""The options of one row in normalised form, and the rules that normalise them.
+
+Source: FasterTransformer 5.3, layers/sampling_layers/TopKSamplingLayer.cu,
+TopPSamplingLayer.cu (argument set-up) and layers/DynamicDecodeLayer.cc.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from inference.decoding.tensor_fields import TensorFields
+from inference.decoding.word_lists import Words, read_word_lists
+
+MAX_TOP_K = 1024
+MAX_BEAM_WIDTH = 64
+
+
+@dataclass(frozen=True)
+class RowOptions:
+    """How one row is decoded. `top_k == 0` selects the nucleus path, as in FasterTransformer."""
+
+    end_id: int
+    start_id: int = 0
+    beam_width: int = 1
+    top_k: int = 1
+    top_p: float = 1.0
+    temperature: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    min_length: int = 0
+    len_penalty: float = 0.0
+    beam_search_diversity_rate: float = 0.0
+    top_p_decay: float = 1.0
+    top_p_min: float = 1e-6
+    top_p_reset_id: int = -1
+    random_seed: int = 0
+    bad_words: Words = ()
+    stop_words: Words = ()
+    return_log_probs: bool = False
+    return_context_cum_log_probs: bool = False
+    return_context_embeddings: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        """True when every token is the arg-max, so no random number can matter."""
+        return self.beam_width == 1 and (self.top_k == 1 or self.temperature == 0)
+
+
+def normalise_selection(top_k: int | None, top_p: float | None) -> tuple[int, float, list[str]]:
+    """Return the effective (top_k, top_p) and a warning for each value that was clamped."""
+    k = 0 if top_k is None else top_k
+    p = 0.0 if top_p is None else float(np.float32(top_p))
+    warnings = []
+    if k > MAX_TOP_K:
+        warnings.append(f"runtime_top_k={k} is clamped to {MAX_TOP_K}")
+        k = MAX_TOP_K
+    if not 0 <= p <= 1:
+        warnings.append(f"runtime_top_p={p:g} is clamped to [0, 1]")
+    if k == 0 and p == 0:
+        k = 1
+    if k > 0 and p == 0:
+        p = 1.0
+    return k, min(max(p, 0.0), 1.0), warnings
+
+
+def normalise_decay(
+    decay: float | None, minimum: float | None, reset_id: int | None
+) -> tuple[float, float, int]:
+    """Return (top_p_decay, top_p_min, top_p_reset_id) as the nucleus decay uses them."""
+    d = 1.0 if decay is None or not 0 < decay <= 1 else float(np.float32(decay))
+    if minimum is None:
+        low = float(np.float32(1e-6))
+    else:
+        low = float(np.float32(minimum)) if 0 < minimum <= 1 else 0.5
+    return d, low, -1 if reset_id is None else reset_id
+
+
+def read_options(
+    fields: TensorFields, *, start_id: int, end_id: int
+) -> tuple[list[RowOptions], list[str]]:
+    """Return the options of every row and the warnings; problems go to `fields.problems`."""
+    warnings: list[str] = []
+    columns: dict[str, list[Any]] = {
+        "start_id": fields.integers("start_id", default=start_id, per_row=True),
+        "end_id": fields.integers("end_id", default=end_id, per_row=True),
+        "beam_width": _beam_widths(fields),
+        "random_seed": [s % 2**64 for s in fields.integers("random_seed", default=0)],
+        "bad_words": read_word_lists(fields, "bad_words_list", shared=True),
+        "stop_words": read_word_lists(fields, "stop_words_list", shared=False),
+        "min_length": _at_least(fields, "min_length", fields.integers("min_length", default=0)),
+        "len_penalty": fields.floats("len_penalty", default=0.0),
+        "beam_search_diversity_rate": fields.floats("beam_search_diversity_rate", default=0.0),
+        "return_log_probs": fields.flags("is_return_log_probs"),
+        "return_context_cum_log_probs": fields.flags("is_return_context_cum_log_probs"),
+        "return_context_embeddings": fields.flags("is_return_context_embeddings"),
+        **_logit_columns(fields),
+        **_selection_columns(fields, warnings),
+        **_decay_columns(fields),
+    }
+    pairs = zip(columns["return_context_cum_log_probs"], columns["return_log_probs"], strict=True)
+    if any(context and not scored for context, scored in pairs):
+        warnings.append("is_return_context_cum_log_probs has no effect without is_return_log_probs")
+    rows = [
+        RowOptions(**{name: values[b] for name, values in columns.items()})
+        for b in range(fields.batch)
+    ]
+    return rows, warnings
+
+
+def _logit_columns(fields: TensorFields) -> dict[str, list[Any]]:
+    if "repetition_penalty" in fields.tensors and "presence_penalty" in fields.tensors:
+        fields.problems.append(
+            "repetition_penalty and presence_penalty are mutually exclusive; send one of them"
+        )
+    temperatures = fields.floats("temperature", default=1.0)
+    penalties = fields.floats("repetition_penalty", default=1.0)
+    for b, value in enumerate(penalties):
+        if value <= 0:
+            fields.problems.append(f"repetition_penalty must be > 0, got {value:g} in row {b}")
+    return {
+        "temperature": _at_least(fields, "temperature", temperatures),
+        "repetition_penalty": penalties,
+        "presence_penalty": fields.floats("presence_penalty", default=0.0),
+    }
+
+
+def _selection_columns(fields: TensorFields, warnings: list[str]) -> dict[str, list[Any]]:
+    top_k, top_p = [], []
+    counts = fields.integers("runtime_top_k", default=0)
+    masses = fields.floats("runtime_top_p", default=0.0)
+    for b, (count, mass) in enumerate(zip(counts, masses, strict=True)):
+        k, p, clamped = normalise_selection(count, mass)
+        top_k.append(k)
+        top_p.append(p)
+        warnings.extend(f"{text} in row {b}" for text in clamped)
+    _at_least(fields, "runtime_top_k", counts)
+    return {"top_k": top_k, "top_p": top_p}
+
+
+def _decay_columns(fields: TensorFields) -> dict[str, list[Any]]:
+    decays: list[float | None] = [None] * fields.batch
+    minima: list[float | None] = [None] * fields.batch
+    if "top_p_decay" in fields.tensors:
+        decays = [*fields.floats("top_p_decay", default=1.0, per_row=True)]
+    if "top_p_min" in fields.tensors:
+        minima = [*fields.floats("top_p_min", default=0.5, per_row=True)]
+    resets = fields.integers("top_p_reset_ids", default=-1, per_row=True)
+    rows = [normalise_decay(*row) for row in zip(decays, minima, resets, strict=True)]
+    names = ("top_p_decay", "top_p_min", "top_p_reset_id")
+    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
+
+
+def _beam_widths(fields: TensorFields) -> list[int]:
+    widths = fields.integers("beam_width", default=1)
+    if len(set(widths)) > 1:
+        fields.problems.append("beam_width must be identical for all rows of a request")
+    for width in sorted(set(widths)):
+        if not 1 <= width <= MAX_BEAM_WIDTH:
+            fields.problems.append(f"beam_width={width} must be in [1, {MAX_BEAM_WIDTH}]")
+    return widths
+
+
+def _at_least(fields: TensorFields, name: str, values: list[Any]) -> list[Any]:
+    for b, value in enumerate(values):
+        if value < 0:
+            fields.problems.append(f"{name} must be >= 0, got {value:g} in row {b}")
+    return values

@@ -1,0 +1,180 @@
+"""From row results to the output tensors of the serving contract, whole or frame by frame."""
+
+# Shapes: B rows, K beams, P prompt columns, R longest answer asked for, H hidden units
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from inference.decoding.prompts import P_TUNING
+from inference.decoding.results import FinishReason, RowResult
+from inference.decoding.rows import GenerationRequest
+from inference.decoding.tensor_fields import Array
+
+
+def assemble_outputs(
+    request: GenerationRequest,
+    results: Sequence[RowResult | None],
+    *,
+    strict_lengths: bool = False,
+    context_embeddings: Sequence[Array | None] | None = None,
+) -> dict[str, Array]:
+    """Return the output tensors of a request, finished or (for a streamed frame) so far.
+
+    Args:
+        request: the rows and the padded prompt length.
+        results: one per row; None for a row that has not started.
+        strict_lengths: `sequence_length` counts the row's own prompt, not the padded one.
+        context_embeddings: (H,) per row, for rows that asked for them.
+    """
+    shown = [_NOT_STARTED if result is None else result for result in results]
+    if request.encoder_decoder:
+        return _answer_tensors(request, shown) | _log_prob_tensors(request, shown)
+    return (
+        _continuation_tensors(request, shown, strict_lengths)
+        | _log_prob_tensors(request, shown)
+        | _embedding_tensors(request, context_embeddings)
+    )
+
+
+_NOT_STARTED = RowResult((), (), (), ())
+
+
+def prompt_columns(request: GenerationRequest) -> int:
+    """Return P: the padded prompt length, or without virtual tokens the longest real prompt."""
+    if any(row.prompt is not None and row.prompt.kind == P_TUNING for row in request.rows):
+        return max(len(row.returned_ids) for row in request.rows)
+    return request.padded_len
+
+
+def _continuation_tensors(
+    request: GenerationRequest, results: Sequence[RowResult], strict_lengths: bool
+) -> dict[str, Array]:
+    """Prompt and answer without a gap, then end ids to the full width."""
+    columns, longest = prompt_columns(request), request.max_output_len
+    shape = (len(request.rows), request.beam_width)
+    output_ids = np.empty((*shape, columns + longest), np.uint32)  # (B, K, P+R)
+    lengths = np.empty(shape, np.uint32)
+    input_lengths = np.empty(shape, np.int32)
+    is_finished = np.zeros(shape, np.bool_)
+    for b, (row, result) in enumerate(zip(request.rows, results, strict=True)):
+        prompt_len = len(row.returned_ids)
+        output_ids[b] = row.options.end_id
+        output_ids[b, :, :prompt_len] = row.returned_ids
+        input_lengths[b] = prompt_len
+        lengths[b] = prompt_len if strict_lengths else columns
+        for k, tokens in enumerate(result.output_ids):
+            output_ids[b, k, prompt_len : prompt_len + len(tokens)] = tokens
+            lengths[b, k] += len(tokens)
+            is_finished[b, k] = _is_finished(result.finish_reasons[k], row.output_len < longest)
+    return {
+        "output_ids": output_ids,
+        "sequence_length": lengths,
+        "response_input_lengths": input_lengths,
+        "is_finished": is_finished,
+    }
+
+
+def _is_finished(reason: FinishReason | None, is_shorter: bool) -> bool:
+    """A row that ran into the limit of the whole request does not count as finished."""
+    return reason in ("end", "stop") or (reason == "length" and is_shorter)
+
+
+def _answer_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> dict[str, Array]:
+    """Answers alone. In sampling, end ids fill a row up to the longest answer, then zeros."""
+    shape = (len(request.rows), request.beam_width)
+    output_ids = np.zeros((*shape, request.max_output_len), np.int32)  # (B, K, R)
+    lengths = np.zeros(shape, np.int32)
+    longest = max((len(tokens) for result in results for tokens in result.output_ids), default=0)
+    for b, (row, result) in enumerate(zip(request.rows, results, strict=True)):
+        if request.beam_width == 1:
+            output_ids[b, :, :longest] = row.options.end_id
+        for k, tokens in enumerate(result.output_ids):
+            output_ids[b, k, : len(tokens)] = tokens
+            lengths[b, k] = len(tokens)
+    return {"output_ids": output_ids, "sequence_length": lengths}
+
+
+def _log_prob_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> dict[str, Array]:
+    """Present if any row asks; zero for rows that do not and after the end of an answer."""
+    if not any(row.options.return_log_probs for row in request.rows):
+        return {}
+    shape = (len(request.rows), request.beam_width)
+    cum = np.zeros(shape, np.float32)
+    output = np.zeros((*shape, request.max_output_len), np.float32)  # (B, K, R)
+    for b, (row, result) in enumerate(zip(request.rows, results, strict=True)):
+        if not row.options.return_log_probs:
+            continue
+        cum[b, : len(result.cum_log_probs)] = result.cum_log_probs
+        for k, values in enumerate(result.output_log_probs):
+            output[b, k, : len(values)] = values
+    return {"cum_log_probs": cum, "output_log_probs": output}
+
+
+def _embedding_tensors(
+    request: GenerationRequest, embeddings: Sequence[Array | None] | None
+) -> dict[str, Array]:
+    if embeddings is None or all(row is None for row in embeddings):
+        return {}
+    hidden = next(len(row) for row in embeddings if row is not None)
+    value = np.zeros((len(request.rows), request.beam_width, hidden), np.float32)  # (B, K, H)
+    for b, row in enumerate(embeddings):
+        if row is not None and request.rows[b].options.return_context_embeddings:
+            value[b] = row
+    return {"context_embeddings": value}
+
+
+@dataclass
+class FrameStream:
+    """Builds the streamed frames of one request, none of them twice.
+
+    Every frame holds the whole answer so far. With `omit_prefix` (beam_width 1 only) `output_ids`
+    holds only the tokens since the last frame, (B, 1, n), filled with end ids;
+    `sequence_length` still counts everything, so its growth tells how many are new.
+    """
+
+    request: GenerationRequest
+    strict_lengths: bool = False
+    omit_prefix: bool = False
+    context_embeddings: Sequence[Array | None] | None = None
+    _last: list[RowResult | None] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.omit_prefix and self.request.beam_width > 1:
+            raise ValueError(
+                f"frames without the repeated prefix need beam_width=1, got "
+                f"{self.request.beam_width}: a better beam may replace tokens already sent"
+            )
+
+    def frame(self, results: Sequence[RowResult | None]) -> dict[str, Array] | None:
+        """Return the next frame, or None where nothing changed since the last one."""
+        last, self._last = self._last, list(results)
+        if last == self._last:
+            return None
+        tensors = assemble_outputs(
+            self.request,
+            results,
+            strict_lengths=self.strict_lengths,
+            context_embeddings=self.context_embeddings,
+        )
+        if self.omit_prefix:
+            tensors["output_ids"] = self._news(last, results, tensors["output_ids"].dtype)
+        return tensors
+
+    def _news(
+        self,
+        last: Sequence[RowResult | None] | None,
+        results: Sequence[RowResult | None],
+        dtype: np.dtype[np.generic],
+    ) -> Array:
+        before = last or [None] * len(results)
+        sent = [len(old.output_ids[0]) if old else 0 for old in before]
+        news = [new.output_ids[0][n:] if new else () for n, new in zip(sent, results, strict=True)]
+        ids = np.empty((len(news), 1, max(map(len, news))), dtype)  # (B, 1, n)
+        for b, tokens in enumerate(news):
+            ids[b] = self.request.rows[b].options.end_id
+            ids[b, 0, : len(tokens)] = tokens
+        return ids

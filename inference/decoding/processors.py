@@ -1,0 +1,127 @@
+"""The rules that change logits before a token is chosen, for all lanes of a step at once.
+
+Order: bad words, temperature, repetition or presence penalty, minimum length. Every rule acts on
+one lane by elementwise arithmetic, so a lane comes out the same bit for bit in any company.
+"""
+
+# Shapes: N lanes of a step, n of them processed here, V vocabulary, X V rounded up to ALIGNMENT
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from inference.decoding.tensor_fields import Array
+
+# Rows start at vector boundaries, so a softmax adds up every row in the same order.
+ALIGNMENT = 64
+LOWEST = torch.finfo(torch.float32).min
+_TEMPERATURE_EPSILON = np.float32(1e-6)
+
+
+@dataclass(frozen=True)
+class LaneRules:
+    """What to do to the logits of one lane in this step.
+
+    `seen` lists the ids that `repetition_penalty` or `presence_penalty` act on; an id may occur
+    more than once. `forbidden_id` is the end id while the minimum length is not reached.
+    """
+
+    banned: Sequence[int] = ()
+    temperature: float = 1.0
+    seen: Array | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    forbidden_id: int | None = None
+    divides: bool = False
+
+
+def process_logits(
+    logits: torch.Tensor, *, lanes: Sequence[int], rules: Sequence[LaneRules], vocab_size: int
+) -> torch.Tensor:
+    """Return the processed logits (n, X) of the lanes, padded with -inf; `logits` is kept."""
+    x = pad_vocabulary(pick_lanes(logits[:, :vocab_size], lanes))
+    _ban(x, rules)
+    apply_temperature(x, rules)
+    apply_penalty(x, rules)
+    _forbid(x, rules)
+    return x
+
+
+def pad_vocabulary(logits: torch.Tensor) -> torch.Tensor:
+    """Return a copy of `logits` (n, V) widened to (n, X) with -inf."""
+    count, vocab_size = logits.shape
+    x = logits.new_empty((count, -(-vocab_size // ALIGNMENT) * ALIGNMENT))
+    x[:, :vocab_size] = logits
+    x[:, vocab_size:] = -torch.inf
+    return x
+
+
+def pick_lanes(logits: torch.Tensor, lanes: Sequence[int]) -> torch.Tensor:
+    """Return those rows of `logits` in that order, without a copy where they are all of it."""
+    if list(lanes) == list(range(len(logits))):
+        return logits
+    return logits[_to(logits, np.asarray(lanes, np.int64))]
+
+
+def temperature_factor(temperature: float) -> float:
+    """Return what sampling multiplies logits by; a row at exactly 1 is left untouched.
+
+    FasterTransformer multiplies such a row by 0.999999 if any other row of the batch has another
+    temperature; here a row depends on its own value alone.
+    """
+    if temperature == 1:
+        return 1.0
+    return float(np.float32(1) / (np.float32(temperature) + _TEMPERATURE_EPSILON))
+
+
+def apply_temperature(x: torch.Tensor, rules: Sequence[LaneRules]) -> None:
+    """Scale each row of `x` by its temperature: sampling multiplies, beam search divides."""
+    factors = [1.0 if r.divides else temperature_factor(r.temperature) for r in rules]
+    if any(factor != 1 for factor in factors):
+        x.mul_(_to(x, np.asarray(factors, np.float32))[:, None])
+    divisors = [
+        float(np.float32(r.temperature) + _TEMPERATURE_EPSILON)
+        if r.divides and r.temperature != 1
+        else 1.0
+        for r in rules
+    ]
+    if any(divisor != 1 for divisor in divisors):
+        x.div_(_to(x, np.asarray(divisors, np.float32))[:, None])
+
+
+def apply_penalty(x: torch.Tensor, rules: Sequence[LaneRules]) -> None:
+    """Penalise every id a lane has seen, once, whatever its count."""
+    where = [(i, r.seen) for i, r in enumerate(rules) if r.seen is not None and len(r.seen)]
+    if not where:
+        return
+    sizes = [len(seen) for _, seen in where]
+    which = [i for i, _ in where]
+    rows = _to(x, np.repeat(np.asarray(which, np.int64), sizes))
+    ids = _to(x, np.concatenate([seen for _, seen in where]).astype(np.int64))
+    repetition = np.asarray([rules[i].repetition_penalty for i in which], np.float32)
+    presence = np.asarray([rules[i].presence_penalty for i in which], np.float32)
+    r, a = _to(x, np.repeat(repetition, sizes)), _to(x, np.repeat(presence, sizes))
+    old = x[rows, ids]  # an id that occurs twice is read twice before it is written
+    x[rows, ids] = torch.where(old < 0, old * r, old / r) - a
+
+
+def _ban(x: torch.Tensor, rules: Sequence[LaneRules]) -> None:
+    pairs = [(i, token) for i, r in enumerate(rules) for token in r.banned]
+    if pairs:
+        index = _to(x, np.asarray(pairs, np.int64))  # (count, 2)
+        x[index[:, 0], index[:, 1]] = -torch.inf
+
+
+def _forbid(x: torch.Tensor, rules: Sequence[LaneRules]) -> None:
+    pairs = [(i, r.forbidden_id) for i, r in enumerate(rules) if r.forbidden_id is not None]
+    if pairs:
+        index = _to(x, np.asarray(pairs, np.int64))  # (count, 2)
+        x[index[:, 0], index[:, 1]] = LOWEST
+
+
+def _to(x: torch.Tensor, values: Array) -> torch.Tensor:
+    return torch.from_numpy(values).to(x.device, non_blocking=True)

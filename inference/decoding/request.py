@@ -1,0 +1,281 @@
+"""A generation request: from the tensors of the serving contract to checked, normalised rows.
+
+All problems of a request are reported together; each message starts with the tensor's name.
+"""
+
+# Shapes: B rows, S padded prompt length, W width of a word list
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from inference.decoding.options import RowOptions, read_options
+from inference.decoding.prompts import (
+    P_TUNING,
+    SOFT_PROMPT,
+    PromptTable,
+    prompt_source,
+    read_prompts,
+)
+from inference.decoding.rows import GenerationRequest, ModelLimits, RequestError, RowRequest
+from inference.decoding.tensor_fields import Array, TensorFields
+
+__all__ = [
+    "GenerationRequest",
+    "ModelLimits",
+    "PromptTable",
+    "RequestError",
+    "RowOptions",
+    "RowRequest",
+    "parse_request",
+]
+
+
+@dataclass(frozen=True)
+class _Names:
+    """How a model kind calls its required inputs, and the optional ones it takes."""
+
+    input_lengths: str
+    output_len: str
+    optional: frozenset[str]
+
+
+_COMMON = frozenset(
+    [
+        "runtime_top_k",
+        "runtime_top_p",
+        "beam_search_diversity_rate",
+        "temperature",
+        "len_penalty",
+        "repetition_penalty",
+        "presence_penalty",
+        "min_length",
+        "random_seed",
+        "is_return_log_probs",
+        "beam_width",
+        "start_id",
+        "end_id",
+        "bad_words_list",
+        "stop_words_list",
+        "prompt_learning_task_name_ids",
+        "top_p_decay",
+        "top_p_min",
+        "top_p_reset_ids",
+        "request_prompt_embedding",
+        "request_prompt_lengths",
+        "ia3_tasks",
+    ]
+)
+_CONTEXT = frozenset({"is_return_context_cum_log_probs", "is_return_context_embeddings"})
+_NAMES = {
+    False: _Names(
+        "input_lengths",
+        "request_output_len",
+        _COMMON | {"request_prompt_type", "session_len", "memory_len"},
+    ),
+    True: _Names("sequence_length", "max_output_len", _COMMON),
+}
+
+
+def parse_request(tensors: Mapping[str, Array], limits: ModelLimits) -> GenerationRequest:
+    """Return the checked request.
+
+    Args:
+        tensors: the input tensors by their contract name, with the batch axis first.
+        limits: what the served model allows.
+
+    Raises:
+        RequestError: with every problem found.
+    """
+    return _Parser(tensors, limits).parse()
+
+
+class _Parser:
+    def __init__(self, tensors: Mapping[str, Array], limits: ModelLimits) -> None:
+        self.limits = limits
+        self.names = _NAMES[limits.encoder_decoder]
+        self.ids = _token_matrix(tensors.get("input_ids"))  # (B, S)
+        self.fields = TensorFields(tensors, 1 if self.ids is None else len(self.ids))
+        self.problems = self.fields.problems
+
+    def parse(self) -> GenerationRequest:
+        self._check_names()
+        if self.ids is None:
+            value = self.fields.tensors.get("input_ids")
+            if value is not None:
+                got = f"{value.dtype} {list(value.shape)}"
+                self.problems.append(f"input_ids: expected integers of shape [B,S], got {got}")
+            raise RequestError(self.problems)
+        lengths, output_lens = self._lengths(), self._output_lens()
+        options, warnings = read_options(
+            self.fields, start_id=self.limits.start_id, end_id=self.limits.end_id
+        )
+        prompts = read_prompts(self.fields, self.limits)
+        ia3_tasks = self._ia3_tasks()
+        session = self._session(output_lens)
+        self._check_special_ids(options)
+        self._check_room(output_lens, prompts)
+        inputs = [tuple(row[:n].tolist()) for row, n in zip(self.ids, lengths, strict=True)]
+        for b, ids in enumerate(inputs):
+            self._check_ids(b, ids, prompts[b])
+        if self.problems:
+            raise RequestError(self.problems)
+        columns = zip(inputs, output_lens, options, prompts, ia3_tasks, strict=True)
+        return GenerationRequest(
+            rows=tuple(self._row(*column) for column in columns),
+            padded_len=self.ids.shape[1],
+            encoder_decoder=self.limits.encoder_decoder,
+            session_len=session[0],
+            memory_len=session[1],
+            warnings=tuple(warnings),
+        )
+
+    def _check_names(self) -> None:
+        required = {"input_ids", self.names.input_lengths, self.names.output_len}
+        known = required | self.names.optional
+        if self.limits.context_outputs and not self.limits.encoder_decoder:
+            known |= _CONTEXT
+        if "input_ids" not in self.fields.tensors:
+            self.problems.append("input_ids: required input is missing")
+        for name in sorted(set(self.fields.tensors) - known):
+            self.problems.append(f"{name}: unknown input; this model takes {sorted(known)}")
+
+    def _lengths(self) -> list[int]:
+        assert self.ids is not None
+        name, width = self.names.input_lengths, self.ids.shape[1]
+        lengths = self.fields.required_integers(name)
+        if lengths is None:
+            return [0] * self.fields.batch
+        if width == 0 and not self.limits.encoder_decoder:
+            for b, length in enumerate(lengths):
+                if length != 0:
+                    self.problems.append(f"{name}[{b}]={length} must be 0: input_ids is empty")
+            return lengths
+        for b, length in enumerate(lengths):
+            if not 1 <= length <= width:
+                self.problems.append(f"{name}[{b}]={length} must be in [1, {width}]")
+        return [min(max(length, 0), width) for length in lengths]
+
+    def _output_lens(self) -> list[int]:
+        name = self.names.output_len
+        output_lens = self.fields.required_integers(name)
+        if output_lens is None:
+            return [1] * self.fields.batch
+        for b, output_len in enumerate(output_lens):
+            if output_len < 1:
+                self.problems.append(f"{name}[{b}]={output_len} must be >= 1")
+        return output_lens
+
+    def _ia3_tasks(self) -> list[int | None]:
+        if "ia3_tasks" not in self.fields.tensors:
+            return [None] * self.fields.batch
+        tasks = self.fields.integers("ia3_tasks", default=0)
+        count = self.limits.ia3_num_tasks
+        if count == 0:
+            self.problems.append("ia3_tasks: this model has no IA3 adapters; omit the tensor")
+        for b, task in enumerate(tasks):
+            if count and not 0 <= task < count:
+                self.problems.append(f"ia3_tasks[{b}]={task} must be in [0, {count})")
+        return [*tasks]
+
+    def _session(self, output_lens: list[int]) -> tuple[int | None, int | None]:
+        assert self.ids is not None
+        sizes: dict[str, int | None] = {"session_len": None, "memory_len": None}
+        for name in sizes:
+            if name in self.fields.tensors:
+                values = self.fields.integers(name, default=0)
+                sizes[name] = values[0]
+                if len(set(values)) > 1:
+                    self.problems.append(f"{name} must be identical for all rows of a request")
+        session_len, memory_len = sizes["session_len"], sizes["memory_len"]
+        prompt_len, longest = self.ids.shape[1], max(output_lens)
+        if session_len is not None and prompt_len + longest > session_len:
+            self.problems.append(
+                f"session_len: Session size too low ({session_len}): prompt ({prompt_len}) + "
+                f"{self.names.output_len} ({longest}) must fit"
+            )
+        if memory_len is not None and prompt_len > memory_len:
+            self.problems.append(
+                f"memory_len: Memory size too low ({memory_len}): prompt ({prompt_len}) must fit"
+            )
+        return session_len, memory_len
+
+    def _check_special_ids(self, options: list[RowOptions]) -> None:
+        for name in ("start_id", "end_id"):
+            for b, row in enumerate(options):
+                value = getattr(row, name)
+                if name in self.fields.tensors and not 0 <= value < self.limits.vocab_size:
+                    self.problems.append(
+                        f"{name}[{b}]={value} outside vocabulary of size {self.limits.vocab_size}"
+                    )
+
+    def _check_room(self, output_lens: list[int], prompts: list[PromptTable | None]) -> None:
+        """Check the position table and that a virtual prompt has a context pass to act in."""
+        assert self.ids is not None
+        width, limit = self.ids.shape[1], self.limits.max_pos_seq_len
+        if width <= 1 and not self.limits.encoder_decoder and any(prompts):
+            self.problems.append(
+                f"{prompt_source(self.fields.tensors)}: a virtual prompt needs at least 2 tokens "
+                f"in input_ids, got {width}"
+            )
+        if limit is None:
+            return
+        if self.limits.encoder_decoder:
+            for name, size in (("input_ids", width), (self.names.output_len, max(output_lens))):
+                if size > limit:
+                    self.problems.append(f"{name}: {size} exceeds max_pos_seq_len ({limit})")
+            return
+        soft = [p.length if p and p.kind == SOFT_PROMPT else 0 for p in prompts]
+        need, b = max((s + n, b) for b, (s, n) in enumerate(zip(soft, output_lens, strict=True)))
+        if width + need > limit:
+            self.problems.append(
+                f"input_ids: prompt ({width + soft[b]}) + {self.names.output_len} "
+                f"({output_lens[b]}) exceeds max_pos_seq_len ({limit})"
+            )
+
+    def _check_ids(self, b: int, ids: tuple[int, ...], prompt: PromptTable | None) -> None:
+        vocab_size = self.limits.vocab_size
+        real, virtual = range(vocab_size), range(0)
+        if prompt is not None and prompt.kind == P_TUNING:
+            # From the first virtual id on every id is looked up in the table.
+            real = range(min(vocab_size, prompt.start_id))
+            virtual = range(prompt.start_id, prompt.start_id + prompt.length)
+        bad = [t for t, i in enumerate(ids) if i not in real and i not in virtual]
+        if bad:
+            more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+            table = f" and virtual ids {virtual.start} to {virtual.stop - 1}" if virtual else ""
+            self.problems.append(
+                f"input_ids[{b},{bad[0]}]={ids[bad[0]]} outside vocabulary of size "
+                f"{vocab_size}{table}{more}"
+            )
+
+    def _row(
+        self,
+        ids: tuple[int, ...],
+        output_len: int,
+        options: RowOptions,
+        prompt: PromptTable | None,
+        ia3_task: int | None,
+    ) -> RowRequest:
+        start = (options.start_id,)
+        returned = ids
+        if prompt is not None and prompt.kind == P_TUNING:
+            returned = tuple(i for i in ids if i < prompt.start_id)
+        return RowRequest(
+            input_ids=ids or start,
+            output_len=output_len,
+            options=options,
+            context_ids=start if self.limits.encoder_decoder else ids or start,
+            returned_ids=() if self.limits.encoder_decoder else returned,
+            prompt=prompt,
+            ia3_task=ia3_task,
+        )
+
+
+def _token_matrix(value: Array | None) -> Array | None:
+    if value is None or value.ndim != 2 or value.dtype.kind not in "iu" or not len(value):
+        return None
+    return value.astype(np.int64)

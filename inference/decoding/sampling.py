@@ -1,0 +1,259 @@
+"""Rows that grow by one token per step: greedy, top-k, and nucleus sampling.
+
+Source: FasterTransformer 5.3, kernels/sampling_topk_kernels.cu and sampling_topp_kernels.cu. A
+token at the nucleus boundary keeps only the part of its mass inside the nucleus.
+"""
+
+# Shapes: n rows, W candidates
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from inference.decoding.candidates import Candidates, GroupKey
+from inference.decoding.nucleus import DescendingMass, draw_from_prefix
+from inference.decoding.processors import LaneRules
+from inference.decoding.random import Xorwow
+from inference.decoding.results import FinishReason, RowResult
+from inference.decoding.rows import RowRequest
+from inference.decoding.tensor_fields import Array
+from inference.decoding.word_lists import banned_ids, ends_with
+
+# A probability is exp(l - max) / (sum + this).
+MASS_EPSILON = 1e-6
+# How many of the best tokens a nucleus row looks at before it considers the whole row.
+NUCLEUS_PREFIX = {"cpu": 128, "cuda": 1024}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A drawn token, its log probability and the one renormalised over the candidates."""
+
+    token: int
+    log_prob: float = 0.0
+    renormalized: float = 0.0
+
+
+_PLAIN = GroupKey("plain", 1, False)
+
+
+class SamplingRow:
+    """One sampled row: its tokens, its generator and its nucleus size."""
+
+    lanes = 1
+    running = (0,)
+
+    def __init__(self, request: RowRequest, *, vocab_size: int, full_log_probs: bool) -> None:
+        self.request = request
+        self.options = o = request.options
+        self.reason: FinishReason | None = None
+        self.cum_log_prob = 0.0
+        self._vocab_size = vocab_size
+        self._full_log_probs = full_log_probs
+        self._history = list(request.context_ids)
+        self._log_probs: list[float] = []
+        self._generator = Xorwow(o.random_seed)
+        self.uniform = 1.0
+        self.top_p = o.top_p
+        self._penalised = o.repetition_penalty != 1 or o.presence_penalty != 0
+        self._seen = SeenIds(request, vocab_size=vocab_size) if self._penalised else None
+        self._is_bare_greedy = (
+            o.is_greedy and not self._penalised and not o.bad_words and not o.return_log_probs
+        )
+
+    @property
+    def generated(self) -> int:
+        """How many tokens the row has."""
+        return len(self._history) - len(self.request.context_ids)
+
+    @property
+    def is_plain(self) -> bool:
+        """True when this step takes the arg-max of the raw logits and nothing else."""
+        return self._is_bare_greedy and self.generated >= self.options.min_length
+
+    @property
+    def is_nucleus(self) -> bool:
+        """True when the whole vocabulary, not a number of candidates, bounds the draw."""
+        return not self.options.is_greedy and self.options.top_k == 0
+
+    @property
+    def is_finished(self) -> bool:
+        """True when the row takes no more steps."""
+        return self.reason is not None
+
+    def group_key(self, device: str) -> GroupKey:
+        """Return what this step's selection needs; widths are rounded so that rows share it."""
+        if self.is_plain:
+            return _PLAIN
+        scored = self.options.return_log_probs
+        if self.options.is_greedy:
+            return GroupKey("greedy", 1, scored)
+        if self.is_nucleus:
+            return GroupKey("nucleus", NUCLEUS_PREFIX.get(device, 1024), True)
+        return GroupKey("top_k", 1 << (self.options.top_k - 1).bit_length(), scored)
+
+    def rules(self) -> list[LaneRules]:
+        """Return what to do to the row's logits in this step."""
+        o, generated = self.options, self.generated
+        # A lone first token has nothing before it: FasterTransformer starts at the second step.
+        penalised = self._seen is not None and self.request.context_len + generated > 1
+        return [
+            LaneRules(
+                banned=banned_ids(self._history, o.bad_words, self._vocab_size),
+                temperature=o.temperature,
+                seen=self._seen.ids(generated) if self._seen and penalised else None,
+                repetition_penalty=o.repetition_penalty,
+                presence_penalty=o.presence_penalty,
+                forbidden_id=o.end_id if generated < o.min_length else None,
+            )
+        ]
+
+    def draw_uniform(self) -> None:
+        """Draw the random number of this step."""
+        self.uniform = self._generator.uniform()
+
+    def add_log_prob(self, log_prob: float) -> None:
+        """Add what does not come from a generated token to the row's score."""
+        self.cum_log_prob += log_prob
+
+    def commit(self, choice: Choice) -> None:
+        """Append a token and decide whether the row ends."""
+        token, o = choice.token, self.options
+        self._history.append(token)
+        if self._seen is not None:
+            self._seen.append(token)
+        if o.return_log_probs:
+            self.cum_log_prob += choice.log_prob
+            self._log_probs.append(choice.log_prob if self._full_log_probs else choice.renormalized)
+        if self.is_nucleus:
+            self._decay(token)
+        if token == o.end_id:
+            self.reason = "end"
+        elif o.stop_words and ends_with(self._history, o.stop_words):
+            self.reason = "stop"
+        elif self.generated == self.request.output_len:
+            self.reason = "length"
+
+    def _decay(self, token: int) -> None:
+        o = self.options
+        if token == o.top_p_reset_id:
+            self.top_p = o.top_p
+        else:
+            decayed = float(np.float32(self.top_p) * np.float32(o.top_p_decay))
+            self.top_p = max(decayed, o.top_p_min)
+
+    def result(self) -> RowResult:
+        """Return the row so far."""
+        return RowResult(
+            output_ids=(tuple(self._history[len(self.request.context_ids) :]),),
+            cum_log_probs=(self.cum_log_prob,),
+            output_log_probs=(tuple(self._log_probs),) if self.options.return_log_probs else (),
+            finish_reasons=(self.reason,),
+        )
+
+
+class SeenIds:
+    """The ids a penalty acts on, in one growing array: distinct prompt ids, then the answer."""
+
+    def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
+        prompt = np.unique(np.asarray(request.context_ids, np.int64))
+        prompt = prompt[prompt < vocab_size]  # virtual tokens have no logit
+        self._size = len(prompt)
+        self._ids = np.concatenate([prompt, np.zeros(request.output_len, np.int64)])
+        self._prompt_size = self._size
+
+    def append(self, token: int) -> None:
+        """Add a generated token."""
+        self._ids[self._size] = token
+        self._size += 1
+
+    def ids(self, generated: int) -> Array:
+        """Return the ids of the prompt and of the first `generated` tokens."""
+        return self._ids[: self._prompt_size + generated]
+
+
+def choose(
+    rows: Sequence[SamplingRow], candidates: Candidates, *, include_boundary: bool
+) -> list[Choice | None]:
+    """Draw a token for each row from its candidates; None where the logits are unusable.
+
+    The rows are of one kind: all greedy, all top-k, or all nucleus.
+    """
+    usable = np.isfinite(candidates.values[:, 0]).tolist()
+    places: list[int | None] = [0] * len(rows)
+    log_kept = [0.0] * len(rows)
+    if not rows[0].options.is_greedy:
+        places, log_kept = _draw(rows, candidates, include_boundary)
+    choices: list[Choice | None] = []
+    for i, row in enumerate(rows):
+        place = places[i]
+        if not usable[i]:
+            choices.append(None)
+        elif place is None:
+            choices.append(_choose_from_all(row, candidates, i, include_boundary))
+        else:
+            token, value = int(candidates.ids[i, place]), candidates.values[i, place]
+            choices.append(_choice(row, candidates, i, token, float(value), log_kept[i]))
+    return choices
+
+
+def _draw(
+    rows: Sequence[SamplingRow], candidates: Candidates, include_boundary: bool
+) -> tuple[list[int | None], list[float]]:
+    """Return the place each row drew (None: not among its candidates) and log of what it kept."""
+    values = candidates.values.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # an unusable row comes out as NaN
+        masses = np.exp(values - values[:, :1])  # (n, W)
+    if rows[0].is_nucleus:
+        assert candidates.log_norms is not None
+        kept = np.asarray([_norm(v) for v in candidates.log_norms.tolist()])
+    else:
+        counts = np.asarray([row.options.top_k for row in rows])
+        masses[np.arange(masses.shape[1]) >= counts[:, None]] = 0.0
+        kept = np.cumsum(masses, axis=1)[:, -1]
+    for row in rows:
+        row.draw_uniform()
+    places, decided = draw_from_prefix(
+        masses,
+        inside=np.asarray([row.top_p for row in rows]) * kept,
+        uniforms=np.asarray([row.uniform for row in rows]),
+        include_boundary=include_boundary,
+    )
+    found = [place if ok else None for place, ok in zip(places.tolist(), decided, strict=True)]
+    return found, [math.log(k) if k > 0 else 0.0 for k in kept.tolist()]
+
+
+def _choose_from_all(
+    row: SamplingRow, candidates: Candidates, i: int, include_boundary: bool
+) -> Choice:
+    """Draw for a nucleus row whose nucleus reaches beyond the candidates."""
+    assert candidates.log_norms is not None
+    logits = candidates.logits[i].cpu().numpy()  # (X,)
+    mass = row.top_p * _norm(float(candidates.log_norms[i]))
+    drawn = DescendingMass(logits).draw(row.uniform, mass=mass, include_boundary=include_boundary)
+    return _choice(row, candidates, i, drawn, float(logits[drawn]), 0.0)
+
+
+def _choice(
+    row: SamplingRow,
+    candidates: Candidates,
+    i: int,
+    token: int,
+    value: float,
+    log_kept: float,
+) -> Choice:
+    if not row.options.return_log_probs:
+        return Choice(token)
+    assert candidates.log_norms is not None
+    depth = value - float(candidates.values[i, 0])
+    log_prob = depth - math.log(_norm(float(candidates.log_norms[i])))
+    return Choice(token, log_prob, log_prob if row.is_nucleus else depth - log_kept)
+
+
+def _norm(log_norm: float) -> float:
+    """Return what divides exp(logit - best) to give a probability."""
+    return math.exp(log_norm) + MASS_EPSILON if math.isfinite(log_norm) else math.nan

@@ -1,0 +1,88 @@
+"""Word lists: from the (2, W) tensors of a request to tuples of token ids, and matching them.
+
+Row 0 holds the ids of all entries one after another, row 1 their exclusive end offsets, padded
+with -1. Source: FasterTransformer 5.3, kernels/ban_bad_words.cu and stop_criteria_kernels.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from inference.decoding.tensor_fields import Array, TensorFields
+
+Words = tuple[tuple[int, ...], ...]
+
+
+def read_word_lists(fields: TensorFields, name: str, *, shared: bool) -> list[Words]:
+    """Return the entries of every row; with `shared`, one (2, W) list may serve all rows."""
+    nothing: list[Words] = [()] * fields.batch
+    value = fields.tensors.get(name)
+    if value is None:
+        return nothing
+    is_shared = shared and value.ndim == 2 and value.shape[0] == 2
+    if not is_shared and (value.ndim != 3 or value.shape[:2] != (fields.batch, 2)):
+        other = " or [2,W]" if shared else ""
+        fields.problems.append(
+            f"{name}: expected shape [{fields.batch},2,W]{other}, got {list(value.shape)}"
+        )
+        return nothing
+    if value.dtype.kind not in "iu":
+        fields.problems.append(f"{name}: expected INT32, got {value.dtype}")
+        return nothing
+    rows = value[np.newaxis] if is_shared else value  # (1 or B, 2, W)
+    lists = [read_entries(row[0], row[1]) for row in rows.astype(np.int64)]
+    for b, entries in enumerate(lists):
+        if entries is None:
+            fields.problems.append(
+                f"{name}[{b}]: bad offsets {rows[b, 1].tolist()}; they must not decrease nor "
+                f"exceed {rows.shape[2]}"
+            )
+    found = [entries or () for entries in lists]
+    return found * fields.batch if is_shared else found
+
+
+def read_entries(ids: Array, offsets: Array) -> Words | None:
+    """Return the distinct, non-empty entries of one row, or None where the offsets are bad.
+
+    Offsets end at the first negative value. They must not decrease nor pass the width W.
+    A zero-length entry means nothing and is left out.
+    """
+    ends = offsets.tolist()
+    entries: dict[tuple[int, ...], None] = {}
+    start = 0
+    for end in ends:
+        if end < 0:
+            break
+        if end < start or end > len(ids):
+            return None
+        if end > start:
+            entries[tuple(ids[start:end].tolist())] = None
+        start = end
+    return tuple(entries)
+
+
+def ends_with(history: Sequence[int], words: Words) -> bool:
+    """True when the newest tokens of `history` equal one of `words`."""
+    if not words or not history:
+        return False
+    last, size = history[-1], len(history)
+    for word in words:
+        n = len(word)
+        if word[-1] == last and n <= size and tuple(history[-n:]) == word:
+            return True
+    return False
+
+
+def banned_ids(history: Sequence[int], words: Words, vocab_size: int) -> list[int]:
+    """Return the ids that would complete one of `words`; id 0 can never be banned."""
+    banned = []
+    for word in words:
+        prefix, last = word[:-1], word[-1]
+        if not 0 < last < vocab_size:
+            continue
+        n = len(prefix)
+        if n == 0 or (n <= len(history) and tuple(history[-n:]) == prefix):
+            banned.append(last)
+    return banned

@@ -1,0 +1,427 @@
+"""Contract tensors become checked rows; every problem of a request is reported at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference.decoding.prompts import P_TUNING, SOFT_PROMPT
+from inference.decoding.request import (
+    GenerationRequest,
+    ModelLimits,
+    RequestError,
+    RowOptions,
+    parse_request,
+)
+
+GPT = ModelLimits(vocab_size=52, start_id=50, end_id=51, max_pos_seq_len=16, hidden_units=6)
+T5 = ModelLimits(vocab_size=52, start_id=0, end_id=1, encoder_decoder=True, hidden_units=6)
+
+
+def column(*values: Any, dtype: Any = np.uint32) -> np.ndarray:
+    return np.asarray(values, dtype)[:, np.newaxis]
+
+
+def gpt(**more: np.ndarray) -> dict[str, np.ndarray]:
+    tensors = {
+        "input_ids": np.asarray([[3, 4, 5], [7, 8, 0]], np.uint32),
+        "input_lengths": column(3, 2),
+        "request_output_len": column(4, 2),
+    }
+    return {**tensors, **more}
+
+
+def problems(tensors: dict[str, np.ndarray], limits: ModelLimits = GPT) -> list[str]:
+    with pytest.raises(RequestError) as caught:
+        parse_request(tensors, limits)
+    assert str(caught.value) == "\n".join(caught.value.problems)
+    return caught.value.problems
+
+
+def options(request: GenerationRequest, name: str) -> list[Any]:
+    return [getattr(row.options, name) for row in request.rows]
+
+
+def test_required_inputs_alone_give_greedy_rows_without_padding() -> None:
+    request = parse_request(gpt(), GPT)
+    assert [row.input_ids for row in request.rows] == [(3, 4, 5), (7, 8)]
+    assert [row.context_ids for row in request.rows] == [(3, 4, 5), (7, 8)]
+    assert [row.output_len for row in request.rows] == [4, 2]
+    assert (request.padded_len, request.max_output_len, request.beam_width) == (3, 4, 1)
+    expected = RowOptions(end_id=51, start_id=50, top_p_min=float(np.float32(1e-6)))
+    assert [row.options for row in request.rows] == [expected, expected]
+
+
+def test_every_option_is_read_per_row() -> None:
+    sent = {
+        "runtime_top_k": (column(0, 4), "top_k"),
+        "runtime_top_p": (column(0.5, 0.25, dtype=np.float32), "top_p"),
+        "temperature": (column(0.5, 2.0, dtype=np.float32), "temperature"),
+        "len_penalty": (column(1.0, -0.5, dtype=np.float32), "len_penalty"),
+        "beam_search_diversity_rate": (
+            column(0.5, -0.5, dtype=np.float32),
+            "beam_search_diversity_rate",
+        ),
+        "repetition_penalty": (column(1.5, 2.0, dtype=np.float32), "repetition_penalty"),
+        "min_length": (column(1, 2, dtype=np.int32), "min_length"),
+        "random_seed": (column(2**64 - 1, 5, dtype=np.uint64), "random_seed"),
+        "start_id": (column(1, 2), "start_id"),
+        "end_id": (column(3, 4), "end_id"),
+        "top_p_decay": (column(0.5, 0.25, dtype=np.float32), "top_p_decay"),
+        "top_p_min": (column(0.125, 0.25, dtype=np.float32), "top_p_min"),
+        "top_p_reset_ids": (column(9, 10), "top_p_reset_id"),
+        "is_return_log_probs": (column(True, False, dtype=np.bool_), "return_log_probs"),
+        "is_return_context_embeddings": (
+            column(False, True, dtype=np.bool_),
+            "return_context_embeddings",
+        ),
+    }
+    request = parse_request(gpt(**{name: value for name, (value, _) in sent.items()}), GPT)
+    for value, option in sent.values():
+        assert options(request, option) == value[:, 0].tolist(), option
+
+
+def test_one_value_serves_all_rows() -> None:
+    request = parse_request(gpt(temperature=np.asarray([0.5], np.float32)), GPT)
+    assert options(request, "temperature") == [0.5, 0.5]
+
+
+def test_rows_without_the_inner_axis_are_taken() -> None:
+    request = parse_request(gpt(runtime_top_k=np.asarray([2, 3], np.uint32)), GPT)
+    assert options(request, "top_k") == [2, 3]
+
+
+@pytest.mark.parametrize(
+    "name", ["start_id", "end_id", "top_p_decay", "top_p_min", "top_p_reset_ids"]
+)
+def test_values_without_a_default_for_all_need_one_per_row(name: str) -> None:
+    (problem,) = problems(gpt(**{name: np.asarray([1])}))
+    assert problem.startswith(f"{name}: expected")
+
+
+def test_clamped_selection_is_warned_about() -> None:
+    tensors = gpt(runtime_top_k=column(2000, 3), runtime_top_p=column(0.5, 1.5, dtype=np.float32))
+    request = parse_request(tensors, GPT)
+    assert options(request, "top_k") == [1024, 3]
+    assert options(request, "top_p") == [0.5, 1.0]
+    assert request.warnings == (
+        "runtime_top_k=2000 is clamped to 1024 in row 0",
+        "runtime_top_p=1.5 is clamped to [0, 1] in row 1",
+    )
+
+
+def test_all_problems_are_reported_together() -> None:
+    found = problems(
+        gpt(
+            input_ids=np.asarray([[3, 99, 5], [7, 8, 0]], np.uint32),
+            temperature=column(-1.0, 1.0, dtype=np.float32),
+            repetition_penalty=column(1.0, 0.0, dtype=np.float32),
+            beam_width=column(2, 3),
+            made_up=column(1, 1),
+        )
+    )
+    assert {problem.split(":")[0].split(" ")[0] for problem in found} == {
+        "made_up",
+        "beam_width",
+        "temperature",
+        "repetition_penalty",
+        "input_ids[0,1]=99",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_lengths": column(3, 0)}, "input_lengths[1]=0 must be in [1, 3]"),
+        ({"input_lengths": column(4, 2)}, "input_lengths[0]=4 must be in [1, 3]"),
+        (
+            {"input_lengths": column(3, 2, 2)},
+            "input_lengths: expected shape [2,1] or [1], got [3, 1]",
+        ),
+        (
+            {"request_output_len": column(4, 14)},
+            "input_ids: prompt (3) + request_output_len (14) exceeds max_pos_seq_len (16)",
+        ),
+        ({"request_output_len": column(4, 0)}, "request_output_len[1]=0 must be >= 1"),
+        (
+            {"input_ids": np.asarray([[3, 4, 52], [1, 2, 0]], np.uint32)},
+            "input_ids[0,2]=52 outside vocabulary of size 52",
+        ),
+        ({"beam_width": column(65, 65)}, "beam_width=65 must be in [1, 64]"),
+        ({"beam_width": column(0, 0)}, "beam_width=0 must be in [1, 64]"),
+        ({"beam_width": column(2, 3)}, "beam_width must be identical for all rows of a request"),
+        (
+            {"temperature": column(1, -0.5, dtype=np.float32)},
+            "temperature must be >= 0, got -0.5 in row 1",
+        ),
+        (
+            {"repetition_penalty": column(0, 1, dtype=np.float32)},
+            "repetition_penalty must be > 0, got 0 in row 0",
+        ),
+        (
+            {"min_length": column(-1, 1, dtype=np.int32)},
+            "min_length must be >= 0, got -1 in row 0",
+        ),
+        (
+            {"runtime_top_p": column(np.nan, 1, dtype=np.float32)},
+            "runtime_top_p[0]=nan must be finite",
+        ),
+        ({"runtime_top_k": column(1.0, 2.0)[:, :, None]}, "runtime_top_k: expected shape"),
+        (
+            {"runtime_top_k": column(1, 2, dtype=np.float32)},
+            "runtime_top_k: expected an integer type, got float32",
+        ),
+        ({"is_return_log_probs": column(1, 0)}, "is_return_log_probs: expected BOOL, got uint32"),
+        ({"end_id": column(52, 1)}, "end_id[0]=52 outside vocabulary of size 52"),
+        ({"max_output_len": column(1, 1)}, "max_output_len: unknown input"),
+        ({"ia3_tasks": column(0, 0)}, "ia3_tasks: this model has no IA3 adapters"),
+        (
+            {
+                "repetition_penalty": column(1, 1, dtype=np.float32),
+                "presence_penalty": column(0, 0, dtype=np.float32),
+            },
+            "repetition_penalty and presence_penalty are mutually exclusive",
+        ),
+        ({"session_len": column(6, 6)}, "session_len: Session size too low (6)"),
+        ({"memory_len": column(2, 2)}, "memory_len: Memory size too low (2)"),
+    ],
+)
+def test_each_check_names_its_tensor(change: dict[str, np.ndarray], message: str) -> None:
+    (problem,) = problems(gpt(**change))
+    assert problem.startswith(message)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "input_lengths", "request_output_len"])
+def test_missing_required_input_is_named(name: str) -> None:
+    tensors = gpt()
+    del tensors[name]
+    assert problems(tensors) == [f"{name}: required input is missing"]
+
+
+def test_misshapen_input_ids_are_named() -> None:
+    (problem,) = problems(gpt(input_ids=np.asarray([3, 4, 5], np.uint32)))
+    assert problem == "input_ids: expected integers of shape [B,S], got uint32 [3]"
+
+
+def test_pad_values_are_not_checked() -> None:
+    tensors = gpt(input_ids=np.asarray([[3, 4, 5], [7, 8, 9999]], np.uint32))
+    assert parse_request(tensors, GPT).rows[1].input_ids == (7, 8)
+
+
+def test_model_without_a_position_table_has_no_length_limit() -> None:
+    limits = dataclasses.replace(GPT, max_pos_seq_len=None)
+    assert parse_request(gpt(request_output_len=column(4, 9999)), limits).max_output_len == 9999
+
+
+def test_empty_prompt_starts_from_the_start_id_and_returns_nothing() -> None:
+    tensors = gpt(input_ids=np.zeros((2, 0), np.uint32), input_lengths=column(0, 0))
+    request = parse_request(tensors, GPT)
+    assert [row.input_ids for row in request.rows] == [(50,), (50,)]
+    assert [row.returned_ids for row in request.rows] == [(), ()]
+    assert request.padded_len == 0
+
+
+def test_context_outputs_are_unknown_where_the_model_has_none() -> None:
+    limits = dataclasses.replace(GPT, context_outputs=False)
+    flags = {"is_return_context_embeddings": column(True, True, dtype=np.bool_)}
+    (problem,) = problems(gpt(**flags), limits)
+    assert problem.startswith("is_return_context_embeddings: unknown input")
+
+
+def test_context_score_without_log_probs_is_warned_about() -> None:
+    flags = {"is_return_context_cum_log_probs": column(True, False, dtype=np.bool_)}
+    (warning,) = parse_request(gpt(**flags), GPT).warnings
+    assert warning.startswith("is_return_context_cum_log_probs has no effect")
+
+
+# Word lists
+
+
+def words(*rows: tuple[list[int], list[int]]) -> np.ndarray:
+    return np.asarray(rows, np.int32)
+
+
+def test_word_lists_are_read_per_row_without_empty_entries() -> None:
+    stops = words(([9, 3, 7, 0], [1, 1, 3, -1]), ([0, 0, 0, 0], [-1, -1, -1, -1]))
+    request = parse_request(gpt(stop_words_list=stops), GPT)
+    assert options(request, "stop_words") == [((9,), (3, 7)), ()]
+
+
+def test_one_bad_word_list_serves_all_rows() -> None:
+    bad = np.asarray([[9, 3], [1, 2]], np.int32)
+    assert options(parse_request(gpt(bad_words_list=bad), GPT), "bad_words") == [((9,), (3,))] * 2
+
+
+@pytest.mark.parametrize("offsets", [[2, 1], [1, 3]])
+@pytest.mark.parametrize("name", ["stop_words_list", "bad_words_list"])
+def test_bad_offsets_are_refused(name: str, offsets: list[int]) -> None:
+    value = words(([1, 2], [1, 2]), ([1, 2], offsets))
+    (problem,) = problems(gpt(**{name: value}))
+    assert problem.startswith(f"{name}[1]: bad offsets")
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2, 3), (2, 1, 3)])
+def test_stop_words_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    (problem,) = problems(gpt(stop_words_list=np.zeros(shape, np.int32)))
+    assert problem == f"stop_words_list: expected shape [2,2,W], got {list(shape)}"
+
+
+# Virtual prompts
+
+
+def sent_prompt(kind: int, **change: np.ndarray) -> dict[str, np.ndarray]:
+    prompt = {
+        "request_prompt_embedding": np.ones((2, 3, 6), np.float16),
+        "request_prompt_lengths": column(3, 2),
+        "request_prompt_type": column(kind, kind),
+    }
+    return {**prompt, **change}
+
+
+def test_sent_p_tuning_prompt_declares_its_virtual_ids() -> None:
+    ids = np.asarray([[52, 53, 5], [52, 8, 53]], np.uint32)
+    tensors = gpt(input_ids=ids, input_lengths=column(3, 3), **sent_prompt(P_TUNING))
+    first, second = parse_request(tensors, GPT).rows
+    assert first.prompt is not None
+    assert second.prompt is not None
+    assert (first.prompt.kind, first.prompt.length, second.prompt.length) == (P_TUNING, 3, 2)
+    assert first.prompt.embedding is not None
+    assert first.prompt.embedding.dtype == np.float32
+    assert first.prompt.embedding.shape == (3, 6)
+    assert (first.input_ids, first.returned_ids) == ((52, 53, 5), (5,))
+    assert (second.input_ids, second.returned_ids) == ((52, 8, 53), (8,))
+
+
+def test_virtual_id_past_its_table_is_refused() -> None:
+    ids = np.asarray([[52, 53, 5], [52, 8, 54]], np.uint32)
+    tensors = gpt(input_ids=ids, input_lengths=column(3, 3), **sent_prompt(P_TUNING))
+    assert problems(tensors) == [
+        "input_ids[1,2]=54 outside vocabulary of size 52 and virtual ids 52 to 53"
+    ]
+
+
+def test_virtual_ids_may_start_inside_the_vocabulary() -> None:
+    limits = dataclasses.replace(GPT, prompt_learning_start_id=40)
+    ids = np.asarray([[40, 5, 41], [39, 42, 43]], np.uint32)
+    tensors = gpt(input_ids=ids, input_lengths=column(3, 3), **sent_prompt(P_TUNING))
+    found = problems(tensors, limits)
+    assert found == [
+        "input_ids[1,1]=42 outside vocabulary of size 52 and virtual ids 40 to 41 (and 1 more)"
+    ]
+
+
+def test_soft_prompt_takes_room_in_the_position_table() -> None:
+    tensors = gpt(request_output_len=column(10, 10), **sent_prompt(SOFT_PROMPT))
+    request = parse_request(tensors, GPT)
+    assert [row.context_len for row in request.rows] == [6, 4]
+    (problem,) = problems(gpt(request_output_len=column(11, 11), **sent_prompt(SOFT_PROMPT)))
+    assert problem.startswith("input_ids: prompt (6) + request_output_len (11) exceeds")
+
+
+def test_incomplete_prompt_is_refused() -> None:
+    prompt = sent_prompt(P_TUNING)
+    del prompt["request_prompt_lengths"]
+    (problem,) = problems(gpt(**prompt))
+    assert problem.endswith("missing: request_prompt_lengths")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"request_prompt_embedding": np.ones((2, 3, 5), np.float16)},
+            "request_prompt_embedding: expected shape [2,P,6], got [2, 3, 5]",
+        ),
+        (
+            {"request_prompt_embedding": np.ones((2, 3, 6), np.int32)},
+            "request_prompt_embedding: expected FP16 or FP32, got int32",
+        ),
+        ({"request_prompt_lengths": column(4, 1)}, "request_prompt_lengths[0]=4 must be in"),
+        ({"request_prompt_type": column(1, 2)}, "request_prompt_type[1]=2 must be one of 0, 1, 3"),
+    ],
+)
+def test_misfit_prompt_is_refused(change: dict[str, np.ndarray], message: str) -> None:
+    assert problems(gpt(**sent_prompt(SOFT_PROMPT, **change)))[0].startswith(message)
+
+
+def test_virtual_prompt_needs_a_context_pass() -> None:
+    tensors = gpt(input_ids=np.asarray([[1], [2]], np.uint32), input_lengths=column(1, 1))
+    (problem,) = problems({**tensors, **sent_prompt(SOFT_PROMPT)})
+    assert problem.startswith("request_prompt_embedding: a virtual prompt needs at least 2")
+
+
+TUNED = dataclasses.replace(GPT, prompt_learning_type=P_TUNING, prompt_lengths={0: 2, 4: 1})
+
+
+def test_task_ids_select_a_loaded_table_per_row() -> None:
+    ids = np.asarray([[52, 53, 5], [52, 8, 0]], np.uint32)
+    tensors = gpt(input_ids=ids, prompt_learning_task_name_ids=column(0, 4))
+    request = parse_request(tensors, TUNED)
+    assert [row.prompt and row.prompt.task_id for row in request.rows] == [0, 4]
+    assert [row.returned_ids for row in request.rows] == [(5,), (8,)]
+
+
+def test_unknown_task_id_is_named() -> None:
+    found = problems(gpt(prompt_learning_task_name_ids=column(0, 3)), TUNED)
+    assert found == ["prompt_learning_task_name_ids[1]=3 is unknown; loaded tasks: 0, 4"]
+
+
+def test_task_ids_without_loaded_prompts_are_refused() -> None:
+    (problem,) = problems(gpt(prompt_learning_task_name_ids=column(0, 0)))
+    assert "prompt_learning_type=0" in problem
+
+
+def test_sent_prompt_overrides_task_ids() -> None:
+    tensors = gpt(prompt_learning_task_name_ids=column(9, 9), **sent_prompt(P_TUNING))
+    assert parse_request(tensors, TUNED).rows[0].prompt is not None
+
+
+# Encoder-decoder models
+
+
+def t5(**more: np.ndarray) -> dict[str, np.ndarray]:
+    tensors = {
+        "input_ids": np.asarray([[3, 4, 5], [7, 8, 0]], np.uint32),
+        "sequence_length": column(3, 2),
+        "max_output_len": column(4, 2),
+    }
+    return {**tensors, **more}
+
+
+def test_encoder_decoder_names_and_start_token() -> None:
+    request = parse_request(t5(), T5)
+    assert [row.input_ids for row in request.rows] == [(3, 4, 5), (7, 8)]
+    assert [row.context_ids for row in request.rows] == [(0,), (0,)]
+    assert [row.output_len for row in request.rows] == [4, 2]
+
+
+def test_encoder_decoder_start_id_can_be_overridden() -> None:
+    request = parse_request(t5(start_id=column(2, 3)), T5)
+    assert [row.context_ids for row in request.rows] == [(2,), (3,)]
+
+
+def test_encoder_decoder_prompt_needs_no_type() -> None:
+    prompt = sent_prompt(P_TUNING)
+    del prompt["request_prompt_type"]
+    ids = np.asarray([[53, 54, 5], [7, 8, 0]], np.uint32)
+    request = parse_request(t5(input_ids=ids, **prompt), T5)
+    assert request.rows[0].prompt is not None
+    assert request.rows[0].prompt.start_id == 53
+
+
+def test_ia3_tasks_are_checked_per_row() -> None:
+    limits = dataclasses.replace(T5, ia3_num_tasks=2)
+    request = parse_request(t5(ia3_tasks=column(1, 0, dtype=np.int32)), limits)
+    assert [row.ia3_task for row in request.rows] == [1, 0]
+    found = problems(t5(ia3_tasks=column(2, -1, dtype=np.int32)), limits)
+    assert found == ["ia3_tasks[0]=2 must be in [0, 2)", "ia3_tasks[1]=-1 must be in [0, 2)"]
+
+
+def test_encoder_and_decoder_positions_are_limited_apart() -> None:
+    limits = dataclasses.replace(T5, max_pos_seq_len=3)
+    assert parse_request(t5(max_output_len=column(3, 3)), limits).max_output_len == 3
+    found = problems(t5(max_output_len=column(4, 3)), limits)
+    assert found == ["max_output_len: 4 exceeds max_pos_seq_len (3)"]
