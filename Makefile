@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "cannot create $(VENV); on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
 	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt \
-	  --editable '.[serve,dev]'
+	  --editable '.[serve,s3,dev]'
 	@touch $@
 
 demo: $(STAMP)

@@ -1,0 +1,139 @@
+"""`python -m export_scripts.build_repository`: a Triton repository around converted weights."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from export_scripts.commands import run_command, say
+from export_scripts.triton.model_folders import ENGINES
+from export_scripts.triton.object_store import parse_location, publish_repository
+from export_scripts.triton.repository import (
+    DATA_TYPES,
+    RepositoryRequest,
+    build_repository,
+    check_repository,
+)
+
+# Fields of the request as this command spells them.
+_FLAGS = {
+    "tp_size": "--tensor-model-parallel-size",
+    "pp_size": "--pipeline-model-parallel-size",
+    "max_batch_size": "--max-batch-size",
+    "data_type": "--data-type",
+    "int8_mode": "--int8-mode",
+    "enable_custom_all_reduce": "--enable-custom-all-reduce",
+    "engine": "--engine",
+    "model_dir": "MODEL_DIR",
+    "interactive": "--interactive",
+    "instance_count": "--instance-count",
+    "max_queue_delay_us": "--max-queue-delay-us",
+    "ensemble": "--ensemble",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return 0, or 1 with every problem on standard error."""
+    return run_command(_parser(), _build, sys.argv[1:] if argv is None else argv)
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    request = RepositoryRequest(
+        model_dir=arguments.model_dir,
+        tp_size=arguments.tensor_model_parallel_size,
+        pp_size=arguments.pipeline_model_parallel_size,
+        max_batch_size=arguments.max_batch_size,
+        data_type=arguments.data_type,
+        int8_mode=arguments.int8_mode,
+        enable_custom_all_reduce=arguments.enable_custom_all_reduce,
+        engine=arguments.engine,
+        decoupled=arguments.decoupled,
+        ensemble=arguments.ensemble,
+        overwrite=arguments.overwrite,
+        portable=not arguments.absolute_path,
+        interactive=arguments.interactive,
+        answer_only=arguments.answer_only,
+        max_queue_delay_us=arguments.max_queue_delay_us,
+        instance_count=arguments.instance_count,
+        parameters=dict(_pair(text) for text in arguments.parameter),
+    )
+    if problems := check_repository(request, names=_FLAGS):
+        raise ValueError("\n".join(problems))
+    location = None
+    if arguments.publish:
+        location = parse_location(arguments.publish, endpoint_url=arguments.endpoint_url)
+    for folder in build_repository(request):
+        say(str(folder))
+    if location is not None:
+        summary = publish_repository(
+            request.model_dir.parent, location, overwrite=arguments.overwrite
+        )
+        say(f"{summary.url} ({summary.sent} of {summary.files} files sent)")
+    return 0
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, separator, value = text.partition("=")
+    if not (key and separator):
+        raise ValueError(f"--parameter {text} must have the form KEY=VALUE.")
+    return key, value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m export_scripts.build_repository", description=__doc__
+    )
+    parser.add_argument(
+        "model_dir",
+        type=Path,
+        metavar="MODEL_DIR",
+        help="<repository>/<model name>, with the weights at 1/<ranks>-gpu inside",
+    )
+    numbers = (
+        ("--tensor-model-parallel-size", 1, "ranks that share each layer"),
+        ("--pipeline-model-parallel-size", 1, "groups of layers"),
+        ("--max-batch-size", 1, "most rows of one request"),
+        ("--int8-mode", 0, "0, 1 or 2; the C++ backend's quantisation"),
+        ("--enable-custom-all-reduce", 0, "0 or 1; the C++ backend's own reduction"),
+        ("--instance-count", 1, "instances of the model"),
+        ("--max-queue-delay-us", None, "switch the server's batcher on, with this delay"),
+    )
+    for flag, default, text in numbers:
+        parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
+    parser.add_argument("--data-type", default="fp16", help=f"one of {', '.join(DATA_TYPES)}")
+    parser.add_argument("--engine", default="pytorch", help=f"one of {', '.join(ENGINES)}")
+    parser.add_argument(
+        "--ensemble",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also write the text models and their ensemble",
+    )
+    switches = (
+        ("--decoupled", "stream: one response per token"),
+        ("--answer-only", "leave the prompt out of the ensemble's text"),
+        ("--interactive", "keep sessions (C++ backend only)"),
+        ("--absolute-path", "name the weights by their absolute path"),
+        ("--overwrite", "replace a repository of another configuration"),
+    )
+    for flag, text in switches:
+        parser.add_argument(flag, action="store_true", help=text)
+    parser.add_argument(
+        "--publish", metavar="s3://BUCKET/PREFIX", help="then copy the repository to a store"
+    )
+    parser.add_argument(
+        "--endpoint-url", metavar="URL", help="server of an S3-compatible store, http://host:port"
+    )
+    parser.add_argument(
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="further parameter of the model, any number of times",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

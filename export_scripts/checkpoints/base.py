@@ -1,0 +1,274 @@
+"""What every source format offers: named tensors as byte ranges of files, read when asked.
+
+No reader holds tensors. An index is built without torch, so that a check on a login node can see
+every name and shape; `StoredTensor.load` maps the bytes when a conversion needs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+import os
+import threading
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from export_scripts.errors import CheckpointMismatchError
+
+if TYPE_CHECKING:
+    import torch
+
+# Bytes of one value, and torch's name, of every type a source may store.
+SOURCE_TYPES: dict[str, tuple[int, str]] = {
+    "fp64": (8, "float64"),
+    "fp32": (4, "float32"),
+    "fp16": (2, "float16"),
+    "bf16": (2, "bfloat16"),
+    "int64": (8, "int64"),
+    "int32": (4, "int32"),
+    "int16": (2, "int16"),
+    "int8": (1, "int8"),
+    "uint8": (1, "uint8"),
+    "bool": (1, "bool"),
+    "complex64": (8, "complex64"),
+    "complex128": (16, "complex128"),
+}
+FLOATING_TYPES = frozenset({"fp64", "fp32", "fp16", "bf16"})
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor as it lies in a file.
+
+    Attributes:
+        path: File that holds the bytes.
+        offset: Byte offset of the first element in that file.
+        dtype: Key of SOURCE_TYPES.
+        shape: Sizes.
+        stride: Steps in elements when the tensor is not contiguous.
+    """
+
+    path: Path
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first element to the end of the last one."""
+        item = SOURCE_TYPES[self.dtype][0]
+        if 0 in self.shape:
+            return 0
+        if self.stride is None:
+            return math.prod(self.shape) * item
+        steps = ((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return (sum(steps) + 1) * item
+
+    def load(self, maps: FileMaps) -> torch.Tensor:
+        """Return the tensor as a read-only view of the mapped file; nothing is copied."""
+        import torch
+
+        dtype = getattr(torch, SOURCE_TYPES[self.dtype][1])
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=dtype)
+        count = self.span_bytes // SOURCE_TYPES[self.dtype][0]
+        flat = maps.tensor(self.path, self.offset, count, dtype)
+        if self.stride is None:
+            return flat.view(self.shape)
+        return flat.as_strided(self.shape, self.stride)
+
+    def same_bytes(self, other: StoredTensor, maps: FileMaps) -> bool:
+        """Return whether both hold the same values, byte by byte (contiguous tensors only)."""
+        if (self.dtype, self.shape, self.stride) != (other.dtype, other.shape, other.stride):
+            return False
+        mine = maps.view(self.path)[self.offset : self.offset + self.span_bytes]
+        theirs = maps.view(other.path)[other.offset : other.offset + other.span_bytes]
+        return mine == theirs
+
+
+class FileMaps:
+    """Read-only memory maps of source files, opened once each; safe to share among threads."""
+
+    def __init__(self) -> None:
+        self._maps: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    def map(self, path: Path) -> mmap.mmap:
+        """Return the map of a whole file.
+
+        Raises:
+            OSError: The file cannot be opened.
+        """
+        with self._lock:
+            if path not in self._maps:
+                with path.open("rb") as file:
+                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            return self._maps[path]
+
+    def view(self, path: Path) -> memoryview:
+        """Return the bytes of a whole file."""
+        return memoryview(self.map(path))
+
+    def tensor(self, path: Path, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return `count` values from byte `offset` of a file, uncopied where alignment allows."""
+        import torch
+
+        mapped = self.map(path)
+        item = torch.empty((), dtype=dtype).element_size()
+        if offset % item == 0:
+            # A writable map of a large file might not be granted; nothing writes to the tensor.
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset)
+        data = bytearray(memoryview(mapped)[offset : offset + count * item])
+        return torch.frombuffer(data, dtype=dtype)
+
+    def forget(self, tensor: StoredTensor) -> None:
+        """Drop a tensor's pages from this process; they stay in the system's cache."""
+        mapped = self._maps.get(tensor.path)
+        page = mmap.PAGESIZE
+        start = (tensor.offset + page - 1) // page * page
+        end = (tensor.offset + tensor.span_bytes) // page * page
+        if mapped is not None and end > start:
+            mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+    def prefetch(self, tensor: StoredTensor) -> None:
+        """Ask the system to read a tensor's bytes ahead."""
+        mapped = self.map(tensor.path)
+        start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        length = min(tensor.offset + tensor.span_bytes, len(mapped)) - start
+        if length > 0:
+            mapped.madvise(mmap.MADV_WILLNEED, start, length)
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A tokenizer file inside a source: a byte range of a file, and its name in the FT folder."""
+
+    name: str
+    path: Path
+    offset: int = 0
+    size: int | None = None  # None: to the end
+
+    def read(self) -> bytes:
+        """Return the contents."""
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            return file.read() if self.size is None else file.read(self.size)
+
+
+class CheckpointReader(Protocol):
+    """A source checkpoint: its configuration and its tensors under logical names.
+
+    Layers are numbered globally whatever pipeline stage they were trained on, and a tensor that
+    was cut over training ranks has one piece per rank.
+    """
+
+    @property
+    def format(self) -> str:
+        """Name of the format, such as huggingface."""
+
+    @property
+    def path(self) -> Path:
+        """What was opened."""
+
+    def config(self) -> Mapping[str, Any]:
+        """Return the model's configuration as the source wrote it."""
+
+    def keys(self) -> Collection[str]:
+        """Return the logical names of all tensors."""
+
+    def pieces(self, key: str) -> Sequence[StoredTensor]:
+        """Return a tensor's pieces in order of training tensor-parallel rank."""
+
+    def tokenizer_files(self) -> Sequence[TokenizerFile]:
+        """Return the tokenizer files that come with the checkpoint."""
+
+    def files(self) -> Sequence[Path]:
+        """Return every file the checkpoint consists of."""
+
+    def notes(self) -> Sequence[str]:
+        """Return remarks worth telling, such as which of several files was taken."""
+
+
+@dataclass(frozen=True)
+class TensorIndex:
+    """The plain part of a reader: configuration, pieces and files, all known when it opens."""
+
+    format: str
+    path: Path
+    source_config: Mapping[str, Any]
+    tensors: Mapping[str, tuple[StoredTensor, ...]]
+    source_files: tuple[Path, ...]
+    tokenizer: tuple[TokenizerFile, ...] = ()
+    remarks: tuple[str, ...] = ()
+    kept: tuple[Any, ...] = field(default=(), compare=False)  # objects whose files must stay
+
+    def config(self) -> Mapping[str, Any]:
+        """Return the model's configuration as the source wrote it."""
+        return self.source_config
+
+    def keys(self) -> Collection[str]:
+        """Return the logical names of all tensors."""
+        return self.tensors.keys()
+
+    def pieces(self, key: str) -> Sequence[StoredTensor]:
+        """Return a tensor's pieces in order of training tensor-parallel rank."""
+        return self.tensors[key]
+
+    def tokenizer_files(self) -> Sequence[TokenizerFile]:
+        """Return the tokenizer files that come with the checkpoint."""
+        return self.tokenizer
+
+    def files(self) -> Sequence[Path]:
+        """Return every file the checkpoint consists of."""
+        return self.source_files
+
+    def notes(self) -> Sequence[str]:
+        """Return remarks worth telling."""
+        return self.remarks
+
+
+def read_whole(
+    reader: CheckpointReader, key: str, maps: FileMaps, partition_axis: int | None = None
+) -> torch.Tensor:
+    """Return one whole tensor, gathered over training ranks.
+
+    Args:
+        reader: The checkpoint.
+        key: Logical name.
+        maps: Where the files are mapped.
+        partition_axis: Axis on which training cut it; None takes the first rank's copy.
+    """
+    import torch
+
+    pieces = [piece.load(maps) for piece in reader.pieces(key)]
+    if partition_axis is None or len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces, dim=partition_axis)
+
+
+def fingerprint(files: Sequence[Path]) -> str:
+    """Return a digest that changes when a source file is replaced or edited.
+
+    It covers each file's name, size, modification time and its first and last 64 KiB, where torch
+    and safetensors files keep their indices and checksums.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        stat = path.stat()
+        digest.update(f"{path.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 16))
+            file.seek(max(stat.st_size - (1 << 16), 0), os.SEEK_SET)
+            digest.update(file.read(1 << 16))
+    return digest.hexdigest()
+
+
+def truncated(path: Path, what: str) -> CheckpointMismatchError:
+    """Return the error for a file that ends before its contents do."""
+    return CheckpointMismatchError(f"{path} is truncated or damaged: {what}; copy it again")

@@ -1,0 +1,185 @@
+"""The members of an archive or a folder by name, each as a byte range of a real file.
+
+An uncompressed tar is read in place. A gzip tar is unpacked once, as one tar, into a scratch
+folder. Member names that could leave their folder, links and devices are refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import stat
+import tarfile
+import tempfile
+import weakref
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from export_scripts.checkpoints.base import truncated
+from export_scripts.checkpoints.torch_archive import Region
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.disk import telling_full_disk
+
+_COPY_BYTES = 1 << 22
+_GZIP_MAGIC = b"\x1f\x8b"
+
+# Weights barely compress: what grows beyond both is not a checkpoint.
+_BOMB_RATIO = 50
+_BOMB_FLOOR_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Container:
+    """Named members of an archive or folder.
+
+    Attributes:
+        path: The archive or folder.
+        members: Normalised relative name -> where its bytes lie.
+        kept: Holds the scratch folder of an unpacked gzip while the container is in use.
+    """
+
+    path: Path
+    members: Mapping[str, Region]
+    kept: tuple[Any, ...] = field(default=(), compare=False)
+
+    def find(self, name: str) -> Region | None:
+        """Return the member called `name`, if there is one."""
+        return self.members.get(name)
+
+    def read(self, name: str, *, limit_bytes: int) -> bytes:
+        """Return a small member's contents.
+
+        Raises:
+            CheckpointMismatchError: It is larger than `limit_bytes`.
+        """
+        region = self.members[name]
+        if region.size > limit_bytes:
+            raise CheckpointMismatchError(
+                f"{region} has {region.size} bytes, more than the {limit_bytes} such a file may"
+            )
+        with region.open() as stream:
+            return stream.read()
+
+    def top_level(self) -> set[str]:
+        """Return the names of the folders and files directly inside."""
+        return {name.split("/", 1)[0] for name in self.members}
+
+
+def open_container(path: Path, *, scratch_dir: Path | None = None) -> Container:
+    """Return the members of a tar archive, a gzip tar or a folder.
+
+    Args:
+        path: The archive or folder.
+        scratch_dir: Where a gzip tar is unpacked; the system's temporary folder by default.
+
+    Raises:
+        CheckpointMismatchError: The archive is damaged or unsafe.
+    """
+    if path.is_dir():
+        return Container(path, _folder_members(path))
+    with path.open("rb") as file:
+        is_gzip = file.read(2) == _GZIP_MAGIC
+    if not is_gzip:
+        return Container(path, _tar_members(path, path))
+    scratch = _Scratch(scratch_dir)
+    plain = scratch.folder / "archive.tar"
+    try:
+        with telling_full_disk(scratch.folder, f"unpacking {path.name}", path.stat().st_size):
+            _gunzip(path, plain)
+        return Container(path, _tar_members(plain, path), (scratch,))
+    except BaseException:
+        scratch.remove()
+        raise
+
+
+class _Scratch:
+    """A folder that goes when nothing uses it any more."""
+
+    def __init__(self, parent: Path | None) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix=".unpacked-", dir=parent))
+        self.remove = weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+
+
+def _folder_members(path: Path) -> dict[str, Region]:
+    members: dict[str, Region] = {}
+    for folder, _, names in os.walk(path):
+        for name in names:
+            file = Path(folder) / name
+            if not file.is_file():
+                continue
+            relative = file.relative_to(path).as_posix()
+            members[relative] = Region(file, 0, file.stat().st_size)
+    return members
+
+
+def _gunzip(path: Path, target: Path) -> None:
+    limit = max(_BOMB_FLOOR_BYTES, _BOMB_RATIO * path.stat().st_size)
+    written = 0
+    try:
+        with gzip.open(path, "rb") as source, target.open("wb") as out:
+            while chunk := source.read(_COPY_BYTES):
+                written += len(chunk)
+                if written > limit:
+                    raise CheckpointMismatchError(
+                        f"{path} is refused: it unpacks to more than {limit} bytes, which no "
+                        "checkpoint of its size does (decompression bomb)"
+                    )
+                out.write(chunk)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise truncated(path, f"gzip stream: {error}") from error
+
+
+def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:
+    size = tar.stat().st_size
+    members: dict[str, Region] = {}
+    problems: list[str] = []
+    try:
+        with tarfile.open(tar, "r:") as archive:
+            for info in archive:
+                problem = _unsafe(info)
+                if problem:
+                    problems.append(f"{shown} is refused: member {info.name!r} {problem}")
+                elif info.isfile():
+                    if info.offset_data + info.size > size:
+                        raise truncated(shown, f"member {info.name} ends beyond the file")
+                    name = PurePosixPath(info.name).as_posix()
+                    if name in members:
+                        problems.append(f"{shown} is refused: member {name!r} occurs twice")
+                    members[name] = Region(tar, info.offset_data, info.size, name)
+    except tarfile.TarError as error:
+        raise CheckpointMismatchError(
+            f"{shown} is not a readable tar archive ({error}); expected a .nemo file"
+        ) from error
+    if problems:
+        raise CheckpointMismatchError(problems)
+    return members
+
+
+def _unsafe(info: tarfile.TarInfo) -> str | None:
+    parts = PurePosixPath(info.name).parts
+    if info.name.startswith("/") or ".." in parts or "\\" in info.name:
+        return "leads outside its folder"
+    if info.issym() or info.islnk():
+        return f"is a link to {info.linkname!r}"
+    if info.issparse():
+        return "is a sparse file"
+    if not (info.isfile() or info.isdir()):
+        return "is neither a file nor a folder"
+    return None
+
+
+def is_tar(path: Path) -> bool:
+    """Return whether a file begins like a tar or gzip archive."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        return False
+    with path.open("rb") as file:
+        return _looks_like_archive(file)
+
+
+def _looks_like_archive(file: IO[bytes]) -> bool:
+    head = file.read(512)
+    return head[:2] == _GZIP_MAGIC or head[257:262] == b"ustar"

@@ -1,0 +1,177 @@
+"""EleutherAI GPT-NeoX checkpoints: one layer_<LL>-model_<RR>-model_states.pt per layer and rank.
+
+The number of a file orders the layers; what a file holds is told by its keys, since the numbers of
+the embedding, final norm and head differ between releases.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from export_scripts.checkpoints.base import StoredTensor, TensorIndex
+from export_scripts.checkpoints.torch_archive import read_torch_file
+from export_scripts.errors import CheckpointMismatchError
+
+FORMAT = "eleuther"
+
+_FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+# Keys by which a file is known.
+_EMBEDDING = "word_embeddings.weight"
+_LAYER = "attention.query_key_value.weight"
+
+RankFiles = dict[int, Path]
+
+
+def layer_directory(path: Path) -> Path | None:
+    """Return the folder of layer files that `path` is or points to, or None if there is none.
+
+    A release names its step folder in a text file called latest.
+    """
+    if not path.is_dir():
+        return None
+    candidates = [path]
+    latest = path / "latest"
+    if latest.is_file():
+        candidates.append(path / Path(latest.read_text().strip()).name)
+    else:
+        candidates += sorted(path.glob("global_step*"), key=_step, reverse=True)
+    for folder in candidates:
+        if any(_FILE.fullmatch(entry.name) for entry in folder.glob("layer_*")):
+            return folder
+    return None
+
+
+def open_eleuther(path: Path) -> TensorIndex:
+    """Index a GPT-NeoX checkpoint; keys are <part>.<name> with parts embedding, layers.<N>, ...
+
+    Raises:
+        CheckpointMismatchError: Ranks or layers are missing, or files disagree.
+    """
+    folder = layer_directory(path)
+    if folder is None:
+        raise CheckpointMismatchError(f"{path} holds no layer_*-model_*-model_states.pt")
+    files = _layer_files(folder)
+    config_files, config = _model_config(folder)
+    _check_ranks(folder, files, config.get("model-parallel-size"))
+    tensors: dict[str, tuple[StoredTensor, ...]] = {}
+    numbers: list[int] = []
+    for number, ranks in files.items():
+        contents = [_tensors(ranks[rank]) for rank in sorted(ranks)]
+        part = _part(contents[0], layer=len(numbers))
+        if part.startswith("layers."):
+            numbers.append(number)
+        _add(tensors, part, contents, f"{folder}/layer_{number:02d}")
+    _check_layers(folder, numbers, config.get("num-layers"))
+    return TensorIndex(
+        format=FORMAT,
+        path=path,
+        source_config=config,
+        tensors=tensors,
+        source_files=(
+            *(file for ranks in files.values() for file in ranks.values()),
+            *config_files,
+        ),
+        remarks=() if folder == path else (f"{folder.name} of {path} is read",),
+    )
+
+
+def _step(folder: Path) -> int:
+    digits = re.search(r"(\d+)$", folder.name)
+    return int(digits[1]) if digits else -1
+
+
+def _layer_files(folder: Path) -> dict[int, RankFiles]:
+    """Return layer number -> rank -> file, in order of number."""
+    found: dict[int, RankFiles] = {}
+    for entry in folder.glob("layer_*"):
+        match = _FILE.fullmatch(entry.name)
+        if match:
+            found.setdefault(int(match[1]), {})[int(match[2])] = entry
+    return dict(sorted(found.items()))
+
+
+def _check_ranks(folder: Path, files: Mapping[int, RankFiles], declared: Any) -> None:
+    count = max(max(ranks) for ranks in files.values()) + 1
+    if isinstance(declared, int) and declared != count:
+        raise CheckpointMismatchError(
+            f"{folder} has files of {count} training ranks, its configuration says "
+            f"model-parallel-size: {declared}"
+        )
+    missing = [
+        f"layer_{number:02d}-model_{rank:02d}-model_states.pt"
+        for number, ranks in files.items()
+        for rank in range(count)
+        if rank not in ranks
+    ]
+    if missing:
+        raise CheckpointMismatchError(f"{folder} lacks {', '.join(missing)}")
+
+
+def _check_layers(folder: Path, numbers: Sequence[int], declared: Any) -> None:
+    first, count = (numbers[0], len(numbers)) if numbers else (0, 0)
+    missing = sorted(set(range(first, first + count)) - set(numbers))
+    if missing:
+        names = ", ".join(f"layer_{number:02d}" for number in missing)
+        raise CheckpointMismatchError(f"{folder} lacks the files of {names}")
+    if isinstance(declared, int) and declared != count:
+        raise CheckpointMismatchError(
+            f"{folder} holds {count} transformer layers, its configuration says "
+            f"num-layers: {declared}"
+        )
+
+
+def _tensors(path: Path) -> dict[str, StoredTensor]:
+    contents = read_torch_file(path)
+    if not isinstance(contents, Mapping):
+        raise CheckpointMismatchError(f"{path} holds no table of tensors")
+    return {key: value for key, value in contents.items() if isinstance(value, StoredTensor)}
+
+
+def _part(contents: Mapping[str, StoredTensor], *, layer: int) -> str:
+    if _LAYER in contents:
+        return f"layers.{layer}."
+    if _EMBEDDING in contents:
+        return "embedding."
+    # Some releases keep norm and head in one file.
+    return "final." if contents else "empty."
+
+
+def _add(
+    tensors: dict[str, tuple[StoredTensor, ...]],
+    part: str,
+    contents: Sequence[Mapping[str, StoredTensor]],
+    where: str,
+) -> None:
+    for rank, mine in enumerate(contents):
+        if mine.keys() != contents[0].keys():
+            differing = ", ".join(sorted(mine.keys() ^ contents[0].keys()))
+            raise CheckpointMismatchError(f"{where}: rank {rank} and rank 0 differ in {differing}")
+    for key in contents[0]:
+        if part + key in tensors:
+            raise CheckpointMismatchError(f"{where}: {key} was already in another file")
+        tensors[part + key] = tuple(mine[key] for mine in contents)
+
+
+def _model_config(folder: Path) -> tuple[list[Path], dict[str, Any]]:
+    """Return the settings of every configs/*.yml, with dashes in their names.
+
+    GPT-NeoX reads keys spelled with dashes and underscores alike.
+    """
+    import yaml
+
+    for place in (folder / "configs", folder.parent / "configs"):
+        files = sorted([*place.glob("*.yml"), *place.glob("*.yaml")])
+        merged: dict[str, Any] = {}
+        for file in files:
+            try:
+                config = yaml.safe_load(file.read_text())
+            except yaml.YAMLError as error:
+                raise CheckpointMismatchError(f"{file} is not YAML: {error}") from error
+            if isinstance(config, Mapping):
+                merged |= {str(key).replace("_", "-"): value for key, value in config.items()}
+        if files:
+            return files, merged
+    return [], {}

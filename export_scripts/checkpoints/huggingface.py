@@ -1,0 +1,168 @@
+"""Hugging Face folders: config.json, safetensors or torch .bin files, single or indexed."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from export_scripts.checkpoints.base import (
+    SOURCE_TYPES,
+    StoredTensor,
+    TensorIndex,
+    TokenizerFile,
+    truncated,
+)
+from export_scripts.checkpoints.partitioned import flatten
+from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
+from export_scripts.checkpoints.torch_archive import read_torch_file
+from export_scripts.errors import CheckpointMismatchError
+
+CONFIG_NAME = "config.json"
+
+_SAFETENSORS_TYPES = {
+    "F64": "fp64", "F32": "fp32", "F16": "fp16", "BF16": "bf16", "I64": "int64", "I32": "int32",
+    "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+_MAX_HEADER_BYTES = 100_000_000
+
+# Preferred first; each with the index that names its shards and the pattern of lone shards.
+_WEIGHTS = (
+    ("model.safetensors", "model.safetensors.index.json", "model*.safetensors"),
+    ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin"),
+)
+
+
+def is_huggingface(path: Path) -> bool:
+    """Return whether a folder holds a Hugging Face model."""
+    return path.is_dir() and (path / CONFIG_NAME).is_file()
+
+
+def open_huggingface(path: Path) -> TensorIndex:
+    """Return the index of a Hugging Face folder.
+
+    Raises:
+        CheckpointMismatchError: config.json or the weights are missing, damaged or inconsistent.
+    """
+    config = _read_json(path / CONFIG_NAME)
+    files = _weight_files(path)
+    tensors: dict[str, StoredTensor] = {}
+    home: dict[str, Path] = {}
+    for file in files:
+        for key, tensor in _index_file(file).items():
+            if key in tensors:
+                raise CheckpointMismatchError(
+                    f"tensor {key} is in both {home[key].name} and {file.name} under {path}"
+                )
+            tensors[key], home[key] = tensor, file
+    return TensorIndex(
+        format="huggingface",
+        path=path,
+        source_config=config,
+        tensors={key: (tensor,) for key, tensor in tensors.items()},
+        source_files=(path / CONFIG_NAME, *files),
+        tokenizer=_tokenizer_files(path),
+    )
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise CheckpointMismatchError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointMismatchError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointMismatchError(f"{path} is not a JSON object")
+    return data
+
+
+def _weight_files(path: Path) -> list[Path]:
+    for single, index, pattern in _WEIGHTS:
+        if (path / single).is_file():
+            return [path / single]
+        if (path / index).is_file():
+            return _indexed_files(path / index)
+        shards = sorted(path.glob(pattern))
+        if shards:
+            return shards
+    raise CheckpointMismatchError(
+        f"{path} has a {CONFIG_NAME} but no weights; expected one of "
+        "model.safetensors, pytorch_model.bin, or either's index with its shards"
+    )
+
+
+def _indexed_files(index: Path) -> list[Path]:
+    names = _read_json(index).get("weight_map")
+    if not isinstance(names, dict):
+        raise CheckpointMismatchError(f"{index} has no weight_map")
+    shards = sorted({str(name) for name in names.values()})
+    unsafe = [name for name in shards if Path(name).name != name]
+    if unsafe:
+        raise CheckpointMismatchError(f"{index} is refused: it names {unsafe[0]!r}, a path")
+    missing = [name for name in shards if not (index.parent / name).is_file()]
+    if missing:
+        raise CheckpointMismatchError(
+            f"{index.name} names {len(shards)} shards; missing under {index.parent}: "
+            + ", ".join(missing)
+        )
+    return [index.parent / name for name in shards]
+
+
+def _index_file(path: Path) -> dict[str, StoredTensor]:
+    if path.suffix == ".safetensors":
+        return index_safetensors(path)
+    tree = read_torch_file(path)
+    if isinstance(tree, Mapping) and isinstance(tree.get("state_dict"), Mapping):
+        tree = tree["state_dict"]
+    return flatten(tree)
+
+
+def index_safetensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file by name.
+
+    Raises:
+        CheckpointMismatchError: The header is damaged, or a tensor lies outside the file.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if length > min(_MAX_HEADER_BYTES, size - 8):
+            raise truncated(path, f"its header would have {length} bytes, the file has {size}")
+        try:
+            header = json.loads(file.read(length))
+            entries = {k: v for k, v in header.items() if k != "__metadata__"}
+            return {key: _entry(path, key, e, 8 + length, size) for key, e in entries.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise truncated(path, f"its header is not a table of tensors: {error}") from error
+
+
+def _entry(path: Path, key: str, entry: Mapping[str, Any], base: int, size: int) -> StoredTensor:
+    kind = str(entry["dtype"])
+    if kind not in _SAFETENSORS_TYPES:
+        raise CheckpointMismatchError(
+            f"{path}: tensor {key} is stored as {kind}; known types: "
+            f"{', '.join(_SAFETENSORS_TYPES)} (quantised checkpoints have to be dequantised first)"
+        )
+    begin, end = (int(offset) for offset in entry["data_offsets"])
+    shape = tuple(int(n) for n in entry["shape"])
+    tensor = StoredTensor(path, base + begin, _SAFETENSORS_TYPES[kind], shape)
+    if begin < 0 or any(n < 0 for n in shape) or end - begin != tensor.span_bytes:
+        raise CheckpointMismatchError(
+            f"{path}: tensor {key} of shape {list(shape)} and type {kind} "
+            f"({SOURCE_TYPES[tensor.dtype][0]} bytes a value) cannot take {end - begin} bytes"
+        )
+    if base + end > size:
+        raise truncated(path, f"tensor {key} ends at byte {base + end} of {size}")
+    return tensor
+
+
+def _tokenizer_files(path: Path) -> tuple[TokenizerFile, ...]:
+    found: dict[str, TokenizerFile] = {}
+    for name, target in HUGGINGFACE_FILES.items():
+        if (path / name).is_file() and target not in found:
+            found[target] = TokenizerFile(target, path / name)
+    return tuple(found.values())

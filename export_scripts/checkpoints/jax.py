@@ -1,0 +1,214 @@
+"""The GPT-J "slim" release of mesh-transformer-jax: step_*/shard_*/<part>.npz.
+
+Every shard folder holds the same unnamed arrays in the same order; only that order tells what an
+array is. Arrays are indexed inside the .npz files and mapped, never unpacked.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import struct
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from export_scripts.checkpoints.base import StoredTensor, TensorIndex, truncated
+from export_scripts.errors import CheckpointMismatchError
+
+FORMAT = "jax"
+
+# Order of the arrays: mesh-transformer-jax, to_hf_weights and the release's own writer. Layers
+# come sorted as text: 0, 1, 10, 11, ..., 2, 20.
+_FIRST = ("wte.bias", "wte.weight")
+_LAYER = (
+    "q.weight",
+    "v.weight",
+    "k.weight",
+    "out_proj.weight",
+    "c_fc.bias",
+    "c_fc.weight",
+    "c_proj.bias",
+    "c_proj.weight",
+    "ln_1.bias",
+    "ln_1.weight",
+)
+_LAST = ("lm_head.bias", "lm_head.weight", "ln_f.bias", "ln_f.weight")
+
+# numpy knows no bfloat16 and writes its two bytes as a void type.
+_NPY_TYPES = {"|V2": "bf16", "<V2": "bf16", "<f2": "fp16", "<f4": "fp32"}
+_NPY_MAGIC = b"\x93NUMPY"
+_LOCAL_HEADER_BYTES = 30
+
+
+def step_directory(path: Path) -> Path | None:
+    """Return the step_* folder that `path` is or holds, or None if it is no such checkpoint."""
+    if not path.is_dir():
+        return None
+    if _shards(path):
+        return path
+    steps = [entry for entry in path.glob("step_*") if entry.is_dir() and _shards(entry)]
+    return max(steps, key=lambda entry: _number(entry.name), default=None)
+
+
+def open_jax(path: Path) -> TensorIndex:
+    """Index a GPT-J release; keys are wte.weight, h.<layer>.q.weight, ..., one piece per shard.
+
+    Raises:
+        CheckpointMismatchError: Shards or parts are missing, disagree, or are not such a release.
+    """
+    step = step_directory(path)
+    if step is None:
+        raise CheckpointMismatchError(f"{path} holds no step_*/shard_*/0.npz")
+    shards = _shards(step)
+    parts = {shard: _parts(shard) for shard in shards}
+    problems = _shape_problems(step, parts)
+    if problems:
+        raise CheckpointMismatchError(problems)
+    arrays = {shard: [a for part in parts[shard] for a in _read_npz(part)] for shard in shards}
+    names = _names(len(arrays[shards[0]]), step)
+    tensors = _gather(names, list(arrays.values()), step)
+    config_file, config = _model_config(step)
+    files = tuple(part for shard in shards for part in parts[shard])
+    return TensorIndex(
+        format=FORMAT,
+        path=path,
+        source_config=config,
+        tensors=tensors,
+        source_files=files if config_file is None else (*files, config_file),
+        remarks=() if step == path else (f"{step.name} of {path} is read",),
+    )
+
+
+def _number(text: str) -> int:
+    digits = re.search(r"(\d+)", text)
+    return int(digits[1]) if digits else -1
+
+
+def _shards(step: Path) -> list[Path]:
+    found = [entry for entry in step.glob("shard_*") if (entry / "0.npz").is_file()]
+    return sorted(found, key=lambda entry: _number(entry.name))
+
+
+def _parts(shard: Path) -> list[Path]:
+    return sorted(shard.glob("*.npz"), key=lambda part: _number(part.name))
+
+
+def _shape_problems(step: Path, parts: Mapping[Path, Sequence[Path]]) -> list[str]:
+    """Return what is missing among numbered shards and numbered parts."""
+    problems = []
+    present = {_number(shard.name) for shard in parts}
+    every = {_number(entry.name) for entry in step.glob("shard_*")} | set(range(max(present) + 1))
+    missing = sorted(every - present)
+    if missing:
+        names = ", ".join(f"shard_{number}" for number in missing)
+        problems.append(f"{step} lacks {names} of {len(every)} shards")
+    count = max(len(files) for files in parts.values())
+    for shard, files in parts.items():
+        lacking = set(range(count)) - {_number(file.name) for file in files}
+        problems += [f"{shard} lacks {number}.npz" for number in sorted(lacking)]
+    return problems
+
+
+def _names(count: int, step: Path) -> list[str]:
+    layers, rest = divmod(count - len(_FIRST) - len(_LAST), len(_LAYER))
+    if rest or layers < 1:
+        raise CheckpointMismatchError(
+            f"{step} holds {count} arrays a shard; a GPT-J release holds "
+            f"{len(_FIRST) + len(_LAST)} and {len(_LAYER)} a layer: a part is missing or cut off"
+        )
+    order = sorted(range(layers), key=str)
+    per_layer = [f"h.{layer}.{name}" for layer in order for name in _LAYER]
+    return [*_FIRST, *per_layer, *_LAST]
+
+
+def _gather(
+    names: Sequence[str], shards: Sequence[Sequence[StoredTensor]], step: Path
+) -> dict[str, tuple[StoredTensor, ...]]:
+    tensors = {}
+    problems = []
+    for number, arrays in enumerate(shards):
+        if len(arrays) != len(names):
+            problems.append(
+                f"{step}: shard {number} holds {len(arrays)} arrays, shard 0 {len(names)}"
+            )
+    if problems:
+        raise CheckpointMismatchError(problems)
+    for name, pieces in zip(names, zip(*shards, strict=True), strict=True):
+        tensors[name] = pieces
+        if len({piece.shape for piece in pieces}) > 1:
+            shapes = ", ".join(str(list(piece.shape)) for piece in pieces)
+            problems.append(f"{step}: shards disagree about {name}: {shapes}")
+    if problems:
+        raise CheckpointMismatchError(problems)
+    return tensors
+
+
+def _model_config(step: Path) -> tuple[Path | None, dict[str, Any]]:
+    """Return mesh-transformer-jax's JSON configuration beside the weights, if one is there."""
+    for folder in (step, step.parent):
+        for file in sorted(folder.glob("*.json")):
+            try:
+                config = json.loads(file.read_text())
+            except ValueError as error:
+                raise CheckpointMismatchError(f"{file} is not JSON: {error}") from error
+            if isinstance(config, dict) and "n_heads" in config:
+                return file, config
+    return None, {}
+
+
+def _read_npz(path: Path) -> list[StoredTensor]:
+    """Return the arrays arr_0, arr_1, ... of a file."""
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            members = sorted(archive.infolist(), key=lambda info: _number(info.filename))
+            return [_read_npy(path, file, info) for info in members]
+    except zipfile.BadZipFile as error:
+        raise truncated(path, str(error)) from error
+
+
+def _read_npy(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> StoredTensor:
+    where = f"{path}:{info.filename}"
+    if info.compress_type != zipfile.ZIP_STORED:
+        raise CheckpointMismatchError(
+            f"{where} is compressed, so it cannot be mapped; save it again with numpy.savez"
+        )
+    file.seek(info.header_offset)
+    header = file.read(_LOCAL_HEADER_BYTES)
+    if len(header) < _LOCAL_HEADER_BYTES:
+        raise truncated(path, f"{info.filename} has no header")
+    name_length, extra_length = struct.unpack("<HH", header[26:30])
+    begin = info.header_offset + _LOCAL_HEADER_BYTES + int(name_length) + int(extra_length)
+    file.seek(begin)
+    fields, offset = _npy_header(file, where)
+    dtype = _NPY_TYPES.get(fields.get("descr", ""))
+    if dtype is None or fields.get("fortran_order") is not False:
+        raise CheckpointMismatchError(
+            f"{where} has type {fields.get('descr')!r}; expected bfloat16, float16 or float32"
+        )
+    tensor = StoredTensor(path, begin + offset, dtype, tuple(fields["shape"]))
+    if offset + tensor.span_bytes > info.file_size:
+        raise truncated(path, f"{info.filename} has {info.file_size} bytes")
+    return tensor
+
+
+def _npy_header(file: BinaryIO, where: str) -> tuple[dict[str, Any], int]:
+    """Return the fields of a .npy header and the offset of the data behind it.
+
+    Layout: numpy, numpy/lib/format.py.
+    """
+    start = file.read(8)
+    if start[:6] != _NPY_MAGIC:
+        raise CheckpointMismatchError(f"{where} is not a numpy array")
+    width = 2 if start[6] == 1 else 4
+    length = int.from_bytes(file.read(width), "little")
+    try:
+        fields = ast.literal_eval(file.read(min(length, 1 << 16)).decode("latin-1").strip())
+        shape = fields["shape"]
+        if not all(isinstance(size, int) and size >= 0 for size in shape):
+            raise ValueError(f"shape {shape}")
+    except (ValueError, SyntaxError, KeyError, TypeError) as error:
+        raise CheckpointMismatchError(f"{where} has a damaged header: {error}") from error
+    return fields, 8 + width + length

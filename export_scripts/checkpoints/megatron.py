@@ -1,0 +1,149 @@
+"""Megatron-LM checkpoints: model_optim_rng.pt in one folder per training rank.
+
+Layout: NVIDIA/Megatron-LM, megatron/checkpointing.py (get_checkpoint_names, checkpoint versions).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from export_scripts.checkpoints.base import (
+    FileMaps,
+    StoredTensor,
+    TensorIndex,
+    TokenizerFile,
+)
+from export_scripts.checkpoints.partitioned import (
+    RankName,
+    check_ranks,
+    flatten,
+    join_ranks,
+    parse_rank_folder,
+)
+from export_scripts.checkpoints.torch_archive import read_torch_file
+from export_scripts.errors import CheckpointMismatchError
+
+FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
+_LATEST = "latest_checkpointed_iteration.txt"
+_VOCABULARIES = ("*vocab.json", "*vocab.txt", "*.model")
+
+
+def is_megatron(path: Path) -> bool:
+    """Return whether a path looks like a Megatron-LM checkpoint."""
+    if path.is_file():
+        return path.name in FILE_NAMES
+    return path.is_dir() and (bool(_rank_files(path)) or (path / _LATEST).is_file())
+
+
+def open_megatron(path: Path) -> TensorIndex:
+    """Return the index of a Megatron-LM checkpoint.
+
+    The configuration is the checkpoint's `args` with `checkpoint_version` added.
+
+    Raises:
+        CheckpointMismatchError: The checkpoint is damaged or incomplete.
+    """
+    root, remarks = _iteration_folder(path)
+    files = _rank_files(root)
+    if not files:
+        raise CheckpointMismatchError(
+            f"{root} has no {FILE_NAMES[0]} in mp_rank_<TP>[_<PP>] folders or itself"
+        )
+    trees = {rank: _read(file) for rank, file in files.items()}
+    first = trees[min(trees, key=lambda rank: (rank.pp_rank, rank.tp_rank))]
+    config = _config(first)
+    tp_size = config.get("tensor_model_parallel_size") or 1 + max(r.tp_rank for r in files)
+    pp_size = config.get("pipeline_model_parallel_size") or 1 + max(r.pp_rank for r in files)
+    config |= {"tensor_model_parallel_size": tp_size, "pipeline_model_parallel_size": pp_size}
+    by_rank = check_ranks(files, tp_size=tp_size, pp_size=pp_size, where=str(root))
+    states = {place: _state(trees[rank], root) for place, rank in by_rank.items()}
+    tensors = join_ranks(
+        states,
+        layer_offset=lambda _, pp_rank: pp_rank * int(config["num_layers"]) // pp_size,
+        maps=FileMaps(),
+        where=str(root),
+    )
+    return TensorIndex(
+        format="megatron",
+        path=path,
+        source_config=config,
+        tensors=tensors,
+        source_files=tuple(sorted(files.values())),
+        tokenizer=_tokenizer_files(root),
+        remarks=remarks,
+    )
+
+
+def _iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the folder that holds the rank folders, following the latest-iteration file."""
+    latest = path / _LATEST
+    if not latest.is_file() or _rank_files(path):
+        return path, ()
+    text = latest.read_text().strip()
+    name = text if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else ""
+    if not name or not (path / name).is_dir():
+        raise CheckpointMismatchError(f"{latest} names {text!r}, which is not under {path}")
+    return path / name, (f"took {name}, which {_LATEST} names",)
+
+
+def _rank_files(path: Path) -> dict[RankName, Path]:
+    if path.is_file():
+        return {RankName("", 0, 0): path}
+    found: dict[RankName, Path] = {}
+    for entry in sorted(path.iterdir()):
+        rank = parse_rank_folder(entry.name)
+        file = _weights(entry) if rank else None
+        if rank and file:
+            found[rank] = file
+    own = _weights(path)
+    return found or ({RankName("", 0, 0): own} if own else {})
+
+
+def _weights(folder: Path) -> Path | None:
+    return next((folder / name for name in FILE_NAMES if (folder / name).is_file()), None)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    tree = read_torch_file(path)
+    if not isinstance(tree, Mapping):
+        raise CheckpointMismatchError(f"{path} does not hold a Megatron checkpoint")
+    return tree
+
+
+def _config(tree: Mapping[str, Any]) -> dict[str, Any]:
+    args = tree.get("args")
+    config = dict(args) if isinstance(args, Mapping) else {}
+    config["checkpoint_version"] = tree.get("checkpoint_version", 0)
+    return config
+
+
+def _state(tree: Mapping[str, Any], root: Path) -> dict[str, StoredTensor]:
+    chunks = [key for key in tree if re.fullmatch(r"model\d+", str(key))]
+    if chunks:
+        raise CheckpointMismatchError(
+            f"{root} was trained with an interleaved pipeline ({', '.join(map(str, chunks))}), "
+            "whose layer order has no place in an FT folder"
+        )
+    model = tree.get("model")
+    if not isinstance(model, Mapping):
+        raise CheckpointMismatchError(f"{root} has no 'model' entry in its checkpoints")
+    return flatten(model)
+
+
+def _tokenizer_files(root: Path) -> tuple[TokenizerFile, ...]:
+    """Return vocabulary files lying beside the ranks."""
+    if root.is_file():
+        return ()
+    found = []
+    for pattern in _VOCABULARIES:
+        hits = sorted(root.glob(pattern))
+        if len(hits) == 1:
+            stem = "tokenizer" if hits[0].suffix == ".model" else "vocab"
+            found.append(TokenizerFile(f"{stem}{hits[0].suffix}", hits[0]))
+    merges = sorted(root.glob("*merges.txt"))
+    if len(merges) == 1:
+        found.append(TokenizerFile("merges.txt", merges[0]))
+    return tuple(found)

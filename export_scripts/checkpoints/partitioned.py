@@ -1,0 +1,172 @@
+"""Join the files of a training run's ranks into one set of whole, globally numbered tensors.
+
+Tensor-parallel ranks each hold a piece of a tensor; pipeline stages number their layers from 0.
+NeMo and Megatron share this; families never see ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from export_scripts.checkpoints.base import FileMaps, StoredTensor
+from export_scripts.errors import CheckpointMismatchError
+
+_LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
+
+_MOST_LISTED = 8
+
+
+@dataclass(frozen=True)
+class RankName:
+    """How the folder of a rank is called, and which rank that is."""
+
+    folder: str
+    tp_rank: int
+    pp_rank: int
+
+
+_RANK_FOLDERS = (
+    re.compile(r"^tp_rank_(?P<tp>\d{2,})_pp_rank_(?P<pp>\d{3,})$"),
+    re.compile(r"^mp_rank_(?P<tp>\d{2,})(?:_(?P<pp>\d{3,}))?$"),
+)
+
+
+def parse_rank_folder(name: str) -> RankName | None:
+    """Return the rank a folder name stands for, or None if it is not a rank's folder."""
+    for pattern in _RANK_FOLDERS:
+        match = pattern.match(name)
+        if match:
+            return RankName(name, int(match["tp"]), int(match["pp"] or 0))
+    return None
+
+
+def check_ranks(
+    found: Iterable[RankName], *, tp_size: int, pp_size: int, where: str
+) -> dict[tuple[int, int], RankName]:
+    """Return the folder of each (tp_rank, pp_rank).
+
+    Raises:
+        CheckpointMismatchError: Ranks are missing, superfluous or there twice; all are named.
+    """
+    by_rank: dict[tuple[int, int], RankName] = {}
+    problems = []
+    for rank in sorted(found, key=lambda r: r.folder):
+        place = (rank.tp_rank, rank.pp_rank)
+        if place in by_rank:
+            problems.append(f"{where}: {by_rank[place].folder} and {rank.folder} are the same rank")
+        by_rank[place] = rank
+    wanted = {(tp, pp) for tp in range(tp_size) for pp in range(pp_size)}
+    missing = [_rank_folder(tp, pp, by_rank, pp_size) for tp, pp in sorted(wanted - set(by_rank))]
+    if missing:
+        have = len(wanted & set(by_rank))
+        kind = "tensor-parallel ranks" if pp_size == 1 else "training ranks"
+        verb = "is" if len(missing) == 1 else "are"
+        problems.append(
+            f"checkpoint has {have} of {len(wanted)} {kind}: {_listed(missing)} {verb} missing "
+            f"under {where} (its configuration says TP {tp_size}, PP {pp_size})"
+        )
+    extra = [by_rank[place].folder for place in sorted(set(by_rank) - wanted)]
+    if extra:
+        problems.append(
+            f"{where} holds {_listed(extra)}, but its configuration says TP {tp_size}, "
+            f"PP {pp_size}; the folder mixes runs or the configuration is another's"
+        )
+    if problems:
+        raise CheckpointMismatchError(problems)
+    return by_rank
+
+
+def _rank_folder(tp_rank: int, pp_rank: int, known: Mapping[Any, RankName], pp_size: int) -> str:
+    style = next(iter(known.values())).folder if known else "mp_rank"
+    if style.startswith("tp_rank") or (not known and pp_size > 1):
+        return f"tp_rank_{tp_rank:02d}_pp_rank_{pp_rank:03d}"
+    return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp_size > 1 else "")
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _MOST_LISTED
+    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def join_ranks(
+    states: Mapping[tuple[int, int], Mapping[str, StoredTensor]],
+    *,
+    layer_offset: Callable[[str, int], int],
+    maps: FileMaps,
+    where: str,
+) -> dict[str, tuple[StoredTensor, ...]]:
+    """Return each tensor's pieces in tensor-rank order, layers numbered globally.
+
+    Args:
+        states: (tp_rank, pp_rank) -> that rank's tensors.
+        layer_offset: Gives the global number of layer 0 of a stage, from the key and the stage.
+        maps: For comparing tensors that several stages hold.
+        where: What to call the checkpoint in messages.
+
+    Raises:
+        CheckpointMismatchError: Ranks of a stage hold different tensors, or stages hold
+            different values under one name.
+    """
+    tp_size = 1 + max(tp for tp, _ in states)
+    pp_size = 1 + max(pp for _, pp in states)
+    joined: dict[str, tuple[StoredTensor, ...]] = {}
+    problems: list[str] = []
+    for pp_rank in range(pp_size):
+        ranks = [states[tp, pp_rank] for tp in range(tp_size)]
+        problems += _uneven(ranks, pp_rank, where)
+        for key in ranks[0]:
+            if not all(key in rank for rank in ranks):
+                continue
+            name = _global_name(key, pp_rank, layer_offset)
+            pieces = tuple(rank[key] for rank in ranks)
+            if name not in joined:
+                joined[name] = pieces
+            elif not _equal(joined[name], pieces, maps):
+                problems.append(f"{where}: pipeline stages hold different values of {name}")
+    if problems:
+        raise CheckpointMismatchError(problems)
+    return joined
+
+
+def _global_name(key: str, pp_rank: int, layer_offset: Callable[[str, int], int]) -> str:
+    match = _LAYER.match(key)
+    if match is None or pp_rank == 0:
+        return key
+    return f"{match[1]}{int(match[2]) + layer_offset(key, pp_rank)}{match[3]}"
+
+
+def _uneven(ranks: list[Mapping[str, StoredTensor]], pp_rank: int, where: str) -> list[str]:
+    names = set(ranks[0]).union(*ranks)
+    problems = []
+    for tp_rank, rank in enumerate(ranks):
+        lacking = sorted(names - set(rank))
+        if lacking:
+            problems.append(
+                f"{where}: tensor rank {tp_rank} of stage {pp_rank} lacks {_listed(lacking)}"
+            )
+    return problems
+
+
+def _equal(
+    first: tuple[StoredTensor, ...], second: tuple[StoredTensor, ...], maps: FileMaps
+) -> bool:
+    return len(first) == len(second) and all(
+        a.same_bytes(b, maps) for a, b in zip(first, second, strict=True)
+    )
+
+
+def flatten(tree: Any) -> dict[str, StoredTensor]:
+    """Return the tensors of nested dicts under their joined keys; other values are left out."""
+    flat: dict[str, StoredTensor] = {}
+    stack: list[tuple[str, Any, int]] = [("", tree, 0)]
+    while stack:
+        prefix, node, depth = stack.pop()
+        if isinstance(node, StoredTensor):
+            flat[prefix] = node
+        elif isinstance(node, Mapping) and depth < 12:
+            items = [(f"{prefix}.{k}" if prefix else str(k), v) for k, v in node.items()]
+            stack += [(name, value, depth + 1) for name, value in reversed(items)]
+    return flat

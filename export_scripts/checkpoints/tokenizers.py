@@ -1,0 +1,138 @@
+"""Tokenizer files of a checkpoint: which go into the FT folder, and their special tokens.
+
+No tokenizer library is needed: byte-pair vocabularies are JSON, WordPiece ones lines of text, and
+a sentencepiece model is a protocol buffer of which three integers are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from export_scripts.checkpoints.base import TokenizerFile
+from export_scripts.errors import CheckpointMismatchError
+
+# sentencepiece_model.proto: ModelProto.trainer_spec = 2; TrainerSpec.bos_id, eos_id, pad_id.
+_TRAINER_SPEC = 2
+_BOS, _EOS, _PAD = 41, 42, 43
+_SENTENCEPIECE_DEFAULTS = {_BOS: 1, _EOS: 2, _PAD: -1}
+
+_END_OF_TEXT = "<|endoftext|>"
+
+# Files of a Hugging Face folder worth carrying, and their names in the FT folder.
+HUGGINGFACE_FILES: Mapping[str, str] = {
+    name: name
+    for name in (
+        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+        "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "generation_config.json",
+    )
+} | {"spiece.model": "tokenizer.model", "sentencepiece.bpe.model": "tokenizer.model"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Ids of special tokens; None where the tokenizer has none."""
+
+    bos: int | None
+    eos: int | None
+    pad: int | None = None
+
+
+def special_ids(files: Sequence[TokenizerFile]) -> SpecialIds | None:
+    """Return the special ids that the tokenizer files tell, or None if they tell none.
+
+    Raises:
+        CheckpointMismatchError: A tokenizer file cannot be read.
+    """
+    by_name = {file.name: file for file in files}
+    if "tokenizer.model" in by_name:
+        return _sentencepiece_ids(by_name["tokenizer.model"])
+    if "vocab.json" in by_name:
+        vocabulary = _json_vocabulary(by_name["vocab.json"])
+        token = vocabulary.get(_END_OF_TEXT)
+        return None if token is None else SpecialIds(token, token)
+    if "vocab.txt" in by_name:
+        lines = by_name["vocab.txt"].read().decode(errors="replace").split("\n")
+        ids = {line.rstrip("\r"): i for i, line in reversed(list(enumerate(lines)))}
+        return SpecialIds(ids.get("[CLS]"), ids.get("[SEP]"), ids.get("[PAD]"))
+    return None
+
+
+def _json_vocabulary(file: TokenizerFile) -> dict[str, int]:
+    try:
+        vocabulary = json.loads(file.read())
+    except ValueError as error:
+        raise CheckpointMismatchError(f"{file.path}: {file.name} is not JSON: {error}") from error
+    if not isinstance(vocabulary, dict):
+        raise CheckpointMismatchError(f"{file.path}: {file.name} is not a table of token ids")
+    return {str(k): int(v) for k, v in vocabulary.items() if isinstance(v, int)}
+
+
+def _sentencepiece_ids(file: TokenizerFile) -> SpecialIds:
+    ids = dict(_SENTENCEPIECE_DEFAULTS)
+    try:
+        for number, value in _fields(file.read()):
+            if number == _TRAINER_SPEC and isinstance(value, bytes):
+                for inner, item in _fields(value):
+                    if inner in ids and isinstance(item, int):
+                        # int32 is sent as a 64-bit two's complement.
+                        ids[inner] = item - (1 << 64) if item >> 63 else item
+    except (IndexError, ValueError) as error:
+        raise CheckpointMismatchError(
+            f"{file.path}: {file.name} is not a sentencepiece model: {error}"
+        ) from error
+    bos, eos, pad = (ids[n] if ids[n] >= 0 else None for n in (_BOS, _EOS, _PAD))
+    return SpecialIds(bos, eos, pad)
+
+
+def _fields(data: bytes) -> list[tuple[int, int | bytes]]:
+    """Return (field number, value) of one protocol buffer message."""
+    out: list[tuple[int, int | bytes]] = []
+    position = 0
+    while position < len(data):
+        tag, position = _varint(data, position)
+        kind = tag & 7
+        if kind == 0:
+            value, position = _varint(data, position)
+            out.append((tag >> 3, value))
+        elif kind in (1, 5):
+            position += 8 if kind == 1 else 4
+        elif kind == 2:
+            length, position = _varint(data, position)
+            if position + length > len(data):
+                raise ValueError("a field ends beyond the file")
+            out.append((tag >> 3, data[position : position + length]))
+            position += length
+        else:
+            raise ValueError(f"wire type {kind}")
+    return out
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value & ((1 << 64) - 1), position
+    raise ValueError("a number is too long")
+
+
+def given_files(vocab_path: Path | None, merges_path: Path | None) -> tuple[TokenizerFile, ...]:
+    """Return the tokenizer files a user named, under their names in the FT folder.
+
+    Raises:
+        ValueError: A path does not exist.
+    """
+    files = []
+    for path, stem in ((vocab_path, "vocab"), (merges_path, "merges")):
+        if path is None:
+            continue
+        if not path.is_file():
+            raise ValueError(f"tokenizer file {path} does not exist")
+        stem = "tokenizer" if path.suffix == ".model" else stem
+        files.append(TokenizerFile(f"{stem}{path.suffix}", path))
+    return tuple(files)

@@ -1,0 +1,248 @@
+"""Index a torch.save file: every tensor's byte range, and the rest of its contents as data.
+
+Both the zip layout (torch >= 1.6) and the older stream of pickles are read, in a file of its own
+or inside an uncompressed tar. Nothing in the file is executed and no tensor is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from export_scripts.checkpoints.base import SOURCE_TYPES, StoredTensor, truncated
+from export_scripts.checkpoints.unpickling import (
+    PendingTensor,
+    PlainData,
+    Storage,
+    unpickle,
+)
+from export_scripts.errors import CheckpointMismatchError
+
+# torch/serialization.py
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_LEGACY_PROTOCOL = 1001
+
+_LOCAL_HEADER_BYTES = 30
+
+
+@dataclass(frozen=True)
+class Region:
+    """A byte range of a file: the whole of it, or a member of a tar."""
+
+    path: Path
+    offset: int = 0
+    size: int = -1  # -1: to the end
+    name: str = ""
+
+    def open(self) -> RegionStream:
+        """Return the range as a readable stream."""
+        return RegionStream(self)
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}" if self.name else str(self.path)
+
+
+class RegionStream(io.BufferedReader):
+    """A seekable stream over a region."""
+
+    def __init__(self, region: Region) -> None:
+        super().__init__(_RawRegion(region))
+
+
+class _RawRegion(io.RawIOBase):
+    def __init__(self, region: Region) -> None:
+        self._file = region.path.open("rb", buffering=0)
+        end = self._file.seek(0, io.SEEK_END)
+        self._start = region.offset
+        self._size = end - region.offset if region.size < 0 else region.size
+        if region.offset + self._size > end:
+            self._file.close()
+            raise truncated(region.path, f"{region.name or 'its contents'} would end at "
+                            f"{region.offset + self._size}, the file at {end}")  # fmt: skip
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), max(0, self._size - self._position))
+        if count == 0:
+            return 0
+        self._file.seek(self._start + self._position)
+        data = self._file.read(count)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+
+def read_torch_file(region: Region | Path) -> Any:
+    """Return the contents of a torch.save file; its tensors are `StoredTensor` records.
+
+    Objects of known frameworks come out as plain dicts, lists and values.
+
+    Raises:
+        CheckpointMismatchError: The file is damaged, or names something a checkpoint has no need
+            of.
+    """
+    region = region if isinstance(region, Region) else Region(region)
+    with region.open() as stream:
+        start = stream.read(4)
+        stream.seek(0)
+        if start == b"PK\x03\x04":
+            return _read_zip(region, stream)
+        if start[:1] == b"\x80":
+            return _read_legacy(region, stream)
+    raise CheckpointMismatchError(
+        f"{region} is not a torch.save file (it starts with {start!r}); if it is a Git LFS "
+        "pointer or an unfinished download, fetch it again"
+    )
+
+
+def _read_zip(region: Region, stream: RegionStream) -> Any:
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            members = {info.filename: info for info in archive.infolist()}
+            for info in members.values():
+                if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+                    raise CheckpointMismatchError(
+                        f"{region} is refused: member {info.filename} is compressed or encrypted, "
+                        "which torch.save never does"
+                    )
+            prefix = _zip_prefix(members, region)
+            _check_byte_order(archive, members, prefix, region)
+            data = archive.read(f"{prefix}data.pkl")
+    except zipfile.BadZipFile as error:
+        raise truncated(region.path, f"{region.name or 'the zip archive'}: {error}") from error
+    storages: dict[str, Storage] = {}
+    tree = unpickle(io.BytesIO(data), source=str(region), storages=storages)
+    places = {
+        key: _storage_offset(region, stream, members.get(f"{prefix}data/{key}"), storage)
+        for key, storage in storages.items()
+    }
+    return _place(tree, region, places)
+
+
+def _zip_prefix(members: Mapping[str, zipfile.ZipInfo], region: Region) -> str:
+    pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise CheckpointMismatchError(
+            f"{region} is a zip archive, but not of torch.save: it holds {len(pickles)} data.pkl"
+        )
+    return pickles[0].removesuffix("data.pkl")
+
+
+def _check_byte_order(
+    archive: zipfile.ZipFile, members: Mapping[str, Any], prefix: str, region: Region
+) -> None:
+    name = f"{prefix}byteorder"
+    if name in members and archive.read(name) != b"little":
+        raise CheckpointMismatchError(f"{region} was saved on a big-endian machine")
+
+
+def _storage_offset(
+    region: Region, stream: RegionStream, info: zipfile.ZipInfo | None, storage: Storage
+) -> int:
+    """Return where a storage's bytes begin in the file."""
+    wanted = storage.count * SOURCE_TYPES[storage.dtype][0]
+    if info is None:
+        raise truncated(region.path, f"storage {storage.key} is missing")
+    if info.file_size < wanted:
+        raise truncated(
+            region.path, f"storage {storage.key} has {info.file_size} bytes, needs {wanted}"
+        )
+    # The local header repeats the name and may carry padding of another length than the
+    # directory's entry.
+    stream.seek(info.header_offset)
+    header = stream.read(_LOCAL_HEADER_BYTES)
+    if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
+        raise truncated(region.path, f"storage {storage.key} has no header")
+    name_length, extra_length = struct.unpack("<HH", header[26:30])
+    begin = info.header_offset + _LOCAL_HEADER_BYTES + int(name_length) + int(extra_length)
+    return region.offset + begin
+
+
+def _read_legacy(region: Region, stream: RegionStream) -> Any:
+    source = str(region)
+    storages: dict[str, Storage] = {}
+    if unpickle(stream, source=source, storages=storages) != _LEGACY_MAGIC:
+        raise CheckpointMismatchError(f"{region} is a pickle, but not of torch.save")
+    if unpickle(stream, source=source, storages=storages) != _LEGACY_PROTOCOL:
+        raise CheckpointMismatchError(f"{region} has an unknown torch.save protocol")
+    system = unpickle(stream, source=source, storages=storages)
+    if isinstance(system, Mapping) and system.get("little_endian") is False:
+        raise CheckpointMismatchError(f"{region} was saved on a big-endian machine")
+    tree = unpickle(stream, source=source, storages=storages)
+    keys = unpickle(stream, source=source, storages=storages)
+    end = stream.seek(0, io.SEEK_CUR)
+    size = stream.seek(0, io.SEEK_END)
+    places: dict[str, int] = {}
+    for key in keys:
+        storage = storages.get(str(key))
+        stream.seek(end)
+        header = stream.read(8)
+        if storage is None or len(header) < 8:
+            raise truncated(region.path, f"storage {key} is missing")
+        (count,) = struct.unpack("<q", header)
+        places[str(key)] = region.offset + end + 8
+        end += 8 + count * SOURCE_TYPES[storage.dtype][0]
+        if count < storage.count or end > size:
+            raise truncated(region.path, f"storage {key} ends beyond the file")
+    return _place(tree, region, places)
+
+
+def _place(tree: Any, region: Region, places: Mapping[str, int]) -> Any:
+    """Return plain data with every tensor at its byte range."""
+    try:
+        return PlainData(lambda tensor: _stored(tensor, region, places))(tree)
+    except RecursionError as error:
+        raise CheckpointMismatchError(f"{region} is refused: its objects nest too deep") from error
+
+
+def _stored(tensor: PendingTensor, region: Region, places: Mapping[str, int]) -> StoredTensor:
+    item = SOURCE_TYPES[tensor.dtype][0]
+    storage_bytes = tensor.storage.count * SOURCE_TYPES[tensor.storage.dtype][0]
+    if tensor.storage.key not in places:
+        raise truncated(region.path, f"storage {tensor.storage.key} is missing")
+    stored = StoredTensor(
+        path=region.path,
+        offset=places[tensor.storage.key] + tensor.offset * item,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        stride=None if _is_contiguous(tensor.shape, tensor.stride) else tensor.stride,
+    )
+    if tensor.offset * item + stored.span_bytes > storage_bytes:
+        raise CheckpointMismatchError(
+            f"{region}: a tensor of shape {list(tensor.shape)} reaches beyond its storage"
+        )
+    return stored
+
+
+def _is_contiguous(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and step != expected:
+            return False
+        expected *= size
+    return True

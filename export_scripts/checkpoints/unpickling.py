@@ -1,0 +1,313 @@
+"""Read the object tree of a torch file without running anything it names.
+
+Tensors come out as `StoredTensor` records, containers as plain ones, and objects of the training
+frameworks (argparse.Namespace, OmegaConf containers, enums, ...) as inert records of their
+arguments and state. A pickle that names anything else is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from export_scripts.checkpoints.base import SOURCE_TYPES, StoredTensor
+from export_scripts.errors import CheckpointMismatchError
+
+# Objects of these modules become inert records: their names are kept, nothing of them is run.
+_INERT_MODULES = (
+    "apex", "argparse", "datetime", "enum", "lightning", "lightning_fabric", "megatron", "nemo",
+    "numpy", "omegaconf", "pathlib", "pytorch_lightning", "torch", "transformer_engine",
+    "transformers", "typing",
+)  # fmt: skip
+_INERT_NAMES = frozenset({
+    "_io.BytesIO", "_codecs.encode", "collections.defaultdict", "collections.Counter",
+    "collections.deque", "functools.partial", "signal.Signals", "uuid.UUID",
+    "types.SimpleNamespace", "copyreg._reconstructor", "copy_reg._reconstructor",
+    *(f"{module}.{name}" for module in ("builtins", "__builtin__")
+      for name in ("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int",
+                   "list", "object", "range", "set", "slice", "str", "tuple", "long", "unicode")),
+})  # fmt: skip
+
+_STORAGE_TYPES = {
+    "DoubleStorage": "fp64", "FloatStorage": "fp32", "HalfStorage": "fp16",
+    "BFloat16Storage": "bf16", "LongStorage": "int64", "IntStorage": "int32",
+    "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
+    "UntypedStorage": "uint8",
+}  # fmt: skip
+_TORCH_TYPES = {name: key for key, (_, name) in SOURCE_TYPES.items()}
+
+# Opcodes no torch file uses, each a way to reach objects or memory that the checks do not see.
+_REFUSED_OPCODES = (
+    pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.BYTEARRAY8, pickle.NEXT_BUFFER,
+    pickle.READONLY_BUFFER, pickle.OBJ,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StorageType:
+    """A torch storage class or dtype named by a pickle."""
+
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The bytes behind one or more tensors: where they start and how many values they are."""
+
+    key: str
+    dtype: str
+    count: int
+
+
+class Inert:
+    """An object of a class that is not run: what it was made of, as data."""
+
+    qualified_name: ClassVar[str] = "?"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        """Keep the arguments."""
+        self = super().__new__(cls)
+        self.args = args
+        self.kwargs = kwargs
+        self.state = None
+        self.items = {}
+        self.elements = []
+        return self
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    state: Any
+    items: dict[Any, Any]
+    elements: list[Any]
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the state."""
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Keep an item."""
+        self.items[key] = value
+
+    def append(self, value: Any) -> None:
+        """Keep an element."""
+        self.elements.append(value)
+
+    def extend(self, values: Any) -> None:
+        """Keep elements."""
+        self.elements.extend(values)
+
+    def add(self, value: Any) -> None:
+        """Keep an element."""
+        self.elements.append(value)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"<{self.qualified_name}>"
+
+
+class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc, unused-ignore]
+    """The pure Python unpickler (its memo cannot be made to allocate) with an allow-list.
+
+    Args:
+        data: One pickle.
+        source: What to call the file in messages.
+        place: Gives (path, byte offset) of a storage; None when offsets come later.
+    """
+
+    def __init__(
+        self, data: io.BufferedIOBase, *, source: str, storages: dict[str, Storage]
+    ) -> None:
+        super().__init__(data, encoding="utf-8")
+        self._source = source
+        self._storages = storages
+        self._classes: dict[str, type[Inert]] = {}
+
+    def _build(self) -> None:
+        """Give an inert record its state; nothing else is changed after it was made."""
+        stack: list[Any] = self.stack  # type: ignore[attr-defined, unused-ignore]
+        state = stack.pop()
+        target = stack[-1]
+        if isinstance(target, Inert):
+            target.__setstate__(state)
+        elif not isinstance(target, OrderedDict):  # a state dict's _metadata is not wanted
+            raise CheckpointMismatchError(
+                f"{self._source} is refused: its pickle changes a {type(target).__name__}"
+            )
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: function
+        for code, function in pickle._Unpickler.dispatch.items()  # type: ignore[attr-defined, unused-ignore]
+        if bytes([code]) not in _REFUSED_OPCODES
+    } | {pickle.BUILD[0]: _build}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a global; nothing is imported."""
+        qualified = f"{module}.{name}"
+        known = self._known(module, name, qualified)
+        if known is not None:
+            return known
+        if module.split(".")[0] not in _INERT_MODULES and qualified not in _INERT_NAMES:
+            raise CheckpointMismatchError(
+                f"{self._source} is refused: its pickle names {qualified}, which a checkpoint "
+                "has no need of and which is never run"
+            )
+        if qualified not in self._classes:
+            self._classes[qualified] = type("Inert", (Inert,), {"qualified_name": qualified})
+        return self._classes[qualified]
+
+    def _known(self, module: str, name: str, qualified: str) -> Any:
+        if qualified in ("collections.OrderedDict", "typing.OrderedDict"):
+            return OrderedDict
+        if module == "torch._utils" and name in _REBUILDERS:
+            return _REBUILDERS[name]
+        if module == "torch" and name == "Size":
+            return tuple
+        if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGE_TYPES:
+            return StorageType(_STORAGE_TYPES[name])
+        if module == "torch" and name in _TORCH_TYPES:
+            return StorageType(_TORCH_TYPES[name])
+        return None
+
+    def persistent_load(self, pid: Any) -> Storage:
+        """Return the storage a persistent id names: (storage, type, key, location, count)."""
+        if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] not in ("storage", b"storage"):
+            raise CheckpointMismatchError(
+                f"{self._source} is refused: odd persistent id {pid!r:.80}"
+            )
+        _, kind, key, _location, count = pid[:5]
+        if not isinstance(kind, StorageType) or not isinstance(count, int) or count < 0:
+            raise CheckpointMismatchError(f"{self._source} is refused: odd storage {pid!r:.80}")
+        storage = Storage(str(key), kind.dtype, count)
+        self._storages[storage.key] = storage
+        return storage
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTensor:
+    """A tensor whose storage is not placed in the file yet."""
+
+    storage: Storage
+    dtype: str
+    offset: int  # elements
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _rebuild(
+    storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any
+) -> PendingTensor:
+    return _pending(storage, storage.dtype, offset, shape, stride)
+
+
+def _rebuild_typed(
+    storage: Storage,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    _requires_grad: Any,
+    _hooks: Any,
+    dtype: StorageType,
+    *_: Any,
+) -> PendingTensor:
+    return _pending(storage, dtype.dtype, offset, shape, stride)
+
+
+def _pending(storage: Any, dtype: str, offset: Any, shape: Any, stride: Any) -> PendingTensor:
+    sizes, steps = tuple(shape), tuple(stride)
+    numbers = (offset, *sizes, *steps)
+    if (
+        not isinstance(storage, Storage)
+        or len(sizes) != len(steps)
+        or any(not isinstance(n, int) or n < 0 for n in numbers)
+    ):
+        raise CheckpointMismatchError(f"a tensor record is malformed: {numbers!r:.80}")
+    return PendingTensor(storage, dtype, offset, sizes, steps)
+
+
+def _rebuild_parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+_REBUILDERS: dict[str, Callable[..., Any]] = {
+    "_rebuild_tensor": _rebuild,
+    "_rebuild_tensor_v2": _rebuild,
+    "_rebuild_tensor_v3": _rebuild_typed,
+    "_rebuild_parameter": _rebuild_parameter,
+    "_rebuild_parameter_with_state": _rebuild_parameter,
+}
+
+
+def unpickle(stream: io.BufferedIOBase, *, source: str, storages: dict[str, Storage]) -> Any:
+    """Return the object tree of the pickle at the stream's position.
+
+    Raises:
+        CheckpointMismatchError: The pickle names something refused, or is damaged.
+    """
+    try:
+        return RestrictedUnpickler(stream, source=source, storages=storages).load()
+    except CheckpointMismatchError:
+        raise
+    except (MemoryError, RecursionError) as error:
+        raise CheckpointMismatchError(f"{source} is refused: its pickle is a bomb") from error
+    except Exception as error:
+        raise CheckpointMismatchError(f"{source} is not a readable pickle: {error}") from error
+
+
+class PlainData:
+    """Turn an object tree into dicts, lists and values.
+
+    A shared object is turned once, so that a small pickle cannot unfold into a large tree; a
+    cycle ends in None.
+
+    Args:
+        tensor_at: Gives the byte range of a tensor.
+    """
+
+    def __init__(self, tensor_at: Callable[[PendingTensor], StoredTensor]) -> None:
+        self._tensor_at = tensor_at
+        self._done: dict[int, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """Return `value` as plain data."""
+        if isinstance(value, PendingTensor):
+            return self._tensor_at(value)
+        if isinstance(value, StorageType):
+            return value.dtype
+        if not isinstance(value, (Inert, Mapping, list, tuple, set, frozenset)):
+            return value
+        if id(value) not in self._done:
+            self._done[id(value)] = None
+            self._done[id(value)] = self._container(value)
+        return self._done[id(value)]
+
+    def _container(self, value: Any) -> Any:
+        if isinstance(value, Inert):
+            return self._inert(value)
+        if isinstance(value, Mapping):
+            return {_plain_key(k): self(v) for k, v in value.items()}
+        return [self(item) for item in value]
+
+    def _inert(self, value: Inert) -> Any:
+        state = value.state
+        if isinstance(state, tuple) and len(state) == 2:  # (state, slots)
+            state = {**(state[0] or {}), **(state[1] or {})}
+        if value.qualified_name.startswith("omegaconf.") and isinstance(state, Mapping):
+            # OmegaConf containers hold nodes in _content, nodes their value in _val.
+            return self(state["_content"] if "_content" in state else state.get("_val"))
+        for contents in (state if isinstance(state, Mapping) else None, value.items):
+            if contents:
+                return self(contents)
+        if value.elements:
+            return self(value.elements)
+        return self(value.args[0]) if len(value.args) == 1 else None
+
+
+def _plain_key(key: Any) -> Any:
+    return key if isinstance(key, (str, int)) else repr(key)

@@ -1,0 +1,220 @@
+"""The one loop over a plan's tensors: read, rearrange, cast, cut, write.
+
+Threads suffice as workers: copies, casts, checksums and writes all run outside the interpreter
+lock, and all workers share one mapping of the source.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from export_scripts.families.shapes import ShapeTensor
+from export_scripts.families.sources import Parts
+from export_scripts.ft.dtypes import LARGEST_FINITE
+from export_scripts.ft.transfer import ValueRange, file_chunks
+from export_scripts.ft.writer import FTWriter
+from export_scripts.plan import ConversionPlan
+from export_scripts.tensor_plan import TensorPlan, local_fine_shape
+
+Progress = Callable[[int, int], None]
+
+_SCAN_VALUES = 1 << 20
+
+
+@dataclass
+class Counter:
+    """Bytes done, told to the caller.
+
+    Attributes:
+        progress: Called with (done, total) after every change, one call at a time.
+        total: Bytes of all weight files.
+        done: Bytes complete, those of an earlier run included.
+        written: Bytes written by this run.
+    """
+
+    progress: Progress | None
+    total: int = 0
+    done: int = 0
+    written: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, count: int, *, written: bool = True) -> None:
+        """Count bytes."""
+        with self._lock:
+            self.done += count
+            self.written += count if written else 0
+            if self.progress is not None:
+                self.progress(self.done, self.total)
+
+
+def planned_bytes(plan: ConversionPlan) -> int:
+    """Return the bytes of all weight files."""
+    tp_size = plan.config.tensor_para_size
+    kind = plan.config.weight_data_type
+    return sum(
+        item.tensor.file_bytes(tp_size, kind) * len(item.tensor.file_names(tp_size))
+        for item in plan.tensors
+    )
+
+
+def write_tensors(
+    plan: ConversionPlan, writer: FTWriter, counter: Counter, *, processes: int
+) -> list[str]:
+    """Write every file that is not there yet; return what is wrong with the values.
+
+    The result of every worker is awaited; the first exception stops the others and is raised.
+    """
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = concurrent.futures.ThreadPoolExecutor(processes, "convert")
+    stopping = threading.Event()
+    task = _Task(plan, writer, counter, stopping)
+    try:
+        futures = [pool.submit(task.write, item) for item in plan.tensors]
+        done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        return [problem for future in futures for problem in future.result()]
+    finally:
+        stopping.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(threads_before)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What every worker shares."""
+
+    plan: ConversionPlan
+    writer: FTWriter
+    counter: Counter
+    stopping: threading.Event
+
+    def write(self, item: TensorPlan) -> list[str]:
+        """Write the missing files of one tensor; return what is wrong with its values."""
+        tp_size = self.plan.config.tensor_para_size
+        kind = item.tensor.dtype or self.plan.config.weight_data_type
+        size = item.tensor.file_bytes(tp_size, kind)
+        whole = ValueRange()
+        missing: list[tuple[int, str]] = []
+        for tp_rank, name in enumerate(item.tensor.file_names(tp_size)):
+            if self.writer.is_done(name):
+                self.counter.add(size, written=False)
+                whole.include(recorded_range(self.writer.records[name]))
+            else:
+                missing.append((tp_rank, name))
+        if missing:
+            parts = self._build(item)
+            shape, axis = local_fine_shape(parts, item.tensor, tp_size)
+            for tp_rank, name in missing:
+                found = ValueRange()
+                chunks = self._chunks(file_chunks(parts, shape, axis, tp_rank, kind), found)
+                facts = _range_recorder(item.tensor.name, found)
+                self.writer.write(name, size, chunks, facts=facts)
+                whole.include(found)
+            del parts
+            self._forget(item)
+        if whole.finite or self.plan.request.allows(item.tensor.name):
+            return []
+        problem = _value_problem(item.tensor.name, self._build(item), kind)
+        self._forget(item)
+        return [problem]
+
+    def _build(self, item: TensorPlan) -> Parts:
+        maps = self.plan.facts.maps
+
+        def get(key: str) -> list[Any]:
+            pieces = self.plan.facts.pieces(key.format(**item.index))
+            for piece in pieces:
+                maps.prefetch(piece)
+            return [piece.load(maps) for piece in pieces]
+
+        return item.source.build(get, self.plan.config)
+
+    def _forget(self, item: TensorPlan) -> None:
+        """Drop the source's pages, so that memory does not grow with the model."""
+        for key, _ in item.source.reads:
+            for piece in self.plan.facts.pieces(key.format(**item.index)):
+                self.plan.facts.maps.forget(piece)
+
+    def _chunks(
+        self, chunks: Iterator[tuple[memoryview, ValueRange]], found: ValueRange
+    ) -> Iterator[memoryview]:
+        for chunk, values in chunks:
+            if self.stopping.is_set():
+                raise concurrent.futures.CancelledError
+            found.include(values)
+            yield chunk
+            self.counter.add(len(chunk))
+
+
+def _range_recorder(tensor: str, found: ValueRange) -> Callable[[], Mapping[str, Any]]:
+    def record() -> Mapping[str, Any]:
+        return {"tensor": tensor, "min": repr(found.smallest), "max": repr(found.largest)}
+
+    return record
+
+
+def recorded_range(record: Mapping[str, Any]) -> ValueRange:
+    """Return the range of values that a file's record holds."""
+    low, high = float(record["min"]), float(record["max"])
+    return ValueRange(low, high, math.isfinite(low) and math.isfinite(high))
+
+
+def _value_problem(name: str, parts: Parts, kind: str) -> str:
+    """Return what is wrong with a tensor that came out with infinities or NaN."""
+    largest, bad = _source_extent(parts)
+    if bad:
+        return (
+            f"{name}: the checkpoint holds {bad} values that are infinite or not a number; "
+            f"training diverged or the file is damaged (--allow '{name}' converts it as it is)"
+        )
+    return (
+        f"{name}: values up to {largest:.6g} in magnitude become infinite in {kind}, whose largest "
+        f"is {LARGEST_FINITE[kind]:.6g}; convert to bf16 or fp32"
+    )
+
+
+def _source_extent(parts: Parts) -> tuple[float, int]:
+    """Return the largest finite magnitude of the source, and how many values are not finite."""
+    largest, bad = 0.0, 0
+    for part in parts.tensors:
+        if isinstance(part, ShapeTensor):
+            continue
+        for piece in part.reshape(-1).split(_SCAN_VALUES):
+            values = piece.double()
+            finite = torch.isfinite(values)
+            bad += int((~finite).sum())
+            if bool(finite.any()):
+                largest = max(largest, float(values[finite].abs().max()))
+    return largest, bad
+
+
+def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, Any]:
+    """Return what the manifest tells of each tensor: shape, type, sources, range of values."""
+    out: dict[str, Any] = {}
+    for item in plan.tensors:
+        whole = ValueRange()
+        for name in item.tensor.file_names(plan.config.tensor_para_size):
+            whole.include(recorded_range(writer.records[name]))
+        out[item.tensor.name] = {
+            "shape": list(item.tensor.shape),
+            "split": item.tensor.split,
+            "dtype": item.tensor.dtype or plan.config.weight_data_type,
+            "source": [key.format(**item.index) for key, _ in item.source.reads],
+            "min": _json_number(whole.smallest),
+            "max": _json_number(whole.largest),
+            "abs_max": _json_number(whole.largest_magnitude),
+        }
+    return out
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else repr(value)

@@ -1,0 +1,20 @@
+"""Errors of the checkpoint vocabulary that callers catch by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class CheckpointMismatchError(ValueError):
+    """A checkpoint is not what it has to be; every difference is listed.
+
+    Attributes:
+        problems: One sentence per difference, in the order found.
+    """
+
+    def __init__(self, problems: Iterable[str] | str) -> None:
+        self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+    def __reduce__(self) -> tuple[type[CheckpointMismatchError], tuple[list[str]]]:
+        return type(self), (self.problems,)

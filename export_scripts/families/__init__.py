@@ -1,0 +1,65 @@
+"""The tables of families and of the origins they come from; both are read top to bottom."""
+
+from __future__ import annotations
+
+from export_scripts.families.bert import BERT
+from export_scripts.families.bert_origins import HUGGINGFACE_BERT
+from export_scripts.families.bloom import BLOOM_HUGGINGFACE
+from export_scripts.families.gpt import GPT
+from export_scripts.families.gpt2 import GPT2_HUGGINGFACE
+from export_scripts.families.gpt_core import GPT_CORE_ORIGINS
+from export_scripts.families.gpt_origins import GPT_ORIGINS
+from export_scripts.families.gptj import GPTJ, GPTJ_HUGGINGFACE
+from export_scripts.families.gptj_jax import GPTJ_JAX
+from export_scripts.families.gptneox import GPTNEOX, GPTNEOX_HUGGINGFACE
+from export_scripts.families.gptneox_eleuther import GPTNEOX_ELEUTHER
+from export_scripts.families.llama import LLAMA
+from export_scripts.families.llama_core import CORE_LLAMA_ORIGINS
+from export_scripts.families.llama_huggingface import LLAMA_HUGGINGFACE
+from export_scripts.families.opt import OPT_HUGGINGFACE
+from export_scripts.families.origin import Origin
+from export_scripts.families.spec import ModelFamily
+from export_scripts.families.t5 import T5, T5_ENCODER
+from export_scripts.families.t5_huggingface import HUGGINGFACE_T5, HUGGINGFACE_T5_ENCODER
+from export_scripts.families.t5_nemo import NEMO_T5
+
+FAMILIES: dict[str, ModelFamily] = {
+    "gpt": GPT,
+    "gptj": GPTJ,
+    "gptneox": GPTNEOX,
+    "llama": LLAMA,
+    "t5": T5,
+    "t5_encoder": T5_ENCODER,
+    "bert": BERT,
+}
+
+# The first origin whose format and `matches` fit a checkpoint converts it.
+ORIGINS: tuple[Origin, ...] = (
+    GPT2_HUGGINGFACE,
+    OPT_HUGGINGFACE,
+    BLOOM_HUGGINGFACE,
+    GPTJ_HUGGINGFACE,
+    GPTJ_JAX,
+    GPTNEOX_HUGGINGFACE,
+    GPTNEOX_ELEUTHER,
+    LLAMA_HUGGINGFACE,
+    *CORE_LLAMA_ORIGINS,
+    *GPT_ORIGINS,
+    *GPT_CORE_ORIGINS,
+    HUGGINGFACE_T5,
+    HUGGINGFACE_T5_ENCODER,
+    NEMO_T5,
+    HUGGINGFACE_BERT,
+)
+
+
+def find_family(name: str) -> ModelFamily:
+    """Return the family called `name`.
+
+    Raises:
+        ValueError: There is none; the known ones are listed.
+    """
+    try:
+        return FAMILIES[name]
+    except KeyError:
+        raise ValueError(f"unknown family {name!r}; known: {', '.join(FAMILIES)}") from None

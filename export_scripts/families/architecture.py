@@ -1,0 +1,153 @@
+"""What the runtime has to build, in plain choices; each family derives one from its config.ini.
+
+These records carry every fact the forward pass needs, so that a model module never asks which
+family it serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Position = Literal["learned", "alibi", "rotary_interleaved", "rotary_half", "none"]
+Norm = Literal["layernorm", "rmsnorm"]
+# gelu is the tanh approximation, as in FasterTransformer for every family, unless exact_gelu.
+Activation = Literal["gelu", "relu", "silu"]
+# parallel: x + attention(norm1(x)) + mlp(norm2(x)); parallel_shared: one norm feeds both.
+Residual = Literal["sequential", "parallel", "parallel_shared"]
+
+_ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
+    "gelu": ("gelu", False),
+    "relu": ("relu", False),
+    "silu": ("silu", False),
+    "geglu": ("gelu", True),
+    "gated-gelu": ("gelu", True),
+    "reglu": ("relu", True),
+    "gated-relu": ("relu", True),
+    "siglu": ("silu", True),
+    "gated-silu": ("silu", True),
+}
+
+
+def activation_choice(spelling: str) -> tuple[Activation, bool]:
+    """Return (activation, gated) for a spelling the FT loader accepts in config.ini.
+
+    Raises:
+        ValueError: The loader would abort on this spelling.
+    """
+    try:
+        return _ACTIVATIONS[spelling.lower()]
+    except KeyError:
+        raise ValueError(
+            f"activation {spelling!r} is not one the loader knows: {', '.join(_ACTIVATIONS)}"
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """Rotary position embedding of a decoder.
+
+    `dims` of each head are rotated; `scaling` holds the parameters of its `type` ("linear",
+    "dynamic", "llama3" or "yarn") under the names Hugging Face gives them, as text; it is empty
+    for plain rotary.
+    """
+
+    dims: int
+    base: float = 10000.0
+    scaling: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderArchitecture:
+    """A decoder-only model."""
+
+    head_num: int
+    kv_head_num: int
+    size_per_head: int
+    hidden: int
+    inter_size: int
+    num_layer: int
+    vocab_size: int
+    position: Position
+    max_pos_seq_len: int | None = None  # None: no limit from a table
+    rotary: Rotary | None = None
+    norm: Norm = "layernorm"
+    norm_eps: float = 1e-6
+    norm_before: bool = True  # False: normalise after the residual (post_layernorm)
+    residual_from_norm: bool = False  # the residual adds the normalised input, not the input
+    residual: Residual = "sequential"
+    activation: Activation = "gelu"
+    exact_gelu: bool = False  # gelu by erf, as the source computes it, instead of tanh
+    gated: bool = False  # act(x W1) * (x W3) before W2
+    pre_decoder_norm: bool = False
+    post_decoder_norm: bool = True
+    # attention.{query,key,value} instead of attention.query_key_value
+    separate_qkv: bool = False
+    qkv_bias: bool = True
+    attention_out_bias: bool = True
+    mlp_bias: bool = True
+    fused_bias_sum: bool = False  # mlp.attention.bias.sum replaces both output biases
+    untied_head: bool = False
+    head_bias: bool = False
+    adapter_inter_size: int = 0  # 0: no adapters after attention and MLP
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackArchitecture:
+    """One side of an encoder-decoder."""
+
+    num_layer: int
+    head_num: int
+    size_per_head: int
+    inter_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderDecoderArchitecture:
+    """A T5-like model; `decoder` is None for an encoder alone."""
+
+    hidden: int
+    vocab_size: int
+    encoder: StackArchitecture
+    decoder: StackArchitecture | None
+    position: Literal["relative", "absolute"]
+    num_buckets_or_max_pos_seq_len: int
+    max_distance: int = 128
+    norm: Norm = "rmsnorm"
+    norm_eps: float = 1e-6
+    bias: bool = False
+    scale_attention: bool = False  # q.k / sqrt(size_per_head)
+    scale_logits: bool = False  # logits / sqrt(hidden)
+    activation: Activation = "relu"
+    exact_gelu: bool = False  # gelu by erf, as the source computes it, instead of tanh
+    gated: bool = False
+    untied_head: bool = True
+    adapter_inter_size: int = 0
+    ia3_num_tasks: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderArchitecture:
+    """A BERT-like stack of post-layernorm encoder layers (no embeddings, no heads)."""
+
+    head_num: int
+    size_per_head: int
+    hidden: int
+    inter_size: int
+    num_layer: int
+    activation: Activation = "gelu"
+    exact_gelu: bool = False  # gelu by erf, as the source computes it, instead of tanh
+    norm_eps: float = 1e-6
+    q_scaling: float = 1.0
+
+
+Architecture = DecoderArchitecture | EncoderDecoderArchitecture | EncoderArchitecture
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTask:
+    """One p-tuned task: its table holds `prompt_length` virtual-token embeddings."""
+
+    task_name: str
+    prompt_length: int = field(default=0)

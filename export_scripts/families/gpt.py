@@ -1,0 +1,217 @@
+"""The GPT layout, which NeMo, Megatron, GPT-2, OPT and BLOOM checkpoints all become.
+
+Layout: FasterTransformer, models/multi_gpu_gpt/ParallelGptWeight.cc and
+ParallelGptDecoderLayerWeight.cc (5.3 line).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from export_scripts.families.architecture import DecoderArchitecture, activation_choice
+from export_scripts.families.spec import ModelConfig, ModelFamily, Sections, WeightSpec
+
+LAYER = "model.layers.{layer}."
+HEAD = "model.lm_head.weight"
+
+# max_pos_seq_len that FT assumes for a model without a table of positions.
+UNLIMITED_POSITIONS = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(ModelConfig):
+    """config.ini [gpt]; absent keys have the loader's defaults."""
+
+    SECTION: ClassVar[str] = "gpt"
+    INDICES: ClassVar[Mapping[str, str]] = {"layer": "num_layer"}
+
+    model_name: str
+    head_num: int
+    size_per_head: int
+    inter_size: int
+    num_layer: int
+    vocab_size: int
+    start_id: int
+    end_id: int
+    max_pos_seq_len: int | None = None  # None with ALiBi, which has no table
+    layernorm_eps: float = 1e-6
+    layernorm_type: str = "pre_layernorm"
+    activation_type: str = "Gelu"
+    has_positional_encoding: bool = True
+    has_pre_decoder_layernorm: bool = False
+    has_post_decoder_layernorm: bool = True
+    use_attention_linear_bias: bool = False
+    has_adapters: bool = False
+    adapter_inter_size: int = 0
+    model_variant: str | None = None
+    int8: bool | None = None  # static int8 files lie beside the weights
+    exact_gelu: bool = False  # not an FT key (FT takes tanh gelu): the source's is by erf
+    # Not an FT key: tells a lost model.lm_head.weight.bin from a tied head.
+    tie_word_embeddings: bool = True
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.head_num * self.size_per_head
+
+    @property
+    def local_hidden(self) -> int:
+        """Attention width of one tensor-parallel rank."""
+        return self.hidden // self.tensor_para_size
+
+    @property
+    def untied_head(self) -> bool:
+        """Whether the folder holds its own LM head."""
+        return not self.tie_word_embeddings
+
+    @classmethod
+    def absent_keys(
+        cls,
+        sections: Sections,  # noqa: ARG003 - the hook's signature
+        files: Collection[str],
+    ) -> dict[str, Any]:
+        """FT decides by the file's presence whether the head is tied."""
+        return {"tie_word_embeddings": f"{HEAD}.bin" not in files}
+
+
+def gpt_architecture(config: GPTConfig) -> DecoderArchitecture:
+    """Return the decoder a GPT config describes.
+
+    Raises:
+        ValueError: layernorm_type or activation_type is one the loader aborts on.
+    """
+    if config.layernorm_type not in ("pre_layernorm", "post_layernorm"):
+        raise ValueError(
+            f"layernorm_type = {config.layernorm_type}; known: pre_layernorm, post_layernorm"
+        )
+    activation, gated = activation_choice(config.activation_type)
+    if gated:
+        raise ValueError(f"activation_type = {config.activation_type}: GPT folders hold no gate")
+    learned = config.has_positional_encoding
+    alibi = config.use_attention_linear_bias
+    # BLOOM's post variant normalises first and adds the residual of what was normalised.
+    bloom_post = config.model_variant == "bloom-post"
+    return DecoderArchitecture(
+        head_num=config.head_num,
+        kv_head_num=config.head_num,
+        size_per_head=config.size_per_head,
+        hidden=config.hidden,
+        inter_size=config.inter_size,
+        num_layer=config.num_layer,
+        vocab_size=config.vocab_size,
+        position="learned" if learned else "alibi" if alibi else "none",
+        max_pos_seq_len=config.max_pos_seq_len if learned else None,
+        norm_eps=config.layernorm_eps,
+        norm_before=config.layernorm_type == "pre_layernorm" or bloom_post,
+        residual_from_norm=bloom_post,
+        activation=activation,
+        exact_gelu=config.exact_gelu,
+        pre_decoder_norm=config.has_pre_decoder_layernorm,
+        post_decoder_norm=config.has_post_decoder_layernorm,
+        untied_head=config.untied_head,
+        adapter_inter_size=config.adapter_inter_size if config.has_adapters else 0,
+    )
+
+
+def _has_positions(config: GPTConfig) -> bool:
+    return config.has_positional_encoding
+
+
+def _has_pre_norm(config: GPTConfig) -> bool:
+    return config.has_pre_decoder_layernorm
+
+
+def _has_post_norm(config: GPTConfig) -> bool:
+    return config.has_post_decoder_layernorm
+
+
+def _is_untied(config: GPTConfig) -> bool:
+    return config.untied_head
+
+
+def _has_adapters(config: GPTConfig) -> bool:
+    return config.has_adapters
+
+
+def _has_int8(config: GPTConfig) -> bool:
+    return bool(config.int8)
+
+
+def _norm(name: str, **options: Any) -> tuple[WeightSpec, ...]:
+    return (
+        WeightSpec(f"{name}.weight", ("hidden",), **options),
+        WeightSpec(f"{name}.bias", ("hidden",), **options),
+    )
+
+
+def _adapter(name: str) -> tuple[WeightSpec, ...]:
+    width = "adapter_inter_size"
+    name = f"{LAYER}{name}."
+    return (
+        WeightSpec(f"{name}dense_h_to_4h.weight", ("hidden", width), 1, _has_adapters),
+        WeightSpec(f"{name}dense_h_to_4h.bias", (width,), 0, _has_adapters),
+        WeightSpec(f"{name}dense_4h_to_h.weight", (width, "hidden"), 0, _has_adapters),
+        WeightSpec(f"{name}dense_4h_to_h.bias", ("hidden",), None, _has_adapters),
+    )
+
+
+def _int8(
+    name: str, shape: tuple[str | int, ...], split: int, *, parts: int = 1
+) -> tuple[WeightSpec, ...]:
+    """Static int8 twin of one GEMM weight; its scales are always fp32 (QKV: one per part)."""
+    name = LAYER + name
+    inter: tuple[str | int, ...] = (1,) if parts == 1 else (parts, "local_hidden")
+    return (
+        WeightSpec(f"{name}.weight.int8", shape, split, _has_int8, "int8"),
+        WeightSpec(f"{name}.scale", (parts,), None, _has_int8, "fp32"),
+        WeightSpec(f"{name}.scale_inter", inter, None, _has_int8, "fp32"),
+        WeightSpec(f"{name}.scale_out", (parts,), None, _has_int8, "fp32"),
+    )
+
+
+LAYOUT: tuple[WeightSpec, ...] = (
+    WeightSpec("model.wte", ("vocab_size", "hidden")),
+    WeightSpec("model.wpe", ("max_pos_seq_len", "hidden"), None, _has_positions),
+    *_norm("model.pre_decoder_layernorm", when=_has_pre_norm),
+    *_norm(LAYER + "input_layernorm"),
+    WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), 2),
+    WeightSpec(LAYER + "attention.query_key_value.bias", (3, "hidden"), 1),
+    WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), 0),
+    WeightSpec(LAYER + "attention.dense.bias", ("hidden",)),
+    *_norm(LAYER + "post_attention_layernorm"),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), 1),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), 0),
+    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), 0),
+    WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",)),
+    *_int8("attention.query_key_value", ("hidden", 3, "hidden"), 2, parts=3),
+    *_int8("attention.dense", ("hidden", "hidden"), 0),
+    *_int8("mlp.dense_h_to_4h", ("hidden", "inter_size"), 1),
+    *_int8("mlp.dense_4h_to_h", ("inter_size", "hidden"), 0),
+    *_adapter("after_attention_adapter"),
+    *_adapter("after_ffn_adapter"),
+    *_norm("model.final_layernorm", when=_has_post_norm),
+    WeightSpec(HEAD, ("vocab_size", "hidden"), None, _is_untied),
+    WeightSpec("model.prompt_table.{task}.weight", ("prompt_length", "hidden")),
+)
+
+
+def _ft_limits(config: GPTConfig) -> list[str]:
+    if config.model_variant == "bloom-post":
+        return [
+            "model_variant = bloom-post adds the residual of the normalised input, which "
+            "FasterTransformer's post_layernorm does not"
+        ]
+    return []
+
+
+GPT = ModelFamily(
+    name="gpt",
+    model_type="GPT",
+    config=GPTConfig,
+    architecture=gpt_architecture,
+    layout=LAYOUT,
+    divisible=("head_num", "inter_size", "adapter_inter_size"),
+    ft_limits=_ft_limits,
+)

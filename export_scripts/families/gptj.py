@@ -1,0 +1,165 @@
+"""The GPT-J layout: rotary positions, one layernorm feeding attention and MLP side by side.
+
+Layout: FasterTransformer, models/gptj/GptJWeight.cc and GptJDecoderLayerWeight.cc (5.3 line).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from export_scripts.families.architecture import DecoderArchitecture, Rotary
+from export_scripts.families.origin import Facts, Origin
+from export_scripts.families.settings import huggingface_settings, model_name, stored_head
+from export_scripts.families.sources import Copy, Source, StackQKV, Transpose
+from export_scripts.families.spec import ModelConfig, ModelFamily, WeightSpec
+
+LAYER = "model.layers.{layer}."
+
+# NVIDIA's GPT-J runtime computes with this epsilon whatever the model was trained with.
+FT_LAYERNORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTJConfig(ModelConfig):
+    """config.ini [gptj]; absent keys have the loader's defaults."""
+
+    SECTION: ClassVar[str] = "gptj"
+    INDICES: ClassVar[Mapping[str, str]] = {"layer": "num_layer"}
+
+    model_name: str
+    head_num: int
+    size_per_head: int
+    inter_size: int
+    num_layer: int
+    vocab_size: int
+    rotary_embedding: int  # dimensions of each head that are rotated
+    start_id: int
+    end_id: int
+    # Not an FT key (FT_LAYERNORM_EPS is built in there): what the model was trained with.
+    layernorm_eps: float = FT_LAYERNORM_EPS
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.head_num * self.size_per_head
+
+
+def gptj_architecture(config: GPTJConfig) -> DecoderArchitecture:
+    """Return the decoder a GPT-J config describes."""
+    return DecoderArchitecture(
+        head_num=config.head_num,
+        kv_head_num=config.head_num,
+        size_per_head=config.size_per_head,
+        hidden=config.hidden,
+        inter_size=config.inter_size,
+        num_layer=config.num_layer,
+        vocab_size=config.vocab_size,
+        position="rotary_interleaved",
+        rotary=Rotary(dims=config.rotary_embedding),
+        norm_eps=config.layernorm_eps,
+        residual="parallel_shared",
+        qkv_bias=False,
+        attention_out_bias=False,
+        untied_head=True,
+        head_bias=True,
+    )
+
+
+LAYOUT: tuple[WeightSpec, ...] = (
+    WeightSpec("model.wte", ("vocab_size", "hidden")),
+    WeightSpec(LAYER + "input_layernorm.weight", ("hidden",)),
+    WeightSpec(LAYER + "input_layernorm.bias", ("hidden",)),
+    WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), 2),
+    WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), 0),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), 1),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), 0),
+    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), 0),
+    WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",)),
+    WeightSpec("model.final_layernorm.weight", ("hidden",)),
+    WeightSpec("model.final_layernorm.bias", ("hidden",)),
+    WeightSpec("model.lm_head.weight", ("vocab_size", "hidden")),
+    WeightSpec("model.lm_head.bias", ("vocab_size",)),
+    WeightSpec("model.prompt_table.{task}.weight", ("prompt_length", "hidden")),
+)
+
+GPTJ = ModelFamily(
+    name="gptj",
+    model_type="GPT-J",
+    config=GPTJConfig,
+    architecture=gptj_architecture,
+    layout=LAYOUT,
+)
+
+
+def config_from_huggingface(facts: Facts) -> GPTJConfig:
+    """Return the config of a Hugging Face GPT-J.
+
+    Raises:
+        CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
+    """
+    settings = huggingface_settings(facts.config)
+    hidden = settings.integer("n_embd", "hidden_size")
+    heads = settings.integer("n_head", "num_attention_heads")
+    size_per_head = settings.divide(hidden, heads, "n_embd by n_head")
+    if settings.activation("activation_function", default="gelu_new") != ("Gelu", False):
+        name = facts.config["activation_function"]
+        settings.problems.append(
+            f"config.json: activation_function = {name} cannot be represented: FT computes GPT-J "
+            "with gelu_new"
+        )
+    start_id, end_id = settings.token_ids(facts, bos=50256, eos=50256)
+    config = GPTJConfig(
+        model_name=model_name(facts.config, "gptj"),
+        head_num=heads,
+        size_per_head=size_per_head,
+        inter_size=settings.integer("n_inner", default=4 * hidden),
+        num_layer=settings.integer("n_layer", "num_hidden_layers"),
+        vocab_size=settings.integer("vocab_size"),
+        rotary_embedding=settings.integer("rotary_dim", default=size_per_head),
+        start_id=start_id,
+        end_id=end_id,
+        layernorm_eps=settings.number("layer_norm_epsilon", default=1e-5),
+        weight_data_type=facts.weight_data_type,
+        tensor_para_size=facts.tp_size,
+    )
+    settings.finish()
+    return config
+
+
+_H = "transformer.h.{layer}."
+WTE = "transformer.wte.weight"
+
+
+def weights_from_huggingface(facts: Facts, config: GPTJConfig) -> Mapping[str, Source]:  # noqa: ARG001
+    """Return where each tensor lies; a tied head may be stored as the embedding alone."""
+    q, k, v = (f"{_H}attn.{part}_proj.weight" for part in "qkv")
+    return {
+        "model.wte": Copy(WTE),
+        LAYER + "input_layernorm.weight": Copy(_H + "ln_1.weight"),
+        LAYER + "input_layernorm.bias": Copy(_H + "ln_1.bias"),
+        LAYER + "attention.query_key_value.weight": StackQKV(q, k, v),
+        LAYER + "attention.dense.weight": Transpose(_H + "attn.out_proj.weight"),
+        LAYER + "mlp.dense_h_to_4h.weight": Transpose(_H + "mlp.fc_in.weight"),
+        LAYER + "mlp.dense_h_to_4h.bias": Copy(_H + "mlp.fc_in.bias"),
+        LAYER + "mlp.dense_4h_to_h.weight": Transpose(_H + "mlp.fc_out.weight"),
+        LAYER + "mlp.dense_4h_to_h.bias": Copy(_H + "mlp.fc_out.bias"),
+        "model.final_layernorm.weight": Copy("transformer.ln_f.weight"),
+        "model.final_layernorm.bias": Copy("transformer.ln_f.bias"),
+        "model.lm_head.weight": Copy(stored_head(facts, ("lm_head.weight",), WTE)),
+        "model.lm_head.bias": Copy("lm_head.bias"),
+    }
+
+
+GPTJ_HUGGINGFACE = Origin(
+    name="huggingface-gptj",
+    title="Hugging Face GPT-J",
+    family=GPTJ,
+    format="huggingface",
+    matches=lambda facts: facts.config.get("model_type") == "gptj",
+    config=config_from_huggingface,
+    weights=weights_from_huggingface,
+    ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions"),
+    prefix="transformer.",
+)

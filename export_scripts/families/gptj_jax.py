@@ -1,0 +1,155 @@
+"""The mesh-transformer-jax release of GPT-J as an origin of the GPT-J layout.
+
+How shards make whole tensors, and the rounding through fp16: FasterTransformer,
+examples/pytorch/gptj/utils/gptj_ckpt_convert.py.
+"""
+
+# Shapes: S shards, h hidden
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.gptj import GPTJ, LAYER, GPTJConfig
+from export_scripts.families.origin import Facts, Origin
+from export_scripts.families.shapes import ShapeTensor
+from export_scripts.families.sources import (
+    Adjusted,
+    Compute,
+    Copy,
+    Source,
+    StackQKV,
+    Transpose,
+)
+
+# The one model that was released; its files tell neither of the first two.
+_RELEASED = {"head_num": 16, "rotary_embedding": 64, "hidden": 4096}
+_END_OF_TEXT = 50256
+
+
+def config_from_jax(facts: Facts) -> GPTJConfig:
+    """Return the config of a release: sizes from its arrays, heads stated or the 6B model's.
+
+    Raises:
+        CheckpointMismatchError: The number of heads does not fit the width.
+    """
+    hidden = facts.pieces("wte.bias")[0].shape[0]
+    head_num = _stated(facts, "head_num", "n_heads")
+    if hidden % head_num:
+        raise CheckpointMismatchError(
+            f"hidden size {hidden} does not divide by {head_num} heads: state --set head_num=.."
+        )
+    size_per_head = hidden // head_num
+    rotary = min(_stated(facts, "rotary_embedding", "pe_rotary_dims"), size_per_head)
+    ids, keys = facts.special_ids(), facts.keys()
+    return GPTJConfig(
+        model_name="gptj-6B" if hidden == _RELEASED["hidden"] else "gptj",
+        head_num=head_num,
+        size_per_head=size_per_head,
+        inter_size=facts.rows("h.0.c_fc.bias"),
+        num_layer=sum(key.endswith(".q.weight") for key in keys),
+        vocab_size=facts.rows("wte.weight"),
+        rotary_embedding=rotary,
+        start_id=ids.bos if ids and ids.bos is not None else _END_OF_TEXT,
+        end_id=ids.eos if ids and ids.eos is not None else _END_OF_TEXT,
+        layernorm_eps=1e-5,
+        weight_data_type=facts.weight_data_type,
+        tensor_para_size=facts.tp_size,
+    )
+
+
+def _stated(facts: Facts, name: str, theirs: str) -> int:
+    """Return a size the user states, or the JSON beside the weights, or the released model's."""
+    given = facts.given_int(name)
+    return given if given is not None else int(facts.config.get(theirs, _RELEASED[name]))
+
+
+def warnings_from_jax(facts: Facts, config: GPTJConfig) -> list[str]:
+    """Return a warning where a model of another size is taken to have the 6B model's heads."""
+    known = "head_num" in facts.given or "n_heads" in facts.config
+    if known or config.hidden == _RELEASED["hidden"]:
+        return []
+    return [
+        f"the checkpoint does not tell its heads; head_num = {config.head_num} and "
+        f"rotary_embedding = {config.rotary_embedding} are assumed from GPT-J-6B: state "
+        "--set head_num=.. --set rotary_embedding=.., or put the model's JSON configuration "
+        "beside the weights"
+    ]
+
+
+def _rounded(values: Any, config: GPTJConfig) -> Any:  # noqa: ARG001
+    """Return values with the precision of fp16, which the released converter gave them."""
+    return values.half().float()
+
+
+def _from_first(config: GPTJConfig, joined: Any, *, rest: float | None, what: str) -> Any:
+    """Return shard 0's vector (h,) of S joined ones, after checking the others."""
+    shards = joined.reshape(-1, config.hidden)  # (S, h)
+    first = shards[0]
+    if not isinstance(shards, ShapeTensor):
+        expected = first if rest is None else rest
+        if not bool((shards[1:] == expected).all()):
+            raise CheckpointMismatchError(
+                f"a {what} differs between shards in a way the release never does: shards 1 and "
+                f"up should all hold {'what shard 0 holds' if rest is None else rest}"
+            )
+    return first.float()
+
+
+def _replicated(config: GPTJConfig, joined: Any) -> Any:
+    """Return a bias that every shard added once before the sum over shards: S times one."""
+    first = _from_first(config, joined, rest=None, what="replicated bias")
+    return (first * (joined.shape[0] // config.hidden)).half().float()
+
+
+def _norm_scale(config: GPTJConfig, joined: Any) -> Any:
+    return _from_first(config, joined, rest=1.0, what="layernorm weight").half().float()
+
+
+def _norm_bias(config: GPTJConfig, joined: Any) -> Any:
+    return _from_first(config, joined, rest=0.0, what="layernorm bias").half().float()
+
+
+def _embedding(config: GPTJConfig, table: Any, bias: Any) -> Any:
+    """Return the table with the bias every row gets, added in fp16."""
+    return (table.half() + _replicated(config, bias).half()).float()
+
+
+_H = "h.{layer}."
+
+
+def _on_every_shard(function: Any, key: str) -> Source:
+    return Compute(function, (key,), (0,))
+
+
+WEIGHTS: Mapping[str, Source] = {
+    "model.wte": Compute(_embedding, ("wte.weight", "wte.bias"), (0, 0)),
+    LAYER + "input_layernorm.weight": _on_every_shard(_norm_scale, _H + "ln_1.weight"),
+    LAYER + "input_layernorm.bias": _on_every_shard(_norm_bias, _H + "ln_1.bias"),
+    LAYER + "attention.query_key_value.weight": Adjusted(
+        StackQKV(_H + "q.weight", _H + "k.weight", _H + "v.weight", transposed=False, cut=1),
+        _rounded,
+    ),
+    LAYER + "attention.dense.weight": Adjusted(Copy(_H + "out_proj.weight", 0), _rounded),
+    LAYER + "mlp.dense_h_to_4h.weight": Adjusted(Copy(_H + "c_fc.weight", 1), _rounded),
+    LAYER + "mlp.dense_h_to_4h.bias": Adjusted(Copy(_H + "c_fc.bias", 0), _rounded),
+    LAYER + "mlp.dense_4h_to_h.weight": Adjusted(Copy(_H + "c_proj.weight", 0), _rounded),
+    LAYER + "mlp.dense_4h_to_h.bias": _on_every_shard(_replicated, _H + "c_proj.bias"),
+    "model.final_layernorm.weight": _on_every_shard(_norm_scale, "ln_f.weight"),
+    "model.final_layernorm.bias": _on_every_shard(_norm_bias, "ln_f.bias"),
+    "model.lm_head.weight": Adjusted(Transpose("lm_head.weight", 1), _rounded),
+    "model.lm_head.bias": Adjusted(Copy("lm_head.bias", 0), _rounded),
+}
+
+GPTJ_JAX = Origin(
+    name="jax-gptj",
+    title="GPT-J, mesh-transformer-jax slim release (step_*/shard_*/*.npz)",
+    family=GPTJ,
+    format="jax",
+    matches=lambda facts: facts.has("wte.bias"),
+    config=config_from_jax,
+    weights=lambda *_: WEIGHTS,
+    warnings=warnings_from_jax,
+)

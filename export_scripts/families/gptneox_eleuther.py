@@ -1,0 +1,173 @@
+"""EleutherAI's GPT-NeoX layer files as an origin of the GPT-NeoX layout.
+
+Each training rank keeps norms and output biases of its own: the norms are averaged, the biases are
+summed over all ranks. How: FasterTransformer, examples/pytorch/gptneox/utils/
+eleutherai_gpt_neox_convert.py, which sums over some of the ranks only.
+"""
+
+# Shapes: S training ranks, h hidden
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+from export_scripts.families.gptneox import GPTNEOX, LAYER, GPTNeoXConfig, divided_bias_sum
+from export_scripts.families.origin import Facts, Origin
+from export_scripts.families.rotary import FT_BASE
+from export_scripts.families.settings import Settings, half_precision_warnings
+from export_scripts.families.sources import Compute, Copy, Source, SplitQKV, Transpose
+
+WTE = "embedding.word_embeddings.weight"
+HEAD = "final.final_linear.weight"
+_FREQUENCIES = "layers.0.attention.rotary_emb.inv_freq"
+_L = "layers.{layer}."
+
+# Tokens of GPT-NeoX-20B, which every release so far shares.
+_START_ID, _END_ID = 0, 2
+
+
+def config_from_eleuther(facts: Facts) -> GPTNeoXConfig:
+    """Return the config of a release: sizes from its tensors, the rest from configs/*.yml.
+
+    Raises:
+        CheckpointMismatchError: The number of heads or of rotated dimensions is not told, or the
+            model is of another architecture; all problems are listed.
+    """
+    settings = Settings(facts.config, origin="configs/*.yml")
+    _refuse_other_models(settings)
+    hidden = facts.pieces(WTE)[0].shape[1]
+    given_heads = facts.given_int("head_num")
+    heads = given_heads if given_heads is not None else settings.integer("num-attention-heads")
+    size_per_head = settings.divide(hidden, heads, "hidden size by heads")
+    ids, keys = facts.special_ids(), facts.keys()
+    config = GPTNeoXConfig(
+        model_name="gptneox",
+        head_num=heads,
+        size_per_head=size_per_head,
+        inter_size=facts.rows("layers.0.mlp.dense_h_to_4h.bias"),
+        num_layer=sum(key.endswith(".input_layernorm.weight") for key in keys),
+        vocab_size=facts.rows(WTE),
+        rotary_embedding=_rotary_dims(facts, settings, size_per_head),
+        start_id=ids.bos if ids and ids.bos is not None else _START_ID,
+        end_id=ids.eos if ids and ids.eos is not None else _END_ID,
+        use_gptj_residual=settings.flag("gpt-j-residual", default=True),
+        layernorm_eps=settings.number("layernorm-epsilon", default=1e-5),
+        # The fused kernel computes the tanh form.
+        exact_gelu=settings.flag("bias-gelu-fusion", default=True) is False,
+        weight_data_type=facts.weight_data_type,
+        tensor_para_size=facts.tp_size,
+    )
+    settings.finish()
+    return config
+
+
+def _refuse_other_models(settings: Settings) -> None:
+    settings.expect("pos-emb", "rotary", why="FT's GPT-NeoX has rotary positions")
+    settings.expect("norm", "layernorm", why="FT's GPT-NeoX has layernorm")
+    settings.expect("activation", "gelu", why="FT computes GPT-NeoX with gelu")
+    settings.expect("rotary-emb-base", FT_BASE, why=f"FT's rotary base is {FT_BASE:g}")
+    settings.expect("use-qk-layernorm", False, why="FT does not normalise queries and keys")
+    heads = settings.source.get("num-attention-heads")
+    settings.expect("num-kv-heads", None, heads, why="FT has one key/value head per head")
+
+
+def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
+    """Return the rotated dimensions: stated, told by the stored frequencies, or a fraction."""
+    given = facts.given_int("rotary_embedding")
+    if given is not None:
+        return given
+    if facts.has(_FREQUENCIES):
+        return 2 * facts.pieces(_FREQUENCIES)[0].shape[0]
+    if "rotary-pct" not in settings.source:
+        settings.problems.append(
+            f"{settings.origin} has no rotary-pct and the layers hold no rotary_emb.inv_freq: "
+            "state --set rotary_embedding=.."
+        )
+        return 1
+    return int(size_per_head * settings.number("rotary-pct"))
+
+
+def _per_rank(joined: Any, config: GPTNeoXConfig) -> list[Any]:
+    """Return each training rank's vector (h,) of joined ones (S * h,)."""
+    ranks = joined.float().reshape(-1, config.hidden)  # (S, h)
+    return [ranks[rank] for rank in range(ranks.shape[0])]
+
+
+def _sum(config: GPTNeoXConfig, joined: Any) -> Any:
+    return functools.reduce(operator.add, _per_rank(joined, config))
+
+
+def _mean(config: GPTNeoXConfig, joined: Any) -> Any:
+    ranks = _per_rank(joined, config)
+    return functools.reduce(operator.add, ranks) / len(ranks)
+
+
+def _divided_sum(config: GPTNeoXConfig, *joined: Any) -> Any:
+    return divided_bias_sum(config, *(_sum(config, bias) for bias in joined))
+
+
+def _everywhere(function: Any, *keys: str) -> Source:
+    return Compute(function, keys, (0,) * len(keys))
+
+
+_NORMS = {
+    LAYER + "input_layernorm": _L + "input_layernorm",
+    LAYER + "post_attention_layernorm": _L + "post_attention_layernorm",
+    "model.final_layernorm": "final.norm",
+}
+_QKV = "attention.query_key_value."
+_ATTENTION_BIAS = _L + "attention.dense.bias"
+_MLP_BIAS = _L + "mlp.dense_4h_to_h.bias"
+
+WEIGHTS: Mapping[str, Source] = {
+    "model.wte": Copy(WTE, 0),
+    "model.lm_head.weight": Copy(HEAD, 0),
+    **{
+        f"{ours}.{kind}": _everywhere(_mean, f"{theirs}.{kind}")
+        for ours, theirs in _NORMS.items()
+        for kind in ("weight", "bias")
+    },
+    LAYER + _QKV + "weight": SplitQKV(_L + _QKV + "weight"),
+    LAYER + _QKV + "bias": SplitQKV(_L + _QKV + "bias"),
+    LAYER + "attention.dense.weight": Transpose(_L + "attention.dense.weight", 1),
+    LAYER + "attention.dense.bias": _everywhere(_sum, _ATTENTION_BIAS),
+    LAYER + "mlp.dense_h_to_4h.weight": Transpose(_L + "mlp.dense_h_to_4h.weight", 0),
+    LAYER + "mlp.dense_h_to_4h.bias": Copy(_L + "mlp.dense_h_to_4h.bias", 0),
+    LAYER + "mlp.dense_4h_to_h.weight": Transpose(_L + "mlp.dense_4h_to_h.weight", 1),
+    LAYER + "mlp.dense_4h_to_h.bias": _everywhere(_sum, _MLP_BIAS),
+    LAYER + "mlp.attention.bias.sum": _everywhere(_divided_sum, _ATTENTION_BIAS, _MLP_BIAS),
+}
+
+
+def weights_from_eleuther(facts: Facts, config: GPTNeoXConfig) -> Mapping[str, Source]:  # noqa: ARG001
+    """Return where each tensor lies; a model with tied weights has no head of its own."""
+    if facts.has(HEAD) or facts.config.get("no-weight-tying") is not False:
+        return WEIGHTS
+    return {**WEIGHTS, "model.lm_head.weight": Copy(WTE, 0)}
+
+
+def warnings_from_eleuther(facts: Facts, config: GPTNeoXConfig) -> list[str]:
+    """Return what was assumed, and the limits of fp16."""
+    assumed = []
+    if "gpt-j-residual" not in facts.config:
+        assumed.append(
+            "configs/*.yml does not set gpt-j-residual; the parallel residual of GPT-NeoX-20B is "
+            "assumed (--set use_gptj_residual=0 for the other)"
+        )
+    return assumed + half_precision_warnings(facts, config, WTE)
+
+
+GPTNEOX_ELEUTHER = Origin(
+    name="eleuther-gptneox",
+    title="GPT-NeoX, EleutherAI layer files (layer_*-model_*-model_states.pt)",
+    family=GPTNEOX,
+    format="eleuther",
+    matches=lambda facts: facts.has(WTE),
+    config=config_from_eleuther,
+    weights=weights_from_eleuther,
+    ignored=("*.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
+    warnings=warnings_from_eleuther,
+)

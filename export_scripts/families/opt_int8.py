@@ -1,0 +1,149 @@
+"""Static int8 weights of an OPT from measured activation ranges (int8_mode 2).
+
+The ranges are a table {module: {"input": max |x|, "output": max |y|}}. Formulas: FasterTransformer,
+examples/pytorch/gpt/utils/huggingface_opt_convert.py; the scales are fp32 whatever the weights are,
+as the loader reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.gpt import LAYER, GPTConfig
+from export_scripts.families.shapes import ShapeTensor
+from export_scripts.families.sources import Compute, PerIndex, Source
+
+_LARGEST = 127.0
+
+_L = "model.decoder.layers.{layer}."
+# FT matrix -> the modules of the source it consists of.
+_MODULES = {
+    "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.dense": ("self_attn.out_proj",),
+    "mlp.dense_h_to_4h": ("fc1",),
+    "mlp.dense_4h_to_h": ("fc2",),
+}
+
+Ranges = Mapping[str, Any]
+
+
+def check_ranges(ranges: Ranges, num_layer: int) -> None:
+    """Fail unless every module has both ranges.
+
+    Raises:
+        CheckpointMismatchError: Some are missing or not positive; all are named.
+    """
+    problems = []
+    for layer in range(num_layer):
+        for module in (name for parts in _MODULES.values() for name in parts):
+            key = _L.format(layer=layer) + module
+            for side in ("input", "output"):
+                entry = ranges.get(key)
+                value = entry.get(side) if isinstance(entry, Mapping) else None
+                if not isinstance(value, (int, float)) or not value > 0:
+                    problems.append(f"activation ranges: {key} has {side} = {value!r}")
+    if problems:
+        raise CheckpointMismatchError(problems)
+
+
+def int8_weights(ranges: Ranges) -> dict[str, PerIndex]:
+    """Return the sources of the int8 weights and their scales."""
+    return {
+        f"{LAYER}{name}.{suffix}": PerIndex(_chooser(modules, ranges, kind))
+        for name, modules in _MODULES.items()
+        for suffix, kind in (
+            ("weight.int8", _quantized),
+            ("scale", _scale),
+            ("scale_inter", _scale_inter),
+            ("scale_out", _scale_out),
+        )
+    }
+
+
+def _chooser(modules: tuple[str, ...], ranges: Ranges, kind: Any) -> Any:
+    keys = tuple(f"{_L}{module}.weight" for module in modules)
+
+    def choose(index: Mapping[str, int | str]) -> Source:
+        entries = [ranges[_L.format(**index) + module] for module in modules]
+
+        def compute(config: GPTConfig, *weights: Any) -> Any:
+            return kind(config, weights, entries)
+
+        return Compute(compute, keys)
+
+    return choose
+
+
+def _quantized(config: GPTConfig, weights: Any, entries: Any) -> Any:  # noqa: ARG001
+    """Return round(w * 127 / max |w|), each module by its own largest weight."""
+    if isinstance(weights[0], ShapeTensor):
+        return _stacked([weight.t() for weight in weights])
+    return _stacked([(w.float().t() * _weight_scale(w)).round() for w in weights])
+
+
+def _weight_scale(weight: Any) -> float:
+    """Return 127 / max |w|, divided in fp32 (torch turns number / tensor into a product)."""
+    largest = weight.float().abs().max()
+    return float(largest.new_tensor(_LARGEST) / largest)
+
+
+def _stacked(parts: list[Any]) -> Any:
+    """Return (in, parts, out) of several (in, out), or the only one."""
+    if len(parts) == 1:
+        return parts[0]
+    if isinstance(parts[0], ShapeTensor):
+        return ShapeTensor((parts[0].shape[0], len(parts), parts[0].shape[1]))
+    import torch
+
+    return torch.stack(parts, dim=1)
+
+
+def _scale(config: GPTConfig, weights: Any, entries: Any) -> Any:  # noqa: ARG001
+    """Return 127 / max |input|."""
+    return _tensor(_scales(weights, entries, "input"), weights)
+
+
+def _scale_out(config: GPTConfig, weights: Any, entries: Any) -> Any:  # noqa: ARG001
+    """Return max |output| / 127."""
+    return _tensor([entry["output"] / _LARGEST for entry in entries], weights)
+
+
+def _scale_inter(config: GPTConfig, weights: Any, entries: Any) -> Any:
+    """Return scale of output / (scale of input * scale of weight); QKV: one per local column."""
+    quotients = []
+    if not isinstance(weights[0], ShapeTensor):
+        triples = zip(
+            _scales(weights, entries, "output"),
+            _scales(weights, entries, "input"),
+            (_weight_scale(weight) for weight in weights),
+            strict=True,
+        )
+        quotients = [after / (before * weight) for after, before, weight in triples]
+    values = _tensor(quotients, weights)
+    if len(weights) == 1:
+        return values
+    return values.unsqueeze(1).expand(len(weights), config.local_hidden)
+
+
+def _scales(weights: Any, entries: Any, side: str) -> list[float]:
+    """Return 127 / range of each module; the parts of QKV are rounded to fp32 on the way.
+
+    NVIDIA's converter gathers those in an fp32 array and keeps the others as Python numbers.
+    """
+    if len(entries) == 1 or isinstance(weights[0], ShapeTensor):
+        return [_LARGEST / entry[side] for entry in entries]
+    import torch
+
+    ranges = torch.tensor([entry[side] for entry in entries], dtype=torch.float32)
+    return [float(value) for value in ranges.new_tensor(_LARGEST) / ranges]
+
+
+def _tensor(numbers: list[float], weights: Any) -> Any:
+    """Return fp32 values, one per module."""
+    if isinstance(weights[0], ShapeTensor):
+        return ShapeTensor((len(weights),))
+    import torch
+
+    return torch.tensor(numbers, dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""The FasterTransformer checkpoint folder: names, types, config.ini, reading and writing."""

@@ -1,0 +1,158 @@
+"""config.ini as the FasterTransformer loader reads it, and as it must be written for it.
+
+Reader rules: FasterTransformer, 3rdparty/INIReader.h (inih), a line buffer of 200 bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families import FAMILIES
+from export_scripts.families.spec import ModelConfig, ModelFamily, Sections
+
+CONFIG_NAME = "config.ini"
+
+# The loader cuts longer physical lines and parses the rest as a line of its own.
+MAX_LINE_BYTES = 199
+
+_INLINE_COMMENT = re.compile(r"\s;.*$")
+
+
+def parse_ini(text: str) -> Sections:
+    """Return section -> key -> value (section and key names in lower case).
+
+    Raises:
+        ValueError: A line is neither section, pair, comment nor continuation.
+    """
+    sections: Sections = {}
+    section: dict[str, str] = {}
+    last_key: str | None = None
+    for number, line in enumerate(_physical_lines(text), start=1):
+        bare = line.strip()
+        if not bare or bare[0] in ";#":
+            continue
+        if line[0].isspace() and last_key is not None:
+            section[last_key] += "\n" + _INLINE_COMMENT.sub("", bare)
+        elif bare[0] == "[" and "]" in bare:
+            section = sections.setdefault(bare[1 : bare.index("]")].strip().lower(), {})
+            last_key = None
+        else:
+            last_key, value = _pair(bare, number)
+            section[last_key] = f"{section[last_key]}\n{value}" if last_key in section else value
+    return sections
+
+
+def _physical_lines(text: str) -> list[str]:
+    data = text.encode().removeprefix(b"\xef\xbb\xbf")
+    pieces = (
+        line[start : start + MAX_LINE_BYTES]
+        for line in data.splitlines()
+        for start in range(0, max(len(line), 1), MAX_LINE_BYTES)
+    )
+    return [piece.decode(errors="replace") for piece in pieces]
+
+
+def _pair(line: str, number: int) -> tuple[str, str]:
+    match = re.match(r"([^=:]*)[=:](.*)$", _INLINE_COMMENT.sub("", line), re.DOTALL)
+    if match is None:
+        raise ValueError(f"config.ini line {number} is not 'key = value': {line[:60]!r}")
+    return match[1].strip().lower(), match[2].strip()
+
+
+def format_ini(sections: Sections) -> str:
+    """Return the text of config.ini.
+
+    Raises:
+        ValueError: A value the loader, or a configparser, would read back differently.
+    """
+    problems: list[str] = []
+    lines: list[str] = []
+    for name, keys in sections.items():
+        lines.append(f"[{name}]")
+        for key, value in keys.items():
+            line = f"{key} = {value}"
+            problems += _unreadable(name, key, value, line)
+            lines.append(line)
+        lines.append("")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return "\n".join(lines) + "\n"
+
+
+def _unreadable(section: str, key: str, value: str, line: str) -> list[str]:
+    where = f"config.ini [{section}] {key} = {value[:40]!r}"
+    problems = []
+    if len(line.encode()) > MAX_LINE_BYTES:
+        problems.append(f"{where}: the line is longer than {MAX_LINE_BYTES} bytes")
+    if "\n" in value or "%" in value or _INLINE_COMMENT.search(" " + value) or not value.strip():
+        problems.append(f"{where}: empty, or holds a line break, '%' or ' ;'")
+    return problems
+
+
+def config_text(config: ModelConfig) -> str:
+    """Return the config.ini of a folder.
+
+    Raises:
+        ValueError: A value cannot be written so that the loader reads it back.
+    """
+    return format_ini(config.sections())
+
+
+def write_config(ft_dir: Path, config: ModelConfig) -> Path:
+    """Write `<ft_dir>/config.ini` and return its path.
+
+    Raises:
+        ValueError: A value cannot be written so that the loader reads it back.
+    """
+    path = ft_dir / CONFIG_NAME
+    path.write_text(config_text(config))
+    return path
+
+
+def family_of(sections: Sections) -> ModelFamily:
+    """Return the family whose main section is present.
+
+    Raises:
+        ValueError: No family has such sections.
+    """
+    for family in FAMILIES.values():
+        if family.config.SECTION in sections and family.owns(sections):
+            return family
+    known = ", ".join(sorted({f"[{family.config.SECTION}]" for family in FAMILIES.values()}))
+    raise ValueError(f"config.ini has sections {sorted(sections)}; expected one of {known}")
+
+
+def read_config(ft_dir: Path) -> tuple[ModelFamily, ModelConfig]:
+    """Return the family and config of an FT folder.
+
+    Raises:
+        CheckpointMismatchError: config.ini is missing, unreadable or incomplete.
+    """
+    path = ft_dir / CONFIG_NAME
+    try:
+        sections = parse_ini(path.read_text())
+        family = family_of(sections)
+        _settle_tensor_para_size(sections[family.config.SECTION], ft_dir)
+        files = {entry.name for entry in ft_dir.glob("*.bin")}
+        return family, family.config.from_sections(sections, files)
+    except OSError as error:
+        raise CheckpointMismatchError(
+            f"{path} cannot be read ({error.strerror}); is {ft_dir} a converted folder?"
+        ) from error
+    except ValueError as error:
+        raise CheckpointMismatchError(
+            f"{path}: {line}" for line in str(error).split("\n")
+        ) from error
+
+
+def _settle_tensor_para_size(keys: dict[str, str], ft_dir: Path) -> None:
+    """Take tensor_para_size from a folder named <N>-gpu where config.ini leaves it out."""
+    named = re.fullmatch(r"(\d+)-gpu", ft_dir.name)
+    if named is None:
+        return
+    if keys.setdefault("tensor_para_size", named[1]) != named[1]:
+        raise ValueError(
+            f"tensor_para_size = {keys['tensor_para_size']}, but the folder is named {ft_dir.name}"
+        )

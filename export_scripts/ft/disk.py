@@ -1,0 +1,150 @@
+"""System calls around large files: writing them fast, syncing at once, telling a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+# Direct writes need memory, offsets and lengths in multiples of the disk's block: this suits all.
+BLOCK_BYTES = 4096
+# Smaller files are not worth the calls.
+_LARGE_BYTES = 1 << 20
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class SequentialFile:
+    """A file written once from start to end, at the disk's speed.
+
+    Space is reserved at once, which makes the writes several times cheaper, and chunks of whole
+    blocks from aligned memory pass by the page cache: no copy, no flood of dirty pages to write
+    back at the end. Where a file system knows neither, plain writes are made.
+
+    Args:
+        path: The file; replaced if it exists.
+        size_bytes: Its final size.
+
+    Raises:
+        OSError: The disk is full, or the file cannot be made.
+    """
+
+    def __init__(self, path: Path, size_bytes: int) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self.written_bytes = 0
+        self._direct = False
+        try:
+            if size_bytes >= _LARGE_BYTES:
+                _reserve(self._fd, size_bytes)
+                self._set_direct(True)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _set_direct(self, wanted: bool) -> None:
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~_O_DIRECT
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | (_O_DIRECT if wanted else 0))
+        except OSError:  # a file system without direct writes
+            wanted = False
+        self._direct = wanted and _O_DIRECT != 0
+
+    def write(self, chunk: memoryview) -> None:
+        """Append a chunk. Whole blocks go directly as long as all before them did."""
+        blocks = len(chunk) // BLOCK_BYTES * BLOCK_BYTES
+        done = 0
+        while self._direct and done < blocks:
+            try:
+                done += os.write(self._fd, chunk[done:blocks])
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # memory or offset not aligned as this disk wants
+                    raise
+                break
+            if done % BLOCK_BYTES:
+                break
+        if done < len(chunk) and self._direct:
+            self._set_direct(False)
+        while done < len(chunk):
+            done += os.write(self._fd, chunk[done:])
+        self.written_bytes += done
+
+    def __enter__(self) -> SequentialFile:
+        """Return the open file."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+
+def _reserve(fd: int, size_bytes: int) -> None:
+    """Allocate a file's space.
+
+    The C library's posix_fallocate would write into every block where the file system cannot
+    allocate; the system call says so instead, and the writes go on without.
+    """
+    call = getattr(_libc, "fallocate", None)
+    if call is None:
+        return
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if call(fd, 0, 0, size_bytes) != 0 and ctypes.get_errno() in _FULL:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+@contextlib.contextmanager
+def telling_full_disk(folder: Path, what: str, needed_bytes: int) -> Iterator[None]:
+    """Turn a full disk into a message that says what was being written and what it needs.
+
+    Raises:
+        ValueError: The disk, or the user's share of it, is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        free = shutil.disk_usage(folder).free
+        raise ValueError(
+            f"the disk is full: {what} under {folder} needs {needed_bytes} bytes, {free} are free; "
+            "free space and run again, what is finished is kept"
+        ) from error
+
+
+def check_space(folder: Path, needed_bytes: int) -> str | None:
+    """Return a problem if a folder's disk has less than `needed_bytes` free."""
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free >= needed_bytes:
+        return None
+    return (
+        f"{folder} has {free} bytes free ({free / 1e9:.1f} GB), the conversion needs "
+        f"{needed_bytes} ({needed_bytes / 1e9:.1f} GB); free space or choose another folder"
+    )
+
+
+def sync_file_system(folder: Path) -> None:
+    """Bring everything written to the folder's file system to disk, in one call."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        syncfs = getattr(_libc, "syncfs", None)
+        if syncfs is None or syncfs(fd) != 0:
+            os.sync()
+    finally:
+        os.close(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's entries to disk, after a rename in it."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

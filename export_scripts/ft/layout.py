@@ -1,0 +1,58 @@
+"""Where an FT checkpoint lies and which files it holds. Imports only the standard library."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from export_scripts.families.spec import FTTensor, ModelConfig, ModelFamily
+
+# Files beside the weights that any converter may write; none is a weight.
+EXTRA_FILES: tuple[str, ...] = (
+    "config.ini",
+    "args.txt",
+    "vocab.json",
+    "vocab.txt",
+    "vocab.bpe",
+    "encoder.json",
+    "merges.txt",
+    "tokenizer*",
+    "*.model",
+    "*.tiktoken",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template*",
+)
+
+
+def ft_directory(output_dir: Path, tp_size: int) -> Path:
+    """Return the folder of the weights for `tp_size` ranks."""
+    return output_dir / f"{tp_size}-gpu"
+
+
+def staging_directory(output_dir: Path, tp_size: int) -> Path:
+    """Return the folder that fills while a conversion runs."""
+    return output_dir / f".{tp_size}-gpu.partial"
+
+
+def manifest_path(ft_dir: Path) -> Path:
+    """Return the manifest that belongs to a folder; it lies beside it, not among the weights."""
+    return ft_dir.parent / f"{ft_dir.name}.manifest.json"
+
+
+def expected_files(family: ModelFamily, config: ModelConfig, tp_size: int) -> dict[str, int]:
+    """Return the exact bytes of every weight file a folder for `tp_size` ranks holds.
+
+    Raises:
+        ValueError: A split axis does not divide by `tp_size`.
+    """
+    return {
+        name: tensor.file_bytes(tp_size, config.weight_data_type)
+        for tensor in family.tensors(config)
+        for name in tensor.file_names(tp_size)
+    }
+
+
+def tensor_table(family: ModelFamily, config: ModelConfig) -> dict[str, FTTensor]:
+    """Return the tensors of a folder by name."""
+    return {tensor.name: tensor for tensor in family.tensors(config)}

@@ -1,0 +1,76 @@
+"""An exclusive lock on one folder's name among the processes that share its disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+_TAKEN = (errno.EAGAIN, errno.EACCES)
+# Some cluster file systems are mounted without locks.
+_UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+class FolderLock:
+    """A lock that the system frees when the process ends.
+
+    Args:
+        path: The lock's file.
+        shown: What to call the folder in messages.
+
+    Attributes:
+        held: False where the file system knows no locks, so that nothing keeps others away.
+    """
+
+    def __init__(self, path: Path, shown: Path) -> None:
+        self._path = path
+        self._shown = shown
+        self._fd = -1
+        self.held = True
+
+    def __enter__(self) -> FolderLock:
+        """Take the lock.
+
+        Raises:
+            ValueError: Another process holds it.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                self._lock(fd)
+                # The file may have been removed by its last holder between opening and locking.
+                with contextlib.suppress(FileNotFoundError):
+                    if os.path.samestat(os.fstat(fd), self._path.stat()):
+                        self._fd = fd
+                        break
+            finally:
+                if self._fd != fd:
+                    os.close(fd)
+        os.ftruncate(fd, 0)
+        os.write(fd, f"{os.getpid()}\n".encode())
+        return self
+
+    def _lock(self, fd: int) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _UNSUPPORTED:
+                self.held = False
+                return
+            if error.errno not in _TAKEN:
+                raise
+            owner = os.read(fd, 64).decode(errors="replace").strip()
+            raise ValueError(
+                f"another conversion is writing {self._shown}"
+                + (f" (process {owner})" if owner else "")
+                + "; wait for it, or stop it"
+            ) from None
+
+    def __exit__(self, *_: object) -> None:
+        """Free the lock and remove its file."""
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+        self._fd = -1

@@ -1,0 +1,61 @@
+"""Read one rank's tensors from an FT folder, memory-mapped, after checking the folder."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import torch
+
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.config_ini import read_config
+from export_scripts.ft.dtypes import torch_dtype
+from export_scripts.ft.layout import tensor_table
+from export_scripts.validate import validate_directory
+
+
+class FTReader:
+    """The tensors of one FT folder.
+
+    Opening checks the exact set of files and every size; contents are mapped when read.
+
+    Raises:
+        CheckpointMismatchError: The folder is not exactly what its config.ini describes.
+    """
+
+    def __init__(self, ft_dir: Path | str) -> None:
+        self.path = Path(ft_dir)
+        problems = validate_directory(self.path, checksums=False)
+        if problems:
+            raise CheckpointMismatchError([f"{self.path} cannot be loaded:", *problems])
+        self.family, self.config = read_config(self.path)
+        self.tp_size = self.config.tensor_para_size
+        self.weight_data_type = self.config.weight_data_type
+        self._tensors = tensor_table(self.family, self.config)
+
+    def has(self, name: str) -> bool:
+        """Return whether the folder holds a tensor called `name` (the file's stem)."""
+        return name in self._tensors
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all tensors, in layout order."""
+        return tuple(self._tensors)
+
+    def read(self, name: str, tp_rank: int = 0) -> torch.Tensor:
+        """Return rank `tp_rank`'s part of a tensor, mapped copy-on-write from its file.
+
+        Raises:
+            CheckpointMismatchError: The folder has no such tensor, or the rank is out of range.
+        """
+        if not self.has(name):
+            raise CheckpointMismatchError(f"{self.path} holds no tensor {name}")
+        if not 0 <= tp_rank < self.tp_size:
+            raise CheckpointMismatchError(
+                f"{self.path} is for {self.tp_size} ranks; there is no rank {tp_rank}"
+            )
+        tensor = self._tensors[name]
+        dtype = torch_dtype(tensor.dtype or self.weight_data_type)
+        shape = tensor.local_shape(self.tp_size)
+        with (self.path / tensor.file_name(tp_rank)).open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(mapped, dtype=dtype).view(shape)

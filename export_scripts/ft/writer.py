@@ -1,0 +1,257 @@
+"""Fill an FT folder so that it appears whole or not at all, and an interrupted run can go on.
+
+Files are written in a hidden sibling of the folder, each under a temporary name until complete. A
+journal beside it lists the complete ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.disk import (
+    SequentialFile,
+    sync_file_system,
+    sync_folder,
+    telling_full_disk,
+)
+from export_scripts.ft.layout import ft_directory, manifest_path, staging_directory
+
+_TEMPORARY_SUFFIX = ".writing"
+
+
+@dataclass(frozen=True)
+class WorkPaths:
+    """The hidden neighbours of a folder while it is being written."""
+
+    final: Path
+    staging: Path
+    journal: Path
+    lock: Path
+    replaced: Path
+    replaced_manifest: Path
+    scratch: Path
+    manifest: Path
+
+    @classmethod
+    def of(cls, output_dir: Path, tp_size: int) -> WorkPaths:
+        """Return the paths for one folder."""
+        hidden = output_dir / f".{tp_size}-gpu"
+        return cls(
+            final=ft_directory(output_dir, tp_size),
+            staging=staging_directory(output_dir, tp_size),
+            journal=hidden.with_suffix(".journal"),
+            lock=hidden.with_suffix(".lock"),
+            replaced=hidden.with_suffix(".replaced"),
+            replaced_manifest=hidden.with_suffix(".replaced.json"),
+            scratch=hidden.with_suffix(".unpacked"),
+            manifest=manifest_path(ft_directory(output_dir, tp_size)),
+        )
+
+
+class FTWriter:
+    """The files of one folder while they are written. Use within a `FolderLock`.
+
+    Args:
+        paths: Where to write.
+        identity: Digest of everything that decides the contents; a journal of another identity is
+            not continued.
+    """
+
+    def __init__(self, paths: WorkPaths, identity: str) -> None:
+        self.paths = paths
+        self._identity = identity
+        self._lock = threading.Lock()
+        self.records: dict[str, dict[str, Any]] = {}
+        self._journal_fd = -1
+
+    def __enter__(self) -> FTWriter:
+        """Continue an interrupted run of the same identity, or begin anew."""
+        paths = self.paths
+        if not self._continue():
+            _remove(paths.staging)
+            paths.journal.unlink(missing_ok=True)
+        paths.staging.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._journal_fd = os.open(paths.journal, flags, 0o666)
+        if os.fstat(self._journal_fd).st_size == 0:
+            self._append({"identity": self._identity, "boot": _boot_id()})
+        self._drop_incomplete()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the journal; what is complete stays for the next run."""
+        os.close(self._journal_fd)
+
+    def _continue(self) -> bool:
+        if not is_interrupted(self.paths, self._identity):
+            return False
+        lines = _read_journal(self.paths.journal)
+        # After a crash of the machine the journal may know files whose contents were lost.
+        trusted = lines[0].get("boot") == _boot_id()
+        for record in lines[1:]:
+            if _is_intact(self.paths.staging, record, trusted=trusted):
+                self.records[record["file"]] = record
+        return True
+
+    def _drop_incomplete(self) -> None:
+        for entry in self.paths.staging.iterdir():
+            if entry.name not in self.records:
+                entry.unlink()
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps(record, separators=(",", ":")) + "\n"
+        os.write(self._journal_fd, line.encode())
+
+    def is_done(self, name: str) -> bool:
+        """Return whether a file is already complete."""
+        return name in self.records
+
+    def write(
+        self,
+        name: str,
+        size: int,
+        chunks: Iterable[memoryview],
+        *,
+        facts: Callable[[], Mapping[str, Any]] = dict,
+    ) -> None:
+        """Write one file; it gets its name when complete. Any thread may call this.
+
+        Args:
+            name: File name.
+            size: Exact bytes.
+            chunks: Contents in order.
+            facts: Called after the last chunk; what to record besides size and checksum.
+
+        Raises:
+            ValueError: The disk is full.
+        """
+        temporary = self.paths.staging / (name + _TEMPORARY_SUFFIX)
+        digest = hashlib.sha256()
+        with (
+            telling_full_disk(self.paths.staging, f"writing {name}", size),
+            SequentialFile(temporary, size) as file,
+        ):
+            for chunk in chunks:
+                digest.update(chunk)
+                file.write(chunk)
+        assert file.written_bytes == size, f"{name}: wrote {file.written_bytes} of {size} bytes"
+        temporary.rename(self.paths.staging / name)
+        record = {"file": name, "size_bytes": size, "sha256": digest.hexdigest(), **facts()}
+        with self._lock:
+            self._append(record)
+            self.records[name] = record
+
+    def finish(self, manifest: Mapping[str, Any]) -> None:
+        """Make the folder appear: contents to disk, then the manifest, then one rename.
+
+        Raises:
+            CheckpointMismatchError: The folder is not what was recorded.
+        """
+        paths = self.paths
+        found = {entry.name for entry in paths.staging.iterdir()}
+        if found != set(self.records):
+            odd = sorted(found ^ set(self.records))
+            raise CheckpointMismatchError(f"{paths.staging} changed while converting: {odd}")
+        sync_file_system(paths.staging)
+        if paths.final.exists():
+            if paths.manifest.exists():
+                paths.manifest.rename(paths.replaced_manifest)
+            paths.final.rename(paths.replaced)
+        _write_manifest(paths.manifest, manifest)
+        paths.staging.rename(paths.final)
+        sync_folder(paths.final.parent)
+        paths.journal.unlink()
+        _remove(paths.replaced)
+        paths.replaced_manifest.unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Remove what was written so far."""
+        _remove(self.paths.staging)
+        self.paths.journal.unlink(missing_ok=True)
+
+
+def is_interrupted(paths: WorkPaths, identity: str) -> bool:
+    """Return whether a run of this identity was cut off and can go on."""
+    lines = _read_journal(paths.journal)
+    return bool(lines) and lines[0].get("identity") == identity and paths.staging.is_dir()
+
+
+def settle(paths: WorkPaths) -> None:
+    """Undo, or complete, what a run cut off between its last steps left. Hold the lock."""
+    if paths.replaced.exists() and not paths.final.exists():
+        paths.replaced.rename(paths.final)
+        if paths.replaced_manifest.exists():
+            paths.replaced_manifest.rename(paths.manifest)
+    if paths.replaced_manifest.exists() and not paths.manifest.exists():
+        paths.replaced_manifest.rename(paths.manifest)
+    _remove(paths.replaced)
+    paths.replaced_manifest.unlink(missing_ok=True)
+    if not paths.staging.is_dir():
+        paths.journal.unlink(missing_ok=True)
+
+
+def _read_journal(path: Path) -> list[dict[str, Any]]:
+    """Return the journal's records; a line cut off by a kill is left out."""
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    lines: list[dict[str, Any]] = []
+    for line in text.split("\n"):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            lines.append(record)
+    return lines
+
+
+def _is_intact(folder: Path, record: Mapping[str, Any], *, trusted: bool) -> bool:
+    path = folder / str(record.get("file"))
+    if not path.is_file() or path.stat().st_size != record.get("size_bytes"):
+        return False
+    if trusted:
+        return True
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest() == record.get("sha256")
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}{_TEMPORARY_SUFFIX}")
+    with temporary.open("w") as file:
+        json.dump(manifest, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.rename(path)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)

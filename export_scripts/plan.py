@@ -1,0 +1,270 @@
+"""Decide a whole conversion before the first byte: origin, config, and each tensor's source.
+
+Everything wrong that can be known from names and shapes is collected here and reported at once.
+Nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from export_scripts.checkpoints import open_addition, open_checkpoint
+from export_scripts.checkpoints.base import TokenizerFile
+from export_scripts.checkpoints.tokenizers import given_files
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families import ORIGINS
+from export_scripts.families.origin import Facts, Origin
+from export_scripts.families.prompts import prompt_tensors
+from export_scripts.families.spec import ModelConfig
+from export_scripts.ft.config_ini import config_text
+from export_scripts.request import MODEL_TYPES, ConversionRequest, request_problems
+from export_scripts.tensor_plan import TensorPlan, plan_tensors
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """A conversion about which nothing is in doubt but the values."""
+
+    request: ConversionRequest
+    origin: Origin
+    facts: Facts
+    config: ModelConfig
+    tensors: tuple[TensorPlan, ...]
+    remarks: tuple[str, ...]
+    source_files: tuple[Path, ...]
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def make_plan(
+    request: ConversionRequest, *, names: Mapping[str, str], scratch_dir: Path | None = None
+) -> ConversionPlan:
+    """Return the whole plan of a conversion.
+
+    Args:
+        request: What to convert.
+        names: What to call its fields in messages.
+        scratch_dir: Where gzip archives are unpacked while the plan is in use.
+
+    Raises:
+        CheckpointMismatchError: Everything that stands against the conversion.
+        ValueError: The path is no known checkpoint.
+    """
+    problems = request_problems(request, names)
+    if problems:
+        raise CheckpointMismatchError(problems)
+    facts = _open(request, scratch_dir)
+    origin = find_origin(facts, request.model_type)
+    facts = dataclasses.replace(facts, prefix=origin.prefix)
+    problems = _refused(request, facts, origin, names)
+    if problems:
+        raise CheckpointMismatchError(problems)
+    config = _given_config(origin.config(facts), request)
+    problems = divisibility_problems(origin, config, request, names)
+    # Once told that a size does not divide, do not tell it again for every tensor.
+    tensors, tensor_problems = plan_tensors(
+        origin, facts, config, request, tp_size=1 if problems else request.tp_size
+    )
+    problems += tensor_problems
+    text = _config_text(config, problems)
+    if problems:
+        raise CheckpointMismatchError(problems)
+    readers = (facts.reader, *facts.prompts, *facts.ia3, *facts.adapters)
+    outside = {file.path for file in facts.tokenizer if file.path not in facts.reader.files()}
+    return ConversionPlan(
+        request=request,
+        origin=origin,
+        facts=facts,
+        config=config,
+        tensors=tensors,
+        remarks=(
+            *(note for reader in readers for note in reader.notes()),
+            *origin.warnings(facts, config),
+        ),
+        source_files=(
+            *(file for reader in readers for file in reader.files()),
+            *sorted(outside),
+        ),
+        extra_files={
+            **{file.name: file.read() for file in facts.tokenizer},
+            "config.ini": text.encode(),
+        },
+    )
+
+
+def _config_text(config: ModelConfig, problems: list[str]) -> str:
+    try:
+        return config_text(config)
+    except ValueError as error:
+        problems += str(error).split("\n")
+        return ""
+
+
+def _open(request: ConversionRequest, scratch_dir: Path | None) -> Facts:
+    reader = open_checkpoint(request.checkpoint_path, scratch_dir=scratch_dir)
+
+    def opened(paths: Sequence[Path]) -> tuple[Any, ...]:
+        return tuple(open_addition(path, base=reader, scratch_dir=scratch_dir) for path in paths)
+
+    prompts, ia3, adapters = (
+        opened(request.prompt_checkpoints),
+        opened(request.ia3_checkpoints),
+        opened(request.adapter_checkpoints),
+    )
+    extra = dict(prompt_tensors(prompts))
+    for kind, archives in (("ia3", ia3), ("adapter", adapters)):
+        for number, archive in enumerate(archives):
+            for key in archive.keys():  # noqa: SIM118 - a reader is not a mapping
+                extra[f"{kind}.{number}:{key}"] = tuple(archive.pieces(key))
+    return Facts(
+        reader=reader,
+        tp_size=request.tp_size,
+        weight_data_type=request.weight_data_type,
+        given=dict(request.given),
+        tokenizer=_tokenizer(request, reader.tokenizer_files()),
+        prompts=prompts,
+        ia3=ia3,
+        ia3_in_place=request.ia3_in_place,
+        adapters=adapters,
+        activation_ranges=_read_ranges(request.activation_ranges),
+        extra=extra,
+    )
+
+
+def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
+    if path is None:
+        return None
+    if not path.is_file():
+        raise ValueError(f"activation ranges {path} do not exist")
+    if path.suffix == ".json":
+        ranges = json.loads(path.read_text())
+    else:
+        from export_scripts.checkpoints.torch_archive import read_torch_file
+
+        ranges = read_torch_file(path)
+    if not isinstance(ranges, Mapping):
+        raise CheckpointMismatchError(f"{path} is not a table of activation ranges")
+    return ranges
+
+
+def _tokenizer(
+    request: ConversionRequest, found: Sequence[TokenizerFile]
+) -> tuple[TokenizerFile, ...]:
+    given = given_files(request.vocab_path, request.merges_path)
+    if not given:
+        return tuple(found)
+    stems = {file.name.split(".")[0] for file in given}
+    replaced = [f for f in found if f.name.split(".")[0] not in stems]
+    return (*given, *replaced)
+
+
+def find_origin(facts: Facts, model_type: str | None = None) -> Origin:
+    """Return the origin a checkpoint comes from.
+
+    Args:
+        facts: The checkpoint.
+        model_type: Kind the user expects, where one source can become several families.
+
+    Raises:
+        CheckpointMismatchError: No origin knows it.
+    """
+    candidates = [origin for origin in ORIGINS if origin.format == facts.reader.format]
+    fitting = [
+        origin
+        for origin in candidates
+        if origin.matches(dataclasses.replace(facts, prefix=origin.prefix))
+    ]
+    kinds = MODEL_TYPES.get(model_type or "", (model_type,))
+    wanted = [origin for origin in fitting if origin.family.name in kinds]
+    if fitting:
+        return (wanted or fitting)[0]
+    kind = facts.config.get("model_type") or facts.config.get("target") or "unknown"
+    names = sorted(facts.reader.keys())[:3]
+    raise CheckpointMismatchError(
+        f"{facts.reader.path} is a {facts.reader.format} checkpoint of no known architecture "
+        f"(model type {kind}; tensors such as {', '.join(names) or 'none'}); known: "
+        + "; ".join(origin.title for origin in candidates)
+    )
+
+
+def _refused(
+    request: ConversionRequest, facts: Facts, origin: Origin, names: Mapping[str, str]
+) -> list[str]:
+    problems = [f"{facts.reader.path}: {reason}" for reason in origin.unsupported(facts)]
+    added = {
+        "prompt": request.prompt_checkpoints,
+        "ia3": request.ia3_checkpoints,
+        "adapter": request.adapter_checkpoints,
+        "activation_ranges": request.activation_ranges,
+    }
+    problems += [
+        f"{origin.title} cannot take {kind.replace('_', ' ')}: {origin.family.name} folders of "
+        "this origin have no place for it"
+        for kind, value in added.items()
+        if value and kind not in origin.accepts
+    ]
+    kinds = MODEL_TYPES.get(request.model_type or "", (request.model_type,))
+    if request.model_type is not None and origin.family.name not in kinds:
+        problems.append(
+            f"{names['model_type']}={request.model_type}, but {facts.reader.path} is a "
+            f"{origin.family.name} model"
+        )
+    return problems
+
+
+def _given_config(config: ModelConfig, request: ConversionRequest) -> ModelConfig:
+    """Return the config with what the user states."""
+    hints = get_type_hints(type(config))
+    fields = {f.name for f in dataclasses.fields(config) if not f.metadata.get("skip")}
+    unknown = sorted(key for key, _ in request.given if key not in fields)
+    if unknown:
+        raise ValueError(
+            f"--set {', '.join(unknown)}: not a key of this model's config.ini; known: "
+            + ", ".join(sorted(fields))
+        )
+    values: dict[str, Any] = {}
+    for key, text in request.given:
+        kind = str(hints[key])
+        values[key] = (
+            text.lower() in ("true", "yes", "on", "1")
+            if "bool" in kind
+            else int(text)
+            if "int" in kind
+            else float(text)
+            if "float" in kind
+            else text
+        )
+    return dataclasses.replace(config, **values)
+
+
+def divisibility_problems(
+    origin: Origin, config: ModelConfig, request: ConversionRequest, names: Mapping[str, str]
+) -> list[str]:
+    """Return the sizes that the parallel sizes do not divide."""
+    problems = []
+    tp_size, pp_size = request.tp_size, request.pp_size
+    model = f"{origin.family.name} model {Path(request.checkpoint_path).name}"
+    for name in origin.family.divisible:
+        size = config.dim(name, {})
+        if size % tp_size:
+            problems.append(
+                f"{names['tp_size']}={tp_size} does not divide {name}={size} of {model}; "
+                f"use {_alternatives(origin.family.tp_sizes(config))}"
+            )
+    for name in dict.fromkeys(config.INDICES.values()):
+        size = config.dim(name, {})
+        if size % pp_size:
+            problems.append(
+                f"{names['pp_size']}={pp_size} does not divide {name}={size} of {model}; "
+                f"use {_alternatives([n for n in range(1, size + 1) if size % n == 0])}"
+            )
+    return problems
+
+
+def _alternatives(sizes: Sequence[int]) -> str:
+    found = [str(n) for n in sizes]
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"

@@ -1,0 +1,1 @@
+"""Triton model repositories: signatures, configurations, assembly."""

@@ -1,0 +1,54 @@
+"""How preprocessing, the model and postprocessing are wired into one text-to-text ensemble."""
+
+from __future__ import annotations
+
+from export_scripts.triton.model_config import EnsembleStep
+from export_scripts.triton.signature import FROM_TEXT, ModelSignature, ensemble
+
+_TEXT_INPUTS = {
+    "QUERY": "INPUT_0",
+    "REQUEST_OUTPUT_LEN": "INPUT_1",
+    "BAD_WORDS_DICT": "INPUT_2",
+    "STOP_WORDS_DICT": "INPUT_3",
+}
+
+
+def ensemble_steps(
+    model: ModelSignature, *, model_name: str, decoupled: bool
+) -> tuple[EnsembleStep, ...]:
+    """Return the three steps around the generation model called `model_name`.
+
+    Tensors between steps are named after what they hold in lower case, with a leading underscore.
+    """
+    outer = ensemble(model)
+    options = {tensor.name for tensor in outer.inputs} - set(_TEXT_INPUTS.values())
+    results = {tensor.name for tensor in outer.outputs} - {"OUTPUT_0"}
+    taken = {tensor.name for tensor in model.inputs}
+    produced = {tensor.name for tensor in model.outputs}
+
+    def inner(name: str) -> str:
+        return name if name in results else f"_{name.lower()}"
+
+    to_text = {"TOKENS_BATCH": inner("output_ids"), "sequence_length": "sequence_length"}
+    if "response_input_lengths" in produced:
+        to_text["RESPONSE_INPUT_LENGTHS"] = inner("response_input_lengths")
+    elif "input_lengths" in taken and not decoupled:
+        # Beside the answers of a streaming model, Triton allows a step no other inputs.
+        to_text["REQUEST_INPUT_LEN"] = inner("REQUEST_INPUT_LEN")
+    if "is_finished" in produced:
+        to_text["IS_FINISHED"] = inner("is_finished")
+    wanted = {"output_ids", "response_input_lengths", "is_finished"} & produced
+    return (
+        EnsembleStep(
+            "preprocessing",
+            input_map=_TEXT_INPUTS,
+            output_map={name: inner(name) for name in sorted(set(FROM_TEXT.values()))},
+        ),
+        EnsembleStep(
+            model_name,
+            input_map={name: name for name in sorted(options)}
+            | {name: inner(source) for name, source in FROM_TEXT.items() if name in taken},
+            output_map={name: inner(name) for name in sorted(wanted | results)},
+        ),
+        EnsembleStep("postprocessing", input_map=to_text, output_map={"OUTPUT": "OUTPUT_0"}),
+    )

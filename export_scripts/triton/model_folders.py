@@ -1,0 +1,157 @@
+"""What each model of a repository consists of: its configuration and the files of its version."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from export_scripts.families.spec import ModelConfig, ModelFamily
+from export_scripts.triton import signature
+from export_scripts.triton.graph import ensemble_steps
+from export_scripts.triton.model_config import TritonModelConfig
+from export_scripts.triton.repository_request import RepositoryRequest
+from export_scripts.triton.signature import ModelSignature
+from export_scripts.triton.tokenizer_files import TokenizerFiles
+
+PREPROCESSING, POSTPROCESSING, ENSEMBLE = "preprocessing", "postprocessing", "ensemble"
+TOKENIZER = "tokenizer"
+RESERVED_NAMES = (PREPROCESSING, POSTPROCESSING, ENSEMBLE, TOKENIZER)
+ENGINES = {"pytorch": "python", "fastertransformer": "fastertransformer"}  # -> Triton backend
+
+_SCRIPTS = Path(__file__).parent / "models"
+_SCRIPT = "model.py"
+_KEEP = "An object store has no empty folders: this file makes version 1 exist there.\n"
+# The families' names for the first and the last token.
+_START = ("start_id", "decoder_start_token_id")
+_END = ("end_id", "eos_token_id")
+_ENCODERS = ("T5-Encoder", "bert")
+_ENCODER_DECODERS = ("T5",)
+# The tokenizers whose files do not say that a text ends with the end token.
+_PLAIN_TOKENIZERS = ("bpe", "sentencepiece", "wordpiece")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """One model of the repository; `files` go into its version folder."""
+
+    config: TritonModelConfig
+    files: Mapping[str, Path | str] = field(default_factory=dict)  # name -> source or text
+
+
+def served_type(request: RepositoryRequest, family: ModelFamily) -> str:
+    """Return the model_type that config.pbtxt names."""
+    return request.model_type or family.model_type
+
+
+def takes_text(model_type: str) -> bool:
+    """Return whether text models can stand around a model of this type."""
+    return model_type != "bert"
+
+
+def generates(model_type: str) -> bool:
+    """Return whether a model of this type answers with tokens."""
+    return model_type not in _ENCODERS
+
+
+def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
+    """Return the model that runs the weights."""
+    tensors = signature.model_signature(model_type, data_type=request.data_type)
+    if request.interactive:
+        tensors = signature.interactive(tensors)
+    is_python = request.engine == "pytorch"
+    parameters = {
+        "tensor_para_size": str(request.tp_size),
+        "pipeline_para_size": str(request.pp_size),
+        "data_type": request.data_type,
+        "model_type": model_type,
+        "int8_mode": str(int(request.int8_mode)),
+        "enable_custom_all_reduce": str(int(request.enable_custom_all_reduce)),
+    }
+    if model_type == "bert":
+        parameters |= {"is_sparse": "0", "is_remove_padding": str(int(is_python))}
+    if not request.portable:
+        parameters["model_checkpoint_path"] = str(request.weights_dir.resolve())
+    config = TritonModelConfig(
+        name=request.model_dir.name,
+        backend=ENGINES[request.engine],
+        max_batch_size=request.max_batch_size,
+        signature=tensors,
+        parameters=parameters | dict(request.parameters),
+        # To Triton's Python backend this is the name of the script, so the folder is found by the
+        # rule for an empty one: <tensor_para_size>-gpu.
+        default_model_filename="" if is_python else request.weights_dir.name,
+        decoupled=request.decoupled,
+        max_queue_delay_us=request.max_queue_delay_us,
+        interactive=request.interactive,
+        batch_input=not is_python,
+        instance_count=request.instance_count,
+    )
+    script = _SCRIPTS / ("generation" if generates(model_type) else "encoder") / _SCRIPT
+    return ModelFolder(config, {_SCRIPT: script} if is_python else {})
+
+
+def text_models(
+    request: RepositoryRequest,
+    model: ModelSignature,
+    model_type: str,
+    config: ModelConfig,
+    files: TokenizerFiles,
+) -> list[ModelFolder]:
+    """Return the models between text and tokens, and for a generator the ensemble of all."""
+    builder = _TextModels(request, config, files)
+    has_encoder = model_type in (*_ENCODERS, *_ENCODER_DECODERS)
+    append_end = int(has_encoder and files.kind in _PLAIN_TOKENIZERS)
+    before = {"append_end_id": str(append_end)}
+    if not generates(model_type):
+        return [builder.folder(TOKENIZER, signature.TOKENIZER, before)]
+    after = {
+        "answer_only": str(int(request.answer_only)),
+        "output_holds_prompt": str(int(not has_encoder)),
+        "streaming": str(int(request.decoupled)),
+        "strict_lengths": request.parameters.get("strict_lengths", "0"),
+    }
+    ensemble = TritonModelConfig(
+        name=ENSEMBLE,
+        backend="ensemble",
+        max_batch_size=request.max_batch_size,
+        signature=signature.ensemble(model),
+        decoupled=request.decoupled,
+        steps=ensemble_steps(model, model_name=request.model_dir.name, decoupled=request.decoupled),
+    )
+    return [
+        builder.folder(PREPROCESSING, signature.PREPROCESSING, before),
+        builder.folder(POSTPROCESSING, signature.postprocessing(model), after),
+        ModelFolder(ensemble, {"README": _KEEP}),
+    ]
+
+
+class _TextModels:
+    """Builds the models that hold the tokenizer."""
+
+    def __init__(
+        self, request: RepositoryRequest, config: ModelConfig, files: TokenizerFiles
+    ) -> None:
+        self._max_batch_size = request.max_batch_size
+        self._files = {path.name: path for path in files.files}
+        self._parameters = {
+            "tokenizer_type": files.kind,
+            "tokenizer_path": ".",
+            "start_id": str(_token_id(config, *_START)),
+            "end_id": str(_token_id(config, *_END)),
+        }
+
+    def folder(self, name: str, tensors: ModelSignature, more: Mapping[str, str]) -> ModelFolder:
+        config = TritonModelConfig(
+            name=name,
+            backend="python",
+            max_batch_size=self._max_batch_size,
+            signature=tensors,
+            parameters=self._parameters | dict(more),
+        )
+        return ModelFolder(config, {**self._files, _SCRIPT: _SCRIPTS / name / _SCRIPT})
+
+
+def _token_id(config: ModelConfig, *names: str) -> int:
+    """Return the first of the fields that the family's config has."""
+    return next(int(getattr(config, name)) for name in names if hasattr(config, name))

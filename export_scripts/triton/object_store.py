@@ -1,0 +1,248 @@
+"""Copy a finished repository to S3 or a compatible store, from where Triton can load it.
+
+Large files go in parts, each with its checksum; a file that is there already, by its size and
+sha256, is not sent again, so an interrupted copy goes on where it stopped. A model's config.pbtxt
+comes last: without it the server sees no model. Credentials come from the client library's own
+chain (environment, profile, role) and are never read here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+CONFIG_FILE = "config.pbtxt"
+_DIGEST = "sha256"  # key of the objects' metadata
+_CHUNK_BYTES = 1 << 22
+_WORKERS = 8
+_PAGE = 1000  # objects in one deletion
+
+
+@dataclass(frozen=True)
+class StoreLocation:
+    """A place in a bucket. `endpoint_url` is None for S3 itself."""
+
+    bucket: str
+    prefix: str = ""
+    endpoint_url: str | None = None
+
+    @property
+    def triton_url(self) -> str:
+        """The place as tritonserver's --model-repository names it."""
+        path = "/".join(filter(None, [self.bucket, self.prefix]))
+        return f"s3://{self.endpoint_url}/{path}" if self.endpoint_url else f"s3://{path}"
+
+    def key(self, name: str) -> str:
+        """Return the key of an object by its path below this place."""
+        return "/".join(filter(None, [self.prefix, name]))
+
+
+@dataclass(frozen=True)
+class PublishSummary:
+    """What a copy did."""
+
+    url: str  # for tritonserver's --model-repository
+    files: int
+    sent: int
+    sent_bytes: int
+
+
+def parse_location(url: str, *, endpoint_url: str | None = None) -> StoreLocation:
+    """Return the place that `s3://bucket/prefix` names.
+
+    Raises:
+        ValueError: the URL, or that of the endpoint, has another form.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
+        raise ValueError(f"{url} is not of the form s3://bucket/prefix.")
+    if parts.netloc.endswith(":") or ":" in parts.netloc:
+        raise ValueError(
+            f"{url} names a server; give s3://bucket/prefix, and the server as endpoint_url."
+        )
+    if endpoint_url is not None:
+        endpoint = urlsplit(endpoint_url)
+        if endpoint.scheme not in ("http", "https") or not endpoint.hostname or not endpoint.port:
+            raise ValueError(
+                f"endpoint_url={endpoint_url} is not of the form http://host:port or "
+                "https://host:port."
+            )
+        endpoint_url = endpoint_url.rstrip("/")
+    return StoreLocation(parts.netloc, parts.path.strip("/"), endpoint_url)
+
+
+def publish_repository(
+    repository: Path,
+    location: StoreLocation,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> PublishSummary:
+    """Copy the models of `repository` and return what was sent.
+
+    Args:
+        repository: Folder of models; hidden files in it are left out.
+        location: Where to; the bucket must exist.
+        overwrite: Replace objects that differ and delete those that are no longer there.
+        progress: Called with bytes done and bytes in all.
+
+    Raises:
+        ValueError: there is no model, or the store holds other contents and `overwrite` is off.
+        OSError: the store cannot be reached or refuses.
+    """
+    files = _files(repository)
+    if not any(name.endswith(f"/{CONFIG_FILE}") for name in files):
+        raise ValueError(f"{repository} holds no model ({CONFIG_FILE}) to publish.")
+    with _Store(location) as store:
+        changes = _changes(files, store)
+        if changes.conflicts and not overwrite:
+            raise ValueError(
+                f"{location.triton_url} holds other contents: {_some(changes.conflicts)}; set "
+                "overwrite=true to replace them, or choose another prefix."
+            )
+        tell = _Progress(progress, total=sum(path.stat().st_size for path in changes.send.values()))
+        store.delete(changes.delete)
+        store.send({n: p for n, p in changes.send.items() if not _is_config(n)}, tell)
+        store.send({n: p for n, p in changes.send.items() if _is_config(n)}, tell)
+    return PublishSummary(location.triton_url, len(files), len(changes.send), tell.done)
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """What has to happen at the store."""
+
+    send: dict[str, Path]
+    delete: list[str]
+    conflicts: list[str]  # objects that are replaced or deleted
+
+
+def _changes(files: dict[str, Path], store: _Store) -> _Changes:
+    stored = store.objects()
+    send = {name: path for name, path in files.items() if not store.holds(name, path, stored)}
+    stale = set(stored) - set(files)
+    conflicts = sorted(stale | (set(send) & set(stored)))
+    # A model that changes is no model while its parts do not fit together.
+    models = {name.partition("/")[0] for name in conflicts}
+    configs = {f"{model}/{CONFIG_FILE}" for model in models}
+    send |= {name: files[name] for name in configs & set(files)}
+    return _Changes(send, sorted(stale | (configs & set(stored))), conflicts)
+
+
+def _is_config(name: str) -> bool:
+    return name.endswith(f"/{CONFIG_FILE}")
+
+
+def _files(repository: Path) -> dict[str, Path]:
+    """Return what to copy by its path below the repository."""
+    found = {}
+    for path in sorted(repository.rglob("*")):
+        name = path.relative_to(repository)
+        if path.is_file() and not any(part.startswith(".") for part in name.parts):
+            found[name.as_posix()] = path
+    return found
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+class _Progress:
+    """Adds up bytes from several threads."""
+
+    def __init__(self, callback: Callable[[int, int], None] | None, *, total: int) -> None:
+        self.done = 0
+        self._total = total
+        self._callback = callback
+        self._lock = threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        with self._lock:
+            self.done += count
+            if self._callback is not None:
+                self._callback(self.done, max(self._total, self.done))
+
+
+class _Store:
+    """The objects at one place, by their path below it; failures become OSError."""
+
+    def __init__(self, location: StoreLocation) -> None:
+        self._location = location
+
+    def __enter__(self) -> _Store:
+        try:
+            import boto3
+            from boto3.s3.transfer import TransferConfig
+        except ModuleNotFoundError as error:
+            raise OSError(
+                "publishing to an object store needs boto3; install the extra 's3'."
+            ) from error
+        self._client = boto3.client("s3", endpoint_url=self._location.endpoint_url)
+        self._transfer = TransferConfig(max_concurrency=_WORKERS)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        from boto3.exceptions import S3UploadFailedError
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        self._client.close()
+        if isinstance(error, BotoCoreError | ClientError | S3UploadFailedError):
+            raise OSError(f"{self._location.triton_url}: {error}") from error
+
+    def objects(self) -> dict[str, int]:
+        """Return the objects and their sizes in bytes."""
+        base = self._location.key("") + "/" if self._location.prefix else ""
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._location.bucket, Prefix=base
+        )
+        entries: Iterator[Any] = (entry for page in pages for entry in page.get("Contents", ()))
+        return {entry["Key"].removeprefix(base): int(entry["Size"]) for entry in entries}
+
+    def holds(self, name: str, path: Path, stored: dict[str, int]) -> bool:
+        """Return whether the store has this very content."""
+        if stored.get(name) != path.stat().st_size:
+            return False
+        head = self._client.head_object(Bucket=self._location.bucket, Key=self._location.key(name))
+        return bool(head["Metadata"].get(_DIGEST) == _sha256(path))
+
+    def send(self, files: dict[str, Path], progress: _Progress) -> None:
+        """Send files, several at a time."""
+
+        def one(item: tuple[str, Path]) -> None:
+            name, path = item
+            self._client.upload_file(
+                str(path),
+                self._location.bucket,
+                self._location.key(name),
+                ExtraArgs={"Metadata": {_DIGEST: _sha256(path)}, "ChecksumAlgorithm": "SHA256"},
+                Callback=progress,
+                Config=self._transfer,
+            )
+
+        with ThreadPoolExecutor(_WORKERS) as pool:
+            for _ in pool.map(one, files.items()):
+                pass
+
+    def delete(self, names: list[str]) -> None:
+        """Delete objects."""
+        for start in range(0, len(names), _PAGE):
+            keys = [{"Key": self._location.key(name)} for name in names[start : start + _PAGE]]
+            reply = self._client.delete_objects(
+                Bucket=self._location.bucket, Delete={"Objects": keys, "Quiet": True}
+            )
+            if errors := reply.get("Errors"):
+                raise OSError(f"{self._location.triton_url}: {errors[0].get('Message', errors[0])}")

@@ -1,0 +1,214 @@
+"""Assemble a Triton model repository around converted weights.
+
+The weights lie at `<repository>/<model>/1/<TP>-gpu`; everything else is written here. A model's
+config.pbtxt comes last and in one step: a folder without it is no model for the server.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from export_scripts.families.spec import ModelConfig, ModelFamily
+from export_scripts.ft.config_ini import read_config
+from export_scripts.triton.model_folders import (
+    ENGINES,
+    ENSEMBLE,
+    POSTPROCESSING,
+    PREPROCESSING,
+    RESERVED_NAMES,
+    TOKENIZER,
+    ModelFolder,
+    generates,
+    served_model,
+    served_type,
+    takes_text,
+    text_models,
+)
+from export_scripts.triton.repository_request import VERSION, RepositoryRequest
+from export_scripts.triton.tokenizer_files import TOKENIZER_KINDS, find_tokenizer
+
+__all__ = [
+    "CONFIG_FILE",
+    "ENGINES",
+    "ENSEMBLE",
+    "POSTPROCESSING",
+    "PREPROCESSING",
+    "TOKENIZER",
+    "RepositoryRequest",
+    "build_repository",
+    "check_repository",
+]
+
+DATA_TYPES = ("fp32", "fp16", "bf16")
+CONFIG_FILE = "config.pbtxt"
+_INTERACTIVE_NEEDS = {
+    "engine": "fastertransformer",
+    "max_batch_size": 1,
+    "max_queue_delay_us": None,
+    "ensemble": False,
+}
+_ALSO_SERVED_AS = {"T5": ("T5-Encoder",)}
+_NO_TOKENIZER = (
+    "{} holds no tokenizer (tokenizer.json, vocab.json with merges.txt, tokenizer.model or "
+    "vocab.txt), which the text models need; convert with one, or build without the ensemble."
+)
+
+
+def check_repository(
+    request: RepositoryRequest, *, names: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return what is wrong with a request, as far as it shows before the weights exist.
+
+    `names` gives the configuration key of a field for the messages.
+    """
+    name = dict(names or {})
+
+    def problem(key: str, expected: str) -> str:
+        return f"{name.get(key, key)}={getattr(request, key)} {expected}"
+
+    found = [
+        problem(key, "must be at least 1.")
+        for key in ("tp_size", "pp_size", "max_batch_size", "instance_count")
+        if getattr(request, key) < 1
+    ]
+    for key, known in (("engine", tuple(ENGINES)), ("data_type", DATA_TYPES)):
+        if getattr(request, key) not in known:
+            found.append(problem(key, f"is unknown; use one of {', '.join(known)}."))
+    for key, choices in (("int8_mode", (0, 1, 2)), ("enable_custom_all_reduce", (0, 1))):
+        if int(getattr(request, key)) not in choices:
+            found.append(problem(key, f"must be one of {', '.join(map(str, choices))}."))
+    if request.model_dir.name in RESERVED_NAMES:
+        found.append(
+            problem("model_dir", f"ends in '{request.model_dir.name}', the name of a text model.")
+        )
+    if request.engine == "pytorch" and int(request.int8_mode) in (1, 2):
+        found.append(problem("int8_mode", "needs the fastertransformer engine; use 0."))
+    if request.engine == "pytorch" and request.instance_count > 1:
+        found.append(problem("instance_count", "needs the fastertransformer engine; use 1."))
+    if request.interactive:
+        found += [
+            problem(key, f"must be {needed} for an interactive model.")
+            for key, needed in _INTERACTIVE_NEEDS.items()
+            if getattr(request, key) != needed
+        ]
+    return found
+
+
+def build_repository(request: RepositoryRequest) -> list[Path]:
+    """Write the repository's models and return their folders, the ensemble last.
+
+    Files that already hold the same bytes are left alone, so that building again changes nothing.
+
+    Raises:
+        ValueError: the request or the weights do not fit (every problem is listed), or a folder
+            holds another configuration and `overwrite` is off.
+        CheckpointMismatchError: the weights' config.ini is missing or unreadable.
+    """
+    problems = check_repository(request)
+    family, config = read_config(request.weights_dir)
+    problems += _weight_problems(request, family, config)
+    model_type = served_type(request, family)
+    tokenizer = None
+    if request.ensemble and takes_text(model_type):
+        tokenizer = find_tokenizer(request.weights_dir)
+        problems += [] if tokenizer else [_NO_TOKENIZER.format(request.weights_dir)]
+    if problems:
+        raise ValueError("\n".join(problems))
+    models = [served_model(request, model_type)]
+    if tokenizer is not None:
+        models += text_models(request, models[0].config.signature, model_type, config, tokenizer)
+    if not request.overwrite and (differing := _differing(request, models)):
+        raise ValueError("\n".join(differing))
+    return [_write_model(request.model_dir.parent, model) for model in models]
+
+
+def _weight_problems(
+    request: RepositoryRequest, family: ModelFamily, config: ModelConfig
+) -> list[str]:
+    found = []
+    if config.tensor_para_size != request.tp_size:
+        found.append(
+            f"{request.weights_dir} is for {config.tensor_para_size} tensor-parallel ranks, "
+            f"tp_size={request.tp_size} was asked for."
+        )
+    if request.engine == "fastertransformer" and not family.ft_backend:
+        found.append(
+            f"engine=fastertransformer cannot serve a {family.name} model; use engine=pytorch."
+        )
+    if request.engine == "fastertransformer":
+        found += [
+            f"engine=fastertransformer cannot serve this model: {reason}; use engine=pytorch."
+            for reason in family.ft_limits(config)
+        ]
+    model_type = served_type(request, family)
+    if model_type not in (family.model_type, *_ALSO_SERVED_AS.get(family.model_type, ())):
+        found.append(f"model_type={model_type}, but {request.weights_dir} holds {family.name}.")
+    if request.decoupled and not generates(model_type):
+        found.append(f"decoupled=True, but a {model_type} model has nothing to stream.")
+    if request.interactive and model_type != "GPT":
+        found.append(f"interactive=True, but only GPT models keep sessions, not {model_type}.")
+    if request.answer_only and request.decoupled and model_type in ("GPT-J", "GPT-NeoX"):
+        found.append(
+            f"answer_only=True cannot be streamed with a {model_type} model, which does not say "
+            "where the answer starts."
+        )
+    if request.ensemble and request.parameters.get("stream_new_tokens", "0") != "0":
+        found.append(
+            "stream_new_tokens leaves out what the ensemble's text is made of; build without the "
+            "ensemble."
+        )
+    return found
+
+
+def _content(source: Path | str) -> bytes:
+    return source.read_bytes() if isinstance(source, Path) else source.encode()
+
+
+def _differing(request: RepositoryRequest, models: Sequence[ModelFolder]) -> list[str]:
+    """Return the configurations that are already there and say something else."""
+    found = []
+    for model in models:
+        path = request.model_dir.parent / model.config.name / CONFIG_FILE
+        if path.exists() and path.read_text() != model.config.to_text():
+            found.append(
+                f"{path} exists with another configuration; set overwrite=true to replace it, or "
+                "choose another folder."
+            )
+    return found
+
+
+def _write_model(repository: Path, model: ModelFolder) -> Path:
+    folder = repository / model.config.name
+    version = folder / VERSION
+    version.mkdir(parents=True, exist_ok=True)
+    text = model.config.to_text().encode()
+    config_path = folder / CONFIG_FILE
+    wanted = {version / name: _content(source) for name, source in model.files.items()}
+    if config_path.exists() and config_path.read_bytes() != text:
+        config_path.unlink()  # no model while its parts change
+    for stale in _own_files(version) - set(wanted):
+        stale.unlink()
+    for path, content in wanted.items():
+        _write_whole(path, content)
+    _write_whole(config_path, text)
+    return folder
+
+
+def _own_files(version: Path) -> set[Path]:
+    """Return the files of a version folder that an earlier build may have left."""
+    patterns = ["model.py", *(p for kinds in TOKENIZER_KINDS.values() for p in kinds)]
+    return {path for pattern in patterns for path in version.glob(pattern)}
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Give `path` this content in one step; a file that has it already is not touched."""
+    if path.is_file() and path.read_bytes() == content:
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

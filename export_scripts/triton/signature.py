@@ -1,0 +1,344 @@
+"""Inputs and outputs of every served model, one table per kind.
+
+The `input`/`output` blocks of config.pbtxt, the client's requests and the backend's answers all
+come from here. Names, types and shapes are those of the FasterTransformer Triton backend
+(triton-inference-server/fastertransformer_backend, all_models/*/config.pbtxt); additions are marked
+"added".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+DATA_TYPE = "DATA_TYPE"  # stands for the model's computation type until `resolve` fills it in
+
+_TRITON_DATA_TYPES = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16"}
+
+
+@dataclass(frozen=True)
+class TensorSignature:
+    """One input or output.
+
+    `dims` leave out the batch axis, -1 is any size. `reshape` is what the model sees instead, ()
+    for a scalar per row. `ragged` lets the server's batcher join rows of unequal length.
+    """
+
+    name: str
+    dtype: str  # as on the wire: UINT32, INT32, UINT64, FP16, FP32, BF16, BOOL, BYTES
+    dims: tuple[int, ...]
+    optional: bool = False
+    reshape: tuple[int, ...] | None = None
+    ragged: bool = False
+    doc: str = ""
+
+
+@dataclass(frozen=True)
+class ModelSignature:
+    """Inputs and outputs of one model, in the order they are declared."""
+
+    inputs: tuple[TensorSignature, ...]
+    outputs: tuple[TensorSignature, ...]
+
+    def input(self, name: str) -> TensorSignature:
+        """Return the input called `name`. Raises KeyError."""
+        return {tensor.name: tensor for tensor in self.inputs}[name]
+
+    def output(self, name: str) -> TensorSignature:
+        """Return the output called `name`. Raises KeyError."""
+        return {tensor.name: tensor for tensor in self.outputs}[name]
+
+
+def _scalar(name: str, dtype: str, doc: str, *, optional: bool = True) -> TensorSignature:
+    """One value per row: (B, 1) on the wire, (B,) for the model."""
+    return TensorSignature(name, dtype, (1,), optional=optional, reshape=(), doc=doc)
+
+
+def _tensor(
+    name: str, dtype: str, dims: tuple[int, ...], doc: str, *, optional: bool = False
+) -> TensorSignature:
+    return TensorSignature(name, dtype, dims, optional=optional, doc=doc)
+
+
+# Shapes in the texts: B rows, S padded prompt, K beams, R new tokens, W word list width,
+# P virtual tokens, H hidden width, L layers.
+
+_SAMPLING = (
+    _scalar("runtime_top_k", "UINT32", "candidates to sample from; 1 is greedy, 0 means top-p"),
+    _scalar("runtime_top_p", "FP32", "probability mass to sample from, 0 to 1"),
+    _scalar("beam_search_diversity_rate", "FP32", "added to a candidate per rank in its beam"),
+    _scalar("temperature", "FP32", "divides the logits; 0 is greedy"),
+    _scalar("len_penalty", "FP32", "exponent of the length that divides beam scores"),
+    _scalar("repetition_penalty", "FP32", "divides logits of tokens already present; 1 is neutral"),
+    _scalar("random_seed", "UINT64", "seed of the row's generator, 0 unless given"),
+    _scalar("is_return_log_probs", "BOOL", "also return cum_log_probs and output_log_probs"),
+    _scalar("beam_width", "UINT32", "hypotheses per row, 1 to 64; equal for all rows of a request"),
+    _scalar("start_id", "UINT32", "first token of an empty prompt (T5: of the decoder)"),
+    _scalar("end_id", "UINT32", "token that ends a row"),
+    _tensor(
+        "stop_words_list", "INT32", (2, -1), "token ids above their end offsets", optional=True
+    ),
+    _tensor("bad_words_list", "INT32", (2, -1), "token ids above their end offsets", optional=True),
+)
+_DECAY = (
+    _scalar("top_p_decay", "FP32", "factor applied to top-p after every token"),
+    _scalar("top_p_min", "FP32", "lower limit of the decayed top-p"),
+    _scalar("top_p_reset_ids", "UINT32", "token that restores the first top-p"),
+)
+_TASK = _scalar(
+    "prompt_learning_task_name_ids", "UINT32", "index of the loaded prompt table to use"
+)
+_PROMPT_EMBEDDING = _tensor(
+    "request_prompt_embedding", DATA_TYPE, (-1, -1), "prompt table of this request", optional=True
+)
+_PROMPT_LENGTHS = _scalar("request_prompt_lengths", "UINT32", "virtual tokens in the row's table")
+_PROMPT_TYPE = _scalar("request_prompt_type", "UINT32", "1 soft prompt, 3 p/prompt tuning")
+_CONTEXT_EMBEDDINGS = _scalar(
+    "is_return_context_embeddings", "BOOL", "also return context_embeddings"
+)
+_ADDED = (
+    _scalar("presence_penalty", "FP32", "added: subtracted from logits of tokens already present"),
+    _scalar("min_length", "INT32", "added: tokens before the end token is allowed"),
+)
+_ADDED_CONTEXT = _scalar(
+    "is_return_context_cum_log_probs", "BOOL", "added: include the prompt in cum_log_probs"
+)
+_GENERATION_REQUIRED = (
+    TensorSignature("input_ids", "UINT32", (-1,), doc="prompt, right-padded"),
+    _scalar("input_lengths", "UINT32", "tokens of the row without padding", optional=False),
+    TensorSignature("request_output_len", "UINT32", (-1,), doc="new tokens wanted, (B, 1)"),
+)
+_GENERATION_OUTPUTS = (
+    _tensor("output_ids", "UINT32", (-1, -1), "(B, K, S+R): prompt, answer, end tokens"),
+    _tensor("sequence_length", "UINT32", (-1,), "(B, K): padded prompt plus new tokens"),
+)
+_LOG_PROBS = (
+    _tensor("cum_log_probs", "FP32", (-1,), "(B, K): log probability of the answer"),
+    _tensor("output_log_probs", "FP32", (-1, -1), "(B, K, R): log probability of each token"),
+)
+_RESPONSE_INPUT_LENGTHS = _tensor(
+    "response_input_lengths", "INT32", (-1,), "(B, K): where the answer starts in output_ids"
+)
+_IS_FINISHED = _tensor("is_finished", "BOOL", (-1,), "added: (B, K): ended before the limit")
+
+_GPT_OPTIONS = (
+    *_SAMPLING[:8],
+    _CONTEXT_EMBEDDINGS,
+    *_SAMPLING[8:],
+    _TASK,
+    _PROMPT_EMBEDDING,
+    _PROMPT_LENGTHS,
+    _PROMPT_TYPE,
+    *_DECAY,
+    *_ADDED,
+    _ADDED_CONTEXT,
+)
+GPT = ModelSignature(
+    inputs=(
+        replace(_GENERATION_REQUIRED[0], ragged=True),
+        *_GENERATION_REQUIRED[1:],
+        *_GPT_OPTIONS,
+    ),
+    outputs=(
+        *_GENERATION_OUTPUTS,
+        _RESPONSE_INPUT_LENGTHS,
+        *_LOG_PROBS,
+        _tensor("context_embeddings", "FP32", (-1, -1), "(B, K, H): summed hidden states"),
+        _IS_FINISHED,
+    ),
+)
+GPTJ = ModelSignature(
+    inputs=(*_GENERATION_REQUIRED, *_SAMPLING, _TASK, *_DECAY, *_ADDED),
+    outputs=(*_GENERATION_OUTPUTS, *_LOG_PROBS),
+)
+GPTNEOX = GPTJ
+
+T5 = ModelSignature(
+    inputs=(
+        TensorSignature("input_ids", "UINT32", (-1,), doc="encoder input, right-padded"),
+        _scalar("sequence_length", "UINT32", "tokens of the row without padding", optional=False),
+        _scalar("max_output_len", "UINT32", "new tokens wanted", optional=False),
+        *_SAMPLING,
+        _TASK,
+        _PROMPT_LENGTHS,
+        _PROMPT_EMBEDDING,
+        _scalar("ia3_tasks", "INT32", "index of the IA3 adapter to use"),
+        *_DECAY,
+    ),
+    outputs=(
+        _tensor("output_ids", "INT32", (-1, -1), "(B, K, R): new tokens only"),
+        _tensor("sequence_length", "INT32", (-1,), "(B, K): new tokens with the end token"),
+        *_LOG_PROBS,
+    ),
+)
+T5_ENCODER = ModelSignature(
+    inputs=(
+        TensorSignature("input_ids", "UINT32", (-1,), doc="encoder input, right-padded"),
+        _scalar("sequence_length", "UINT32", "tokens of the row without padding", optional=False),
+        _scalar("is_return_attentions", "BOOL", "also return output_attentions"),
+        _scalar("ia3_tasks", "INT32", "index of the IA3 adapter to use"),
+    ),
+    outputs=(
+        _tensor("output_hidden_state", DATA_TYPE, (-1, -1), "(B, S, H)"),
+        _tensor("output_attentions", DATA_TYPE, (-1, -1, -1, -1), "(B, L, heads, S, S)"),
+    ),
+)
+BERT = ModelSignature(
+    inputs=(
+        _tensor("input_hidden_state", DATA_TYPE, (-1, -1), "(B, S, H) after the embedding norm"),
+        _scalar("sequence_lengths", "INT32", "positions without padding", optional=False),
+    ),
+    outputs=(_tensor("output_hidden_state", DATA_TYPE, (-1, -1), "(B, S, H)"),),
+)
+
+# model_type, as config.pbtxt spells it, to the signature of the model.
+MODEL_SIGNATURES: dict[str, ModelSignature] = {
+    "GPT": GPT,
+    "GPT-J": GPTJ,
+    "GPT-NeoX": GPTNEOX,
+    "Llama": GPT,  # ours alone: no such model in the C++ backend
+    "T5": T5,
+    "T5-Encoder": T5_ENCODER,
+    "bert": BERT,
+}
+
+PREPROCESSING = ModelSignature(
+    inputs=(
+        _tensor("QUERY", "BYTES", (1,), "text of the row"),
+        _tensor("BAD_WORDS_DICT", "BYTES", (1,), "one CSV record of words", optional=True),
+        _tensor("STOP_WORDS_DICT", "BYTES", (1,), "one CSV record of words", optional=True),
+        _tensor("REQUEST_OUTPUT_LEN", "UINT32", (-1,), "new tokens wanted"),
+    ),
+    outputs=(
+        _tensor("INPUT_ID", "UINT32", (-1,), "token ids, right-padded"),
+        _tensor("REQUEST_INPUT_LEN", "UINT32", (1,), "tokens of the row without padding"),
+        _tensor("BAD_WORDS_IDS", "INT32", (2, -1), "token ids above their end offsets"),
+        _tensor("STOP_WORDS_IDS", "INT32", (2, -1), "token ids above their end offsets"),
+        _tensor("REQUEST_OUTPUT_LEN", "UINT32", (-1,), "as given"),
+        _tensor("PROMPT_LEARNING_TASK_NAME_IDS", "UINT32", (1,), "declared, never produced"),
+    ),
+)
+_POSTPROCESSING_ADDED = (
+    _tensor("REQUEST_INPUT_LEN", "UINT32", (1,), "added: prompt length of the row", optional=True),
+    _tensor("IS_FINISHED", "BOOL", (-1,), "added: (B, K): the answer is complete", optional=True),
+)
+POSTPROCESSING = ModelSignature(
+    inputs=(
+        _tensor("TOKENS_BATCH", "UINT32", (-1, -1), "(B, K, L): prompt, answer, end tokens"),
+        _tensor(
+            "RESPONSE_INPUT_LENGTHS",
+            "INT32",
+            (-1,),
+            "(B, K): where the answer starts",
+            optional=True,
+        ),
+        _tensor("sequence_length", "UINT32", (-1,), "(B, K): prompt and answer", optional=True),
+        *_POSTPROCESSING_ADDED,
+    ),
+    outputs=(_tensor("OUTPUT", "BYTES", (-1,), "(B, K): text"),),
+)
+TOKENIZER = ModelSignature(
+    inputs=(_tensor("query", "BYTES", (1,), "text of the row"),),
+    outputs=(
+        _tensor("input_ids", "UINT32", (-1,), "token ids with the end token, right-padded"),
+        _tensor("request_input_len", "UINT32", (1,), "tokens of the row without padding"),
+    ),
+)
+
+_ENSEMBLE_TEXT = (
+    _tensor("INPUT_0", "BYTES", (1,), "text of the row"),
+    _tensor("INPUT_1", "UINT32", (-1,), "new tokens wanted"),
+    _tensor("INPUT_2", "BYTES", (1,), "bad words, one CSV record", optional=True),
+    _tensor("INPUT_3", "BYTES", (1,), "stop words, one CSV record", optional=True),
+)
+# Inputs of a generation model to the output of preprocessing that each takes.
+FROM_TEXT = {
+    "input_ids": "INPUT_ID",
+    "input_lengths": "REQUEST_INPUT_LEN",
+    "request_output_len": "REQUEST_OUTPUT_LEN",
+    "bad_words_list": "BAD_WORDS_IDS",
+    "stop_words_list": "STOP_WORDS_IDS",
+    # An encoder-decoder model's names for two of them.
+    "sequence_length": "REQUEST_INPUT_LEN",
+    "max_output_len": "REQUEST_OUTPUT_LEN",
+}
+
+
+def postprocessing(model: ModelSignature) -> ModelSignature:
+    """Return postprocessing with the types in which `model` sends tokens and lengths."""
+    sent = {
+        "TOKENS_BATCH": model.output("output_ids").dtype,
+        "sequence_length": model.output("sequence_length").dtype,
+    }
+    inputs = tuple(
+        replace(tensor, dtype=sent.get(tensor.name, tensor.dtype))
+        for tensor in POSTPROCESSING.inputs
+    )
+    return ModelSignature(inputs, POSTPROCESSING.outputs)
+
+
+def ensemble(model: ModelSignature) -> ModelSignature:
+    """Return the text-in, text-out signature around a generation model."""
+    options = tuple(
+        replace(tensor, reshape=None) for tensor in model.inputs if tensor.name not in FROM_TEXT
+    )
+    shared = ("sequence_length", "cum_log_probs", "output_log_probs")
+    return ModelSignature(
+        inputs=(*_ENSEMBLE_TEXT, *options),
+        outputs=(
+            _tensor("OUTPUT_0", "BYTES", (-1,), "(B, K): text"),
+            *(model.output(name) for name in shared),
+        ),
+    )
+
+
+def interactive(model: ModelSignature) -> ModelSignature:
+    """Return the signature of an interactive model: every shape gains a leading axis of size 1."""
+    session = (
+        _scalar("session_len", "UINT32", "tokens the whole session may hold"),
+        _scalar("memory_len", "UINT32", "tokens kept in the circular cache"),
+    )
+    inputs = (*model.inputs, *session)
+    return ModelSignature(
+        inputs=tuple(_with_rows(tensor) for tensor in inputs),
+        outputs=tuple(_with_rows(tensor) for tensor in model.outputs),
+    )
+
+
+def _with_rows(tensor: TensorSignature) -> TensorSignature:
+    reshape = None if tensor.reshape is None else (-1, *tensor.reshape)
+    return replace(tensor, dims=(-1, *tensor.dims), reshape=reshape, ragged=False)
+
+
+def resolve(model: ModelSignature, *, data_type: str) -> ModelSignature:
+    """Fill in the computation type. Raises ValueError for an unknown `data_type`.
+
+    The server takes no BF16 prompt table from common clients, so a bf16 model accepts FP32 there.
+    """
+    if data_type not in _TRITON_DATA_TYPES:
+        known = ", ".join(_TRITON_DATA_TYPES)
+        raise ValueError(f"data_type={data_type!r} is unknown; use one of {known}.")
+
+    def filled(tensors: Iterable[TensorSignature]) -> tuple[TensorSignature, ...]:
+        return tuple(
+            replace(tensor, dtype=_concrete(tensor, data_type))
+            if tensor.dtype == DATA_TYPE
+            else tensor
+            for tensor in tensors
+        )
+
+    return ModelSignature(filled(model.inputs), filled(model.outputs))
+
+
+def _concrete(tensor: TensorSignature, data_type: str) -> str:
+    if tensor.name == _PROMPT_EMBEDDING.name and data_type != "fp16":
+        return "FP32"
+    return _TRITON_DATA_TYPES[data_type]
+
+
+def model_signature(model_type: str, *, data_type: str) -> ModelSignature:
+    """Return the signature of a `model_type`. Raises ValueError naming the known types."""
+    if model_type not in MODEL_SIGNATURES:
+        known = ", ".join(MODEL_SIGNATURES)
+        raise ValueError(f"model_type={model_type!r} is unknown; known types: {known}.")
+    return resolve(MODEL_SIGNATURES[model_type], data_type=data_type)

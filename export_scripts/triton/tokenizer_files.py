@@ -1,0 +1,43 @@
+"""Which files of a folder make a tokenizer, and of which kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """A tokenizer on disk. `kind` is a key of `TOKENIZER_KINDS`."""
+
+    kind: str
+    files: tuple[Path, ...]
+
+
+# kind -> file names, all needed; in order of preference where a folder fits several.
+TOKENIZER_KINDS: dict[str, tuple[str, ...]] = {
+    "hf": ("tokenizer.json",),
+    "bpe": ("vocab.json", "merges.txt"),
+    "sentencepiece": ("*.model",),
+    "wordpiece": ("vocab.txt",),
+}
+
+
+def find_tokenizer(folder: Path, *, kind: str | None = None) -> TokenizerFiles | None:
+    """Return the tokenizer in `folder` (of `kind`, if given), or None.
+
+    Raises:
+        ValueError: `kind` is unknown, or several files could be the one that is needed.
+    """
+    if kind is not None and kind not in TOKENIZER_KINDS:
+        known = ", ".join(TOKENIZER_KINDS)
+        raise ValueError(f"tokenizer_type={kind!r} is unknown; known types: {known}.")
+    for each in [kind] if kind else TOKENIZER_KINDS:
+        found = [sorted(folder.glob(pattern)) for pattern in TOKENIZER_KINDS[each]]
+        if not all(found):
+            continue
+        if several := [files for files in found if len(files) > 1]:
+            names = ", ".join(path.name for path in several[0])
+            raise ValueError(f"{folder} holds several tokenizer models: {names}; keep one.")
+        return TokenizerFiles(each, tuple(files[0] for files in found))
+    return None

@@ -1,0 +1,104 @@
+"""Compare an FT folder with its config.ini, its family and its manifest.
+
+Command: python -m export_scripts.validate --help
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.spec import ModelConfig, ModelFamily
+from export_scripts.ft.config_ini import read_config
+from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
+
+_CHUNK_BYTES = 1 << 22
+
+
+def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
+    """Return every difference between a folder and what it has to be; empty if it is sound.
+
+    Checked are config.ini, the exact set of weight files, each one's exact size, and, where a
+    manifest lies beside the folder, the files it records (their sha256 with `checksums`).
+    """
+    ft_dir = Path(ft_dir)
+    if not ft_dir.is_dir():
+        return [f"{ft_dir} is not a folder; expected a converted checkpoint such as <dir>/2-gpu"]
+    try:
+        family, config = read_config(ft_dir)
+    except CheckpointMismatchError as error:
+        return error.problems
+    problems = _compare_files(ft_dir, family, config)
+    return problems + _compare_manifest(ft_dir, checksums=checksums)
+
+
+def _compare_files(ft_dir: Path, family: ModelFamily, config: ModelConfig) -> list[str]:
+    tp_size = config.tensor_para_size
+    try:
+        expected = expected_files(family, config, tp_size)
+    except ValueError as error:
+        return [str(error)]
+    found = {entry.name: entry for entry in ft_dir.iterdir()}
+    problems = []
+    for name, size in expected.items():
+        entry = found.pop(name, None)
+        if entry is None:
+            problems.append(f"{name} is missing (expected {size} bytes)")
+        elif not entry.is_file():
+            problems.append(f"{name} is not a regular file")
+        elif (actual := entry.stat().st_size) != size:
+            problems.append(f"{name} has {actual} bytes, expected {size}")
+    tolerated = (*EXTRA_FILES, *family.unread)
+    problems += [
+        f"{name} is not expected in a {family.name} folder of {tp_size} ranks"
+        for name in sorted(found)
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in tolerated)
+    ]
+    return problems
+
+
+def _compare_manifest(ft_dir: Path, *, checksums: bool) -> list[str]:
+    path = manifest_path(ft_dir)
+    if not path.exists():
+        return []
+    try:
+        files: dict[str, dict[str, Any]] = json.loads(path.read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return [f"{path} is not a readable manifest: {error}"]
+    problems = []
+    for name, record in files.items():
+        file = ft_dir / name
+        if not file.is_file():
+            problems.append(f"{name} is missing, but the manifest records it")
+        elif file.stat().st_size != record["size_bytes"]:
+            problems.append(
+                f"{name} has {file.stat().st_size} bytes, "
+                f"the manifest records {record['size_bytes']}"
+            )
+        elif checksums and sha256_of(file) != record["sha256"]:
+            problems.append(f"{name} has other contents than the manifest records (sha256)")
+    return problems
+
+
+def sha256_of(path: Path) -> str:
+    """Return the sha256 of a file as hexadecimal digits."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _main() -> int:
+    from export_scripts.commands import validate_command
+
+    return validate_command(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,78 @@
+"""FT folders for tests of the runtime: recorded ones unpacked, and small random ones."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from export_scripts.families.gpt import GPT, GPTConfig
+from export_scripts.families.spec import ModelConfig, ModelFamily
+
+
+def unpack_case(case: Path, target: Path, *, tp_size: int, data_type: str = "fp32") -> Path:
+    """Unpack the FT folder recorded for a golden case, its config.ini corrected as it says."""
+    facts = json.loads((case / "case.json").read_text())
+    variant = next(
+        v for v in facts["variants"] if v["tp"] == tp_size and v["weight_data_type"] == data_type
+    )
+    with tarfile.open(case / variant["tar"]) as archive:
+        archive.extractall(target, filter="data")
+    ft_dir = target / f"{tp_size}-gpu"
+    ini = configparser.ConfigParser()
+    ini.read(ft_dir / "config.ini")
+    for section, values in (facts.get("config_overrides") or {}).items():
+        for key, value in values.items():
+            ini[section][key] = str(value)
+    with (ft_dir / "config.ini").open("w") as file:
+        ini.write(file)
+    return ft_dir
+
+
+def write_random(
+    family: ModelFamily, config: ModelConfig, target: Path, *, seed: int = 0, scale: float = 0.3
+) -> Path:
+    """Write an FT folder of random weights; the same seed gives one model for every TP."""
+    tp_size = config.tensor_para_size
+    ft_dir = target / f"{tp_size}-gpu"
+    ft_dir.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in family.tensors(config):
+        whole = torch.randn(tensor.shape, generator=generator) * scale
+        if tensor.name.endswith("layernorm.weight"):
+            whole += 1
+        for rank, name in enumerate(tensor.file_names(tp_size)):
+            part = whole if tensor.split is None else whole.chunk(tp_size, tensor.split)[rank]
+            part.contiguous().numpy().tofile(ft_dir / name)
+    lines = []
+    for section, values in config.sections().items():
+        lines += [f"[{section}]", *(f"{key} = {value}" for key, value in values.items())]
+    (ft_dir / "config.ini").write_text("\n".join(lines) + "\n")
+    return ft_dir
+
+
+def gpt_config(*, tp_size: int = 1, **changes: Any) -> GPTConfig:
+    """Return a small GPT whose sizes all differ."""
+    values: dict[str, Any] = {
+        "model_name": "tiny",
+        "head_num": 4,
+        "size_per_head": 6,
+        "inter_size": 56,
+        "num_layer": 2,
+        "vocab_size": 53,
+        "start_id": 51,
+        "end_id": 52,
+        "max_pos_seq_len": 80,
+        "weight_data_type": "fp32",
+        "tensor_para_size": tp_size,
+    }
+    return GPTConfig(**{**values, **changes})
+
+
+def write_gpt(target: Path, *, tp_size: int = 1, seed: int = 0, **changes: Any) -> Path:
+    """Write a small random GPT."""
+    return write_random(GPT, gpt_config(tp_size=tp_size, **changes), target, seed=seed)

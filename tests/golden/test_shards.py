@@ -1,0 +1,206 @@
+"""Every source under the golden folder becomes the reference converters' files, byte for byte."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from export_scripts.convert import ConversionRequest, check_conversion, convert
+from export_scripts.ft.config_ini import parse_ini
+from export_scripts.validate import validate_directory
+from tests.conftest import SHARED
+
+GOLDEN = SHARED / "golden"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a case needs besides its case.json.
+
+    Attributes:
+        request: Fields of the request; paths are relative to the case's folder.
+        may_lack: Patterns of expected files that no loader reads.
+        close: Patterns of files that are matrix products, compared within a tolerance.
+        config: Whether the reference's config.ini is worth comparing.
+        unlike: config.ini keys that may differ.
+        only: Patterns of the config.ini keys worth comparing, as section.key.
+    """
+
+    request: Mapping[str, Any] | None = None
+    may_lack: tuple[str, ...] = ()
+    close: tuple[str, ...] = ()
+    config: bool = True
+    unlike: tuple[str, ...] = ("model_name", "_name_or_path")
+    only: tuple[str, ...] = ("*",)
+
+
+OUTPUT_BIASES = ("*.attention.dense.bias.bin", "*.mlp.dense_4h_to_h.bias.bin")
+
+# A transposed copy of the embedding, beside the one that is read.
+T5_COPY = ("shared.weight.bin",)
+# Which sections' keys the loader reads; the reference dumps the source's configuration besides.
+T5_KEYS = (
+    *(
+        f"*.{key}"
+        for key in (
+            "num_heads", "d_kv", "d_model", "d_ff", "num_layers", "vocab_size", "weight_data_type",
+            "relative_attention_num_buckets_or_max_pos_seq_len", "feed_forward_proj",
+            "tensor_para_size", "has_adapter", "adapter_inter_size", "adapter_norm_position",
+        )
+    ),
+    "encoder.num_tasks", "encoder.prompt_learning_*", "task_*.*", "structure.*",
+    "decoder.decoder_start_token_id", "decoder.eos_token_id", "decoder.pad_id",
+    "decoder.tie_word_embeddings",
+)  # fmt: skip
+
+# Keyed by family/case pattern; the first that matches holds.
+ROWS: dict[str, Row] = {
+    # Output biases of the parallel residual, which their sum replaces.
+    "gptneox/parallel_residual": Row(may_lack=OUTPUT_BIASES),
+    # The reference's config.ini is that of the 20B and the 6B model, whatever it converts.
+    "gptneox_eleuther/*": Row(may_lack=OUTPUT_BIASES, config=False),
+    "gptj_slim/*": Row(config=False),
+    "opt/int8_static": Row({"activation_ranges": "source/act_scales.pt"}),
+    "opt/post_ln_projected": Row(close=("model.wte.bin", "model.lm_head.weight.bin")),
+    "gpt_megatron/v0_tp1": Row({"given": (("head_num", "4"),)}),
+    "gpt_nemo/prompt_table": Row({"prompt_checkpoints": ("source/prompt.nemo",)}),
+    "t5/*": Row(may_lack=T5_COPY, only=T5_KEYS),
+    "t5_encoder/*": Row({"model_type": "t5_encoder"}, may_lack=T5_COPY, only=T5_KEYS),
+    "t5_nemo/prompt_table": Row({"prompt_checkpoints": ("source/prompt.nemo",)}, only=T5_KEYS),
+    "t5_nemo/linear_adapter": Row({"adapter_checkpoints": ("source/adapter.nemo",)}, only=T5_KEYS),
+    "t5_nemo/ia3_two_tasks": Row(
+        {"ia3_checkpoints": ("source/ia3_task0.nemo", "source/ia3_task1.nemo")}, only=T5_KEYS
+    ),
+    "t5_nemo/*": Row(only=T5_KEYS),
+    "*": Row(),
+}
+
+_PATH_FIELDS = ("prompt_checkpoints", "ia3_checkpoints", "adapter_checkpoints")
+
+
+def cases() -> list[Any]:
+    if not GOLDEN.is_dir():
+        reason = f"golden checkpoints not found at {GOLDEN}; set SLIPWAY_SHARED to their folder"
+        return [pytest.param(GOLDEN, {}, {}, marks=pytest.mark.skip(reason=reason))]
+    found = []
+    for path in sorted(GOLDEN.glob("*/*/case.json")):
+        case = json.loads(path.read_text())
+        name = f"{path.parts[-3]}/{path.parts[-2]}"
+        found += [
+            pytest.param(path.parent, case, variant, id=f"{name}-{variant['label']}")
+            for variant in case.get("variants", ())
+        ]
+    assert found, f"no golden cases under {GOLDEN}"
+    return found
+
+
+def row_of(folder: Path) -> Row:
+    name = "/".join(folder.parts[-2:])
+    return next(row for pattern, row in ROWS.items() if fnmatch.fnmatchcase(name, pattern))
+
+
+def request_for(
+    folder: Path, case: Mapping[str, Any], variant: Mapping[str, Any], output_dir: Path
+) -> ConversionRequest:
+    fields = dict(row_of(folder).request or {})
+    for key in _PATH_FIELDS:
+        if key in fields:
+            fields[key] = tuple(folder / path for path in fields[key])
+    if "activation_ranges" in fields:
+        fields["activation_ranges"] = folder / fields["activation_ranges"]
+    return ConversionRequest(
+        checkpoint_path=folder / case["source"],
+        output_dir=output_dir,
+        tp_size=variant["tp"],
+        weight_data_type=variant["weight_data_type"],
+        processes=2,
+        **fields,
+    )
+
+
+@pytest.mark.parametrize(("folder", "case", "variant"), cases())
+def test_shards_equal_the_reference(
+    folder: Path, case: Mapping[str, Any], variant: Mapping[str, Any], tmp_path: Path
+) -> None:
+    request = request_for(folder, case, variant, tmp_path / "ours")
+    assert check_conversion(request) == []
+    ours = convert(request).ft_dir
+    with tarfile.open(folder / variant["tar"]) as archive:
+        archive.extractall(tmp_path / "theirs", filter="data")
+    theirs = next((tmp_path / "theirs").rglob("config.ini")).parent
+    row = row_of(folder)
+    assert validate_directory(ours) == []
+    assert different_files(ours, theirs, row, variant["weight_data_type"]) == {}
+    if row.config:
+        assert different_keys(ours, theirs, case.get("config_overrides", {}), row) == {}
+    for name in ("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"):
+        if (theirs / name).exists():
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+
+
+def different_files(ours: Path, theirs: Path, row: Row, data_type: str) -> dict[str, str]:
+    mine = {path.name: path for path in ours.glob("*.bin")}
+    wanted = {path.name: path for path in theirs.glob("*.bin")}
+    problems = dict.fromkeys(mine.keys() - wanted.keys(), "unexpected")
+    for name, path in wanted.items():
+        if name not in mine:
+            if not _matches(name, row.may_lack):
+                problems[name] = "missing"
+        elif mine[name].read_bytes() != path.read_bytes() and not (
+            _matches(name, row.close) and _is_close(mine[name], path, data_type)
+        ):
+            problems[name] = "different bytes"
+    return problems
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_close(mine: Path, theirs: Path, data_type: str) -> bool:
+    if data_type == "fp16":
+        # One unit in the last place: neighbouring halves have neighbouring bit patterns.
+        bits = [np.fromfile(path, np.int16).astype(np.int32) for path in (mine, theirs)]
+        return bool(np.abs(bits[0] - bits[1]).max() <= 1)
+    values = [np.fromfile(path, np.float32) for path in (mine, theirs)]
+    return bool(np.allclose(*values, rtol=0, atol=1e-6))  # sums of products, order unspecified
+
+
+def different_keys(
+    ours: Path, theirs: Path, overrides: Mapping[str, Mapping[str, Any]], row: Row
+) -> dict[str, tuple[str, str | None]]:
+    mine = parse_ini((ours / "config.ini").read_text())
+    wanted = parse_ini((theirs / "config.ini").read_text())
+    for section, keys in overrides.items():
+        wanted.setdefault(section, {}).update({k: str(v) for k, v in keys.items()})
+    return {
+        f"[{section}] {key}": (value, mine.get(section, {}).get(key))
+        for section, keys in wanted.items()
+        for key, value in keys.items()
+        if key not in row.unlike
+        and _matches(f"{section}.{key}", row.only)
+        and _value(value) != _value(mine.get(section, {}).get(key))
+    }
+
+
+def _value(text: str | None) -> Any:
+    """Return a config value as the loader takes it: numbers and booleans by value."""
+    if text is None:
+        return None
+    word = text.strip().lower()
+    if word in ("true", "yes", "on"):
+        return 1.0
+    if word in ("false", "no", "off"):
+        return 0.0
+    try:
+        return float(word)
+    except ValueError:
+        return word

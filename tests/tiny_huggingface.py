@@ -1,0 +1,50 @@
+"""Copies of the recorded Hugging Face sources with other settings or tensors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from export_scripts.convert import ConversionRequest, convert
+from export_scripts.ft.reader import FTReader
+
+
+def copy_of(
+    source: Path,
+    target: Path,
+    *,
+    config: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, torch.Tensor | None] | None = None,
+) -> Path:
+    """Copy a folder with config.json and tensors changed; None removes a key or a tensor."""
+    shutil.copytree(source, target)
+    settings = json.loads((target / "config.json").read_text()) | dict(config or {})
+    settings = {k: v for k, v in settings.items() if v is not None or k not in (config or {})}
+    (target / "config.json").write_text(json.dumps(settings))
+    if tensors:
+        state = {**read_tensors(target), **tensors}
+        for name in ("model.safetensors", "pytorch_model.bin"):
+            (target / name).unlink(missing_ok=True)
+        kept = {key: value.contiguous() for key, value in state.items() if value is not None}
+        safetensors.torch.save_file(kept, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors of a folder with one weight file."""
+    if (folder / "model.safetensors").exists():
+        return dict(safetensors.torch.load_file(folder / "model.safetensors"))
+    return dict(torch.load(folder / "pytorch_model.bin", weights_only=True))
+
+
+def converted(source: Path, target: Path, **fields: Any) -> FTReader:
+    """Convert and open the folder."""
+    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | fields
+    request = ConversionRequest(checkpoint_path=source, output_dir=target, **values)
+    return FTReader(convert(request).ft_dir)

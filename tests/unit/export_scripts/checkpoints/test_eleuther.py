@@ -1,0 +1,84 @@
+"""Indexing EleutherAI's layer files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from export_scripts.checkpoints.base import FileMaps
+from export_scripts.checkpoints.eleuther import layer_directory, open_eleuther
+from export_scripts.errors import CheckpointMismatchError
+
+
+def write_layers(folder: Path, *, ranks: int = 2, numbers: tuple[int, ...] = (2, 3, 4)) -> Path:
+    """Write an embedding, transformer layers of the given numbers, a norm and a head."""
+    step = folder / "global_step5"
+    step.mkdir(parents=True)
+    (folder / "latest").write_text("global_step5\n")
+    contents = {0: {"word_embeddings.weight": 0}, 9: {"norm.weight": 90}}
+    contents |= {number: {"attention.query_key_value.weight": number} for number in numbers}
+    contents[11] = {"final_linear.weight": 110}
+    for number, tensors in contents.items():
+        for rank in range(ranks):
+            values = {key: torch.full((4,), value + rank / 10) for key, value in tensors.items()}
+            torch.save(values, step / f"layer_{number:02d}-model_{rank:02d}-model_states.pt")
+    return step
+
+
+def test_layers_are_numbered_from_the_first_transformer_file(tmp_path: Path) -> None:
+    write_layers(tmp_path)
+    index = open_eleuther(tmp_path)
+    pieces = index.pieces("layers.1.attention.query_key_value.weight")
+    values = [float(piece.load(FileMaps())[0]) for piece in pieces]
+    assert values == pytest.approx([3.0, 3.1])
+
+
+def test_norm_and_head_are_found_by_their_keys_whatever_their_numbers(tmp_path: Path) -> None:
+    write_layers(tmp_path)
+    assert {"final.norm.weight", "final.final_linear.weight"} <= set(open_eleuther(tmp_path).keys())
+
+
+def test_step_folder_itself_is_accepted(tmp_path: Path) -> None:
+    step = write_layers(tmp_path)
+    assert layer_directory(step) == step
+    assert not open_eleuther(step).notes()
+
+
+def test_missing_rank_is_named(tmp_path: Path) -> None:
+    step = write_layers(tmp_path)
+    (step / "layer_03-model_01-model_states.pt").unlink()
+    with pytest.raises(CheckpointMismatchError, match=r"lacks layer_03-model_01-model_states\.pt"):
+        open_eleuther(tmp_path)
+
+
+def test_rank_missing_everywhere_contradicts_the_configuration(tmp_path: Path) -> None:
+    step = write_layers(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "20B.yml").write_text("model_parallel_size: 2\n")
+    for file in step.glob("*-model_01-*"):
+        file.unlink()
+    with pytest.raises(CheckpointMismatchError, match=r"files of 1 training ranks.*size: 2"):
+        open_eleuther(tmp_path)
+
+
+def test_missing_layer_is_named(tmp_path: Path) -> None:
+    write_layers(tmp_path, numbers=(2, 4))
+    with pytest.raises(CheckpointMismatchError, match="lacks the files of layer_03"):
+        open_eleuther(tmp_path)
+
+
+def test_missing_last_layer_contradicts_the_configuration(tmp_path: Path) -> None:
+    write_layers(tmp_path, numbers=(2, 3))
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "20B.yml").write_text("num-layers: 3\n")
+    with pytest.raises(CheckpointMismatchError, match=r"holds 2 transformer layers.*num-layers: 3"):
+        open_eleuther(tmp_path)
+
+
+def test_ranks_with_different_keys_are_refused(tmp_path: Path) -> None:
+    step = write_layers(tmp_path)
+    torch.save({"norm.bias": torch.zeros(4)}, step / "layer_09-model_01-model_states.pt")
+    with pytest.raises(CheckpointMismatchError, match=r"rank 1 and rank 0 differ in norm\.bias"):
+        open_eleuther(tmp_path)

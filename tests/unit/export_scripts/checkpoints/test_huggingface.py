@@ -1,0 +1,135 @@
+"""Hugging Face folders: single and indexed files, tied tensors, damage."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from export_scripts.checkpoints import open_checkpoint
+from export_scripts.checkpoints.base import FileMaps, read_whole
+from export_scripts.errors import CheckpointMismatchError
+
+TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.c": torch.ones(5, dtype=torch.bfloat16)}
+
+
+def folder(path: Path, files: dict[str, Any], config: Any = None) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config or {"model_type": "gpt2"}))
+    for name, content in files.items():
+        if name.endswith(".safetensors"):
+            safetensors.torch.save_file(content, path / name)
+        elif name.endswith(".bin"):
+            torch.save(content, path / name)
+        else:
+            (path / name).write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def index_of(shards: dict[str, dict[str, torch.Tensor]]) -> dict[str, Any]:
+    return {"weight_map": {key: name for name, tensors in shards.items() for key in tensors}}
+
+
+def values(path: Path) -> dict[str, torch.Tensor]:
+    reader = open_checkpoint(path)
+    maps = FileMaps()
+    return {key: read_whole(reader, key, maps) for key in reader.keys()}  # noqa: SIM118
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_single_and_indexed_files_read_alike(tmp_path: Path, suffix: str, indexed: bool) -> None:
+    stem = "model" if suffix == "safetensors" else "pytorch_model"
+    files: dict[str, Any] = {f"{stem}.{suffix}": TENSORS}
+    if indexed:
+        files = {
+            f"{stem}-0000{i + 1}-of-00002.{suffix}": {key: TENSORS[key]}
+            for i, key in enumerate(TENSORS)
+        }
+        files |= {f"{stem}.{suffix}.index.json": index_of(files)}
+    found = values(folder(tmp_path / "m", files))
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[key], TENSORS[key]) for key in TENSORS)
+
+
+def test_safetensors_is_preferred(tmp_path: Path) -> None:
+    files = {"model.safetensors": TENSORS, "pytorch_model.bin": {"other": torch.ones(1)}}
+    assert values(folder(tmp_path / "m", files)).keys() == TENSORS.keys()
+
+
+def test_shards_without_an_index_are_all_taken(tmp_path: Path) -> None:
+    files = {
+        "model-00001-of-00002.safetensors": {"a": TENSORS["a"]},
+        "model-00002-of-00002.safetensors": {"b.c": TENSORS["b.c"]},
+    }
+    assert values(folder(tmp_path / "m", files)).keys() == TENSORS.keys()
+
+
+def test_missing_shards_are_named(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    files = {"model-1.safetensors": {"a": TENSORS["a"]}, "model.safetensors.index.json": index}
+    with pytest.raises(CheckpointMismatchError, match=r"missing under .*: model-2\.safetensors"):
+        values(folder(tmp_path / "m", files))
+
+
+def test_an_index_that_leads_outside_is_refused(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "../x.safetensors"}}
+    with pytest.raises(CheckpointMismatchError, match=r"is refused: it names '\.\./x"):
+        values(folder(tmp_path / "m", {"model.safetensors.index.json": index}))
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    files = {"model-1.safetensors": TENSORS, "model-2.safetensors": {"a": TENSORS["a"]}}
+    with pytest.raises(CheckpointMismatchError, match="tensor a is in both model-1"):
+        values(folder(tmp_path / "m", files))
+
+
+def test_a_folder_without_weights_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match="but no weights; expected one of"):
+        values(folder(tmp_path / "m", {}))
+
+
+def test_a_truncated_safetensors_file_names_the_tensor(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(CheckpointMismatchError, match="truncated or damaged: tensor"):
+        values(path.parent)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"abc", struct.pack("<Q", 1 << 60), struct.pack("<Q", 4) + b"nope",
+     struct.pack("<Q", 2) + b"[]"],
+)  # fmt: skip
+def test_a_damaged_safetensors_header_is_told(tmp_path: Path, data: bytes) -> None:
+    path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointMismatchError, match=r"model\.safetensors is truncated"):
+        values(path.parent)
+
+
+def test_an_entry_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}).encode()
+    path = folder(tmp_path / "m", {}) / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    with pytest.raises(CheckpointMismatchError, match=r"tensor a of shape \[3\] .* cannot take 8"):
+        values(path.parent)
+
+
+def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F8_E4M3", "shape": [3], "data_offsets": [0, 3]}}).encode()
+    path = folder(tmp_path / "m", {}) / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(3))
+    with pytest.raises(CheckpointMismatchError, match="dequantised first"):
+        values(path.parent)
+
+
+def test_tokenizer_files_are_found_under_their_target_names(tmp_path: Path) -> None:
+    files = {"model.safetensors": TENSORS, "spiece.model": "x", "tokenizer_config.json": {}}
+    names = [file.name for file in open_checkpoint(folder(tmp_path / "m", files)).tokenizer_files()]
+    assert sorted(names) == ["tokenizer.model", "tokenizer_config.json"]

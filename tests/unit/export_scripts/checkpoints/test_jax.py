@@ -1,0 +1,120 @@
+"""Indexing the numbered .npz parts of a GPT-J release."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from export_scripts.checkpoints.base import FileMaps
+from export_scripts.checkpoints.jax import open_jax, step_directory
+from export_scripts.errors import CheckpointMismatchError
+
+LAYERS = 12
+ARRAYS = 6 + 10 * LAYERS
+
+
+def write_release(folder: Path, *, shards: int = 2, arrays: int = ARRAYS, parts: int = 2) -> Path:
+    """Write arrays whose only value tells their shard and place in the sequence."""
+    step = folder / "step_7"
+    for shard in range(shards):
+        values = [np.full((3,), 1000 * shard + i, np.float32) for i in range(arrays)]
+        (step / f"shard_{shard}").mkdir(parents=True)
+        cut = arrays // parts
+        for part in range(parts):
+            end = None if part == parts - 1 else (part + 1) * cut
+            np.savez(step / f"shard_{shard}" / f"{part}.npz", *values[part * cut : end])
+    return step
+
+
+def test_arrays_are_named_by_their_place_with_layers_sorted_as_text(tmp_path: Path) -> None:
+    index = open_jax(write_release(tmp_path))
+    maps = FileMaps()
+
+    def first(key: str, shard: int = 0) -> float:
+        return float(index.pieces(key)[shard].load(maps)[0])
+
+    assert first("wte.bias") == 0
+    assert first("h.0.q.weight") == 2
+    assert first("h.0.v.weight") == 3
+    assert first("h.1.q.weight") == 12
+    assert first("h.10.q.weight") == 22  # after layer 1, before layer 2
+    assert first("h.2.q.weight") == 42
+    assert first("ln_f.weight", shard=1) == 1000 + ARRAYS - 1
+    assert len(index.keys()) == ARRAYS
+
+
+def test_two_byte_void_arrays_are_bfloat16(tmp_path: Path) -> None:
+    import torch
+
+    step = tmp_path / "step_1" / "shard_0"
+    step.mkdir(parents=True)
+    bits = torch.tensor([1.5, -2.0], dtype=torch.bfloat16).view(torch.int16).numpy()
+    np.savez(step / "0.npz", *[bits.view("V2")] * 16)
+
+    tensor = open_jax(tmp_path).pieces("wte.bias")[0].load(FileMaps())
+
+    assert tensor.dtype == torch.bfloat16
+    assert tensor.tolist() == [1.5, -2.0]
+
+
+def test_folder_above_the_step_is_accepted_and_says_which_step(tmp_path: Path) -> None:
+    write_release(tmp_path)
+    index = open_jax(tmp_path)
+    assert index.notes() == (f"step_7 of {tmp_path} is read",)
+
+
+def test_other_folders_are_not_a_release(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert step_directory(tmp_path) is None
+
+
+def test_missing_shard_is_named(tmp_path: Path) -> None:
+    step = write_release(tmp_path, shards=3)
+    (step / "shard_1" / "0.npz").unlink()
+    with pytest.raises(CheckpointMismatchError, match="lacks shard_1 of 3 shards"):
+        open_jax(step)
+
+
+def test_missing_part_is_named(tmp_path: Path) -> None:
+    step = write_release(tmp_path, parts=3)
+    (step / "shard_1" / "1.npz").unlink()
+    with pytest.raises(CheckpointMismatchError, match=r"shard_1 lacks 1\.npz"):
+        open_jax(step)
+
+
+def test_missing_last_part_is_noticed_by_the_number_of_arrays(tmp_path: Path) -> None:
+    step = write_release(tmp_path, arrays=ARRAYS - 1)
+    with pytest.raises(CheckpointMismatchError, match=f"holds {ARRAYS - 1} arrays a shard"):
+        open_jax(step)
+
+
+def test_cut_off_file_is_named(tmp_path: Path) -> None:
+    step = write_release(tmp_path)
+    file = step / "shard_0" / "1.npz"
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(CheckpointMismatchError, match=r"1\.npz is truncated or damaged"):
+        open_jax(step)
+
+
+def test_object_arrays_are_refused_without_unpickling(tmp_path: Path) -> None:
+    step = tmp_path / "step_1" / "shard_0"
+    step.mkdir(parents=True)
+    np.savez(step / "0.npz", np.array([{}], dtype=object))
+    with pytest.raises(CheckpointMismatchError, match=r"arr_0\.npy has type '\|O'"):
+        open_jax(tmp_path)
+
+
+def test_compressed_arrays_are_refused(tmp_path: Path) -> None:
+    step = tmp_path / "step_1" / "shard_0"
+    step.mkdir(parents=True)
+    np.savez_compressed(step / "0.npz", np.zeros(3, np.float32))
+    with pytest.raises(CheckpointMismatchError, match="is compressed"):
+        open_jax(tmp_path)
+
+
+def test_model_configuration_beside_the_step_is_read(tmp_path: Path) -> None:
+    write_release(tmp_path)
+    (tmp_path / "6B_roto_256.json").write_text('{"n_heads": 16, "pe_rotary_dims": 64}')
+    assert open_jax(tmp_path).config() == {"n_heads": 16, "pe_rotary_dims": 64}

@@ -1,0 +1,268 @@
+"""Variants of GPT sources that no golden holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from export_scripts.convert import ConversionRequest, convert
+from export_scripts.ft.config_ini import read_config
+from export_scripts.ft.reader import FTReader
+from tests.tiny import NEMO, TinyGPT, gpt_tensors, write_megatron, write_nemo
+
+MODEL = TinyGPT()
+LAYER = NEMO + "encoder.layers.{}."
+
+
+def reader(source: Path, tmp_path: Path, tp_size: int = 1, **fields: Any) -> FTReader:
+    request = ConversionRequest(source, tmp_path / "out", tp_size, "fp32", **fields)
+    return FTReader(convert(request).ft_dir)
+
+
+def test_layernorm1p_scales_get_one_added(tmp_path: Path) -> None:
+    tensors = gpt_tensors()
+    source = write_nemo(tmp_path / "x.nemo", config={"normalization": "layernorm1p"})
+    ft = reader(source, tmp_path)
+    stored = tensors[LAYER.format(1) + "input_layernorm.weight"]
+    assert torch.equal(ft.read("model.layers.1.input_layernorm.weight"), stored + 1)
+    final = tensors[NEMO + "encoder.final_layernorm.weight"]
+    assert torch.equal(ft.read("model.final_layernorm.weight"), final + 1)
+    bias = tensors[LAYER.format(1) + "input_layernorm.bias"]
+    assert torch.equal(ft.read("model.layers.1.input_layernorm.bias"), bias)
+
+
+def test_models_without_biases_get_zero_files(tmp_path: Path) -> None:
+    tensors = {
+        name: tensor
+        for name, tensor in gpt_tensors().items()
+        if not name.endswith(".bias") or "layernorm" in name
+    }
+    source = write_nemo(tmp_path / "x.nemo", tensors, config={"bias": False})
+    ft = reader(source, tmp_path, 2)
+    for name in ("attention.query_key_value", "attention.dense", "mlp.dense_4h_to_h"):
+        bias = ft.read(f"model.layers.2.{name}.bias")
+        assert not bias.any()
+    norm = tensors[LAYER.format(2) + "input_layernorm.bias"]
+    assert torch.equal(ft.read("model.layers.2.input_layernorm.bias"), norm)
+
+
+def test_an_untied_output_layer_becomes_the_head(tmp_path: Path) -> None:
+    head = torch.randn(MODEL.vocab_size, MODEL.hidden)
+    tensors = gpt_tensors() | {NEMO + "output_layer.weight": head}
+    config = {"share_embeddings_and_output_weights": False}
+    ft = reader(write_nemo(tmp_path / "x.nemo", tensors, tp=2, pp=2, config=config), tmp_path)
+    assert torch.equal(ft.read("model.lm_head.weight"), head)
+    assert ft.family.architecture(ft.config).untied_head
+
+
+def test_a_tied_model_writes_no_head(tmp_path: Path) -> None:
+    ft = reader(write_nemo(tmp_path / "x.nemo"), tmp_path)
+    assert not ft.has("model.lm_head.weight")
+    assert not ft.family.architecture(ft.config).untied_head
+
+
+def test_a_lost_head_is_noticed(tmp_path: Path) -> None:
+    head = torch.randn(MODEL.vocab_size, MODEL.hidden)
+    tensors = gpt_tensors() | {NEMO + "output_layer.weight": head}
+    ft = reader(write_nemo(tmp_path / "x.nemo", tensors), tmp_path)
+    (ft.path / "model.lm_head.weight.bin").unlink()
+    with pytest.raises(ValueError, match=r"model\.lm_head\.weight\.bin is missing"):
+        FTReader(ft.path)
+
+
+def test_the_last_stage_copy_of_the_embedding_is_ignored(tmp_path: Path) -> None:
+    tensors = gpt_tensors()
+    tensors["model.word_embeddings.weight"] = tensors[NEMO + "embedding.word_embeddings.weight"]
+    assert reader(write_nemo(tmp_path / "x.nemo", tensors, pp=2), tmp_path).config.end_id == 52
+
+
+@pytest.mark.parametrize(
+    ("version", "order", "stack", "attention"),
+    [
+        (0, ("k", "n", "d"), "transformer", "attention"),
+        (1.0, ("n", "d", "k"), "encoder", "attention"),
+        (2.0, ("n", "k", "d"), "encoder", "self_attention"),
+        (3.0, ("n", "k", "d"), "encoder", "self_attention"),
+    ],
+)
+def test_qkv_rows_of_each_checkpoint_version_come_out_alike(
+    tmp_path: Path, version: float, order: tuple[str, ...], stack: str, attention: str
+) -> None:
+    tensors = gpt_tensors()
+    expected = reader(write_nemo(tmp_path / "x.nemo"), tmp_path)
+    sizes = {"n": MODEL.head_num, "k": 3, "d": MODEL.size_per_head}
+    for name, tensor in tensors.items():
+        if "query_key_value" in name:
+            axes = ["nkd".index(axis) for axis in order]
+            split = tensor.view(sizes["n"], 3, sizes["d"], *tensor.shape[1:])
+            tail = [3] if tensor.ndim == 2 else []
+            tensors[name] = split.permute(*axes, *tail).reshape(tensor.shape).contiguous()
+    source = write_megatron(
+        tmp_path / "m", tensors, version=version, stack=stack, attention=attention
+    )
+    given = (("head_num", "6"),) if version == 0 else ()
+    ft = FTReader(convert(ConversionRequest(source, tmp_path / "o", 1, "fp32", given=given)).ft_dir)
+    for layer in range(MODEL.num_layer):
+        for part in ("weight", "bias"):
+            name = f"model.layers.{layer}.attention.query_key_value.{part}"
+            assert torch.equal(ft.read(name), expected.read(name))
+
+
+def test_version_0_asks_for_its_heads(tmp_path: Path) -> None:
+    source = write_megatron(tmp_path / "m", gpt_tensors(), version=0, stack="transformer")
+    with pytest.raises(ValueError, match="state --set head_num="):
+        convert(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
+
+
+def test_version_0_counts_the_rows_of_every_training_rank(tmp_path: Path) -> None:
+    """Its files tell no vocabulary size; the reference sums the ranks of one group only."""
+    tensors = gpt_tensors()
+    source = write_megatron(tmp_path / "m", tensors, version=0, stack="transformer", tp=2)
+    given = (("head_num", "6"),)
+    ft = FTReader(convert(ConversionRequest(source, tmp_path / "o", 1, "fp32", given=given)).ft_dir)
+    assert ft.config.dim("vocab_size", {}) == MODEL.vocab_size
+    assert torch.equal(ft.read("model.wte"), tensors[NEMO + "embedding.word_embeddings.weight"])
+
+
+def test_megatron_rank_folders_in_nemo_s_style_are_read(tmp_path: Path) -> None:
+    source = write_megatron(tmp_path / "m", gpt_tensors(), tp=2, pp=2)
+    for folder in list(source.glob("mp_rank_*")):
+        t, p = folder.name.removeprefix("mp_rank_").split("_")
+        folder.rename(source / f"tp_rank_{t}_pp_rank_{p}")
+    expected = reader(write_nemo(tmp_path / "x.nemo"), tmp_path)
+    ft = FTReader(convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).ft_dir)
+    name = "model.layers.3.mlp.dense_4h_to_h.weight"
+    assert torch.equal(ft.read(name), expected.read(name))
+
+
+def test_an_unknown_checkpoint_version_is_refused(tmp_path: Path) -> None:
+    source = write_megatron(tmp_path / "m", gpt_tensors(), version=4.0)
+    with pytest.raises(ValueError, match=r"checkpoint_version = 4\.0; known versions: 0, 1, 2, 3"):
+        convert(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
+
+
+def test_the_latest_iteration_of_a_megatron_run_is_followed(tmp_path: Path) -> None:
+    write_megatron(tmp_path / "m" / "iter_0000100", gpt_tensors(seed=1))
+    write_megatron(tmp_path / "m" / "iter_0000200", gpt_tensors(seed=2))
+    (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("200")
+    request = ConversionRequest(tmp_path / "m", tmp_path / "o", 1, "fp32")
+    summary = convert(request)
+    wte = FTReader(summary.ft_dir).read("model.wte")
+    assert torch.equal(wte, gpt_tensors(seed=2)[NEMO + "embedding.word_embeddings.weight"])
+    assert any("iter_0000200" in remark for remark in summary.remarks)
+
+
+def core_tensors(*, fused_norms: bool) -> dict[str, torch.Tensor]:
+    """Return the tiny model in megatron-core's names."""
+    norms = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "post_attention_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
+    names = {
+        "self_attention.query_key_value": "self_attention.linear_qkv",
+        "self_attention.dense": "self_attention.linear_proj",
+        "mlp.dense_h_to_4h": "mlp.linear_fc1",
+        "mlp.dense_4h_to_h": "mlp.linear_fc2",
+        **(norms if fused_norms else {"post_attention_layernorm.": "pre_mlp_layernorm."}),
+        NEMO + "encoder.": "model.decoder.",
+        NEMO: "model.",
+    }
+    out = {}
+    for name, tensor in gpt_tensors().items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        out[name] = tensor
+    return out
+
+
+@pytest.mark.parametrize("fused_norms", [False, True])
+def test_megatron_core_names_give_the_same_folder(tmp_path: Path, fused_norms: bool) -> None:
+    expected = reader(write_nemo(tmp_path / "x.nemo"), tmp_path)
+    tensors = core_tensors(fused_norms=fused_norms)
+    tensors["model.decoder.layers.0.self_attention.linear_qkv._extra_state"] = torch.zeros(3)
+    source = write_nemo(tmp_path / "core.nemo", tensors, config={"mcore_gpt": True})
+    ft = FTReader(convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).ft_dir)
+    for name in expected.names():
+        assert torch.equal(ft.read(name), expected.read(name)), name
+
+
+@pytest.mark.parametrize(("same", "untied"), [(True, False), (False, True)])
+def test_a_stored_output_layer_of_a_tied_core_model_is_compared(
+    tmp_path: Path, same: bool, untied: bool
+) -> None:
+    tensors = core_tensors(fused_norms=False)
+    embedding = tensors["model.embedding.word_embeddings.weight"]
+    tensors["model.output_layer.weight"] = embedding.clone() if same else embedding + 1
+    source = write_nemo(tmp_path / "core.nemo", tensors, config={"mcore_gpt": True})
+    ft = reader(source, tmp_path)
+    assert ft.has("model.lm_head.weight") is untied
+
+
+def test_special_tokens_can_be_stated(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "x.nemo")
+    ft = reader(source, tmp_path, given=(("start_id", "1"), ("end_id", "7")))
+    assert (ft.config.start_id, ft.config.end_id) == (1, 7)
+
+
+def test_a_missing_unknown_tokenizer_asks_for_ids(tmp_path: Path) -> None:
+    tokenizer = {"library": "sentencepiece", "type": None, "model": None}
+    source = write_nemo(tmp_path / "x.nemo", config={"tokenizer": tokenizer})
+    with pytest.raises(ValueError, match="start_id and end_id are not known"):
+        reader(source, tmp_path)
+
+
+def test_given_tokenizer_files_take_the_place_of_the_archive_s(tmp_path: Path) -> None:
+    vocab = tmp_path / "my-vocab.json"
+    vocab.write_text(json.dumps({"<|endoftext|>": 9}))
+    ft = reader(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=vocab)
+    assert ft.config.end_id == 9
+    assert (ft.path / "vocab.json").read_bytes() == vocab.read_bytes()
+    assert (ft.path / "merges.txt").exists()
+
+
+def test_the_newest_of_several_last_checkpoints_is_taken_and_told(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    case = shared / "golden/gpt_nemo/ckpt_dir_tp2_pp1"
+    run = tmp_path / "run"
+    shutil.copytree(case / "source", run)
+    for folder in (run / "checkpoints").iterdir():
+        old = next(folder.glob("*step=100*"))
+        old.rename(old.with_name(old.name.replace("step=100", "step=1000").replace(
+            ".ckpt", "-last.ckpt")))  # fmt: skip
+    request = ConversionRequest(
+        run / "checkpoints", tmp_path / "o", 1, "fp32", vocab_path=run / "tokenizer/vocab.json"
+    )
+    summary = convert(request)
+    assert any("step=1000" in remark and "step=200" in remark for remark in summary.remarks)
+
+
+def test_prompt_tables_are_cast_to_the_folder_s_type(shared: Path, tmp_path: Path) -> None:
+    case = shared / "golden/gpt_nemo/prompt_table/source"
+    request = ConversionRequest(
+        case / "megatron_gpt.nemo", tmp_path, 1, "fp16", prompt_checkpoints=(case / "prompt.nemo",)
+    )
+    folder = convert(request).ft_dir
+    _, config = read_config(folder)
+    assert [(t.task_name, t.prompt_length) for t in config.tasks] == [
+        ("sentiment", 4), ("intent_and_slot", 7),
+    ]  # fmt: skip
+    size = (folder / "model.prompt_table.sentiment.weight.bin").stat().st_size
+    assert size == 4 * 32 * np.dtype(np.float16).itemsize
+
+
+def test_the_same_task_from_two_archives_is_refused(shared: Path, tmp_path: Path) -> None:
+    case = shared / "golden/gpt_nemo/prompt_table/source"
+    prompt = case / "prompt.nemo"
+    request = ConversionRequest(
+        case / "megatron_gpt.nemo", tmp_path, 1, "fp32", prompt_checkpoints=(prompt, prompt)
+    )
+    with pytest.raises(ValueError, match="was already added"):
+        convert(request)

@@ -1,0 +1,123 @@
+"""GPT-J from Hugging Face and from the mesh-transformer-jax release."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from export_scripts.convert import ConversionRequest, check_conversion, convert
+from tests.tiny_huggingface import converted, copy_of, read_tensors
+
+HEADS = (("head_num", "4"), ("rotary_embedding", "2"))
+
+
+@pytest.fixture
+def hugging_face(shared: Path) -> Path:
+    return shared / "golden/gptj_hf/tiny/source"
+
+
+@pytest.fixture
+def release(shared: Path, tmp_path: Path) -> Path:
+    source = tmp_path / "source"
+    shutil.copytree(shared / "golden/gptj_slim/tiny/source", source)
+    return source
+
+
+def test_rotary_dimensions_that_are_not_set_are_the_whole_head(
+    hugging_face: Path, tmp_path: Path
+) -> None:
+    source = copy_of(hugging_face, tmp_path / "s", config={"rotary_dim": None})
+    assert converted(source, tmp_path).config.rotary_embedding == 8
+
+
+def test_inner_width_is_the_sources_own(hugging_face: Path, tmp_path: Path) -> None:
+    source = copy_of(
+        hugging_face,
+        tmp_path / "s",
+        config={"n_inner": 40},
+        tensors={
+            **{f"transformer.h.{i}.mlp.fc_in.weight": torch.randn(40, 32) for i in (0, 1)},
+            **{f"transformer.h.{i}.mlp.fc_in.bias": torch.randn(40) for i in (0, 1)},
+            **{f"transformer.h.{i}.mlp.fc_out.weight": torch.randn(32, 40) for i in (0, 1)},
+        },
+    )
+    assert converted(source, tmp_path).config.inter_size == 40
+
+
+def test_fp16_folders_say_so(hugging_face: Path, tmp_path: Path) -> None:
+    reader = converted(hugging_face, tmp_path, weight_data_type="fp16")
+    weight = read_tensors(hugging_face)["transformer.wte.weight"]
+    assert reader.weight_data_type == "fp16"
+    assert torch.equal(reader.read("model.wte"), weight.half())
+
+
+def test_another_activation_is_refused(hugging_face: Path, tmp_path: Path) -> None:
+    source = copy_of(hugging_face, tmp_path / "s", config={"activation_function": "relu"})
+    request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
+    assert "activation_function = relu cannot be represented" in check_conversion(request)[0]
+
+
+def edit(release: Path, shard: int, name: str, value: float) -> None:
+    """Set the first value of an array of the first part, by its place there."""
+    file = release / f"step_383500/shard_{shard}/0.npz"
+    with np.load(file) as archive:
+        arrays = [archive[key] for key in archive.files]
+    place = {"wte.bias": 0, "h.0.ln_1.weight": 11}[name]
+    bits = torch.tensor([value]).to(torch.bfloat16).view(torch.int16).numpy()
+    arrays[place].view(np.int16)[0] = bits[0]
+    np.savez(file, *arrays)
+
+
+def test_release_without_heads_assumes_those_of_the_6b_model_and_says_so(
+    release: Path, tmp_path: Path
+) -> None:
+    summary = convert(ConversionRequest(release, tmp_path / "out", 2, "fp32"))
+    assert any(
+        "head_num = 16" in remark and "--set head_num" in remark for remark in summary.remarks
+    )
+
+
+def test_stated_heads_are_taken(release: Path, tmp_path: Path) -> None:
+    reader = converted(release, tmp_path / "out", tp_size=2, given=HEADS)
+    config = reader.config
+    assert (config.head_num, config.size_per_head, config.rotary_embedding) == (4, 4, 2)
+    assert (config.num_layer, config.vocab_size, config.inter_size) == (28, 48, 64)
+
+
+def test_model_configuration_beside_the_release_is_taken(release: Path, tmp_path: Path) -> None:
+    (release / "model.json").write_text(json.dumps({"n_heads": 8, "pe_rotary_dims": 2}))
+    summary = convert(ConversionRequest(release, tmp_path / "out", 2, "fp32"))
+    text = (summary.ft_dir / "config.ini").read_text()
+    assert "head_num = 8" in text
+    assert not any("assumed" in remark for remark in summary.remarks)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("wte.bias", "a replicated bias differs"), ("h.0.ln_1.weight", "a layernorm weight differs")],
+)
+def test_shards_that_break_the_releases_rule_are_refused(
+    release: Path, tmp_path: Path, name: str, words: str
+) -> None:
+    edit(release, 3, name, 0.75)
+    with pytest.raises(ValueError, match=words):
+        convert(ConversionRequest(release, tmp_path / "out", 1, "fp32", given=HEADS))
+    assert not (tmp_path / "out" / "1-gpu").exists()
+
+
+def test_heads_that_do_not_fit_are_refused(release: Path, tmp_path: Path) -> None:
+    request = ConversionRequest(release, tmp_path / "out", 1, "fp32", given=(("head_num", "5"),))
+    assert "16 does not divide by 5 heads" in check_conversion(request)[0]
+
+
+def test_shards_missing_at_the_end_are_noticed_by_the_shapes(release: Path, tmp_path: Path) -> None:
+    for shard in (6, 7):
+        shutil.rmtree(release / f"step_383500/shard_{shard}")
+    request = ConversionRequest(release, tmp_path / "out", 1, "fp32", given=HEADS)
+    problems = check_conversion(request)
+    assert any("q.weight [16, 2]" in problem for problem in problems)

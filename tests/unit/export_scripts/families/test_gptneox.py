@@ -1,0 +1,167 @@
+"""GPT-NeoX from Hugging Face and from EleutherAI's layer files."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from export_scripts.convert import ConversionRequest, check_conversion, convert
+from tests.tiny_huggingface import converted, copy_of, read_tensors
+
+LAYER = "gpt_neox.layers.0."
+BIAS_SUM = "model.layers.0.mlp.attention.bias.sum"
+
+
+@pytest.fixture
+def parallel(shared: Path) -> Path:
+    return shared / "golden/gptneox/parallel_residual/source"
+
+
+@pytest.fixture
+def sequential(shared: Path) -> Path:
+    return shared / "golden/gptneox/sequential_residual/source"
+
+
+@pytest.fixture
+def release(shared: Path, tmp_path: Path) -> Path:
+    source = tmp_path / "source"
+    shutil.copytree(shared / "golden/gptneox_eleuther/train_tp2/source", source)
+    return source
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_output_biases_of_the_sequential_residual_are_not_divided(
+    sequential: Path, tmp_path: Path, tp_size: int
+) -> None:
+    reader = converted(sequential, tmp_path, tp_size=tp_size)
+    source = read_tensors(sequential)
+    for name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias"):
+        # The reference divides both by tp_size.
+        assert torch.equal(reader.read(f"model.layers.0.{name}"), source[LAYER + name])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_output_biases_of_the_parallel_residual_are_one_share_of_their_sum(
+    parallel: Path, tmp_path: Path, tp_size: int
+) -> None:
+    reader = converted(parallel, tmp_path, tp_size=tp_size)
+    source = read_tensors(parallel)
+    total = source[LAYER + "attention.dense.bias"] + source[LAYER + "mlp.dense_4h_to_h.bias"]
+    torch.testing.assert_close(reader.read(BIAS_SUM) * tp_size, total)
+    assert not reader.has("model.layers.0.attention.dense.bias")
+
+
+def test_the_name_of_the_head_in_either_version_is_known(parallel: Path, tmp_path: Path) -> None:
+    head = read_tensors(parallel)["embed_out.weight"]
+    source = copy_of(
+        parallel, tmp_path / "s", tensors={"embed_out.weight": None, "lm_head.weight": head}
+    )
+    assert torch.equal(converted(source, tmp_path).read("model.lm_head.weight"), head)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rotary_emb_base": 500, "rope_theta": 500}, "base 500 cannot be represented"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "kind linear"),
+        ({"rope_scaling": {"type": "yarn"}}, "yarn rotary scaling without factor"),
+        ({"hidden_act": "relu"}, "hidden_act = relu cannot be represented"),
+    ],
+)
+def test_what_the_runtime_of_the_family_lacks_is_refused(
+    parallel: Path, tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    source = copy_of(parallel, tmp_path / "s", config=settings)
+    request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
+    assert any(words in problem for problem in check_conversion(request))
+
+
+@pytest.mark.parametrize(
+    ("settings", "data_type", "warned"),
+    [
+        ({"torch_dtype": "bfloat16"}, "fp16", True),
+        ({"torch_dtype": "bfloat16"}, "bf16", False),
+        ({"torch_dtype": "float16"}, "fp16", False),
+        ({"dtype": "bfloat16"}, "fp16", True),
+    ],
+)
+def test_fp16_weights_of_a_model_trained_in_bf16_are_warned_about(
+    parallel: Path, tmp_path: Path, settings: dict[str, Any], data_type: str, warned: bool
+) -> None:
+    source = copy_of(parallel, tmp_path / "s", config=settings)
+    summary = convert(ConversionRequest(source, tmp_path / "out", 1, data_type))
+    assert any("trained in bf16" in remark for remark in summary.remarks) is warned
+
+
+def test_sizes_of_layer_files_are_read_from_their_tensors(release: Path, tmp_path: Path) -> None:
+    config = converted(release, tmp_path / "out").config
+    sizes = (config.head_num, config.size_per_head, config.num_layer, config.inter_size)
+    assert sizes == (4, 8, 2, 88)  # the reference writes 64, 96, 44, 24576 for every model
+    assert config.vocab_size == 136
+    assert config.rotary_embedding == 8  # two per stored frequency
+
+
+def test_settings_of_layer_files_are_read_in_either_spelling(release: Path, tmp_path: Path) -> None:
+    with (release / "configs/20B.yml").open("a") as file:
+        file.write("gpt_j_residual: false\nlayernorm-epsilon: 0.001\n")
+    reader = converted(release, tmp_path / "out", tp_size=2)
+    assert not reader.config.use_gptj_residual
+    assert reader.config.layernorm_eps == 0.001
+    assert reader.has("model.layers.0.attention.dense.bias")
+
+
+def test_an_assumed_residual_is_told(release: Path, tmp_path: Path) -> None:
+    summary = convert(ConversionRequest(release, tmp_path / "out", 1, "fp32"))
+    assert any("gpt-j-residual" in remark for remark in summary.remarks)
+
+
+def layer_file(release: Path, rank: int) -> Path:
+    return release / f"global_step100/layer_02-model_{rank:02d}-model_states.pt"
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_output_biases_of_training_ranks_are_summed(
+    release: Path, tmp_path: Path, tp_size: int
+) -> None:
+    ranks = [torch.load(layer_file(release, rank), weights_only=True) for rank in (0, 1)]
+    total = sum(
+        rank[name].float()
+        for rank in ranks
+        for name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias")
+    )
+    found = converted(release, tmp_path / "out", tp_size=tp_size).read(BIAS_SUM)
+    # The reference stores one rank's bias when both parallel sizes are 2 or more.
+    torch.testing.assert_close(found * tp_size, total)
+
+
+def test_norms_of_training_ranks_are_averaged(release: Path, tmp_path: Path) -> None:
+    rank = torch.load(layer_file(release, 1), weights_only=True)
+    name = "input_layernorm.weight"
+    before = rank[name].float()
+    rank[name] = rank[name] + 1
+    torch.save(rank, layer_file(release, 1))
+    found = converted(release, tmp_path / "out").read(f"model.layers.0.{name}")
+    torch.testing.assert_close(found, before + 0.5, rtol=0, atol=1e-2)  # fp16 source
+
+
+def test_unknown_rotary_dimensions_are_asked_for(release: Path, tmp_path: Path) -> None:
+    for file in release.glob("global_step100/layer_0[23]-*"):
+        state = torch.load(file, weights_only=True)
+        del state["attention.rotary_emb.inv_freq"]
+        torch.save(state, file)
+    request = ConversionRequest(release, tmp_path / "out", 1, "fp32")
+    assert "state --set rotary_embedding=.." in check_conversion(request)[0]
+    given = (("rotary_embedding", "6"),)
+    assert converted(release, tmp_path / "out", given=given).config.rotary_embedding == 6
+
+
+def test_other_architectures_in_layer_files_are_refused(release: Path, tmp_path: Path) -> None:
+    with (release / "configs/20B.yml").open("a") as file:
+        file.write("pos-emb: alibi\nnorm: rmsnorm\n")
+    problems = "\n".join(check_conversion(ConversionRequest(release, tmp_path / "o", 1, "fp32")))
+    assert "pos-emb = 'alibi'" in problems
+    assert "norm = 'rmsnorm'" in problems

@@ -1,0 +1,172 @@
+"""GPT-2, OPT and BLOOM folders: what config.json becomes, and NVIDIA's mistakes avoided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from export_scripts.convert import ConversionRequest, check_conversion, convert
+from tests.tiny_huggingface import converted, copy_of, read_tensors
+
+HEAD = "model.lm_head.weight"
+
+
+@pytest.fixture
+def golden(shared: Path) -> Path:
+    return shared / "golden"
+
+
+def problems_of(source: Path, tmp_path: Path, **fields: Any) -> str:
+    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | fields
+    request = ConversionRequest(checkpoint_path=source, output_dir=tmp_path / "out", **values)
+    return "\n".join(check_conversion(request))
+
+
+def test_gpt2_inner_width_is_the_sources_own(golden: Path, tmp_path: Path) -> None:
+    reader = converted(golden / "gpt2/n_inner/source", tmp_path)
+    assert reader.config.inter_size == 88  # the reference writes 4 * 32
+
+
+def test_gpt2_epsilon_is_written(golden: Path, tmp_path: Path) -> None:
+    source = copy_of(
+        golden / "gpt2/tiny/source", tmp_path / "s", config={"layer_norm_epsilon": 3e-4}
+    )
+    assert converted(source, tmp_path).config.layernorm_eps == 3e-4
+
+
+@pytest.mark.parametrize(
+    ("case", "head", "shape"),
+    [("gpt2/tiny", "lm_head.weight", (131, 32)), ("opt/pre_ln", "lm_head.weight", (131, 32)),
+     ("bloom/tiny", "lm_head.weight", (131, 32))],
+)  # fmt: skip
+def test_an_untied_head_is_kept_as_it_is(
+    golden: Path, tmp_path: Path, case: str, head: str, shape: tuple[int, int]
+) -> None:
+    values = torch.randn(shape)
+    source = copy_of(
+        golden / case / "source",
+        tmp_path / "s",
+        config={"tie_word_embeddings": False},
+        tensors={head: values},
+    )
+    reader = converted(source, tmp_path)
+    assert torch.equal(reader.read(HEAD), values)
+    assert not reader.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    ("case", "embedding"), [("gpt2/tiny", "wte"), ("bloom/tiny", "word_embeddings")]
+)
+def test_a_stored_copy_of_a_tied_head_is_not_written(
+    golden: Path, tmp_path: Path, case: str, embedding: str
+) -> None:
+    table = read_tensors(golden / case / "source")[f"transformer.{embedding}.weight"]
+    source = copy_of(golden / case / "source", tmp_path / "s", tensors={"lm_head.weight": table})
+    reader = converted(source, tmp_path)
+    assert not reader.has(HEAD)
+    assert reader.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("case", ["gpt2/tiny", "bloom/tiny", "opt/pre_ln"])
+def test_a_head_that_differs_from_its_embedding_counts_whatever_the_settings_say(
+    golden: Path, tmp_path: Path, case: str
+) -> None:
+    values = torch.randn(131, 32)
+    source = copy_of(golden / case / "source", tmp_path / "s", tensors={"lm_head.weight": values})
+    assert torch.equal(converted(source, tmp_path).read(HEAD), values)
+
+
+def test_opt_int8_scales_stay_fp32_in_an_fp16_folder(golden: Path, tmp_path: Path) -> None:
+    case = golden / "opt/int8_static/source"
+    ranges = case / "act_scales.pt"
+    half = converted(case, tmp_path / "half", weight_data_type="fp16", activation_ranges=ranges)
+    full = converted(case, tmp_path / "full", activation_ranges=ranges)
+    name = "model.layers.0.mlp.dense_h_to_4h.scale"
+    assert (half.path / f"{name}.bin").stat().st_size == 4  # the reference writes 2 bytes
+    assert torch.equal(half.read(name), full.read(name))
+
+
+def test_every_missing_activation_range_is_named(golden: Path, tmp_path: Path) -> None:
+    ranges = tmp_path / "ranges.json"
+    ranges.write_text('{"model.decoder.layers.0.fc1": {"input": 0.0, "output": 1.0}}')
+    text = problems_of(golden / "opt/pre_ln/source", tmp_path, activation_ranges=ranges)
+    assert "model.decoder.layers.0.fc1 has input = 0.0" in text
+    assert "model.decoder.layers.1.self_attn.q_proj has output = None" in text
+
+
+def test_bloom_has_a_name_and_no_table_of_positions(golden: Path, tmp_path: Path) -> None:
+    reader = converted(golden / "bloom/tiny/source", tmp_path)
+    assert reader.config.model_name == "bloom"  # the reference leaves it empty
+    assert reader.config.max_pos_seq_len is None
+    assert not reader.has("model.wpe")
+
+
+def test_a_name_with_a_percent_sign_does_not_spoil_the_configuration(
+    golden: Path, tmp_path: Path
+) -> None:
+    source = copy_of(
+        golden / "gpt2/tiny/source", tmp_path / "s", config={"_name_or_path": "/a/100%best"}
+    )
+    assert converted(source, tmp_path).config.model_name == "100best"
+
+
+@pytest.mark.parametrize(
+    ("case", "settings", "words"),
+    [
+        ("gpt2/tiny", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+        ("gpt2/tiny", {"scale_attn_weights": False}, "scale_attn_weights = False"),
+        ("gpt2/tiny", {"add_cross_attention": True}, "add_cross_attention = True"),
+        ("gpt2/tiny", {"activation_function": "mish"}, "activation_function = mish"),
+        ("gpt2/tiny", {"n_embd": 30}, "n_embd by n_head: 30 does not divide by 4"),
+        ("gpt2/tiny", {"n_layer": None}, "has no n_layer"),
+        ("gpt2/tiny", {"vocab_size": "many"}, "vocab_size = 'many' is not a count"),
+        ("opt/pre_ln", {"activation_function": "swiglu"}, "activation_function = swiglu"),
+        ("bloom/tiny", {"quantization_config": {"quant_method": "gptq"}}, "quantized (gptq)"),
+    ],
+)
+def test_what_the_layout_cannot_hold_is_refused(
+    golden: Path, tmp_path: Path, case: str, settings: dict[str, Any], words: str
+) -> None:
+    source = copy_of(golden / case / "source", tmp_path / "s", config=settings)
+    assert words in problems_of(source, tmp_path)
+
+
+def test_all_refusals_are_listed_together(golden: Path, tmp_path: Path) -> None:
+    settings = {"scale_attn_weights": False, "activation_function": "mish", "n_head": None}
+    source = copy_of(golden / "gpt2/tiny/source", tmp_path / "s", config=settings)
+    text = problems_of(source, tmp_path)
+    assert all(words in text for words in ("scale_attn_weights", "mish", "has no n_head"))
+
+
+def test_token_ids_left_out_are_the_librarys_own(golden: Path, tmp_path: Path) -> None:
+    settings = {"bos_token_id": None, "eos_token_id": [7, 8]}  # None leaves the key out
+    source = copy_of(golden / "bloom/tiny/source", tmp_path / "s", config=settings)
+    config = converted(source, tmp_path).config
+    assert (config.start_id, config.end_id) == (1, 7)
+
+
+def test_bloom_post_is_not_for_fastertransformer(golden: Path, tmp_path: Path) -> None:
+    settings = {"apply_residual_connection_post_layernorm": True}
+    source = copy_of(golden / "bloom/tiny/source", tmp_path / "s", config=settings)
+    reader = converted(source, tmp_path)
+    assert reader.config.layernorm_type == "post_layernorm"
+    assert "bloom-post" in reader.family.ft_limits(reader.config)[0]
+
+
+def test_missing_tensors_are_named_by_their_source(golden: Path, tmp_path: Path) -> None:
+    source = copy_of(
+        golden / "opt/pre_ln/source",
+        tmp_path / "s",
+        tensors={"model.decoder.layers.1.fc1.weight": None},
+    )
+    assert "model.decoder.layers.1.fc1.weight is missing" in problems_of(source, tmp_path)
+
+
+def test_an_unindexed_shard_is_read_with_the_others(golden: Path, tmp_path: Path) -> None:
+    source = copy_of(golden / "bloom/bin_sharded/source", tmp_path / "s")
+    (source / "pytorch_model.bin.index.json").unlink()
+    request = ConversionRequest(source, tmp_path / "out", 2, "fp32")
+    assert convert(request).family == "gpt"

@@ -1,0 +1,129 @@
+"""Hugging Face T5s: where files of different ages keep things, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from export_scripts.convert import ConversionRequest, convert
+from export_scripts.ft.config_ini import parse_ini
+from tests.tiny_huggingface import converted, copy_of, read_tensors
+
+SHARED_KEY = "shared.weight"
+
+
+@pytest.fixture
+def tied(shared: Path) -> Path:
+    return shared / "golden/t5/relu_tied/source"
+
+
+@pytest.fixture
+def untied(shared: Path) -> Path:
+    return shared / "golden/t5/v1_1_gated_gelu_untied/source"
+
+
+def refusal(source: Path, tmp_path: Path, **fields: object) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the text
+        converted(source, tmp_path / "out", **fields)
+    return str(caught.value)
+
+
+def test_the_embedding_is_found_under_its_other_names(tied: Path, tmp_path: Path) -> None:
+    table = read_tensors(tied)[SHARED_KEY]
+    changes = {SHARED_KEY: None, "encoder.embed_tokens.weight": table}
+    source = copy_of(tied, tmp_path / "hf", tensors=changes)
+    assert torch.equal(converted(source, tmp_path / "out").read("shared.weight_T"), table)
+
+
+def test_repeated_copies_of_the_embedding_are_accepted(tied: Path, tmp_path: Path) -> None:
+    table = read_tensors(tied)[SHARED_KEY]
+    copies = {f"{side}.embed_tokens.weight": table.clone() for side in ("encoder", "decoder")}
+    converted(copy_of(tied, tmp_path / "hf", tensors=copies), tmp_path / "out")
+
+
+def test_stacks_with_embeddings_of_their_own_are_refused(tied: Path, tmp_path: Path) -> None:
+    table = read_tensors(tied)[SHARED_KEY]
+    source = copy_of(tied, tmp_path / "hf", tensors={"decoder.embed_tokens.weight": table + 1})
+    assert "decoder.embed_tokens.weight differs from shared.weight" in refusal(source, tmp_path)
+
+
+def test_a_tied_head_is_the_embedding(tied: Path, tmp_path: Path) -> None:
+    source = copy_of(tied, tmp_path / "hf", tensors={"lm_head.weight": None})
+    reader = converted(source, tmp_path / "out")
+    assert torch.equal(reader.read("lm_head.weight"), reader.read("shared.weight_T"))
+    assert reader.family.architecture(reader.config).scale_logits
+
+
+def test_an_untied_head_that_is_missing_is_named(untied: Path, tmp_path: Path) -> None:
+    source = copy_of(untied, tmp_path / "hf", tensors={"lm_head.weight": None})
+    assert "lm_head.weight is missing" in refusal(source, tmp_path)
+
+
+def test_scaling_stated_on_its_own_wins(untied: Path, tmp_path: Path) -> None:
+    # transformers 5 writes tie_word_embeddings = true for every T5.
+    settings = {"tie_word_embeddings": True, "scale_decoder_outputs": False}
+    reader = converted(copy_of(untied, tmp_path / "hf", config=settings), tmp_path / "out")
+    assert not reader.family.architecture(reader.config).scale_logits
+
+
+def test_the_unread_table_of_early_files_is_left_out(tied: Path, tmp_path: Path) -> None:
+    name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    source = copy_of(tied, tmp_path / "hf", tensors={name: torch.zeros(8, 4)})
+    converted(source, tmp_path / "out")
+
+
+def test_unknown_tensors_are_refused(tied: Path, tmp_path: Path) -> None:
+    name = "encoder.block.1.layer.0.SelfAttention.relative_attention_bias.weight"
+    source = copy_of(tied, tmp_path / "hf", tensors={name: torch.zeros(8, 4)})
+    assert f"{name} [[8, 4]] is an unknown tensor" in refusal(source, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"feed_forward_proj": "gated-tanh"}, "feed_forward_proj = gated-tanh"),
+        ({"model_type": "umt5"}, "no known architecture"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+    ],
+    ids=["activation", "umt5", "quantized"],
+)
+def test_models_that_ft_cannot_express_are_refused(
+    tied: Path, tmp_path: Path, settings: dict[str, object], words: str
+) -> None:
+    assert words in refusal(copy_of(tied, tmp_path / "hf", config=settings), tmp_path)
+
+
+def test_a_whole_model_becomes_a_whole_folder_unless_asked(untied: Path, tmp_path: Path) -> None:
+    assert converted(untied, tmp_path / "whole").family.name == "t5"
+    reader = converted(untied, tmp_path / "encoder", model_type="t5_encoder")
+    assert reader.family.name == "t5_encoder"
+    assert not any(name.startswith(("decoder.", "lm_head")) for name in reader.names())
+    assert parse_ini((reader.path / "config.ini").read_text())["decoder"] == {}
+
+
+def test_an_encoder_alone_is_recognised(untied: Path, tmp_path: Path) -> None:
+    dropped = {
+        key: None for key in read_tensors(untied) if key.startswith(("decoder.", "lm_head."))
+    }
+    source = copy_of(untied, tmp_path / "hf", tensors=dropped)
+    assert converted(source, tmp_path / "out").family.name == "t5_encoder"
+
+
+def test_another_kind_than_expected_is_refused(tied: Path, tmp_path: Path) -> None:
+    assert "--model-type=gpt3" in refusal(tied, tmp_path, model_type="gpt3")
+
+
+def test_a_reach_that_ft_does_not_know_keeps_it_from_serving(tied: Path, tmp_path: Path) -> None:
+    source = copy_of(tied, tmp_path / "hf", config={"relative_attention_max_distance": 64})
+    reader = converted(source, tmp_path / "out")
+    (reason,) = reader.family.ft_limits(reader.config)
+    assert "relative_attention_max_distance = 64" in reason
+
+
+def test_half_precision_is_warned_of_with_the_remedy(tied: Path, tmp_path: Path) -> None:
+    (remark,) = convert(ConversionRequest(tied, tmp_path, 1, "fp16")).remarks
+    assert "overflow" in remark
+    assert "serve with data_type bf16 or fp32" in remark
+    assert convert(ConversionRequest(tied, tmp_path / "b", 1, "bf16")).remarks == ()

@@ -1,0 +1,97 @@
+"""config.ini of T5 and BERT folders, read and written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from export_scripts.families.bert import BertConfig, bert_architecture
+from export_scripts.families.t5_config import T5Config, t5_architecture
+from export_scripts.ft.config_ini import config_text, family_of, parse_ini
+
+
+def t5(**changes: Any) -> T5Config:
+    values: dict[str, Any] = {
+        "name_or_path": "t5", "weight_data_type": "fp16", "tensor_para_size": 2, "vocab_size": 40,
+        "d_model": 20, "d_kv": 6, "d_ff": 28, "num_heads": 4, "num_layers": 2,
+        "num_decoder_layers": 3, "feed_forward_proj": "relu", "decoder_start_token_id": 0,
+        "eos_token_id": 1, "relative_attention_num_buckets_or_max_pos_seq_len": 8,
+    }  # fmt: skip
+    return T5Config(**(values | changes))
+
+
+def test_a_config_is_read_back_as_written() -> None:
+    config = t5(t5_with_bias=True, ia3_num_tasks=2, adapter_inter_size=12, has_adapter=True)
+    assert T5Config.from_sections(parse_ini(config_text(config))) == config
+
+
+def test_each_side_has_its_own_depth() -> None:
+    sections = t5().sections()
+    assert (sections["encoder"]["num_layers"], sections["decoder"]["num_layers"]) == ("2", "3")
+
+
+def test_whole_models_and_encoders_are_told_apart() -> None:
+    encoder = t5(num_decoder_layers=0, has_lm_head=False)
+    assert encoder.sections()["decoder"] == {}
+    assert family_of(parse_ini(config_text(encoder))).name == "t5_encoder"
+    assert family_of(parse_ini(config_text(t5()))).name == "t5"
+    assert t5_architecture(encoder).decoder is None
+
+
+def test_stacks_that_disagree_are_refused() -> None:
+    sections = t5().sections()
+    sections["decoder"]["d_model"] = "24"
+    with pytest.raises(ValueError, match=r"d_model = 20 in \[encoder\] but 24 in \[decoder\]"):
+        T5Config.from_sections(sections)
+
+
+def test_required_decoder_keys_are_named() -> None:
+    sections = t5().sections()
+    del sections["decoder"]["eos_token_id"]
+    with pytest.raises(ValueError, match=r"\[decoder\] has no eos_token_id"):
+        T5Config.from_sections(sections)
+
+
+@pytest.mark.parametrize(("files", "has_head"), [(["lm_head.weight.bin"], True), ([], False)])
+def test_folders_of_other_converters_tell_their_head_by_its_file(
+    files: list[str], has_head: bool
+) -> None:
+    sections = t5().sections()
+    del sections["decoder"]["has_lm_head"]
+    assert T5Config.from_sections(sections, files).has_lm_head is has_head
+
+
+def test_biases_decide_norm_and_scaling() -> None:
+    biased, bare = t5_architecture(t5(t5_with_bias=True)), t5_architecture(t5())
+    assert (biased.norm, biased.scale_attention, biased.scale_logits) == ("layernorm", True, False)
+    assert (bare.norm, bare.scale_attention, bare.scale_logits) == ("rmsnorm", False, True)
+
+
+@pytest.mark.parametrize("word", ["absolute", "learned_absolute", "Relative"])
+def test_every_word_but_relative_means_absolute(word: str) -> None:
+    assert t5_architecture(t5(position_embedding_type=word)).position == "absolute"
+
+
+def test_a_gate_without_its_switch_is_refused() -> None:
+    with pytest.raises(ValueError, match="use_gated_activation"):
+        t5_architecture(t5(feed_forward_proj="gated-gelu"))
+
+
+def bert(**changes: Any) -> BertConfig:
+    values: dict[str, Any] = {
+        "model_name": "bert", "weight_data_type": "fp32", "head_num": 4, "size_per_head": 6,
+        "inter_size": 28, "num_layer": 2,
+    }  # fmt: skip
+    return BertConfig(**(values | changes))
+
+
+def test_bert_takes_the_loaders_constants_where_keys_are_absent() -> None:
+    architecture = bert_architecture(bert())
+    assert (architecture.norm_eps, architecture.exact_gelu) == (1e-6, False)
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "geglu"])
+def test_bert_activations_that_the_loader_has_not_are_refused(activation: str) -> None:
+    with pytest.raises(ValueError, match=activation):
+        bert_architecture(bert(activation_type=activation))

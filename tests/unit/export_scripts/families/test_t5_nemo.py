@@ -1,0 +1,362 @@
+"""NeMo T5s: what config.ini says, what is tuned on top, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from export_scripts.convert import ConversionRequest, convert
+from export_scripts.ft.config_ini import parse_ini
+from export_scripts.ft.reader import FTReader
+from export_scripts.validate import validate_directory
+from tests.tiny_t5 import (
+    ROOT,
+    TinyT5,
+    adapter_tensors,
+    ia3_scalers,
+    t5_config,
+    t5_tensors,
+    write_adapter,
+    write_ia3,
+    write_prompts,
+    write_t5,
+)
+
+MODEL = TinyT5()
+EMBEDDING = ROOT + "encoder_embedding.word_embeddings.weight"
+QKV = ROOT + "enc_dec_model.{}.model.layers.{}.self_attention.query_key_value.{}"
+
+
+def converted(source: Path, tmp_path: Path, **fields: Any) -> FTReader:
+    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | fields
+    request = ConversionRequest(checkpoint_path=source, output_dir=tmp_path / "out", **values)
+    return FTReader(convert(request).ft_dir)
+
+
+def refusal(source: Path, tmp_path: Path, **fields: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the text
+        converted(source, tmp_path, **fields)
+    output = tmp_path / "out"
+    assert not output.exists() or list(output.iterdir()) == []
+    return str(caught.value)
+
+
+def nemo(tmp_path: Path, model: TinyT5 = MODEL, **layout: Any) -> Path:
+    return write_t5(tmp_path / "t5.nemo", t5_tensors(model), model, **layout)
+
+
+def ini(reader: FTReader) -> dict[str, dict[str, str]]:
+    return parse_ini((reader.path / "config.ini").read_text())
+
+
+def test_config_says_what_the_loader_reads(tmp_path: Path) -> None:
+    keys = ini(converted(nemo(tmp_path), tmp_path))
+    assert keys["encoder"]["num_layers"] == "2"
+    assert keys["decoder"]["num_layers"] == "4"
+    assert keys["encoder"]["d_kv"] == keys["decoder"]["d_kv"] == "6"
+    assert keys["encoder"]["relative_attention_num_buckets_or_max_pos_seq_len"] == "24"
+    assert keys["structure"]["position_embedding_type"] == "absolute"
+    assert keys["structure"]["t5_with_bias"] == "True"
+    assert (keys["decoder"]["decoder_start_token_id"], keys["decoder"]["eos_token_id"]) == (
+        "2",
+        "3",
+    )
+
+
+def test_logits_of_megatron_models_are_never_scaled(tmp_path: Path) -> None:
+    # Left out, the loader would take true and divide the logits by sqrt(d_model).
+    model = TinyT5(bias=False, normalization="rmsnorm", head_bias=False)
+    reader = converted(nemo(tmp_path, model), tmp_path)
+    assert ini(reader)["decoder"]["tie_word_embeddings"] == "False"
+    assert not reader.family.architecture(reader.config).scale_logits
+
+
+def test_swiglu_is_spelled_as_the_loader_knows_it(tmp_path: Path) -> None:
+    keys = ini(converted(nemo(tmp_path, TinyT5(activation="swiglu")), tmp_path))
+    assert keys["encoder"]["feed_forward_proj"] == "gated-silu"
+    assert keys["structure"]["use_gated_activation"] == "True"
+
+
+def test_head_size_defaults_to_the_hidden_size_over_the_heads(tmp_path: Path) -> None:
+    model = TinyT5(hidden=24)
+    config = t5_config(model)
+    for side in ("encoder", "decoder"):
+        config[side]["kv_channels"] = None
+    source = write_t5(tmp_path / "t5.nemo", t5_tensors(model), model, config=config)
+    assert ini(converted(source, tmp_path))["encoder"]["d_kv"] == "6"
+
+
+def test_flat_configurations_are_read(tmp_path: Path) -> None:
+    model = TinyT5(decoder_layers=2)
+    reader = converted(nemo(tmp_path, model, nested=False), tmp_path)
+    assert ini(reader)["decoder"]["num_layers"] == "2"
+
+
+def test_a_stated_epsilon_is_kept_and_warned_of(tmp_path: Path) -> None:
+    config = t5_config(MODEL)
+    for side in ("encoder", "decoder"):
+        config[side]["layernorm_epsilon"] = 1e-5
+    source = nemo(tmp_path, config=config)
+    request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
+    summary = convert(request)
+    assert any("layer_norm_epsilon = 1e-05" in remark for remark in summary.remarks)
+    reader = FTReader(summary.ft_dir)
+    assert reader.family.architecture(reader.config).norm_eps == 1e-5
+
+
+def test_half_precision_is_warned_of_with_the_remedy(tmp_path: Path) -> None:
+    request = ConversionRequest(nemo(tmp_path), tmp_path / "out", 1, "fp16")
+    (remark,) = convert(request).remarks
+    assert "overflow" in remark
+    assert "bf16" in remark
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_head_of_its_own_survives_pipeline_stages(tp_size: int, tmp_path: Path) -> None:
+    # NVIDIA's converter joins the first stage's embedding and the last stage's head.
+    model = TinyT5(own_head=True)
+    tensors = t5_tensors(model)
+    source = write_t5(tmp_path / "t5.nemo", tensors, model, tp=2, pp=2, split=1)
+    reader = converted(source, tmp_path, tp_size=tp_size)
+    assert torch.equal(reader.read("lm_head.weight"), tensors[ROOT + "tokens_head.weight"])
+    assert torch.equal(reader.read("shared.weight_T"), tensors[EMBEDDING])
+
+
+def test_tied_models_get_a_head_that_equals_the_embedding(tmp_path: Path) -> None:
+    reader = converted(nemo(tmp_path), tmp_path)
+    assert torch.equal(reader.read("lm_head.weight"), reader.read("shared.weight_T"))
+
+
+def test_absent_head_bias_is_zero(tmp_path: Path) -> None:
+    reader = converted(nemo(tmp_path, TinyT5(head_bias=False)), tmp_path)
+    assert not reader.read("shared.bias").any()
+
+
+def test_scaled_scores_without_biases_go_into_the_queries(tmp_path: Path) -> None:
+    model = TinyT5(bias=False, normalization="rmsnorm", head_bias=False)
+    tensors = t5_tensors(model)
+    reader = converted(write_t5(tmp_path / "t5.nemo", tensors, model), tmp_path)
+    fused = tensors[QKV.format("decoder", 1, "weight")]
+    q, k, v = fused.view(4, 3, 6, 20).permute(1, 3, 0, 2).flatten(2)  # each (hidden, inner)
+    ours = reader.read("decoder.block.1.layer.0.SelfAttention.qkv.weight")
+    assert torch.equal(ours[:, 0], q * torch.tensor(6**-0.5))
+    assert torch.equal(ours[:, 1], k)
+    assert torch.equal(ours[:, 2], v)
+
+
+def test_decoder_starts_with_padding_where_prompts_were_tuned_so(tmp_path: Path) -> None:
+    archive = write_prompts(
+        tmp_path / "p.nemo", {"boolq": torch.zeros(3, 20)}, decoder_starts_with_pad=True
+    )
+    reader = converted(nemo(tmp_path), tmp_path, prompt_checkpoints=(archive,))
+    assert ini(reader)["decoder"]["decoder_start_token_id"] == "0"
+    assert ini(reader)["encoder"]["prompt_learning_start_id"] == "40"
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.float32])
+def test_prompt_tables_have_the_type_of_the_folder(stored: torch.dtype, tmp_path: Path) -> None:
+    # NVIDIA's converter keeps the archive's type, which the loader reads as something else.
+    table = torch.randn(3, 20).to(stored)
+    archive = write_prompts(tmp_path / "p.nemo", {"boolq": table})
+    reader = converted(
+        nemo(tmp_path), tmp_path, prompt_checkpoints=(archive,), weight_data_type="fp16"
+    )
+    assert torch.equal(reader.read("model.prompt_table.boolq.weight"), table.half())
+
+
+def test_later_ia3_names_keep_every_layer_apart(tmp_path: Path) -> None:
+    # NVIDIA's converter makes one file of all layers from such names.
+    scalers = ia3_scalers(MODEL)
+    archive = write_ia3(tmp_path / "ia3.nemo", scalers, MODEL, later_names=True)
+    reader = converted(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,), tp_size=2)
+    names = [name for name in reader.names() if "ia3" in name]
+    assert len(names) == 2 * 3 + 4 * 5
+    for layer in range(4):
+        stored = reader.read(f"decoder.block.{layer}.layer.1.EncDecAttention.v.ia3.weight", 1)
+        assert torch.equal(stored[0], scalers[f"decoder.{layer}.inter_value"][12:])
+
+
+def test_ia3_tasks_are_stacked_whatever_the_ranks(tmp_path: Path) -> None:
+    # NVIDIA's converter cannot add a second task for two ranks, or where n * d_kv is not d_model.
+    tasks = [ia3_scalers(MODEL, seed=seed) for seed in range(3)]
+    archives = tuple(write_ia3(tmp_path / f"{n}.nemo", task, MODEL) for n, task in enumerate(tasks))
+    reader = converted(nemo(tmp_path), tmp_path, ia3_checkpoints=archives, tp_size=4)
+    stored = reader.read("encoder.block.1.layer.1.DenseReluDense.ia3.weight", 2)
+    assert torch.equal(stored, torch.stack([task["encoder.1.mlp"][14:21] for task in tasks]))
+    assert ini(reader)["structure"]["ia3_num_tasks"] == "3"
+
+
+def test_ia3_in_place_scales_the_fused_projection_and_its_bias(tmp_path: Path) -> None:
+    # NVIDIA's converter views the decoder's fused weight as [3, h, h] and leaves biases alone.
+    tensors, scalers = t5_tensors(MODEL), ia3_scalers(MODEL)
+    archive = write_ia3(tmp_path / "ia3.nemo", scalers, MODEL)
+    source = write_t5(tmp_path / "t5.nemo", tensors, MODEL)
+    reader = converted(source, tmp_path, ia3_checkpoints=(archive,), ia3_in_place=True)
+    bias = tensors[QKV.format("decoder", 2, "bias")].view(4, 3, 6).transpose(0, 1).flatten(1)
+    ours = reader.read("decoder.block.2.layer.0.SelfAttention.qkv.bias")
+    key, value = scalers["decoder.2.key"], scalers["decoder.2.value"]
+    assert torch.equal(ours, bias * torch.stack((torch.ones(24), key, value)))
+    assert ini(reader)["structure"]["ia3_adapted"] == "True"
+    assert ini(reader)["structure"]["ia3_num_tasks"] == "0"
+
+
+def test_adapters_of_all_training_ranks_are_joined(tmp_path: Path) -> None:
+    # NVIDIA's converter takes rank 0's half twice.
+    adapters = adapter_tensors(MODEL)
+    source = nemo(tmp_path, tp=2)
+    archive = write_adapter(tmp_path / "a.nemo", adapters, MODEL, tp=2)
+    reader = converted(source, tmp_path, adapter_checkpoints=(archive,))
+    stored = reader.read("decoder.block.3.after_ffn_adapter.DenseSiluDense.wi.weight")
+    assert torch.equal(stored, adapters["decoder.3.2.module.1.weight"].T)
+    assert ini(reader)["encoder"]["adapter_inter_size"] == "12"
+
+
+def test_a_folder_with_everything_added_is_valid(tmp_path: Path) -> None:
+    reader = converted(
+        nemo(tmp_path),
+        tmp_path,
+        tp_size=2,
+        weight_data_type="bf16",
+        ia3_checkpoints=(write_ia3(tmp_path / "i.nemo", ia3_scalers(MODEL), MODEL),),
+        adapter_checkpoints=(write_adapter(tmp_path / "a.nemo", adapter_tensors(MODEL), MODEL),),
+        prompt_checkpoints=(write_prompts(tmp_path / "p.nemo", {"x": torch.zeros(2, 20)}),),
+    )
+    assert validate_directory(reader.path) == []
+
+
+# Changes to both stacks' settings, or to one -> words of the refusal.
+CONFIG_REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "rotary": ({"position_embedding_type": "rope"}, {}, "position_embedding_type = rope"),
+    "squared relu": ({"activation": "squared-relu"}, {}, "activation = squared-relu"),
+    "fused gate": ({"activation": "fast-swiglu"}, {}, "activation = fast-swiglu"),
+    "other norm": ({"normalization": "scalenorm"}, {}, "normalization = scalenorm"),
+    "post-ln": ({"transformer_block_type": "post_ln"}, {}, "transformer_block_type = post_ln"),
+    "headscale": ({"headscale": True}, {}, "headscale = true"),
+    "cross position bias": (
+        {"relative_position_bias_self_attention_only": False},
+        {},
+        "relative_position_bias_self_attention_only",
+    ),
+    "biases with rmsnorm": ({"normalization": "rmsnorm"}, {}, "bias = true with normalization"),
+    "unequal heads": ({}, {"num_attention_heads": 2}, "num_attention_heads = 4 in the encoder"),
+    "unequal norms": ({}, {"normalization": "layernorm1p"}, "normalization = 'layernorm'"),
+    "no depth": ({"num_layers": None}, {}, "num_layers = None"),
+    "a gate that is not there": ({"activation": "geglu"}, {}, "no second matrix"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIG_REFUSALS)
+def test_models_that_ft_cannot_express_are_refused(case: str, tmp_path: Path) -> None:
+    both, decoder, words = CONFIG_REFUSALS[case]
+    config = t5_config(MODEL)
+    config["encoder"] |= both
+    config["decoder"] |= both | decoder
+    assert words in refusal(nemo(tmp_path, config=config), tmp_path)
+
+
+def test_all_reasons_are_given_at_once(tmp_path: Path) -> None:
+    config = t5_config(MODEL)
+    for side in ("encoder", "decoder"):
+        config[side] |= {"position_embedding_type": "alibi", "headscale": True}
+    text = refusal(nemo(tmp_path, config=config), tmp_path)
+    assert "position_embedding_type = alibi" in text
+    assert "headscale" in text
+
+
+def test_stages_without_a_split_are_refused(tmp_path: Path) -> None:
+    source = nemo(tmp_path, pp=2, split=1, config={"pipeline_model_parallel_split_rank": 0})
+    assert "pipeline_model_parallel_split_rank = 0" in refusal(source, tmp_path)
+
+
+def test_a_decoder_table_of_its_own_is_refused(tmp_path: Path) -> None:
+    name = ROOT + "decoder_embedding.word_embeddings.weight"
+    tensors = t5_tensors(MODEL)
+    same = {**tensors, name: tensors[EMBEDDING].clone()}
+    other = {**tensors, name: tensors[EMBEDDING] + 1}
+    converted(write_t5(tmp_path / "same.nemo", same, MODEL), tmp_path / "same")
+    text = refusal(write_t5(tmp_path / "other.nemo", other, MODEL), tmp_path / "other")
+    assert f"{name} differs from {EMBEDDING}" in text
+
+
+def test_a_head_bias_that_nothing_adds_is_refused(tmp_path: Path) -> None:
+    model = TinyT5(bias=False, normalization="rmsnorm")
+    assert "tokens_head.bias" in refusal(nemo(tmp_path, model), tmp_path)
+
+
+def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
+    tensors = t5_tensors(MODEL) | {ROOT + "enc_dec_model.hidden_bridge.weight": torch.zeros(2, 2)}
+    text = refusal(write_t5(tmp_path / "t5.nemo", tensors, MODEL), tmp_path)
+    assert "hidden_bridge.weight" in text
+    assert "unknown tensor" in text
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    tensors = t5_tensors(MODEL)
+    name = ROOT + "enc_dec_model.decoder.model.layers.3.inter_attention.key_value.weight"
+    del tensors[name]
+    assert f"{name} is missing" in refusal(write_t5(tmp_path / "t5.nemo", tensors, MODEL), tmp_path)
+
+
+def test_missing_scalers_are_named(tmp_path: Path) -> None:
+    scalers = ia3_scalers(MODEL)
+    del scalers["decoder.2.inter_key"]
+    archive = write_ia3(tmp_path / "ia3.nemo", scalers, MODEL)
+    text = refusal(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,))
+    assert "layers.2:inter_key_infused_adapter.scalers is missing" in text
+
+
+def test_strange_tensors_of_an_archive_are_refused(tmp_path: Path) -> None:
+    scalers = ia3_scalers(MODEL) | {"encoder.9.mlp": torch.ones(28)}
+    archive = write_ia3(tmp_path / "ia3.nemo", scalers, replace(MODEL, encoder_layers=10))
+    text = refusal(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,))
+    assert "layers.9:mlp_infused_adapter.scalers" in text
+
+
+def test_archives_of_another_model_are_refused_by_shape(tmp_path: Path) -> None:
+    wide = replace(MODEL, inter_size=36)
+    archive = write_ia3(tmp_path / "ia3.nemo", ia3_scalers(wide), wide)
+    text = refusal(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,))
+    assert "DenseReluDense.ia3.weight" in text
+    assert "[36]" in text
+
+
+def test_archives_trained_on_other_ranks_are_refused(tmp_path: Path) -> None:
+    archive = write_adapter(tmp_path / "a.nemo", adapter_tensors(MODEL), MODEL, tp=2)
+    text = refusal(nemo(tmp_path), tmp_path, adapter_checkpoints=(archive,))
+    assert "tensor_model_parallel_size = 2, but the model was trained with 1" in text
+
+
+@pytest.mark.parametrize(
+    "tuning",
+    [{"norm_position": "post"}, {"norm_type": "layernorm"}, {"type": "parallel_adapter"}],
+    ids=str,
+)
+def test_other_kinds_of_adapters_are_refused(tuning: dict[str, str], tmp_path: Path) -> None:
+    archive = write_adapter(tmp_path / "a.nemo", adapter_tensors(MODEL), MODEL, tuning=tuning)
+    text = refusal(nemo(tmp_path), tmp_path, adapter_checkpoints=(archive,))
+    ((key, value),) = tuning.items()
+    assert f"adapter_tuning.{key} = {value!r}" in text
+
+
+def test_adapter_width_has_to_divide(tmp_path: Path) -> None:
+    archive = write_adapter(tmp_path / "a.nemo", adapter_tensors(MODEL, width=6), MODEL, width=6)
+    text = refusal(nemo(tmp_path), tmp_path, adapter_checkpoints=(archive,), tp_size=4)
+    assert "does not divide adapter_inter_size=6" in text
+
+
+def test_only_one_task_can_be_multiplied_in(tmp_path: Path) -> None:
+    archives = tuple(
+        write_ia3(tmp_path / f"{n}.nemo", ia3_scalers(MODEL, seed=n), MODEL) for n in range(2)
+    )
+    text = refusal(nemo(tmp_path), tmp_path, ia3_checkpoints=archives, ia3_in_place=True)
+    assert "2 IA3 archives cannot be multiplied" in text
+
+
+def test_an_adapter_is_no_ia3_archive(tmp_path: Path) -> None:
+    archive = write_adapter(tmp_path / "a.nemo", adapter_tensors(MODEL), MODEL)
+    text = refusal(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,))
+    assert "adapter_tuning.type = 'linear_adapter' is not an IA3 archive" in text

@@ -1,0 +1,111 @@
+"""A family is one record and a row in each table; nothing else changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import safetensors.torch
+import torch
+
+from export_scripts import families, plan
+from export_scripts.convert import ConversionRequest, convert
+from export_scripts.families.architecture import DecoderArchitecture
+from export_scripts.families.origin import Facts, Origin
+from export_scripts.families.sources import Copy, Source, StackQKV, Transpose
+from export_scripts.families.spec import ModelConfig, ModelFamily, WeightSpec, ini_field
+from export_scripts.ft.reader import FTReader
+from export_scripts.validate import validate_directory
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyConfig(ModelConfig):
+    SECTION: ClassVar[str] = "toy"
+
+    head_num: int
+    hidden: int
+    num_layer: int
+    vocab_size: int
+    parallel: bool = ini_field(True, as_digit=True)
+
+
+def toy_architecture(config: ToyConfig) -> DecoderArchitecture:
+    return DecoderArchitecture(
+        head_num=config.head_num, kv_head_num=config.head_num, hidden=config.hidden,
+        size_per_head=config.hidden // config.head_num, inter_size=0, position="none",
+        num_layer=config.num_layer, vocab_size=config.vocab_size,
+    )  # fmt: skip
+
+
+TOY = ModelFamily(
+    name="toy",
+    model_type="Toy",
+    config=ToyConfig,
+    architecture=toy_architecture,
+    layout=(
+        WeightSpec("model.wte", ("vocab_size", "hidden")),
+        WeightSpec("model.layers.{layer}.qkv.weight", ("hidden", 3, "hidden"), 2),
+        WeightSpec("model.layers.{layer}.out.weight", ("hidden", "hidden"), 0),
+    ),
+    divisible=("head_num",),
+)
+
+
+def toy_weights(facts: Facts, config: ToyConfig) -> Mapping[str, Source]:
+    return {
+        "model.wte": Copy("emb"),
+        "model.layers.{layer}.qkv.weight": StackQKV("{layer}.q", "{layer}.k", "{layer}.v"),
+        "model.layers.{layer}.out.weight": Transpose("{layer}.o"),
+    }
+
+
+TOY_ORIGIN = Origin(
+    name="toy",
+    title="Toy",
+    family=TOY,
+    format="huggingface",
+    matches=lambda facts: facts.config.get("model_type") == "toy",
+    config=lambda facts: ToyConfig(
+        weight_data_type=facts.weight_data_type,
+        tensor_para_size=facts.tp_size,
+        head_num=facts.config["heads"],
+        hidden=facts.pieces("emb")[0].shape[1],
+        num_layer=facts.config["layers"],
+        vocab_size=facts.rows("emb"),
+    ),
+    weights=toy_weights,
+)
+
+
+def test_a_new_family_needs_only_its_record_and_two_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(families.FAMILIES, "toy", TOY)
+    monkeypatch.setattr(plan, "ORIGINS", (TOY_ORIGIN, *families.ORIGINS))
+    tensors = {"emb": torch.randn(7, 6)}
+    tensors |= {f"{i}.{name}": torch.randn(6, 6) for i in range(2) for name in "qkvo"}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "toy", "heads": 2, "layers": 2})
+    )
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    folder = convert(ConversionRequest(tmp_path, tmp_path / "out", 2, "fp32")).ft_dir
+    assert validate_directory(folder) == []
+    reader = FTReader(folder)
+    assert (reader.family.name, reader.config.parallel) == ("toy", True)  # type: ignore[attr-defined]
+    assert "parallel = 1" in (folder / "config.ini").read_text()
+    qkv = torch.stack([tensors[f"1.{name}"].t() for name in "qkv"], 1)  # (6, 3, 6)
+    assert torch.equal(reader.read("model.layers.1.qkv.weight", 1), qkv[:, :, 3:])
+    assert torch.equal(reader.read("model.layers.1.out.weight", 1), tensors["1.o"].t()[3:])
+
+
+def test_every_origin_covers_its_layout() -> None:
+    """Names of a layout are either in an origin's table for some model, or the family's alone."""
+    names = [origin.name for origin in families.ORIGINS]
+    assert len(set(names)) == len(names)
+    for origin in families.ORIGINS:
+        assert families.FAMILIES[origin.family.name] is origin.family
+        assert origin.accepts == tuple(dict.fromkeys(origin.accepts))

@@ -1,0 +1,117 @@
+"""config.ini is read by the loader's rules and written so that they give the same values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.architecture import PromptTask
+from export_scripts.families.gpt import GPTConfig
+from export_scripts.families.spec import parse_integer
+from export_scripts.ft.config_ini import format_ini, parse_ini, read_config, write_config
+
+CONFIG = GPTConfig(
+    model_name="gpt", weight_data_type="fp16", tensor_para_size=2, head_num=4, size_per_head=6,
+    inter_size=56, num_layer=2, vocab_size=52, start_id=50, end_id=51, max_pos_seq_len=20,
+    layernorm_eps=1e-5, tasks=(PromptTask(task_name="a b", prompt_length=3),),
+    prompt_learning_start_id=52, prompt_learning_type=3,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("[GPT]\nHead_Num = 4", {"gpt": {"head_num": "4"}}),
+        ("[a]\nk=v", {"a": {"k": "v"}}),
+        ("[a]\nk : v", {"a": {"k": "v"}}),
+        ("[a]\nk = v ; comment", {"a": {"k": "v"}}),
+        ("[a]\nk = v;no comment", {"a": {"k": "v;no comment"}}),
+        ("[a]\nk = v # part of it", {"a": {"k": "v # part of it"}}),
+        ("[a]\n; comment\n# comment\n\nk = v", {"a": {"k": "v"}}),
+        ("[a]\nk = v\n  more", {"a": {"k": "v\nmore"}}),
+        ("[a]\nk = 1\nk = 2", {"a": {"k": "1\n2"}}),
+        ("\ufeff[a]\nk = v", {"a": {"k": "v"}}),
+    ],
+)
+def test_the_loaders_reading_rules(text: str, expected: dict[str, dict[str, str]]) -> None:
+    assert parse_ini(text) == expected
+
+
+def test_lines_are_cut_where_the_loader_cuts_them() -> None:
+    line = "k = " + "x" * 195 + "y = 1"
+    assert parse_ini("[a]\n" + line)["a"] == {"k": "x" * 195, "y": "1"}
+
+
+def test_a_line_that_is_no_pair_is_told() -> None:
+    with pytest.raises(ValueError, match="line 2 is not 'key = value': 'nonsense'"):
+        parse_ini("[a]\nnonsense")
+
+
+@pytest.mark.parametrize(("text", "value"), [("12", 12), ("-3", -3), ("0x10", 16), ("010", 8)])
+def test_integers_are_read_like_strtol(text: str, value: int) -> None:
+    assert parse_integer(text) == value
+
+
+@pytest.mark.parametrize("text", ["None", "", "1.5", "4 heads"])
+def test_what_would_end_the_server_is_no_integer(text: str) -> None:
+    with pytest.raises(ValueError, match="is not an integer"):
+        parse_integer(text)
+
+
+def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
+    folder = tmp_path / "2-gpu"
+    folder.mkdir()
+    write_config(folder, CONFIG)
+    family, config = read_config(folder)
+    assert (family.name, config) == ("gpt", CONFIG)
+
+
+@pytest.mark.parametrize("name", ["a%b", "x ; y", "a\nb", "", "x" * 190])
+def test_values_that_read_back_differently_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"config\.ini \[gpt\] model_name"):
+        format_ini(replace(CONFIG, model_name=name).sections())
+
+
+def test_all_missing_and_unreadable_keys_are_listed(tmp_path: Path) -> None:
+    (tmp_path / "config.ini").write_text(
+        "[gpt]\nmodel_name=x\nhead_num=None\nsize_per_head=8\nnum_layer=2\nweight_data_type=fp16\n"
+        "has_adapters=perhaps\n"
+    )
+    with pytest.raises(CheckpointMismatchError) as caught:
+        read_config(tmp_path)
+    text = str(caught.value)
+    assert "[gpt] head_num: 'None' is not an integer" in text
+    assert "[gpt] has no inter_size" in text
+    assert "has_adapters: 'perhaps' is not a boolean" in text
+
+
+def test_sections_of_no_family_are_told(tmp_path: Path) -> None:
+    (tmp_path / "config.ini").write_text("[x]\na=b\n")
+    with pytest.raises(
+        CheckpointMismatchError, match=r"has sections \['x'\]; expected one of .*\[gpt\]"
+    ):
+        read_config(tmp_path)
+
+
+def test_the_folder_s_name_gives_a_size_that_the_file_leaves_out(tmp_path: Path) -> None:
+    folder = tmp_path / "4-gpu"
+    folder.mkdir()
+    text = format_ini(CONFIG.sections()).replace("tensor_para_size = 2\n", "")
+    (folder / "config.ini").write_text(text)
+    assert read_config(folder)[1].tensor_para_size == 4
+
+
+def test_a_folder_named_for_another_size_is_told(tmp_path: Path) -> None:
+    folder = tmp_path / "4-gpu"
+    folder.mkdir()
+    write_config(folder, CONFIG)
+    with pytest.raises(CheckpointMismatchError, match="= 2, but the folder is named 4-gpu"):
+        read_config(folder)
+
+
+def test_a_missing_file_is_told(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match=r"is .* a converted folder"):
+        read_config(tmp_path)

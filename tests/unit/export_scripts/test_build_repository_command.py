@@ -1,0 +1,54 @@
+"""The build_repository command: flags become a request, problems become exit status 1."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from export_scripts.build_repository import main
+from export_scripts.triton.model_config import parse_config
+
+CONFIG_INI = """[gpt]
+model_name = tiny
+tensor_para_size = 1
+head_num = 4
+size_per_head = 6
+inter_size = 56
+num_layer = 2
+max_pos_seq_len = 40
+weight_data_type = fp32
+vocab_size = 52
+start_id = 50
+end_id = 51
+"""
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    weights = tmp_path / "repo" / "gpt" / "1" / "1-gpu"
+    weights.mkdir(parents=True)
+    (weights / "config.ini").write_text(CONFIG_INI)
+    return tmp_path / "repo" / "gpt"
+
+
+def test_flags_reach_the_configuration(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--no-ensemble", "--decoupled", "--max-batch-size", "7", "--parameter", "device=cpu"]
+    assert main([str(model_dir), *flags]) == 0
+    assert capsys.readouterr().out == f"{model_dir}\n"
+    config = parse_config((model_dir / "config.pbtxt").read_text())
+    assert config.model_transaction_policy.decoupled
+    assert config.max_batch_size == 7
+    assert config.parameters["device"].string_value == "cpu"
+
+
+def test_problems_are_told_in_the_words_of_the_command(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(model_dir), "--data-type", "fp8", "--tensor-model-parallel-size", "0"]) == 1
+    error = capsys.readouterr().err
+    assert "error: --tensor-model-parallel-size=0 must be at least 1." in error
+    assert "error: --data-type=fp8 is unknown" in error
+    assert main([str(model_dir), "--parameter", "device"]) == 1
+    assert "--parameter device must have the form KEY=VALUE" in capsys.readouterr().err
+    assert not (model_dir / "config.pbtxt").exists()

@@ -1,0 +1,110 @@
+"""The commands: status, messages, and what they print."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.tiny import write_nemo
+
+
+def run(name: str, *arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"export_scripts.{name}", *map(str, arguments)]
+    environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def convert(source: Path, output: Path, *more: object) -> subprocess.CompletedProcess[str]:
+    return run(
+        "convert", "--checkpoint-path", source, "--output-dir", output,
+        "--tensor-model-parallel-size", 2, "--weight-data-type", "fp16", *more,
+    )  # fmt: skip
+
+
+def test_convert_validate_and_inspect_a_folder(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "x.nemo", tp=2)
+    result = convert(source, tmp_path / "out", "--processes", 2)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "tensors      52 in " in result.stdout
+    assert "MB/s" in result.stdout
+    assert "peak memory" in result.stdout
+    sound = run("validate", tmp_path / "out/2-gpu")
+    assert (sound.returncode, "sizes and checksums agree" in sound.stdout) == (0, True)
+    facts = json.loads(run("inspect", tmp_path / "out/2-gpu", "--json").stdout)
+    assert (facts["family"], facts["tensor parallel"], facts["weight type"]) == ("gpt", 2, "fp16")
+    assert facts["tokenizer"] == ["merges.txt", "vocab.json"]
+    again = convert(source, tmp_path / "out")
+    assert "is already there: nothing left to do" in again.stdout
+
+
+def test_a_refused_conversion_exits_1_with_the_reasons(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "x.nemo", config={"activation": "swiglu", "headscale": True})
+    result = convert(source, tmp_path / "out")
+    assert result.returncode == 1
+    assert result.stderr.count("error: ") == 2
+    assert "Traceback" not in result.stderr
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_validate_exits_1_and_lists_the_differences(tmp_path: Path) -> None:
+    convert(write_nemo(tmp_path / "x.nemo"), tmp_path / "out")
+    (tmp_path / "out/2-gpu/model.wte.bin").unlink()
+    result = run("validate", tmp_path / "out/2-gpu", "--quick")
+    assert result.returncode == 1
+    assert "model.wte.bin is missing" in result.stdout
+
+
+def test_inspect_tells_what_a_checkpoint_is(tmp_path: Path) -> None:
+    result = run("inspect", write_nemo(tmp_path / "x.nemo", tp=3, pp=2), "--tensors")
+    assert result.returncode == 0
+    for line in ("kind: nemo checkpoint", "tensor parallel: 3", "pipeline parallel: 2",
+                 "family: gpt", "inference tensor parallel: 1, 2, 3, 6"):  # fmt: skip
+        assert line in result.stdout
+    assert "encoder.layers.3.mlp.dense_h_to_4h.bias = [22], [22], [22]" in result.stdout
+
+
+def test_inspect_tells_why_a_checkpoint_cannot_be_converted(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "x.nemo", config={"position_embedding_type": "alibi"})
+    facts = json.loads(run("inspect", source, "--json").stdout)
+    assert "position_embedding_type = alibi" in facts["cannot be converted"][0]
+
+
+def test_list_families_prints_every_origin() -> None:
+    from export_scripts.families import ORIGINS
+
+    rows = json.loads(run("list_families", "--json").stdout)
+    assert [row["source"] for row in rows] == [origin.title for origin in ORIGINS]
+    llama = next(row for row in rows if row["family"] == "llama")
+    assert llama["engines"] == ["pytorch"]
+    table = run("list_families", "--markdown").stdout
+    assert table.startswith("| source | format | becomes |")
+
+
+@pytest.mark.parametrize("name", ["convert", "validate", "inspect", "list_families"])
+def test_help_says_what_a_command_does(name: str) -> None:
+    result = run(name, "--help")
+    assert result.returncode == 0
+    assert f"usage: python -m export_scripts.{name}" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["inspect", "list_families"])
+def test_light_commands_do_not_load_torch(name: str, tmp_path: Path) -> None:
+    arguments = [str(write_nemo(tmp_path / "x.nemo"))] if name == "inspect" else []
+    code = (
+        "import sys\n"
+        f"from export_scripts.commands import {name}_command as command\n"
+        f"assert command({arguments}) == 0\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def test_a_bad_pair_is_told(tmp_path: Path) -> None:
+    result = convert(write_nemo(tmp_path / "x.nemo"), tmp_path / "out", "--set", "head_num")
+    assert (result.returncode, result.stderr) == (1, "error: --set head_num is not KEY=VALUE\n")

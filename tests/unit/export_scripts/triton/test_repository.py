@@ -1,0 +1,202 @@
+"""Assembling a repository around weights: what is written, what is refused, what is left alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export_scripts.triton.model_config import parse_config
+from export_scripts.triton.repository import (
+    RepositoryRequest,
+    build_repository,
+    check_repository,
+)
+
+CONFIG_INI = """[gpt]
+model_name = tiny
+tensor_para_size = 2
+head_num = 4
+size_per_head = 6
+inter_size = 56
+num_layer = 2
+max_pos_seq_len = 40
+weight_data_type = fp32
+vocab_size = 52
+start_id = 50
+end_id = 51
+"""
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> RepositoryRequest:
+    model_dir = tmp_path / "repo" / "tiny_gpt"
+    weights = model_dir / "1" / "2-gpu"
+    weights.mkdir(parents=True)
+    (weights / "config.ini").write_text(CONFIG_INI)
+    (weights / "vocab.json").write_text("{}")
+    (weights / "merges.txt").write_text("#version: 0.2\n")
+    return RepositoryRequest(
+        model_dir=model_dir, tp_size=2, pp_size=1, max_batch_size=4, data_type="fp16"
+    )
+
+
+def _config(folder: Path) -> Any:
+    return parse_config((folder / "config.pbtxt").read_text())
+
+
+def _files(root: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    }
+
+
+def test_repository_holds_model_text_models_and_ensemble(request_: RepositoryRequest) -> None:
+    folders = build_repository(request_)
+    names = [folder.name for folder in folders]
+    assert names == ["tiny_gpt", "preprocessing", "postprocessing", "ensemble"]
+    assert [_config(folder).name for folder in folders] == names
+    assert all(any((folder / "1").iterdir()) for folder in folders)
+    steps = _config(folders[-1]).ensemble_scheduling.step
+    assert [step.model_name for step in steps] == ["preprocessing", "tiny_gpt", "postprocessing"]
+
+
+def test_parameters_say_how_to_run_the_model(request_: RepositoryRequest) -> None:
+    config = _config(build_repository(replace(request_, parameters={"device": "cpu"}))[0])
+    assert {key: value.string_value for key, value in config.parameters.items()} == {
+        "tensor_para_size": "2",
+        "pipeline_para_size": "1",
+        "data_type": "fp16",
+        "model_type": "GPT",
+        "int8_mode": "0",
+        "enable_custom_all_reduce": "0",
+        "device": "cpu",
+    }
+
+
+def test_tokenizer_comes_from_the_weights_and_its_end_token_from_their_config(
+    request_: RepositoryRequest,
+) -> None:
+    folders = build_repository(request_)
+    for folder in folders[1:3]:
+        assert (folder / "1" / "vocab.json").read_text() == "{}"
+        parameters = _config(folder).parameters
+        assert parameters["end_id"].string_value == "51"
+        assert parameters["start_id"].string_value == "50"
+        assert parameters["tokenizer_type"].string_value == "bpe"
+
+
+def test_portable_repository_holds_no_absolute_path(request_: RepositoryRequest) -> None:
+    root = request_.model_dir.parent
+    build_repository(request_)
+    assert not [name for name, data in _files(root).items() if str(root).encode() in data]
+    fixed = replace(request_, portable=False, overwrite=True)
+    parameters = _config(build_repository(fixed)[0]).parameters
+    assert parameters["model_checkpoint_path"].string_value == str(request_.weights_dir)
+
+
+def test_engines_differ_in_backend_script_and_weights_folder(request_: RepositoryRequest) -> None:
+    ours = build_repository(request_)[0]
+    assert (ours / "1" / "model.py").is_file()
+    assert (_config(ours).backend, _config(ours).default_model_filename) == ("python", "")
+    theirs = build_repository(replace(request_, engine="fastertransformer", overwrite=True))[0]
+    assert not (theirs / "1" / "model.py").exists()
+    assert _config(theirs).backend == "fastertransformer"
+    assert _config(theirs).default_model_filename == "2-gpu"
+
+
+def test_streaming_model_makes_its_ensemble_streaming(request_: RepositoryRequest) -> None:
+    folders = build_repository(replace(request_, decoupled=True))
+    decoupled = [_config(folder).model_transaction_policy.decoupled for folder in folders]
+    assert decoupled == [True, False, False, True]
+
+
+def test_dynamic_batching_is_written_when_asked_for(request_: RepositoryRequest) -> None:
+    assert not _config(build_repository(request_)[0]).HasField("dynamic_batching")
+    batched = replace(request_, max_queue_delay_us=700, overwrite=True)
+    batching = _config(build_repository(batched)[0]).dynamic_batching
+    assert batching.max_queue_delay_microseconds == 700
+
+
+def test_building_again_changes_nothing(request_: RepositoryRequest) -> None:
+    root = request_.model_dir.parent
+    build_repository(request_)
+    before = _files(root), {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    build_repository(request_)
+    assert before == (_files(root), {path: path.stat().st_mtime_ns for path in root.rglob("*")})
+
+
+def test_other_configuration_is_refused_unless_overwriting(request_: RepositoryRequest) -> None:
+    build_repository(request_)
+    other = replace(request_, max_batch_size=8)
+    with pytest.raises(ValueError, match=r"tiny_gpt/config\.pbtxt exists with another") as caught:
+        build_repository(other)
+    assert "ensemble/config.pbtxt" in str(caught.value)
+    build_repository(replace(other, overwrite=True))
+    assert _config(request_.model_dir).max_batch_size == 8
+
+
+def test_weights_without_tokenizer_are_refused_for_an_ensemble_only(
+    request_: RepositoryRequest,
+) -> None:
+    (request_.weights_dir / "merges.txt").unlink()
+    with pytest.raises(ValueError, match="holds no tokenizer"):
+        build_repository(request_)
+    assert not (request_.model_dir / "config.pbtxt").exists()
+    assert build_repository(replace(request_, ensemble=False)) == [request_.model_dir]
+
+
+def test_weights_for_other_ranks_are_refused(request_: RepositoryRequest) -> None:
+    config = request_.weights_dir / "config.ini"
+    wrong = request_.model_dir / "1" / "4-gpu"
+    wrong.mkdir()
+    (wrong / "config.ini").write_text(config.read_text())
+    with pytest.raises(ValueError, match="tensor_para_size = 2, but the folder is named 4-gpu"):
+        build_repository(replace(request_, tp_size=4))
+
+
+def test_all_problems_of_a_request_are_reported_with_their_keys(tmp_path: Path) -> None:
+    bad = RepositoryRequest(
+        model_dir=tmp_path / "ensemble",
+        tp_size=0,
+        pp_size=1,
+        max_batch_size=0,
+        data_type="fp8",
+        engine="onnx",
+        int8_mode=3,
+    )
+    problems = check_repository(
+        bad, names={"tp_size": "export.model.tp", "engine": "deploy.engine"}
+    )
+    text = "\n".join(problems)
+    assert "export.model.tp=0 must be at least 1." in text
+    assert "max_batch_size=0 must be at least 1." in text
+    assert "deploy.engine=onnx is unknown; use one of pytorch, fastertransformer." in text
+    assert "data_type=fp8 is unknown; use one of fp32, fp16, bf16." in text
+    assert "int8_mode=3 must be one of 0, 1, 2." in text
+    assert "the name of a text model" in text
+
+
+def test_interactive_needs_what_the_server_needs_for_sessions(
+    request_: RepositoryRequest,
+) -> None:
+    problems = check_repository(replace(request_, interactive=True))
+    assert problems == [
+        "engine=pytorch must be fastertransformer for an interactive model.",
+        "max_batch_size=4 must be 1 for an interactive model.",
+        "ensemble=True must be False for an interactive model.",
+    ]
+    fitting = replace(
+        request_, interactive=True, engine="fastertransformer", max_batch_size=1, ensemble=False
+    )
+    assert _config(build_repository(fitting)[0]).HasField("sequence_batching")
+
+
+def test_failed_write_leaves_no_model_behind(request_: RepositoryRequest, tmp_path: Path) -> None:
+    (request_.model_dir.parent / "postprocessing").write_text("in the way")
+    with pytest.raises(OSError, match="postprocessing"):
+        build_repository(request_)
+    assert not (request_.model_dir.parent / "ensemble").exists()
+    assert not list(tmp_path.rglob("*.partial"))
