@@ -1,0 +1,1 @@
+"""The models: shapes, layers and the cache they are handed; nothing about ranks or sampling."""

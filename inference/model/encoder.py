@@ -1,0 +1,134 @@
+"""BERT-like encoders: post-layernorm layers from hidden states to hidden states.
+
+Embeddings, pooler and heads run outside, as FasterTransformer has it.
+"""
+
+# Shapes: N tokens of all rows, E hidden, H local heads, D head size
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from export_scripts.families.architecture import EncoderArchitecture
+from inference.model.layers import Normalise, make_norm
+from inference.model.ragged import RaggedRows, attend
+from inference.model.weights import RankWeights
+from inference.parallel.gemm import gemm_activation
+from inference.parallel.linear import AllReduce, ColumnParallelLinear, RowParallelLinear
+
+
+@dataclass(frozen=True)
+class EncoderLayer:
+    """Attention and MLP, each followed by a norm of its sum with the residual."""
+
+    qkv: ColumnParallelLinear  # all queries, then all keys, then all values
+    attention_out: RowParallelLinear
+    attention_norm: Normalise
+    up: ColumnParallelLinear
+    down: RowParallelLinear
+    mlp_norm: Normalise
+    heads: int
+    scale: float
+
+    def __call__(
+        self, x: torch.Tensor, rows: RaggedRows, masks: list[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """Return (N, E) for x (N, E)."""
+        qkv = self.qkv(x).view(len(x), 3, self.heads, -1)  # (N, 3, H, D)
+        query, key, value = qkv.unbind(1)
+        mixed = attend(query, key, value, rows=rows, masks=masks, scale=self.scale)
+        x = self.attention_norm(self.attention_out(mixed, x))
+        return self.mlp_norm(self.down(self.up(x), x))
+
+
+class Encoder:
+    """One rank's part of a BERT-like encoder."""
+
+    def __init__(
+        self, weights: RankWeights, architecture: EncoderArchitecture, *, reduce: AllReduce | None
+    ) -> None:
+        """Load the layers of this rank's stage.
+
+        Args:
+            weights: This rank's files.
+            architecture: The choices.
+            reduce: Sums over the ranks of the stage; None for a single rank.
+
+        Raises:
+            ValueError: The sizes do not divide among the ranks.
+            CheckpointMismatchError: Tensors hold values that are not finite.
+        """
+        check_architecture(architecture, weights.layout.tp_size)
+        self.architecture = architecture
+        self.dtype, self.device = weights.dtype, weights.device
+        self.layer_numbers = weights.layout.layers(architecture.num_layer)
+        self._layers = [
+            _layer(weights, architecture, number, reduce) for number in self.layer_numbers
+        ]
+        weights.check()
+
+    def room(self, tokens: int) -> torch.Tensor:
+        """Return an empty (tokens, E), to receive hidden states in."""
+        hidden = self.architecture.hidden
+        return torch.empty(tokens, hidden, dtype=self.dtype, device=self.device)
+
+    def run_layers(self, x: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
+        """Return the output of this stage's last layer (N, E) for its first layer's input."""
+        masks = [group.mask(None, self.dtype) for group in rows.groups]
+        for layer in self._layers:
+            x = layer(x, rows, masks)
+        return x
+
+
+def check_architecture(architecture: EncoderArchitecture, tp_size: int) -> None:
+    """Fail on sizes that do not divide among the ranks.
+
+    Raises:
+        ValueError: naming all of them.
+    """
+    problems = [
+        f"tensor_para_size={tp_size} does not divide {name}={value}"
+        for name in ("head_num", "inter_size")
+        if (value := getattr(architecture, name)) % tp_size
+    ]
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def _layer(
+    weights: RankWeights,
+    architecture: EncoderArchitecture,
+    number: int,
+    reduce: AllReduce | None,
+) -> EncoderLayer:
+    prefix = f"model.encoder.layer.{number}."
+    projections = [prefix + f"attention.self.{name}" for name in ("query", "key", "value")]
+
+    def norm(name: str) -> Normalise:
+        weight, bias = weights.tensor(f"{name}.weight"), weights.tensor(f"{name}.bias")
+        return make_norm("layernorm", weight, bias, eps=architecture.norm_eps)
+
+    def row(name: str) -> RowParallelLinear:
+        weight, bias = weights.matrix(f"{name}.weight"), weights.tensor(f"{name}.bias")
+        return RowParallelLinear(weight, bias, reduce=reduce)
+
+    return EncoderLayer(
+        qkv=ColumnParallelLinear(
+            torch.cat([weights.matrix(f"{name}.weight") for name in projections], dim=1),
+            torch.cat([weights.tensor(f"{name}.bias") for name in projections]),
+        ),
+        attention_out=row(prefix + "attention.output.dense"),
+        attention_norm=norm(prefix + "attention.output.LayerNorm"),
+        up=ColumnParallelLinear(
+            weights.matrix(prefix + "intermediate.dense.weight"),
+            weights.tensor(prefix + "intermediate.dense.bias"),
+            activation=gemm_activation(architecture.activation, exact_gelu=architecture.exact_gelu),
+        ),
+        down=row(prefix + "output.dense"),
+        mlp_norm=norm(prefix + "output.LayerNorm"),
+        heads=architecture.head_num // weights.layout.tp_size,
+        scale=1 / (math.sqrt(architecture.size_per_head) * architecture.q_scaling),
+    )

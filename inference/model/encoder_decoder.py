@@ -1,0 +1,222 @@
+"""T5 models: an encoder over whole rows, and a decoder that generates one token per lane and step.
+
+Everything that differs among T5, T5-v1.1, flan, mT5, UL2 and Megatron T5 is read from the
+architecture record. A pipeline stage holds its share of the layers of both stacks.
+"""
+
+# Shapes: N tokens, E hidden, V vocabulary, H local heads, n tokens whose logits are wanted
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from export_scripts.families.architecture import EncoderDecoderArchitecture
+from inference.decoding.kv_cache import KVCache
+from inference.model.layers import Normalise
+from inference.model.ragged import RaggedRows
+from inference.model.relative_position import square_bias
+from inference.model.step import AttentionGroup, AttentionRules, Segment, Step, make_step
+from inference.model.t5_layers import DecoderLayer
+from inference.model.t5_weights import T5Loader, check_architecture
+from inference.model.weights import RankWeights
+from inference.parallel.linear import AllReduce, VocabParallelHead
+
+# Half precision ends at 65504; T5 in fp16 is known to pass it in the residual stream.
+_FP16_LIMIT = 64504.0
+
+
+@dataclass(frozen=True)
+class EncoderBatch:
+    """Rows of one encoder pass.
+
+    With `has_virtual`, ids from the vocabulary's end on name rows of the loaded prompt tables and,
+    after those, of `embeddings`. `tasks` is the IA3 task of each token, None without IA3.
+    """
+
+    ids: torch.Tensor  # (N,)
+    rows: RaggedRows
+    tasks: torch.Tensor | None = None  # (N,)
+    has_virtual: bool = False
+    embeddings: torch.Tensor | None = None  # (table rows, E)
+
+
+@dataclass(frozen=True)
+class DecoderStep:
+    """One new token for each of N lanes, with the encoder outputs that the lanes read."""
+
+    step: Step
+    cross: tuple[AttentionGroup, ...]
+    tasks: torch.Tensor | None = None  # (N,)
+
+
+def make_decoder_step(
+    ids: torch.Tensor,
+    segments: Sequence[Segment],
+    encoder_lengths: Sequence[int],
+    *,
+    cache: KVCache,
+    rules: AttentionRules,
+    dtype: torch.dtype,
+    tasks: torch.Tensor | None = None,
+) -> DecoderStep:
+    """Lay out a decoder step.
+
+    Args:
+        ids: The newest token of each lane (N,).
+        segments: Its place, one token each, with ascending lanes.
+        encoder_lengths: Tokens that the lane's cross-attention cache holds.
+        cache: The cache of self-attention.
+        rules: The model's.
+        dtype: The model's.
+        tasks: IA3 task of each lane (N,), None without IA3.
+    """
+    every = torch.arange(len(segments), device=ids.device)
+    step = make_step(ids, segments, every, cache=cache, rules=rules, dtype=dtype)
+    # As if each lane's last token were the last of the encoder's: all of them are seen.
+    seen = [
+        Segment(segment.lane, length - 1, 1)
+        for segment, length in zip(segments, encoder_lengths, strict=True)
+    ]
+    cross = make_step(ids, seen, every, cache=cache, rules=AttentionRules(), dtype=dtype)
+    return DecoderStep(step, cross.groups, tasks)
+
+
+class EncoderDecoder:
+    """One rank's part of a T5 model; without a decoder where the folder has none."""
+
+    def __init__(
+        self,
+        weights: RankWeights,
+        architecture: EncoderDecoderArchitecture,
+        *,
+        reduce: AllReduce | None,
+    ) -> None:
+        """Load the layers of this rank's stage.
+
+        Args:
+            weights: This rank's files.
+            architecture: The choices; `decoder` None loads the encoder of a whole model alone.
+            reduce: Sums over the ranks of the stage; None for a single rank.
+
+        Raises:
+            ValueError: The sizes do not divide among the ranks.
+            CheckpointMismatchError: Tensors hold values that are not finite.
+        """
+        check_architecture(architecture, weights.layout.tp_size)
+        layout = weights.layout
+        self.architecture = architecture
+        self.dtype, self.device = weights.dtype, weights.device
+        self.encoder_layers = layout.layers(architecture.encoder.num_layer)
+        loader = T5Loader(weights, architecture, reduce)
+        self._embedding = loader.embedding() if layout.is_first_stage else None
+        self._encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
+        self._encoder_bias = loader.relative_bias("encoder")  # (H, offsets)
+        self._encoder_norm = loader.final_norm("encoder") if layout.is_last_stage else None
+        self.decoder_layers = range(0)
+        self._decoder: list[DecoderLayer] = []
+        self._decoder_norm: Normalise | None = None
+        self._head: VocabParallelHead | None = None
+        self.rules = AttentionRules()
+        if architecture.decoder is not None:
+            self.decoder_layers = layout.layers(architecture.decoder.num_layer)
+            self._decoder = [loader.decoder_layer(number) for number in self.decoder_layers]
+            self.rules = AttentionRules(distance_bias=loader.relative_bias("decoder"))
+            if layout.is_last_stage:
+                self._decoder_norm = loader.final_norm("decoder")
+                self._head = loader.head()
+        weights.check()
+
+    def room(self, tokens: int) -> torch.Tensor:
+        """Return an empty (tokens, E), to receive hidden states in."""
+        hidden = self.architecture.hidden
+        return torch.empty(tokens, hidden, dtype=self.dtype, device=self.device)
+
+    def embed_rows(self, batch: EncoderBatch) -> torch.Tensor:
+        """Return the first encoder layer's input (N, E)."""
+        assert self._embedding is not None, "only the first stage embeds"
+        return self._embedding(
+            batch.ids,
+            batch.rows.positions,
+            has_virtual=batch.has_virtual,
+            embeddings=batch.embeddings,
+        )
+
+    def run_encoder(
+        self, x: torch.Tensor, batch: EncoderBatch, *, attentions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the output of this stage's last encoder layer (N, E).
+
+        `attentions` (rows, stage's layers, H, S, S), if given, receives the attention weights.
+        """
+        masks = self._masks(batch.rows)
+        for index, layer in enumerate(self._encoder):
+            weights_out = None if attentions is None else attentions[:, index]
+            x = self._bounded(layer.attend(x, batch.rows, masks, batch.tasks, weights_out))
+            x = self._bounded(layer.transform(x, batch.tasks))
+        return x
+
+    def finish_encoder(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the encoder's output (N, E): the last layer's, normalised."""
+        assert self._encoder_norm is not None, "only the last stage ends the encoder"
+        return self._encoder_norm(x)
+
+    def remember(
+        self,
+        encoded: torch.Tensor,
+        batch: EncoderBatch,
+        lanes: Sequence[Sequence[int]],
+        cross_cache: KVCache,
+    ) -> None:
+        """Store what the decoder's layers of this stage read of the encoder's output (N, E).
+
+        `lanes` are those of each row: all of them get the row's keys and values.
+        """
+        for nth in range(max(map(len, lanes))):
+            # Rows with fewer lanes write their last one again.
+            chosen = [row[min(nth, len(row) - 1)] for row in lanes]
+            cache_rows = cross_cache.token_rows(batch.rows.per_token(chosen), batch.rows.positions)
+            for index, layer in enumerate(self._decoder):
+                layer.cross.remember(
+                    encoded, cache_rows, cross_cache, layer=index, tasks=batch.tasks
+                )
+
+    def embed_step(self, inputs: DecoderStep) -> torch.Tensor:
+        """Return the first decoder layer's input (N, E)."""
+        assert self._embedding is not None, "only the first stage embeds"
+        return self._embedding(inputs.step.ids, inputs.step.positions)
+
+    def run_decoder(
+        self, x: torch.Tensor, inputs: DecoderStep, cache: KVCache, cross_cache: KVCache
+    ) -> torch.Tensor:
+        """Return the output of this stage's last decoder layer (N, E)."""
+        for index, layer in enumerate(self._decoder):
+            x = self._bounded(layer.attend(x, inputs.step, cache, index, inputs.tasks))
+            x = self._bounded(layer.consult(x, inputs.cross, cross_cache, index))
+            x = self._bounded(layer.transform(x, inputs.tasks))
+        return x
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of the logits (N, slice) fp32 for the last layer's output."""
+        assert self._decoder_norm is not None, "only the last stage has a head"
+        assert self._head is not None
+        x = self._decoder_norm(x)
+        if self.architecture.scale_logits:
+            x = x * self.architecture.hidden**-0.5
+        return self._head(x)
+
+    def _masks(self, rows: RaggedRows) -> list[torch.Tensor | None]:
+        """Return what every layer adds to the scores of each group of rows."""
+        if self._encoder_bias is None:
+            return [group.mask(None, self.dtype) for group in rows.groups]
+        widest = max(group.width for group in rows.groups)
+        bias = square_bias(self._encoder_bias, widest)  # (1, H, S, S)
+        return [
+            group.mask(bias[:, :, : group.width, : group.width], self.dtype)
+            for group in rows.groups
+        ]
+
+    def _bounded(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clamp_(-_FP16_LIMIT, _FP16_LIMIT) if self.dtype == torch.float16 else x

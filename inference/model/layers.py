@@ -1,0 +1,124 @@
+"""The parts of a transformer layer, each reading like single-device code."""
+
+# Shapes: N tokens of a step, E hidden, H local query heads, K local key/value heads, D head size,
+#         B lanes of a group, Q new tokens per lane, S cached tokens
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from export_scripts.families.architecture import Norm
+from inference.decoding.kv_cache import KVCache
+from inference.model.rotary import Angles, RotaryTable
+from inference.model.step import AttentionGroup, Step
+from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear
+
+Normalise = Callable[[torch.Tensor], torch.Tensor]
+
+
+def make_norm(
+    kind: Norm, weight: torch.Tensor, bias: torch.Tensor | None, *, eps: float
+) -> Normalise:
+    """Return a LayerNorm or RMSNorm over the last axis."""
+    shape = list(weight.shape)
+    if kind == "rmsnorm":
+        assert bias is None
+        return lambda x: functional.rms_norm(x, shape, weight, eps)
+    return lambda x: functional.layer_norm(x, shape, weight, bias, eps)
+
+
+def alibi_slopes(head_num: int) -> torch.Tensor:
+    """Return the slope of each head (head_num,), fp32 (Press et al., Train Short, Test Long).
+
+    For a count that is no power of two the further heads take every other slope of the next power.
+    """
+    power = 2 ** math.floor(math.log2(head_num))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(head_num - power)]
+    return torch.tensor(slopes)
+
+
+class Attention:
+    """Causal self-attention over the cache."""
+
+    def __init__(
+        self,
+        qkv: ColumnParallelLinear,
+        out: RowParallelLinear,
+        *,
+        heads: tuple[int, int, int],
+        rotary: RotaryTable | None,
+    ) -> None:
+        """Take the linears and this rank's (query heads, key/value heads, head size)."""
+        self._qkv = qkv
+        self._out = out
+        self._heads, self._kv_heads, self._head_size = heads
+        self._rotary = rotary
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        step: Step,
+        *,
+        layer: int,
+        angles: Angles | None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (N, E) for normalised x (N, E); `layer` numbers the cache's layers."""
+        H, K, D = self._heads, self._kv_heads, self._head_size  # noqa: N806 - the shape legend
+        qkv = self._qkv(x).view(-1, H + 2 * K, D)  # (N, H+2K, D)
+        query, keys_values = qkv[:, :H], qkv[:, H:]
+        if self._rotary is not None and angles is not None:
+            turned = self._rotary.rotate(qkv[:, : H + K], angles)
+            query = turned[:, :H]
+            keys_values = torch.cat((turned[:, H:], qkv[:, H + K :]), dim=1)
+        step.cache.write(layer, step.cache_rows, keys_values)
+        if len(step.groups) == 1:
+            mixed = self._attend(query, step.groups[0], step.cache, layer)
+        else:
+            parts = [self._attend(query[g.rows], g, step.cache, layer) for g in step.groups]
+            mixed = torch.cat(parts)
+        return self._out(mixed, residual)
+
+    def _attend(
+        self, query: torch.Tensor, group: AttentionGroup, cache: KVCache, layer: int
+    ) -> torch.Tensor:
+        keys, values = cache.read(layer, group.lane, group.lane_count, group.length)
+        lanes, new_tokens = group.lane_count, group.new_tokens
+        query = query.reshape(lanes, new_tokens, self._heads, self._head_size).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(
+            query,  # (B, H, Q, D)
+            keys,  # (B, K, S, D)
+            values,
+            attn_mask=group.bias,
+            is_causal=group.causal,
+            enable_gqa=self._heads != self._kv_heads,
+        )
+        return mixed.transpose(1, 2).reshape(-1, self._heads * self._head_size)  # (B*Q, H*D)
+
+
+class MLP:
+    """Two linears with an activation between; gated: act(x W1) * (x W3) before W2."""
+
+    def __init__(
+        self,
+        up: ColumnParallelLinear,
+        down: RowParallelLinear,
+        *,
+        linear_up: ColumnParallelLinear | None = None,
+    ) -> None:
+        """Take the activated linear, the output linear, and for gated models the linear half."""
+        self._up = up
+        self._down = down
+        self._linear_up = linear_up
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return (N, E) for x (N, E)."""
+        inner = self._up(x)
+        if self._linear_up is not None:
+            inner.mul_(self._linear_up(x))
+        return self._down(inner, residual)

@@ -1,0 +1,192 @@
+"""Rows of different lengths laid end to end, and attention within each of them.
+
+Linears run over the true tokens only; attention takes neighbouring rows together while that wastes
+little, so that no result depends on padding.
+"""
+
+# Shapes: N tokens of all rows, B rows of a group, S longest row of a group, H heads, D head size
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+# Rows of unequal length share one attention call while the padded work stays below this multiple
+# of the true work, and below this many padded tokens anyway (a call costs about as much).
+_PADDING_FACTOR = 1.25
+_PADDING_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Neighbouring rows that share one attention call.
+
+    `gather` (B*S,) and `scatter` (tokens,) translate between the tokens that are computed and
+    padded ones, None where these are the same; `hidden` (B, 1, 1, S) marks padding, None if none.
+    `width` is S.
+    """
+
+    tokens: slice
+    lengths: tuple[int, ...]
+    gather: torch.Tensor | None
+    scatter: torch.Tensor | None
+    hidden: torch.Tensor | None
+    width: int
+
+    def pad(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (B, H, S, D) for the group's part of x (N, H, D)."""
+        part = x[self.tokens]
+        if self.gather is not None:
+            part = part.index_select(0, self.gather)  # (B*S, H, D)
+        return part.view(len(self.lengths), self.width, *part.shape[1:]).transpose(1, 2)
+
+    def pack(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (tokens, H*D) for x (B, H, S, D)."""
+        flat = x.transpose(1, 2).flatten(0, 1).flatten(1)  # (B*S, H*D)
+        return flat if self.scatter is None else flat.index_select(0, self.scatter)
+
+    def mask(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return what is added to the scores, for a position bias (1, H, S, S) or none."""
+        if self.hidden is None:
+            return None if bias is None else bias.to(dtype)
+        padding = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
+        padding = padding.masked_fill_(self.hidden, float("-inf"))
+        return padding if bias is None else padding + bias.to(dtype)  # (B, H or 1, S or 1, S)
+
+
+@dataclass(frozen=True)
+class RaggedRows:
+    """How N computed tokens divide into rows.
+
+    `counts` are the tokens of each row that are computed, `lengths` those of them that are true.
+    """
+
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...]
+    positions: torch.Tensor  # (N,) of each token within its row
+    groups: tuple[RowGroup, ...]
+
+    @property
+    def starts(self) -> list[int]:
+        """The first token of each row."""
+        return [0, *itertools.accumulate(self.counts)][:-1]
+
+    def per_token(self, values: Sequence[int]) -> torch.Tensor:
+        """Return (N,): each row's value, repeated for its tokens."""
+        device = self.positions.device
+        counts = torch.tensor(self.counts, device=device)
+        return torch.tensor(list(values), device=device).repeat_interleave(counts)
+
+    def padded(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """Return x (N, E) as (rows, width, E), zero beyond each row's length."""
+        out = x.new_zeros(len(self.lengths), width, x.shape[1])
+        for row, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
+            out[row, :length] = x[start : start + length]
+        return out
+
+    def taken(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the computed tokens (N, E) of padded rows x (rows, S, E)."""
+        return torch.cat([row[:count] for row, count in zip(x, self.counts, strict=True)])
+
+
+def padded_rows(lengths: Sequence[int], width: int, device: torch.device) -> RaggedRows:
+    """Lay out rows that all compute `width` tokens, padding included."""
+    counts = (width,) * len(lengths)
+    positions = torch.arange(width, device=device).repeat(len(lengths))
+    hidden = _hidden(lengths, width, device)[:, None, None, :] if min(lengths) < width else None
+    tokens = slice(0, width * len(lengths))
+    group = RowGroup(tokens, tuple(lengths), None, None, hidden, width)
+    return RaggedRows(tuple(lengths), counts, positions, (group,))
+
+
+def ragged_rows(lengths: Sequence[int], device: torch.device) -> RaggedRows:
+    """Lay out rows of `lengths` tokens, each at least 1; padding is not computed."""
+    assert lengths, "no rows"
+    assert min(lengths) >= 1, "an empty row"
+    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
+    groups = []
+    start = 0
+    run: list[int] = []
+    for length in lengths:
+        if run and not _fits(run, length):
+            groups.append(_group(start, run, device))
+            start += sum(run)
+            run = []
+        run.append(length)
+    groups.append(_group(start, run, device))
+    return RaggedRows(tuple(lengths), tuple(lengths), positions, tuple(groups))
+
+
+def _fits(run: list[int], length: int) -> bool:
+    longest = max(*run, length)
+    padded, true = longest * (len(run) + 1), sum(run) + length
+    return padded - true <= _PADDING_TOKENS or padded <= _PADDING_FACTOR * true
+
+
+def _group(start: int, lengths: list[int], device: torch.device) -> RowGroup:
+    tokens = slice(start, start + sum(lengths))
+    width = max(lengths)
+    if min(lengths) == width:
+        return RowGroup(tokens, tuple(lengths), None, None, None, width)
+    hidden = _hidden(lengths, width, device)
+    scatter = (~hidden).flatten().nonzero().squeeze(1)  # (tokens,)
+    gather = torch.zeros(hidden.numel(), dtype=torch.long, device=device)
+    gather[scatter] = torch.arange(len(scatter), device=device)
+    return RowGroup(tokens, tuple(lengths), gather, scatter, hidden[:, None, None, :], width)
+
+
+def _hidden(lengths: Sequence[int], width: int, device: torch.device) -> torch.Tensor:
+    """Return (B, S): whether a place lies beyond its row's length."""
+    counts = torch.tensor(lengths, device=device).unsqueeze(1)
+    return torch.arange(width, device=device) >= counts
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    rows: RaggedRows,
+    masks: Sequence[torch.Tensor | None],
+    scale: float,
+) -> torch.Tensor:
+    """Return each token's mix of the values of its own row, (N, H*D) for three (N, H, D)."""
+    parts = []
+    for group, mask in zip(rows.groups, masks, strict=True):
+        mixed = F.scaled_dot_product_attention(
+            group.pad(query), group.pad(key), group.pad(value), attn_mask=mask, scale=scale
+        )
+        parts.append(group.pack(mixed))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def attend_with_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    rows: RaggedRows,
+    masks: Sequence[torch.Tensor | None],
+    scale: float,
+    weights_out: torch.Tensor,
+) -> torch.Tensor:
+    """Attend as `attend`, and store the attention weights in `weights_out` (rows, H, S, S).
+
+    Entries beyond a row's length are left as they are.
+    """
+    parts = []
+    row = 0
+    for group, mask in zip(rows.groups, masks, strict=True):
+        scores = group.pad(query) @ group.pad(key).transpose(2, 3) * scale  # (B, H, S, S)
+        if mask is not None:
+            scores = scores + mask
+        weights = scores.float().softmax(-1).to(query.dtype)
+        for index, length in enumerate(group.lengths):
+            weights_out[row + index, :, :length, :length] = weights[index, :, :length, :length]
+        row += len(group.lengths)
+        parts.append(group.pack(weights @ group.pad(value)))
+    return torch.cat(parts)

@@ -1,0 +1,127 @@
+"""Rotary position embedding: the angles of a model, and turning queries and keys by them.
+
+Su et al., RoFormer, section 3.2.2. GPT-J turns neighbouring pairs, GPT-NeoX and Llama the halves.
+"""
+
+# Shapes: N tokens, H heads, D head size, R rotated dimensions of a head
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from export_scripts.families.architecture import Rotary
+
+
+@dataclass(frozen=True)
+class Angles:
+    """Cosines and sines of a step's tokens, each (N, 1, R)."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+class RotaryTable:
+    """The angle of every position, computed as needed from the model's frequencies."""
+
+    def __init__(
+        self, rotary: Rotary, *, interleaved: bool, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        """Prepare the frequencies.
+
+        Raises:
+            ValueError: The scaling is of a type this runtime does not compute.
+        """
+        frequencies, self._scale = _frequencies(rotary)
+        self._frequencies = frequencies.to(device)  # (R/2,)
+        self._interleaved = interleaved
+        self._dtype = dtype
+
+    def __call__(self, positions: torch.Tensor) -> Angles:
+        """Return the angles at `positions` (N,)."""
+        angles = positions.unsqueeze(1).float() * self._frequencies  # (N, R/2)
+        if self._interleaved:
+            angles = angles.repeat_interleave(2, dim=1)  # (N, R)
+        else:
+            angles = torch.cat((angles, angles), dim=1)
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        return Angles(cos.unsqueeze(1).to(self._dtype), sin.unsqueeze(1).to(self._dtype))
+
+    def rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Return x (N, H, D) with the first R dimensions of each head turned."""
+        width = angles.cos.shape[-1]
+        turned = x[..., :width]
+        result = turned * angles.cos + self._quarter_turn(turned) * angles.sin
+        return result if width == x.shape[-1] else torch.cat((result, x[..., width:]), dim=-1)
+
+    def _quarter_turn(self, x: torch.Tensor) -> torch.Tensor:
+        if self._interleaved:
+            return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat((-second, first), dim=-1)
+
+
+def _frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
+    """Return the angle per position of each pair (R/2,), and a factor on cosine and sine."""
+    exponents = torch.arange(0, rotary.dims, 2, dtype=torch.float32) / rotary.dims
+    frequencies = 1.0 / rotary.base**exponents
+    scaling = dict(rotary.scaling)
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    # "dynamic" changes angles only beyond the trained context, which the engine never passes.
+    if kind in ("default", "dynamic"):
+        return frequencies, 1.0
+    if kind == "linear":
+        return frequencies / _number(scaling, "factor"), 1.0
+    if kind == "llama3":
+        return _llama3(frequencies, scaling), 1.0
+    if kind == "yarn":
+        return _yarn(frequencies, rotary, scaling)
+    raise ValueError(
+        f"rotary scaling of type {kind!r} is not supported; known: "
+        "default, linear, dynamic, llama3, yarn"
+    )
+
+
+def _number(scaling: Mapping[str, str], key: str, default: float | None = None) -> float:
+    if key not in scaling and default is not None:
+        return default
+    try:
+        return float(scaling[key])
+    except (KeyError, ValueError):
+        raise ValueError(f"rotary scaling needs a number {key!r}, got {dict(scaling)}") from None
+
+
+def _llama3(frequencies: torch.Tensor, scaling: Mapping[str, str]) -> torch.Tensor:
+    """Slow down long waves by the factor, keep short ones, blend between (Llama 3.1)."""
+    factor = _number(scaling, "factor")
+    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    original = _number(scaling, "original_max_position_embeddings")
+    turns = original * frequencies / (2 * math.pi)  # of each pair over the original length
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (blend + (1 - blend) / factor)
+
+
+def _yarn(
+    frequencies: torch.Tensor, rotary: Rotary, scaling: Mapping[str, str]
+) -> tuple[torch.Tensor, float]:
+    """Interpolate long waves, keep short ones, sharpen attention (Peng et al., YaRN, 3.2-3.4)."""
+    factor = _number(scaling, "factor")
+    original = _number(scaling, "original_max_position_embeddings")
+
+    def pair(turns: float) -> float:
+        """Index of the pair that makes so many turns over the original length."""
+        waves = math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rotary.base))
+        return rotary.dims * waves
+
+    low, high = pair(_number(scaling, "beta_fast", 32.0)), pair(_number(scaling, "beta_slow", 1.0))
+    if scaling.get("truncate", "True") == "True":
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary.dims - 1)
+    index = torch.arange(len(frequencies), dtype=torch.float32)
+    interpolated = ((index - low) / max(high - low, 1e-3)).clamp(0, 1)
+    frequencies = frequencies * (1 - interpolated) + frequencies / factor * interpolated
+    sharpened = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+    return frequencies, _number(scaling, "attention_factor", sharpened)

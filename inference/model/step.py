@@ -1,0 +1,188 @@
+"""What one forward pass computes: tokens of several sequences, flat, and how they attend.
+
+Tokens of all sequences are one list, so that every linear runs once per layer; only attention
+looks at the sequences, in groups that one fused call can serve.
+"""
+
+# Shapes: N tokens of the step, B lanes of a group, Q new tokens per lane, S cached tokens, H heads
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from inference.decoding.kv_cache import KVCache
+
+# Lanes of unequal length share one attention call while the padded work stays below this multiple
+# of the true work, and below this many padded tokens anyway (a call costs about as much).
+_PADDING_FACTOR = 1.25
+_PADDING_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Segment:
+    """New tokens of one sequence: `count` of them from position `start` on, cached in `lane`."""
+
+    lane: int
+    start: int
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """Cached tokens of the lane after the step."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
+class AttentionGroup:
+    """Lanes side by side with as many new tokens each: one attention call.
+
+    `bias` is added to the scores, (B or 1, H or 1, Q, S), -inf where a token may not look; None
+    lets every new token see all `length` cached ones, or with `causal` those before it.
+    """
+
+    rows: slice  # of the step's tokens
+    lane: int
+    lane_count: int
+    new_tokens: int
+    length: int
+    bias: torch.Tensor | None
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    """The inputs of one forward pass.
+
+    `output_rows` are the tokens whose logits are wanted. With `has_virtual`, ids from the
+    vocabulary's end on name rows of the loaded prompt tables and, after those, of `embeddings`.
+    """
+
+    ids: torch.Tensor  # (N,)
+    positions: torch.Tensor  # (N,)
+    cache: KVCache
+    cache_rows: torch.Tensor  # where keys and values go
+    groups: tuple[AttentionGroup, ...]
+    output_rows: torch.Tensor  # (n,)
+    has_virtual: bool = False
+    embeddings: torch.Tensor | None = None  # (rows, hidden)
+
+
+@dataclass(frozen=True)
+class AttentionRules:
+    """What restricts or biases attention in every layer alike."""
+
+    alibi_slopes: torch.Tensor | None = None  # (H,) of this rank's heads
+    sliding_window: int | None = None
+    # (H, D): bias by distance back, the last entry for all that are farther.
+    distance_bias: torch.Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether a token simply sees all tokens before it."""
+        return (
+            self.alibi_slopes is None and self.sliding_window is None and self.distance_bias is None
+        )
+
+
+def make_step(
+    ids: torch.Tensor,
+    segments: Sequence[Segment],
+    output_rows: torch.Tensor,
+    *,
+    cache: KVCache,
+    rules: AttentionRules,
+    dtype: torch.dtype,
+    has_virtual: bool = False,
+    embeddings: torch.Tensor | None = None,
+) -> Step:
+    """Lay out a step. Segments come in the order of their tokens, with ascending lanes."""
+    lanes, positions = _places(segments, ids.device)
+    groups = tuple(
+        _group(part, first_row, rules, dtype, ids.device) for first_row, part in _parts(segments)
+    )
+    rows = cache.token_rows(lanes, positions)
+    return Step(ids, positions, cache, rows, groups, output_rows, has_virtual, embeddings)
+
+
+def _places(segments: Sequence[Segment], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lane and the position of every token, each (N,)."""
+    if all(segment.count == 1 for segment in segments):
+        lanes = torch.tensor([segment.lane for segment in segments], device=device)
+        return lanes, torch.tensor([segment.start for segment in segments], device=device)
+    counts = torch.tensor([segment.count for segment in segments], device=device)
+    lanes = torch.tensor([segment.lane for segment in segments], device=device)
+    ranges = [torch.arange(s.start, s.stop, device=device) for s in segments]
+    return lanes.repeat_interleave(counts), torch.cat(ranges)
+
+
+def _parts(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
+    """Cut the segments into runs for one attention call each; yield (first row, run)."""
+    row = 0
+    run: list[Segment] = []
+    for segment in segments:
+        if run and not _fits(run, segment):
+            yield row, run
+            row += sum(s.count for s in run)
+            run = []
+        run.append(segment)
+    if run:
+        yield row, run
+
+
+def _fits(run: list[Segment], segment: Segment) -> bool:
+    if segment.count != 1 or run[-1].count != 1 or segment.lane != run[-1].lane + 1:
+        return False
+    lengths = [s.stop for s in run] + [segment.stop]
+    padded, true = max(lengths) * len(lengths), sum(lengths)
+    return padded - true <= _PADDING_TOKENS or padded <= _PADDING_FACTOR * true
+
+
+def _group(
+    run: list[Segment],
+    first_row: int,
+    rules: AttentionRules,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionGroup:
+    new_tokens, length = run[0].count, max(s.stop for s in run)
+    even = all(s.stop == length for s in run)
+    causal = rules.plain and new_tokens > 1 and run[0].start == 0
+    bias = None
+    if not (rules.plain and even and (new_tokens == 1 or causal)):
+        starts = torch.tensor([s.start for s in run], device=device)
+        bias = attention_bias(starts, new_tokens, length, rules).to(dtype)
+    rows = slice(first_row, first_row + len(run) * new_tokens)
+    return AttentionGroup(rows, run[0].lane, len(run), new_tokens, length, bias, causal)
+
+
+def attention_bias(
+    starts: torch.Tensor, new_tokens: int, length: int, rules: AttentionRules
+) -> torch.Tensor:
+    """Return what is added to the attention scores of lanes with as many new tokens each.
+
+    Zero or the position bias where a token may look, -inf elsewhere: (B, 1 or H, Q, S) fp32.
+
+    Args:
+        starts: Position of each lane's first new token (B,).
+        new_tokens: Q.
+        length: S.
+        rules: What the model adds.
+    """
+    device = starts.device
+    queries = starts.unsqueeze(1) + torch.arange(new_tokens, device=device)  # (B, Q)
+    distance = queries.unsqueeze(2) - torch.arange(length, device=device)  # (B, Q, S)
+    hidden = distance < 0
+    if rules.sliding_window is not None:
+        hidden |= distance >= rules.sliding_window
+    if rules.distance_bias is not None:
+        table = rules.distance_bias.float()
+        bias = table[:, distance.clamp(0, table.shape[1] - 1)].transpose(0, 1)  # (B, H, Q, S)
+    elif rules.alibi_slopes is None:
+        bias = torch.zeros(distance.shape, device=device).unsqueeze(1)  # (B, 1, Q, S)
+    else:
+        slopes = rules.alibi_slopes.view(1, -1, 1, 1)
+        bias = -slopes * distance.unsqueeze(1).float()  # (B, H, Q, S)
+    return bias.masked_fill(hidden.unsqueeze(1), float("-inf"))

@@ -1,0 +1,346 @@
+"""The parts of a T5 layer: attention over rows, over the cache, over the encoder; MLP; adapters.
+
+IA3 multiplies keys, values and MLP activations by a learned vector per task; a token of no task
+takes the last row of each table, which is all ones (Liu et al., Few-Shot Parameter-Efficient
+Fine-Tuning, section 3.3).
+"""
+
+# Shapes: N tokens, E hidden, H local heads, D head size, F local MLP width, B lanes of a group,
+#         S cached tokens
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from inference.decoding.kv_cache import KVCache
+from inference.model.layers import Normalise
+from inference.model.ragged import RaggedRows, attend, attend_with_weights
+from inference.model.step import AttentionGroup, Step
+from inference.parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabEmbedding,
+)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """This rank's heads, and the factor on their scores."""
+
+    count: int
+    size: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Scalers:
+    """IA3 tables of an attention, each (tasks + 1, H, D)."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+    def apply(
+        self, key: torch.Tensor, value: torch.Tensor, tasks: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (N, H, D) keys and values, scaled for the task of each token (N,)."""
+        if tasks is None:
+            return key, value
+        return key * self.key[tasks], value * self.value[tasks]
+
+
+@dataclass(frozen=True)
+class RowAttention:
+    """Attention of the encoder: each token sees its whole row."""
+
+    qkv: ColumnParallelLinear  # all queries, then all keys, then all values
+    out: RowParallelLinear
+    heads: Heads
+    scalers: Scalers | None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rows: RaggedRows,
+        masks: Sequence[torch.Tensor | None],
+        *,
+        tasks: torch.Tensor | None,
+        weights_out: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return (N, E) for normalised x (N, E)."""
+        qkv = self.qkv(x).view(-1, 3, self.heads.count, self.heads.size)  # (N, 3, H, D)
+        query, key, value = qkv.unbind(1)
+        if self.scalers is not None:
+            key, value = self.scalers.apply(key, value, tasks)
+        scale = self.heads.scale
+        if weights_out is None:
+            mixed = attend(query, key, value, rows=rows, masks=masks, scale=scale)
+        else:
+            mixed = attend_with_weights(
+                query, key, value, rows=rows, masks=masks, scale=scale, weights_out=weights_out
+            )
+        return self.out(mixed, residual)
+
+
+@dataclass(frozen=True)
+class CausalAttention:
+    """Attention of the decoder over what its lane has generated; one new token per lane."""
+
+    qkv: ColumnParallelLinear
+    out: RowParallelLinear
+    heads: Heads
+    scalers: Scalers | None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        step: Step,
+        cache: KVCache,
+        *,
+        layer: int,
+        tasks: torch.Tensor | None,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return (N, E) for normalised x (N, E); `layer` numbers the cache's layers."""
+        qkv = self.qkv(x).view(-1, 3, self.heads.count, self.heads.size)  # (N, 3, H, D)
+        keys_values = qkv[:, 1:]
+        if self.scalers is not None:
+            scaled = self.scalers.apply(qkv[:, 1], qkv[:, 2], tasks)
+            keys_values = torch.stack(scaled, dim=1)
+        cache.write(layer, step.cache_rows, keys_values)
+        mixed = attend_cached(qkv[:, 0], step.groups, cache, layer, self.heads.scale)
+        return self.out(mixed, residual)
+
+
+@dataclass(frozen=True)
+class CrossAttention:
+    """Attention of the decoder over its row's encoder output, cached when the row begins."""
+
+    query: ColumnParallelLinear
+    key_value: ColumnParallelLinear  # all keys, then all values
+    out: RowParallelLinear
+    heads: Heads
+    scalers: Scalers | None
+
+    def remember(
+        self,
+        encoded: torch.Tensor,
+        cache_rows: torch.Tensor,
+        cache: KVCache,
+        *,
+        layer: int,
+        tasks: torch.Tensor | None,
+    ) -> None:
+        """Store keys and values of encoder output (N, E) at `cache_rows`."""
+        both = self.key_value(encoded).view(-1, 2, self.heads.count, self.heads.size)
+        key, value = both.unbind(1)  # (N, H, D)
+        if self.scalers is not None:
+            key, value = self.scalers.apply(key, value, tasks)
+        cache.write(layer, cache_rows, torch.stack((key, value), dim=1))
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        groups: Sequence[AttentionGroup],
+        cache: KVCache,
+        *,
+        layer: int,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return (N, E) for normalised x (N, E)."""
+        query = self.query(x).view(-1, self.heads.count, self.heads.size)  # (N, H, D)
+        mixed = attend_cached(query, groups, cache, layer, self.heads.scale)
+        return self.out(mixed, residual)
+
+
+def attend_cached(
+    query: torch.Tensor,
+    groups: Sequence[AttentionGroup],
+    cache: KVCache,
+    layer: int,
+    scale: float,
+) -> torch.Tensor:
+    """Return (N, H*D): what each token, the only new one of its lane, reads from the cache."""
+    parts = []
+    for group in groups:
+        keys, values = cache.read(layer, group.lane, group.lane_count, group.length)
+        mixed = F.scaled_dot_product_attention(
+            query[group.rows].unsqueeze(2),  # (B, H, 1, D)
+            keys,  # (B, H, S, D)
+            values,
+            attn_mask=group.bias,
+            scale=scale,
+        )
+        parts.append(mixed.flatten(1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class T5MLP:
+    """Two linears with an activation between; gated: act(x Wi) * (x Wi2) before Wo."""
+
+    wi: ColumnParallelLinear  # with its activation
+    wi2: ColumnParallelLinear | None
+    wo: RowParallelLinear
+    scaler: torch.Tensor | None  # (tasks + 1, F)
+
+    def __call__(
+        self, x: torch.Tensor, *, tasks: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return (N, E) for normalised x (N, E)."""
+        inner = self.wi(x)
+        if self.wi2 is not None:
+            inner = inner * self.wi2(x)
+        if self.scaler is not None and tasks is not None:
+            inner = inner * self.scaler[tasks]
+        return self.wo(inner, residual)
+
+
+@dataclass(frozen=True)
+class LinearAdapter:
+    """A bottleneck added to a sublayer's output before the residual is."""
+
+    # Order: FasterTransformer, layers/adapter_layers/LinearAdapterLayer.cc (df4a753).
+    norm: Normalise
+    wi: ColumnParallelLinear  # with its activation
+    wo: RowParallelLinear
+
+    def __call__(self, y: torch.Tensor) -> torch.Tensor:
+        """Return y plus its adaptation, (N, E)."""
+        return self.wo(self.wi(self.norm(y)), y)
+
+
+@dataclass(frozen=True)
+class EncoderLayer:
+    """One encoder layer, norms before each half."""
+
+    attention_norm: Normalise
+    attention: RowAttention
+    attention_adapter: LinearAdapter | None
+    mlp_norm: Normalise
+    mlp: T5MLP
+    mlp_adapter: LinearAdapter | None
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        rows: RaggedRows,
+        masks: Sequence[torch.Tensor | None],
+        tasks: torch.Tensor | None,
+        weights_out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return x + attention, (N, E)."""
+
+        def run(residual: torch.Tensor | None) -> torch.Tensor:
+            return self.attention(
+                self.attention_norm(x),
+                rows,
+                masks,
+                tasks=tasks,
+                weights_out=weights_out,
+                residual=residual,
+            )
+
+        return _join(x, run, self.attention_adapter)
+
+    def transform(self, x: torch.Tensor, tasks: torch.Tensor | None) -> torch.Tensor:
+        """Return x + MLP, (N, E)."""
+        return _transform(x, self.mlp_norm, self.mlp, self.mlp_adapter, tasks)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One decoder layer, norms before each third."""
+
+    attention_norm: Normalise
+    attention: CausalAttention
+    attention_adapter: LinearAdapter | None
+    cross_norm: Normalise
+    cross: CrossAttention
+    mlp_norm: Normalise
+    mlp: T5MLP
+    mlp_adapter: LinearAdapter | None
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        step: Step,
+        cache: KVCache,
+        layer: int,
+        tasks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return x + self-attention, (N, E)."""
+
+        def run(residual: torch.Tensor | None) -> torch.Tensor:
+            h = self.attention_norm(x)
+            return self.attention(h, step, cache, layer=layer, tasks=tasks, residual=residual)
+
+        return _join(x, run, self.attention_adapter)
+
+    def consult(
+        self, x: torch.Tensor, groups: Sequence[AttentionGroup], cache: KVCache, layer: int
+    ) -> torch.Tensor:
+        """Return x + attention over the encoder's output, (N, E)."""
+        return self.cross(self.cross_norm(x), groups, cache, layer=layer, residual=x)
+
+    def transform(self, x: torch.Tensor, tasks: torch.Tensor | None) -> torch.Tensor:
+        """Return x + MLP, (N, E)."""
+        return _transform(x, self.mlp_norm, self.mlp, self.mlp_adapter, tasks)
+
+
+def _transform(
+    x: torch.Tensor,
+    norm: Normalise,
+    mlp: T5MLP,
+    adapter: LinearAdapter | None,
+    tasks: torch.Tensor | None,
+) -> torch.Tensor:
+    def run(residual: torch.Tensor | None) -> torch.Tensor:
+        return mlp(norm(x), tasks=tasks, residual=residual)
+
+    return _join(x, run, adapter)
+
+
+def _join(
+    x: torch.Tensor,
+    sublayer: Callable[[torch.Tensor | None], torch.Tensor],
+    adapter: LinearAdapter | None,
+) -> torch.Tensor:
+    """Return x plus a sublayer's output, which is adapted before the residual is added."""
+    return sublayer(x) if adapter is None else x + adapter(sublayer(None))
+
+
+@dataclass(frozen=True)
+class T5Embedding:
+    """Token, virtual-token and, in models with absolute positions, position embeddings."""
+
+    tokens: VocabEmbedding
+    vocab_size: int
+    positions: torch.Tensor | None  # (max_pos_seq_len, E)
+    prompts: torch.Tensor | None  # all loaded prompt tables, one after the other
+    dtype: torch.dtype
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        has_virtual: bool = False,
+        embeddings: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (N, E) for ids and positions (N,)."""
+        x = self._with_virtual(ids, embeddings) if has_virtual else self.tokens(ids, self.dtype)
+        if self.positions is None:
+            return x
+        return x + F.embedding(positions, self.positions).to(self.dtype)
+
+    def _with_virtual(self, ids: torch.Tensor, embeddings: torch.Tensor | None) -> torch.Tensor:
+        tables = [t.to(self.dtype) for t in (self.prompts, embeddings) if t is not None]
+        rows = (ids - self.vocab_size).clamp_min(0)
+        virtual = F.embedding(rows, torch.cat(tables))  # (N, E)
+        real = self.tokens(ids.clamp_max(self.vocab_size - 1), self.dtype)
+        return torch.where((ids >= self.vocab_size).unsqueeze(1), virtual, real)

@@ -1,0 +1,80 @@
+"""FT files to one rank's tensors: only this rank's part, in the computed type, on its device."""
+
+from __future__ import annotations
+
+import torch
+
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.reader import FTReader
+from inference.parallel.layout import ParallelLayout
+
+
+class RankWeights:
+    """Reads one rank's tensors from a folder that `FTReader` found sound.
+
+    Values that are not finite are collected, so that one error names every offending tensor.
+    """
+
+    def __init__(
+        self, reader: FTReader, layout: ParallelLayout, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Bind the folder to a rank.
+
+        Raises:
+            CheckpointMismatchError: The folder was cut for another number of ranks.
+        """
+        if reader.tp_size != layout.tp_size:
+            raise CheckpointMismatchError(
+                f"{reader.path} is cut for tensor_para_size={reader.tp_size}, but "
+                f"{layout.tp_size} ranks are to load it; convert for {layout.tp_size} or set "
+                f"tensor_para_size={reader.tp_size}"
+            )
+        self.reader = reader
+        self.layout = layout
+        self.dtype = dtype
+        self.device = device
+        self._unusable: list[str] = []
+
+    def has(self, name: str) -> bool:
+        """Return whether the model has the tensor."""
+        return self.reader.has(name)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return this rank's part of a tensor in the computed type."""
+        return self._checked(name, self.reader.read(name, self.layout.tp_rank))
+
+    def optional(self, name: str) -> torch.Tensor | None:
+        """Return this rank's part of a tensor that not every model has."""
+        return self.tensor(name) if self.has(name) else None
+
+    def matrix(self, name: str) -> torch.Tensor:
+        """Return a weight as (in, out), axes after the first joined."""
+        return self.tensor(name).flatten(1)
+
+    def rows(self, name: str, rows: range) -> torch.Tensor:
+        """Return some rows of a whole table in the computed type."""
+        return self._checked(name, self.reader.read(name, 0)[rows.start : rows.stop])
+
+    def mapped(self, name: str) -> torch.Tensor:
+        """Return a whole table as it lies on disk, mapped and unchanged; nothing is read yet."""
+        return self.reader.read(name, 0)
+
+    def check(self) -> None:
+        """Fail if any tensor read so far holds values that are not finite.
+
+        Raises:
+            CheckpointMismatchError: naming all of them.
+        """
+        if self._unusable:
+            raise CheckpointMismatchError(
+                f"{self.reader.path}: {name} holds values that are not finite; convert the "
+                "checkpoint again"
+                for name in self._unusable
+            )
+
+    def _checked(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        # One pass that reads what is read anyway: a sum shows NaN and infinities.
+        total = values.sum(dtype=torch.float32)
+        if not torch.isfinite(total) and not torch.isfinite(values).all():
+            self._unusable.append(name)
+        return values.to(device=self.device, dtype=self.dtype)

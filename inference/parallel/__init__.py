@@ -1,0 +1,1 @@
+"""Ranks, groups, and linears cut among ranks; nothing here knows about layers."""

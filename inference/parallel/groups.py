@@ -1,0 +1,202 @@
+"""How ranks talk: one group for plans, one per stage for sums, pairs between stages.
+
+Groups are made directly on a store, so that several engines can live in one process.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
+
+from inference.parallel.layout import ParallelLayout
+from inference.parallel.shared_memory import SharedMemoryGroup, open_group
+
+# Integers of a plan that travel in the first message; longer plans need a second.
+_PACKET = 256
+
+
+class _Group(Protocol):
+    """What is used of torch's process groups; ranks are numbered within the group."""
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Work: ...
+
+    def broadcast(self, tensors: list[torch.Tensor]) -> Work: ...
+
+    def barrier(self) -> Work: ...
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
+
+
+class Sending:
+    """A tensor on its way; it is kept until it has left."""
+
+    def __init__(self, work: Work, x: torch.Tensor) -> None:
+        self._work = work
+        self._x = x
+
+    def wait(self) -> None:
+        """Return once the tensor has left."""
+        self._work.wait()
+
+
+def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> _Group:
+    # Builds of torch without CUDA have no such class to import.
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return cast(_Group, ProcessGroupNCCL(store, place, size, options))
+
+
+class RankGroups:
+    """The communication of one rank with the others.
+
+    Every wait ends after `timeout_s` with a RuntimeError, also when a peer is gone.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        store: Store,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        shared_memory: bool = True,
+    ) -> None:
+        """Connect; every rank must do so at the same time.
+
+        Args:
+            layout: This rank's place.
+            store: Rendezvous shared by all ranks, not used by any earlier groups.
+            device: Where hidden states and logits live: NCCL on CUDA; on CPU shared memory, or
+                gloo where the ranks do not share any.
+            timeout_s: Longest wait for another rank.
+            shared_memory: False for gloo in any case.
+
+        Raises:
+            RuntimeError: A rank did not come in time.
+        """
+        self.layout = layout
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._tries_memory = shared_memory
+        self._shared: list[SharedMemoryGroup] = []
+        everyone = list(range(layout.world_size))
+        self._control = self._group("control", everyone, store, torch.device("cpu"))
+        self._stage = None
+        if layout.tp_size > 1:
+            self._stage = self._group(f"stage{layout.pp_rank}", layout.tp_ranks, store, device)
+        self._pipe = self._group("pipe", everyone, store, device) if layout.pp_size > 1 else None
+
+    def _group(self, name: str, ranks: list[int], store: Store, device: torch.device) -> _Group:
+        store = PrefixStore(name, store)
+        place = ranks.index(self.layout.rank)
+        if device.type == "cuda":
+            return _nccl(store, place, len(ranks), self._timeout)
+        if self._tries_memory:
+            timeout_s = self._timeout.total_seconds()
+            if shared := open_group(store, place, len(ranks), timeout_s=timeout_s):
+                self._shared.append(shared)
+                return shared
+        return cast(_Group, ProcessGroupGloo(store, place, len(ranks), self._timeout))
+
+    def abort(self) -> None:
+        """End the waits of this process where possible; may be called from any thread."""
+        for group in self._shared:
+            group.abort()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum `x` over the ranks of this stage, in place."""
+        assert self._stage is not None, "a single rank sums nothing"
+        x = x.contiguous()
+        self._stage.allreduce([x]).wait()
+        return x
+
+    def send(self, x: torch.Tensor, rank: int) -> Sending:
+        """Begin to send a tensor to a rank of another stage."""
+        assert self._pipe is not None
+        x = x.contiguous()
+        return Sending(self._pipe.send([x], rank, 0), x)
+
+    def receive(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        """Fill `x` with what a rank of another stage sends."""
+        assert self._pipe is not None
+        self._pipe.recv([x], rank, 0).wait()
+        return x
+
+    def gather_logits(
+        self, part: torch.Tensor | None, shape: tuple[int, int]
+    ) -> list[torch.Tensor]:
+        """Return on rank 0 the slices of the last stage in rank order; elsewhere nothing.
+
+        Args:
+            part: This rank's slice; None outside the last stage.
+            shape: Of every slice.
+        """
+        layout = self.layout
+        senders = layout.logits_ranks[-layout.tp_size :]
+        group = self._pipe or self._stage
+        if layout.rank != 0:
+            if part is not None:
+                assert group is not None
+                group.send([part.contiguous()], 0, 0).wait()
+            return []
+        slices = []
+        for rank in senders:
+            if rank == 0:
+                assert part is not None
+                slices.append(part)
+                continue
+            assert group is not None
+            slices.append(torch.empty(shape, dtype=torch.float32, device=self._device))
+            group.recv([slices[-1]], rank, 0).wait()
+        return slices
+
+    def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
+        """Return on rank 0 the parts of all ranks in order, all of one shape; elsewhere nothing."""
+        group = self._pipe or self._stage
+        assert group is not None, "a single rank gathers nothing"
+        if self.layout.rank != 0:
+            group.send([part.contiguous()], 0, 0).wait()
+            return []
+        parts = [part]
+        for rank in range(1, self.layout.world_size):
+            parts.append(torch.empty_like(part))
+            group.recv([parts[-1]], rank, 0).wait()
+        return parts
+
+    def send_plan(self, plan: torch.Tensor) -> None:
+        """Send a plan from rank 0 to every rank. `plan` is int32 and its length its item 1."""
+        packet = torch.zeros(_PACKET, dtype=torch.int32)
+        packet[: min(len(plan), _PACKET)] = plan[:_PACKET]
+        self._broadcast(packet)
+        if len(plan) > _PACKET:
+            self._broadcast(plan)
+
+    def receive_plan(self) -> torch.Tensor:
+        """Return the next plan of rank 0."""
+        packet = torch.empty(_PACKET, dtype=torch.int32)
+        self._broadcast(packet)
+        length = int(packet[1])
+        if length <= _PACKET:
+            return packet[:length]
+        plan = torch.empty(length, dtype=torch.int32)
+        self._broadcast(plan)
+        return plan
+
+    def share(self, x: torch.Tensor) -> torch.Tensor:
+        """Give every rank the CPU tensor that rank 0 holds; the others pass one of its shape."""
+        self._broadcast(x)
+        return x
+
+    def meet(self) -> None:
+        """Return once every rank has called this."""
+        self._control.barrier().wait()
+
+    def _broadcast(self, x: torch.Tensor) -> None:
+        self._control.broadcast([x]).wait()

@@ -1,0 +1,93 @@
+"""Where one rank stands in the tensor x pipeline grid, and what part of the model it holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """One rank of `tp_size` x `pp_size`; tensor-parallel ranks are consecutive.
+
+    rank = pp_rank * tp_size + tp_rank, as FasterTransformer numbers them.
+    """
+
+    rank: int = 0
+    tp_size: int = 1
+    pp_size: int = 1
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.rank < self.world_size, f"rank {self.rank} of {self.world_size}"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp_size * self.pp_size
+
+    @property
+    def tp_rank(self) -> int:
+        """Place among the ranks that share each layer of this stage."""
+        return self.rank % self.tp_size
+
+    @property
+    def pp_rank(self) -> int:
+        """Number of this rank's pipeline stage."""
+        return self.rank // self.tp_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds the tokens."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def tp_ranks(self) -> list[int]:
+        """The ranks of this stage, this one included."""
+        first = self.pp_rank * self.tp_size
+        return list(range(first, first + self.tp_size))
+
+    @property
+    def logits_ranks(self) -> list[int]:
+        """Rank 0, which samples, and the last stage, which holds the logits."""
+        last = range(self.world_size - self.tp_size, self.world_size)
+        return sorted({0, *last})
+
+    @property
+    def previous_rank(self) -> int:
+        """The rank that sends this one hidden states: same tensor rank, stage before."""
+        assert not self.is_first_stage
+        return self.rank - self.tp_size
+
+    @property
+    def next_rank(self) -> int:
+        """The rank that receives this one's hidden states."""
+        assert not self.is_last_stage
+        return self.rank + self.tp_size
+
+    def layers(self, num_layer: int) -> range:
+        """Return the global numbers of this stage's layers.
+
+        Raises:
+            ValueError: The layers do not divide among the stages.
+        """
+        if num_layer % self.pp_size:
+            raise ValueError(
+                f"pipeline_para_size={self.pp_size} does not divide num_layer={num_layer}; use "
+                f"{', '.join(str(n) for n in range(1, num_layer + 1) if num_layer % n == 0)}"
+            )
+        count = num_layer // self.pp_size
+        return range(self.pp_rank * count, (self.pp_rank + 1) * count)
+
+    def vocab_rows(self, vocab_size: int) -> range:
+        """Return this rank's rows of the vocabulary; the last ranks may hold fewer, or none."""
+        rows = self.vocab_rows_per_rank(vocab_size)
+        first = min(self.tp_rank * rows, vocab_size)
+        return range(first, min(first + rows, vocab_size))
+
+    def vocab_rows_per_rank(self, vocab_size: int) -> int:
+        """Return the most rows any rank holds; slices of logits are this wide."""
+        return -(-vocab_size // self.tp_size)

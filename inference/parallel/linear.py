@@ -1,0 +1,114 @@
+"""Linears and embeddings cut among tensor-parallel ranks; weights stay in FT's (in, out) layout."""
+
+# Shapes: N rows (tokens), H hidden, V vocabulary, T tensor-parallel size
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+from inference.parallel.gemm import GemmActivation, make_gemm
+
+# Sums a tensor over the ranks of a stage, in place.
+AllReduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+class ColumnParallelLinear:
+    """A linear whose outputs are divided: each rank computes its own columns."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        activation: GemmActivation | None = None,
+        int8: bool = False,
+    ) -> None:
+        """Take this rank's `weight` (in, out/T) and `bias` (out/T); keep it in 8 bits or as is."""
+        self._gemm = make_gemm(weight, bias, activation=activation, int8=int8)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (N, out/T) for x (N, in)."""
+        return self._gemm(x)
+
+
+class RowParallelLinear:
+    """A linear whose inputs are divided: the ranks' products are summed by one all-reduce.
+
+    `bias` is whole and added once, after the sum. With `reduce` None and more than one rank the
+    caller sums, for several linears that share one all-reduce.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        reduce: AllReduce | None = None,
+        int8: bool = False,
+    ) -> None:
+        """Take this rank's `weight` (in/T, out); keep it in 8 bits or as is."""
+        self._reduce = reduce
+        self._bias = bias if reduce is not None else None
+        self._gemm = make_gemm(weight, bias if reduce is None else None, int8=int8)
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x W + bias + residual, (N, out), for x (N, in/T)."""
+        if self._reduce is None:
+            return self._gemm(x, residual)
+        y = self._reduce(self._gemm(x))
+        if self._bias is not None:
+            y = y.add_(self._bias)
+        return y if residual is None else y.add_(residual)
+
+
+class VocabEmbedding:
+    """Rows of a table by token id.
+
+    A rank may hold only some rows; the others then contribute by an all-reduce.
+    """
+
+    def __init__(
+        self, table: torch.Tensor, *, first_row: int = 0, reduce: AllReduce | None = None
+    ) -> None:
+        """Take `table` (rows, H), whose row 0 is token `first_row`; it may be memory-mapped."""
+        self._table = table
+        self._first_row = first_row
+        self._reduce = reduce
+
+    def __call__(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return (N, H) in `dtype` for ids (N,)."""
+        if self._reduce is None:
+            return functional.embedding(ids, self._table).to(dtype)
+        if not len(self._table):
+            nothing = torch.zeros(len(ids), self._table.shape[1], dtype=dtype, device=ids.device)
+            return self._reduce(nothing)
+        local = ids - self._first_row
+        absent = (local < 0) | (local >= len(self._table))
+        rows = functional.embedding(local.masked_fill(absent, 0), self._table).to(dtype)
+        return self._reduce(rows.masked_fill_(absent.unsqueeze(1), 0))
+
+
+class VocabParallelHead:
+    """Hidden states to this rank's slice of the logits, in fp32."""
+
+    def __init__(
+        self, table: torch.Tensor, bias: torch.Tensor | None = None, *, width: int
+    ) -> None:
+        """Take this rank's `table` (rows, H); `width` >= rows is the width of every slice."""
+        self._gemm = make_gemm(table.t(), bias) if len(table) else None
+        self._rows = len(table)
+        self._width = width
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (N, width) fp32; columns beyond the rows are the lowest finite value."""
+        if self._rows == self._width:
+            assert self._gemm is not None
+            return self._gemm(x).float()
+        lowest = torch.finfo(torch.float32).min
+        logits = x.new_full((len(x), self._width), lowest, dtype=torch.float32)
+        if self._gemm is not None:
+            logits[:, : self._rows] = self._gemm(x)
+        return logits

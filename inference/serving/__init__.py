@@ -1,0 +1,1 @@
+"""Triton, processes and text around the runtime."""

@@ -1,0 +1,355 @@
+"""What an engine can hold: device, lanes and their length, from the model and the budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+from typing import Literal, Protocol, cast
+
+import torch
+
+from export_scripts.families.architecture import (
+    Architecture,
+    DecoderArchitecture,
+    EncoderArchitecture,
+    EncoderDecoderArchitecture,
+)
+from export_scripts.families.spec import ModelConfig, ModelFamily
+from export_scripts.ft.dtypes import WEIGHT_DATA_TYPES, item_size
+from inference.decoding.kv_cache import CacheShape
+from inference.decoding.prompts import P_TUNING, SOFT_PROMPT
+from inference.decoding.request import GenerationRequest, ModelLimits
+from inference.model import encoder, t5_weights
+from inference.model.decoder_weights import check_architecture
+from inference.parallel.layout import ParallelLayout
+
+_DEFAULT_MAX_LEN = 4096
+_CPU_SHARE = 0.25  # of the memory that is available, for keys and values
+_CUDA_SHARE = 0.8  # of the memory that the weights leave
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Budgets and bounds of an engine.
+
+    Attributes:
+        max_lanes: Most sequences that run at once; a beam search takes one per beam.
+        max_seq_len: Most tokens of one sequence, prompt and answer; None for what the model was
+            made for, at most 4096.
+        kv_cache_bytes: Memory for keys and values on each rank; None for a share of what is free.
+        max_queued_rows: Rows that may wait for lanes before requests are refused.
+        max_stall_s: How long a step may take longer for the sake of other requests' prompts.
+        threads: CPU threads of each rank; None divides the cores among the ranks.
+        shared_memory: Whether the CPU ranks of a node talk through shared memory; else over gloo.
+        rank_timeout_s: How long a rank may take to answer before it counts as hung.
+        start_timeout_s: How long the other ranks may take to load.
+        restart_failed_ranks: Whether ranks are started again after a failure.
+        output_log_probs_mode: As `DecodingConfig` says.
+        nucleus_include_boundary: As `DecodingConfig` says.
+    """
+
+    max_lanes: int = 64
+    max_seq_len: int | None = None
+    kv_cache_bytes: int | None = None
+    max_queued_rows: int = 2048
+    max_stall_s: float = 0.25
+    threads: int | None = None
+    shared_memory: bool = True
+    rank_timeout_s: float = 7.0
+    start_timeout_s: float = 1800.0
+    restart_failed_ranks: bool = False
+    output_log_probs_mode: Literal["renormalized", "full"] = "renormalized"
+    nucleus_include_boundary: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{field.name}={value} must be greater than 0"
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), int | float)
+            and not isinstance(value, bool)
+            and value <= 0
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What fits."""
+
+    device: str  # cpu or cuda
+    lanes: int
+    max_len: int
+    cache_bytes: int  # of each rank
+
+    def describe(self) -> str:
+        """Return the budget in words."""
+        return (
+            f"{self.lanes} sequences of {self.max_len} tokens on {self.device}, "
+            f"{self.cache_bytes / 2**20:.0f} MiB of keys and values per rank"
+        )
+
+    def problems_of(self, request: GenerationRequest) -> list[str]:
+        """Return why a request can never run, empty if it can."""
+        problems = self._too_long(request)
+        if request.beam_width > self.lanes:
+            problems.append(
+                f"beam_width={request.beam_width} exceeds the {self.lanes} sequences the cache "
+                "holds; raise max_lanes or kv_cache_bytes"
+            )
+        if request.session_len is not None:
+            problems.append("session_len: interactive sessions are not supported")
+        return problems
+
+    def _too_long(self, request: GenerationRequest) -> list[str]:
+        problems = []
+        for b, row in enumerate(request.rows):
+            if request.encoder_decoder:
+                sizes = {"input_ids": len(row.input_ids), "max_output_len": row.output_len}
+                problems += [
+                    f"{name}[{b}]: {size} tokens, a sequence holds {self.max_len}; raise "
+                    "max_seq_len"
+                    for name, size in sizes.items()
+                    if size > self.max_len
+                ]
+                continue
+            # The last token is never fed back.
+            need = row.context_len + row.output_len - 1
+            if need > self.max_len:
+                problems.append(
+                    f"input_ids[{b}]: prompt ({row.context_len}) + request_output_len "
+                    f"({row.output_len}) needs {need} cached tokens, a sequence holds "
+                    f"{self.max_len}; raise max_seq_len"
+                )
+        return problems
+
+
+class _TokenConfig(Protocol):
+    start_id: int
+    end_id: int
+
+
+# What generates text.
+GeneratorArchitecture = DecoderArchitecture | EncoderDecoderArchitecture
+
+
+def generator_of(family: ModelFamily, config: ModelConfig) -> GeneratorArchitecture:
+    """Return the architecture of a model that generates.
+
+    Raises:
+        ValueError: It has no decoder.
+    """
+    architecture = family.architecture(config)
+    if isinstance(architecture, DecoderArchitecture) or (
+        isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder is not None
+    ):
+        return architecture
+    raise ValueError(f"family {family.name} has no decoder; this engine generates text")
+
+
+@dataclass(frozen=True)
+class _CachedStack:
+    """The layers whose keys and values are cached, `copies` of each."""
+
+    num_layer: int
+    kv_head_num: int
+    size_per_head: int
+    copies: int
+
+
+def _cached_stack(architecture: GeneratorArchitecture) -> _CachedStack:
+    if isinstance(architecture, DecoderArchitecture):
+        heads, size = architecture.kv_head_num, architecture.size_per_head
+        return _CachedStack(architecture.num_layer, heads, size, copies=1)
+    stack = architecture.decoder
+    assert stack is not None
+    # What was generated, and what was encoded.
+    return _CachedStack(stack.num_layer, stack.head_num, stack.size_per_head, copies=2)
+
+
+def _position_limit(architecture: GeneratorArchitecture) -> int | None:
+    """Return the rows of a table of positions, None without one."""
+    if isinstance(architecture, DecoderArchitecture):
+        return architecture.max_pos_seq_len if architecture.position == "learned" else None
+    absolute = architecture.position == "absolute"
+    return architecture.num_buckets_or_max_pos_seq_len if absolute else None
+
+
+def model_limits(config: ModelConfig, architecture: GeneratorArchitecture) -> ModelLimits:
+    """Return what requests to the model must respect."""
+    tokens = cast(_TokenConfig, config)
+    ia3_num_tasks = getattr(architecture, "ia3_num_tasks", 0)
+    has_encoder = isinstance(architecture, EncoderDecoderArchitecture)
+    return ModelLimits(
+        vocab_size=architecture.vocab_size,
+        start_id=tokens.start_id,
+        end_id=tokens.end_id,
+        max_pos_seq_len=_position_limit(architecture),
+        encoder_decoder=has_encoder,
+        ia3_num_tasks=ia3_num_tasks,
+        context_outputs=not has_encoder,
+        hidden_units=architecture.hidden,
+        prompt_learning_type=config.prompt_learning_type or 0,
+        prompt_learning_start_id=config.prompt_learning_start_id,
+        prompt_lengths={i: task.prompt_length for i, task in enumerate(config.tasks)},
+        request_prompt_types=frozenset({SOFT_PROMPT, P_TUNING}),
+    )
+
+
+def plan_capacity(
+    architecture: GeneratorArchitecture,
+    ft_dir: Path,
+    *,
+    tp_size: int,
+    pp_size: int,
+    data_type: str,
+    int8_mode: int,
+    device: str,
+    options: EngineOptions,
+) -> Capacity:
+    """Return what fits, after checking sizes and types.
+
+    Raises:
+        ValueError: naming everything that does not fit.
+    """
+    kind = check_ranks(
+        architecture,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        data_type=data_type,
+        int8_mode=int8_mode,
+        device=device,
+    )
+    return _lanes(
+        architecture, ft_dir, ParallelLayout(0, tp_size, pp_size), data_type, kind, options
+    )
+
+
+def check_ranks(
+    architecture: Architecture,
+    *,
+    tp_size: int,
+    pp_size: int,
+    data_type: str,
+    int8_mode: int,
+    device: str,
+) -> str:
+    """Return the device that the ranks of a model use, after checking sizes and types.
+
+    Raises:
+        ValueError: naming everything that does not fit.
+    """
+    problems = []
+    if data_type not in WEIGHT_DATA_TYPES:
+        problems.append(f"data_type={data_type!r} must be one of {', '.join(WEIGHT_DATA_TYPES)}")
+    problems += _int8_problems(architecture, int8_mode, data_type)
+    for check in _checks(architecture, ParallelLayout(0, tp_size, pp_size)):
+        problems += _problems(check)
+    kind, device_problems = _device(device, tp_size * pp_size)
+    problems += device_problems
+    if problems:
+        raise ValueError("\n".join(problems))
+    return kind
+
+
+def _int8_problems(architecture: Architecture, int8_mode: int, data_type: str) -> list[str]:
+    if int8_mode not in (0, 1):
+        return [f"int8_mode={int8_mode} is not supported; use 0, or 1 for weights of 8 bits"]
+    if int8_mode == 0:
+        return []
+    if not isinstance(architecture, DecoderArchitecture):
+        return ["int8_mode=1 is supported for decoder-only models; use 0"]
+    if data_type == "fp32":
+        return ["int8_mode=1 multiplies in 16 bits; set data_type=fp16 or bf16"]
+    return []
+
+
+def _checks(architecture: Architecture, layout: ParallelLayout) -> list[Callable[[], object]]:
+    """Return what raises ValueError where the model does not divide among the ranks."""
+    if isinstance(architecture, DecoderArchitecture):
+        return [
+            lambda: check_architecture(architecture, layout.tp_size),
+            lambda: layout.layers(architecture.num_layer),
+        ]
+    if isinstance(architecture, EncoderArchitecture):
+        return [
+            lambda: encoder.check_architecture(architecture, layout.tp_size),
+            lambda: layout.layers(architecture.num_layer),
+        ]
+    stacks = [stack for stack in (architecture.encoder, architecture.decoder) if stack]
+    return [
+        lambda: t5_weights.check_architecture(architecture, layout.tp_size),
+        *(partial(layout.layers, depth) for depth in {stack.num_layer for stack in stacks}),
+    ]
+
+
+def _problems(check: Callable[[], object]) -> list[str]:
+    try:
+        check()
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _device(device: str, ranks: int) -> tuple[str, list[str]]:
+    if device not in ("auto", "cpu", "cuda"):
+        return "cpu", [f"device={device!r} must be auto, cpu or cuda"]
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return "cpu", []
+    visible = torch.cuda.device_count()
+    if ranks > visible:
+        return "cuda", [
+            f"tensor_para_size * pipeline_para_size = {ranks} ranks need as many GPUs, "
+            f"{visible} are visible; change the sizes or CUDA_VISIBLE_DEVICES, or set device=cpu"
+        ]
+    return "cuda", []
+
+
+def _lanes(
+    architecture: GeneratorArchitecture,
+    ft_dir: Path,
+    layout: ParallelLayout,
+    data_type: str,
+    device: str,
+    options: EngineOptions,
+) -> Capacity:
+    longest = _longest(architecture) or options.max_seq_len or _DEFAULT_MAX_LEN
+    max_len = min(options.max_seq_len or _DEFAULT_MAX_LEN, longest)
+    stack = _cached_stack(architecture)
+    one_lane = CacheShape(
+        num_layer=len(layout.layers(stack.num_layer)) * stack.copies,
+        lanes=1,
+        kv_head_num=stack.kv_head_num // layout.tp_size,
+        max_len=max_len,
+        size_per_head=stack.size_per_head,
+    )
+    # A CPU may compute 16-bit types in fp32; its cache then holds fp32.
+    item_bytes = 4 if device == "cpu" else item_size(data_type)
+    lane_bytes = max_len * one_lane.token_bytes(item_bytes)
+    budget = options.kv_cache_bytes or _free_bytes(ft_dir, layout, device)
+    lanes = min(options.max_lanes, budget // lane_bytes - 1)  # the cache has a lane of its own
+    if lanes < 1:
+        raise ValueError(
+            f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
+            f"{2 * lane_bytes} bytes on each rank; raise kv_cache_bytes or lower max_seq_len"
+        )
+    return Capacity(device, lanes, max_len, (lanes + 1) * lane_bytes)
+
+
+def _longest(architecture: GeneratorArchitecture) -> int | None:
+    """Return the longest sequence the model was made for, where that is known."""
+    if isinstance(architecture, DecoderArchitecture):
+        return architecture.max_pos_seq_len
+    return _position_limit(architecture)
+
+
+def _free_bytes(ft_dir: Path, layout: ParallelLayout, device: str) -> int:
+    """Return the default budget of one rank."""
+    if device == "cpu":
+        text = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
+        return int(int(text.split()[0]) * 1024 * _CPU_SHARE) // layout.world_size
+    weights = sum(path.stat().st_size for path in ft_dir.iterdir()) // layout.world_size
+    free, _ = torch.cuda.mem_get_info()
+    return int(max(free - weights, 0) * _CUDA_SHARE)

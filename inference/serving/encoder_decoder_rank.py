@@ -1,0 +1,297 @@
+"""One rank of an encoder-decoder, or of its encoder alone.
+
+A step first encodes the rows that begin, which every stage's cross-attention caches, then runs the
+decoder over one new token of each lane.
+"""
+
+# Shapes: N tokens of an encoder pass, n lanes of a decoder step, V vocabulary, E hidden, H heads
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from export_scripts.families.architecture import EncoderDecoderArchitecture, StackArchitecture
+from export_scripts.ft.reader import FTReader
+from inference.decoding.kv_cache import WIPE, CacheShape, KVCache
+from inference.model.encoder_decoder import (
+    DecoderStep,
+    EncoderBatch,
+    EncoderDecoder,
+    make_decoder_step,
+)
+from inference.model.ragged import ragged_rows
+from inference.model.weights import RankWeights
+from inference.parallel.groups import RankGroups
+from inference.parallel.pipeline import run_stage
+from inference.serving.plan import ReceivedPlan
+from inference.serving.rank import (
+    RankSettings,
+    StepResult,
+    compute_dtype,
+    gather_slices,
+    rank_device,
+)
+
+
+class EncoderDecoderRank:
+    """Loads strictly, then runs steps. Ranks other than 0 learn of steps from rank 0."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        """Load this rank's part of the model.
+
+        Raises:
+            CheckpointMismatchError: The folder is not exactly what its config.ini describes.
+            ValueError: The model does not divide among the ranks.
+        """
+        self.layout = settings.layout
+        self.device = rank_device(settings)
+        self._groups: RankGroups | None = None
+        reader = FTReader(Path(settings.ft_dir))
+        self.family, self.config = reader.family, reader.config
+        architecture = self.family.architecture(self.config)
+        assert isinstance(architecture, EncoderDecoderArchitecture)
+        if settings.encoder_only:
+            architecture = replace(architecture, decoder=None)
+        self.architecture = architecture
+        dtype = compute_dtype(settings.data_type, self.device)
+        weights = RankWeights(reader, self.layout, dtype=dtype, device=self.device)
+        reduce = self._all_reduce if self.layout.tp_size > 1 else None
+        self.model = EncoderDecoder(weights, architecture, reduce=reduce)
+        if architecture.decoder is not None:
+            shape = decoder_cache_shape(architecture.decoder, settings)
+            self.cache = KVCache(shape, dtype=dtype, device=self.device)
+            self.cross_cache = KVCache(shape, dtype=dtype, device=self.device)
+        self._lengths = [1] * settings.lanes  # encoder tokens that each lane reads
+        self._tasks = [architecture.ia3_num_tasks] * settings.lanes
+
+    def connect(self, groups: RankGroups) -> None:
+        """Join the other ranks."""
+        self._groups = groups
+
+    def ping(self) -> None:
+        """Return once every rank has answered."""
+        if self._groups is not None:
+            self._groups.meet()
+
+    def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
+        """Run one step; rank 0 gets the result.
+
+        Args:
+            plan: What to run.
+            embeddings: (plan.embedding_rows, E) fp32 on rank 0, if there are any; the others
+                receive them.
+        """
+        with torch.inference_mode():
+            embeddings = self._share_embeddings(plan, embeddings)
+            encoded = self._encode(plan, embeddings) if plan.encoder_rows else None
+            if self.architecture.decoder is None:
+                assert encoded is not None, "an encoder has nothing else to do"
+                return self._encoder_result(encoded)
+            self._move(plan)
+            logits = self._decode(plan)
+            return None if logits is None else StepResult(logits)
+
+    def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._groups is not None, "ranks are not connected"
+        return self._groups.all_reduce(x)
+
+    def _share_embeddings(
+        self, plan: ReceivedPlan, embeddings: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        if not plan.embedding_rows:
+            return None
+        if embeddings is None:
+            embeddings = torch.empty(plan.embedding_rows, self.architecture.hidden)
+        if self._groups is not None:
+            embeddings = self._groups.share(embeddings)
+        return embeddings.to(self.device)
+
+    def _encode(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> _Encoded:
+        """Run the encoder; let every stage's decoder layers remember what they read of it."""
+        rows = ragged_rows([row.count for row in plan.encoder_rows], self.device)
+        no_task = self.architecture.ia3_num_tasks
+        tasks = [no_task if row.task is None else row.task for row in plan.encoder_rows]
+        batch = EncoderBatch(
+            plan.encoder_ids.to(self.device),
+            rows,
+            tasks=rows.per_token(tasks) if any(task != no_task for task in tasks) else None,
+            has_virtual=plan.has_virtual,
+            embeddings=embeddings,
+        )
+        attentions = self._room_for_attentions(batch) if plan.attentions else None
+        stage = _EncoderStage(self.model, attentions)
+        hidden = run_stage(stage, [batch], layout=self.layout, groups=self._groups)
+        output = self.model.finish_encoder(hidden[0]) if hidden else None
+        if self.architecture.decoder is not None:
+            output = self._spread(output, batch)
+            self.model.remember(
+                output, batch, [row.lanes for row in plan.encoder_rows], self.cross_cache
+            )
+            for row, task in zip(plan.encoder_rows, tasks, strict=True):
+                for lane in row.lanes:
+                    self._lengths[lane], self._tasks[lane] = row.count, task
+        return _Encoded(output, len(batch.ids), attentions)
+
+    def _spread(self, output: torch.Tensor | None, batch: EncoderBatch) -> torch.Tensor:
+        """Give the last stage's encoder output (N, E) to every stage."""
+        layout, groups = self.layout, self._groups
+        if layout.pp_size == 1:
+            assert output is not None
+            return output
+        assert groups is not None
+        last = layout.world_size - layout.tp_size
+        if output is None:
+            return groups.receive(self.model.room(len(batch.ids)), last + layout.tp_rank)
+        sends = [
+            groups.send(output, stage * layout.tp_size + layout.tp_rank)
+            for stage in range(layout.pp_size - 1)
+        ]
+        for sent in sends:
+            sent.wait()
+        return output
+
+    def _move(self, plan: ReceivedPlan) -> None:
+        """Copy cached tokens among the lanes of a row, which all read the same encoder output."""
+        if not plan.moves:
+            return
+        self.cache.copy(plan.moves)
+        self.cross_cache.copy(
+            [
+                (WIPE, lane, 0, self._lengths[lane])
+                for source, lane, _, _ in plan.moves
+                if source == WIPE
+            ]
+        )
+
+    def _decode(self, plan: ReceivedPlan) -> torch.Tensor | None:
+        """Return on rank 0 the logits of the decoder's step, (n, V or more)."""
+        count = len(plan.output_rows)
+        if not plan.segments:
+            empty = torch.empty(0, self.architecture.vocab_size)
+            return empty if self.layout.rank == 0 else None
+        lanes = [segment.lane for segment in plan.segments]
+        tasks = [self._tasks[lane] for lane in lanes]
+        inputs = make_decoder_step(
+            plan.ids.to(self.device),
+            plan.segments,
+            [self._lengths[lane] for lane in lanes],
+            cache=self.cache,
+            rules=self.model.rules,
+            dtype=self.model.dtype,
+            tasks=torch.tensor(tasks, device=self.device)
+            if any(task != self.architecture.ia3_num_tasks for task in tasks)
+            else None,
+        )
+        stage = _DecoderStage(self.model, self.cache, self.cross_cache)
+        hidden = run_stage(stage, [inputs], layout=self.layout, groups=self._groups)
+        part = None
+        if hidden:
+            part = self.model.logits(hidden[0].index_select(0, plan.output_rows.to(self.device)))
+        vocab_size = self.architecture.vocab_size
+        return gather_slices(part, count, vocab_size, self.layout, self._groups)
+
+    def _encoder_result(self, encoded: _Encoded) -> StepResult | None:
+        """Return on rank 0 what an encoder alone gives."""
+        hidden = first_rank_hidden(
+            encoded.output, self.model.room(encoded.tokens), groups=self._groups
+        )
+        attentions = encoded.attentions
+        if attentions is not None and self._groups is not None:
+            attentions = self._joined(self._groups.gather(attentions))
+        if hidden is None:
+            return None
+        return StepResult(torch.empty(0, 0), hidden=hidden, attentions=attentions)
+
+    def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor | None:
+        """Return (rows, layers, heads, S, S) of the parts of all ranks."""
+        if not parts:
+            return None
+        tp_size = self.layout.tp_size
+        stages = [
+            torch.cat(parts[first : first + tp_size], dim=2)
+            for first in range(0, len(parts), tp_size)
+        ]
+        return torch.cat(stages, dim=1)
+
+    def _room_for_attentions(self, batch: EncoderBatch) -> torch.Tensor:
+        width = max(batch.rows.lengths)
+        heads = self.architecture.encoder.head_num // self.layout.tp_size
+        shape = (len(batch.rows.lengths), len(self.model.encoder_layers), heads, width, width)
+        return torch.zeros(shape, dtype=self.model.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    output: torch.Tensor | None  # (N, E), None on earlier stages of an encoder alone
+    tokens: int
+    attentions: torch.Tensor | None  # (rows, stage's layers, local heads, S, S)
+
+
+@dataclass(frozen=True)
+class _EncoderStage:
+    """The encoder's layers of this stage, as the pipeline runs them."""
+
+    model: EncoderDecoder
+    attentions: torch.Tensor | None
+
+    def embed(self, step: EncoderBatch) -> torch.Tensor:
+        return self.model.embed_rows(step)
+
+    def empty_hidden(self, step: EncoderBatch) -> torch.Tensor:
+        return self.model.room(len(step.ids))
+
+    def run_layers(self, x: torch.Tensor, step: EncoderBatch) -> torch.Tensor:
+        return self.model.run_encoder(x, step, attentions=self.attentions)
+
+
+@dataclass(frozen=True)
+class _DecoderStage:
+    """The decoder's layers of this stage, as the pipeline runs them."""
+
+    model: EncoderDecoder
+    cache: KVCache
+    cross_cache: KVCache
+
+    def embed(self, step: DecoderStep) -> torch.Tensor:
+        return self.model.embed_step(step)
+
+    def empty_hidden(self, step: DecoderStep) -> torch.Tensor:
+        return self.model.room(len(step.step.ids))
+
+    def run_layers(self, x: torch.Tensor, step: DecoderStep) -> torch.Tensor:
+        return self.model.run_decoder(x, step, self.cache, self.cross_cache)
+
+
+def decoder_cache_shape(stack: StackArchitecture, settings: RankSettings) -> CacheShape:
+    """Return one of a rank's two caches: of what was generated, or of what was encoded."""
+    return CacheShape(
+        num_layer=len(settings.layout.layers(stack.num_layer)),
+        lanes=settings.lanes,
+        kv_head_num=stack.head_num // settings.tp_size,
+        max_len=settings.max_len,
+        size_per_head=stack.size_per_head,
+    )
+
+
+def first_rank_hidden(
+    output: torch.Tensor | None, room: torch.Tensor, *, groups: RankGroups | None
+) -> torch.Tensor | None:
+    """Return on rank 0 the last stage's output; `room` is of its shape.
+
+    Args:
+        output: On ranks of the last stage.
+        room: Where rank 0 receives it.
+        groups: None for a single rank.
+    """
+    if groups is None or groups.layout.pp_size == 1:
+        is_first = groups is None or groups.layout.rank == 0
+        return output if is_first else None
+    layout = groups.layout
+    source = layout.world_size - layout.tp_size
+    if layout.rank == source:
+        assert output is not None
+        groups.send(output, 0).wait()
+    return groups.receive(room, source) if layout.rank == 0 else None

@@ -1,0 +1,275 @@
+"""The engine: a model on all its ranks, answering many requests at once.
+
+Requests join and leave between steps. Ranks other than 0 are processes of this node; a rank that
+ends or hangs fails the requests in flight with the reason, and the engine says so from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from export_scripts.ft.config_ini import read_config
+from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.options import RowOptions
+from inference.decoding.request import (
+    GenerationRequest,
+    ModelLimits,
+    RequestError,
+    RowRequest,
+)
+from inference.model.step import Segment
+from inference.serving.capacity import (
+    Capacity,
+    EngineOptions,
+    generator_of,
+    model_limits,
+    plan_capacity,
+)
+from inference.serving.engine_loop import EngineBusyError, EngineFailedError, EngineLoop
+from inference.serving.plan import StepPlan
+from inference.serving.rank import RankSettings
+from inference.serving.ranks import threads_per_rank
+from inference.serving.running import (
+    GenerationResult,
+    GenerationStep,
+    OnStep,
+    RunningRequest,
+    make_row,
+)
+from inference.serving.scheduler import Scheduler
+
+__all__ = [
+    "Engine",
+    "EngineBusyError",
+    "EngineFailedError",
+    "EngineOptions",
+    "GenerationResult",
+    "GenerationStep",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves one FT folder.
+
+    Futures are answered from the engine's own thread; what they and `on_step` call must be quick.
+    """
+
+    def __init__(
+        self,
+        ft_dir: Path | str,
+        *,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        data_type: str = "fp32",
+        int8_mode: int = 0,
+        device: str = "auto",
+        options: EngineOptions | None = None,
+    ) -> None:
+        """Read the folder's description; nothing is loaded before `start`.
+
+        Args:
+            ft_dir: The folder of weights, cut for `tp_size` ranks.
+            tp_size: Tensor-parallel size.
+            pp_size: Pipeline-parallel size; divides the layers.
+            data_type: What is computed in: fp32, fp16 or bf16.
+            int8_mode: 1 to keep the layers' matrices in 8 bits, quantised at load.
+            device: cpu, cuda, or auto for CUDA where there is a device.
+            options: Budgets and bounds.
+
+        Raises:
+            ValueError: Sizes, types or budgets do not fit the model or the machine.
+        """
+        self.options = options or EngineOptions()
+        self.family, self.config = read_config(Path(ft_dir))
+        self.architecture = generator_of(self.family, self.config)
+        self.capacity: Capacity = plan_capacity(
+            self.architecture,
+            Path(ft_dir),
+            tp_size=tp_size,
+            pp_size=pp_size,
+            data_type=data_type,
+            int8_mode=int8_mode,
+            device=device,
+            options=self.options,
+        )
+        self.limits: ModelLimits = model_limits(self.config, self.architecture)
+        self._settings = RankSettings(
+            ft_dir=str(ft_dir),
+            rank=0,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            data_type=data_type,
+            int8_mode=int8_mode,
+            device=self.capacity.device,
+            lanes=self.capacity.lanes,
+            max_len=self.capacity.max_len,
+            threads=self.options.threads or threads_per_rank(tp_size * pp_size),
+            shared_memory=self.options.shared_memory,
+            rank_timeout_s=self.options.rank_timeout_s,
+        )
+        self._table_rows, table_size = _table_rows(
+            [task.prompt_length for task in self.config.tasks]
+        )
+        self._embedding_base = self.architecture.vocab_size + table_size
+        self._scheduler: Scheduler | None = None
+        self._loop: EngineLoop[RunningRequest] = EngineLoop(
+            self._settings,
+            self.options,
+            make_scheduler=self._make_scheduler,
+            # One token through all ranks, so that the first request finds everything ready.
+            warm_up=StepPlan(ids=[0], segments=(Segment(0, 0, 1),), output_rows=[0]),
+        )
+
+    def __enter__(self) -> Engine:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Load the model on every rank; return when it can answer.
+
+        Raises:
+            EngineFailedError: Some rank could not load or connect; every reason is given.
+        """
+        self._loop.start()
+        logger.info("ready: %s", self.capacity.describe())
+
+    def stop(self) -> None:
+        """Fail what is in flight and end every rank."""
+        self._loop.stop()
+
+    def healthy(self) -> str | None:
+        """Return None if requests can be answered, else the reason why not."""
+        return self._loop.healthy()
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait for lanes, of all requests."""
+        return self._loop.queued_rows
+
+    @property
+    def free_lanes(self) -> int:
+        """Sequences that could join now."""
+        return self._scheduler.free_lanes if self._scheduler is not None else 0
+
+    def submit(
+        self, request: GenerationRequest, *, on_step: OnStep | None = None
+    ) -> Future[GenerationResult]:
+        """Queue a request.
+
+        Args:
+            request: As `parse_request` gives it under this engine's `limits`.
+            on_step: Called after each step that gave the request tokens but did not finish it.
+
+        Raises:
+            RequestError: The request does not fit the engine's cache.
+            EngineBusyError: The queue is full.
+            EngineFailedError: The engine cannot answer.
+        """
+        problems = self.capacity.problems_of(request)
+        if problems:
+            raise RequestError(problems)
+        future: Future[GenerationResult] = Future()
+        running = self._running(request, future)
+        lanes = request.beam_width * len(request.rows)
+        running.on_step = on_step
+        running.lock_step = on_step is not None and lanes <= self.capacity.lanes
+        self._loop.queue(running)
+        return future
+
+    def cancel(self, future: Future[Any]) -> None:
+        """Give up a request: at the next step its work stops and its memory is free."""
+        future.cancel()
+
+    def generate(self, request: GenerationRequest) -> GenerationResult:
+        """Return the result of a request, waiting for it."""
+        return self.submit(request).result()
+
+    def logits(self, input_ids: Sequence[int]) -> torch.Tensor:
+        """Return the logits after every token of a prompt, (tokens, vocabulary) fp32.
+
+        Raises:
+            RequestError: The prompt is empty or does not fit, or the model has an encoder.
+            EngineBusyError: The queue is full.
+            EngineFailedError: The engine cannot answer.
+        """
+        if self.limits.encoder_decoder:
+            raise RequestError(["input_ids: the encoder's tokens have no logits"])
+        ids = tuple(input_ids)
+        if not ids or any(not 0 <= token < self.limits.vocab_size for token in ids):
+            raise RequestError([f"input_ids: expected ids in [0, {self.limits.vocab_size})"])
+        row = RowRequest(ids, 1, RowOptions(end_id=self.limits.end_id), context_ids=ids)
+        request = GenerationRequest((row,), padded_len=len(ids))
+        problems = self.capacity.problems_of(request)
+        if problems:
+            raise RequestError(problems)
+        future: Future[torch.Tensor] = Future()
+        running = self._running(request, future)
+        running.waiting[0].logits = []
+        self._loop.queue(running)
+        return future.result()[:, : self.limits.vocab_size]
+
+    def _running(self, request: GenerationRequest, future: Future[Any]) -> RunningRequest:
+        running = RunningRequest(request, future, arrival=0)
+        problems = []
+        for index, row in enumerate(request.rows):
+            try:
+                made = make_row(
+                    running,
+                    index,
+                    row,
+                    vocab_size=self.architecture.vocab_size,
+                    table_rows=self._table_rows,
+                    encoder_decoder=self.limits.encoder_decoder,
+                )
+            except ValueError as error:
+                problems.append(f"prompt of row {index}: {error}")
+                continue
+            running.waiting.append(made)
+        if problems:
+            raise RequestError(problems)
+        running.results = [None] * len(request.rows)
+        running.pooled = [None] * len(request.rows)
+        return running
+
+    def _make_scheduler(self) -> Scheduler:
+        decoder = BatchDecoder(
+            DecodingConfig(
+                vocab_size=self.limits.vocab_size,
+                hypothesis_pool=self.limits.encoder_decoder,
+                output_log_probs_mode=self.options.output_log_probs_mode,
+                nucleus_include_boundary=self.options.nucleus_include_boundary,
+            )
+        )
+        self._scheduler = Scheduler(
+            decoder,
+            lanes=self.capacity.lanes,
+            embedding_base=self._embedding_base,
+            stall_bound_s=self.options.max_stall_s,
+        )
+        return self._scheduler
+
+
+def _table_rows(lengths: Sequence[int]) -> tuple[dict[int, int], int]:
+    """Return the first row of each prompt task's table among all of them, and the total."""
+    first, total = {}, 0
+    for task, length in enumerate(lengths):
+        first[task] = total
+        total += length
+    return first, total

@@ -1,0 +1,92 @@
+"""Free ports, and who holds a taken one."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+_LISTEN = "0A"  # state column of /proc/net/tcp
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def pick_free_ports(host: str, count: int) -> list[int]:
+    """Return `count` different ports that are free on `host` now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.socket(_family(host), socket.SOCK_STREAM))
+            for _ in range(count)
+        ]
+        for each in sockets:
+            each.bind((host, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Return why a server cannot listen on `host`:`port`, with the holder if it can be seen."""
+    with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
+        # As servers do: a port whose old connections linger is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return f"is in use{_holder_text(port)}"
+            if error.errno == errno.EACCES:
+                return "may not be opened by this user (ports below 1024 are reserved)"
+            return f"cannot be opened on {host}: {error.strerror}"
+    return None
+
+
+def ports_problems(host: str, ports: Mapping[str, int], *, keys: Mapping[str, str]) -> list[str]:
+    """Return a message for every wanted port that cannot be had: port, key, holder, remedy.
+
+    Ports of 0 are not wanted in particular. `keys` gives the configuration key of each name.
+    """
+    wanted = {keys[name]: port for name, port in ports.items() if port}
+    found = [
+        f"{key}={port} {problem}; choose another, or 0 for any free port."
+        for key, port in wanted.items()
+        if (problem := port_problem(host, port))
+    ]
+    if len(set(wanted.values())) < len(wanted):
+        pairs = ", ".join(f"{key}={port}" for key, port in wanted.items())
+        found.append(f"{pairs}: the ports must differ.")
+    return found
+
+
+def _holder_text(port: int) -> str:
+    for inode in _listening_inodes(port):
+        if holder := _process_with_socket(inode):
+            pid, command = holder
+            return f" by process {pid} ({command})"
+    return ""
+
+
+def _listening_inodes(port: int) -> list[str]:
+    inodes = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                columns = line.split()
+                if columns[3] == _LISTEN and int(columns[1].rpartition(":")[2], 16) == port:
+                    inodes.append(columns[9])
+    return inodes
+
+
+def _process_with_socket(inode: str) -> tuple[int, str] | None:
+    target = f"socket:[{inode}]"
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # another user's process, or one that just ended
+            if any(str(each.readlink()) == target for each in (process / "fd").iterdir()):
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+                return int(process.name), command[:100]
+    return None

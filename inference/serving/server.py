@@ -1,0 +1,352 @@
+"""A tritonserver of our own: start it, wait until it is ready, keep its log, stop all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from inference.serving import supervisor
+from inference.serving.installation import find_triton
+from inference.serving.ports import pick_free_ports, ports_problems
+from inference.serving.server_log import ServerLog, errors_of, last_lines, short_reason
+
+PORT_NAMES = ("http", "grpc", "metrics")
+LOG_TAIL_LINES = 20
+# The server itself waits this long for running requests; `stop` sets the limit that counts.
+_EXIT_TIMEOUT_S = 3600
+_POLL_S = 0.1
+_HTTP_TIMEOUT_S = 5.0
+_KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
+_ADMIN_HEADER = "slipway-admin"
+_DRAINED = "Found 0 live models"  # what remains is closing idle connections, which takes seconds
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class ServerStartError(RuntimeError):
+    """The server did not become ready. `reasons` say why, `log_tail` holds its last lines."""
+
+    def __init__(self, summary: str, *, reasons: Sequence[str], log_path: Path) -> None:
+        self.reasons = tuple(reasons)
+        self.log_path = log_path
+        self.log_tail = tuple(last_lines(log_path, LOG_TAIL_LINES))
+        parts = [summary, *(f"  {reason}" for reason in reasons)]
+        if self.log_tail:
+            parts.append(f"last lines of {log_path}:")
+            parts += [f"  | {line}" for line in self.log_tail]
+        super().__init__("\n".join(parts))
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """One line of the server's repository index."""
+
+    name: str
+    state: str  # READY, UNAVAILABLE, LOADING, UNLOADING, or "" if it was never loaded
+    reason: str
+
+
+class TritonServer:
+    """One tritonserver process and everything it starts.
+
+    Ports of 0 are chosen when the server starts; `http_port`, `grpc_port` and `metrics_port` then
+    hold the real ones. `port_keys` gives the configuration key of each port ("http", "grpc",
+    "metrics") for messages. `env` is added to this process's environment.
+    """
+
+    def __init__(
+        self,
+        model_repository: Path | str,
+        *,
+        http_port: int = 8000,
+        grpc_port: int = 8001,
+        metrics_port: int = 8002,
+        host: str = "127.0.0.1",
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        extra_args: Sequence[str] = (),
+        port_keys: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model_repository = str(model_repository)
+        self.host = host
+        self.log_path = Path(log_path)
+        self.models: tuple[str, ...] = ()
+        self._wanted_ports = dict(
+            zip(PORT_NAMES, (http_port, grpc_port, metrics_port), strict=True)
+        )
+        self._ports = self._wanted_ports
+        self._port_keys = {name: f"{name}_port" for name in PORT_NAMES} | dict(port_keys or {})
+        self._env = dict(env or {})
+        self._extra_args = tuple(extra_args)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline = -1
+        self._admin_key = secrets.token_hex(16)
+
+    @property
+    def http_port(self) -> int:
+        """Port of HTTP requests and health checks."""
+        return self._ports["http"]
+
+    @property
+    def grpc_port(self) -> int:
+        """Port of gRPC requests."""
+        return self._ports["grpc"]
+
+    @property
+    def metrics_port(self) -> int:
+        """Port of the Prometheus metrics."""
+        return self._ports["metrics"]
+
+    @property
+    def http_url(self) -> str:
+        """`host:port` for HTTP clients on this machine."""
+        return f"{_bracketed(self.connect_host)}:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """`host:port` for gRPC clients on this machine."""
+        return f"{_bracketed(self.connect_host)}:{self.grpc_port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the supervisor, the root of all processes of this server."""
+        return self._process.pid if self._process else None
+
+    @property
+    def connect_host(self) -> str:
+        """Address at which this machine reaches the server."""
+        return _WILDCARDS.get(self.host, self.host)
+
+    @property
+    def _is_loopback(self) -> bool:
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host == "localhost"
+
+    def port_problems(self) -> list[str]:
+        """Return a message for every wanted port that cannot be had."""
+        return ports_problems(self.host, self._wanted_ports, keys=self._port_keys)
+
+    def start(self, *, timeout_s: float, progress: Callable[[str], None] | None = None) -> None:
+        """Start the server and return once every model is ready.
+
+        Raises:
+            ServerStartError: a port is taken, the server ended, a model failed or time ran out; no
+                process is left then.
+            FileNotFoundError: there is no tritonserver on this machine.
+        """
+        assert self._process is None, "a server object starts once"
+        if problems := self.port_problems():
+            raise ServerStartError(
+                "tritonserver was not started:", reasons=problems, log_path=self.log_path
+            )
+        deadline = time.monotonic() + timeout_s
+        # A port chosen for the server can be taken by someone else before the server opens it.
+        for attempts_left in (2, 1, 0):
+            log = self._spawn()
+            try:
+                self._await_ready(log, deadline, timeout_s, progress or _silent)
+            except BaseException as error:
+                self.stop(drain_s=0)
+                chosen = 0 in self._wanted_ports.values()
+                may_retry = isinstance(error, ServerStartError) and attempts_left and chosen
+                if not (may_retry and log.port_was_taken()):
+                    raise
+            else:
+                return
+
+    def poll(self) -> int | None:
+        """Return the exit status (128 + n after signal n), or None while the server runs."""
+        return self._process.poll() if self._process else None
+
+    def wait(self) -> int:
+        """Block until the server ends and return its exit status."""
+        assert self._process is not None, "the server was not started"
+        return self._process.wait()
+
+    def failure(self) -> str | None:
+        """Return why a started server no longer serves all its models, None while it does."""
+        if (status := self.poll()) is not None:
+            return f"tritonserver ended with status {status}"
+        try:
+            statuses = self.index()
+        except OSError as error:
+            return f"tritonserver does not answer on {self.http_url}: {error}"
+        ready = {each.name for each in statuses if each.state == "READY"}
+        lost = [each for each in statuses if each.name in set(self.models) - ready]
+        return "; ".join(f"model {e.name} is {e.state}: {e.reason}" for e in lost) or None
+
+    def index(self) -> list[ModelStatus]:
+        """Return the state of every model of the repository. Raises OSError without an answer."""
+        entries = json.loads(self._http("/v2/repository/index", body=b"{}"))
+        return [
+            ModelStatus(
+                entry["name"], entry.get("state", ""), short_reason(entry.get("reason", ""))
+            )
+            for entry in entries
+        ]
+
+    def stop(self, *, drain_s: float = 30.0) -> None:
+        """End the server and everything it started; running requests get `drain_s` to finish."""
+        if self._process is None:
+            return
+        if self._process.poll() is None and drain_s > 0:
+            self._process.terminate()
+            self._drain(drain_s)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._ended_within(_KILL_WAIT_S)
+        if self._process.poll() is None:
+            for pid in [*supervisor.descendants(self._process.pid), self._process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.wait()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> list[str]:
+        """Return the last lines of the server's log."""
+        return last_lines(self.log_path, lines)
+
+    def __enter__(self) -> TritonServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop(drain_s=30.0 if error is None else 0)
+
+    def _spawn(self) -> ServerLog:
+        missing = [name for name, port in self._wanted_ports.items() if port == 0]
+        chosen = zip(missing, pick_free_ports(self.host, len(missing)), strict=True)
+        self._ports = self._wanted_ports | dict(chosen)
+        installation = find_triton()
+        command = [str(installation.program), *installation.arguments(), *self._arguments()]
+        environment = os.environ | installation.environment() | self._env
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        lifeline, self._lifeline = os.pipe()
+        try:
+            with self.log_path.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", supervisor.__file__, str(lifeline), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    pass_fds=[lifeline],
+                    start_new_session=True,
+                )
+        finally:
+            os.close(lifeline)
+        return ServerLog(self.log_path)
+
+    def _arguments(self) -> list[str]:
+        arguments = [f"--model-repository={self.model_repository}"]
+        for name, port in self._ports.items():
+            arguments += [f"--{name}-address={self.host}", f"--{name}-port={port}"]
+        arguments += [
+            # Lets a model whose workers died take itself out of service.
+            "--model-control-mode=explicit",
+            "--load-model=*",
+            # A model that fails stays listed with its reason instead of ending the server.
+            "--exit-on-error=false",
+            "--strict-readiness=true",
+            f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
+            "--disable-auto-complete-config",
+        ]
+        if not self._is_loopback:
+            # Loading and unloading stays with us when others can reach the server.
+            key = f"model-repository:{_ADMIN_HEADER}={self._admin_key}"
+            arguments += [f"--http-restricted-api={key}", f"--grpc-restricted-protocol={key}"]
+        return [*arguments, *self._extra_args]
+
+    def _await_ready(
+        self, log: ServerLog, deadline: float, timeout_s: float, progress: Callable[[str], None]
+    ) -> None:
+        while True:
+            status = self.poll()
+            for message in log.read():
+                progress(message)
+            if status is not None:
+                self._fail(f"tritonserver ended with status {status} before it was ready:", log)
+            if log.failures:
+                self._fail("tritonserver cannot serve this repository:", log)
+            if self._is_ready(log):
+                return progress("ready")
+            if time.monotonic() > deadline:
+                waiting = [name for name in log.loading if name not in log.loaded]
+                log.failures.append(
+                    f"still loading {', '.join(waiting)}" if waiting else "no model is loading"
+                )
+                self._fail(f"tritonserver was not ready after {timeout_s:g} s:", log)
+            time.sleep(_POLL_S)
+
+    def _is_ready(self, log: ServerLog) -> bool:
+        try:
+            statuses = self.index()
+            failed = [each for each in statuses if each.state == "UNAVAILABLE"]
+            # An ensemble fails because of another model: causes first.
+            failed.sort(key=lambda each: "depend" in each.reason)
+            log.failures += [f"model {each.name}: {each.reason}" for each in failed]
+            if failed or any(each.state != "READY" for each in statuses):
+                return False
+            self._http("/v2/health/ready")
+        except OSError:
+            return False
+        if not statuses:
+            log.failures.append(f"{self.model_repository} holds no model")
+            return False
+        self.models = tuple(sorted(each.name for each in statuses))
+        return True
+
+    def _fail(self, summary: str, log: ServerLog) -> None:
+        unique = list(dict.fromkeys(log.failures)) or errors_of(last_lines(self.log_path, 200))
+        raise ServerStartError(summary, reasons=unique, log_path=self.log_path)
+
+    def _http(self, path: str, body: bytes | None = None) -> bytes:
+        request = urllib.request.Request(
+            f"http://{self.http_url}{path}", data=body, headers={_ADMIN_HEADER: self._admin_key}
+        )
+        # Never through a proxy: the server is on this machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(request, timeout=_HTTP_TIMEOUT_S) as response:
+            return bytes(response.read())
+
+    def _drain(self, limit_s: float) -> None:
+        """Wait until the server ended or said that nothing is left to end but itself."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and not self._ended_within(_POLL_S):
+            if any(_DRAINED in line for line in last_lines(self.log_path, 5)):
+                return
+
+    def _ended_within(self, limit_s: float) -> bool:
+        assert self._process is not None
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _silent(_: str) -> None:
+    """Report nothing."""

@@ -1,0 +1,144 @@
+"""What every model in Triton's Python backend here shares: its arguments, its answers.
+
+`triton_python_backend_utils` exists only inside the server's stub process, so it is imported where
+it is used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Tensors = Mapping[str, "np.ndarray[Any, Any]"]
+
+
+class ModelArguments:
+    """What Triton tells a model when it is loaded."""
+
+    def __init__(self, args: Mapping[str, str]) -> None:
+        self.config: dict[str, Any] = json.loads(args["model_config"])
+        self.model_folder = Path(args["model_repository"])
+        self.version_folder = self.model_folder / args["model_version"]
+        self.parameters: dict[str, str] = {
+            key: value["string_value"] for key, value in self.config.get("parameters", {}).items()
+        }
+
+    @property
+    def decoupled(self) -> bool:
+        """Whether the model answers a request with more than one response."""
+        return bool(self.config.get("model_transaction_policy", {}).get("decoupled", False))
+
+    @property
+    def bf16_inputs(self) -> frozenset[str]:
+        """Names of the inputs that arrive as BF16."""
+        return frozenset(
+            tensor["name"]
+            for tensor in self.config.get("input", [])
+            if tensor["data_type"] == "TYPE_BF16"
+        )
+
+    def text(self, key: str, *, default: str | None = None) -> str:
+        """Return a parameter. Raises ValueError if it is needed and absent."""
+        if key in self.parameters:
+            return self.parameters[key]
+        if default is None:
+            raise ValueError(
+                f"config.pbtxt of {self.model_folder.name}: parameter {key} is missing"
+            )
+        return default
+
+    def integer(self, key: str, *, default: int | None = None) -> int:
+        """Return a whole-number parameter. Raises ValueError if it is absent or not a number."""
+        text = self.text(key, default=None if default is None else str(default))
+        try:
+            return int(text)
+        except ValueError:
+            name = self.model_folder.name
+            raise ValueError(
+                f"config.pbtxt of {name}: parameter {key}={text!r} must be a whole number"
+            ) from None
+
+    def flag(self, key: str) -> bool:
+        """Return a 0/1 parameter, False if absent. Raises ValueError for anything else."""
+        value = self.integer(key, default=0)
+        if value not in (0, 1):
+            name = self.model_folder.name
+            raise ValueError(f"config.pbtxt of {name}: parameter {key}={value} must be 0 or 1")
+        return bool(value)
+
+
+def request_tensors(request: Any, *, bf16: Collection[str] = ()) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the inputs of a Triton request by name; `bf16` ones, which numpy lacks, as FP32."""
+    return {
+        tensor.name(): _from_bf16(tensor) if tensor.name() in bf16 else tensor.as_numpy()
+        for tensor in request.inputs()
+    }
+
+
+def _from_bf16(tensor: Any) -> np.ndarray[Any, Any]:
+    from torch.utils.dlpack import from_dlpack
+
+    return np.asarray(from_dlpack(tensor.to_dlpack()).float().numpy())
+
+
+def output_tensors(outputs: Tensors, wanted: Collection[str]) -> list[Any]:
+    """Return those of `outputs` that the client wants, as Triton's tensors."""
+    import triton_python_backend_utils as pb_utils
+
+    return [pb_utils.Tensor(name, value) for name, value in outputs.items() if name in wanted]
+
+
+def hidden_tensor(name: str, value: Any, data_type: str) -> Any:
+    """Return a torch tensor as Triton's, in the computation type of the model."""
+    import triton_python_backend_utils as pb_utils
+
+    if data_type == "bf16":
+        return pb_utils.Tensor.from_dlpack(name, value.bfloat16().contiguous())
+    return pb_utils.Tensor(name, (value.half() if data_type == "fp16" else value).numpy())
+
+
+def response(tensors: Sequence[Any]) -> Any:
+    """Return a Triton response with these outputs."""
+    import triton_python_backend_utils as pb_utils
+
+    return pb_utils.InferenceResponse(list(tensors))
+
+
+def error_response(message: str, code: str = "INVALID_ARG") -> Any:
+    """Return a Triton response that carries an error; `code` names one of TritonError's codes."""
+    import triton_python_backend_utils as pb_utils
+
+    return pb_utils.InferenceResponse(
+        error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
+    )
+
+
+class TensorModel:
+    """A model that answers each request at once; subclasses add `setup` and `run`."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the model (called by Triton)."""
+        self.setup(ModelArguments(args))
+
+    def setup(self, arguments: ModelArguments) -> None:
+        """Prepare for `run`. Raises ValueError if the model cannot be loaded."""
+        raise NotImplementedError
+
+    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the outputs of one request. Raises ValueError for a bad request."""
+        raise NotImplementedError
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Answer requests (called by Triton)."""
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            outputs = self.run(request_tensors(request))
+        except ValueError as error:
+            return error_response(str(error))
+        return response(output_tensors(outputs, request.requested_output_names()))

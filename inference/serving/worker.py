@@ -1,0 +1,99 @@
+"""A rank other than 0, in a process of its own: load, join, run the steps rank 0 sends, leave.
+
+The process ends when rank 0 does, however that ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Store, TCPStore
+
+from inference.parallel.groups import RankGroups
+from inference.serving.plan import Command, command_of, unpack
+from inference.serving.rank import RankSettings, rank_device
+from inference.serving.rank_kinds import make_rank
+from inference.serving.rendezvous import report_failure, report_loaded, wait_for_go
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one rank until rank 0 stops it; return 1 if it failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m inference.serving.worker",
+        description="One rank of the runtime; rank 0 starts the local ones by itself.",
+    )
+    parser.add_argument("--settings", required=True, help="the rank's settings as JSON")
+    parser.add_argument(
+        "--lifeline", action="store_true", help="end when standard input reaches its end"
+    )
+    arguments = parser.parse_args(argv)
+    settings = RankSettings.from_json(arguments.settings)
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s rank {settings.rank} %(levelname)s %(message)s"
+    )
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's affair
+    if arguments.lifeline:
+        _end_with_owner()
+    torch.set_num_threads(settings.threads)
+    store = TCPStore(*settings.store, timeout=timedelta(seconds=settings.rank_timeout_s))
+    try:
+        _serve(settings, store)
+    except Exception as error:
+        traceback.print_exc()
+        report_failure(store, settings.rank, error)
+        return 1
+    return 0
+
+
+def _end_with_owner() -> None:
+    """End this process at once when the one that started it is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _serve(settings: RankSettings, store: Store) -> None:
+    rank = make_rank(settings)
+    report_loaded(store, settings.rank)
+    wait_for_go(store)
+    groups = RankGroups(
+        settings.layout,
+        store,
+        device=rank_device(settings),
+        timeout_s=settings.rank_timeout_s,
+        shared_memory=settings.shared_memory,
+    )
+    rank.connect(groups)
+    logger.info("ready")
+    while True:
+        packed = groups.receive_plan()
+        command = command_of(packed)
+        if command == Command.STOP:
+            return
+        if command == Command.PING:
+            rank.ping()
+        else:
+            rank.run(unpack(packed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""A model that needs no server: it continues the texts it was told to."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from inference.evaluation.runner import RequestFailedError
+from inference.evaluation.task import Completion
+
+_PIECE = re.compile(r" ?\S+|\s+")
+
+
+class FakeModel:
+    """Pieces of at most three characters are its tokens.
+
+    `continuations` maps a context to the pieces that follow it; after these, and after any other
+    context, it says "?" for ever. Every token has log probability -0.5. Contexts in `refuses` fail,
+    with `reason` where there is one.
+    """
+
+    def __init__(
+        self,
+        continuations: Mapping[str, Sequence[str]] | None = None,
+        *,
+        refuses: Sequence[str] = (),
+        unavailable: bool = False,
+    ) -> None:
+        self.continuations = dict(continuations or {})
+        self.refuses = set(refuses)
+        self.unavailable = unavailable
+        self.reason = ""
+        self.requests: list[str] = []
+        self.most_in_flight = 0
+        self._in_flight = 0
+        self._lock = threading.Lock()
+        self._ids: dict[str, int] = {}
+
+    def ids(self, pieces: Sequence[str]) -> tuple[int, ...]:
+        with self._lock:
+            return tuple(self._ids.setdefault(piece, len(self._ids) + 1) for piece in pieces)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        words = _PIECE.findall(text)
+        return self.ids([word[at : at + 3] for word in words for at in range(0, len(word), 3)])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        pieces = {number: piece for piece, number in self._ids.items()}
+        return "".join(pieces[each] for each in ids)
+
+    def complete_ids(self, input_ids: Sequence[int], *, output_len: int) -> tuple[int, ...]:
+        return self._continue(self.decode(input_ids), output_len)
+
+    def complete_rows(
+        self, rows: Sequence[Sequence[int]], *, output_len: int
+    ) -> list[tuple[int, ...]]:
+        return [self.complete_ids(row, output_len=output_len) for row in rows]
+
+    def complete_text(
+        self, prompt: str, *, output_len: int, score_prompt: bool = False
+    ) -> Completion:
+        text = self.decode(self._continue(prompt, output_len))
+        return Completion(text, _log_prob(self.encode(prompt)) if score_prompt else None)
+
+    def context_log_prob(self, input_ids: Sequence[int]) -> float:
+        self._request(self.decode(input_ids))
+        return _log_prob(input_ids)
+
+    def _continue(self, context: str, count: int) -> tuple[int, ...]:
+        self._request(context)
+        pieces = [*self.continuations.get(context, ()), *["?"] * count]
+        return self.ids(pieces[:count])
+
+    def _request(self, context: str) -> None:
+        with self._lock:
+            self.requests.append(context)
+            self._in_flight += 1
+            self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        try:
+            if self.unavailable or context in self.refuses:
+                raise RequestFailedError(self.reason or f"refused {context!r}")
+            threading.Event().wait(0.002)
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+
+
+def _log_prob(ids: Sequence[int]) -> float:
+    return -0.5 * (len(ids) - 1)
+
+
+PASSAGES = (
+    "The cook lit the lamp",
+    "They crossed the old stone bridge",
+    "She opened the garden gate",
+    "He had lost his key",
+)
+
+
+def write_passages(path: Path) -> Path:
+    """Write PASSAGES in LAMBADA's form."""
+    path.write_text("".join(f'{{"text": "{text}"}}\n' for text in PASSAGES))
+    return path
+
+
+def partly_right_model() -> FakeModel:
+    """Return a model that knows the first passage whole, and the last token of the second."""
+    return FakeModel(
+        {
+            "The cook lit the": (" la", "mp"),
+            "The cook lit the la": ("mp",),
+            "They crossed the old stone bridg": ("e",),
+        }
+    )

@@ -1,0 +1,109 @@
+"""The runtime on a GPU gives what it gives on a CPU, through CUDA graphs and without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from export_scripts.families.gpt import GPT
+from export_scripts.families.gptj import GPTJ, GPTJConfig
+from export_scripts.families.gptneox import GPTNEOX, GPTNeoXConfig
+from export_scripts.families.llama import LLAMA, LlamaConfig
+from export_scripts.families.spec import ModelConfig, ModelFamily
+from inference.decoding.options import RowOptions
+from inference.decoding.request import GenerationRequest, RowRequest
+from inference.serving.engine import Engine, EngineOptions
+from tests.ft_folders import gpt_config, write_random
+
+pytestmark = pytest.mark.gpu
+
+SIZES: dict[str, Any] = {
+    "model_name": "tiny",
+    "head_num": 4,
+    "size_per_head": 8,
+    "inter_size": 56,
+    "num_layer": 3,
+    "vocab_size": 53,
+    "start_id": 51,
+    "end_id": 52,
+    "weight_data_type": "fp32",
+}
+MODELS: dict[str, tuple[ModelFamily, ModelConfig]] = {
+    "gpt": (GPT, gpt_config(size_per_head=8)),
+    "opt": (GPT, gpt_config(layernorm_type="post_layernorm", activation_type="Relu")),
+    "bloom": (
+        GPT,
+        gpt_config(
+            max_pos_seq_len=None,
+            has_positional_encoding=False,
+            has_pre_decoder_layernorm=True,
+            use_attention_linear_bias=True,
+        ),
+    ),
+    "gptj": (GPTJ, GPTJConfig(**SIZES, rotary_embedding=4)),
+    "gptneox": (GPTNEOX, GPTNeoXConfig(**SIZES, rotary_embedding=4)),
+    "llama": (
+        LLAMA,
+        LlamaConfig(
+            **SIZES,
+            kv_head_num=2,
+            hidden_size=32,
+            max_pos_seq_len=80,
+            layernorm_eps=1e-5,
+            rotary_embedding=8,
+            sliding_window=9,
+        ),
+    ),
+}
+# Of the largest logit: order of summation; 11 and 8 bits of the numbers in between.
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2}
+PROMPT = [7, 3, 11, 2, 40, 17, 5]
+
+
+@pytest.fixture(autouse=True)
+def _needs_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device is visible")
+
+
+def make_request(lengths: list[int], beam_width: int = 1) -> GenerationRequest:
+    rows = []
+    for number, length in enumerate(lengths):
+        ids = tuple((7 * number + 3 * t) % 50 for t in range(1 + 2 * number))
+        options = RowOptions(end_id=52, beam_width=beam_width, return_log_probs=True)
+        rows.append(RowRequest(ids, length, options, context_ids=ids, returned_ids=ids))
+    return GenerationRequest(tuple(rows), padded_len=1 + 2 * len(lengths))
+
+
+@pytest.mark.parametrize("data_type", TOLERANCE)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_those_of_the_cpu(name: str, data_type: str, tmp_path: Path) -> None:
+    ft_dir = write_random(*MODELS[name], tmp_path)
+    with (
+        Engine(ft_dir, device="cpu") as cpu,
+        Engine(ft_dir, device="cuda", data_type=data_type) as cuda,
+    ):
+        expected, logits = cpu.logits(PROMPT), cuda.logits(PROMPT).cpu()
+    assert (logits - expected).abs().max() / expected.abs().max() < TOLERANCE[data_type]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(
+    name: str, tmp_path: Path
+) -> None:
+    ft_dir = write_random(*MODELS[name], tmp_path)
+    options = EngineOptions(max_lanes=6)
+    with (
+        Engine(ft_dir, device="cpu", options=options) as cpu,
+        Engine(ft_dir, device="cuda", options=options) as cuda,
+    ):
+        for request in (
+            make_request([20]),
+            make_request([3, 20, 7, 11, 1, 30, 5, 9, 14]),
+            make_request([12, 9], beam_width=3),
+        ):
+            expected, rows = cpu.generate(request).rows, cuda.generate(request).rows
+            assert [row.output_ids for row in rows] == [row.output_ids for row in expected]

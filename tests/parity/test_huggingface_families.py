@@ -1,0 +1,198 @@
+"""Folders converted from Hugging Face models give those models' logits, for any tensor parallelism.
+
+Models are random and tiny with sizes that are all different; transformers is the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from export_scripts.convert import ConversionRequest, convert
+from export_scripts.ft.reader import FTReader
+from tests.rank_threads import logits_of
+
+IDS = [3, 17, 41, 5, 5, 29, 11, 50, 2, 8, 33, 19, 44, 7, 1, 23, 36, 14]
+
+# Both sides compute in fp32 and differ in the order of sums only.
+TOLERANCE = 2e-6
+
+COMMON = {"vocab_size": 53, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+GPT2 = {**COMMON, "n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 40}
+OPT = {
+    **COMMON, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2, "ffn_dim": 56,
+    "max_position_embeddings": 40, "word_embed_proj_dim": 24,
+}  # fmt: skip
+BLOOM = {**COMMON, "hidden_size": 24, "n_head": 4, "n_layer": 2}
+GPTJ = {**GPT2, "rotary_dim": 4}
+NEOX = {
+    **COMMON, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2,
+    "intermediate_size": 56, "max_position_embeddings": 40,
+}  # fmt: skip
+LLAMA = {
+    **COMMON, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "intermediate_size": 56, "max_position_embeddings": 40,
+    "tie_word_embeddings": False, "head_dim": 8,
+}  # fmt: skip
+
+
+def rope(kind: str, **parameters: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
+
+
+LLAMA3 = rope(
+    "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)  # fmt: skip
+
+# name -> (config class, its settings)
+MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "gpt2": ("GPT2Config", GPT2),
+    "gpt2-inner": ("GPT2Config", {**GPT2, "n_inner": 56}),
+    "gpt2-untied": ("GPT2Config", {**GPT2, "tie_word_embeddings": False}),
+    "gpt2-relu": ("GPT2Config", {**GPT2, "activation_function": "relu"}),
+    "gpt2-exact-gelu": ("GPT2Config", {**GPT2, "activation_function": "gelu"}),
+    "gpt2-eps": ("GPT2Config", {**GPT2, "layer_norm_epsilon": 0.1}),
+    "opt": ("OPTConfig", OPT),
+    "opt-untied": ("OPTConfig", {**OPT, "tie_word_embeddings": False}),
+    "opt-post": ("OPTConfig", {**OPT, "do_layer_norm_before": False}),
+    "opt-projected": (
+        "OPTConfig", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 16}
+    ),
+    "opt-no-final-norm": ("OPTConfig", {**OPT, "_remove_final_layer_norm": True}),
+    "opt-without-biases": (
+        "OPTConfig",
+        {**OPT, "enable_bias": False, "layer_norm_elementwise_affine": False,
+         "activation_function": "gelu"},
+    ),
+    "bloom": ("BloomConfig", BLOOM),
+    "bloom-post": ("BloomConfig", {**BLOOM, "apply_residual_connection_post_layernorm": True}),
+    "bloom-untied": ("BloomConfig", {**BLOOM, "tie_word_embeddings": False}),
+    "gptj": ("GPTJConfig", GPTJ),
+    "gptj-inner": ("GPTJConfig", {**GPTJ, "n_inner": 56}),
+    "gptneox-parallel": ("GPTNeoXConfig", NEOX),
+    "gptneox-sequential": ("GPTNeoXConfig", {**NEOX, "use_parallel_residual": False}),
+    "gptneox-no-attention-bias": ("GPTNeoXConfig", {**NEOX, "attention_bias": False}),
+    "gptneox-fast-gelu": ("GPTNeoXConfig", {**NEOX, "hidden_act": "gelu_fast"}),
+    "gptneox-tied": ("GPTNeoXConfig", {**NEOX, "tie_word_embeddings": True}),
+    "llama": ("LlamaConfig", {**LLAMA, "head_dim": 6}),
+    "llama-no-groups": ("LlamaConfig", {**LLAMA, "num_key_value_heads": 4}),
+    "llama-tied": ("LlamaConfig", {**LLAMA, "tie_word_embeddings": True}),
+    "llama-biases": ("LlamaConfig", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "llama-base": ("LlamaConfig", {**LLAMA, **rope("default", rope_theta=500.0)}),
+    "llama-linear": ("LlamaConfig", {**LLAMA, **rope("linear", factor=3.0)}),
+    "llama-dynamic": ("LlamaConfig", {**LLAMA, **rope("dynamic", factor=3.0)}),
+    "llama-llama3": ("LlamaConfig", {**LLAMA, **LLAMA3}),
+    "llama-yarn": (
+        "LlamaConfig",
+        {**LLAMA, **rope("yarn", factor=2.5, original_max_position_embeddings=16)},
+    ),
+    "llama-yarn-mscale": (
+        "LlamaConfig",
+        {**LLAMA, **rope("yarn", factor=2.5, original_max_position_embeddings=16, mscale=0.7,
+                         mscale_all_dim=0.3, beta_fast=8.0, truncate=False)},
+    ),
+    "mistral-window": ("MistralConfig", {**LLAMA, "sliding_window": 5}),
+    "mistral-no-window": ("MistralConfig", {**LLAMA, "sliding_window": None}),
+    "qwen2": ("Qwen2Config", {**LLAMA, "num_key_value_heads": 2}),
+    "qwen2-tied": ("Qwen2Config", {**LLAMA, "tie_word_embeddings": True}),
+    "qwen2-window": (
+        "Qwen2Config",
+        {**LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0},
+    ),
+}  # fmt: skip
+
+# Ranks of each run, and how the prompt is cut into steps.
+LAYOUTS: dict[tuple[int, int], tuple[int, ...]] = {(1, 1): (), (2, 1): (7, 1, 10), (4, 2): ()}
+
+
+def build(name: str) -> Any:
+    """Return a random model whose every parameter matters: none is left at zero or one."""
+    torch.manual_seed(sum(map(ord, name)))
+    class_name, settings = MODELS[name]
+    config = getattr(transformers, class_name)(**settings, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    return model
+
+
+def check(
+    model: Any, source: Path, output_dir: Path, *, tp_size: int = 2, pp_size: int = 1
+) -> None:
+    with torch.no_grad():
+        expected = model(torch.tensor([IDS])).logits[0].float()
+    ft_dir = convert(
+        ConversionRequest(
+            checkpoint_path=source, output_dir=output_dir, tp_size=tp_size, weight_data_type="fp32"
+        )
+    ).ft_dir
+    chunks = LAYOUTS[tp_size, pp_size]
+    found = logits_of(ft_dir, IDS, tp_size=tp_size, pp_size=pp_size, chunks=chunks)
+    assert float((found - expected).abs().max() / expected.abs().max()) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_folder_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path / "source")
+    check(model, tmp_path / "source", tmp_path / "ft")
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "opt", "bloom", "gptj", "gptneox-parallel", "gptneox-sequential", "llama"]
+)
+def test_logits_do_not_depend_on_the_ranks(
+    name: str, tp_size: int, pp_size: int, tmp_path: Path
+) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path / "source")
+    check(model, tmp_path / "source", tmp_path / "ft", tp_size=tp_size, pp_size=pp_size)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "gptj", "gptneox-parallel", "qwen2"])
+def test_shards_with_an_index_are_read(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    model.save_pretrained(tmp_path / "source", max_shard_size="10KB")
+    assert len(list((tmp_path / "source").glob("model-*.safetensors"))) > 1
+    check(model, tmp_path / "source", tmp_path / "ft")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "opt", "llama-tied", "gptneox-tied"])
+def test_bin_file_that_repeats_a_tied_head_is_read(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    model.config.save_pretrained(tmp_path / "source")
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    assert any(key in state for key in ("lm_head.weight", "embed_out.weight"))
+    torch.save(state, tmp_path / "source" / "pytorch_model.bin")
+    check(model, tmp_path / "source", tmp_path / "ft")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "opt", "llama-tied", "gptneox-tied"])
+def test_model_saved_without_its_head_class_is_read(name: str, tmp_path: Path) -> None:
+    model = build(name)
+    model.base_model.save_pretrained(tmp_path / "source")
+    check(model, tmp_path / "source", tmp_path / "ft")
+
+
+def test_key_heads_are_repeated_for_more_ranks_than_heads(tmp_path: Path) -> None:
+    build("llama").save_pretrained(tmp_path / "source")
+    request = ConversionRequest(
+        checkpoint_path=tmp_path / "source",
+        output_dir=tmp_path / "ft",
+        tp_size=4,
+        weight_data_type="fp32",
+    )
+    reader = FTReader(convert(request).ft_dir)
+    name = "model.layers.0.attention.key.weight"
+    heads = [reader.read(name, rank) for rank in range(4)]
+    assert torch.equal(heads[0], heads[1])
+    assert torch.equal(heads[2], heads[3])
+    assert not torch.equal(heads[1], heads[2])

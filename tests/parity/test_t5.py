@@ -1,0 +1,273 @@
+"""Converted T5s, run by our runtime, give the logits of the models they were made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from export_scripts.convert import ConversionRequest, convert
+from tests.conftest import SHARED
+from tests.encoder_decoder_ranks import encoded_by, logits_by
+from tests.ft_folders import unpack_case
+from tests.tiny_t5 import (
+    BARE,
+    Reference,
+    TinyT5,
+    adapter_tensors,
+    ia3_scalers,
+    t5_tensors,
+    write_adapter,
+    write_ia3,
+    write_prompts,
+    write_t5,
+)
+
+# Of the largest value. fp32: another order of summation. fp16: weights rounded to 11 bits.
+FP32_TOLERANCE = 1e-4
+FP16_TOLERANCE = 1e-2
+
+# (tensor-parallel, pipeline-parallel) sizes.
+GRIDS = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
+PROMPT = (5, 9, 2, 38, 17, 11, 23)
+ANSWER = (2, 30, 8, 19, 4, 27)
+
+
+def golden(name: str) -> Path:
+    case = SHARED / "golden" / name
+    if not case.is_dir():
+        pytest.skip(f"reference material not found at {case}; set SLIPWAY_SHARED to its folder")
+    return case
+
+
+def difference(ours: torch.Tensor, theirs: Any) -> float:
+    expected = torch.as_tensor(theirs)
+    assert ours.shape == expected.shape
+    return float((ours.float() - expected).abs().max() / expected.abs().max())
+
+
+def recorded(case: Path) -> tuple[list[int], list[int]]:
+    facts = json.loads((case / "greedy.json").read_text())
+    start = facts.get("decoder_start_token_id", 0)
+    return facts["prompt"], [start, *facts["continuation"][:-1]]
+
+
+def nemo_folder(path: Path, source: Path, **fields: Any) -> Path:
+    values = {"tp_size": 1, "weight_data_type": "fp32"} | fields
+    return convert(ConversionRequest(checkpoint_path=source, output_dir=path, **values)).ft_dir
+
+
+# family/case -> widest tensor-parallel size of its recorded folders.
+CASES = {
+    "t5/relu_tied": 4,
+    "t5/v1_1_gated_gelu_untied": 4,
+    "t5/ul2_gated_silu": 1,
+    "t5/mt5": 1,
+    "t5_nemo/train_tp1_pp1_absolute_bias": 4,
+    "t5_nemo/train_tp2_pp1_relative_geglu_nobias": 4,
+    "t5_nemo/train_tp2_pp2_absolute_bias_gated": 4,
+    "t5_nemo/subconfigs_kv_ne_hidden": 1,
+    "t5_nemo/ia3_two_tasks": 1,
+    "t5_nemo/prompt_table": 1,
+}
+
+
+@pytest.mark.parametrize("name", [*CASES, "t5_encoder/from_full_t5"])
+def test_the_encoder_gives_the_recorded_output(name: str, tmp_path: Path) -> None:
+    case = golden(name)
+    prompt, _ = recorded(case)
+    ours = encoded_by(unpack_case(case, tmp_path, tp_size=1), prompt)
+    expected = np.load(case / "encoder_hidden.npy").reshape(len(prompt), -1)
+    assert difference(ours, expected) < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "tp_size"),
+    [(name, tp_size) for name, widest in CASES.items() for tp_size in (1, 4) if tp_size <= widest],
+)
+def test_reference_folders_give_the_recorded_logits(
+    name: str, tp_size: int, tmp_path: Path
+) -> None:
+    case = golden(name)
+    prompt, answer = recorded(case)
+    expected = np.load(case / "logits.npy")
+    folder = unpack_case(case, tmp_path, tp_size=tp_size)
+    ours = logits_by(folder, prompt, answer, vocab_size=expected.shape[1], tp_size=tp_size)
+    assert difference(ours, expected) < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_half_precision_weights_are_close(name: str, tmp_path: Path) -> None:
+    case = golden(name)
+    prompt, answer = recorded(case)
+    expected = np.load(case / "logits.npy")
+    folder = unpack_case(case, tmp_path, tp_size=2, data_type="fp16")
+    ours = logits_by(
+        folder, prompt, answer, vocab_size=expected.shape[1], tp_size=2, data_type="fp16"
+    )
+    assert difference(ours, expected) < FP16_TOLERANCE
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), GRIDS)
+@pytest.mark.parametrize("model", [TinyT5(), BARE], ids=["absolute-bias", "relative-bare"])
+def test_every_grid_of_ranks_gives_the_same_model(
+    model: TinyT5, tp_size: int, pp_size: int, tmp_path: Path
+) -> None:
+    tensors = t5_tensors(model)
+    source = write_t5(tmp_path / "t5.nemo", tensors, model)
+    folder = nemo_folder(tmp_path, source, tp_size=tp_size)
+    reference = Reference(tensors, model)
+    grid = {"tp_size": tp_size, "pp_size": pp_size}
+    encoded = reference.encode(PROMPT)
+    assert difference(encoded_by(folder, PROMPT, **grid), encoded) < FP32_TOLERANCE
+    ours = logits_by(folder, PROMPT, ANSWER, vocab_size=model.vocab_size, **grid)
+    assert difference(ours, reference.logits(encoded, ANSWER)) < FP32_TOLERANCE
+
+
+# Every row of the rules by which a NeMo model becomes one with or without biases.
+RULES = {
+    "layernorm with biases": TinyT5(),
+    "layernorm1p with biases": TinyT5(normalization="layernorm1p"),
+    "no head bias": TinyT5(head_bias=False),
+    "bare as converted from elsewhere": TinyT5(
+        bias=False, normalization="rmsnorm", normalised_scores=False, head_bias=False
+    ),
+    "bare with scaled scores": TinyT5(bias=False, normalization="rmsnorm", head_bias=False),
+    "biases with unscaled scores": TinyT5(normalised_scores=False),
+    "layernorm without biases": TinyT5(bias=False, head_bias=False),
+    "layernorm without biases but a head's": TinyT5(bias=False),
+    "relative positions with biases": TinyT5(relative=True),
+    "relative positions, bare": BARE,
+    "rows of legacy order": TinyT5(legacy=True),
+    "a head of its own": TinyT5(own_head=True),
+    "geglu": TinyT5(activation="geglu"),
+    "swiglu": TinyT5(activation="swiglu", bias=False, normalization="rmsnorm", head_bias=False),
+    "reglu": TinyT5(activation="reglu"),
+    "relu": TinyT5(activation="relu"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_kind_of_nemo_model_is_converted_faithfully(rule: str, tmp_path: Path) -> None:
+    model = RULES[rule]
+    tensors = t5_tensors(model)
+    folder = nemo_folder(tmp_path, write_t5(tmp_path / "t5.nemo", tensors, model))
+    reference = Reference(tensors, model)
+    expected = reference.logits(reference.encode(PROMPT), ANSWER)
+    ours = logits_by(folder, PROMPT, ANSWER, vocab_size=model.vocab_size)
+    assert difference(ours, expected) < FP32_TOLERANCE
+
+
+# (training TP, PP, first decoder stage) -> inference TP.
+RESHARDED = (((1, 1, 0), 4), ((2, 1, 0), 1), ((4, 1, 0), 2), ((2, 2, 1), 4), ((1, 3, 1), 2))
+
+
+@pytest.mark.parametrize(("training", "tp_size"), RESHARDED)
+@pytest.mark.parametrize("legacy", [False, True])
+def test_training_ranks_and_stages_are_joined(
+    training: tuple[int, int, int], tp_size: int, legacy: bool, tmp_path: Path
+) -> None:
+    tp, pp, split = training
+    model = TinyT5(own_head=True, legacy=legacy)
+    tensors = t5_tensors(model)
+    source = write_t5(tmp_path / "t5.nemo", tensors, model, tp=tp, pp=pp, split=split)
+    folder = nemo_folder(tmp_path, source, tp_size=tp_size)
+    reference = Reference(tensors, model)
+    expected = reference.logits(reference.encode(PROMPT), ANSWER)
+    ours = logits_by(folder, PROMPT, ANSWER, vocab_size=model.vocab_size, tp_size=tp_size)
+    assert difference(ours, expected) < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("later_names", [False, True], ids=["older-names", "later-names"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("training", [(1, 1, 0), (2, 1, 0), (2, 3, 1)])
+def test_each_ia3_task_acts_as_trained(
+    training: tuple[int, int, int], tp_size: int, later_names: bool, tmp_path: Path
+) -> None:
+    tp, pp, split = training
+    model, layout = TinyT5(), {"tp": tp, "pp": pp, "split": split}
+    tensors = t5_tensors(model)
+    tasks = [ia3_scalers(model, seed=seed) for seed in (1, 2)]
+    archives = tuple(
+        write_ia3(tmp_path / f"{n}.nemo", task, model, later_names=later_names, **layout)
+        for n, task in enumerate(tasks)
+    )
+    source = write_t5(tmp_path / "t5.nemo", tensors, model, **layout)
+    folder = nemo_folder(tmp_path, source, tp_size=tp_size, ia3_checkpoints=archives)
+    for number, scalers in ((None, None), (0, tasks[0]), (1, tasks[1])):
+        reference = Reference(tensors, model, scalers=scalers)
+        expected = reference.logits(reference.encode(PROMPT), ANSWER)
+        ours = logits_by(
+            folder, PROMPT, ANSWER, vocab_size=model.vocab_size, task=number, tp_size=tp_size
+        )
+        assert difference(ours, expected) < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("model", [TinyT5(), BARE], ids=["biases", "bare"])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_ia3_multiplied_into_the_weights_acts_as_trained(
+    model: TinyT5, tp_size: int, tmp_path: Path
+) -> None:
+    tensors, scalers = t5_tensors(model), ia3_scalers(model)
+    folder = nemo_folder(
+        tmp_path,
+        write_t5(tmp_path / "t5.nemo", tensors, model, tp=2),
+        tp_size=tp_size,
+        ia3_checkpoints=(write_ia3(tmp_path / "ia3.nemo", scalers, model, tp=2),),
+        ia3_in_place=True,
+    )
+    assert not list(folder.glob("*ia3*"))
+    reference = Reference(tensors, model, scalers=scalers)
+    expected = reference.logits(reference.encode(PROMPT), ANSWER)
+    ours = logits_by(folder, PROMPT, ANSWER, vocab_size=model.vocab_size, tp_size=tp_size)
+    assert difference(ours, expected) < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("training", [(1, 1, 0), (2, 1, 0), (2, 3, 1)])
+def test_linear_adapters_act_as_trained(
+    training: tuple[int, int, int], tp_size: int, tmp_path: Path
+) -> None:
+    tp, pp, split = training
+    model, layout = TinyT5(), {"tp": tp, "pp": pp, "split": split}
+    tensors, adapters = t5_tensors(model), adapter_tensors(model)
+    folder = nemo_folder(
+        tmp_path,
+        write_t5(tmp_path / "t5.nemo", tensors, model, **layout),
+        tp_size=tp_size,
+        adapter_checkpoints=(write_adapter(tmp_path / "a.nemo", adapters, model, **layout),),
+    )
+    reference = Reference(tensors, model, adapters=adapters)
+    expected = reference.logits(reference.encode(PROMPT), ANSWER)
+    ours = logits_by(folder, PROMPT, ANSWER, vocab_size=model.vocab_size, tp_size=tp_size)
+    assert difference(ours, expected) < FP32_TOLERANCE
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_virtual_tokens_take_the_place_of_words(tp_size: int, tmp_path: Path) -> None:
+    model = TinyT5()
+    tensors = t5_tensors(model)
+    tables = {"first": torch.randn(3, model.hidden), "second": torch.randn(4, model.hidden)}
+    folder = nemo_folder(
+        tmp_path,
+        write_t5(tmp_path / "t5.nemo", tensors, model),
+        tp_size=tp_size,
+        prompt_checkpoints=(write_prompts(tmp_path / "p.nemo", tables),),
+    )
+    rows = [model.vocab_size + row for row in (3, 4, 5, 6)]  # the second task's
+    prompt = [*rows, *PROMPT]
+    reference = Reference(tensors, model)
+    encoded = reference.encode(prompt, torch.cat(list(tables.values())))
+    ours = logits_by(
+        folder,
+        prompt,
+        ANSWER,
+        vocab_size=model.vocab_size,
+        has_virtual=True,
+        tp_size=tp_size,
+    )
+    assert difference(ours, reference.logits(encoded, ANSWER)) < FP32_TOLERANCE

@@ -1,0 +1,53 @@
+"""Intervals and percentiles against values worked out elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference.evaluation.statistics import (
+    mcnemar_p_value,
+    mean_and_stderr,
+    percentile,
+    proportion_stderr,
+    wilson_interval,
+)
+
+
+def test_wilson_interval_of_a_textbook_case():
+    # Newcombe, Statistics in Medicine 17 (1998), table I: 81 of 263 and 15 of 148, method 3.
+    assert wilson_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson_interval(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+
+
+def test_wilson_interval_at_the_ends_is_not_empty():
+    assert wilson_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)  # Newcombe, table I
+    low, high = wilson_interval(20, 20)
+    assert (low, high) == (pytest.approx(1 - 0.1611, abs=5e-5), 1.0)
+
+
+@pytest.mark.parametrize(("successes", "count"), [(1, 0), (3, 2), (-1, 2)])
+def test_wilson_interval_refuses_what_is_no_proportion(successes, count):
+    with pytest.raises(ValueError, match="is not a proportion"):
+        wilson_interval(successes, count)
+
+
+def test_standard_error_uses_the_sample_variance():
+    values = [1.0, 0.0, 0.0, 1.0, 1.0]
+    assert proportion_stderr(3, 5) == pytest.approx(mean_and_stderr(values)[1])
+
+
+def test_percentile_interpolates():
+    assert percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
+    assert percentile([1.0, 2.0, 3.0], 100) == 3.0
+    assert percentile([7.0], 99) == 7.0
+
+
+def test_mcnemar_is_the_sign_test_of_the_disagreements():
+    assert mcnemar_p_value(0, 0) == 1.0
+    assert mcnemar_p_value(0, 5) == pytest.approx(2 / 32)
+    assert mcnemar_p_value(2, 3) == 1.0
+
+
+def test_mcnemar_of_many_disagreements_agrees_with_the_exact_test():
+    # 2 * sum(C(1001, k), k <= 481) / 2^1001
+    assert mcnemar_p_value(520, 481) == pytest.approx(0.22971, abs=5e-4)

@@ -1,0 +1,78 @@
+"""Rows of different lengths laid end to end: attention never crosses from one to another."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from inference.model.ragged import (
+    RaggedRows,
+    attend,
+    attend_with_weights,
+    padded_rows,
+    ragged_rows,
+)
+
+CPU = torch.device("cpu")
+LENGTHS = [[4], [5, 5, 5], [1, 2, 3], [300, 2, 301, 299], [2, 300]]
+
+
+def states(count: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(count, 3, 8, generator=generator) for _ in range(3)]
+
+
+def attend_alone(parts: list[torch.Tensor], rows: RaggedRows, scale: float) -> torch.Tensor:
+    out = []
+    for start, length in zip(rows.starts, rows.lengths, strict=True):
+        q, k, v = (part[start : start + length].transpose(0, 1) for part in parts)
+        out.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_each_token_sees_its_own_row_alone(lengths: list[int]) -> None:
+    rows = ragged_rows(lengths, CPU)
+    parts = states(sum(lengths))
+    masks = [group.mask(None, torch.float32) for group in rows.groups]
+    ours = attend(*parts, rows=rows, masks=masks, scale=0.5)
+    assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
+    rows = ragged_rows(lengths, CPU)
+    parts = states(sum(lengths))
+    masks = [group.mask(None, torch.float32) for group in rows.groups]
+    width = max(lengths)
+    weights = torch.zeros(len(lengths), 3, width, width)
+    ours = attend_with_weights(*parts, rows=rows, masks=masks, scale=0.5, weights_out=weights)
+    assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
+    for row, length in enumerate(lengths):
+        assert torch.allclose(weights[row, :, :length].sum(-1), torch.ones(3, length))
+        assert not weights[row, :, length:].any()
+        assert not weights[row, :, :, length:].any()
+
+
+def test_computed_padding_does_not_reach_true_tokens() -> None:
+    lengths = [2, 5, 1]
+    padded, ragged = padded_rows(lengths, 5, CPU), ragged_rows(lengths, CPU)
+    parts = states(15)
+    masks = [group.mask(None, torch.float32) for group in padded.groups]
+    ours = attend(*parts, rows=padded, masks=masks, scale=0.5)
+    keep = padded.positions < padded.per_token(lengths)
+    alone = attend_alone([part[keep] for part in parts], ragged, 0.5)
+    assert torch.allclose(ours[keep], alone, atol=1e-5)
+
+
+def test_rows_of_like_length_share_a_call_and_others_do_not() -> None:
+    assert len(ragged_rows([8, 9, 10], CPU).groups) == 1
+    assert len(ragged_rows([8, 1000], CPU).groups) == 2
+
+
+def test_masks_have_the_type_that_attention_needs() -> None:
+    rows = ragged_rows([2, 3], CPU)
+    (mask,) = (group.mask(torch.zeros(1, 3, 3, 3), torch.bfloat16) for group in rows.groups)
+    assert mask is not None
+    assert mask.dtype == torch.bfloat16

@@ -1,0 +1,121 @@
+"""The client command without a server: flags, request files, messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from export_scripts.triton.signature import MODEL_SIGNATURES, ensemble
+from inference.client import file_tensors, main, merged
+from inference.serving.client import TritonClient, as_tensor, as_texts
+from inference.serving.ports import pick_free_ports
+
+
+def test_every_option_of_the_contract_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    text = capsys.readouterr().out
+    for model_type in ("GPT", "GPT-J", "GPT-NeoX", "T5"):
+        for tensor in ensemble(MODEL_SIGNATURES[model_type]).inputs:
+            if tensor.optional and not tensor.name.startswith("INPUT_"):
+                assert "--" + tensor.name.replace("_", "-") in text
+
+
+def test_parameters_merge_into_a_request_file_and_replace_its_lists() -> None:
+    base = {"config": {"url": "a", "protocol": "http"}, "request": [1, 2]}
+    assert merged(base, {"config": {"url": "b"}, "request": [3]}) == {
+        "config": {"url": "b", "protocol": "http"},
+        "request": [3],
+    }
+
+
+def test_request_entries_become_tensors_of_their_dtype() -> None:
+    tensors = file_tensors(
+        [
+            {"name": "input_ids", "data": [[1, 2]], "dtype": "uint32"},
+            {"name": "INPUT_0", "data": [["\u00fcber"]], "dtype": "object"},
+        ]
+    )
+    assert tensors["input_ids"].dtype == np.uint32
+    assert tensors["INPUT_0"].tolist() == [["\u00fcber".encode()]]
+
+
+def test_all_bad_entries_of_a_request_file_are_named() -> None:
+    with pytest.raises(ValueError, match=r"request\[0\]: key 'dtype' is missing") as caught:
+        file_tensors(
+            [
+                {"name": "a", "data": [1]},
+                {"name": "b", "data": ["x"], "dtype": "int32"},
+                {"name": "c", "data": [1], "dtype": "quaternion"},
+            ]
+        )
+    assert "request[1] (b)" in str(caught.value)
+    assert "request[2] (c)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must hold a JSON object"),
+        (json.dumps({"config": {"urll": "x"}}), "config: unknown keys urll"),
+    ],
+)
+def test_unusable_request_file_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
+) -> None:
+    path = tmp_path / "request.json"
+    path.write_text(text)
+    assert main(["request", str(path)]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_absent_request_file_is_an_error_not_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["request", str(tmp_path / "none.json")]) == 1
+    assert "none.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_absent_server_is_said_in_one_line(
+    capsys: pytest.CaptureFixture[str], protocol: str
+) -> None:
+    url = f"127.0.0.1:{pick_free_ports('127.0.0.1', 1)[0]}"
+    assert main(["health", "--url", url, "--protocol", protocol]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {url}: no server answers there; is it running, and are host")
+    assert len(error.splitlines()) == 1
+
+
+def test_generating_without_a_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate"]) == 1
+    assert "no prompt" in capsys.readouterr().err
+
+
+def test_values_become_columns_of_the_declared_type() -> None:
+    assert as_tensor([1, 2], "UINT32").tolist() == [[1], [2]]
+    assert as_tensor([0.5], "FP32").dtype == np.float32
+    assert as_tensor(["\u00fcber"], "BYTES").tolist() == [["\u00fcber".encode()]]
+    table = np.ones((3, 4), np.float32)
+    assert as_tensor([table, table], "FP16").shape == (2, 3, 4)
+    with pytest.raises(ValueError, match="-1 is no UINT32"):
+        as_tensor([-1], "UINT32")
+
+
+def test_texts_come_in_rows_of_beams_whether_or_not_the_server_says_so() -> None:
+    assert as_texts(np.array([[b"a", b"b"]], object)) == [["a", "b"]]
+    assert as_texts(np.array([b"a", b"b"], object)) == [["a"], ["b"]]
+
+
+def test_streaming_over_http_and_unknown_protocols_are_refused() -> None:
+    with TritonClient("127.0.0.1:1", protocol="http") as client:
+        with pytest.raises(ValueError, match="streaming needs protocol=grpc"):
+            client.stream("m", {})
+        with pytest.raises(ValueError, match="beam_width must be 1 to stream"):
+            next(client.stream_text("a", output_len=1, options={"beam_width": 2}))
+    with pytest.raises(ValueError, match="protocol='ftp' is unknown"):
+        TritonClient(protocol="ftp")
