@@ -1,0 +1,43 @@
+"""Command: compare two evaluations, `python -m inference.compare RUN_A RUN_B`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from inference.evaluation.compare import load_comparison
+from inference.evaluation.compare_page import comparison_text, render_comparison
+from inference.evaluation.files import replace_file
+from inference.evaluation.history import find_run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the differences of two runs, draw them if asked to, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m inference.compare", description="Compare two evaluations."
+    )
+    parser.add_argument("first", help="a report.json or its folder, a run id, latest or latest~1")
+    parser.add_argument("second", help="the run to compare with it")
+    parser.add_argument("--history-dir", type=Path, help="run store that ids are looked up in")
+    parser.add_argument("--output", type=Path, help="also write the comparison as an HTML page")
+    options = parser.parse_args(arguments)
+    try:
+        paths = [
+            find_run(run, history_dir=options.history_dir)
+            for run in (options.first, options.second)
+        ]
+        comparison = load_comparison(*paths)
+        print(comparison_text(comparison))  # noqa: T201 - this is the command's output
+        if options.output is not None:
+            replace_file(options.output, render_comparison(comparison))
+            print(f"\npage: {options.output}")  # noqa: T201 - this is the command's output
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - this is the command's output
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Connect an evaluation to a running server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.requests import ServedTokenizer
+from inference.evaluation.runner import EvaluationError
+from inference.evaluation.served_model import ServedModel, Tokenizer
+
+if TYPE_CHECKING:
+    from inference.serving.client import TritonClient
+
+
+@contextmanager
+def connect(options: EvaluationOptions) -> Iterator[ServedModel]:
+    """Yield the model served at `options.url`, connected.
+
+    Raises:
+        EvaluationError: nothing answers there, or it is not ready.
+    """
+    from inference.serving.client import TritonClient
+    from inference.serving.tokenizer import load_tokenizer
+
+    with TritonClient(
+        options.url, protocol=options.protocol, timeout_s=options.request_timeout_s
+    ) as client:
+        _check_ready(client, options)
+        tokenizer: Tokenizer = ServedTokenizer(client)
+        if options.tokenizer_dir is not None:
+            tokenizer = load_tokenizer(options.tokenizer_dir)
+        yield ServedModel(
+            client, tokenizer, model_name=options.model_name, ensemble_name=options.ensemble_name
+        )
+
+
+def _check_ready(client: TritonClient, options: EvaluationOptions) -> None:
+    """Raise EvaluationError if a model that will be asked is not ready."""
+    if not client.is_ready():
+        raise EvaluationError(
+            f"no ready server answers {options.protocol} requests at {options.url}; start one "
+            "with the stage deploy, or set evaluate.server to the address of a running one."
+        )
+    needed = {options.model_name, options.ensemble_name or options.model_name}
+    if missing := [name for name in sorted(needed) if not client.is_ready(name)]:
+        served = ", ".join(_described(model) for model in client.models()) or "no model"
+        raise EvaluationError(
+            f"the server at {options.url} has no ready model {' and '.join(missing)}; it serves "
+            f"{served}. Its log says why a model is not ready."
+        )
+
+
+def _described(model: dict[str, str]) -> str:
+    reason = f": {model['reason']}" if model["reason"] else ""
+    return f"{model['name']} ({model['state'].lower() or 'not loaded'}{reason})"

@@ -1,0 +1,70 @@
+"""What a run needs told about the machine and the software to be repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from export_scripts.ft.layout import manifest_path
+
+_PACKAGES = (
+    "slipway",
+    "torch",
+    "numpy",
+    "tokenizers",
+    "tritonclient",
+    "nvidia-pytriton",
+    "hydra-core",
+    "submitit",
+)
+
+
+def describe_environment() -> dict[str, str]:
+    """Return names and values worth keeping: machine, processor, Python, package versions."""
+    found = {
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ""),
+        "memory": _memory(),
+        "python": sys.version.split()[0],
+    }
+    installed = {each.metadata["Name"]: each.version for each in metadata.distributions()}
+    found |= {package: installed[package] for package in _PACKAGES if package in installed}
+    return {name: value for name, value in found.items() if value}
+
+
+def describe_weights(weights_dir: Path) -> tuple[str, str]:
+    """Return family and hash of a converted folder, from the manifest beside it.
+
+    The hash covers the name and the content of every file; both are empty without a manifest.
+    """
+    path = manifest_path(weights_dir)
+    if not path.is_file():
+        return "", ""
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    lines = (f"{facts['sha256']}  {name}\n" for name, facts in sorted(manifest["files"].items()))
+    return manifest["family"], hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _processor() -> str:
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def _memory() -> str:
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemTotal"):
+            return f"{int(line.split()[1]) / 2**20:.1f} GiB"
+    return ""
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []

@@ -1,0 +1,292 @@
+"""Evaluate a served model from end to end: tasks, latency, gate, report."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import string
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+
+from inference.evaluation import make_task
+from inference.evaluation.baseline import Baseline, read_baseline, write_baseline
+from inference.evaluation.environment import describe_environment, describe_weights
+from inference.evaluation.files import (
+    FILE_NAMES,
+    JUNIT,
+    REPORT_HTML,
+    REPORT_MARKDOWN,
+    junit_error_text,
+    replace_file,
+    write_files,
+)
+from inference.evaluation.gate import apply_gate
+from inference.evaluation.history import append_run, comparable_history, read_history
+from inference.evaluation.html_page import render_html
+from inference.evaluation.latency import measure_latency
+from inference.evaluation.markdown import render_markdown
+from inference.evaluation.options import EvaluationOptions, check_evaluation
+from inference.evaluation.record import (
+    LatencyPoint,
+    Prediction,
+    Report,
+    RunFacts,
+    StageTiming,
+    TaskReport,
+)
+from inference.evaluation.reference import (
+    Reference,
+    compare_with_reference,
+    read_reference,
+    with_reference_values,
+)
+from inference.evaluation.runner import (
+    EvaluationError,
+    EvaluationProgress,
+    ProgressCallback,
+    TaskRun,
+    run_task,
+)
+from inference.evaluation.task import Dataset, Sample, Task, TextGenerator
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(
+    options: EvaluationOptions,
+    facts: RunFacts,
+    *,
+    model: TextGenerator | None = None,
+    progress: ProgressCallback | None = None,
+) -> Report:
+    """Run the tasks against the server of `options.url`, write the report and return it.
+
+    `facts` are told, not measured. A `model` given is asked in place of the server, such as an
+    engine in this process. A breached gate is part of the report (`report.gate.exit_code`), not
+    an error.
+
+    Raises:
+        ValueError: options or data cannot be used; all problems of the options together.
+        EvaluationError: the server did not answer every request. Only junit.xml is written.
+    """
+    if problems := [*check_evaluation(options), *_check_batches(options, facts)]:
+        raise ValueError("\n".join(problems))
+    started_at = datetime.now(timezone.utc)
+    start = time.perf_counter()
+    prepared = [_prepare(name, options) for name in options.tasks]
+    baseline = _baseline(options, prepared)
+    _clear(options.output_dir)
+    with _junit_on_failure(options.output_dir), _model(options, model, progress) as asked:
+        runs = [
+            run_task(
+                each.task,
+                each.dataset,
+                each.samples,
+                asked,
+                concurrency=options.concurrency,
+                progress=progress,
+            )
+            for each in prepared
+        ]
+        points = _latency(options, asked, runs, progress)
+    seconds = time.perf_counter() - start
+    report = Report(
+        run_id=_run_id(facts.name, started_at),
+        run=_with_own_stage(_with_weights(facts, options.weights_dir), seconds),
+        started_at=started_at.isoformat(timespec="seconds"),
+        seconds=seconds,
+        tasks=tuple(map(partial(_task_report, options), runs, prepared)),
+        latency=points,
+        load_generator=options.latency.load_generator if points else "",
+        bounds=options.gate,
+        environment=describe_environment(),
+    )
+    report = _with_history(_gated(report, options, baseline), options.history_dir)
+    predictions = [
+        each
+        for run, own in zip(runs, prepared, strict=True)
+        for each in with_reference_values(run.predictions, own.reference)
+    ]
+    write_report(options.output_dir, report, predictions)
+    if options.history_dir is not None:
+        append_run(options.history_dir, report, options.output_dir)
+    return report
+
+
+def _check_batches(options: EvaluationOptions, facts: RunFacts) -> list[str]:
+    largest = max(options.latency.batch_sizes, default=0) if options.latency.enabled else 0
+    if not facts.max_batch_size or largest <= facts.max_batch_size:
+        return []
+    return [
+        f"evaluate.latency.batch_sizes has {largest}, but the model was exported with "
+        f"export.triton_deployment.max_batch_size={facts.max_batch_size}; lower the one or raise "
+        "the other."
+    ]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A task with its data and the figures to compare with, before the first request."""
+
+    task: Task
+    dataset: Dataset
+    samples: Sequence[Sample]
+    reference: Reference | None
+    note: str = ""
+
+
+def _prepare(name: str, options: EvaluationOptions) -> _Prepared:
+    task = make_task(name, options)
+    dataset, samples = task.prepare()
+    path = {"lambada": options.lambada.reference_path}.get(name)
+    reference = None if path is None else read_reference(path, task=name)
+    note = "" if reference is None else reference.mismatch(dataset)
+    if note:
+        logger.warning(note)
+        reference = None
+    return _Prepared(task, dataset, samples, reference, note)
+
+
+def _baseline(options: EvaluationOptions, prepared: Sequence[_Prepared]) -> Baseline | None:
+    if options.baseline != "compare" or options.baseline_path is None:
+        return None
+    baseline = read_baseline(options.baseline_path)
+    baseline.check({each.task.name: each.dataset for each in prepared})
+    return baseline
+
+
+def _clear(output_dir: Path) -> None:
+    """Make the folder and remove an earlier report, so that two are never mixed."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for name in FILE_NAMES:
+        (output_dir / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _junit_on_failure(output_dir: Path) -> Iterator[None]:
+    """Leave a junit.xml that says why there is no report."""
+    try:
+        yield
+    except EvaluationError as error:
+        replace_file(output_dir / JUNIT, junit_error_text(str(error)))
+        raise
+
+
+def write_report(output_dir: Path, report: Report, predictions: Sequence[Prediction]) -> None:
+    """Write all files of a report."""
+    pages = {
+        REPORT_MARKDOWN: render_markdown(report),
+        REPORT_HTML: render_html(report, predictions),
+    }
+    write_files(output_dir, report, predictions, pages)
+
+
+@contextmanager
+def _model(
+    options: EvaluationOptions, given: TextGenerator | None, progress: ProgressCallback | None
+) -> Iterator[TextGenerator]:
+    """Yield the model that was given, or the one at the server, connected for as long as needed."""
+    if given is not None:
+        yield given
+        return
+    from inference.evaluation.connection import connect
+
+    if progress is not None:
+        progress(EvaluationProgress(phase="connect", done=0, total=1))
+    with connect(options) as served:
+        yield served
+
+
+def _latency(
+    options: EvaluationOptions,
+    model: TextGenerator,
+    runs: Sequence[TaskRun],
+    progress: ProgressCallback | None,
+) -> tuple[LatencyPoint, ...]:
+    if not options.latency.enabled:
+        return ()
+    texts = [prediction.text for run in runs for prediction in run.predictions]
+    if options.latency.load_generator == "client":
+        return measure_latency(model, texts, options.latency, progress=progress)
+    from inference.evaluation.perf_analyzer import perf_analyzer
+
+    with perf_analyzer(options) as generator:
+        return measure_latency(
+            model, texts, options.latency, generator=generator, progress=progress
+        )
+
+
+def _task_report(options: EvaluationOptions, run: TaskRun, prepared: _Prepared) -> TaskReport:
+    reference = prepared.reference
+    text_model = options.ensemble_name or options.model_name
+    protocol = "gRPC" if options.protocol == "grpc" else "HTTP"
+    return TaskReport(
+        name=run.task.name,
+        version=run.task.version,
+        dataset=run.dataset,
+        metrics=run.metrics,
+        seconds=run.requests.seconds,
+        requests=run.requests,
+        through=(
+            f"text through {text_model}, token ids through {options.model_name}, over {protocol}"
+        ),
+        note=prepared.note,
+        reference=None if reference is None else compare_with_reference(run, reference),
+    )
+
+
+def _gated(report: Report, options: EvaluationOptions, baseline: Baseline | None) -> Report:
+    """Return the report with the gate applied.
+
+    A baseline that is to be updated is recorded only when every absolute bound holds; bounds
+    relative to it hold by themselves.
+    """
+    path = options.baseline_path
+    if options.baseline == "update" and path is not None:
+        baseline = Baseline.of(report, source=f"this run, recorded in {path}")
+    gate = apply_gate(
+        report.metrics, options.gate, baseline=None if baseline is None else baseline.metrics
+    )
+    if options.baseline == "update" and path is not None and gate.passed:
+        write_baseline(path, report)
+    if baseline is None:
+        return replace(report, gate=gate)
+    return replace(report, gate=gate, baseline=baseline.metrics, baseline_source=baseline.source)
+
+
+def _with_history(report: Report, history_dir: Path | None) -> Report:
+    if history_dir is None:
+        return report
+    return replace(report, history=comparable_history(read_history(history_dir), report))
+
+
+def _with_weights(facts: RunFacts, weights_dir: Path | None) -> RunFacts:
+    """Return the facts with what the manifest says of the weights, where nothing else was told."""
+    if weights_dir is None:
+        return facts
+    family, model_sha256 = describe_weights(weights_dir)
+    return replace(
+        facts,
+        family=facts.family or family,
+        model_sha256=facts.model_sha256 or model_sha256,
+    )
+
+
+def _with_own_stage(facts: RunFacts, seconds: float) -> RunFacts:
+    """Return the facts with this evaluation as the last stage, unless it is already told."""
+    if not facts.stages or any(stage.name == "evaluate" for stage in facts.stages):
+        return facts
+    ends = [stage.start_s + stage.seconds for stage in facts.stages if stage.start_s is not None]
+    own = StageTiming("evaluate", "running", seconds, max(ends) if ends else None)
+    return replace(facts, stages=(*facts.stages, own))
+
+
+def _run_id(name: str, started_at: datetime) -> str:
+    """Return `<name>_<date>_<time>_<three letters>`, different for every run."""
+    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))
+    return f"{name}_{started_at:%Y-%m-%d_%H-%M-%S}_{letters}"

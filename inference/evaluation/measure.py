@@ -1,0 +1,149 @@
+"""Time the requests of a model while several threads use it, and sum the times up."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from inference.evaluation.record import Distribution, RequestStatistics
+from inference.evaluation.statistics import percentile
+from inference.evaluation.task import Completion, RequestTensors, TextGenerator
+
+_MAX_INTERVALS = 120
+_EVENTS_PER_INTERVAL = 8
+_HISTOGRAM_BINS = 40
+_Answer = TypeVar("_Answer")
+
+
+class TimedGenerator:
+    """A TextGenerator that notes when each request to the model began and how long it took.
+
+    Encoding and decoding are not requests to the model and are not timed.
+    """
+
+    def __init__(self, model: TextGenerator) -> None:
+        self._model = model
+        self._lock = threading.Lock()
+        self._generated = 0
+        self._spans: list[tuple[float, float]] = []  # end and duration of each request, seconds
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of `text`."""
+        return self._model.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        return self._model.decode(ids)
+
+    def complete_text(
+        self, prompt: str, *, output_len: int, score_prompt: bool = False
+    ) -> Completion:
+        """Return the greedy continuation of a text."""
+        return self._timed(
+            lambda: self._model.complete_text(
+                prompt, output_len=output_len, score_prompt=score_prompt
+            ),
+            lambda answer: answer.generated,
+        )
+
+    def complete_ids(
+        self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
+    ) -> tuple[int, ...]:
+        """Return the greedy continuation of token ids."""
+        return self._timed(
+            lambda: self._model.complete_ids(input_ids, output_len=output_len, tensors=tensors),
+            len,
+        )
+
+    def decode_answer(self, ids: Sequence[int]) -> str:
+        """Return the text of generated tokens."""
+        return self._model.decode_answer(ids)
+
+    def context_log_prob(self, input_ids: Sequence[int]) -> float:
+        """Return the log probability of token ids."""
+        return self._timed(lambda: self._model.context_log_prob(input_ids), lambda _: 0)
+
+    def complete_rows(
+        self, rows: Sequence[Sequence[int]], *, output_len: int
+    ) -> list[tuple[int, ...]]:
+        """Return the greedy continuation of several rows of token ids."""
+        return self._timed(
+            lambda: self._model.complete_rows(rows, output_len=output_len),
+            lambda answers: sum(map(len, answers)),
+        )
+
+    def _timed(
+        self, request: Callable[[], _Answer], generated: Callable[[_Answer], int]
+    ) -> _Answer:
+        start = time.perf_counter()
+        answer = request()
+        end = time.perf_counter()
+        with self._lock:
+            self._spans.append((end, end - start))
+            self._generated += generated(answer)
+        return answer
+
+    def statistics(self, *, start: float, seconds: float, concurrency: int) -> RequestStatistics:
+        """Sum up the requests since `start` (time.perf_counter) over a run of `seconds`."""
+        interval_s = interval_for(seconds, count=len(self._spans))
+        completed = [0] * max(1, math.ceil(seconds / interval_s))
+        for end, _ in self._spans:
+            completed[min(int((end - start) / interval_s), len(completed) - 1)] += 1
+        return RequestStatistics(
+            count=len(self._spans),
+            concurrency=concurrency,
+            seconds=seconds,
+            per_s=len(self._spans) / seconds if seconds > 0 else 0.0,
+            latency=distribution([duration for _, duration in self._spans]),
+            interval_s=interval_s,
+            completed=tuple(completed),
+            generated=self._generated,
+        )
+
+
+def interval_for(seconds: float, *, count: int) -> float:
+    """Return a round interval with several of `count` events in each part of `seconds`."""
+    parts = max(1, min(_MAX_INTERVALS, count // _EVENTS_PER_INTERVAL))
+    for interval in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0):
+        if seconds <= interval * parts:
+            return interval
+    return max(seconds, 0.1) / parts
+
+
+def distribution(durations_s: Sequence[float]) -> Distribution:
+    """Return percentiles and a histogram of durations given in seconds.
+
+    The histogram reaches to the 99th percentile; its last bin holds everything above.
+    """
+    values = [duration * 1000 for duration in durations_s]
+    if not values:
+        return Distribution(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    p99 = percentile(values, 99)
+    edges, counts = _histogram(values, top=p99)
+    return Distribution(
+        count=len(values),
+        mean_ms=math.fsum(values) / len(values),
+        min_ms=min(values),
+        p50_ms=percentile(values, 50),
+        p95_ms=percentile(values, 95),
+        p99_ms=p99,
+        max_ms=max(values),
+        edges_ms=edges,
+        counts=counts,
+    )
+
+
+def _histogram(values: Sequence[float], *, top: float) -> tuple[tuple[float, ...], tuple[int, ...]]:
+    low = min(values)
+    bins = max(1, min(_HISTOGRAM_BINS, math.ceil(math.sqrt(len(values)))))
+    width = (top - low) / bins
+    if width <= 0:
+        return (low, top), (len(values),)
+    counts = [0] * bins
+    for value in values:
+        counts[min(int((value - low) / width), bins - 1)] += 1
+    edges = [low + width * index for index in range(bins)]
+    return (*edges, top), tuple(counts)

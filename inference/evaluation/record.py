@@ -1,0 +1,306 @@
+"""The one record of an evaluation, from which every report is written.
+
+report.json is this record as JSON; `read_report` reads it back. Times are UTC in ISO 8601,
+durations in seconds unless the name says `_ms`, rates are fractions of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from inference.evaluation.gate import Bound, GateResult
+from inference.evaluation.task import Dataset, Metric
+
+SCHEMA_VERSION = 1
+_Record = TypeVar("_Record")
+
+
+@dataclass(frozen=True)
+class StageTiming:
+    """One stage of the run that led here.
+
+    Attributes:
+        seconds: how long it took; for a stage that still runs, until it was ready.
+        start_s: when it began, in seconds after the first stage; null if not known.
+    """
+
+    name: str
+    state: str
+    seconds: float
+    start_s: float | None = None
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What was served, how, and by which command; told by whoever starts the evaluation.
+
+    Attributes:
+        name: the run's name, such as `gpt3_5b`.
+        checkpoint: the source checkpoint, as configured.
+        model_sha256: hash that tells one set of weights from another.
+    """
+
+    name: str
+    family: str = ""
+    checkpoint: str = ""
+    model_sha256: str = ""
+    engine: str = ""
+    tp_size: int = 1
+    pp_size: int = 1
+    weight_data_type: str = ""
+    data_type: str = ""
+    int8_mode: int = 0
+    max_batch_size: int = 0
+    cluster: str = ""
+    command: str = ""
+    git_revision: str = ""
+    stages: tuple[StageTiming, ...] = ()
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Durations in milliseconds: their percentiles and a histogram.
+
+    Attributes:
+        edges_ms, counts: histogram; counts[i] lie in edges_ms[i] to edges_ms[i + 1]. It ends at
+            the 99th percentile, and its last count includes everything above.
+    """
+
+    count: int
+    mean_ms: float
+    min_ms: float
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    max_ms: float
+    edges_ms: tuple[float, ...] = ()
+    counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class RequestStatistics:
+    """The requests of one task.
+
+    Attributes:
+        latency: of all requests, under the load of the run.
+        interval_s, completed: requests answered in each interval after the start.
+        generated: tokens of all answers.
+    """
+
+    count: int
+    concurrency: int
+    seconds: float
+    per_s: float
+    latency: Distribution
+    interval_s: float
+    completed: tuple[int, ...]
+    generated: int = 0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One metric against a reference.
+
+    Attributes:
+        difference: value minus reference, in the metric's unit.
+        low, high: 95% interval of the mean difference over paired samples; null without pairs.
+        agreeing, disagreeing: paired samples with equal and with unequal values.
+        p_value: that right-or-wrong answers differ this much by chance (McNemar's exact test).
+        first_disagreements: sample indices, at most 50.
+        largest_difference: over paired samples, in the unit of the per-sample quantity.
+    """
+
+    metric: str
+    value: float
+    reference: float
+    difference: float
+    low: float | None = None
+    high: float | None = None
+    agreeing: int | None = None
+    disagreeing: int | None = None
+    p_value: float | None = None
+    first_disagreements: tuple[int, ...] = ()
+    largest_difference: float | None = None
+
+
+@dataclass(frozen=True)
+class ReferenceComparison:
+    """A task's metrics against a reference; `source` says whose figures those are."""
+
+    source: str
+    metrics: tuple[Comparison, ...]
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """What one task found.
+
+    Attributes:
+        through: by which models and protocol it asked.
+        note: what a reader must know about the figures, such as a reference that does not fit.
+    """
+
+    name: str
+    version: int
+    dataset: Dataset
+    metrics: tuple[Metric, ...]
+    seconds: float
+    requests: RequestStatistics
+    through: str = ""
+    note: str = ""
+    reference: ReferenceComparison | None = None
+
+
+@dataclass(frozen=True)
+class LatencyPoint:
+    """One point of the latency sweep.
+
+    Attributes:
+        generated: tokens of all answers; fewer than asked where an end token came first.
+        tokens_per_s: these over the time they took together.
+        first_token_ms: median latency of the same request for one token only.
+        per_token_ms: what each further token adds to the median; null for one token.
+    """
+
+    batch_size: int
+    input_len: int
+    output_len: int
+    concurrency: int
+    requests: int
+    generated: int
+    latency: Distribution
+    tokens_per_s: float
+    first_token_ms: float
+    per_token_ms: float | None = None
+
+
+@dataclass(frozen=True)
+class HistoryPoint:
+    """One run as the run store's index knows it.
+
+    Attributes:
+        samples: per task, what tells one choice of samples from another; figures of runs with
+            equal samples can be compared.
+    """
+
+    run_id: str
+    name: str
+    started_at: str
+    samples: Mapping[str, str]
+    metrics: Mapping[str, Metric]
+
+
+@dataclass(frozen=True)
+class Report:
+    """One evaluation, whole; `history` are runs over the same samples, this one last."""
+
+    run_id: str
+    run: RunFacts
+    started_at: str
+    seconds: float
+    tasks: tuple[TaskReport, ...]
+    latency: tuple[LatencyPoint, ...] = ()
+    load_generator: str = ""
+    bounds: Mapping[str, Bound] = field(default_factory=dict)
+    gate: GateResult = field(default_factory=GateResult)
+    baseline: Mapping[str, Metric] = field(default_factory=dict)
+    baseline_source: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    history: tuple[HistoryPoint, ...] = ()
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        """All metrics of all tasks."""
+        return tuple(metric for task in self.tasks for metric in task.metrics)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One sample as asked and answered; a line of predictions.jsonl.
+
+    Attributes:
+        values: per-sample quantities by name.
+        reference: the reference's values of the same names, where there are any.
+        seconds: time the sample's requests took together.
+    """
+
+    task: str
+    index: int
+    text: str
+    target: str
+    answer: str
+    values: Mapping[str, float]
+    seconds: float
+    reference: Mapping[str, float] = field(default_factory=dict)
+
+
+def to_json(record: Any) -> dict[str, Any]:
+    """Return a record as plain JSON values."""
+    return dataclasses.asdict(record)
+
+
+def from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
+    """Return a record of `kind` from JSON values; keys it does not know are ignored.
+
+    Raises:
+        ValueError: a required value is missing.
+    """
+    hints = typing.get_type_hints(kind)
+    known = {
+        each.name: _decode(hints[each.name], values[each.name])
+        for each in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if each.name in values
+    }
+    try:
+        return kind(**known)
+    except TypeError as error:
+        raise ValueError(f"not a {kind.__name__}: {error}") from error
+
+
+def _decode(hint: Any, value: Any) -> Any:
+    """Return `value` in the type of `hint`: nested records, tuples, maps, optional values."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if value is None:
+        return None
+    if origin in (typing.Union, types.UnionType):
+        (inner,) = (each for each in arguments if each is not type(None))
+        return _decode(inner, value)
+    if dataclasses.is_dataclass(hint):
+        return from_json(typing.cast("type[Any]", hint), value)
+    if origin is tuple:
+        return tuple(_decode(arguments[0], each) for each in value)
+    if origin in (dict, Mapping):
+        return {key: _decode(arguments[1], each) for key, each in value.items()}
+    return value
+
+
+def read_report(path: Path) -> Report:
+    """Read a report.json.
+
+    Raises:
+        ValueError: the file is not a report, or of a schema this version does not read.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    version = values.get("schema_version") if isinstance(values, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has schema_version {version}; this version reads {SCHEMA_VERSION}."
+        )
+    return from_json(Report, values)
+
+
+def read_predictions(path: Path) -> list[Prediction]:
+    """Read a predictions.jsonl."""
+    with path.open(encoding="utf-8") as file:
+        return [from_json(Prediction, json.loads(line)) for line in file]

@@ -1,0 +1,83 @@
+"""Intervals, standard errors and percentiles, from the standard library alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+Z_95 = 1.959963984540054  # two-sided 95% of the normal distribution
+
+
+def wilson_interval(successes: int, count: int, *, z: float = Z_95) -> tuple[float, float]:
+    """Return the Wilson score interval of a proportion (E. B. Wilson, JASA 22, 1927).
+
+    Unlike the normal interval it stays inside 0..1 and is not empty at 0 or all successes.
+
+    Raises:
+        ValueError: `count` is not positive or `successes` lies outside 0..count.
+    """
+    if count < 1 or not 0 <= successes <= count:
+        raise ValueError(f"{successes} successes of {count} is not a proportion")
+    rate = successes / count
+    scale = 1 + z * z / count
+    centre = (rate + z * z / (2 * count)) / scale
+    half = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count)) / scale
+    low = 0.0 if successes == 0 else max(0.0, centre - half)
+    high = 1.0 if successes == count else min(1.0, centre + half)
+    return low, high
+
+
+def proportion_stderr(successes: int, count: int) -> float:
+    """Return the standard error of a proportion, as evaluation harnesses state it (n - 1)."""
+    if count < 2:
+        return 0.0
+    rate = successes / count
+    return math.sqrt(rate * (1 - rate) / (count - 1))
+
+
+def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean and its standard error (0 for a single value).
+
+    Raises:
+        ValueError: there are no values.
+    """
+    if not values:
+        raise ValueError("no values to average")
+    mean = math.fsum(values) / len(values)
+    if len(values) == 1:
+        return mean, 0.0
+    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile (0..100) with linear interpolation between the two nearest values.
+
+    Raises:
+        ValueError: there are no values, or `percent` lies outside 0..100.
+    """
+    if not values or not 0 <= percent <= 100:
+        raise ValueError(f"percentile {percent} of {len(values)} values is not defined")
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def mcnemar_p_value(only_first: int, only_second: int) -> float:
+    """Return the exact two-sided p-value that two runs differ only by chance.
+
+    The samples that exactly one of them got right decide (Q. McNemar, Psychometrika 12, 1947);
+    under the null hypothesis each side is equally likely. Beyond 1,000 such samples the normal
+    approximation with continuity correction is used.
+    """
+    total = only_first + only_second
+    if total == 0:
+        return 1.0
+    smaller = min(only_first, only_second)
+    if total > 1000:
+        z = max(abs(only_first - only_second) - 1, 0) / math.sqrt(total)
+        return math.erfc(z / math.sqrt(2))
+    tail = sum(math.comb(total, k) for k in range(smaller + 1))
+    return min(1.0, 2 * tail / (1 << total))

@@ -1,0 +1,176 @@
+"""What a task is, what it may ask of a served model, and what a score is.
+
+Tasks and models meet only here: a task sees token ids and text, never Triton; a model never
+sees a metric. Standard library only, so that options can be checked on a login node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One question of a data set.
+
+    Attributes:
+        index: line of the data set, from 0; the same whatever the limit and the seed.
+        text: what the model is given, as a person would read it.
+        target: the right answer, as a person would read it.
+        targets: all right answers where there are several.
+        group: the part of the data set that it belongs to, such as a language.
+    """
+
+    index: int
+    text: str
+    target: str
+    targets: tuple[str, ...] = ()
+    group: str = ""
+
+    @property
+    def all_targets(self) -> tuple[str, ...]:
+        """Every right answer."""
+        return self.targets or (self.target,)
+
+
+@dataclass(frozen=True)
+class Score:
+    """How the model did on one sample.
+
+    Attributes:
+        values: each per-sample quantity by name; accuracies are 0.0 or 1.0.
+        answer: what the model said, for the report.
+    """
+
+    values: Mapping[str, float]
+    answer: str
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure of a task over all its samples; fractions are 0 to 1, never percent.
+
+    Attributes:
+        name: the metric's full name, unique in a report, such as `lambada_last_word`.
+        key: its short name among the metrics of its task, as evaluation harnesses write it.
+        method: how it was measured, in one sentence.
+        sample_value: the per-sample quantity that it is made of.
+        from_samples: whether those quantities alone give the value; BLEU needs the texts.
+        low, high: the ends of the 95% confidence interval.
+        stderr: standard error of `value`, in its unit.
+    """
+
+    name: str
+    key: str
+    value: float
+    stderr: float
+    low: float
+    high: float
+    count: int
+    unit: str = "fraction"
+    higher_is_better: bool = True
+    method: str = ""
+    sample_value: str = ""
+    from_samples: bool = True
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Where the samples came from, so that a figure can be traced and repeated.
+
+    Attributes:
+        total: samples in the file; `count` of them were asked.
+        limit, seed: how those were chosen; a null limit asks them all, in file order.
+    """
+
+    name: str
+    path: str
+    sha256: str
+    total: int
+    count: int
+    limit: int | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The text that follows a prompt, and the prompt's own log probability where it was asked for.
+
+    Attributes:
+        generated: tokens of the answer.
+        context_log_prob: natural logarithm, the prompt's first token given.
+    """
+
+    text: str
+    generated: int = 0
+    context_log_prob: float | None = None
+
+
+# Contract tensors sent besides the prompt, by name: one value or array, the same for every row.
+RequestTensors = Mapping[str, Any]
+
+
+class TextGenerator(Protocol):
+    """What a task may ask of a model; calls come from several threads at once."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of `text`, without special tokens."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        ...
+
+    def complete_text(
+        self, prompt: str, *, output_len: int, score_prompt: bool = False
+    ) -> Completion:
+        """Return the text of `output_len` greedy tokens after `prompt`, without the prompt."""
+        ...
+
+    def complete_ids(
+        self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
+    ) -> tuple[int, ...]:
+        """Return up to `output_len` greedy tokens after `input_ids`, without these."""
+        ...
+
+    def decode_answer(self, ids: Sequence[int]) -> str:
+        """Return the text of generated tokens, up to the end token."""
+        ...
+
+    def context_log_prob(self, input_ids: Sequence[int]) -> float:
+        """Return the natural log probability of `input_ids`, the first token given."""
+        ...
+
+    def complete_rows(
+        self, rows: Sequence[Sequence[int]], *, output_len: int
+    ) -> list[tuple[int, ...]]:
+        """Return the greedy tokens after each row, asked in one request."""
+        ...
+
+
+class Task(Protocol):
+    """A data set, the requests that answer one of its samples, and the metrics over all."""
+
+    @property
+    def name(self) -> str:
+        """Name in the table of tasks."""
+        ...
+
+    @property
+    def version(self) -> int:
+        """Grows whenever the same answers would give another figure."""
+        ...
+
+    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
+        """Read and check the data; raises ValueError where it cannot be used."""
+        ...
+
+    def score(self, sample: Sample, model: TextGenerator) -> Score:
+        """Ask the model about one sample; called from several threads at once."""
+        ...
+
+    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+        """Return the figures over all samples, the most important first."""
+        ...
