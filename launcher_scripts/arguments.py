@@ -1,0 +1,163 @@
+"""The command line: Hydra's own arguments, with the words of the NeMo launcher translated."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from launcher_scripts.config import CLUSTERS, ClusterConfig, keys
+from launcher_scripts.suggest import did_you_mean
+
+CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm"}
+_FOREIGN_CLUSTERS = {
+    "k8s": "Kubernetes is not supported; use local inside a pod, bcm or bcp",
+}
+_CLUSTER_KEYS = {key.name for key in keys(ClusterConfig)}
+_FREE_NAMES = (
+    "env_vars.",
+    "evaluate.gate.",
+    "convert.given.",
+    "export.triton_deployment.parameters.",
+    "cluster.additional_parameters.",
+)
+_PLUS_CLUSTER = re.compile(r"\+{1,2}cluster\.([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A command line, read.
+
+    Attributes:
+        overrides: configuration overrides, translated.
+        problems: what is wrong with them as far as can be told from the words alone.
+        config_dir, config_name: the root of the configuration, when it is not the shipped one.
+        extra_dir: a further folder of configuration files.
+        hydra_flags: arguments that Hydra answers itself (`--cfg`, `--info`, ...); usually none.
+    """
+
+    overrides: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+    config_dir: Path | None = None
+    config_name: str | None = None
+    extra_dir: Path | None = None
+    multirun: bool = False
+    wants_help: bool = False
+    hydra_flags: tuple[str, ...] = ()
+
+
+def read_arguments(argv: Sequence[str]) -> Arguments:
+    """Return the command line as the launcher understands it."""
+    parser = get_args_parser()
+    known, unknown = parser.parse_known_intermixed_args(list(argv))
+    problems = [
+        f"unknown argument {each}; run with --help to see what there is." for each in unknown
+    ]
+    overrides, more = _translate(known.overrides, chooses_files=known.config_path is None)
+    return Arguments(
+        overrides=tuple(overrides),
+        problems=(*problems, *more),
+        config_dir=_folder(known.config_path),
+        config_name=known.config_name,
+        extra_dir=_folder(known.config_dir),
+        multirun=bool(known.multirun),
+        wants_help=bool(known.help),
+        hydra_flags=tuple(_hydra_flags(known)),
+    )
+
+
+def _hydra_flags(known: argparse.Namespace) -> Iterator[str]:
+    """Yield the arguments that make Hydra answer by itself instead of running anything."""
+    for name in ("hydra_help", "shell_completion"):
+        if getattr(known, name):
+            yield f"--{name.replace('_', '-')}"
+    for name in ("cfg", "info"):
+        if getattr(known, name):
+            yield from (f"--{name}", getattr(known, name))
+    if known.cfg and known.package:
+        yield from ("--package", known.package)
+    if known.cfg and known.resolve:
+        yield "--resolve"
+
+
+def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[str], list[str]]:
+    """Return overrides in our words, with the problems of those that have no translation.
+
+    A saved configuration has no files to choose from: there `cluster_type` stands alone.
+    """
+    translated = [_pass_through(_quoted(each)) for each in overrides]
+    chosen = {
+        key: value
+        for key, _, value in (each.partition("=") for each in translated)
+        if key in ("cluster", "cluster_type")
+    }
+    if not chosen:
+        return translated, []
+    rest = [each for each in translated if each.partition("=")[0] not in chosen]
+    names = {key: CLUSTER_ALIASES.get(value, value) for key, value in chosen.items()}
+    kind = names.get("cluster_type") or names["cluster"]
+    group = names.get("cluster", kind)
+    problems = []
+    for key, value in names.items():
+        if key == "cluster_type" and value not in CLUSTERS:
+            problems.append(_unknown_cluster(key, value))
+    if problems:
+        return rest, problems
+    if kind in CLUSTERS and group in CLUSTERS and kind != group:
+        problems.append(
+            f"cluster_type={chosen['cluster_type']} and cluster={chosen['cluster']} disagree; "
+            "give one of them."
+        )
+        return rest, problems
+    if "cluster_type" not in names:
+        if group not in CLUSTERS:
+            return translated, []  # a file of the user's own: it needs cluster_type beside it
+        kind = group
+    files = [f"cluster={group}"] if chooses_files else []
+    return [*rest, *files, f"cluster_type={kind}"], []
+
+
+def _unknown_cluster(key: str, value: str) -> str:
+    if value in _FOREIGN_CLUSTERS:
+        return f"{key}={value}: {_FOREIGN_CLUSTERS[value]}."
+    known = (*CLUSTERS, *CLUSTER_ALIASES)
+    return (
+        f"unknown cluster {value!r}{did_you_mean(value, known)}; known clusters: "
+        f"{', '.join(CLUSTERS)}."
+    )
+
+
+def _quoted(override: str) -> str:
+    """Return an override that Hydra can read: a text like `nvcr.io#nvidia/x:1` needs quotes."""
+    parser = OverridesParser.create()
+    key, equals, value = override.partition("=")
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    for candidate in (override, f"{key}='{escaped}'"):
+        with contextlib.suppress(HydraException):
+            parser.parse_override(candidate)
+            return candidate if equals else override
+    return override
+
+
+def _pass_through(override: str) -> str:
+    """Let mappings with free names take any: environment variables, bounds, sbatch options."""
+    if override.startswith(_FREE_NAMES):
+        return f"++{override}"
+    match = _PLUS_CLUSTER.fullmatch(override)
+    if match is None:
+        return override
+    name, value = match.groups()
+    if name in _CLUSTER_KEYS:
+        return f"cluster.{name}={value}"
+    return f"+cluster.additional_parameters.{name}={value}"
+
+
+def _folder(text: str | None) -> Path | None:
+    return None if text is None else Path(text).expanduser().absolute()

@@ -1,0 +1,317 @@
+"""The configuration as dataclasses: every key, its type, and what it means.
+
+Values are in conf/; a field has a default here only where files written for the NeMo launcher lack
+the key. The texts are printed by `--help` and quoted by error messages.
+"""
+
+# ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+CLUSTERS = ("local", "bcm", "bcp")
+WEIGHT_TYPES = ("fp32", "fp16", "bf16")
+DATA_TYPES = ("fp32", "fp16", "bf16")
+
+
+def option(
+    text: str,
+    default: Any = MISSING,
+    *,
+    choices: tuple[Any, ...] = (),
+    minimum: float | None = None,
+    path: bool = False,
+) -> Any:
+    """Return a dataclass field with its meaning, its choices and whether it names a file."""
+    metadata = {"text": text, "choices": choices, "minimum": minimum, "path": path}
+    if isinstance(default, (list, dict)):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ClusterConfig:
+    """`cluster`: what the scheduler is told for every job (conf/cluster/<name>.yaml)."""
+
+    partition: str | None = option("partition to submit to", None)
+    account: str | None = option("account to charge", None)
+    qos: str | None = option("quality of service", None)
+    reservation: str | None = option("reservation to use", None)
+    constraint: str | None = option("node features that are required", None)
+    nodelist: str | None = option("nodes that must be used", None)
+    exclude: str | None = option("nodes that must not be used", None)
+    gres: str | None = option("generic resources, as sbatch takes them", None)
+    comment: str | None = option("comment on each job", None)
+    dependency: str | None = option("added to the dependencies of every job", None)
+    exclusive: bool | None = option("take whole nodes", None)
+    overcommit: bool | None = option("more than one task per processor", None)
+    gpus_per_node: int | None = option("GPUs of one node; null: the cluster has no GPU resource")
+    gpus_per_task: int | None = option("GPUs bound to each task", None, minimum=0)
+    mem: Any = option("memory per node: 0 is all of it, other numbers are GB", None)
+    job_name_prefix: str = option("put in front of every job's name")
+    srun_args: list[str] = option("appended to every srun", [])
+    mpi: str | None = option("MPI flavour of multi-node steps", None)
+    setup: list[str] = option("shell lines that run before the job", [])
+    additional_parameters: dict[str, Any] = option("further sbatch options by name", {})
+    container_workdir: str | None = option("working directory inside the container", None)
+    container_python: str = option("interpreter inside the container", "python3")
+    signal_delay_s: int = option("seconds of warning before the time limit", 120, minimum=1)
+    server_host: str = option("address that servers listen on; see deploy.host", "127.0.0.1")
+    bcprun: str = option("Base Command's multi-node runner", "bcprun")
+
+
+@dataclass
+class RunConfig:
+    """`export.run`: names, folders and resources of the exported model."""
+
+    name: str = option("name of the convert and export jobs")
+    time_limit: Any = option("MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS")
+    model_train_name: str = option("name of the trained model")
+    dependency: str | None = option("dependency of the first job, such as singleton", None)
+    training_dir: str | None = option("folder of the training run", None, path=True)
+    config_summary: str = option("distinguishes exports of one model in folder names")
+    results_dir: str = option("folder of this export: logs, repository and report", path=True)
+    model_type: str = option("kind of checkpoint: gpt3, t5, mt5, ...")
+    gpus_per_node: int | None = option("GPUs for convert and export, which need none", None)
+    cpus_per_task: int | None = option("processors for convert and export", None, minimum=1)
+    mem_gb: float | None = option("memory for convert and export, in GB", None, minimum=0)
+
+
+@dataclass
+class ModelConfig:
+    """`export.model`: the checkpoint and how its weights are divided."""
+
+    checkpoint_path: str = option(
+        "a .nemo file, an unpacked one, or a folder of checkpoints", path=True
+    )
+    tensor_model_parallel_size: int = option(
+        "GPUs that share each layer when serving; must divide the heads", minimum=1
+    )
+    weight_data_type: str = option("stored type of the weights", choices=WEIGHT_TYPES)
+    processes: int = option("processes that convert in parallel", minimum=1)
+    load_checkpoints_to_cpu: bool = option(
+        "accepted for compatibility: checkpoints are always read on the CPU", False
+    )
+
+
+@dataclass
+class TritonDeploymentConfig:
+    """`export.triton_deployment`: what the Triton repository says."""
+
+    triton_model_dir: str = option(
+        "folder of the served model; its parent is the Triton repository", path=True
+    )
+    max_batch_size: int = option("largest batch that the server accepts", minimum=1)
+    pipeline_model_parallel_size: int = option(
+        "groups of layers when serving; must divide the layers", minimum=1
+    )
+    int8_mode: Any = option("weight-only int8", choices=(False, True, 0, 1, 2))
+    enable_custom_all_reduce: Any = option("NVIDIA's all-reduce", choices=(False, True, 0, 1))
+    data_type: str = option("type in which the server computes", choices=DATA_TYPES)
+    decoupled: bool = option("stream tokens: several responses for one request", False)
+    ensemble: bool = option(
+        "add preprocessing, postprocessing and the ensemble: text in and out", True
+    )
+    portable: bool = option("no absolute path in the repository", True)
+    interactive: bool = option("the session protocol of NVIDIA's interactive GPT", False)
+    answer_only: bool = option("the ensemble answers without repeating the prompt", False)
+    max_queue_delay_us: int | None = option("the server's own batching waits so long", None)
+    instance_count: int = option("copies of the model in one server", 1, minimum=1)
+    model_type: str | None = option("serve the weights as this kind, such as T5-Encoder", None)
+    parameters: dict[str, Any] = option("further parameters of the model's config.pbtxt", {})
+
+
+@dataclass
+class BenchmarkConfig:
+    """`export.benchmark`: sizes of a performance measurement."""
+
+    input_len: int = option("tokens of the prompt", 60, minimum=1)
+    output_len: int = option("tokens to generate", 20, minimum=1)
+    batch_sizes: list[int] = option("batch sizes to measure", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+    triton_wait_time_s: float = option("seconds to wait for the server", 300, minimum=0)
+    vocab_size: int = option("random tokens are below this number", 51200, minimum=1)
+
+
+@dataclass
+class AccuracyConfig:
+    """`export.accuracy`: measure the exported model as part of the export."""
+
+    enabled: bool = option("run evaluate after export", False)
+    test_data: str | None = option("passages to evaluate with, JSON Lines", None, path=True)
+    reference: str | None = option("figures of another implementation for them", None, path=True)
+
+
+@dataclass
+class ExportConfig:
+    """`export`: the model to serve (conf/export/<family>/<name>.yaml)."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    triton_deployment: TritonDeploymentConfig = field(default_factory=TritonDeploymentConfig)
+    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
+    accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
+
+
+@dataclass
+class ConvertConfig:
+    """`convert`: what the conversion needs besides `export.model`."""
+
+    prompt_checkpoints: list[str] = option("p-tuning checkpoints to add", path=True)
+    ia3_checkpoints: list[str] = option("IA3 adapters to add, one task each", path=True)
+    ia3_in_place: bool = option("multiply the IA3 scalers into the weights")
+    adapter_checkpoints: list[str] = option("linear adapters to add", path=True)
+    activation_ranges: str | None = option("activation ranges, for static int8 weights", path=True)
+    vocab_path: str | None = option("vocabulary to use instead of the checkpoint's", path=True)
+    merges_path: str | None = option("BPE merges to use instead of the checkpoint's", path=True)
+    allow: list[str] = option("tensors (patterns) that may be unknown or not finite")
+    given: dict[str, Any] = option("config.ini values that the checkpoint does not tell", {})
+
+
+@dataclass
+class DeployConfig:
+    """`deploy`: the server (conf/deploy/default.yaml)."""
+
+    name: str = option("name of the job")
+    time_limit: Any = option("the server is stopped after this time; notation as in export.run")
+    engine: str = option("what computes: pytorch", choices=("pytorch", "fastertransformer"))
+    repository: str | None = option("serve this repository instead of the exported one", path=True)
+    host: str = option("address to listen on; 0.0.0.0 for every interface")
+    http_port: int = option("port of HTTP requests; 0 takes a free one", minimum=0)
+    grpc_port: int = option("port of gRPC requests; 0 takes a free one", minimum=0)
+    metrics_port: int = option("port of the Prometheus metrics; 0 takes a free one", minimum=0)
+    ready_timeout_s: float = option("seconds until every model must be ready", minimum=1)
+    drain_s: float = option("seconds that running requests get when the server stops", minimum=0)
+    keep: bool = option("keep serving after the evaluation, until Ctrl-C or the time limit")
+    gpus_per_node: int | None = option("GPUs for the server; null: as many as TP x PP needs")
+    cpus_per_task: int | None = option("processors for the server", minimum=1)
+    mem_gb: float | None = option("memory for the server, in GB", minimum=0)
+
+
+@dataclass
+class LambadaConfig:
+    """`evaluate.lambada`: last-word prediction."""
+
+    data_path: str | None = option(
+        "JSON Lines with `text`; null: <data_dir>/lambada_test.jsonl", path=True
+    )
+    url: str = option("where a missing data set is downloaded from")
+    sha256: str = option("checksum of the download")
+    metrics: list[str] = option("what to measure")
+    reference_path: str | None = option("figures of the same passages to compare with", path=True)
+
+
+@dataclass
+class LatencyConfig:
+    """`evaluate.latency`: a short measurement of latency and throughput."""
+
+    enabled: bool = option("measure at all")
+    shapes: list[str] = option("tokens in and out such as 60+20, or a use case by its name")
+    batch_sizes: list[int] = option("rows of a request")
+    concurrencies: list[int] = option("requests in flight")
+    requests: int = option("timed requests of a point")
+    warmup: int = option("requests before those that count")
+    max_point_s: float = option("seconds after which a point ends")
+    load_generator: str = option("who sends the requests", choices=("client", "perf_analyzer"))
+
+
+@dataclass
+class EvaluateConfig:
+    """`evaluate`: what to measure (conf/evaluate/<name>.yaml)."""
+
+    name: str = option("name of the job")
+    time_limit: Any = option("as in export.run")
+    tasks: list[str] = option("what to measure, such as [lambada]")
+    server: str | None = option("host:port of a running server; null: the pipeline's, or its own")
+    protocol: str = option("how to ask", choices=("grpc", "http"))
+    output_dir: str = option("where the report goes", path=True)
+    concurrency: int = option("requests kept in flight", minimum=1)
+    limit: int | None = option("ask only this many samples", minimum=1)
+    seed: int = option("seed of whatever is drawn")
+    request_timeout_s: float = option("seconds after which a request has failed", minimum=0)
+    gate: dict[str, Any] = option("bounds of metrics: <metric>.min, .max, .margin, .sigmas", {})
+    baseline: str = option("none, compare or update", choices=("none", "compare", "update"))
+    baseline_path: str | None = option("the baseline's file", path=True)
+    history_dir: str | None = option("run store that the report is added to", path=True)
+    cpus_per_task: int | None = option("processors for the evaluation", minimum=1)
+    mem_gb: float | None = option("memory for the evaluation, in GB", minimum=0)
+    lambada: LambadaConfig = field(default_factory=LambadaConfig)
+    latency: LatencyConfig = field(default_factory=LatencyConfig)
+
+
+@dataclass
+class Config:
+    """The whole configuration."""
+
+    stages: list[str] = option("what to run: convert, export, deploy, evaluate")
+    cluster_type: str = option("where to run", choices=CLUSTERS)
+    launcher_scripts_path: str = option("folder that ends in /launcher_scripts", path=True)
+    data_dir: str = option("data sets", path=True)
+    base_results_dir: str = option("everything that is written", path=True)
+    dry_run: bool = option("write and print every job's script and configuration; start nothing")
+    overwrite: bool = option("replace outputs of another configuration")
+    wait: bool = option("on a cluster, follow the jobs to their end", False)
+    action: str = option(
+        "what to do: run, or look after jobs with status, logs or cancel",
+        "run",
+        choices=("run", "status", "logs", "cancel"),
+    )
+    run_dir: str | None = option(
+        "results folder whose jobs are meant by action; null: the last run", None, path=True
+    )
+    container: str | None = option("image of every job: registry path or .sqsh file")
+    container_mounts: list[Any] = option("further mounts: /a, or /a:/b")
+    env_vars: dict[str, Any] = option("environment of every job; null entries are left out")
+    wandb_api_key_file: str | None = option("accepted for compatibility: nothing is sent", None)
+    numa_mapping: dict[str, Any] = option("accepted for compatibility: training only", {})
+    bcp_no_redirect: bool = option("all ranks write to the job's log on bcp", True)
+    debug: bool = option("show tracebacks", False)
+    ci_test: bool = option("accepted for compatibility", False)
+    api_log: bool = option("accepted for compatibility", False)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    convert: ConvertConfig = field(default_factory=ConvertConfig)
+    deploy: DeployConfig = field(default_factory=DeployConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+
+
+GROUPS = ("cluster", "export", "convert", "deploy", "evaluate")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration.
+
+    Attributes:
+        name: dotted name.
+        type: its Python type.
+    """
+
+    name: str
+    type: Any
+    text: str
+    choices: tuple[Any, ...]
+    minimum: float | None
+    is_path: bool
+
+
+def keys(root: type = Config, prefix: str = "") -> Iterator[Key]:
+    """Yield every key below `root`, in the order of the dataclasses."""
+    hints = typing.get_type_hints(root)
+    for each in dataclasses.fields(root):
+        name = f"{prefix}{each.name}"
+        kind = hints[each.name]
+        if dataclasses.is_dataclass(kind):
+            assert isinstance(kind, type)
+            yield from keys(kind, f"{name}.")
+            continue
+        facts = each.metadata
+        yield Key(
+            name, kind, facts["text"], facts["choices"], facts["minimum"], bool(facts["path"])
+        )

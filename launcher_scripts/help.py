@@ -1,0 +1,70 @@
+"""What `--help` prints: how to call the command, and every key with its meaning."""
+
+from __future__ import annotations
+
+import textwrap
+
+from launcher_scripts.compose import files_of_group
+from launcher_scripts.config import GROUPS, keys
+
+_USAGE = """\
+Slipway takes a trained language-model checkpoint to a served, measured Triton endpoint.
+
+usage: python main.py [group=file ...] [key=value ...] [options]
+
+stages (in this order; what a stage needs and does not find runs first)
+  convert     checkpoint -> FasterTransformer shards        <triton_model_dir>/1/<TP>-gpu
+  export      shards -> Triton repository                   config.pbtxt of every model
+  deploy      repository -> running server, until Ctrl-C    deploy/endpoint.json
+  evaluate    server -> accuracy, latency, report           results/evaluate/report.html
+  Work that is already finished is recognised and skipped.
+
+examples
+  python main.py export=gpt3/sample                         everything, with the bundled model
+  python main.py 'stages=[export]' export.run.model_train_name=gpt3_5b \\
+      export.model.checkpoint_path=/models/gpt3_5b.nemo \\
+      export.model.tensor_model_parallel_size=4             a repository from a checkpoint
+  python main.py export=gpt3/sample 'stages=[deploy]'       a server, until Ctrl-C
+  python main.py export=gpt3/sample dry_run=true            show every job; start nothing
+  python main.py --config-path FOLDER --config-name FILE    repeat a saved *_config.yaml
+
+options
+  --cfg job [--resolve]    print the configuration (--package export: a part of it)
+  --config-dir DIR         look for further configuration files here
+  --config-path, --config-name    another root of the configuration
+  --hydra-help             Hydra's own options
+  debug=true               show tracebacks
+
+exit status
+  0 done   1 a stage failed   2 the configuration is wrong, nothing was started
+  3 a bound of evaluate.gate is breached   4 the evaluation could not be done   130 interrupted
+"""
+
+
+def help_text() -> str:
+    """Return the whole help."""
+    return "\n".join([_USAGE, _groups(), _keys()])
+
+
+def _groups() -> str:
+    lines = ["files to choose from (group=file; the first of conf/config.yaml is the default)"]
+    lines += [f"  {group:<10}{', '.join(files_of_group(group))}" for group in GROUPS]
+    return "\n".join(lines) + "\n"
+
+
+def _keys() -> str:
+    lines = ["keys (--cfg job shows their values; a list is written 'key=[a,b]')"]
+    section = None
+    for key in keys():
+        group, _, leaf = key.name.rpartition(".")
+        if group != section:
+            section = group
+            lines.append(f"  {group}." if group else "  (root)")
+        text = key.text
+        if key.choices:
+            shown = dict.fromkeys(str(each).lower() for each in key.choices)
+            text += f" [{', '.join(shown)}]"
+        wrapped = textwrap.wrap(text, 62)
+        lines.append(f"    {leaf:<30}{wrapped[0]}")
+        lines += [" " * 34 + line for line in wrapped[1:]]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,123 @@
+"""The files around a job: its configuration, script, command line and record."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launcher_scripts.config import Config
+from launcher_scripts.launchers.base import Job
+from stages import record
+from stages.base import Stage
+
+_KEPT = ("job.json", "progress.json")
+_SECTIONS = {"convert": "export", "export": "export", "deploy": "deploy", "evaluate": "evaluate"}
+
+
+def make_job(
+    stage: Stage, config: Config, resolved: Mapping[str, Any], *, git_revision: str
+) -> Job:
+    """Return a job with its configuration as it will be saved."""
+    section = dict(resolved[_SECTIONS[stage.name]])
+    if stage.name == "convert":
+        section["convert"] = resolved["convert"]
+    return Job(
+        stage=stage,
+        prefix=config.cluster.job_name_prefix,
+        environment={
+            name: str(value) for name, value in config.env_vars.items() if value is not None
+        },
+        stage_config=to_yaml(section),
+        # What is saved repeats the job; a dry run must not repeat itself.
+        whole_config=to_yaml({**resolved, "dry_run": False}),
+        git_revision=git_revision,
+    )
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Return plain data as YAML, in the order of the configuration."""
+    return yaml.safe_dump(dict(values), sort_keys=False, default_flow_style=False)
+
+
+def note_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> None:
+    """Add the command line to launcher_cmd.log and make the folder of the results."""
+    (results_dir / "results").mkdir(parents=True, exist_ok=True)
+    with (results_dir / "launcher_cmd.log").open("a", encoding="utf-8") as log:
+        log.write(f"# {at}\n" + " \\\n  ".join(arguments) + "\n")
+
+
+def write_files(job: Job, script: str) -> list[Path]:
+    """Write configuration and script, and return their paths; those of earlier runs are kept."""
+    folder = job.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {
+        folder / f"{job.name}_hydra.yaml": job.stage_config,
+        job.whole_config_path: job.whole_config,
+        folder / f"{job.prefix}{job.name}_submission.sh": script,
+    }
+    others = [path for path, text in files.items() if path.exists() and path.read_text() != text]
+    if others or any((folder / name).exists() for name in _KEPT):
+        _keep(folder, [*(path for path in files if path.exists()), *_existing(folder)])
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
+    return list(files)
+
+
+def write_record(job: Job, *, job_id: str, cluster: str, dependency: str) -> None:
+    """Write the record of a job that is about to be submitted."""
+    record.write_record(
+        job.record_path,
+        record.JobRecord(
+            job_id=job_id,
+            stage=job.stage.name,
+            name=job.name,
+            state=record.SUBMITTED,
+            cluster=cluster,
+            dependency=dependency,
+            submitted_at=record.now(),
+            git_revision=job.git_revision,
+            config_sha256=hashlib.sha256(job.stage_config.encode()).hexdigest(),
+            outputs=tuple(str(path) for path in job.stage.outputs()),
+        ),
+    )
+
+
+def note_submission(job: Job, text: str) -> None:
+    """Add a line to the job's launcher.log."""
+    with (job.folder / "launcher.log").open("a", encoding="utf-8") as log:
+        log.write(f"{record.now()} {text}\n")
+
+
+def git_revision(checkout: Path) -> str:
+    """Return the commit of the checkout, marked when it has changes; empty outside of git."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _existing(folder: Path) -> list[Path]:
+    return [folder / name for name in _KEPT if (folder / name).exists()]
+
+
+def _keep(folder: Path, paths: Sequence[Path]) -> None:
+    """Move an earlier run's files to the first free `runs/<n>`."""
+    for number in itertools.count(1):
+        kept = folder / "runs" / str(number)
+        if not kept.exists():
+            break
+    kept.mkdir(parents=True)
+    for path in paths:
+        if path.suffix == ".json":
+            path.rename(kept / path.name)
+        else:
+            shutil.copy2(path, kept / path.name)

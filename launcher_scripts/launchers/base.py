@@ -1,0 +1,126 @@
+"""What a launcher is: it knows where jobs run, and nothing of what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from stages.base import Stage
+from stages.record import RECORD_NAME
+
+# What a job waits for: success of another, its end, or only its start.
+AFTER_SUCCESS, AFTER_END, AFTER_START = "afterok", "afterany", "after"
+# Left by an enclosing job or launcher; they would bind ours to the wrong resources.
+_FOREIGN_PREFIXES = (
+    "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMIX_", "PMI_", "OMPI_", "SUBMITIT_",
+)  # fmt: skip
+_FOREIGN_NAMES = (
+    "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+)  # fmt: skip
+
+
+# How to reach the scheduler, not which job we are in.
+_KEPT_NAMES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+
+
+class SubmissionError(RuntimeError):
+    """The cluster refused a job; the message is the scheduler's own."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A stage that is ready to be submitted.
+
+    Attributes:
+        prefix: put in front of the job's name on clusters that share a queue.
+        environment: variables of the job, null entries already left out.
+        stage_config, whole_config: resolved YAML of the stage's section and of everything.
+    """
+
+    stage: Stage
+    prefix: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    stage_config: str = ""
+    whole_config: str = ""
+    git_revision: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the job without the cluster's prefix."""
+        return self.stage.job.name
+
+    @property
+    def folder(self) -> Path:
+        """Where the job's files go."""
+        return self.stage.job.folder
+
+    @property
+    def record_path(self) -> Path:
+        """The job's record."""
+        return self.folder / RECORD_NAME
+
+    @property
+    def whole_config_path(self) -> Path:
+        """The whole configuration, with which `main.py` repeats the job."""
+        return self.folder / f"{self.name}_config.yaml"
+
+
+@dataclass(frozen=True)
+class Dependency:
+    """What a job waits for: `kind` is one of AFTER_SUCCESS, AFTER_END and AFTER_START."""
+
+    job_id: str
+    kind: str = AFTER_SUCCESS
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.job_id}"
+
+
+class JobHandle(Protocol):
+    """A submitted job."""
+
+    job: Job
+    job_id: str
+
+    @property
+    def log_path(self) -> Path:
+        """Where the job's output goes."""
+
+    def poll(self) -> str | None:
+        """Return the final state, or None while the job has not ended."""
+
+    def stop(self, grace_s: float) -> None:
+        """Ask the job to end, then make it; return when nothing of it is left."""
+
+
+class Launcher(Protocol):
+    """Submits jobs to one kind of cluster."""
+
+    name: str
+    # Whether jobs are part of this command and end with it; otherwise they are in a queue.
+    in_foreground: bool
+
+    def check(self, stages: Sequence[Stage]) -> list[str]:
+        """Return every reason why the cluster cannot run these stages."""
+
+    def render(self, job: Job, after: Sequence[Dependency]) -> str:
+        """Return the submission script without submitting it."""
+
+    def submit(self, job: Job, after: Sequence[Dependency]) -> JobHandle:
+        """Start the job, or put it into the queue. Its files are already in place.
+
+        Raises:
+            SubmissionError: the cluster refuses it.
+        """
+
+
+def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without the variables of an enclosing job."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name in _KEPT_NAMES or not (name.startswith(_FOREIGN_PREFIXES) or name in _FOREIGN_NAMES)
+    }

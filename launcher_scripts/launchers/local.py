@@ -1,0 +1,241 @@
+"""Jobs on this machine, through submitit's local executor, in the foreground of the command."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from submitit.core.core import Job as SubmittedJob
+from submitit.core.utils import pickle_load
+from submitit.local.local import LocalExecutor, LocalJob
+
+from launcher_scripts.launchers.base import Dependency, Job, clean_environment
+from stages import record
+from stages.base import Stage
+from stages.deploy import JOB_ID_VARIABLE
+from stages.job import (
+    MARK_VARIABLE,
+    OWNER_VARIABLE,
+    StageJob,
+    end_processes_of_job,
+    owner_of_this_process,
+)
+from stages.step import Step
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+_SIGNAL_DELAY_S = 30
+_ASK_AGAIN_S = 1.0
+_RESULT_WAIT_S = 2.0
+
+
+class LocalLauncher:
+    """Runs each job as a process of its own, with a time limit."""
+
+    name = "local"
+    in_foreground = True
+
+    def check(self, stages: Sequence[Stage]) -> list[str]:
+        """Refuse stages that need more than one node."""
+        return [
+            f"{stage.name} needs {stage.resources().nodes} nodes, and cluster_type=local has one; "
+            "lower the parallel sizes, or raise cluster.gpus_per_node."
+            for stage in stages
+            if stage.resources().nodes > 1
+        ]
+
+    def render(self, job: Job, after: Sequence[Dependency]) -> str:
+        """Return a script that does by hand what the job does."""
+        del after
+        config = job.whole_config_path
+        command = [
+            sys.executable, "main.py", f"--config-path={config.parent}",
+            f"--config-name={config.name}", f"stages=[{job.stage.name}]",
+        ]  # fmt: skip
+        exports = [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
+        lines = [
+            "#!/bin/bash",
+            f"# Repeats the job {job.name} ({job.stage.name}).",
+            "set -euo pipefail",
+            *exports,
+            f"cd {shlex.quote(str(CHECKOUT))}",
+            f"exec {shlex.join(command)}",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def step(self, job: Job) -> Step | None:
+        """Return how the stage is started inside the job: here, by the job itself."""
+        del job
+        return None
+
+    def submit(self, job: Job, after: Sequence[Dependency]) -> LocalHandle:
+        """Start the job. What it waits for must have happened: there is no queue."""
+        del after
+        job_id = _new_id(job)
+        mark = uuid.uuid4().hex
+        folder = job.folder / "submitit" / job_id
+        environment = clean_environment(os.environ) | dict(job.environment)
+        environment[JOB_ID_VARIABLE] = job_id
+        environment[OWNER_VARIABLE] = owner_of_this_process()
+        environment[MARK_VARIABLE] = mark
+        paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        executor = _Executor(folder, environment)
+        resources = job.stage.resources()
+        executor.update_parameters(
+            timeout_min=resources.time_limit_min,
+            tasks_per_node=1,
+            stderr_to_stdout=True,
+            signal_delay_s=min(_SIGNAL_DELAY_S, resources.time_limit_min * 30),
+        )
+        record.update_record(job.record_path, job_id, host=os.uname().nodename)
+        log_path = job.folder / f"log-{job.name}_{job_id}.out"
+        submitted = executor.submit(StageJob(job.stage, job.record_path, self.step(job)))
+        log_path.symlink_to(os.path.relpath(submitted.paths.stdout, log_path.parent))
+        record.update_record(
+            job.record_path, job_id, log=str(log_path), process=int(submitted.job_id)
+        )
+        return LocalHandle(job, job_id, submitted, log_path, mark)
+
+
+class LocalHandle:
+    """A job of this machine."""
+
+    def __init__(
+        self, job: Job, job_id: str, submitted: SubmittedJob[Any], log_path: Path, mark: str
+    ) -> None:
+        self.job = job
+        self.job_id = job_id
+        self._submitted = submitted
+        self._log_path = log_path
+        self._mark = mark
+        self._state: str | None = None
+
+    @property
+    def log_path(self) -> Path:
+        """Output and errors of the job."""
+        return self._log_path
+
+    def poll(self) -> str | None:
+        """Return the final state, or None while the job runs."""
+        if self._state is None and self._submitted.done():
+            self._clear_away()
+            self._state = self._settle()
+        return self._state
+
+    def stop(self, grace_s: float) -> None:
+        """Ask politely for `grace_s`, then end every process of the job."""
+        deadline = time.monotonic() + grace_s
+        while not self._submitted.done() and time.monotonic() < deadline:
+            # Asked again because a process that is just starting may not listen yet.
+            _send(int(self._submitted.job_id), signal.SIGTERM)
+            waited_until = min(deadline, time.monotonic() + _ASK_AGAIN_S)
+            while not self._submitted.done() and time.monotonic() < waited_until:
+                time.sleep(0.05)
+        self._clear_away()
+        while not self._submitted.done():
+            time.sleep(0.05)
+        self.poll()
+
+    def _settle(self) -> str:
+        """Return the state by the result that the job left, and see that the record says so."""
+        found = record.read_record(self.job.record_path)
+        result = self._result()
+        if result == "success":
+            state = record.COMPLETED
+        elif found is not None and found.job_id == self.job_id and found.is_final:
+            state = found.state
+        else:
+            state = record.LOST if result is None else record.FAILED
+            error = (
+                "the job ended without a result: killed, or out of memory"
+                if result is None
+                else "the job failed before the stage began"
+            )
+            record.update_record(
+                self.job.record_path,
+                self.job_id,
+                state=state,
+                ended_at=record.now(),
+                exit_code=1,
+                error=error,
+            )
+        return state
+
+    def _result(self) -> str | None:
+        """Return `success` or `error`, or None when the job left no result."""
+        path = self._submitted.paths.result_pickle
+        deadline = time.monotonic() + _RESULT_WAIT_S
+        while not path.exists():
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+        outcome, _ = pickle_load(path)
+        return str(outcome)
+
+    def _clear_away(self) -> None:
+        """Kill what is left of the job; after an orderly end there is nothing."""
+        end_processes_of_job(self._mark)
+
+
+class _Executor(LocalExecutor):
+    """submitit's local executor, with an environment of ours and out of the terminal's reach.
+
+    In a session of its own the job does not get the terminal's Ctrl-C: the launcher does, and ends
+    the job in order. CUDA_VISIBLE_DEVICES is left as it is; the original empties it for a job that
+    asks for no GPU.
+    """
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        super().__init__(folder, max_num_timeout=0)  # the time limit is the end
+        self._environment = dict(environment)
+
+    def _submit_command(self, command: str) -> LocalJob[Any]:
+        parameters = self.parameters
+        environment = self._environment | {
+            "SUBMITIT_EXECUTOR": "local",
+            "SUBMITIT_LOCAL_COMMAND": command,
+            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+            "SUBMITIT_LOCAL_NODEID": "0",
+            "SUBMITIT_LOCAL_NTASKS": "1",
+            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(parameters["signal_delay_s"]),
+            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * parameters["timeout_min"]),
+            "SUBMITIT_LOCAL_WITH_SHELL": "",
+            "SUBMITIT_STDERR_TO_STDOUT": "1",
+        }
+        with (self.folder / "controller.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+                cwd=CHECKOUT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+def _new_id(job: Job) -> str:
+    """Return the start time as MMDD_HHMMSS, with a suffix when that is taken."""
+    stamp = datetime.now().strftime("%m%d_%H%M%S")
+    for number in itertools.count(1):
+        job_id = stamp if number == 1 else f"{stamp}_{number}"
+        if not (job.folder / "submitit" / job_id).exists():
+            return job_id
+    raise AssertionError("unreachable")
+
+
+def _send(pid: int, signum: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signum)

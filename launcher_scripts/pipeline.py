@@ -1,0 +1,179 @@
+"""Which stages run, in which order, what each waits for, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from launcher_scripts.config import Config
+from launcher_scripts.stage_configs import Context, build_stage
+from launcher_scripts.suggest import did_you_mean
+from stages import STAGES
+from stages.base import Finding, Stage, Standing
+from stages.convert import ConvertStage
+
+# Names that the NeMo launcher gives to the same work.
+STAGE_ALIASES = {"conversion": "convert", "evaluation": "evaluate"}
+# What each stage needs to be there.
+_NEEDS = {"export": "convert", "deploy": "export", "evaluate": "export"}
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage of the pipeline.
+
+    Attributes:
+        runs: whether a job is submitted for it; otherwise `state` and `reason` say why not.
+        needed_by: the stage that needs it, when nobody asked for it.
+        finding: what is already on disk.
+    """
+
+    stage: Stage
+    finding: Finding
+    runs: bool = True
+    state: str = ""
+    reason: str = ""
+    needed_by: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the stage."""
+        return self.stage.name
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The stages in their order, with everything that speaks against running them."""
+
+    stages: tuple[PlannedStage, ...]
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def to_run(self) -> tuple[PlannedStage, ...]:
+        """The stages that get a job."""
+        return tuple(each for each in self.stages if each.runs)
+
+
+def read_stages(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the requested stages in pipeline order, and the problems of unknown ones."""
+    known = {*STAGES, *STAGE_ALIASES}
+    problems = [
+        f"stages names {name!r}, which is not a stage{did_you_mean(name, known)}; "
+        f"known stages: {', '.join(STAGES)}."
+        for name in names
+        if name not in known
+    ]
+    if not names:
+        problems.append(f"stages is empty; name at least one of {', '.join(STAGES)}.")
+    wanted = {STAGE_ALIASES.get(name, name) for name in names}
+    return [name for name in STAGES if name in wanted], problems
+
+
+def make_plan(config: Config, context: Context) -> Plan:
+    """Return what would be done, without doing anything."""
+    asked = [*config.stages, "evaluate"] if _measures_export(config) else config.stages
+    requested, problems = read_stages(asked)
+    context = replace(context, deploys="deploy" in requested)
+    if {"deploy", "evaluate"} <= set(requested) and config.evaluate.server is not None:
+        problems.append(
+            f"evaluate.server={config.evaluate.server} names a server, and stages asks for another "
+            "by deploy; leave deploy out of stages, or set evaluate.server=null."
+        )
+    planned: dict[str, PlannedStage] = {}
+
+    def build(name: str) -> Stage | None:
+        try:
+            return build_stage(name, config, context)
+        except ValueError as error:
+            problems.append(str(error))
+            return None
+
+    for name in requested:
+        for stage, needed_by in _with_needs(name, requested, config, build):
+            if stage.name not in planned:
+                planned[stage.name] = _planned(stage, planned, needed_by)
+    stages = [planned[name] for name in STAGES if name in planned]
+    stages = [_without_purpose(each, planned, config) for each in stages]
+    notes = [
+        f"{each.needed_by} needs {each.stage.outputs()[0]}, which is missing: "
+        f"{each.name} runs first"
+        for each in stages
+        if each.needed_by and each.runs
+    ]
+    for each in (each for each in stages if each.runs):
+        problems += [*each.finding.problems, *each.stage.check()]
+        notes += each.stage.notes()
+    return Plan(tuple(stages), tuple(dict.fromkeys(problems)), tuple(notes))
+
+
+def _measures_export(config: Config) -> bool:
+    return config.export.accuracy.enabled and "export" in config.stages
+
+
+def _with_needs(
+    name: str, requested: Sequence[str], config: Config, build: Callable[[str], Stage | None]
+) -> list[tuple[Stage, str | None]]:
+    """Return a stage after those that it needs, that nobody asked for and that are missing."""
+    stage = build(name)
+    if stage is None:
+        return []
+    needed = _NEEDS.get(name)
+    if needed is None or needed in requested or not _uses_export(name, config):
+        return [(stage, None)]
+    before = [
+        (each, needed_by or name)
+        for each, needed_by in _with_needs(needed, requested, config, build)
+    ]
+    missing = [pair for pair in before if not _is_there(pair[0])]
+    return [*missing, (stage, None)]
+
+
+def _uses_export(name: str, config: Config) -> bool:
+    """Whether a stage works on what this pipeline exports, not on something from elsewhere."""
+    if name == "evaluate" and config.evaluate.server is not None:
+        return False
+    return name not in ("deploy", "evaluate") or config.deploy.repository is None
+
+
+def _is_there(stage: Stage) -> bool:
+    """Whether the outputs are usable: finished, or made by other means and sound."""
+    standing = stage.finding().standing
+    if standing is not Standing.MISSING:
+        return standing is Standing.FINISHED
+    return (
+        isinstance(stage, ConvertStage)
+        and not stage.marker_path().exists()
+        and all(path.exists() for path in stage.outputs())
+        and not stage.damage()
+    )
+
+
+def _planned(stage: Stage, before: dict[str, PlannedStage], needed_by: str | None) -> PlannedStage:
+    """Decide whether a stage runs: unless it is finished and nothing before it runs again."""
+    finding = stage.finding()
+    is_fresh = not any(
+        each.runs for each in before.values() if each.stage.marker_path() is not None
+    )
+    if stage.job.overwrite:
+        finding = Finding(Standing.MISSING)
+    if finding.standing is Standing.FINISHED and is_fresh:
+        assert finding.marker is not None
+        at = finding.marker["finished_at"]
+        return PlannedStage(
+            stage, finding, False, "finished earlier", f"finished at {at}", needed_by=needed_by
+        )
+    return PlannedStage(stage, finding, needed_by=needed_by)
+
+
+def _without_purpose(
+    each: PlannedStage, planned: dict[str, PlannedStage], config: Config
+) -> PlannedStage:
+    """Leave the server out when the only stage that would ask it is finished."""
+    evaluate = planned.get("evaluate")
+    if each.name != "deploy" or evaluate is None or config.deploy.keep:
+        return each
+    if evaluate.runs:
+        return each
+    reason = "not needed: nothing is left to ask the server"
+    return replace(each, runs=False, state="not needed", reason=reason)

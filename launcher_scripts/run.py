@@ -1,0 +1,265 @@
+"""Submit the planned jobs and, where they run in the foreground, follow them to their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launcher_scripts import job_folder
+from launcher_scripts.console import Console, table
+from launcher_scripts.launchers.base import (
+    AFTER_START,
+    AFTER_SUCCESS,
+    Dependency,
+    Job,
+    JobHandle,
+    Launcher,
+    SubmissionError,
+)
+from launcher_scripts.pipeline import PlannedStage
+from stages import record
+from stages.progress import read_json, read_progress
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+_POLL_S = 0.1
+_LOG_TAIL_LINES = 20
+# Invented in a dry run, so that the chain of dependencies can be read.
+_FIRST_DRY_ID = 10001
+
+
+@dataclass
+class Run:
+    """One pass through the pipeline.
+
+    Attributes:
+        planned: every stage, also those that are not run.
+        jobs: the jobs of the stages that are, by stage name.
+        keep_serving: stay with the server after the evaluation.
+    """
+
+    launcher: Launcher
+    console: Console
+    planned: Sequence[PlannedStage]
+    jobs: dict[str, Job]
+    keep_serving: bool = False
+    handles: dict[str, JobHandle] = field(default_factory=dict)
+
+    def render(self) -> None:
+        """Write and print every job's script and configuration; start nothing."""
+        ids: dict[str, str] = {}
+        for number, (name, job) in enumerate(self.jobs.items()):
+            ids[name] = str(_FIRST_DRY_ID + number)
+            script = self.launcher.render(job, self._dependencies(name, ids))
+            for path in job_folder.write_files(job, script):
+                if path != job.whole_config_path:
+                    self.console.say(f"# {path}\n{path.read_text(encoding='utf-8')}")
+        self.console.say(f"dry run: {len(self.jobs)} jobs written, nothing started")
+
+    def run_all(self, *, wait: bool) -> int:
+        """Start every job and return the exit status.
+
+        In the foreground, jobs run one after another and end with this command; a server is stopped
+        after the last stage. Jobs in a queue are followed only with `wait`, and outlive it.
+        """
+        if not self.launcher.in_foreground:
+            status = self._submit_all()
+            if status != EXIT_OK or not wait:
+                self.console.say(self.summary())
+                return status
+        try:
+            status = self._follow_all()
+        except KeyboardInterrupt:
+            status = self._interrupted()
+        finally:
+            if self.launcher.in_foreground:
+                self._stop_all()
+        self.console.say(self.summary())
+        return status
+
+    def _submit_all(self) -> int:
+        """Put the whole chain into the queue, or nothing of it."""
+        try:
+            for name in self.jobs:
+                self._submit(name)
+        except SubmissionError as error:
+            self.console.say(f"a job was refused: {error}")
+            self._stop_all()
+            return EXIT_FAILED
+        return EXIT_OK
+
+    def _follow_all(self) -> int:
+        for name in self.jobs:
+            handle = self.handles.get(name) or self._submit(name)
+            is_last = name == list(self.jobs)[-1]
+            status = self._follow(handle, until_ready=self._is_server(name) and not is_last)
+            if status != EXIT_OK:
+                self._explain_failures()
+                self._stop_all()
+                return status
+        servers = [handle for name, handle in self.handles.items() if self._is_server(name)]
+        if servers and self.keep_serving:
+            self.console.say("serving until Ctrl-C or the time limit")
+        if self.keep_serving or not self.launcher.in_foreground:
+            return max((self._follow(each, until_ready=False) for each in servers), default=EXIT_OK)
+        return EXIT_OK
+
+    def _interrupted(self) -> int:
+        """Return the exit status after Ctrl-C."""
+        if not self.launcher.in_foreground:
+            self.console.say("the jobs go on; action=status and action=cancel look after them")
+            return EXIT_INTERRUPTED
+        self.console.say("stopping")
+        # Ctrl-C is how a server that was asked for alone is meant to end.
+        only_serving = all(
+            name in self.handles
+            and (self._is_server(name) or self.handles[name].poll() == record.COMPLETED)
+            for name in self.jobs
+        )
+        return EXIT_OK if only_serving else EXIT_INTERRUPTED
+
+    def summary(self) -> str:
+        """Return the table of stages, and below it what the evaluation found."""
+        rows = []
+        found: list[str] = []
+        for each in self.planned:
+            state, seconds, outputs = self._row(each)
+            rows.append((each.name, state, seconds, outputs))
+            found += self._findings(each)
+        lines = [table(("stage", "state", "seconds", "outputs"), rows), *found]
+        return "\n" + "\n".join(lines)
+
+    def _submit(self, name: str) -> JobHandle:
+        job = self.jobs[name]
+        ids = {before: handle.job_id for before, handle in self.handles.items()}
+        after = self._dependencies(name, ids)
+        dependency = ",".join(map(str, after))
+        job_folder.write_files(job, self.launcher.render(job, after))
+        job_folder.write_record(job, job_id="", cluster=self.launcher.name, dependency=dependency)
+        try:
+            handle = self.launcher.submit(job, after)
+        except SubmissionError as error:
+            changes = {"state": record.FAILED, "error": str(error), "exit_code": EXIT_FAILED}
+            record.update_record(job.record_path, "", **changes)
+            raise
+        self.handles[name] = handle
+        job_folder.note_submission(job, f"Submitted {self.launcher.name} job {handle.job_id}")
+        self.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
+        return handle
+
+    def _dependencies(self, name: str, ids: dict[str, str]) -> list[Dependency]:
+        """Return what a job waits for: the job before it, and of a server only its start."""
+        before = [each for each in self.jobs if each in ids and each != name]
+        if not before:
+            return []
+        last = before[-1]
+        kind = AFTER_START if self._is_server(last) else AFTER_SUCCESS
+        return [Dependency(ids[last], kind)]
+
+    def _is_server(self, name: str) -> bool:
+        """Whether the stage is ready long before it ends."""
+        return self.jobs[name].stage.readiness_path() is not None
+
+    def _follow(self, handle: JobHandle, *, until_ready: bool) -> int:
+        """Show a job's progress until it has ended, or is ready; return the exit status."""
+        started = time.monotonic()
+        stage = handle.job.stage
+        while True:
+            state = handle.poll()
+            if state is not None:
+                return _exit_status(handle, state)
+            if until_ready and _is_ready(stage.readiness_path(), handle.job_id):
+                record.update_record(handle.job.record_path, handle.job_id, state=record.READY)
+                return EXIT_OK
+            progress = read_progress(stage.job.progress_path)
+            if progress.phase:
+                self.console.show(stage.name, progress, time.monotonic() - started)
+            time.sleep(_POLL_S)
+
+    def _explain(self, handle: JobHandle) -> None:
+        """Show why a job failed: the cause first, then the end of its log."""
+        found = record.read_record(handle.job.record_path)
+        cause = found.error if found and found.error else "no reason was recorded"
+        self.console.say(f"\n{handle.job.stage.name} failed: {cause}")
+        lines = _tail(handle.log_path)
+        if lines:
+            self.console.say(f"last lines of {handle.log_path}:")
+            self.console.say("\n".join(f"  | {line}" for line in lines))
+
+    def _explain_failures(self) -> None:
+        for handle in self.handles.values():
+            if handle.poll() == record.FAILED or handle.poll() == record.LOST:
+                self._explain(handle)
+        for handle in self.handles.values():
+            for path in handle.job.stage.other_logs(handle.job_id):
+                if path.exists():
+                    self.console.say(f"see also {path}")
+
+    def _stop_all(self) -> None:
+        """End whatever still runs, the last started first."""
+        for handle in reversed(list(self.handles.values())):
+            while handle.poll() is None:
+                self._stop(handle)
+
+    def _stop(self, handle: JobHandle) -> None:
+        try:
+            handle.stop(handle.job.stage.stop_grace_s())
+        except KeyboardInterrupt:
+            self.console.say("still stopping; the server may be finishing requests")
+
+    def _row(self, each: PlannedStage) -> tuple[str, str, str]:
+        outputs = ", ".join(str(path) for path in _shortened(each.stage.outputs())) or "-"
+        if not each.runs:
+            return each.state, "-", outputs
+        if each.name not in self.handles:
+            return "not started", "-", "-"
+        found = record.read_record(self.jobs[each.name].record_path)
+        state = found.state if found else record.LOST
+        seconds = "-" if found is None or found.seconds is None else f"{found.seconds:.1f}"
+        return state, seconds, outputs if state == record.COMPLETED else "-"
+
+    def _findings(self, each: PlannedStage) -> list[str]:
+        """Return what the stage's own summary has to say to a reader."""
+        if each.runs:
+            handle = self.handles.get(each.name)
+            found = record.read_record(self.jobs[each.name].record_path) if handle else None
+            summary = found.summary if found else {}
+        else:
+            summary = dict(each.finding.marker["summary"]) if each.finding.marker else {}
+        lines = [f"{each.name}: {remark}" for remark in summary.get("remarks", ())]
+        lines += [f"{name}: {value:.4g}" for name, value in summary.get("metrics", {}).items()]
+        if "report" in summary:
+            lines.append(f"report: {summary['report']}")
+        return lines
+
+
+def _exit_status(handle: JobHandle, state: str) -> int:
+    if state == record.COMPLETED:
+        return EXIT_OK
+    found = record.read_record(handle.job.record_path)
+    return (found.exit_code if found else None) or EXIT_FAILED
+
+
+def _is_ready(path: Path | None, job_id: str) -> bool:
+    """Whether the file that announces readiness is there and is this job's."""
+    values = None if path is None else read_json(path)
+    return values is not None and values.get("job_id") == job_id
+
+
+def _tail(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return text.splitlines()[-_LOG_TAIL_LINES:]
+
+
+def _shortened(paths: Sequence[Path]) -> list[Path]:
+    """Return one folder instead of several files in it."""
+    if len(paths) < 2:
+        return list(paths)
+    parents = {path.parent for path in paths}
+    if len(parents) == 1:
+        return [parents.pop()]
+    grandparents = {path.parent.parent for path in paths}
+    return [grandparents.pop()] if len(grandparents) == 1 else list(paths)

@@ -1,0 +1,38 @@
+"""What somebody who mistyped a name probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean ...?)` with the closest known name, or an empty text."""
+    near = closest(name, known)
+    return f" (did you mean {near}?)" if near else ""
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name most like `name`.
+
+    Of dotted names the last part counts too: the right key in the wrong group is a close match.
+    """
+    names = list(known)
+    last = name.rpartition(".")[2]
+    same_leaf = [each for each in names if each.rpartition(".")[2] == last and each != name]
+    if same_leaf:
+        return max(same_leaf, key=lambda each: _likeness(name, each))
+    if sorted(name) in (anagrams := [sorted(each) for each in names]):
+        return names[anagrams.index(sorted(name))]
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
+    if matches:
+        return matches[0]
+    leaves = difflib.get_close_matches(
+        last, [each.rpartition(".")[2] for each in names], n=1, cutoff=0.75
+    )
+    candidates = [each for each in names if leaves and each.rpartition(".")[2] == leaves[0]]
+    return max(candidates, key=lambda each: _likeness(name, each), default=None)
+
+
+def _likeness(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()

@@ -1,0 +1,58 @@
+"""Time limits as Slurm writes them."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+_NOTATION = "write MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS, such as 2:00:00"
+_CLOCK = re.compile(r"\d+(:\d{1,2}){0,2}")
+_DAYS = re.compile(r"(\d+)-(\d{1,2}(?::\d{1,2}){0,2})")
+
+
+def minutes(value: Any, *, key: str) -> int:
+    """Return a time limit in minutes, rounded up.
+
+    Raises:
+        ValueError: the notation is unknown, the limit is zero, or it is an integer that YAML made
+            of an unquoted clock time (`2:00:00` is 7200 there, which would mean five days).
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return _whole_minutes(value, key)
+    text = str(value).strip()
+    if days := _DAYS.fullmatch(text):
+        parts = [int(each) for each in days.group(2).split(":")]
+        hour, minute, second = (*parts, 0, 0)[:3]
+        seconds = ((int(days.group(1)) * 24 + hour) * 60 + minute) * 60 + second
+    elif _CLOCK.fullmatch(text):
+        parts = [int(each) for each in text.split(":")]
+        if len(parts) == 1:
+            return _whole_minutes(parts[0], key)
+        hour, minute, second = (0, *parts)[-3:]
+        seconds = (hour * 60 + minute) * 60 + second
+    else:
+        raise ValueError(f"{key}={value} is not a time limit; {_NOTATION}.")
+    if seconds <= 0:
+        raise ValueError(f"{key}={value} leaves no time; {_NOTATION}.")
+    return math.ceil(seconds / 60)
+
+
+def slurm_notation(limit_min: int) -> str:
+    """Return minutes as D-HH:MM:SS, or HH:MM:SS below a day."""
+    days, rest = divmod(limit_min, 24 * 60)
+    clock = f"{rest // 60:02d}:{rest % 60:02d}:00"
+    return f"{days}-{clock}" if days else clock
+
+
+def _whole_minutes(value: int, key: str) -> int:
+    if value <= 0:
+        raise ValueError(f"{key}={value} leaves no time; {_NOTATION}.")
+    if value >= 3600 and value % 60 == 0:
+        clock = f"{value // 3600}:{value // 60 % 60:02d}:00"
+        raise ValueError(
+            f"{key}={value} would be {value} minutes, but looks like an unquoted {clock}, which "
+            f'YAML reads in seconds; write "{clock}" in quotes, or {value // 1440}-'
+            f"{value // 60 % 24:02d}:{value % 60:02d} for {value} minutes."
+        )
+    return value

@@ -1,0 +1,258 @@
+"""What a stage is: a picklable callable with plain data, that knows its inputs and its outputs.
+
+A stage does not know where it runs. What it leaves behind is recognised later by a marker: the
+part of its configuration that decides its outputs, saved beside them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar
+
+from submitit.helpers import Checkpointable
+
+from stages.progress import Progress, read_json, write_json
+from stages.record import now
+
+Summary = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job asks of a cluster. None leaves the choice to the cluster.
+
+    Attributes:
+        time_limit_min: the job is ended after this many minutes.
+        mem_gb: memory per node.
+    """
+
+    nodes: int = 1
+    tasks_per_node: int = 1
+    gpus_per_node: int | None = None
+    cpus_per_task: int | None = None
+    mem_gb: float | None = None
+    time_limit_min: int = 120
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What every stage needs besides its own configuration.
+
+    Attributes:
+        name: name of the job.
+        folder: where logs, record and progress of the job go.
+        overwrite: replace outputs of another configuration.
+        warning_s: a job that does not end by itself ends this long before its time limit, ahead of
+            the scheduler's own warning.
+    """
+
+    name: str
+    folder: Path
+    resources: Resources = Resources()
+    overwrite: bool = False
+    warning_s: float = 45.0
+
+    @property
+    def progress_path(self) -> Path:
+        """Where the job says how far it is."""
+        return self.folder / "progress.json"
+
+
+class Standing(Enum):
+    """How a stage's outputs on disk relate to its configuration."""
+
+    MISSING = "missing"
+    FINISHED = "finished"
+    CONFLICT = "conflict"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A standing, with the reasons of a conflict or the marker of finished work."""
+
+    standing: Standing
+    problems: tuple[str, ...] = ()
+    marker: Mapping[str, Any] | None = None
+
+
+class StageError(RuntimeError):
+    """A stage that ran and failed for a reason a user can act on; shown without a traceback.
+
+    `exit_code` becomes the exit status of the command; `summary` is what there is to say about the
+    result in spite of the failure.
+    """
+
+    exit_code: int = 1
+
+    def __init__(self, message: str, *, summary: Summary | None = None) -> None:
+        super().__init__(message)
+        self.summary: Summary = summary or {}
+
+
+class Stage(Checkpointable):
+    """Base of the four stages. Subclasses say what they need and leave, and do it in `run`."""
+
+    name: ClassVar[str]
+    # Whether outputs of another configuration, or of inputs that have changed since, stop the run.
+    # Outputs that are not guarded are made again.
+    guards_configuration: ClassVar[bool] = True
+    guards_inputs: ClassVar[bool] = False
+
+    def __init__(self, job: JobSettings) -> None:
+        self.job = job
+
+    def check(self) -> list[str]:
+        """Return every problem visible before the job starts; empty if there is none."""
+        raise NotImplementedError
+
+    def resources(self) -> Resources:
+        """Return what the job asks of a cluster."""
+        return self.job.resources
+
+    def outputs(self) -> list[Path]:
+        """Return the paths that exist once the stage has succeeded."""
+        raise NotImplementedError
+
+    def identity(self) -> dict[str, Any]:
+        """Return configuration keys and values that decide the outputs, as JSON keeps them."""
+        raise NotImplementedError
+
+    def inputs(self) -> list[Path]:
+        """Return the files and folders that the outputs are made from."""
+        return []
+
+    def marker_path(self) -> Path | None:
+        """Return where the marker of finished work lies; None for a stage that leaves nothing."""
+        raise NotImplementedError
+
+    def readiness_path(self) -> Path | None:
+        """Return the file that appears once a stage that does not end is ready for the next."""
+        return None
+
+    def ask_to_stop(self) -> bool:
+        """Ask the running stage, wherever it is, to end in order; False if it does not listen."""
+        return False
+
+    def other_logs(self, job_id: str) -> list[Path]:
+        """Return logs besides the job's own that explain a failure, where they exist."""
+        del job_id
+        return []
+
+    def stop_grace_s(self) -> float:
+        """Return how long the job may take to end in order when it is asked to."""
+        return 15.0
+
+    def run(self, progress: Progress) -> Summary:
+        """Do the work and return what there is to say about the result."""
+        raise NotImplementedError
+
+    def damage(self) -> list[str]:
+        """Return what is wrong with outputs that a marker says are finished."""
+        return []
+
+    def notes(self) -> list[str]:
+        """Return what a user should know before the job starts, such as a path that was chosen."""
+        return []
+
+    def finding(self) -> Finding:
+        """Compare the outputs on disk with the configuration."""
+        path = self.marker_path()
+        marker = None if path is None else read_json(path)
+        if marker is None or not all(output.exists() for output in self.outputs()):
+            return Finding(Standing.MISSING)
+        if differences := self._differences(marker["identity"]):
+            if self.guards_configuration:
+                return Finding(Standing.CONFLICT, tuple(differences), marker)
+            return Finding(Standing.MISSING)
+        if changed := self._changed_inputs(marker["inputs"]):
+            if self.guards_inputs:
+                return Finding(Standing.CONFLICT, tuple(changed), marker)
+            return Finding(Standing.MISSING)
+        if damage := self.damage():
+            return Finding(Standing.CONFLICT, tuple(damage), marker)
+        return Finding(Standing.FINISHED, (), marker)
+
+    def __call__(self) -> Summary:
+        """Do the work unless it is already done; called again after a requeue."""
+        finding = self.finding()
+        if finding.standing is Standing.FINISHED and not self.job.overwrite:
+            assert finding.marker is not None
+            return dict(finding.marker["summary"])
+        progress = Progress(self.job.progress_path)
+        progress.update("starting")
+        summary = self.run(progress)
+        self.mark_finished(summary)
+        return summary
+
+    def mark_finished(self, summary: Summary) -> None:
+        """Save the configuration beside the outputs."""
+        path = self.marker_path()
+        if path is not None:
+            marker = {
+                "stage": self.name,
+                "finished_at": now(),
+                "identity": self.identity(),
+                "inputs": self._input_states(),
+                "outputs": [str(output) for output in self.outputs()],
+                "summary": summary,
+            }
+            write_json(path, marker)
+
+    def _differences(self, saved: Mapping[str, Any]) -> list[str]:
+        mine = self.identity()
+        outputs = ", ".join(str(output) for output in self.outputs())
+        return [
+            f"{key}={_shown(mine.get(key))} differs from {_shown(saved.get(key))}, "
+            f"with which {outputs} was made; set overwrite=true to replace it, "
+            "or choose another folder."
+            for key in sorted({*mine, *saved})
+            if mine.get(key) != saved.get(key)
+        ]
+
+    def _changed_inputs(self, saved: Mapping[str, Any]) -> list[str]:
+        states = self._input_states()
+        outputs = ", ".join(str(output) for output in self.outputs())
+        return [
+            f"{path} has changed since {outputs} was made from it; set overwrite=true to make it "
+            "again, or choose another folder."
+            for path in sorted({*states, *saved})
+            if states.get(path) != saved.get(path)
+        ]
+
+    def _input_states(self) -> dict[str, Any]:
+        return {str(path): fingerprint(path) for path in self.inputs() if path.exists()}
+
+
+def fingerprint(path: Path) -> dict[str, Any]:
+    """Return what tells one state of a file or folder from another without reading it.
+
+    Size in bytes and newest modification time (ns); of a folder, over all its files.
+    """
+    if path.is_file():
+        files = [path]
+    else:
+        files = sorted(each for each in path.rglob("*") if each.is_file())
+    stats = [each.stat() for each in files]
+    return {
+        "files": len(files),
+        "size_bytes": sum(each.st_size for each in stats),
+        "modified_ns": max((each.st_mtime_ns for each in stats), default=0),
+    }
+
+
+def as_json(value: Any) -> Any:
+    """Return `value` as it comes back from a JSON file."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_shown(each)}" for key, each in value.items()) + "}"
+    return "null" if value is None else str(value)

@@ -1,0 +1,152 @@
+"""Stage `convert`: a training checkpoint becomes FasterTransformer shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from export_scripts.ft.layout import ft_directory
+from export_scripts.request import ConversionRequest
+from stages.base import JobSettings, Stage, Summary, as_json
+from stages.progress import Progress
+
+# Words of the configuration, for messages.
+KEYS: Mapping[str, str] = {
+    "checkpoint_path": "export.model.checkpoint_path",
+    "output_dir": "export.triton_deployment.triton_model_dir",
+    "tp_size": "export.model.tensor_model_parallel_size",
+    "pp_size": "export.triton_deployment.pipeline_model_parallel_size",
+    "weight_data_type": "export.model.weight_data_type",
+    "processes": "export.model.processes",
+    "model_type": "export.run.model_type",
+    "prompt_checkpoints": "convert.prompt_checkpoints",
+    "ia3_checkpoints": "convert.ia3_checkpoints",
+    "ia3_in_place": "convert.ia3_in_place",
+    "adapter_checkpoints": "convert.adapter_checkpoints",
+    "activation_ranges": "convert.activation_ranges",
+    "vocab_path": "convert.vocab_path",
+    "merges_path": "convert.merges_path",
+    "allow": "convert.allow",
+    "given": "convert.given",
+    "overwrite": "overwrite",
+}
+# Fields that do not decide the bytes of the shards.
+_WITHOUT_EFFECT = ("output_dir", "processes", "overwrite", "pp_size")
+# The two places where training leaves its checkpoints.
+_CHECKPOINT_FOLDERS = (Path("checkpoints"), Path("results", "checkpoints"))
+
+
+class ConvertStage(Stage):
+    """Writes `<triton_model_dir>/1/<TP>-gpu` from a checkpoint."""
+
+    name = "convert"
+    guards_inputs = True
+
+    def __init__(self, job: JobSettings, request: ConversionRequest) -> None:
+        super().__init__(job)
+        # As configured; what is really read is `checkpoint_path`.
+        self.request = replace(request, overwrite=job.overwrite)
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """The configured checkpoint, or the same one in training's other habitual folder."""
+        return find_checkpoint(self.request.checkpoint_path)
+
+    @property
+    def ft_dir(self) -> Path:
+        """The folder of shards."""
+        return ft_directory(self.request.output_dir, self.request.tp_size)
+
+    def check(self) -> list[str]:
+        """Return the problems of checkpoint, sizes and destination."""
+        from export_scripts.convert import check_conversion
+
+        return check_conversion(self._found(), names=KEYS)
+
+    def outputs(self) -> list[Path]:
+        """Return the folder of shards."""
+        return [self.ft_dir]
+
+    def marker_path(self) -> Path:
+        """Return the marker beside the folder; the folder holds exactly the loader's files."""
+        return self.ft_dir.with_name(f"{self.ft_dir.name}.convert.json")
+
+    def identity(self) -> dict[str, Any]:
+        """Return the source and everything that decides the bytes."""
+        values = asdict(self._found())
+        return {
+            KEYS.get(name, f"convert.{name}"): as_json(value)
+            for name, value in values.items()
+            if name not in _WITHOUT_EFFECT
+        }
+
+    def inputs(self) -> list[Path]:
+        """Return the checkpoint and the files that go with it."""
+        request = self._found()
+        extra = (
+            *request.prompt_checkpoints,
+            *request.ia3_checkpoints,
+            *request.adapter_checkpoints,
+            request.activation_ranges,
+            request.vocab_path,
+            request.merges_path,
+        )
+        return [request.checkpoint_path, *(each for each in extra if each is not None)]
+
+    def damage(self) -> list[str]:
+        """Return differences between the shards on disk and the set that the loader needs."""
+        from export_scripts.validate import validate_directory
+
+        problems = validate_directory(self.ft_dir, checksums=False)
+        remedy = "set overwrite=true to convert again."
+        return [f"{self.ft_dir} is damaged: {problem}; {remedy}" for problem in problems]
+
+    def notes(self) -> list[str]:
+        """Say which of training's two habitual folders was taken."""
+        if self.checkpoint_path == self.request.checkpoint_path:
+            return []
+        return [
+            f"{KEYS['checkpoint_path']}={self.request.checkpoint_path} does not exist; "
+            f"taking {self.checkpoint_path}"
+        ]
+
+    def run(self, progress: Progress) -> Summary:
+        """Convert. Raises CheckpointMismatchError when the checkpoint is not what it has to be."""
+        from export_scripts.convert import convert
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            progress.update("converting", done=done_bytes, total=total_bytes, unit="bytes")
+
+        self.request.output_dir.mkdir(parents=True, exist_ok=True)
+        done = convert(self._found(), progress=report, names=KEYS)
+        return {
+            "tensors": done.tensors,
+            "files": done.files,
+            "size_bytes": done.size_bytes,
+            "seconds": round(done.seconds, 2),
+            "peak_memory_bytes": done.peak_memory_bytes,
+            "remarks": list(done.remarks),
+        }
+
+    def _found(self) -> ConversionRequest:
+        """Return the request with the checkpoint that was found."""
+        return replace(self.request, checkpoint_path=self.checkpoint_path)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """Return `path`, or its twin `checkpoints` <-> `results/checkpoints` when only that exists.
+
+    Guides of the NeMo launcher name the first, its shipped configuration the second.
+    """
+    if path.exists():
+        return path
+    near, far = _CHECKPOINT_FOLDERS
+    if path.parts[-2:] == far.parts:
+        twin = path.parents[1] / near
+    elif path.name == near.name:
+        twin = path.parent / far
+    else:
+        return path
+    return twin if twin.exists() else path

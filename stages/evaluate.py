@@ -1,0 +1,231 @@
+"""Stage `evaluate`: ask a running server, score its answers, write the report, apply the gate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inference.evaluation.options import EvaluationOptions, check_evaluation
+from inference.evaluation.record import RunFacts, StageTiming
+from stages.base import JobSettings, Stage, StageError, Summary, as_json
+from stages.deploy import (
+    STOP_NAME,
+    DeployConfig,
+    Endpoint,
+    check_deploy,
+    read_endpoint,
+    server_log,
+    serving,
+)
+from stages.progress import Progress
+from stages.record import RECORD_NAME, JobRecord, now, read_record
+
+if TYPE_CHECKING:
+    from inference.evaluation.runner import EvaluationProgress
+
+REPORT_NAME = "report.json"
+_REPORT_PAGE = "report.html"
+_EARLIER_STAGES = ("convert", "export", "deploy")
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class EvaluateConfig:
+    """Whom to ask, and what.
+
+    Attributes:
+        options: tasks, data, report and gate; its address is replaced by the server's.
+        server: `host:port` of a running server; None to follow `endpoint_path` or to start one.
+        endpoint_path: published address of the pipeline's deploy job; None without one.
+        stops_server: let the pipeline's server end once nothing is left to ask.
+        deploy: the server to run for the duration of the evaluation when there is no other.
+        facts: what the report says about the model and the run; the times of the stages before
+            are added from their records.
+    """
+
+    options: EvaluationOptions
+    deploy: DeployConfig
+    server: str | None = None
+    stops_server: bool = False
+    endpoint_path: Path | None = None
+    facts: RunFacts = field(default_factory=lambda: RunFacts(name=""))
+
+
+class NotEvaluatedError(StageError):
+    """The evaluation could not be done."""
+
+    exit_code = 4
+
+
+class GateBreachedError(StageError):
+    """The evaluation was done and a bound is breached."""
+
+    exit_code = 3
+
+
+class EvaluateStage(Stage):
+    """Writes a report about a served model."""
+
+    name = "evaluate"
+    # A report of another configuration is kept under another name.
+    guards_configuration = False
+
+    def __init__(self, job: JobSettings, config: EvaluateConfig) -> None:
+        super().__init__(job)
+        self.config = config
+
+    def check(self) -> list[str]:
+        """Return the problems of tasks, data, bounds and of the server to be started."""
+        problems = check_evaluation(self.config.options)
+        server = self.config.server
+        if server is not None and not _is_address(server):
+            problems.append(
+                f"evaluate.server={server} is not an address; write host:port, such as "
+                "127.0.0.1:8001, or null to use the pipeline's own server."
+            )
+        if server is None and self.config.endpoint_path is None:
+            problems += check_deploy(self.config.deploy)
+        return problems
+
+    def outputs(self) -> list[Path]:
+        """Return the report."""
+        return [self.config.options.output_dir / REPORT_NAME]
+
+    def inputs(self) -> list[Path]:
+        """Return what is served, unless the server is somebody else's."""
+        if self.config.server:
+            return []
+        deploy = self.config.deploy
+        weights = deploy.repository / deploy.model_name / "1" / f"{deploy.tp_size}-gpu"
+        return [weights, *sorted(deploy.repository.glob("*/config.pbtxt"))]
+
+    def marker_path(self) -> Path:
+        """Return the marker beside the report."""
+        return self.config.options.output_dir / "evaluate.json"
+
+    def identity(self) -> dict[str, Any]:
+        """Return every option, and who is asked."""
+        options = as_json(asdict(self.config.options))
+        options.pop("url")
+        return {
+            **{f"evaluate.{key}": value for key, value in options.items()},
+            "evaluate.server": self.config.server,
+            "deploy.engine": self.config.deploy.engine,
+        }
+
+    def other_logs(self, job_id: str) -> list[Path]:
+        """Return the log of the server that ran for the evaluation alone."""
+        return [server_log(self.job.folder, job_id)]
+
+    def stop_grace_s(self) -> float:
+        """Return the time that the evaluation's own server may take to end."""
+        return self.config.deploy.drain_s + super().stop_grace_s()
+
+    def run(self, progress: Progress) -> Summary:
+        """Evaluate, write the report and apply the gate.
+
+        Raises:
+            NotEvaluatedError: the server cannot be asked, or the data cannot be had.
+            GateBreachedError: a bound is breached; the report is complete.
+        """
+        output_dir = self.config.options.output_dir
+        if self.marker_path().exists():
+            _set_aside(output_dir)
+        try:
+            with self._server(progress) as (url, ready_at):
+                options = replace(self.config.options, url=url)
+                return self._ask(options, self._facts(ready_at), progress)
+        finally:
+            if self.config.endpoint_path is not None and self.config.stops_server:
+                self.config.endpoint_path.with_name(STOP_NAME).touch()
+
+    def _ask(self, options: EvaluationOptions, facts: RunFacts, progress: Progress) -> Summary:
+        from inference.evaluation.evaluator import evaluate
+        from inference.evaluation.runner import EvaluationError
+
+        def report_progress(state: EvaluationProgress) -> None:
+            running = "".join(f" {name} {value:.1%}" for name, value in state.running)
+            phase = f"{state.phase}{running}"
+            progress.update(phase, done=state.done, total=state.total, unit="samples")
+
+        try:
+            report = evaluate(options, facts, progress=report_progress)
+        except EvaluationError as error:
+            raise NotEvaluatedError(str(error)) from error
+        summary: Summary = {
+            "metrics": {metric.name: metric.value for metric in report.metrics},
+            "report": str(options.output_dir / _REPORT_PAGE),
+        }
+        if not report.gate.passed:
+            breaches = "; ".join(str(breach) for breach in report.gate.breaches)
+            raise GateBreachedError(breaches, summary=summary)
+        return summary
+
+    def _facts(self, ready_at: str) -> RunFacts:
+        """Return the facts with the times of the stages whose records lie beside this one's."""
+        found = [
+            read_record(self.job.folder.parent / name / RECORD_NAME) for name in _EARLIER_STAGES
+        ]
+        timings = tuple(
+            _timing(each, ready_at) for each in found if each is not None and each.started_at
+        )
+        return replace(self.config.facts, stages=timings)
+
+    @contextmanager
+    def _server(self, progress: Progress) -> Iterator[tuple[str, str]]:
+        """Yield the gRPC or HTTP address of a ready server, and since when it is ready."""
+        if self.config.server is not None:
+            yield self.config.server, now()
+        elif self.config.endpoint_path is not None:
+            endpoint = self._published(self.config.endpoint_path, progress)
+            yield self._address(endpoint), endpoint.ready_at
+        else:
+            with serving(self.config.deploy, self.job.folder, progress) as (_, endpoint):
+                yield self._address(endpoint), endpoint.ready_at
+
+    def _published(self, path: Path, progress: Progress) -> Endpoint:
+        """Wait for the address that the deploy job publishes."""
+        deadline = time.monotonic() + self.config.deploy.ready_timeout_s
+        progress.update("waiting for the server")
+        while (endpoint := read_endpoint(path)) is None:
+            record = read_record(path.with_name(RECORD_NAME))
+            if record is not None and record.is_final:
+                raise NotEvaluatedError(f"the server's job {record.job_id} has {record.state}")
+            if time.monotonic() > deadline:
+                raise NotEvaluatedError(
+                    f"no server has published its address in {path} within "
+                    f"deploy.ready_timeout_s={self.config.deploy.ready_timeout_s:g} s"
+                )
+            time.sleep(_POLL_S)
+        return endpoint
+
+    def _address(self, endpoint: Endpoint) -> str:
+        port = endpoint.http if self.config.options.protocol == "http" else endpoint.grpc
+        return f"{endpoint.host}:{port}"
+
+
+def _timing(record: JobRecord, ready_at: str) -> StageTiming:
+    """Return how long a stage took; a server that still runs took until it was ready."""
+    seconds = record.seconds
+    if seconds is None:
+        ready = datetime.fromisoformat(ready_at)
+        seconds = (ready - datetime.fromisoformat(record.started_at)).total_seconds()
+    return StageTiming(record.stage, record.state, seconds)
+
+
+def _set_aside(folder: Path) -> None:
+    """Keep an earlier report under the first free name `<folder>.<n>`."""
+    number = 1
+    while (kept := folder.with_name(f"{folder.name}.{number}")).exists():
+        number += 1
+    folder.rename(kept)
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdigit() and 0 < int(port) <= 65535

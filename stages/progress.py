@@ -1,0 +1,73 @@
+"""How far a job is, in a small file that whoever waits for it can read.
+
+The file is replaced as a whole, so a reader never sees half of it, and at most a few times a
+second, so that reporting costs nothing beside the work.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_MIN_INTERVAL_S = 0.1
+
+
+@dataclass(frozen=True)
+class ProgressState:
+    """One moment of a job.
+
+    Attributes:
+        phase: what the job is doing, in a few words.
+        done, total: in `unit`; a total of 0 means that the end is not known.
+        unit: `bytes`, or the plural of what is counted.
+    """
+
+    phase: str = ""
+    done: float = 0
+    total: float = 0
+    unit: str = ""
+
+
+class Progress:
+    """Writes a job's progress to `path`; without a path it is silent."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.state = ProgressState()
+        self._written_at = 0.0
+
+    def update(self, phase: str, *, done: float = 0, total: float = 0, unit: str = "items") -> None:
+        """Say how far the job is; a change of phase and the end of one are always written."""
+        is_turning_point = phase != self.state.phase or (total > 0 and done >= total)
+        self.state = ProgressState(phase, done, total, unit)
+        now = time.monotonic()
+        if self.path is None or not (is_turning_point or now - self._written_at > _MIN_INTERVAL_S):
+            return
+        self._written_at = now
+        write_json(self.path, asdict(self.state))
+
+
+def read_progress(path: Path) -> ProgressState:
+    """Return what the job wrote last, or an empty state before its first word."""
+    values = read_json(path) or {}
+    return ProgressState(**values)
+
+
+def write_json(path: Path, values: Any) -> None:
+    """Replace `path` by `values` in one step; a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_json(path: Path) -> Any | None:
+    """Return the content of a JSON file, or None when there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None

@@ -1,0 +1,104 @@
+"""job.json: what is known about one job, written by the launcher and by the job itself."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from stages.progress import read_json, write_json
+
+RECORD_NAME = "job.json"
+
+# States of a job, in the order of its life; the last four are final.
+SUBMITTED, RUNNING, READY = "submitted", "running", "ready"
+COMPLETED, FAILED, CANCELLED, LOST = "completed", "failed", "cancelled", "lost"
+FINAL_STATES = (COMPLETED, FAILED, CANCELLED, LOST)
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """The life of one job. Times are UTC in ISO 8601; paths are absolute.
+
+    Attributes:
+        job_id: the scheduler's id, or the start time where there is no scheduler.
+        dependency: what the job waits for, in the scheduler's words.
+        exit_code: 0, or not; None while it is not known.
+        process: the job's root process, where there is no scheduler.
+        config_sha256: of the saved stage configuration.
+        error: the reason of a failure, cause first.
+        summary: what the stage has to say about its result.
+    """
+
+    job_id: str
+    stage: str
+    name: str
+    state: str
+    cluster: str = ""
+    dependency: str = ""
+    host: str = ""
+    log: str = ""
+    submitted_at: str = ""
+    started_at: str = ""
+    ended_at: str = ""
+    seconds: float | None = None
+    exit_code: int | None = None
+    process: int | None = None
+    git_revision: str = ""
+    config_sha256: str = ""
+    error: str = ""
+    outputs: tuple[str, ...] = ()
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the job has ended."""
+        return self.state in FINAL_STATES
+
+
+def now() -> str:
+    """Return the present time as records write it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def write_record(path: Path, record: JobRecord) -> None:
+    """Replace the record at `path`."""
+    with _locked(path):
+        write_json(path, asdict(record))
+
+
+def read_record(path: Path) -> JobRecord | None:
+    """Return the record at `path`, or None when there is none; unknown keys are ignored."""
+    values = read_json(path)
+    if values is None:
+        return None
+    known = {each.name for each in fields(JobRecord)}
+    values = {key: value for key, value in values.items() if key in known}
+    values["outputs"] = tuple(values.get("outputs", ()))
+    return JobRecord(**values)
+
+
+def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:
+    """Change some fields of the record of `job_id`; the record of another job is left alone.
+
+    A record without an id belongs to the job that is just being submitted.
+    """
+    with _locked(path):
+        record = read_record(path)
+        if record is None or record.job_id not in ("", job_id):
+            return None
+        record = replace(record, job_id=job_id, **changes)
+        write_json(path, asdict(record))
+        return record
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f".{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

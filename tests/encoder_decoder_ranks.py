@@ -1,0 +1,137 @@
+"""All ranks of an encoder-decoder as threads of this process, talking over gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from inference.model.step import Segment
+from inference.parallel.groups import RankGroups
+from inference.serving.plan import EncoderRow, StepPlan, pack, unpack
+from inference.serving.rank import RankSettings
+from inference.serving.rank_kinds import AnyRank, make_rank
+
+_TIMEOUT_S = 60.0
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Encoder output (tokens, hidden) and logits after each decoder token (tokens, vocabulary)."""
+
+    encoded: torch.Tensor
+    logits: torch.Tensor
+
+
+def on_ranks(
+    ft_dir: Path,
+    work: Callable[[AnyRank], ResultT],
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    **settings: Any,
+) -> ResultT:
+    """Return what `work` gives on rank 0, with all ranks doing it at the same time."""
+    world_size = tp_size * pp_size
+    store = HashStore()
+    values = {"data_type": "fp32", "device": "cpu", "lanes": 4, "max_len": 64, "threads": 1}
+
+    def run(number: int) -> ResultT:
+        torch.set_num_threads(1)
+        place = RankSettings(
+            ft_dir=str(ft_dir), rank=number, tp_size=tp_size, pp_size=pp_size, **(values | settings)
+        )
+        rank = make_rank(place)
+        if world_size > 1:
+            device = torch.device("cpu")
+            rank.connect(RankGroups(place.layout, store, device=device, timeout_s=_TIMEOUT_S))
+        return work(rank)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        tasks = [pool.submit(run, number) for number in range(world_size)]
+        results = [task.result(_TIMEOUT_S) for task in tasks]
+    return results[0]
+
+
+def encoded_by(
+    ft_dir: Path, prompt: Sequence[int], *, task: int | None = None, **settings: Any
+) -> torch.Tensor:
+    """Return the encoder's output (tokens, hidden)."""
+    plan = StepPlan(
+        ids=[],
+        segments=(),
+        output_rows=[],
+        encoder_rows=(EncoderRow(len(prompt), task=task),),
+        encoder_ids=list(prompt),
+    )
+
+    def work(rank: AnyRank) -> torch.Tensor | None:
+        result = rank.run(unpack(pack(plan)))
+        return None if result is None else result.hidden
+
+    hidden = on_ranks(ft_dir, work, encoder_only=True, **settings)
+    assert hidden is not None
+    return hidden
+
+
+def logits_by(
+    ft_dir: Path,
+    prompt: Sequence[int],
+    decoder_ids: Sequence[int],
+    *,
+    vocab_size: int,
+    task: int | None = None,
+    has_virtual: bool = False,
+    **settings: Any,
+) -> torch.Tensor:
+    """Return the logits after each decoder token, fed one by one, (tokens, vocabulary) fp32."""
+
+    def work(rank: AnyRank) -> list[torch.Tensor]:
+        parts = []
+        for position, token in enumerate(decoder_ids):
+            first = position == 0
+            plan = StepPlan(
+                ids=[token],
+                segments=(Segment(1, position, 1),),
+                output_rows=[0],
+                has_virtual=has_virtual and first,
+                encoder_rows=(EncoderRow(len(prompt), (1,), task),) if first else (),
+                encoder_ids=list(prompt) if first else [],
+            )
+            result = rank.run(unpack(pack(plan)))
+            if result is not None:
+                parts.append(result.logits[:, :vocab_size])
+        return parts
+
+    return torch.cat(on_ranks(ft_dir, work, **settings))
+
+
+def states_by(
+    ft_dir: Path, states: torch.Tensor, lengths: Sequence[int], **settings: Any
+) -> torch.Tensor:
+    """Return a BERT's output for padded hidden states (rows, S, hidden), zero where padded."""
+    inputs = torch.cat([row[:length] for row, length in zip(states, lengths, strict=True)])
+    plan = StepPlan(
+        ids=[],
+        segments=(),
+        output_rows=[],
+        embedding_rows=len(inputs),
+        encoder_rows=tuple(EncoderRow(length) for length in lengths),
+    )
+
+    def work(rank: AnyRank) -> torch.Tensor | None:
+        result = rank.run(unpack(pack(plan)), inputs.clone())
+        return None if result is None else result.hidden
+
+    hidden = on_ranks(ft_dir, work, **settings)
+    assert hidden is not None
+    out = torch.zeros(states.shape)
+    for row, part in enumerate(hidden.split(list(lengths))):
+        out[row, : len(part)] = part
+    return out

@@ -1,0 +1,58 @@
+"""Repositories around the bundled sample model, converted once per session."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export_scripts.convert import ConversionRequest, convert
+from export_scripts.triton.repository import RepositoryRequest, build_repository
+from tests.conftest import ROOT
+
+SampleRepository = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def sample_weights(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Return the sample model's fp32 shards for a number of ranks."""
+    folder = tmp_path_factory.mktemp("sample_weights")
+    archive = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
+
+    def weights(tp_size: int) -> Path:
+        request = ConversionRequest(
+            checkpoint_path=archive, output_dir=folder, tp_size=tp_size, weight_data_type="fp32"
+        )
+        return convert(request).ft_dir
+
+    return weights
+
+
+@pytest.fixture(scope="session")
+def sample_repository(
+    sample_weights: Callable[[int], Path], tmp_path_factory: pytest.TempPathFactory
+) -> SampleRepository:
+    """Return a new repository around the sample model; keywords are RepositoryRequest's."""
+
+    def repository(*, tp_size: int, **options: Any) -> Path:
+        model_dir = tmp_path_factory.mktemp("repository") / "fastertransformer"
+        weights = sample_weights(tp_size)
+        shutil.copytree(weights, model_dir / "1" / weights.name)
+        settings: dict[str, Any] = {"pp_size": 1, "max_batch_size": 8, "data_type": "fp32"}
+        build_repository(
+            RepositoryRequest(model_dir=model_dir, tp_size=tp_size, **(settings | options))
+        )
+        return model_dir.parent
+
+    return repository
+
+
+@pytest.fixture(scope="session")
+def greedy_cases(shared: Path) -> list[dict[str, Any]]:
+    """Return the sample model's recorded prompts and greedy answers."""
+    cases: list[dict[str, Any]] = json.loads((shared / "sample_model" / "greedy.json").read_text())
+    return cases

@@ -1,0 +1,114 @@
+"""A throw-away Slurm on this machine: one controller, several nodes, no root, no munge."""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+DAEMONS = ("slurmctld", "slurmd")
+CLIENTS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
+_START_S = 40.0
+
+
+def missing_programs() -> list[str]:
+    """Return the programs of Slurm that this machine lacks."""
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin"
+    return [name for name in (*DAEMONS, *CLIENTS) if shutil.which(name, path=path) is None]
+
+
+class SlurmCluster:
+    """Starts and stops the daemons; `environment` reaches it."""
+
+    def __init__(self, folder: Path, *, nodes: int = 2, base_port: int) -> None:
+        self.folder = folder
+        self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
+        self._base_port = base_port
+        self.environment = {
+            **os.environ,
+            "SLURM_CONF": str(folder / "slurm.conf"),
+            "PATH": f"{os.environ.get('PATH', '')}:/usr/sbin",
+        }
+
+    def start(self) -> None:
+        for name in ("state", "log", *(f"spool-{n}" for n in self.nodes)):
+            (self.folder / name).mkdir(parents=True)
+        for node in self.nodes:
+            (self.folder / f"tmp-{node}").mkdir()
+        (self.folder / "slurm.conf").write_text(self._configuration())
+        conf = str(self.folder / "slurm.conf")
+        self.run("slurmctld", "-c", "-f", conf)
+        for node in self.nodes:
+            self.run("slurmd", "-f", conf, "-N", node)
+        deadline = time.monotonic() + _START_S
+        while self.run("sinfo", "-h", "-o", "%T", check=False).split() != ["idle"]:
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        self.run("scancel", "--full", "-u", getpass.getuser(), check=False)
+        pid_files = list(self.folder.glob("*.pid"))
+        for signum in (signal.SIGTERM, signal.SIGKILL):
+            for path in pid_files:
+                with contextlib.suppress(OSError, ValueError):
+                    os.kill(int(path.read_text()), signum)
+            deadline = time.monotonic() + 10
+            while any(path.exists() for path in pid_files) and time.monotonic() < deadline:
+                time.sleep(0.1)
+
+    def run(self, *command: str, check: bool = True) -> str:
+        done = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0 or not check, f"{command}: {done.stderr}"
+        return done.stdout
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text()[-2000:] for path in (self.folder / "log").iterdir())
+
+    def _configuration(self) -> str:
+        user, port, folder = getpass.getuser(), self._base_port, self.folder
+        first, last = port + 100, port + 99 + len(self.nodes)
+        lines = {
+            "ClusterName": "throwaway",
+            "SlurmctldHost": "localhost",
+            "SlurmctldPort": port,
+            "SlurmUser": user,
+            "SlurmdUser": user,
+            "AuthType": "auth/none",
+            "CredType": "cred/none",
+            "MpiDefault": "none",
+            "ProctrackType": "proctrack/linuxproc",
+            "TaskPlugin": "task/none",
+            "ReturnToService": 2,
+            "MailProg": "/bin/true",
+            "KillWait": 5,
+            "MinJobAge": 600,
+            "SlurmctldPidFile": f"{folder}/slurmctld.pid",
+            "SlurmdPidFile": f"{folder}/slurmd-%n.pid",
+            "StateSaveLocation": f"{folder}/state",
+            "SlurmdSpoolDir": f"{folder}/spool-%n",
+            # One per node: PMIx makes a folder of the same name in each.
+            "TmpFS": f"{folder}/tmp-%n",
+            "SlurmctldLogFile": f"{folder}/log/slurmctld.log",
+            "SlurmdLogFile": f"{folder}/log/slurmd-%n.log",
+            "SchedulerType": "sched/backfill",
+            "SchedulerParameters": "sched_interval=2,bf_interval=2,batch_sched_delay=1",
+            "SelectType": "select/cons_tres",
+            "SelectTypeParameters": "CR_Core",
+            # The machine has fewer processors than the nodes announce.
+            "SlurmdParameters": "config_overrides",
+            "JobCompType": "jobcomp/filetxt",
+            "JobCompLoc": f"{folder}/log/jobcomp.txt",
+        }
+        text = "".join(f"{name}={value}\n" for name, value in lines.items())
+        return text + (
+            f"NodeName=n[1-{len(self.nodes)}] NodeHostname=localhost Port=[{first}-{last}] CPUs=16 "
+            "Sockets=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=8000 State=UNKNOWN\n"
+            "PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
+        )

@@ -1,0 +1,169 @@
+"""The evaluation through a real server: recorded figures, failures, and a damaged shard."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inference.evaluation.evaluator import evaluate
+from inference.evaluation.gate import Bound
+from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
+from inference.evaluation.record import Report, RunFacts, TaskReport
+from inference.evaluation.runner import EvaluationError
+from inference.serving.server import TritonServer
+from tests.conftest import ROOT
+from tests.integration.triton_process import new_server
+
+pytestmark = pytest.mark.triton
+
+START_LIMIT_S = 120
+PASSAGES = ROOT / "examples" / "passages.jsonl"
+RECORDED = ROOT / "examples" / "gpt_books_5m" / "passages_reference.json"
+FACTS = RunFacts(name="gpt_books_5m")
+# Sums of about a hundred fp32 log probabilities near 5 carry about this much rounding.
+LOG_PROB_TOLERANCE = 5e-4
+
+
+@pytest.fixture(scope="module")
+def server(
+    sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    repository = sample_repository(tp_size=2)
+    with new_server(repository, tmp_path_factory.mktemp("log")) as running:
+        running.start(timeout_s=START_LIMIT_S)
+        yield running
+
+
+@pytest.fixture
+def options(server: TritonServer, tmp_path: Path) -> EvaluationOptions:
+    """Return options that ask for the bundled passages through the ensemble over gRPC."""
+    return EvaluationOptions(
+        output_dir=tmp_path / "out",
+        data_dir=tmp_path,
+        url=server.grpc_url,
+        lambada=LambadaOptions(data_path=PASSAGES, reference_path=RECORDED),
+        latency=LatencyOptions(enabled=False),
+        concurrency=16,
+    )
+
+
+def assert_equals_reference(report: Report) -> TaskReport:
+    (task,) = report.tasks
+    assert task.reference is not None
+    for each in task.reference.metrics:
+        if each.agreeing is None:
+            assert each.largest_difference is not None
+            assert each.largest_difference < LOG_PROB_TOLERANCE
+        else:
+            assert (each.agreeing, each.first_disagreements) == (task.dataset.count, ())
+    return task
+
+
+def test_every_bundled_passage_equals_the_reference(options, server) -> None:
+    """All three metrics, text through the ensemble, encoded by the server itself."""
+    task = assert_equals_reference(evaluate(options, FACTS))
+    assert len(task.reference.metrics) == 3
+    assert task.dataset.count == 64
+
+
+def test_http_and_the_model_alone_give_the_same_figures(options, server) -> None:
+    over_http = replace(
+        options,
+        url=server.http_url.removeprefix("http://"),
+        protocol="http",
+        ensemble_name=None,
+        tokenizer_dir=Path(server.model_repository) / "preprocessing" / "1",
+    )
+    assert_equals_reference(evaluate(over_http, FACTS))
+
+
+def test_the_closest_decisions_of_lambada_equal_the_recorded_ones(
+    options, shared: Path, tmp_path: Path
+) -> None:
+    """Passages whose two best logits lie next to each other change first when anything does."""
+    lines = (shared / "data" / "lambada_test.jsonl").read_text().splitlines()
+    recorded = json.loads((shared / "sample_model" / "lambada.json").read_text())["per_passage"]
+    chosen = sorted(range(len(lines)), key=lambda index: recorded[index][2])[:400]
+    data_path = tmp_path / "closest.jsonl"
+    data_path.write_text("".join(lines[index] + "\n" for index in chosen))
+    names = ("lambada_last_token", "lambada_last_word")
+    reference_path = tmp_path / "reference.json"
+    reference_path.write_text(
+        json.dumps(
+            {
+                "schema_version": 1,
+                "source": "recorded figures",
+                "dataset_sha256": hashlib.sha256(data_path.read_bytes()).hexdigest(),
+                "metrics": {},
+                "per_sample": {
+                    name: [recorded[index][column] for index in chosen]
+                    for column, name in enumerate(names)
+                },
+            }
+        )
+    )
+    lambada = LambadaOptions(data_path=data_path, metrics=names, reference_path=reference_path)
+    assert_equals_reference(evaluate(replace(options, lambada=lambada), FACTS))
+
+
+@pytest.mark.parametrize("load_generator", ["client", "perf_analyzer"])
+def test_a_latency_sweep_is_measured(options, load_generator) -> None:
+    latency = LatencyOptions(
+        shapes=("16+4",),
+        batch_sizes=(2,),
+        concurrencies=(1, 2),
+        requests=4,
+        load_generator=load_generator,
+    )
+    report = evaluate(replace(options, latency=latency, limit=2), FACTS)
+    assert [point.concurrency for point in report.latency] == [1, 2]
+    for point in report.latency:
+        assert (point.requests, point.generated) == (4, 4 * 2 * 4)
+        assert 0 < point.first_token_ms < point.latency.max_ms
+    assert report.load_generator == load_generator
+
+
+def test_a_request_that_the_server_refuses_fails_the_evaluation(options, tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"text": "word " * 600 + "end"}) + "\n")
+    lambada = LambadaOptions(data_path=path)
+    with pytest.raises(EvaluationError, match="exceeds max_pos_seq_len"):
+        evaluate(replace(options, lambada=lambada), FACTS)
+
+
+def test_an_address_without_a_server_is_told(options) -> None:
+    with pytest.raises(EvaluationError, match=r"no ready server answers grpc requests at 127"):
+        evaluate(replace(options, url="127.0.0.1:9"), FACTS)
+
+
+def test_a_model_that_is_not_served_is_told_with_those_that_are(options) -> None:
+    with pytest.raises(EvaluationError, match=r"no ready model text_model; it serves .*ensemble"):
+        evaluate(replace(options, ensemble_name="text_model"), FACTS)
+
+
+def test_a_damaged_shard_trips_the_gate(
+    options, sample_repository: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Right in name and size, so that it loads, but with other weights."""
+    baseline_path = tmp_path / "baseline.json"
+    gate = {"lambada_last_token": Bound(margin=0.01)}
+    gated = replace(options, gate=gate, baseline="update", baseline_path=baseline_path)
+    assert evaluate(gated, FACTS).gate.exit_code == 0
+    repository = sample_repository(tp_size=1)
+    name = "model.layers.1.mlp.dense_4h_to_h.weight.0.bin"
+    shard = repository / "fastertransformer" / "1" / "1-gpu" / name
+    weights = np.fromfile(shard, np.float32)
+    np.random.default_rng(0).permutation(weights).tofile(shard)
+    with new_server(repository, tmp_path) as damaged:
+        damaged.start(timeout_s=START_LIMIT_S)
+        found = evaluate(replace(gated, baseline="compare", url=damaged.grpc_url), FACTS)
+    assert found.gate.exit_code == 3
+    (breach,) = found.gate.breaches
+    assert breach.metric == "lambada_last_token"
+    assert breach.baseline == pytest.approx(7 / 64)

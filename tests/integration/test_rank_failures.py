@@ -1,0 +1,153 @@
+"""Ranks in processes of their own: what becomes of requests and processes when one fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from inference.decoding.options import RowOptions
+from inference.decoding.request import GenerationRequest, RowRequest
+from inference.serving.engine import Engine, EngineFailedError, EngineOptions
+from inference.serving.ranks import threads_per_rank
+from inference.serving.supervisor import descendants
+from tests.conftest import ROOT
+from tests.ft_folders import write_gpt
+
+# A failed rank must be known within this time.
+NOTICE_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gpt(tmp_path_factory.mktemp("gpt"), tp_size=2, max_pos_seq_len=4096)
+
+
+def children() -> set[int]:
+    return set(descendants(os.getpid()))
+
+
+def endless(engine: Engine) -> GenerationRequest:
+    options = RowOptions(end_id=engine.limits.end_id, min_length=4000)
+    row = RowRequest((1, 2, 3), 4000, options, context_ids=(1, 2, 3), returned_ids=(1, 2, 3))
+    return GenerationRequest((row,), padded_len=3)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pids: list[int], timeout_s: float) -> list[int]:
+    deadline = time.monotonic() + timeout_s
+    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+@pytest.mark.parametrize(
+    ("number", "message"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "has not answered")]
+)
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_failed_rank_is_noticed_and_nothing_is_left(
+    ft_dir: Path, number: signal.Signals, message: str, busy: bool
+) -> None:
+    before = children()
+    engine = Engine(ft_dir, tp_size=2, device="cpu")
+    engine.start()
+    try:
+        workers = list(children() - before)
+        future = engine.submit(endless(engine)) if busy else None
+        time.sleep(0.2)
+        os.kill(workers[0], number)
+        began = time.monotonic()
+        while engine.healthy() is None and time.monotonic() < began + NOTICE_S:
+            time.sleep(0.05)
+        assert message in (engine.healthy() or "healthy")
+        assert (engine.healthy() or "").startswith(("rank 1", "some rank"))
+        if future is not None:
+            with pytest.raises(EngineFailedError, match=message):
+                future.result(1)
+        with pytest.raises(EngineFailedError, match=message):
+            engine.submit(endless(engine))
+        assert wait_until_gone(workers, 5) == []
+    finally:
+        engine.stop()
+
+
+def test_failed_ranks_are_started_again_if_asked(ft_dir: Path) -> None:
+    options = EngineOptions(restart_failed_ranks=True)
+    before = children()
+    with Engine(ft_dir, tp_size=2, device="cpu", options=options) as engine:
+        expected = engine.logits([1, 2, 3])
+        (worker,) = children() - before
+        os.kill(worker, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while engine.healthy() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        while engine.healthy() is not None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert engine.logits([1, 2, 3]).equal(expected)
+
+
+def test_workers_end_when_rank_0_is_killed(ft_dir: Path) -> None:
+    program = f"""
+import time
+from inference.serving.engine import Engine
+engine = Engine({str(ft_dir)!r}, tp_size=2, device="cpu")
+engine.start()
+print("ready", flush=True)
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as rank_0:
+        assert rank_0.stdout is not None
+        assert rank_0.stdout.readline() == "ready\n"
+        workers = descendants(rank_0.pid)
+        assert len(workers) == 1
+        rank_0.kill()
+    assert wait_until_gone(workers, 5) == []
+
+
+def test_stopping_leaves_no_worker(ft_dir: Path) -> None:
+    before = children()
+    with Engine(ft_dir, tp_size=2, device="cpu"):
+        workers = list(children() - before)
+        assert len(workers) == 1
+    assert wait_until_gone(workers, 0) == []
+
+
+def test_every_rank_checks_the_folder(tmp_path: Path) -> None:
+    ft_dir = write_gpt(tmp_path, tp_size=2)
+    (ft_dir / "model.layers.0.attention.dense.weight.1.bin").unlink()
+    before = children()
+    engine = Engine(ft_dir, tp_size=2, device="cpu")
+    with pytest.raises(EngineFailedError) as error:
+        engine.start()
+    for rank in (0, 1):
+        assert f"rank {rank}: CheckpointMismatchError" in str(error.value)
+    assert "model.layers.0.attention.dense.weight.1.bin" in str(error.value)
+    assert children() <= before
+
+
+def test_folder_cut_for_other_ranks_is_refused(ft_dir: Path) -> None:
+    with pytest.raises(EngineFailedError, match="cut for tensor_para_size=2, but 1 ranks"):
+        Engine(ft_dir, tp_size=1, device="cpu").start()
+
+
+def test_cores_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads_per_rank(1) == cores
+    assert threads_per_rank(2) == max(1, cores // 2)
+    assert threads_per_rank(1000) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert threads_per_rank(1) == 1

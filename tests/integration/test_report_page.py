@@ -1,0 +1,175 @@
+"""The report in a real browser: light and dark, wide and narrow, and without any request."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import struct
+import subprocess
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from inference.evaluation.evaluator import evaluate
+from inference.evaluation.gate import Bound
+from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
+from inference.evaluation.record import RunFacts, StageTiming
+from tests.fake_model import partly_right_model, write_passages
+
+Browser = Callable[..., str]
+LIGHT, DARK = 1, 0  # Chromium's preferredColorScheme
+HEADER = {LIGHT: (0xFF, 0xFF, 0xFF), DARK: (0x17, 0x1E, 0x26)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a report with every section."""
+    folder = tmp_path_factory.mktemp("report")
+    options = EvaluationOptions(
+        output_dir=folder / "out",
+        data_dir=folder,
+        lambada=LambadaOptions(data_path=write_passages(folder / "passages.jsonl")),
+        latency=LatencyOptions(shapes=("8+1", "8+4"), concurrencies=(1, 2), requests=4),
+        gate={"lambada_last_word": Bound(min=0.1)},
+        history_dir=folder / "evaluations",
+    )
+    stages = (StageTiming("convert", "completed", 3.0), StageTiming("deploy", "ready", 5.0))
+    facts = RunFacts(name="sample_model", command="python main.py " + "word " * 40, stages=stages)
+    for _ in range(2):
+        evaluate(options, facts, model=partly_right_model())
+    return folder / "out"
+
+
+@pytest.fixture
+def requested() -> list[str]:
+    """Return the paths that were asked of the test's own server."""
+    return []
+
+
+@pytest.fixture
+def url(folder: Path, requested: list[str]) -> Iterator[str]:
+    """Serve the report's folder on loopback."""
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            requested.append(self.path)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Handler, directory=folder))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Browser:
+    """Return a function that opens an address and returns the page as the browser then has it."""
+    names = ("chromium", "chromium-browser", "google-chrome")
+    program = next((found for name in names if (found := shutil.which(name))), None)
+    if program is None:
+        pytest.skip("needs Chromium: apt-get install chromium")
+
+    def opened(address: str, *, scheme: int = LIGHT, width: int = 1200, shot: Path) -> str:
+        command = [
+            program,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+            "--hide-scrollbars",
+            "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            f"--blink-settings=preferredColorScheme={scheme}",
+            f"--window-size={width},1400",
+            f"--screenshot={shot}",
+            "--dump-dom",
+            address,
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+        return done.stdout
+
+    return opened
+
+
+def first_pixel(path: Path) -> tuple[int, ...]:
+    """Return red, green and blue of a PNG's first pixel, which every filter leaves as it is."""
+    data = path.read_bytes()
+    packed, position = b"", 8
+    while position < len(data):
+        (length,) = struct.unpack(">I", data[position : position + 4])
+        if data[position + 4 : position + 8] == b"IDAT":
+            packed += data[position + 8 : position + 8 + length]
+        position += length + 12
+    return tuple(zlib.decompress(packed)[1:4])
+
+
+def with_script(folder: Path, name: str, script: str) -> str:
+    """Write a copy of the report that runs `script` at its end, and return the copy's name."""
+    page = (folder / "report.html").read_text()
+    (folder / name).write_text(page.replace("</body>", f"<script>{script}</script></body>"))
+    return name
+
+
+@pytest.mark.parametrize("scheme", [LIGHT, DARK], ids=["light", "dark"])
+def test_the_report_follows_the_colour_scheme(browser: Browser, url, tmp_path, scheme):
+    page = browser(f"{url}/report.html", scheme=scheme, shot=tmp_path / "shot.png")
+    assert first_pixel(tmp_path / "shot.png") == HEADER[scheme]
+    # Accuracies, two of the load, two of the sweep, stages, and one per metric over its history.
+    assert len(re.findall("<svg", page)) == 1 + 2 + 2 + 1 + 3
+    assert len(re.findall("<tr tabindex", page)) == 4
+    assert "4 of 4 samples" in page
+
+
+@pytest.mark.parametrize("width", [1200, 520])
+def test_nothing_sticks_out_of_the_page(browser: Browser, url, folder, tmp_path, width):
+    name = with_script(
+        folder,
+        f"width_{width}.html",
+        "document.title = `${document.documentElement.scrollWidth} of ${innerWidth}`",
+    )
+    page = browser(f"{url}/{name}", width=width, shot=tmp_path / "shot.png")
+    wide, room = map(int, re.findall(r"<title>(\d+) of (\d+)</title>", page)[0])
+    assert wide <= room
+
+
+def test_samples_can_be_searched(browser: Browser, url, folder, tmp_path):
+    name = with_script(
+        folder,
+        "search.html",
+        "const box = document.getElementById('search'); box.value = 'GARDEN';"
+        "box.dispatchEvent(new Event('input'));",
+    )
+    page = browser(f"{url}/{name}", shot=tmp_path / "shot.png")
+    assert "1 of 4 samples" in page
+    assert "<mark>garden</mark>" in page
+
+
+def test_samples_can_be_filtered(browser: Browser, url, folder, tmp_path):
+    name = with_script(
+        folder,
+        "filter.html",
+        "const box = document.getElementById('filter'); box.value = 'right1';"
+        "box.dispatchEvent(new Event('change'));",
+    )
+    page = browser(f"{url}/{name}", shot=tmp_path / "shot.png")
+    assert "2 of 4 samples" in page
+
+
+def test_the_page_makes_no_request(browser: Browser, url, folder, requested, tmp_path):
+    name = with_script(
+        folder, "leak.html", "new Image().src = '/leak.png'; fetch('/leak.json').catch(() => 0);"
+    )
+    browser(f"{url}/report.html", shot=tmp_path / "shot.png")
+    browser(f"{url}/{name}", shot=tmp_path / "shot.png")
+    assert set(requested) - {"/favicon.ico"} == {"/report.html", f"/{name}"}

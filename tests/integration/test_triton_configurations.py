@@ -1,0 +1,79 @@
+"""Configurations for NVIDIA's C++ backend, read by a real tritonserver that lacks that backend.
+
+The server checks a configuration before it looks for the backend, so that the complaint about the
+backend is its approval of everything else.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export_scripts.triton.repository import RepositoryRequest, build_repository
+from inference.serving.server import TritonServer
+from tests.ft_folders import unpack_case
+from tests.integration.triton_process import DOUBLE, add_model, new_server
+
+pytestmark = pytest.mark.triton
+
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "gpt": ("gpt_nemo/train_tp2_pp1_fp32", 2, {"max_queue_delay_us": 50_000}),
+    "gpt_streaming": ("gpt_nemo/train_tp2_pp1_fp32", 2, {"decoupled": True}),
+    "gpt_interactive": (
+        "gpt_nemo/train_tp2_pp1_fp32",
+        2,
+        {"interactive": True, "max_batch_size": 1},
+    ),
+    "gptj": ("gptj_hf/tiny", 1, {"instance_count": 2}),
+    "gptneox": ("gptneox/parallel_residual", 2, {"decoupled": True}),
+    "t5": ("t5_nemo/train_tp1_pp1_absolute_bias", 1, {}),
+    "t5_of_whole": ("t5/relu_tied", 1, {"model_type": "T5-Encoder"}),
+    "t5_encoder": ("t5_encoder/from_full_t5", 1, {}),
+    "bert": ("bert/tiny", 1, {"data_type": "bf16"}),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    repository = add_model(tmp_path_factory.mktemp("repository"), "double", DOUBLE)
+    with new_server(repository, tmp_path_factory.mktemp("log")) as running:
+        running.start(timeout_s=60)
+        yield running
+
+
+def _load(server: TritonServer, name: str) -> str:
+    """Ask the server to load a model and return its complaint."""
+    url = f"http://{server.http_url}/v2/repository/models/{name}/load"
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(urllib.request.Request(url, data=b"{}"), timeout=30)
+    reason: str = json.loads(caught.value.read())["error"]
+    return reason
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_server_finds_nothing_wrong_but_the_absent_backend(
+    shared: Path, server: TritonServer, name: str
+) -> None:
+    case, tp_size, options = CASES[name]
+    model_dir = Path(server.model_repository) / name
+    unpack_case(shared / "golden" / case, model_dir / "1", tp_size=tp_size)
+    settings = {"pp_size": 1, "max_batch_size": 8, "data_type": "fp16", "ensemble": False}
+    request = RepositoryRequest(
+        model_dir=model_dir, tp_size=tp_size, engine="fastertransformer", **(settings | options)
+    )
+    assert build_repository(request) == [model_dir]
+    assert "unable to find backend library for backend 'fastertransformer'" in _load(server, name)
+
+
+def test_server_would_have_complained_about_the_configuration_first(server: TritonServer) -> None:
+    folder = Path(server.model_repository) / "wrong"
+    (folder / "1").mkdir(parents=True)
+    text = 'name: "wrong" backend: "fastertransformer" max_batch_size: 8'
+    (folder / "config.pbtxt").write_text(text + " input { name: 'x' dims: [ 0 ] }")
+    assert _load(server, "wrong") == "failed to load 'wrong', failed to poll from model repository"

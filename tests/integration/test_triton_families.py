@@ -1,0 +1,203 @@
+"""Every kind of model behind one real tritonserver, against recorded logits and hidden states."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from export_scripts.triton.repository import RepositoryRequest, build_repository
+from inference.serving.client import TritonClient
+from inference.serving.tokenizer import load_tokenizer
+from tests.ft_folders import unpack_case
+from tests.integration.triton_process import new_server
+
+pytestmark = pytest.mark.triton
+
+# name of the model -> golden case, ranks, further settings
+MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "gptj": ("gptj_hf/tiny", 1, {}),
+    "gptneox": ("gptneox/parallel_residual", 2, {}),
+    "bloom": ("bloom/tiny", 1, {"max_queue_delay_us": 500}),
+    "t5": ("t5_nemo/train_tp1_pp1_absolute_bias", 1, {"ensemble": True}),
+    "t5_as_encoder": (
+        "t5_nemo/train_tp1_pp1_absolute_bias",
+        1,
+        {"model_type": "T5-Encoder", "ensemble": True},
+    ),
+    "t5_encoder": ("t5_encoder/from_full_t5", 1, {}),
+    "bert": ("bert/tiny", 1, {"data_type": "fp32"}),
+    "bert_bf16": ("bert/tiny", 1, {"data_type": "bf16"}),
+}
+GENERATORS = ("gptj", "gptneox", "bloom")
+
+
+@pytest.fixture(scope="module")
+def repository(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("repository")
+    for name, (case, tp_size, options) in MODELS.items():
+        weights = unpack_case(
+            shared / "golden" / case, tmp_path_factory.mktemp("ft"), tp_size=tp_size
+        )
+        model_dir = root / name
+        shutil.copytree(weights, model_dir / "1" / weights.name)
+        settings = {"pp_size": 1, "max_batch_size": 4, "data_type": "fp32", "ensemble": False}
+        build_repository(
+            RepositoryRequest(model_dir=model_dir, tp_size=tp_size, **(settings | options))
+        )
+    return root
+
+
+@pytest.fixture(scope="module")
+def client(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonClient]:
+    with new_server(repository, tmp_path_factory.mktemp("log")) as server:
+        server.start(timeout_s=240)
+        with TritonClient(server.grpc_url, timeout_s=60) as connected:
+            yield connected
+
+
+def _recorded(shared: Path, name: str) -> Any:
+    return json.loads((shared / "golden" / MODELS[name][0] / "greedy.json").read_text())
+
+
+def _column(*values: int) -> np.ndarray[Any, Any]:
+    return np.array([[value] for value in values], np.uint32)
+
+
+def _sure(recorded: Any) -> list[int]:
+    """Return the recorded tokens before the first whose lead over the next is too small."""
+    margins = recorded["top1_minus_top2"]
+    count = next((i for i, margin in enumerate(margins) if margin < 1e-3), len(margins))
+    assert count >= 4
+    tokens: list[int] = recorded["continuation"][:count]
+    return tokens
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_generated_tokens_equal_the_recorded_ones(
+    shared: Path, client: TritonClient, name: str
+) -> None:
+    recorded = _recorded(shared, name)
+    prompt, expected = recorded["prompt"], _sure(recorded)
+    outputs = client.infer(
+        name,
+        {
+            "input_ids": np.array([prompt], np.uint32),
+            "input_lengths": _column(len(prompt)),
+            "request_output_len": _column(len(expected)),
+        },
+    )
+    assert outputs["output_ids"][0, 0].tolist() == prompt + expected
+
+
+def test_encoder_decoder_gives_the_recorded_tokens_alone_and_as_text(
+    shared: Path, client: TritonClient, repository: Path
+) -> None:
+    recorded = _recorded(shared, "t5")
+    prompt, expected = recorded["prompt"], _sure(recorded)
+    outputs = client.infer(
+        "t5",
+        {
+            "input_ids": np.array([prompt], np.uint32),
+            "sequence_length": _column(len(prompt)),
+            "max_output_len": _column(len(expected)),
+        },
+    )
+    assert outputs["output_ids"].dtype == np.int32
+    assert outputs["output_ids"][0, 0].tolist() == expected
+    assert outputs["sequence_length"].tolist() == [[len(expected)]]
+
+
+def test_encoder_decoder_ensemble_answers_text_with_text(
+    client: TritonClient, repository: Path
+) -> None:
+    tokenizer = load_tokenizer(repository / "preprocessing" / "1")
+    text = tokenizer.decode(list(range(20, 26)))
+    ids = client.encode([text])[0]
+    assert ids[:-1] == tokenizer.encode(text)  # then the end token
+    outputs = client.infer(
+        "t5",
+        {
+            "input_ids": np.array([ids], np.uint32),
+            "sequence_length": _column(len(ids)),
+            "max_output_len": _column(5),
+        },
+    )
+    answer = outputs["output_ids"][0, 0, : outputs["sequence_length"][0, 0]].tolist()
+    end_id = ids[-1]
+    expected = tokenizer.decode([token for token in answer if token != end_id])
+    assert client.generate_text([text], output_len=5) == [[expected]]
+
+
+def test_t5_encoder_gives_the_recorded_hidden_states(shared: Path, client: TritonClient) -> None:
+    case = shared / "golden" / MODELS["t5_encoder"][0]
+    prompt = _recorded(shared, "t5_encoder")["prompt"]
+    expected = np.load(case / "encoder_hidden.npy")  # (S, E)
+    ids = np.zeros((2, len(prompt)), np.uint32)
+    ids[0], ids[1, :4] = prompt, prompt[:4]
+    request = {"input_ids": ids, "sequence_length": _column(len(prompt), 4)}
+    outputs = client.infer("t5_encoder", request)
+    hidden = outputs["output_hidden_state"]
+    np.testing.assert_allclose(hidden[0], expected, atol=1e-3)
+    assert "output_attentions" not in outputs
+    asked = client.infer(
+        "t5_encoder", request | {"is_return_attentions": np.array([[False], [True]])}
+    )
+    weights = asked["output_attentions"]  # (B, L, heads, S, S)
+    assert weights.shape[0] == 2
+    assert weights.shape[3:] == (len(prompt), len(prompt))
+    # Each true position's weights are a distribution over the row's true positions.
+    np.testing.assert_allclose(weights[0].sum(-1), 1, atol=1e-5)
+    np.testing.assert_allclose(weights[1, :, :, :4, :4].sum(-1), 1, atol=1e-5)
+
+
+def test_encoder_of_a_whole_t5_is_served_with_its_tokenizer(
+    shared: Path, client: TritonClient, repository: Path
+) -> None:
+    case = shared / "golden" / MODELS["t5_as_encoder"][0]
+    prompt = _recorded(shared, "t5_as_encoder")["prompt"]
+    request = {
+        "input_ids": np.array([prompt], np.uint32),
+        "sequence_length": _column(len(prompt)),
+    }
+    hidden = client.infer("t5_as_encoder", request)["output_hidden_state"]
+    expected = np.load(case / "encoder_hidden.npy")
+    np.testing.assert_allclose(hidden[0], expected, atol=1e-3)
+    text = load_tokenizer(repository / "tokenizer" / "1").decode(list(range(20, 26)))
+    assert client.encode([text], model="tokenizer") == client.encode([text])
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("bert", 1e-3), ("bert_bf16", 0.1)])
+def test_bert_gives_the_recorded_hidden_states(
+    shared: Path, client: TritonClient, name: str, tolerance: float
+) -> None:
+    case = shared / "golden" / MODELS[name][0]
+    states = np.load(case / "input_hidden_state.npy").astype(np.float32)[None]  # (1, S, E)
+    expected = np.load(case / "output_hidden_state.npy")
+    lengths = np.array([[states.shape[1]]], np.int32)
+    request = {"input_hidden_state": states, "sequence_lengths": lengths}
+    outputs = client.infer(name, request)
+    # bf16 keeps 8 bits: values of order 1 after two layers are good to a few hundredths.
+    np.testing.assert_allclose(outputs["output_hidden_state"][0], expected, atol=tolerance)
+
+
+def test_bad_requests_to_encoders_get_errors_that_name_the_tensor(client: TritonClient) -> None:
+    with pytest.raises(InferenceServerException, match=r"sequence_length\[0\]=9 must be in"):
+        client.infer(
+            "t5_encoder",
+            {"input_ids": np.array([[1, 2]], np.uint32), "sequence_length": _column(9)},
+        )
+    with pytest.raises(InferenceServerException, match="input_hidden_state: expected floating"):
+        client.infer(
+            "bert",
+            {
+                "input_hidden_state": np.zeros((1, 2, 5), np.float32),
+                "sequence_lengths": np.array([[2]], np.int32),
+            },
+        )

@@ -1,0 +1,308 @@
+"""The sample model behind a real tritonserver: tokens, text, many requests at once, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from inference.client import main
+from inference.serving.client import TritonClient
+from inference.serving.server import ServerStartError, TritonServer
+from tests.integration.triton_process import lives, new_server, processes, until
+
+pytestmark = pytest.mark.triton
+
+MODEL = "fastertransformer"
+START_LIMIT_S = 120
+NEW_TOKENS = 32
+Cases = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def server(
+    sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    repository = sample_repository(tp_size=2)
+    with new_server(repository, tmp_path_factory.mktemp("log")) as running:
+        running.start(timeout_s=START_LIMIT_S)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: TritonServer) -> Iterator[TritonClient]:
+    with TritonClient(server.grpc_url, timeout_s=60) as connected:
+        yield connected
+
+
+def _request(*prompts: list[int], new_tokens: int = NEW_TOKENS, **options: Any) -> dict[str, Any]:
+    """Return a request's tensors, options given as arrays or as one value for all rows."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = np.full((len(prompts), width), 8191, np.uint32)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return {
+        "input_ids": ids,
+        "input_lengths": np.array([[len(prompt)] for prompt in prompts], np.uint32),
+        "request_output_len": np.full((len(prompts), 1), new_tokens, np.uint32),
+        **options,
+    }
+
+
+def _answers(outputs: dict[str, Any], prompts: list[list[int]]) -> list[list[int]]:
+    """Return prompt and answer of each row, without the end tokens that fill it."""
+    lengths = outputs["sequence_length"][:, 0] - max(map(len, prompts))
+    return [
+        outputs["output_ids"][row, 0, : len(prompt) + int(length)].tolist()
+        for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+
+
+def test_greedy_tokens_equal_the_recorded_ones_one_by_one_and_in_a_batch(
+    client: TritonClient, greedy_cases: Cases
+) -> None:
+    prompts = [case["input_ids"] for case in greedy_cases]
+    expected = [case["greedy_output_ids"] for case in greedy_cases]
+    assert len({len(prompt) for prompt in prompts}) > 1
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        assert _answers(client.infer(MODEL, _request(prompt)), [prompt]) == [tokens]
+    assert _answers(client.infer(MODEL, _request(*prompts)), prompts) == expected
+
+
+def test_ensemble_turns_text_into_the_recorded_text(
+    client: TritonClient, greedy_cases: Cases
+) -> None:
+    texts = client.generate_text([case["prompt"] for case in greedy_cases], output_len=NEW_TOKENS)
+    assert texts == [[case["greedy_text"]] for case in greedy_cases]
+    batched = client.generate_text(
+        [case["prompt"] for case in greedy_cases], output_len=NEW_TOKENS, rows_per_request=4
+    )
+    assert batched == texts
+
+
+def test_http_and_grpc_give_the_same_answers(
+    server: TritonServer, client: TritonClient, greedy_cases: Cases
+) -> None:
+    request = _request(greedy_cases[0]["input_ids"])
+    with TritonClient(server.http_url, protocol="http", timeout_s=60) as http:
+        answer = http.infer(MODEL, request)
+        text = http.generate_text([greedy_cases[0]["prompt"]], output_len=NEW_TOKENS)
+        assert http.is_ready("ensemble")
+        assert not http.is_ready("absent")
+    assert text == [[greedy_cases[0]["greedy_text"]]]
+    for name, value in client.infer(MODEL, request).items():
+        np.testing.assert_array_equal(answer[name], value, err_msg=name)
+
+
+def test_prompt_log_probability_equals_that_of_the_recorded_logits(
+    shared: Path, client: TritonClient, greedy_cases: Cases
+) -> None:
+    flag = np.array([[True]])
+    for number, case in enumerate(greedy_cases):
+        prompt = case["input_ids"]
+        logits = np.load(shared / "sample_model" / f"logits_{number}.npy").astype(np.float64)
+        log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))  # (S, V)
+        expected = sum(log_probs[t, token] for t, token in enumerate(prompt[1:]))
+        outputs = client.infer(
+            MODEL,
+            _request(
+                prompt,
+                new_tokens=1,
+                runtime_top_k=np.array([[0]], np.uint32),
+                runtime_top_p=np.array([[1e-6]], np.float32),
+                is_return_log_probs=flag,
+                is_return_context_cum_log_probs=flag,
+            ),
+        )
+        context = outputs["cum_log_probs"][0, 0] - outputs["output_log_probs"][0, 0, 0]
+        # fp32 arithmetic over a few dozen tokens, each good to about 1e-5.
+        assert context == pytest.approx(expected, abs=2e-3)
+
+
+def test_word_lists_and_options_reach_the_model_through_the_ensemble(
+    client: TritonClient, greedy_cases: Cases
+) -> None:
+    prompt, text = greedy_cases[0]["prompt"], greedy_cases[0]["greedy_text"]
+    assert " said" in text[len(prompt) :]
+    stopped = client.generate_text(
+        [prompt], output_len=NEW_TOKENS, options={"stop_words": "said, said"}
+    )
+    assert stopped[0][0] == text[: text.index(" said", len(prompt)) + len(" said")]
+    banned = client.generate_text(
+        [prompt], output_len=NEW_TOKENS, options={"bad_words": "said, said"}
+    )
+    assert " said" not in banned[0][0][len(prompt) :]
+    beams = client.generate_text([prompt], output_len=8, options={"beam_width": 3})
+    assert len(set(beams[0])) == 3
+
+
+def test_many_different_requests_at_once_get_the_answers_they_get_alone(
+    client: TritonClient, greedy_cases: Cases
+) -> None:
+    requests = [
+        _request(
+            greedy_cases[i % 4]["input_ids"][: 4 + i % 5],
+            new_tokens=3 + i % 11,
+            **_mixed_options(i),
+        )
+        for i in range(48)
+    ]
+    alone = [client.infer(MODEL, request) for request in requests]
+    together = [client.infer_async(MODEL, request) for request in requests]
+    for number, (expected, future) in enumerate(zip(alone, together, strict=True)):
+        outputs = future.result(60)
+        assert set(outputs) == set(expected), number
+        for name, value in expected.items():
+            if value.dtype.kind == "f":
+                # Batches of another size may sum in another order.
+                np.testing.assert_allclose(outputs[name], value, atol=2e-4, err_msg=f"{number}")
+            else:
+                np.testing.assert_array_equal(outputs[name], value, err_msg=f"{number} {name}")
+
+
+def _mixed_options(i: int) -> dict[str, Any]:
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"runtime_top_k": np.array([[5]], np.uint32), "random_seed": np.array([[i]], np.uint64)},
+        {"beam_width": np.array([[3]], np.uint32)},
+        {"is_return_log_probs": np.array([[True]])},
+        {"runtime_top_p": np.array([[0.8]], np.float32), "random_seed": np.array([[7]], np.uint64)},
+        {"stop_words_list": np.array([[[13], [1]]], np.int32)},
+    ]
+    return kinds[i % len(kinds)]
+
+
+BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
+    ({"input_ids": np.array([[1, 9000]], np.uint32)}, r"input_ids\[0,1\]=9000 outside vocabulary"),
+    ({"input_lengths": np.array([[3]], np.uint32)}, r"input_lengths\[0\]=3 must be in \[1, 2\]"),
+    ({"input_lengths": np.array([[0]], np.uint32)}, r"input_lengths\[0\]=0 must be in \[1, 2\]"),
+    ({"request_output_len": np.array([[600]], np.uint32)}, "exceeds max_pos_seq_len"),
+    ({"request_output_len": np.array([[0]], np.uint32)}, "request_output_len.*must be >= 1"),
+    ({"beam_width": np.array([[65]], np.uint32)}, r"beam_width=65 must be in \[1, 64\]"),
+    ({"temperature": np.array([[-1]], np.float32)}, "temperature must be >= 0"),
+    ({"repetition_penalty": np.array([[0]], np.float32)}, "repetition_penalty must be > 0"),
+    ({"stop_words_list": np.array([[[5, 6], [2, 1]]], np.int32)}, r"stop_words_list\[0\]"),
+    ({"prompt_learning_task_name_ids": np.array([[3]], np.uint32)}, "prompt_learning_task_name"),
+    (
+        {"repetition_penalty": np.array([[1]], np.float32)}
+        | {"presence_penalty": np.array([[0]], np.float32)},
+        "mutually exclusive",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_REQUESTS, ids=[m for _, m in BAD_REQUESTS])
+def test_bad_request_gets_an_error_that_names_its_tensor_and_harms_no_other(
+    client: TritonClient, greedy_cases: Cases, change: dict[str, Any], message: str
+) -> None:
+    good = client.infer_async(MODEL, _request(greedy_cases[0]["input_ids"], new_tokens=8))
+    with pytest.raises(InferenceServerException, match=message):
+        client.infer(MODEL, _request([1, 2], new_tokens=4) | change)
+    expected = greedy_cases[0]["greedy_output_ids"][: len(greedy_cases[0]["input_ids"]) + 8]
+    assert _answers(good.result(60), [greedy_cases[0]["input_ids"]]) == [expected]
+
+
+def test_bad_text_gets_an_error_and_the_text_models_live_on(client: TritonClient) -> None:
+    with pytest.raises(InferenceServerException, match=r"STOP_WORDS_DICT\[0\].*CSV"):
+        client.generate_text(["a"], output_len=2, options={"stop_words": "a\nb"})
+    column = np.array([[b"\xff"]], dtype=object)
+    inputs = {"INPUT_0": column, "INPUT_1": np.array([[2]], np.uint32)}
+    with pytest.raises(InferenceServerException, match=r"QUERY\[0\]: not UTF-8"):
+        client.infer("ensemble", inputs)
+    assert client.generate_text(["a"], output_len=2)
+
+
+def test_unknown_option_is_answered_with_the_ones_the_ensemble_takes(client: TritonClient) -> None:
+    with pytest.raises(ValueError, match=r"ensemble takes no top_kk; its options are: INPUT_2"):
+        client.generate_text(["a"], output_len=2, options={"top_kk": 1})
+
+
+def test_client_commands_work_against_the_server(
+    server: TritonServer,
+    greedy_cases: Cases,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    case = greedy_cases[0]
+    url = ["--url", server.grpc_url]
+    assert main(["generate", case["prompt"], "-o", str(NEW_TOKENS), "--top-k", "1", *url]) == 0
+    assert capsys.readouterr().out == case["greedy_text"] + "\n"
+    assert main(["stream", case["prompt"], "-o", str(NEW_TOKENS), *url]) == 0
+    assert capsys.readouterr().out == case["greedy_text"] + "\n"
+    assert main(["encode", case["prompt"], *url]) == 0
+    assert capsys.readouterr().out.split() == [str(token) for token in case["input_ids"]]
+    assert main(["health", *url]) == 0
+    assert capsys.readouterr().out.startswith("server is ready\nensemble: READY\n")
+    request = {
+        "config": {"protocol": "grpc", "model_name": MODEL},
+        "request": [
+            {"name": "input_ids", "data": [case["input_ids"]], "dtype": "uint32"},
+            {"name": "input_lengths", "data": [[len(case["input_ids"])]], "dtype": "uint32"},
+            {"name": "request_output_len", "data": [[2]], "dtype": "uint32"},
+        ],
+    }
+    (tmp_path / "request.json").write_text(json.dumps(request))
+    assert main(["request", str(tmp_path / "request.json"), *url]) == 0
+    assert f"response_input_lengths:\n[[{len(case['input_ids'])}]]\n" in capsys.readouterr().out
+    assert main(["generate", "a", "--min-length", "-1", *url]) == 1
+    assert "min_length must be >= 0" in capsys.readouterr().err
+
+
+def test_dead_worker_fails_requests_and_takes_the_model_out_of_service(
+    sample_repository: Callable[..., Path], tmp_path: Path
+) -> None:
+    with new_server(sample_repository(tp_size=2, ensemble=False), tmp_path) as server:
+        server.start(timeout_s=START_LIMIT_S)
+        with TritonClient(server.grpc_url, timeout_s=30) as client:
+            running = processes(server)
+            (worker,) = [pid for pid in running if b"inference.serving.worker" in _command(pid)]
+            in_flight = client.infer_async(MODEL, _request([1, 2], new_tokens=500))
+            os.kill(worker, signal.SIGKILL)
+            with pytest.raises(InferenceServerException, match="rank 1"):
+                in_flight.result(20)
+            until(lambda: not client.is_ready(MODEL), limit_s=20)
+            assert not client.is_ready()
+            assert f"model {MODEL} is" in (server.failure() or "")
+            with pytest.raises(InferenceServerException):
+                client.infer(MODEL, _request([1, 2]))
+    assert not [pid for pid in running if lives(pid)]
+
+
+def _command(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_missing_and_short_weight_files_keep_the_server_from_starting(
+    sample_repository: Callable[..., Path], tmp_path: Path
+) -> None:
+    repository = sample_repository(tp_size=2)
+    weights = repository / MODEL / "1" / "2-gpu"
+    (weights / "model.wpe.bin").unlink()
+    short = weights / "model.layers.2.mlp.dense_h_to_4h.weight.1.bin"
+    short.write_bytes(short.read_bytes()[:-4])
+    server = new_server(repository, tmp_path)
+    with pytest.raises(ServerStartError) as caught:
+        server.start(timeout_s=START_LIMIT_S)
+    (reason,) = caught.value.reasons
+    assert "model.wpe.bin is missing" in reason
+    assert f"{short.name} has" in reason
+    assert server.poll() is not None
+
+
+def test_model_of_another_type_than_its_weights_keeps_the_server_from_starting(
+    sample_repository: Callable[..., Path], tmp_path: Path
+) -> None:
+    repository = sample_repository(
+        tp_size=1, ensemble=False, parameters={"model_type": "GPT-J", "is_horse": "1"}
+    )
+    server = new_server(repository, tmp_path)
+    with pytest.raises(ServerStartError, match=r"model_type=GPT-J, but .* holds a GPT model"):
+        server.start(timeout_s=START_LIMIT_S)
+    assert "parameter is_horse is not known and has no effect" in server.log_path.read_text()

@@ -1,0 +1,133 @@
+"""A repository in a real S3 server, and a real tritonserver that loads it from there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from export_scripts.triton.object_store import (
+    StoreLocation,
+    parse_location,
+    publish_repository,
+)
+from inference.serving.client import TritonClient
+from inference.serving.ports import pick_free_ports
+from inference.serving.server import TritonServer
+from tests.integration.triton_process import DOUBLE, add_model, until
+
+pytestmark = [pytest.mark.s3, pytest.mark.triton]
+
+boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install 'slipway[s3]'")
+pytest.importorskip("moto", reason="needs moto: pip install 'slipway[dev]'")
+
+BUCKET = "models"
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the address of a running S3 server."""
+    port = pick_free_ports("127.0.0.1", 1)[0]
+    log = (tmp_path_factory.mktemp("moto") / "log").open("wb")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        try:
+            return urllib.request.urlopen(f"{url}/moto-api/", timeout=1).status == 200
+        except OSError:
+            return False
+
+    try:
+        until(answers, limit_s=60)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+        log.close()
+
+
+@pytest.fixture
+def location(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StoreLocation:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "only-for-tests")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket=BUCKET)
+    return parse_location(f"s3://{BUCKET}/{tmp_path.name}/repo", endpoint_url=endpoint)
+
+
+def _keys(location: StoreLocation) -> list[str]:
+    client = boto3.client("s3", endpoint_url=location.endpoint_url)
+    found = client.list_objects_v2(Bucket=location.bucket, Prefix=location.prefix + "/")
+    return [entry["Key"].removeprefix(location.prefix + "/") for entry in found.get("Contents", ())]
+
+
+def test_published_sample_model_is_served_from_the_store(
+    sample_repository: Callable[..., Path], location: StoreLocation, tmp_path: Path
+) -> None:
+    repository = sample_repository(tp_size=1)
+    seen: list[tuple[int, int]] = []
+    summary = publish_repository(repository, location, progress=lambda *done: seen.append(done))
+    assert summary.files == summary.sent == len(_keys(location))
+    assert seen[-1] == (summary.sent_bytes, summary.sent_bytes)
+    server = TritonServer(
+        summary.url, http_port=0, grpc_port=0, metrics_port=0, log_path=tmp_path / "log"
+    )
+    with server:
+        server.start(timeout_s=120)
+        with TritonClient(server.grpc_url, timeout_s=60) as client:
+            texts = client.generate_text(["It was"], output_len=4)
+        assert texts[0][0].startswith("It was")
+    assert "only-for-tests" not in (tmp_path / "log").read_text()
+
+
+def test_second_copy_sends_nothing_and_a_partial_one_goes_on(
+    location: StoreLocation, tmp_path: Path
+) -> None:
+    repository = add_model(tmp_path / "repo", "double", DOUBLE)
+    (repository / "double" / "1" / "weights.bin").write_bytes(os.urandom(20_000_000))
+    assert publish_repository(repository, location).sent == 3
+    assert publish_repository(repository, location).sent == 0
+    client = boto3.client("s3", endpoint_url=location.endpoint_url)
+    client.delete_object(Bucket=BUCKET, Key=location.key("double/1/weights.bin"))
+    again = publish_repository(repository, location)
+    assert (again.sent, again.sent_bytes) == (1, 20_000_000)
+    got = client.get_object(Bucket=BUCKET, Key=location.key("double/1/weights.bin"))
+    assert np.array_equal(
+        np.frombuffer(got["Body"].read(), np.uint8),
+        np.frombuffer((repository / "double" / "1" / "weights.bin").read_bytes(), np.uint8),
+    )
+
+
+def test_other_contents_are_kept_unless_overwriting(
+    location: StoreLocation, tmp_path: Path
+) -> None:
+    repository = add_model(tmp_path / "repo", "double", DOUBLE)
+    (repository / "double" / "1" / "old.bin").write_bytes(b"old")
+    publish_repository(repository, location)
+    (repository / "double" / "1" / "old.bin").unlink()
+    (repository / "double" / "1" / "model.py").write_text(DOUBLE + "# changed\n")
+    with pytest.raises(ValueError, match=r"holds other contents: double/1/model\.py, double/1/old"):
+        publish_repository(repository, location)
+    summary = publish_repository(repository, location, overwrite=True)
+    assert sorted(_keys(location)) == ["double/1/model.py", "double/config.pbtxt"]
+    assert summary.sent == 2  # the changed script, and the configuration after it
+
+
+def test_missing_bucket_and_unreachable_store_are_told(
+    location: StoreLocation, tmp_path: Path
+) -> None:
+    repository = add_model(tmp_path / "repo", "double", DOUBLE)
+    absent = parse_location("s3://absent/repo", endpoint_url=location.endpoint_url)
+    with pytest.raises(OSError, match=r"absent/repo: .*bucket does not exist"):
+        publish_repository(repository, absent)

@@ -1,0 +1,221 @@
+"""A real tritonserver with trivial models: start, readiness, failures, stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from inference.serving.client import TritonClient
+from inference.serving.server import ServerStartError, TritonServer
+from tests.integration.triton_process import (
+    DOUBLE,
+    add_model,
+    lives,
+    new_server,
+    processes,
+    until,
+)
+
+pytestmark = pytest.mark.triton
+
+FAILING = """
+class TritonPythonModel:
+    def initialize(self, args):
+        raise ValueError("model.wte.bin is missing\\nmodel.wpe.bin has 3 bytes, expected 8")
+"""
+SLOW_START = """
+import time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        time.sleep(60)
+"""
+SLOW_ANSWER = DOUBLE.replace(
+    "        return [", "        import time; time.sleep(1.5)\n        return ["
+)
+
+
+def _ask(server: TritonServer, *, model: str = "double") -> list[int]:
+    with TritonClient(server.grpc_url) as client:
+        return client.infer(model, {"x": np.array([[1, 2]], np.uint32)})["y"].tolist()
+
+
+def test_server_serves_on_chosen_ports_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    messages: list[str] = []
+    with new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path) as server:
+        server.start(timeout_s=60, progress=messages.append)
+        assert messages == ["loading double", "double loaded (1 of 1)", "ready"]
+        assert server.models == ("double",)
+        assert len({server.http_port, server.grpc_port, server.metrics_port, 0}) == 4
+        assert _ask(server) == [[2, 4]]
+        assert server.failure() is None
+        running = processes(server)
+        assert len(running) >= 3  # supervisor, server, stub
+    assert server.poll() is not None
+    assert not [pid for pid in running if lives(pid)]
+
+
+def test_failing_model_stops_the_start_with_its_own_words(tmp_path: Path) -> None:
+    repository = add_model(tmp_path / "repo", "double", DOUBLE)
+    server = new_server(add_model(repository, "bad", FAILING), tmp_path)
+    with pytest.raises(ServerStartError) as caught:
+        server.start(timeout_s=60)
+    assert caught.value.reasons == (
+        "model bad: Internal: ValueError: model.wte.bin is missing\n"
+        "model.wpe.bin has 3 bytes, expected 8",
+    )
+    assert caught.value.log_tail
+    assert server.poll() is not None
+
+
+def test_start_that_takes_too_long_says_what_it_waits_for(tmp_path: Path) -> None:
+    server = new_server(add_model(tmp_path / "repo", "slow", SLOW_START), tmp_path)
+    with pytest.raises(ServerStartError, match=r"not ready after 2 s:\n  still loading slow"):
+        server.start(timeout_s=2)
+    assert server.poll() is not None
+
+
+def test_repository_without_models_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "repo").mkdir()
+    with pytest.raises(ServerStartError, match="holds no model"):
+        new_server(tmp_path / "repo", tmp_path).start(timeout_s=30)
+
+
+def test_missing_repository_ends_the_start_with_the_servers_words(tmp_path: Path) -> None:
+    with pytest.raises(ServerStartError, match=r"failed to stat file .*none"):
+        new_server(tmp_path / "none", tmp_path).start(timeout_s=30)
+
+
+def test_ports_in_use_are_named_with_key_and_holder(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        port = holder.getsockname()[1]
+        server = TritonServer(
+            tmp_path,
+            http_port=port,
+            grpc_port=0,
+            metrics_port=port,
+            log_path=tmp_path / "log",
+            port_keys={"http": "deploy.http_port", "metrics": "deploy.metrics_port"},
+        )
+        with pytest.raises(ServerStartError) as caught:
+            server.start(timeout_s=1)
+    text = str(caught.value)
+    assert f"deploy.http_port={port} is in use by process {os.getpid()}" in text
+    assert f"deploy.metrics_port={port} is in use" in text
+    assert "the ports must differ" in text
+
+
+def test_server_listens_on_loopback_only_unless_told(tmp_path: Path) -> None:
+    with new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path) as server:
+        server.start(timeout_s=60)
+        listening = _listening_addresses({server.http_port, server.grpc_port, server.metrics_port})
+    assert listening == {"127.0.0.1"}
+
+
+def test_only_the_owner_may_unload_models_of_a_server_that_others_can_reach(
+    tmp_path: Path,
+) -> None:
+    repository = add_model(tmp_path / "repo", "double", DOUBLE)
+    server = TritonServer(
+        repository,
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+        host="0.0.0.0",
+        log_path=tmp_path / "log",
+    )
+    with server:
+        server.start(timeout_s=60)
+        assert server.failure() is None
+        url = f"http://{server.http_url}/v2/repository/models/double/unload"
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(urllib.request.Request(url, data=b"{}"), timeout=10)
+        assert caught.value.code == 403
+        with TritonClient(server.grpc_url) as client:
+            assert client.is_ready("double")
+            assert client.infer("double", {"x": np.array([[3]], np.uint32)})["y"] == [[6]]
+
+
+def _listening_addresses(ports: set[int]) -> set[str]:
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state = line.split()[:4]
+        address, port = local.split(":")
+        if state == "0A" and int(port, 16) in ports:
+            found.add(socket.inet_ntoa(bytes.fromhex(address)[::-1]))
+    return found
+
+
+def test_stop_lets_running_requests_finish(tmp_path: Path) -> None:
+    answers: list[list[int]] = []
+    with new_server(add_model(tmp_path / "repo", "double", SLOW_ANSWER), tmp_path) as server:
+        server.start(timeout_s=60)
+        asking = threading.Thread(target=lambda: answers.append(_ask(server)))
+        asking.start()
+        time.sleep(0.5)
+        server.stop(drain_s=20)
+        asking.join()
+    assert answers == [[[2, 4]]]
+
+
+def test_killed_owner_takes_the_whole_server_along(tmp_path: Path) -> None:
+    add_model(tmp_path / "repo", "double", DOUBLE)
+    script = f"""
+        import time
+        from pathlib import Path
+        from tests.integration.triton_process import new_server, processes
+        server = new_server(Path({str(tmp_path / "repo")!r}), Path({str(tmp_path)!r}))
+        server.start(timeout_s=60)
+        print(*processes(server), flush=True)
+        time.sleep(60)
+    """
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert owner.stdout is not None
+    running = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(running) >= 3
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+    until(lambda: not [pid for pid in running if lives(pid)], limit_s=15)
+
+
+def test_crash_of_the_server_is_noticed_and_its_stub_ends(tmp_path: Path) -> None:
+    with new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path) as server:
+        server.start(timeout_s=60)
+        supervisor, tritonserver, *others = processes(server)
+        os.kill(tritonserver, signal.SIGKILL)
+        until(lambda: server.poll() is not None)
+        assert server.failure() == "tritonserver ended with status 137"
+        assert not [pid for pid in [supervisor, *others] if lives(pid)]
+
+
+def test_killed_supervisor_leaves_no_process_behind(tmp_path: Path) -> None:
+    server = new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path)
+    server.start(timeout_s=60)
+    running = processes(server)
+    os.kill(running[0], signal.SIGKILL)
+    until(lambda: not [pid for pid in running if lives(pid)], limit_s=15)
+    server.stop()
+
+
+def test_unreachable_program_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_SERVER", str(tmp_path / "absent"))
+    with pytest.raises(FileNotFoundError, match=r"TRITON_SERVER=.*absent is not a file"):
+        new_server(tmp_path, tmp_path).start(timeout_s=1)

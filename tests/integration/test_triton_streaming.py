@@ -1,0 +1,150 @@
+"""The sample model as a streaming (decoupled) model behind a real tritonserver."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from inference.client import main
+from inference.serving.client import TritonClient
+from inference.serving.server import TritonServer
+from tests.integration.triton_process import new_server
+
+pytestmark = pytest.mark.triton
+
+MODEL = "fastertransformer"
+NEW_TOKENS = 32
+LONG = 480
+Cases = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def server(
+    sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    # One lane: a second request waits until the first has ended or was cancelled.
+    repository = sample_repository(tp_size=1, decoupled=True, parameters={"max_lanes": "1"})
+    with new_server(repository, tmp_path_factory.mktemp("log")) as running:
+        running.start(timeout_s=120)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: TritonServer) -> Iterator[TritonClient]:
+    with TritonClient(server.grpc_url, timeout_s=60) as connected:
+        yield connected
+
+
+def _request(prompt: list[int], new_tokens: int, **options: Any) -> dict[str, Any]:
+    return {
+        "input_ids": np.array([prompt], np.uint32),
+        "input_lengths": np.array([[len(prompt)]], np.uint32),
+        "request_output_len": np.array([[new_tokens]], np.uint32),
+        **options,
+    }
+
+
+def _tokens(frame: dict[str, Any]) -> list[int]:
+    row: list[int] = frame["output_ids"][0, 0, : int(frame["sequence_length"][0, 0])].tolist()
+    return row
+
+
+def test_every_token_comes_as_one_frame_and_the_last_holds_the_recorded_answer(
+    client: TritonClient, greedy_cases: Cases
+) -> None:
+    for case in greedy_cases:
+        prompt = case["input_ids"]
+        frames = list(client.stream(MODEL, _request(prompt, NEW_TOKENS)))
+        shown = [_tokens(frame) for frame in frames]
+        assert [len(tokens) for tokens in shown] == [
+            len(prompt) + n for n in range(1, NEW_TOKENS + 1)
+        ]
+        assert all(a == b[:-1] for a, b in itertools.pairwise(shown))
+        assert shown[-1] == case["greedy_output_ids"]
+        assert all(frame["output_ids"].shape[2] == len(prompt) + NEW_TOKENS for frame in frames)
+
+
+def test_answer_that_stops_early_has_no_duplicate_last_frame(
+    client: TritonClient, greedy_cases: Cases
+) -> None:
+    prompt, ids = greedy_cases[0]["input_ids"], greedy_cases[0]["greedy_output_ids"]
+    count = 3
+    stop = np.array([[[ids[len(prompt) + count - 1]], [1]]], np.int32)
+    earlier = ids[len(prompt) : len(prompt) + count - 1]
+    assert ids[len(prompt) + count - 1] not in earlier
+    frames = list(client.stream(MODEL, _request(prompt, NEW_TOKENS, stop_words_list=stop)))
+    assert len(frames) == count
+    assert _tokens(frames[-1]) == ids[: len(prompt) + count]
+
+
+def test_text_arrives_in_pieces_that_make_up_the_recorded_text(
+    client: TritonClient, greedy_cases: Cases
+) -> None:
+    for case in greedy_cases[:2]:
+        pieces = list(client.stream_text(case["prompt"], output_len=NEW_TOKENS))
+        assert "".join(pieces) == case["greedy_text"]
+        assert len(pieces) > NEW_TOKENS // 2
+
+
+def test_whole_answers_come_from_a_streaming_model_too(
+    client: TritonClient, greedy_cases: Cases
+) -> None:
+    case = greedy_cases[0]
+    texts = client.generate_text([case["prompt"]] * 3, output_len=NEW_TOKENS)
+    assert texts == [[case["greedy_text"]]] * 3
+    assert (
+        _tokens(client.infer(MODEL, _request(case["input_ids"], NEW_TOKENS)))
+        == (case["greedy_output_ids"])
+    )
+
+
+def test_leaving_a_stream_frees_its_place_at_once(client: TritonClient) -> None:
+    started = time.monotonic()
+    list(client.stream(MODEL, _request([5, 6], LONG)))
+    alone_s = time.monotonic() - started
+    stream = client.stream(MODEL, _request([5, 6], LONG))
+    next(stream)
+    started = time.monotonic()
+    stream.close()
+    list(client.stream(MODEL, _request([7, 8], 1)))
+    assert time.monotonic() - started < alone_s / 2
+
+
+def test_bad_request_ends_its_stream_with_an_error(client: TritonClient) -> None:
+    with pytest.raises(InferenceServerException, match=r"input_ids\[0,1\]=9000"):
+        list(client.stream(MODEL, _request([1, 9000], 4)))
+    assert len(list(client.stream(MODEL, _request([1, 2], 4)))) == 4
+
+
+def test_streaming_commands_work_against_the_server(
+    server: TritonServer,
+    greedy_cases: Cases,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    case, url = greedy_cases[0], ["--url", server.grpc_url]
+    assert main(["stream", case["prompt"], "-o", str(NEW_TOKENS), *url]) == 0
+    assert capsys.readouterr().out == case["greedy_text"] + "\n"
+    assert main(["generate", case["prompt"], "-o", str(NEW_TOKENS), *url]) == 0
+    assert capsys.readouterr().out == case["greedy_text"] + "\n"
+    ids = case["input_ids"]
+    request = f"""{{
+        "config": {{"stream_api": true}},
+        "request": [
+            {{"name": "input_ids", "data": [{ids}], "dtype": "uint32"}},
+            {{"name": "input_lengths", "data": [[{len(ids)}]], "dtype": "uint32"}},
+            {{"name": "request_output_len", "data": [[3]], "dtype": "uint32"}},
+            {{"name": "is_return_log_probs", "data": [[true]], "dtype": "bool"}}
+        ]
+    }}"""
+    (tmp_path / "request.json").write_text(request)
+    assert main(["request", str(tmp_path / "request.json"), "-t", *url]) == 0
+    output = capsys.readouterr().out
+    assert output.count("Partial result (probability ") == 3

@@ -1,0 +1,65 @@
+"""Shared by the tests that start a real tritonserver: small models, and what is still running."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from inference.serving.server import TritonServer
+from inference.serving.supervisor import descendants
+
+CONFIG = """
+name: "{name}" backend: "python" max_batch_size: 8
+input {{ name: "x" data_type: TYPE_UINT32 dims: -1 }}
+output {{ name: "y" data_type: TYPE_UINT32 dims: -1 }}
+instance_group {{ count: 1 kind: KIND_CPU }}
+"""
+DOUBLE = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", request.inputs()[0].as_numpy() * 2)])
+            for request in requests
+        ]
+"""
+
+
+def add_model(repository: Path, name: str, script: str) -> Path:
+    """Write a Python model with one input x and one output y."""
+    version = repository / name / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(script)
+    (repository / name / "config.pbtxt").write_text(CONFIG.format(name=name))
+    return repository
+
+
+def new_server(repository: Path, log_folder: Path) -> TritonServer:
+    """Return a server on free ports, not started."""
+    return TritonServer(
+        repository, http_port=0, grpc_port=0, metrics_port=0, log_path=log_folder / "triton.log"
+    )
+
+
+def processes(server: TritonServer) -> list[int]:
+    """Return the ids of everything a running server consists of."""
+    assert server.pid is not None
+    return [server.pid, *descendants(server.pid)]
+
+
+def lives(pid: int) -> bool:
+    """Return whether a process runs (one that ended and waits to be collected does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool], *, limit_s: float = 10.0) -> None:
+    """Wait for a condition; fail if it does not come true in time."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition was not met in time"
+        time.sleep(0.02)

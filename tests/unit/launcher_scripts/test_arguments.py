@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+
+from launcher_scripts.arguments import read_arguments
+
+
+@pytest.mark.parametrize(
+    "words", [["cluster=bcm"], ["cluster_type=bcm"], ["cluster_type=bcm", "cluster=bcm"]]
+)
+def test_cluster_and_cluster_type_agree(words: list[str]) -> None:
+    assert set(read_arguments(words).overrides) == {"cluster=bcm", "cluster_type=bcm"}
+
+
+def test_interactive_means_local() -> None:
+    assert set(read_arguments(["cluster_type=interactive"]).overrides) == {
+        "cluster=local",
+        "cluster_type=local",
+    }
+
+
+def test_disagreeing_clusters_are_named() -> None:
+    problems = read_arguments(["cluster_type=bcm", "cluster=bcp"]).problems
+    assert problems == ("cluster_type=bcm and cluster=bcp disagree; give one of them.",)
+
+
+def test_unknown_cluster_is_answered_with_the_known_ones() -> None:
+    (problem,) = read_arguments(["cluster_type=bmc"]).problems
+    assert problem == "unknown cluster 'bmc' (did you mean bcm?); known clusters: local, bcm, bcp."
+
+
+def test_kubernetes_is_refused_by_name() -> None:
+    (problem,) = read_arguments(["cluster_type=k8s"]).problems
+    assert "Kubernetes is not supported" in problem
+
+
+def test_options_may_stand_between_overrides() -> None:
+    arguments = read_arguments(["export=gpt3/sample", "--cfg", "job", "dry_run=true"])
+    assert arguments.overrides == ("export=gpt3/sample", "dry_run=true")
+    assert arguments.hydra_flags == ("--cfg", "job")
+
+
+def test_unknown_option_is_a_problem_and_not_an_exit() -> None:
+    (problem,) = read_arguments(["--dry-run"]).problems
+    assert "--dry-run" in problem
+
+
+def test_further_sbatch_options_pass_through() -> None:
+    assert read_arguments(["+cluster.begin=now", "+cluster.qos=high"]).overrides == (
+        "+cluster.additional_parameters.begin=now",
+        "cluster.qos=high",
+    )
+
+
+def test_texts_that_hydra_cannot_read_are_quoted() -> None:
+    assert read_arguments(["container=nvcr.io#nvidia/x:1", "a='b c'", "n=it's"]).overrides == (
+        "container='nvcr.io#nvidia/x:1'",
+        "a='b c'",
+        "n='it\\'s'",
+    )
+
+
+def test_environment_variables_need_no_plus() -> None:
+    assert read_arguments(["env_vars.FOO=1"]).overrides == ("++env_vars.FOO=1",)

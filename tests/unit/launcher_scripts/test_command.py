@@ -1,0 +1,239 @@
+"""The command as a whole: what it refuses, what it prints, how it exits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from test_run import make_run, wait_for
+from toy_stages import WriteStage, settings
+
+from launcher_scripts.actions import look_after
+from launcher_scripts.arguments import read_arguments
+from launcher_scripts.compose import compose_config
+from launcher_scripts.config import Config
+from launcher_scripts.console import Console, progress_text, table
+from launcher_scripts.main import main
+from stages.progress import ProgressState
+from stages.record import JobRecord, read_record, write_record
+
+ROOT = Path(__file__).resolve().parents[3]
+SAMPLE = "export=gpt3/sample"
+# A stand-in for bcprun: it starts the command with nothing but the variables it is given.
+BCPRUN = """#!{python}
+import subprocess, sys
+words, env, line = sys.argv[1:], {{"BCPRUN": "1"}}, ""
+while words:
+    flag, value = words.pop(0), words.pop(0)
+    if flag == "--env":
+        env.update([value.split("=", 1)])
+    elif flag == "--cmd":
+        line = value
+    else:
+        assert (flag, value) in [("--nnodes", "1"), ("--npernode", "1")], (flag, value)
+sys.exit(subprocess.call(["bash", "-c", line], env=env))
+"""
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(words) == 2
+    seen = capsys.readouterr()
+    assert seen.out == ""
+    assert "nothing was started" in seen.err
+    return seen.err
+
+
+def action(name: str, base: Path, *words: str) -> Config:
+    config = compose_config(
+        read_arguments([f"action={name}", f"base_results_dir={base}", *words]).overrides
+    ).config
+    assert config is not None
+    return config
+
+
+def test_problems_of_keys_and_of_stages_come_in_one_list(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refused(
+        capsys, SAMPLE, f"base_results_dir={tmp_path}/r", "stages=[export,evalute]",
+        "export.model.weight_data_typ=fp32", "export.model.tensor_model_parallel_size=3",
+    )  # fmt: skip
+    assert "did you mean evaluate?" in text
+    assert "did you mean export.model.weight_data_type?" in text
+    assert "does not divide head_num=8" in text
+    assert not (tmp_path / "r").exists()
+
+
+def test_secrets_in_clear_text_are_refused_and_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refused(capsys, SAMPLE, f"base_results_dir={tmp_path}", "env_vars.HF_TOKEN=hf_abcdef")
+    assert "env_vars.HF_TOKEN holds a secret" in text
+    assert "hf_abcdef" not in text
+    assert not any(tmp_path.iterdir())
+
+
+def test_results_folder_must_be_a_place_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    text = refused(capsys, SAMPLE, f"base_results_dir={tmp_path}/file/results")
+    assert f"base_results_dir={tmp_path}/file/results: {tmp_path}/file cannot be written" in text
+
+
+def test_launcher_scripts_path_has_to_end_in_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refused(capsys, SAMPLE, f"launcher_scripts_path={tmp_path}")
+    assert "does not end in /launcher_scripts" in text
+
+
+def test_slurm_without_sbatch_is_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    text = refused(capsys, SAMPLE, "cluster=bcm", f"base_results_dir={tmp_path}")
+    assert "needs sbatch, which is not on PATH" in text
+
+
+def test_debug_switch_of_the_launcher_is_a_dry_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NEMO_LAUNCHER_DEBUG", "1")
+    assert main([SAMPLE, f"base_results_dir={tmp_path}", "stages=[convert]"]) == 0
+    assert "nothing started" in capsys.readouterr().out
+    assert not list(tmp_path.rglob("job.json"))
+
+
+def test_dry_run_is_not_repeated_by_the_saved_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([SAMPLE, f"base_results_dir={tmp_path}", "dry_run=true", "cluster=bcm"]) == 0
+    shown = capsys.readouterr().out
+    assert "#SBATCH --dependency=afterok:10001,singleton" in shown
+    (saved,) = tmp_path.rglob("deploy_*_config.yaml")
+    assert "dry_run: false" in saved.read_text()
+
+
+def test_ignored_settings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([SAMPLE, f"base_results_dir={tmp_path}", "dry_run=true", "wandb_api_key_file=/k"])
+    assert "wandb_api_key_file is accepted" in capsys.readouterr().out
+
+
+def test_bcp_runs_each_stage_through_bcprun(tmp_path: Path) -> None:
+    runner = tmp_path / "bin" / "bcprun"
+    runner.parent.mkdir()
+    runner.write_text(BCPRUN.format(python=sys.executable))
+    runner.chmod(runner.stat().st_mode | stat.S_IXUSR)
+    command = [
+        sys.executable, "launcher_scripts/main.py", SAMPLE, "stages=[export]", "cluster_type=bcp",
+        f"launcher_scripts_path={ROOT}/launcher_scripts", f"base_results_dir={tmp_path}/r",
+    ]  # fmt: skip
+    environment = {
+        **os.environ,
+        "PATH": f"{runner.parent}:{os.environ['PATH']}",
+        "NGC_JOB_ID": "7",
+        "NGC_ARRAY_SIZE": "2",
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (record_path,) = tmp_path.rglob("export/job.json")
+    record = json.loads(record_path.read_text())
+    assert (record["state"], record["cluster"]) == ("completed", "bcp")
+    assert list(record_path.parents[1].glob("convert/submitit/step-*/result.json"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"NGC_ARRAY_INDEX": "1"}, "this is replica 1 of the job"),
+        ({"NGC_ARRAY_SIZE": "2"}, "base_results_dir=/results/x is private to each replica"),
+    ],
+)
+def test_bcp_refuses_what_cannot_work(
+    variables: dict[str, str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    words = (SAMPLE, "cluster_type=bcp", "base_results_dir=/results/x", "stages=[convert]")
+    assert text in refused(capsys, *words, "dry_run=true")
+
+
+def test_status_shows_every_job_of_the_last_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "last_run.json").write_text(json.dumps({"results_dir": str(tmp_path / "run")}))
+    record = JobRecord("12", "convert", "c", "failed", error="no space left", exit_code=1)
+    write_record(tmp_path / "run" / "convert" / "job.json", record)
+    assert look_after(action("status", tmp_path), Console()) == 1
+    shown = capsys.readouterr().out
+    assert "convert  12   failed" in shown
+    assert "convert: no space left" in shown
+
+
+def test_status_without_any_run_says_what_to_give(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert look_after(action("status", tmp_path), Console()) == 2
+    assert "run_dir=<folder>" in capsys.readouterr().out
+
+
+def test_logs_are_printed_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stage = WriteStage(settings(tmp_path, "convert"))
+    type(stage).name = "convert"
+    try:
+        run, _ = make_run(stage)
+        assert run.run_all(wait=False) == 0
+    finally:
+        type(stage).name = "write"
+    assert look_after(action("logs", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
+    assert "working" in capsys.readouterr().out
+
+
+def test_cancel_ends_a_running_job_of_another_command(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "from pathlib import Path\n"
+        "from test_run import make_run\n"
+        "from toy_stages import SleepStage, settings\n"
+        "SleepStage.name = 'convert'\n"
+        "stage = SleepStage(settings(Path(sys.argv[3]), 'convert'))\n"
+        "sys.exit(make_run(stage)[0].run_all(wait=False))\n"
+    )
+    here = str(Path(__file__).parent)
+    command = subprocess.Popen([sys.executable, "-c", program, str(ROOT), here, str(tmp_path)])
+    try:
+        wait_for(tmp_path / "out" / "target.pid")
+        config = action("cancel", tmp_path, f"run_dir={tmp_path}")
+        assert look_after(config, Console()) == 0
+        assert command.wait(30) == 1
+    finally:
+        if command.poll() is None:
+            command.send_signal(signal.SIGINT)
+    record = read_record(tmp_path / "convert" / "job.json")
+    assert record is not None
+    assert record.state == "cancelled"
+
+
+def test_table_aligns_its_columns() -> None:
+    assert table(("a", "bb"), [("ccc", "d")]) == "a    bb\n---  --\nccc  d"
+
+
+def test_progress_shows_a_bar_with_figures() -> None:
+    text = progress_text(ProgressState("converting", 5e6, 1e7, "bytes"))
+    assert text == "[############------------]  50%  5 MB of 10 MB  converting"
+
+
+def test_progress_without_an_end_shows_the_phase() -> None:
+    assert progress_text(ProgressState("loading")) == "loading"

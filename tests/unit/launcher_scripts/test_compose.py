@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from export_scripts.request import ConversionRequest
+from export_scripts.triton.repository import RepositoryRequest
+from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
+from launcher_scripts import config as schema
+from launcher_scripts.arguments import read_arguments
+from launcher_scripts.compose import (
+    CHECKOUT,
+    CONFIG_DIR,
+    Composition,
+    compose_config,
+    files_of_group,
+)
+from launcher_scripts.config import keys as all_keys
+from stages import convert, export
+
+
+def compose(*words: str) -> Composition:
+    return compose_config(read_arguments(words).overrides)
+
+
+def problem(*words: str) -> str:
+    composition = compose(*words)
+    assert len(composition.problems) == 1
+    return composition.problems[0]
+
+
+def test_defaults_are_those_of_the_guide() -> None:
+    config = compose().config
+    assert config is not None
+    assert config.export.run.name == "export_gpt3_5b"
+    assert config.export.run.config_summary == "tp8_pp1_fp16_fp16"
+    results = f"{CHECKOUT}/launcher_scripts/results/gpt3_5b"
+    assert config.export.run.results_dir == f"{results}/export_tp8_pp1_fp16_fp16"
+    assert config.export.model.checkpoint_path == f"{results}/checkpoints"
+    assert config.export.triton_deployment.triton_model_dir == (
+        f"{results}/export_tp8_pp1_fp16_fp16/model_repo/gpt3_5b"
+    )
+
+
+def test_command_line_of_the_guide_is_understood() -> None:
+    config = compose(
+        "stages=[export]",
+        "cluster_type=bcp",
+        "launcher_scripts_path=/opt/NeMo-Megatron-Launcher/launcher_scripts",
+        "data_dir=/mount/data/the_pile_gpt3",
+        "base_results_dir=/mount/results",
+        "export.run.model_train_name=gpt3_126m",
+        "export.model.tensor_model_parallel_size=2",
+        "export.triton_deployment.pipeline_model_parallel_size=1",
+    ).config
+    assert config is not None
+    assert config.cluster_type == "bcp"
+    assert config.export.run.results_dir == "/mount/results/gpt3_126m/export_tp2_pp1_fp16_fp16"
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [choice for choice in files_of_group("export") if not choice.startswith(("t5", "mt5"))],
+)
+def test_every_export_file_composes(choice: str) -> None:
+    assert compose(f"export={choice}").problems == ()
+
+
+@pytest.mark.parametrize("choice", ["t5/export_t5", "mt5/export_mt5"])
+def test_placeholders_must_be_given(choice: str) -> None:
+    problems = compose(f"export={choice}").problems
+    assert [text.partition(" is not set")[0] for text in problems] == [
+        "export.run.model_train_name",
+        "export.model.checkpoint_path",
+    ]
+    given = compose(
+        f"export={choice}", "export.run.model_train_name=m", "export.model.checkpoint_path=/c"
+    )
+    assert given.problems == ()
+
+
+def test_misspelt_key_is_answered_with_the_likely_one() -> None:
+    assert problem("export.model.tensor_model_paralel_size=2") == (
+        "export.model.tensor_model_paralel_size=2: there is no key "
+        "export.model.tensor_model_paralel_size "
+        "(did you mean export.model.tensor_model_parallel_size?)."
+    )
+
+
+def test_key_in_the_wrong_section_is_found() -> None:
+    text = problem("export.pipeline_model_parallel_size=2")
+    assert "did you mean export.triton_deployment.pipeline_model_parallel_size?" in text
+
+
+def test_wrong_type_names_what_is_expected() -> None:
+    assert problem("export.model.processes=many") == (
+        "export.model.processes=many: expected an integer (processes that convert in parallel)."
+    )
+
+
+def test_wrong_choice_lists_the_choices() -> None:
+    assert problem("export.model.weight_data_type=fp61") == (
+        "export.model.weight_data_type=fp61: stored type of the weights (did you mean fp16?); "
+        "use one of fp32, fp16, bf16."
+    )
+
+
+def test_too_small_number_names_the_limit() -> None:
+    assert "must be at least 1" in problem("export.model.processes=0")
+
+
+def test_unknown_file_lists_the_files() -> None:
+    text = problem("export=gpt3/smaple")
+    assert "did you mean gpt3/sample?" in text
+    assert "gpt3/export_gpt3" in text
+
+
+def test_list_without_brackets_is_shown_with_them() -> None:
+    assert problem("stages=export") == "stages=export: expected a list; write 'stages=[export]'."
+
+
+def test_alternatives_without_multirun_are_explained() -> None:
+    assert "needs --multirun" in problem("export.model.tensor_model_parallel_size=1,2")
+
+
+def test_section_as_value_lists_its_keys() -> None:
+    assert "export.model.processes" in problem("export.model=3")
+
+
+def test_unreadable_override_is_quoted() -> None:
+    assert problem("export.model processes").startswith("'export.model processes' cannot be read")
+
+
+def test_unknown_key_with_a_plus_is_refused_too() -> None:
+    assert "there is no key foo" in problem("+foo=1")
+
+
+def test_all_problems_come_together_and_the_rest_is_composed() -> None:
+    composition = compose(
+        "export=gpt3/sample",
+        "export.model.processes=many",
+        "export.modle.processes=1",
+        "export.model.tensor_model_parallel_size=4",
+    )
+    assert len(composition.problems) == 2
+    assert composition.config is not None
+    assert composition.config.export.model.tensor_model_parallel_size == 4
+
+
+def test_files_may_be_chosen_after_keys_are_set() -> None:
+    config = compose("export.model.processes=1", "export=gpt3/sample").config
+    assert config is not None
+    assert config.export.model.processes == 1
+
+
+def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = compose("base_results_dir=./out", "export.model.checkpoint_path=a.nemo").config
+    assert config is not None
+    assert config.base_results_dir == str(tmp_path / "out")
+    assert config.export.run.results_dir.startswith(str(tmp_path / "out"))
+    assert config.export.model.checkpoint_path == str(tmp_path / "a.nemo")
+
+
+def test_bounds_are_given_by_name() -> None:
+    config = compose("evaluate.gate.lambada_last_word.min=0.5").config
+    assert config is not None
+    assert config.evaluate.gate["lambada_last_word"] == {"min": 0.5}
+
+
+def test_saved_configuration_composes_to_itself(tmp_path: Path) -> None:
+    first = compose("export=gpt3/sample", "base_results_dir=/r")
+    (tmp_path / "saved.yaml").write_text(yaml.safe_dump(dict(first.resolved)))
+    again = compose_config(["deploy.drain_s=5"], config_dir=tmp_path, config_name="saved.yaml")
+    assert again.problems == ()
+    assert again.config is not None
+    assert first.config is not None
+    assert again.config.deploy.drain_s == 5
+    assert dataclasses.replace(again.config, deploy=first.config.deploy) == first.config
+
+
+def test_launcher_resolvers_are_registered() -> None:
+    compose()
+    made = OmegaConf.create(
+        {"a": "${multiply:3,4}", "b": "${divide_ceil:9,8}", "c": "${divide_floor:9,8}"}
+    )
+    assert dict(made) == {"a": 12, "b": 2, "c": 1}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "apart"),
+    [
+        (schema.LambadaConfig, LambadaOptions, set()),
+        (schema.LatencyConfig, LatencyOptions, set()),
+        (
+            schema.EvaluateConfig,
+            EvaluationOptions,
+            {"name", "time_limit", "server", "cpus_per_task", "mem_gb"}
+            | {"url", "data_dir", "model_name", "ensemble_name", "tokenizer_dir", "weights_dir"},
+        ),
+    ],
+)
+def test_evaluation_options_and_their_schema_have_the_same_names(
+    ours: type, theirs: type, apart: set[str]
+) -> None:
+    names = {each.name for each in dataclasses.fields(ours)}
+    options = {each.name for each in dataclasses.fields(theirs)}
+    assert names ^ options == apart
+
+
+@pytest.mark.parametrize(
+    ("request_type", "names"),
+    [(ConversionRequest, convert.KEYS), (RepositoryRequest, export.KEYS)],
+)
+def test_every_field_of_a_request_can_be_configured(
+    request_type: type, names: Mapping[str, str]
+) -> None:
+    known = {key.name for key in all_keys()}
+    fields = {each.name for each in dataclasses.fields(request_type)}
+    assert fields == set(names)
+    assert set(names.values()) <= known
+
+
+def test_every_key_has_a_text() -> None:
+    assert all(key.text for key in all_keys())
+
+
+def test_configuration_holds_no_more_than_the_schema() -> None:
+    for path in CONFIG_DIR.rglob("*.yaml"):
+        assert path.read_text().startswith("#"), f"{path} does not say what it is"

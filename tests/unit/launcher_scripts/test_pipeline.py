@@ -1,0 +1,205 @@
+"""What runs, what is finished, what stands in the way; with the bundled model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.arguments import read_arguments
+from launcher_scripts.compose import CHECKOUT, compose_config
+from launcher_scripts.pipeline import Plan, make_plan, read_stages
+from launcher_scripts.stage_configs import Context
+from stages.convert import ConvertStage, find_checkpoint
+
+SAMPLE = CHECKOUT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
+
+
+def plan(results: Path, *words: str) -> Plan:
+    composition = compose_config(
+        read_arguments(["export=gpt3/sample", f"base_results_dir={results}", *words]).overrides
+    )
+    assert composition.problems == ()
+    assert composition.config is not None
+    return make_plan(composition.config, Context())
+
+
+def names(made: Plan) -> list[str]:
+    return [each.name for each in made.to_run]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A results folder in which convert and export have been done."""
+    results = tmp_path_factory.mktemp("finished")
+    for each in plan(results, "stages=[convert,export]").to_run:
+        each.stage()
+    return results
+
+
+def test_stages_come_in_pipeline_order_under_either_name() -> None:
+    assert read_stages(["evaluation", "conversion", "export"]) == (
+        ["convert", "export", "evaluate"],
+        [],
+    )
+
+
+def test_unknown_stage_is_answered_with_the_likely_one() -> None:
+    _, (problem,) = read_stages(["export", "evalute"])
+    assert problem == (
+        "stages names 'evalute', which is not a stage (did you mean evaluate?); "
+        "known stages: convert, export, deploy, evaluate."
+    )
+
+
+def test_no_stage_at_all_is_a_problem() -> None:
+    _, (problem,) = read_stages([])
+    assert "stages is empty" in problem
+
+
+def test_export_alone_runs_convert_first_and_says_so(tmp_path: Path) -> None:
+    made = plan(tmp_path, "stages=[export]")
+    assert made.problems == ()
+    assert names(made) == ["convert", "export"]
+    (note,) = made.notes
+    assert note.endswith("1/2-gpu, which is missing: convert runs first")
+
+
+def test_evaluate_alone_runs_everything_that_is_missing_but_no_deploy_job(tmp_path: Path) -> None:
+    assert names(plan(tmp_path, "stages=[evaluate]")) == ["convert", "export", "evaluate"]
+
+
+def test_a_server_elsewhere_needs_nothing_here(tmp_path: Path) -> None:
+    assert names(plan(tmp_path, "stages=[evaluate]", "evaluate.server=host:8001")) == ["evaluate"]
+
+
+def test_a_server_elsewhere_and_deploy_contradict(tmp_path: Path) -> None:
+    made = plan(tmp_path, "stages=[deploy,evaluate]", "evaluate.server=host:8001")
+    assert any("names a server, and stages asks for another" in text for text in made.problems)
+
+
+def test_accuracy_of_the_export_adds_evaluate(tmp_path: Path) -> None:
+    made = plan(tmp_path, "stages=[export]", "export.accuracy.enabled=true")
+    assert names(made) == ["convert", "export", "evaluate"]
+
+
+def test_finished_work_is_recognised(finished: Path) -> None:
+    made = plan(finished, "stages=[convert,export]")
+    assert names(made) == []
+    assert all(each.reason.startswith("finished at ") for each in made.stages)
+
+
+def test_changes_without_effect_on_the_bytes_keep_work_finished(finished: Path) -> None:
+    made = plan(finished, "stages=[convert,export]", "export.model.processes=1")
+    assert (names(made), made.problems) == ([], ())
+
+
+def test_finished_export_needs_no_convert(finished: Path) -> None:
+    made = plan(finished, "stages=[deploy]")
+    assert [each.name for each in made.stages] == ["deploy"]
+
+
+def test_another_configuration_stops_the_run_and_names_key_and_place(finished: Path) -> None:
+    folder = f"{finished}/gpt_books_5m/export_tp2_pp1_fp16_fp32"
+    made = plan(
+        finished,
+        "stages=[export]",
+        f"export.run.results_dir={folder}",
+        "export.triton_deployment.max_batch_size=8",
+    )
+    text = "\n".join(made.problems)
+    assert "export.triton_deployment.max_batch_size=8 differs from 64" in text
+    assert f"{folder}/model_repo/fastertransformer/config.pbtxt" in text
+    assert "overwrite=true" in text
+
+
+def test_overwrite_allows_another_configuration(finished: Path) -> None:
+    made = plan(
+        finished, "stages=[export]", "export.triton_deployment.max_batch_size=8", "overwrite=true"
+    )
+    assert (names(made), made.problems) == (["export"], ())
+
+
+def test_damaged_shards_are_not_taken_for_finished(tmp_path: Path) -> None:
+    stage = plan(tmp_path, "stages=[convert]").to_run[0].stage
+    assert isinstance(stage, ConvertStage)
+    stage()
+    with (stage.ft_dir / "model.wpe.bin").open("r+b") as file:
+        file.truncate(100)
+    made = plan(tmp_path, "stages=[export]")
+    assert any(
+        "model.wpe.bin has 100 bytes" in text and "overwrite=true" in text for text in made.problems
+    )
+
+
+def test_changed_checkpoint_is_noticed(tmp_path: Path) -> None:
+    source = tmp_path / "model.nemo"
+    source.write_bytes(SAMPLE.read_bytes())
+    words = ("stages=[convert]", f"export.model.checkpoint_path={source}")
+    plan(tmp_path, *words).to_run[0].stage()
+    assert names(plan(tmp_path, *words)) == []
+    os.utime(source, (0, 0))
+    made = plan(tmp_path, *words)
+    assert any(f"{source} has changed since" in text for text in made.problems)
+
+
+def test_problems_of_all_stages_come_together(tmp_path: Path) -> None:
+    made = plan(
+        tmp_path,
+        "export.model.tensor_model_parallel_size=3",
+        "export.triton_deployment.triton_model_dir=/r/ensemble",
+        "deploy.grpc_port=8000",
+        "evaluate.lambada.data_path=/nowhere.jsonl",
+        "evaluate.time_limit=soon",
+    )
+    text = "\n".join(made.problems)
+    assert "tensor_model_parallel_size=3 does not divide head_num=8" in text
+    assert "use 1, 2, 4 or 8" in text
+    assert "ensemble" in text
+    assert "the three ports must differ" in text
+    assert "evaluate.time_limit=soon is not a time limit" in text
+
+
+def test_data_of_the_evaluation_is_looked_for(tmp_path: Path) -> None:
+    made = plan(tmp_path, "evaluate.lambada.data_path=/nowhere.jsonl")
+    assert any(
+        "evaluate.lambada.data_path=/nowhere.jsonl is not a file" in t for t in made.problems
+    )
+
+
+def test_bounds_are_checked_by_name_and_type(tmp_path: Path) -> None:
+    made = plan(tmp_path, "evaluate.gate.lambada_last_word.mni=0.5")
+    assert any("there is no such bound (did you mean min?)" in text for text in made.problems)
+
+
+def test_missing_checkpoint_is_named_with_its_key(tmp_path: Path) -> None:
+    made = plan(tmp_path, f"export.model.checkpoint_path={tmp_path}/none.nemo")
+    assert any(
+        "export.model.checkpoint_path" in text and f"{tmp_path}/none.nemo" in text
+        for text in made.problems
+    )
+
+
+def test_layers_must_divide_by_the_pipeline(tmp_path: Path) -> None:
+    made = plan(tmp_path, "export.triton_deployment.pipeline_model_parallel_size=3")
+    assert any(
+        "pipeline_model_parallel_size=3 does not divide num_layer=4" in text
+        for text in made.problems
+    )
+
+
+@pytest.mark.parametrize(
+    ("there", "asked"),
+    [("results/checkpoints", "checkpoints"), ("checkpoints", "results/checkpoints")],
+)
+def test_both_habitual_checkpoint_folders_are_looked_into(
+    tmp_path: Path, there: str, asked: str
+) -> None:
+    (tmp_path / there).mkdir(parents=True)
+    assert find_checkpoint(tmp_path / asked) == tmp_path / there
+
+
+def test_a_checkpoint_that_is_nowhere_keeps_its_name(tmp_path: Path) -> None:
+    assert find_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints"

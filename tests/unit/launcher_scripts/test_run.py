@@ -1,0 +1,202 @@
+"""Jobs on this machine: real processes through submitit, with stages that cost nothing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from toy_stages import EnvironmentStage, ServeStage, SleepStage, WriteStage, settings
+
+from launcher_scripts.console import Console
+from launcher_scripts.launchers.base import Job
+from launcher_scripts.launchers.local import LocalLauncher
+from launcher_scripts.pipeline import PlannedStage
+from launcher_scripts.run import Run
+from stages.base import Stage
+from stages.record import read_record
+
+HERE = Path(__file__).parent
+ENVIRONMENT = {"PYTHONPATH": str(HERE), "GREETING": "it's a $test"}
+
+
+def make_run(*stages: Stage) -> tuple[Run, io.StringIO]:
+    shown = io.StringIO()
+    jobs = {
+        stage.name: Job(stage=stage, environment=ENVIRONMENT, stage_config="a: 1\n")
+        for stage in stages
+    }
+    planned = [PlannedStage(stage, stage.finding()) for stage in stages]
+    return Run(LocalLauncher(), Console(shown), planned, jobs), shown
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(path: Path, timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not appear"
+        time.sleep(0.02)
+
+
+def test_finished_job_leaves_record_log_script_and_configuration(tmp_path: Path) -> None:
+    run, shown = make_run(WriteStage(settings(tmp_path, "write")))
+    assert run.run_all(wait=False) == 0
+    folder = tmp_path / "write"
+    record = read_record(folder / "job.json")
+    assert record is not None
+    assert (record.state, record.exit_code, record.stage) == ("completed", 0, "write")
+    assert record.seconds is not None
+    assert Path(record.log).name == f"log-write_{record.job_id}.out"
+    assert "working" in Path(record.log).read_text()
+    assert (folder / "write_hydra.yaml").read_text() == "a: 1\n"
+    assert (folder / "write_submission.sh").read_text().startswith("#!/bin/bash\n")
+    assert record.job_id in (folder / "launcher.log").read_text()
+    assert "completed" in shown.getvalue()
+    assert "lines: 1" in shown.getvalue()
+
+
+def test_failed_job_is_shown_cause_first_and_stops_the_next(tmp_path: Path) -> None:
+    run, shown = make_run(
+        WriteStage(settings(tmp_path, "write"), fails="error"),
+        EnvironmentStage(settings(tmp_path, "environment")),
+    )
+    assert run.run_all(wait=False) == 1
+    text = shown.getvalue()
+    assert "write failed: the disk is on fire; use water" in text
+    assert text.index("the disk is on fire") < text.index("last lines of")
+    assert "  | working" in text
+    assert "not started" in text
+    assert not (tmp_path / "environment").exists()
+
+
+def test_killed_job_is_lost_and_says_so(tmp_path: Path) -> None:
+    run, shown = make_run(WriteStage(settings(tmp_path, "write"), fails="killed"))
+    assert run.run_all(wait=False) == 1
+    assert "ended without a result" in shown.getvalue()
+    record = read_record(tmp_path / "write" / "job.json")
+    assert record is not None
+    assert record.state == "lost"
+
+
+def test_job_gets_its_variables_and_none_of_an_enclosing_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_NTASKS", "7")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    run, _ = make_run(EnvironmentStage(settings(tmp_path, "environment")))
+    assert run.run_all(wait=False) == 0
+    seen = json.loads((tmp_path / "out" / "target.txt").read_text())
+    assert seen["GREETING"] == "it's a $test"
+    assert seen["CUDA_VISIBLE_DEVICES"] == "1"
+    assert not {"SLURM_NTASKS", "OMPI_COMM_WORLD_RANK"} & set(seen)
+
+
+def test_second_run_keeps_the_files_of_the_first(tmp_path: Path) -> None:
+    for _ in range(2):
+        run, _ = make_run(WriteStage(settings(tmp_path, "write", overwrite=True)))
+        assert run.run_all(wait=False) == 0
+    folder = tmp_path / "write"
+    kept = read_record(folder / "runs" / "1" / "job.json")
+    latest = read_record(folder / "job.json")
+    assert kept is not None
+    assert latest is not None
+    assert kept.job_id != latest.job_id
+    assert (folder / "runs" / "1" / "write_submission.sh").exists()
+    assert len(list(folder.glob("log-*.out"))) == 2
+
+
+def test_server_is_stopped_after_the_last_stage(tmp_path: Path) -> None:
+    run, shown = make_run(
+        ServeStage(settings(tmp_path, "serve")), WriteStage(settings(tmp_path, "write"))
+    )
+    assert run.run_all(wait=False) == 0
+    record = read_record(tmp_path / "serve" / "job.json")
+    assert record is not None
+    assert (record.state, record.summary) == ("completed", {"ended": "stopped"})
+    assert not (tmp_path / "serve" / "endpoint.json").exists()
+    assert "write" in shown.getvalue()
+
+
+def test_interrupt_ends_the_job_and_what_it_started(tmp_path: Path) -> None:
+    run, shown = make_run(SleepStage(settings(tmp_path, "sleep")))
+    pid_file = tmp_path / "out" / "target.pid"
+
+    def interrupt() -> None:
+        wait_for(pid_file)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert run.run_all(wait=False) == 130
+    thread.join()
+    assert not is_alive(int(pid_file.read_text()))
+    record = read_record(tmp_path / "sleep" / "job.json")
+    assert record is not None
+    assert record.state == "cancelled"
+    assert "cancelled" in shown.getvalue()
+
+
+def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:3]\n"
+        "from pathlib import Path\n"
+        "from test_run import make_run\n"
+        "from toy_stages import SleepStage, settings\n"
+        "make_run(SleepStage(settings(Path(sys.argv[3]), 'sleep')))[0].run_all(wait=False)\n"
+    )
+    root = HERE.parents[2]
+    command = subprocess.Popen(
+        [sys.executable, "-c", program, str(root), str(HERE), str(tmp_path)],
+        stdout=subprocess.DEVNULL,
+    )
+    pid_file = tmp_path / "out" / "target.pid"
+    wait_for(pid_file)
+    command.kill()
+    command.wait()
+    record_path = tmp_path / "sleep" / "job.json"
+    deadline = time.monotonic() + 20
+    while (record := read_record(record_path)) and not record.is_final:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert record is not None
+    assert record.state == "cancelled"
+    deadline = time.monotonic() + 10
+    while is_alive(int(pid_file.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_finished_work_is_not_done_again(tmp_path: Path) -> None:
+    stage = WriteStage(settings(tmp_path, "write"))
+    stage()
+    stage.target.write_text("touched")
+    assert stage() == {"metrics": {"lines": 1.0}}
+    assert stage.target.read_text() == "touched"
+
+
+def test_dry_run_writes_and_prints_every_script_and_starts_nothing(tmp_path: Path) -> None:
+    run, shown = make_run(
+        ServeStage(settings(tmp_path, "serve")), WriteStage(settings(tmp_path, "write"))
+    )
+    run.render()
+    for name in ("serve", "write"):
+        script = tmp_path / name / f"{name}_submission.sh"
+        assert script.read_text() in shown.getvalue()
+        assert f"stages=[{name}]" in script.read_text()
+        assert not (tmp_path / name / "job.json").exists()
+    assert "export GREETING='it'\"'\"'s a $test'" in shown.getvalue()
+    assert not (tmp_path / "out").exists()

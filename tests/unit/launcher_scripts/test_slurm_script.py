@@ -1,0 +1,168 @@
+"""Batch scripts: their text against checked-in files, and each rule of rendering by itself.
+
+`SLIPWAY_UPDATE_GOLDEN=1 pytest ...` writes the files anew; look at the difference.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.arguments import read_arguments
+from launcher_scripts.compose import CHECKOUT, compose_config
+from launcher_scripts.config import Config
+from launcher_scripts.job_folder import make_job
+from launcher_scripts.launchers.base import AFTER_START, Dependency, Job
+from launcher_scripts.launchers.bcp import BcpLauncher
+from launcher_scripts.launchers.slurm import SlurmLauncher
+from launcher_scripts.launchers.slurm_script import (
+    batch_script,
+    flag,
+    memory,
+    mounts,
+    sbatch_options,
+    step_of,
+)
+from launcher_scripts.stage_configs import Context, build_stage
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def configure(*words: str) -> Config:
+    composition = compose_config(
+        read_arguments(["export=gpt3/sample", "base_results_dir=/r", *words]).overrides
+    )
+    assert composition.problems == ()
+    assert composition.config is not None
+    return composition.config
+
+
+def job(config: Config, name: str) -> Job:
+    stage = build_stage(name, config, Context(deploys=True))
+    sections = {each: {} for each in ("export", "convert", "deploy", "evaluate")}
+    return make_job(stage, config, sections, git_revision="")
+
+
+def options(name: str, *words: str, after: tuple[Dependency, ...] = ()) -> dict[str, object]:
+    config = configure("cluster=bcm", *words)
+    found = sbatch_options(job(config, name), config, after)
+    return {key: value for key, value in found.items() if value is not None and value is not False}
+
+
+def compare(name: str, text: str) -> None:
+    text = text.replace(sys.executable, "<python>").replace(str(CHECKOUT), "<checkout>")
+    path = GOLDEN / name
+    if os.environ.get("SLIPWAY_UPDATE_GOLDEN"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+@pytest.mark.parametrize("name", ["convert", "export", "deploy", "evaluate"])
+def test_batch_script_is_the_checked_in_one(name: str) -> None:
+    config = configure("cluster=bcm", "cluster.partition=batch", "cluster.account=llm")
+    compare(f"slurm_{name}.sh", SlurmLauncher(config).render(job(config, name), ()))
+
+
+def test_chained_script_is_the_checked_in_one() -> None:
+    config = configure("cluster=bcm", "cluster.gpus_per_node=null", "env_vars.NOTE=it's a $note")
+    after = [Dependency("12")]
+    compare("slurm_chained.sh", batch_script(job(config, "export"), config, after))
+
+
+def test_bcprun_script_is_the_checked_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    config = configure("cluster_type=bcp", "env_vars.NOTE=a b")
+    compare("bcp_convert.sh", BcpLauncher(config).render(job(config, "convert"), ()))
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, None), (False, None), (True, "--x"), (3, "--x=3"), ("a b", "--x='a b'")],
+)
+def test_null_and_false_leave_a_flag_out(value: object, expected: str | None) -> None:
+    assert flag("x", value) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0, "0"), (4, "4GB"), (1.5, "1536MB"), ("12G", "12G"), (None, None)],
+)
+def test_memory_is_in_gigabytes_and_zero_is_all(value: object, expected: str | None) -> None:
+    assert memory(value) == expected
+
+
+def test_guide_values_render_to_what_slurm_accepts() -> None:
+    found = options("deploy", "cluster.overcommit=False", "cluster.exclusive=False")
+    assert "overcommit" not in found
+    assert "exclusive" not in found
+    assert options("deploy", "cluster.exclusive=True")["exclusive"] is True
+
+
+def test_only_the_server_asks_for_gpus() -> None:
+    assert "gpus-per-node" not in options("convert")
+    assert "gpus-per-node" not in options("evaluate")
+    assert options("deploy")["gpus-per-node"] == 2
+    assert "gpus-per-node" not in options("deploy", "cluster.gpus_per_node=null")
+
+
+def test_gpus_per_task_come_with_a_number_of_tasks() -> None:
+    found = options("deploy", "cluster.gpus_per_task=1")
+    assert (found["gpus-per-task"], found["ntasks"]) == (1, 1)
+    assert "gpus-per-task" not in options("convert", "cluster.gpus_per_task=1")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("2:00:00", "02:00:00"), ("90", "01:30:00")])
+def test_time_limits_keep_their_meaning(text: str, expected: str) -> None:
+    assert options("convert", f"export.run.time_limit={text}")["time"] == expected
+
+
+def test_dependencies_are_combined() -> None:
+    found = options("export", "cluster.dependency=after:9", after=(Dependency("12"),))["dependency"]
+    assert found == "afterok:12,singleton,after:9"
+
+
+def test_evaluation_follows_the_start_of_the_server() -> None:
+    found = options("evaluate", after=(Dependency("12", AFTER_START),))
+    assert found["dependency"] == "after:12"
+    assert found["kill-on-invalid-dep"] == "yes"
+
+
+def test_any_further_option_reaches_sbatch() -> None:
+    assert options("convert", "+cluster.mail_type=END")["mail-type"] == "END"
+
+
+def test_without_a_container_the_batch_process_runs_the_stage() -> None:
+    config = configure("cluster=bcm")
+    assert step_of(job(config, "convert"), config) is None
+
+
+def test_container_flags_go_to_srun() -> None:
+    config = configure(
+        "cluster=bcm",
+        "container=nvcr.io#nvidia/x:1",
+        "container_mounts=[/scratch,null,/a:/b]",
+        "cluster.container_workdir=/w",
+    )
+    step = step_of(job(config, "convert"), config)
+    assert step is not None
+    assert step.prefix[:5] == (
+        "srun", "--nodes=1", "--ntasks=1", "--wait=60", "--kill-on-bad-exit=1",
+    )  # fmt: skip
+    assert "--container-image=nvcr.io#nvidia/x:1" in step.prefix
+    assert "--container-workdir=/w" in step.prefix
+    assert step.prefix[-1] == "--no-container-mount-home"
+    (mounted,) = [each for each in step.prefix if each.startswith("--container-mounts=")]
+    assert "/scratch:/scratch" in mounted
+    assert "/a:/b" in mounted
+    assert step.command("x")[-6:] == ["--no-container-mount-home", "python3", "-u", "-m",
+                                      "stages.step", "x"]  # fmt: skip
+
+
+def test_a_folder_below_a_mounted_one_is_not_mounted_again() -> None:
+    found = mounts(configure("cluster=bcm"))
+    assert "/r:/r" in found
+    assert not any(each.startswith("/r/") for each in found)

@@ -1,0 +1,263 @@
+"""What each stage checks, says and leaves behind, without running the heavy part."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inference.evaluation.options import EvaluationOptions
+from stages import STAGES
+from stages.base import JobSettings, Resources, Stage, StageError, Standing, Summary
+from stages.deploy import DeployConfig, DeployStage, check_deploy, read_endpoint
+from stages.evaluate import EvaluateConfig, EvaluateStage, NotEvaluatedError
+from stages.progress import Progress, read_progress, write_json
+from stages.record import JobRecord, read_record, update_record, write_record
+from stages.step import Step, run_in_step
+
+
+class CopyStage(Stage):
+    """Copies one file to another."""
+
+    name = "copy"
+
+    def __init__(self, job: JobSettings, source: Path, *, guards_inputs: bool = False) -> None:
+        super().__init__(job)
+        self.source = source
+        self.is_guarded = guards_inputs
+        self.mode = "plain"
+
+    @property
+    def target(self) -> Path:
+        return self.job.folder / "target.txt"
+
+    def check(self) -> list[str]:
+        return []
+
+    def outputs(self) -> list[Path]:
+        return [self.target]
+
+    def inputs(self) -> list[Path]:
+        return [self.source]
+
+    def identity(self) -> dict[str, Any]:
+        return {"copy.mode": self.mode}
+
+    def marker_path(self) -> Path:
+        return self.job.folder / "target.json"
+
+    def run(self, progress: Progress) -> Summary:
+        progress.update("copying")
+        if not self.source.exists():
+            raise StageError(f"{self.source} is gone", summary={"tried": 1})
+        self.target.write_bytes(self.source.read_bytes())
+        return {"size_bytes": self.source.stat().st_size}
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> CopyStage:
+    source = tmp_path / "source.txt"
+    source.write_text("one")
+    return CopyStage(JobSettings("copy", tmp_path / "copy"), source)
+
+
+def server(tmp_path: Path, **changes: Any) -> DeployConfig:
+    return replace(DeployConfig(repository=tmp_path, model_name="m"), **changes)
+
+
+def evaluation(tmp_path: Path, **changes: Any) -> EvaluateStage:
+    options = EvaluationOptions(output_dir=tmp_path / "report", data_dir=tmp_path)
+    config = EvaluateConfig(options=options, deploy=server(tmp_path), **changes)
+    return EvaluateStage(JobSettings("evaluate", tmp_path / "evaluate"), config)
+
+
+def test_table_of_stages_is_in_pipeline_order() -> None:
+    assert list(STAGES) == ["convert", "export", "deploy", "evaluate"]
+
+
+def test_stages_can_be_pickled(stage: CopyStage, tmp_path: Path) -> None:
+    for each in (evaluation(tmp_path), DeployStage(stage.job, server(tmp_path))):
+        again = pickle.loads(pickle.dumps(each))
+        assert again.identity() == each.identity()
+
+
+def test_marker_tells_finished_work_from_missing(stage: CopyStage) -> None:
+    assert stage.finding().standing is Standing.MISSING
+    summary = stage()
+    assert stage.finding().standing is Standing.FINISHED
+    stage.target.unlink()
+    assert stage.finding().standing is Standing.MISSING
+    assert summary == {"size_bytes": 3}
+
+
+def test_other_configuration_is_named_with_both_values(stage: CopyStage) -> None:
+    stage()
+    stage.mode = "fancy"
+    finding = stage.finding()
+    assert finding.standing is Standing.CONFLICT
+    assert finding.problems[0].startswith("copy.mode=fancy differs from plain, with which ")
+    assert str(stage.target) in finding.problems[0]
+
+
+def test_changed_input_makes_unguarded_work_missing(stage: CopyStage) -> None:
+    stage()
+    stage.source.write_text("another")
+    assert stage.finding().standing is Standing.MISSING
+
+
+def test_changed_input_of_guarded_work_is_a_conflict(
+    stage: CopyStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage()
+    stage.source.write_text("another")
+    monkeypatch.setattr(CopyStage, "guards_inputs", True)
+    (problem,) = stage.finding().problems
+    assert problem.startswith(f"{stage.source} has changed since")
+
+
+def test_marker_is_written_last(stage: CopyStage) -> None:
+    stage.source.unlink()
+    with pytest.raises(StageError):
+        stage()
+    assert not stage.marker_path().exists()
+
+
+def test_progress_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "progress.json"
+    assert read_progress(path).phase == ""
+    Progress(path).update("loading", done=1, total=2)
+    assert read_progress(path).total == 2
+    assert [each.name for each in tmp_path.iterdir()] == ["progress.json"]
+
+
+def test_record_of_another_job_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    write_record(path, JobRecord("2", "copy", "copy", "running"))
+    assert update_record(path, "1", state="failed") is None
+    assert update_record(path, "2", state="completed") is not None
+    found = read_record(path)
+    assert found is not None
+    assert found.state == "completed"
+
+
+def test_record_from_a_newer_version_can_be_read(tmp_path: Path) -> None:
+    values = {"job_id": "1", "stage": "s", "name": "n", "state": "running", "colour": "blue"}
+    write_json(tmp_path / "job.json", values)
+    found = read_record(tmp_path / "job.json")
+    assert found is not None
+    assert found.state == "running"
+
+
+def test_step_runs_the_stage_elsewhere_and_brings_the_summary(stage: CopyStage) -> None:
+    step = Step(("env", f"PYTHONPATH={Path(__file__).parent}:{Path.cwd()}"), sys.executable)
+    assert run_in_step(stage, step, folder=stage.job.folder / "step") == {"size_bytes": 3}
+
+
+def test_failure_inside_a_step_keeps_its_words(stage: CopyStage) -> None:
+    stage.source.unlink()
+    step = Step(
+        ("env", f"PYTHONPATH={Path(__file__).parent}:{Path.cwd()}", "bash", "-c"),
+        sys.executable,
+        line_flag=('exec 2>/dev/null; eval "$0"',),
+    )
+    with pytest.raises(StageError, match=r"source\.txt is gone") as caught:
+        run_in_step(stage, step, folder=stage.job.folder / "step")
+    assert caught.value.summary == {"tried": 1}
+
+
+def test_step_without_a_result_names_its_command(stage: CopyStage) -> None:
+    with pytest.raises(StageError, match=r"ended with status 1 and without a result.*false"):
+        run_in_step(stage, Step(("false",)), folder=stage.job.folder / "step")
+
+
+def test_step_hands_variables_on_by_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONE", "a b")
+    monkeypatch.delenv("TWO", raising=False)
+    step = Step(("run",), "py", line_flag=("--cmd",), env_flag="--env", variables=("ONE", "TWO"))
+    assert step.command("x y") == ["run", "--env", "ONE=a b", "--cmd", "py -u -m stages.step 'x y'"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"engine": "fastertransformer"}, "deploy.engine=fastertransformer is not served"),
+        ({"http_port": 70000}, "deploy.http_port=70000 is not a port"),
+        ({"grpc_port": 8000}, "the three ports must differ"),
+        ({"drain_s": -1.0}, "deploy.drain_s=-1.0 must not be negative"),
+        ({"ready_timeout_s": 0.0}, "deploy.ready_timeout_s=0.0 must be positive"),
+    ],
+)
+def test_server_configuration_is_checked(
+    tmp_path: Path, changes: dict[str, Any], text: str
+) -> None:
+    (problem,) = check_deploy(server(tmp_path, **changes))
+    assert text in problem
+
+
+def test_free_ports_may_be_asked_for_three_times(tmp_path: Path) -> None:
+    assert check_deploy(server(tmp_path, http_port=0, grpc_port=0, metrics_port=0)) == []
+
+
+def test_server_is_never_finished_earlier(tmp_path: Path) -> None:
+    stage = DeployStage(JobSettings("deploy", tmp_path), server(tmp_path))
+    assert stage.finding().standing is Standing.MISSING
+
+
+@pytest.mark.parametrize("text", ["here", "host:", ":80", "host:99999", "http://host:80x"])
+def test_address_of_a_server_has_a_host_and_a_port(tmp_path: Path, text: str) -> None:
+    (problem,) = [each for each in evaluation(tmp_path, server=text).check() if text in each]
+    assert "write host:port" in problem
+
+
+def test_evaluation_waits_for_the_published_address_only_so_long(tmp_path: Path) -> None:
+    stage = evaluation(tmp_path, endpoint_path=tmp_path / "endpoint.json")
+    stage.config = replace(stage.config, deploy=server(tmp_path, ready_timeout_s=0.2))
+    started = time.monotonic()
+    with pytest.raises(NotEvaluatedError, match=r"deploy\.ready_timeout_s=0\.2"):
+        stage()
+    assert time.monotonic() - started < 10
+
+
+def test_evaluation_does_not_wait_for_a_server_that_has_failed(tmp_path: Path) -> None:
+    write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "failed"))
+    stage = evaluation(tmp_path, endpoint_path=tmp_path / "endpoint.json")
+    with pytest.raises(NotEvaluatedError, match="the server's job 7 has failed"):
+        stage()
+
+
+def test_evaluation_lets_the_server_of_the_pipeline_end(tmp_path: Path) -> None:
+    write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "failed"))
+    stage = evaluation(tmp_path, endpoint_path=tmp_path / "endpoint.json", stops_server=True)
+    with pytest.raises(NotEvaluatedError):
+        stage()
+    assert (tmp_path / "stop_requested").exists()
+
+
+def test_report_of_another_configuration_is_set_aside(tmp_path: Path) -> None:
+    stage = evaluation(tmp_path, endpoint_path=tmp_path / "endpoint.json")
+    report = stage.outputs()[0]
+    report.parent.mkdir()
+    report.write_text("{}")
+    stage.mark_finished({})
+    assert stage.finding().standing is Standing.FINISHED
+    options = replace(stage.config.options, limit=3)
+    again = EvaluateStage(stage.job, replace(stage.config, options=options))
+    assert again.finding().standing is Standing.MISSING
+    write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "failed"))
+    with pytest.raises(NotEvaluatedError):
+        again()
+    assert json.loads((tmp_path / "report.1" / "report.json").read_text()) == {}
+
+
+def test_no_address_is_no_endpoint(tmp_path: Path) -> None:
+    assert read_endpoint(tmp_path / "endpoint.json") is None
+
+
+def test_resources_leave_the_choice_to_the_cluster_by_default() -> None:
+    assert Resources() == Resources(1, 1, None, None, None, 120)
