@@ -1,0 +1,1 @@
+"""Benchmarks: every quoted figure comes from one of these, rerunnable by anyone."""

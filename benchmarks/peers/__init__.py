@@ -1,0 +1,1 @@
+"""Run other projects' programs unchanged, for side-by-side figures."""
