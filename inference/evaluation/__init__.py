@@ -1,16 +1,19 @@
 """Accuracy and latency through a running server; the report; the gate.
 
-`TASKS` is the table of tasks: a name and what builds it. Importing this package loads
-the standard library only.
+`TASKS` is the table of tasks: a name, and what builds it. Importing this package loads the
+standard library only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+from inference.evaluation.end_to_end import EndToEnd
 from inference.evaluation.lambada import Lambada
-from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.options import EvaluationOptions, TextTaskOptions
 from inference.evaluation.task import Task
+from inference.evaluation.text_task import TEXT_TASKS, TextTask
 
 
 def _lambada(options: EvaluationOptions) -> Task:
@@ -19,8 +22,28 @@ def _lambada(options: EvaluationOptions) -> Task:
     )
 
 
+def _text_task(name: str, options: EvaluationOptions) -> Task:
+    return TextTask(
+        kind=TEXT_TASKS[name],
+        options=options.text_tasks.get(name, TextTaskOptions()),
+        limit=options.limit,
+        seed=options.seed,
+    )
+
+
+def _end_to_end(options: EvaluationOptions) -> Task:
+    return EndToEnd(limit=options.limit, seed=options.seed)
+
+
 TASKS: dict[str, Callable[[EvaluationOptions], Task]] = {
     "lambada": _lambada,
+    "end_to_end": _end_to_end,
+    "boolq": partial(_text_task, "boolq"),
+    "mnli": partial(_text_task, "mnli"),
+    "xnli": partial(_text_task, "xnli"),
+    "squad": partial(_text_task, "squad"),
+    "translation": partial(_text_task, "translation"),
+    "summarization": partial(_text_task, "summarization"),
 }
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from export_scripts.ft.config_ini import read_config
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.requests import ServedTokenizer
 from inference.evaluation.runner import EvaluationError
@@ -33,8 +35,21 @@ def connect(options: EvaluationOptions) -> Iterator[ServedModel]:
         if options.tokenizer_dir is not None:
             tokenizer = load_tokenizer(options.tokenizer_dir)
         yield ServedModel(
-            client, tokenizer, model_name=options.model_name, ensemble_name=options.ensemble_name
+            client,
+            tokenizer,
+            model_name=options.model_name,
+            ensemble_name=options.ensemble_name,
+            end_id=_end_id(options.weights_dir),
         )
+
+
+def _end_id(weights_dir: Path | None) -> int | None:
+    """Return the token that ends answers, from the converted folder's config.ini."""
+    if weights_dir is None or not (weights_dir / "config.ini").is_file():
+        return None
+    _, config = read_config(weights_dir)
+    end_id = getattr(config, "end_id", None)
+    return None if end_id is None else int(end_id)
 
 
 def _check_ready(client: TritonClient, options: EvaluationOptions) -> None:

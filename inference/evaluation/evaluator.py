@@ -15,6 +15,7 @@ from pathlib import Path
 
 from inference.evaluation import make_task
 from inference.evaluation.baseline import Baseline, read_baseline, write_baseline
+from inference.evaluation.checks import check_evaluation
 from inference.evaluation.environment import describe_environment, describe_weights
 from inference.evaluation.files import (
     FILE_NAMES,
@@ -30,7 +31,7 @@ from inference.evaluation.history import append_run, comparable_history, read_hi
 from inference.evaluation.html_page import render_html
 from inference.evaluation.latency import measure_latency
 from inference.evaluation.markdown import render_markdown
-from inference.evaluation.options import EvaluationOptions, check_evaluation
+from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.record import (
     LatencyPoint,
     Prediction,
@@ -43,6 +44,7 @@ from inference.evaluation.reference import (
     Reference,
     compare_with_reference,
     read_reference,
+    reference_of,
     with_reference_values,
 )
 from inference.evaluation.runner import (
@@ -94,6 +96,8 @@ def evaluate(
             for each in prepared
         ]
         points = _latency(options, asked, runs, progress)
+        if options.reference == "huggingface":
+            prepared = _with_source(options, prepared, progress)
     seconds = time.perf_counter() - start
     report = Report(
         run_id=_run_id(facts.name, started_at),
@@ -143,13 +147,36 @@ class _Prepared:
 def _prepare(name: str, options: EvaluationOptions) -> _Prepared:
     task = make_task(name, options)
     dataset, samples = task.prepare()
-    path = {"lambada": options.lambada.reference_path}.get(name)
+    path = options.reference_path(name)
     reference = None if path is None else read_reference(path, task=name)
     note = "" if reference is None else reference.mismatch(dataset)
     if note:
         logger.warning(note)
         reference = None
     return _Prepared(task, dataset, samples, reference, note)
+
+
+def _with_source(
+    options: EvaluationOptions, prepared: Sequence[_Prepared], progress: ProgressCallback | None
+) -> list[_Prepared]:
+    """Return the prepared tasks with what the source checkpoint's own library answers."""
+    from inference.evaluation.huggingface_model import load_source
+
+    assert options.source_path is not None
+    model = load_source(options.source_path)
+    found = []
+    for each in prepared:
+        run = run_task(
+            each.task,
+            each.dataset,
+            each.samples,
+            model,
+            concurrency=1,
+            progress=progress,
+            phase=f"{each.task.name} by transformers",
+        )
+        found.append(replace(each, reference=reference_of(run, source=model.source)))
+    return found
 
 
 def _baseline(options: EvaluationOptions, prepared: Sequence[_Prepared]) -> Baseline | None:

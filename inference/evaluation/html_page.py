@@ -131,7 +131,8 @@ def _task(report: Report, task: TaskReport) -> str:
     lead = (
         f"Asked {asked} samples of {escape(data.name)}, {escape(task.through)}: "
         f"{requests.count:,} requests in {seconds_text(requests.seconds)}, up to "
-        f"{requests.concurrency} in flight."
+        f"{requests.concurrency} in flight, {number_text(requests.tokens_per_s)} "
+        "generated tokens/s."
     )
     note = f'<p class="note">{escape(task.note)}</p>\n' if task.note else ""
     return (

@@ -87,7 +87,9 @@ def _task(task: TaskReport) -> str:
         f"{asked}; {requests.count:,} requests in {seconds_text(requests.seconds)} "
         f"({requests.per_s:.1f}/s, {requests.concurrency} in flight, p50 "
         f"{milliseconds_text(requests.latency.p50_ms)}, p99 "
-        f"{milliseconds_text(requests.latency.p99_ms)}), {task.through}.",
+        f"{milliseconds_text(requests.latency.p99_ms)}, "
+        f"{number_text(requests.tokens_per_s)} generated tokens/s), "
+        f"{task.through}.",
         task.note,
         _reference(task),
     ]

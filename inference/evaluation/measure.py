@@ -10,7 +10,13 @@ from typing import TypeVar
 
 from inference.evaluation.record import Distribution, RequestStatistics
 from inference.evaluation.statistics import percentile
-from inference.evaluation.task import Completion, RequestTensors, TextGenerator
+from inference.evaluation.task import (
+    NO_WORDS,
+    Completion,
+    RequestTensors,
+    TextGenerator,
+    WordLists,
+)
 
 _MAX_INTERVALS = 120
 _EVENTS_PER_INTERVAL = 8
@@ -39,14 +45,28 @@ class TimedGenerator:
         return self._model.decode(ids)
 
     def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False
+        self,
+        prompt: str,
+        *,
+        output_len: int,
+        score_prompt: bool = False,
+        words: WordLists = NO_WORDS,
     ) -> Completion:
         """Return the greedy continuation of a text."""
         return self._timed(
             lambda: self._model.complete_text(
-                prompt, output_len=output_len, score_prompt=score_prompt
+                prompt, output_len=output_len, score_prompt=score_prompt, words=words
             ),
             lambda answer: answer.generated,
+        )
+
+    def complete_in_steps(
+        self, prompt: str, *, output_len: int
+    ) -> tuple[tuple[int, ...], Completion]:
+        """Return the greedy continuation of a text, made without the ensemble."""
+        return self._timed(
+            lambda: self._model.complete_in_steps(prompt, output_len=output_len),
+            lambda answer: len(answer[0]),
         )
 
     def complete_ids(

@@ -1,7 +1,6 @@
 """The options of an evaluation, as plain data; importing this costs nothing.
 
-The configuration group `evaluate` has these fields; `check_evaluation` answers with every
-problem that is visible before anything runs.
+The configuration group `evaluate` has these fields; checks.py finds their problems.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inference.evaluation.gate import Bound, check_bounds
+from inference.evaluation.gate import Bound
 
 LAMBADA_METRICS = ("lambada_last_word", "lambada_last_token", "lambada_perplexity")
 # OpenAI's preprocessing of the LAMBADA test set (CC BY 4.0): 5,153 lines {"text": ...}.
@@ -35,6 +34,47 @@ class LambadaOptions:
     url: str = LAMBADA_URL
     sha256: str = LAMBADA_SHA256
     metrics: tuple[str, ...] = LAMBADA_METRICS
+    reference_path: Path | None = None
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Virtual tokens ahead of every prompt, for models tuned by p-tuning or prompt tuning.
+
+    Attributes:
+        length: virtual tokens; 0 for models that are not tuned so.
+        start_id: id of the first of them, `prompt_learning_start_id` of config.ini.
+        task_id: table loaded by the server; null where the request brings its own.
+        table_path: `model.prompt_table.<task>.weight.bin` to send with every request, fp32.
+        append_ids: tokens after every prompt, such as a separator the model was tuned with.
+    """
+
+    length: int = 0
+    start_id: int = 0
+    task_id: int | None = None
+    table_path: Path | None = None
+    append_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class TextTaskOptions:
+    """Data and prompts of a task whose answer is text.
+
+    Attributes:
+        data_path: JSON Lines (squad: also the official JSON) with the fields of the template.
+        target_path: translation only: the file of right lines, where data_path has the sources.
+        template: prompt with the row's fields in braces; null takes the task's own.
+        output_len: tokens to generate; null takes the task's own.
+        method: `generation`, or for tasks with few answers `log_likelihood`.
+        reference_path: figures recorded elsewhere for the same data, to compare with.
+    """
+
+    data_path: Path | None = None
+    target_path: Path | None = None
+    template: str | None = None
+    output_len: int | None = None
+    method: str = "generation"
+    prompt: PromptOptions = field(default_factory=PromptOptions)
     reference_path: Path | None = None
 
 
@@ -112,6 +152,10 @@ class EvaluationOptions:
         concurrency: requests kept in flight.
         limit: ask only this many samples, drawn with `seed`; null asks all, in file order.
         request_timeout_s: a request that takes longer has failed.
+        text_tasks: options of the tasks whose answer is text, by name.
+        reference: `huggingface` runs every task on `source_path` too, with the library that made
+            it, and compares; `none` compares with the recorded references only.
+        source_path: the checkpoint that was converted.
         gate: bounds per metric name; a breach is reported and decides the exit code.
         baseline: `none`, `compare` (gate against `baseline_path`) or `update` (record it).
         history_dir: run store that the report is added to; null keeps no history.
@@ -131,130 +175,17 @@ class EvaluationOptions:
     seed: int = 1234
     request_timeout_s: float = 120.0
     lambada: LambadaOptions = field(default_factory=LambadaOptions)
+    text_tasks: Mapping[str, TextTaskOptions] = field(default_factory=dict)
     latency: LatencyOptions = field(default_factory=LatencyOptions)
+    reference: str = "none"
+    source_path: Path | None = None
     gate: Mapping[str, Bound] = field(default_factory=dict)
     baseline: str = "none"
     baseline_path: Path | None = None
     history_dir: Path | None = None
 
-
-def check_evaluation(options: EvaluationOptions) -> list[str]:
-    """Return every problem of the options that can be seen without a server, or an empty list.
-
-    The messages use the configuration's names (`evaluate.concurrency`).
-    """
-    from inference.evaluation import TASKS
-
-    problems = [
-        f"unknown task {name!r} in evaluate.tasks; known tasks: {', '.join(sorted(TASKS))}."
-        for name in options.tasks
-        if name not in TASKS
-    ]
-    if not options.tasks:
-        problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
-    problems += _check_numbers(options)
-    problems += _check_lambada(options.lambada)
-    problems += _check_latency(options.latency)
-    problems += check_bounds(options.gate, known=_known_metrics(options))
-    problems += _check_baseline(options)
-    return problems
-
-
-def _known_metrics(options: EvaluationOptions) -> tuple[str, ...]:
-    return tuple(options.lambada.metrics) if "lambada" in options.tasks else ()
-
-
-def _check_numbers(options: EvaluationOptions) -> list[str]:
-    problems = []
-    if options.protocol not in ("grpc", "http"):
-        problems.append(f"evaluate.protocol={options.protocol!r} is unknown; use grpc or http.")
-    if options.concurrency < 1:
-        problems.append(f"evaluate.concurrency={options.concurrency} must be at least 1.")
-    if options.limit is not None and options.limit < 1:
-        problems.append(
-            f"evaluate.limit={options.limit} must be at least 1, or null for all samples."
-        )
-    if options.request_timeout_s <= 0:
-        problems.append(
-            f"evaluate.request_timeout_s={options.request_timeout_s} must be positive (seconds)."
-        )
-    return problems
-
-
-def _check_lambada(lambada: LambadaOptions) -> list[str]:
-    problems = [
-        f"unknown metric {name!r} in evaluate.lambada.metrics; known: {', '.join(LAMBADA_METRICS)}."
-        for name in lambada.metrics
-        if name not in LAMBADA_METRICS
-    ]
-    if not lambada.metrics:
-        problems.append(
-            f"evaluate.lambada.metrics is empty; choose from {', '.join(LAMBADA_METRICS)}."
-        )
-    for key, path in (
-        ("data_path", lambada.data_path),
-        ("reference_path", lambada.reference_path),
-    ):
-        if path is not None and not path.is_file():
-            problems.append(
-                f"evaluate.lambada.{key}={path} is not a file; give an existing file, or null."
-            )
-    return problems
-
-
-def _check_latency(latency: LatencyOptions) -> list[str]:
-    if not latency.enabled:
-        return []
-    numbers = {
-        "batch_sizes": latency.batch_sizes,
-        "concurrencies": latency.concurrencies,
-        "requests": (latency.requests,),
-    }
-    problems = [
-        f"evaluate.latency.{key}={', '.join(map(str, values)) or '[]'} must be positive integers."
-        for key, values in numbers.items()
-        if not values or min(values) < 1
-    ]
-    if not latency.shapes:
-        problems.append("evaluate.latency.shapes is empty; name at least one, such as 60+20.")
-    problems += [told for text in latency.shapes if (told := _shape_problem(text))]
-    if latency.warmup < 0:
-        problems.append(f"evaluate.latency.warmup={latency.warmup} must not be negative.")
-    if latency.max_point_s <= 0:
-        problems.append(
-            f"evaluate.latency.max_point_s={latency.max_point_s} must be positive (seconds)."
-        )
-    if latency.load_generator not in ("client", "perf_analyzer"):
-        problems.append(
-            f"evaluate.latency.load_generator={latency.load_generator!r} is unknown; use client or "
-            "perf_analyzer."
-        )
-    return problems
-
-
-def _shape_problem(text: str) -> str:
-    try:
-        parse_shape(text)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _check_baseline(options: EvaluationOptions) -> list[str]:
-    if options.baseline not in ("none", "compare", "update"):
-        return [f"evaluate.baseline={options.baseline!r} is unknown; use none, compare or update."]
-    if options.baseline == "none":
-        relative = [name for name, bound in options.gate.items() if bound.is_relative]
-        return [
-            f"evaluate.gate.{name} is relative to a baseline, but evaluate.baseline=none; set "
-            "evaluate.baseline=compare and evaluate.baseline_path."
-            for name in relative
-        ]
-    if options.baseline_path is None:
-        return [f"evaluate.baseline={options.baseline} needs evaluate.baseline_path."]
-    if options.baseline == "compare" and not options.baseline_path.is_file():
-        return [
-            f"evaluate.baseline_path={options.baseline_path} does not exist; record a baseline "
-            "first with evaluate.baseline=update."
-        ]
-    return []
+    def reference_path(self, task: str) -> Path | None:
+        """Return the figures that `task` is compared with, if there are any."""
+        if task == "lambada":
+            return self.lambada.reference_path
+        return self.text_tasks.get(task, TextTaskOptions()).reference_path

@@ -103,6 +103,11 @@ class RequestStatistics:
     completed: tuple[int, ...]
     generated: int = 0
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens over the time of the run."""
+        return self.generated / self.seconds if self.seconds > 0 else 0.0
+
 
 @dataclass(frozen=True)
 class Comparison:

@@ -38,12 +38,14 @@ class Reference:
     Attributes:
         metrics: values over the whole data set, by metric name.
         per_sample: values by quantity and sample index.
+        same_samples: whether `metrics` are over exactly the samples of the run, limit and all.
     """
 
     source: str
     dataset_sha256: str
     metrics: Mapping[str, float]
     per_sample: Mapping[str, Mapping[int, float]]
+    same_samples: bool = False
 
     def mismatch(self, dataset: Dataset) -> str:
         """Return why the reference cannot be compared with `dataset`; empty if it can."""
@@ -112,6 +114,21 @@ def _from_report(path: Path, task: str) -> Reference:
     )
 
 
+def reference_of(run: TaskRun, *, source: str) -> Reference:
+    """Return a finished run as the reference of others over the same samples."""
+    per_sample: dict[str, dict[int, float]] = {}
+    for prediction in run.predictions:
+        for name, value in prediction.values.items():
+            per_sample.setdefault(name, {})[prediction.index] = value
+    return Reference(
+        source=source,
+        dataset_sha256=run.dataset.sha256,
+        metrics={metric.name: metric.value for metric in run.metrics},
+        per_sample=per_sample,
+        same_samples=True,
+    )
+
+
 def compare_with_reference(run: TaskRun, reference: Reference) -> ReferenceComparison:
     """Compare every metric, sample by sample where the reference has samples."""
     values = _reference_values(run, reference)
@@ -153,7 +170,8 @@ def _reference_values(run: TaskRun, reference: Reference) -> dict[str, float]:
     reference has all samples; whole-set figures are comparable only when this run asked the whole
     set.
     """
-    values = dict(reference.metrics) if run.dataset.limit is None else {}
+    comparable = reference.same_samples or run.dataset.limit is None
+    values = dict(reference.metrics) if comparable else {}
     indices = [prediction.index for prediction in run.predictions]
     needed = {metric.sample_value for metric in run.metrics}
     columns = reference.per_sample

@@ -13,6 +13,15 @@ from inference.evaluation.runner import RequestFailedError
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 Arrays = dict[str, "np.ndarray[Any, Any]"]
 _REMEMBERED = 4096
+# Triton's names of the types that requests hold, in numpy's.
+NUMPY_TYPES: dict[str, Any] = {
+    "BOOL": np.bool_,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "INT32": np.int32,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+}
 
 
 class InferenceClient(Protocol):
@@ -91,5 +100,6 @@ class ServedTokenizer:
         Raises:
             RequestFailedError: the server refused, failed or did not answer in time.
         """
-        inputs = {"TOKENS_BATCH": np.array([[ids]], np.uint32)}
+        declared = self._client.input_types(self._postprocessing)["TOKENS_BATCH"]
+        inputs = {"TOKENS_BATCH": np.array([[ids]], NUMPY_TYPES[declared])}
         return first_text(ask(self._client, self._postprocessing, inputs, "OUTPUT")["OUTPUT"])

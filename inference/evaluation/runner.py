@@ -76,15 +76,19 @@ def run_task(
     *,
     concurrency: int,
     progress: ProgressCallback | None = None,
+    phase: str = "",
 ) -> TaskRun:
     """Evaluate one task on its prepared data, keeping up to `concurrency` samples in flight.
+
+    `phase` is what progress is reported under, the task's name unless given.
 
     Raises:
         EvaluationError: at least one sample could not be evaluated.
     """
     timed = TimedGenerator(model)
     start = time.perf_counter()
-    answered = _ask_all(task, samples, timed, concurrency=concurrency, progress=progress)
+    tally = _Tally(phase or task.name, total=len(samples), report=progress)
+    answered = _ask_all(task, samples, timed, concurrency=concurrency, tally=tally)
     seconds = time.perf_counter() - start
     scores = [answered[sample.index][0] for sample in samples]
     predictions = tuple(
@@ -119,12 +123,11 @@ def _ask_all(
     model: TextGenerator,
     *,
     concurrency: int,
-    progress: ProgressCallback | None,
+    tally: _Tally,
 ) -> dict[int, _Answered]:
     """Return every sample's score by its index."""
     answered: dict[int, _Answered] = {}
     failures: list[tuple[int, RequestFailedError]] = []
-    tally = _Tally(task.name, total=len(samples), report=progress)
     executor = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="evaluate")
     try:
         for index, future in _completed(executor, partial(_ask, task, model), samples, concurrency):

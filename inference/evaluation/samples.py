@@ -54,10 +54,8 @@ def samples_script(report: Report, predictions: Sequence[Prediction]) -> str:
             "text": each.text,
             "target": each.target,
             "answer": each.answer.strip(),
-            "marks": [int(each.values[name]) for name in names if name in each.values],
-            "reference": [
-                int(each.reference[name]) if name in each.reference else None for name in names
-            ],
+            "marks": [_rounded(each.values.get(name)) for name in names],
+            "reference": [_rounded(each.reference.get(name)) for name in names],
             "ms": round(each.seconds * 1000),
         }
         for each in predictions
@@ -69,6 +67,16 @@ def samples_script(report: Report, predictions: Sequence[Prediction]) -> str:
     )
 
 
+def _rounded(value: float | None) -> float | None:
+    """Return a value as the page shows and compares it; none where a task has no such quantity."""
+    return None if value is None else round(value, 3)
+
+
 def _marked(report: Report) -> list[Metric]:
-    """Return the metrics that are right or wrong on each sample."""
-    return [metric for metric in report.metrics if metric.unit == "fraction"]
+    """Return the metrics with a fraction for each sample, one for each such quantity."""
+    found = {
+        metric.sample_value: metric
+        for metric in reversed(report.metrics)
+        if metric.unit == "fraction"
+    }
+    return list(reversed(found.values()))

@@ -16,14 +16,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from inference.evaluation.requests import (
+    NUMPY_TYPES,
     Arrays,
     InferenceClient,
+    ServedTokenizer,
     ask,
     first_text,
     text_tensor,
 )
 from inference.evaluation.runner import RequestFailedError
-from inference.evaluation.task import Completion, RequestTensors
+from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, WordLists
 
 _LOG_PROBS = ("cum_log_probs", "output_log_probs")
 
@@ -42,14 +44,6 @@ _GREEDY_WITH_LOG_PROBS = {
     "runtime_top_p": np.array([[1e-6]], np.float32),
     "is_return_log_probs": np.array([[True]]),
     "is_return_context_cum_log_probs": np.array([[True]]),
-}
-_NUMPY_TYPES: dict[str, Any] = {
-    "BOOL": np.bool_,
-    "FP16": np.float16,
-    "FP32": np.float32,
-    "INT32": np.int32,
-    "UINT32": np.uint32,
-    "UINT64": np.uint64,
 }
 
 
@@ -109,7 +103,12 @@ class ServedModel:
         return self.decode(ids[: ids.index(self._end_id)] if self._end_id in ids else ids)
 
     def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False
+        self,
+        prompt: str,
+        *,
+        output_len: int,
+        score_prompt: bool = False,
+        words: WordLists = NO_WORDS,
     ) -> Completion:
         """Return the greedy continuation as text, asked through the ensemble if there is one.
 
@@ -117,12 +116,14 @@ class ServedModel:
             RequestFailedError: the server refused, failed or did not answer in time.
         """
         if self._ensemble_name is None:
+            if words != NO_WORDS:
+                raise RequestFailedError("word lists are encoded by the ensemble; there is none.")
             return self._complete_encoded(prompt, output_len, score_prompt=score_prompt)
         inputs = {
             "INPUT_0": text_tensor(prompt),
             "INPUT_1": np.array([[output_len]], np.uint32),
-            "INPUT_2": text_tensor(""),
-            "INPUT_3": text_tensor(""),
+            "INPUT_2": text_tensor(words.bad),
+            "INPUT_3": text_tensor(words.stop),
             **(_GREEDY_WITH_LOG_PROBS if score_prompt else _GREEDY),
         }
         names = ("OUTPUT_0", "sequence_length", *(_LOG_PROBS if score_prompt else ()))
@@ -134,6 +135,24 @@ class ServedModel:
             generated=length - prompt_len,
             context_log_prob=_context_log_prob(outputs) if score_prompt else None,
         )
+
+    def complete_in_steps(
+        self, prompt: str, *, output_len: int
+    ) -> tuple[tuple[int, ...], Completion]:
+        """Return tokens and text by way of preprocessing, model and postprocessing.
+
+        Raises:
+            RequestFailedError: the server refused, failed or did not answer in time.
+        """
+        served = ServedTokenizer(self._client)
+        input_ids = served.encode(prompt)
+        answer = self.complete_ids(input_ids, output_len=output_len)
+        if self.is_encoder_decoder:
+            text = served.decode(answer)
+        else:
+            whole, before = served.decode(input_ids + answer), served.decode(input_ids)
+            text = whole.removeprefix(before)
+        return answer, Completion(text, len(answer))
 
     def _complete_encoded(self, prompt: str, output_len: int, *, score_prompt: bool) -> Completion:
         """Return the continuation of a text that is encoded and decoded here."""
@@ -233,7 +252,7 @@ class ServedModel:
         """Return a value or array as the tensor `name`, repeated for every row."""
         if name not in self._types:
             raise RequestFailedError(f"{self._model_name} takes no input {name}.")
-        array = np.asarray(value, _NUMPY_TYPES[self._types[name]])
+        array = np.asarray(value, NUMPY_TYPES[self._types[name]])
         return np.repeat(array.reshape(1, *(array.shape or (1,))), rows, axis=0)
 
     def context_log_prob(self, input_ids: Sequence[int]) -> float:

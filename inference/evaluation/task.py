@@ -108,6 +108,16 @@ class Completion:
     context_log_prob: float | None = None
 
 
+@dataclass(frozen=True)
+class WordLists:
+    """Words that end an answer and words that it must not have, each one CSV record."""
+
+    stop: str = ""
+    bad: str = ""
+
+
+NO_WORDS = WordLists()
+
 # Contract tensors sent besides the prompt, by name: one value or array, the same for every row.
 RequestTensors = Mapping[str, Any]
 
@@ -124,9 +134,20 @@ class TextGenerator(Protocol):
         ...
 
     def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False
+        self,
+        prompt: str,
+        *,
+        output_len: int,
+        score_prompt: bool = False,
+        words: WordLists = NO_WORDS,
     ) -> Completion:
         """Return the text of `output_len` greedy tokens after `prompt`, without the prompt."""
+        ...
+
+    def complete_in_steps(
+        self, prompt: str, *, output_len: int
+    ) -> tuple[tuple[int, ...], Completion]:
+        """Return the tokens and the text after `prompt`, made without the ensemble."""
         ...
 
     def complete_ids(

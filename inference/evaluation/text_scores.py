@@ -46,7 +46,7 @@ def _f1(answer: Sequence[str], target: Sequence[str]) -> float:
 
 def rouge(answer: str, target: str, *, kinds: Sequence[str] = ROUGE_TYPES) -> dict[str, float]:
     """Return the F-measures of ROUGE, 0 to 1, without stemming."""
-    from rouge_score import rouge_scorer
+    from rouge_score import rouge_scorer  # type: ignore[import-untyped]
 
     scores = rouge_scorer.RougeScorer(list(kinds), use_stemmer=False).score(target, answer)
     return {kind: float(scores[kind].fmeasure) for kind in kinds}
@@ -71,7 +71,7 @@ def corpus_bleu(
 
     The interval is sacrebleu's own, by bootstrap resampling (Koehn, EMNLP 2004).
     """
-    from sacrebleu.metrics import BLEU
+    from sacrebleu.metrics.bleu import BLEU
 
     found: Any = BLEU(force=True).corpus_score(
         list(answers), [list(targets)], n_bootstrap=resamples if len(answers) > 1 else 1

@@ -5,6 +5,8 @@
   const element = (id) => document.getElementById(id);
   const [search, filter, body] = ["search", "filter", "rows"].map(element);
   const PAGE = 20;
+  const SIGNS = { 0: "\u2717", 1: "\u2713" };
+  const KINDS = { 0: "bad", 1: "good" };
   let found = data.rows;
   let page = 0;
 
@@ -56,7 +58,7 @@
     cell(tr, "answer", row.target);
     cell(tr, "answer soft", row.answer);
     for (const mark of row.marks) {
-      cell(tr, `mark ${mark ? "good" : "bad"}`, mark ? "\u2713" : "\u2717");
+      cell(tr, `mark ${KINDS[mark] ?? "soft"}`, SIGNS[mark] ?? mark ?? "");
     }
     cell(tr, "number soft time", row.ms);
     tr.addEventListener("click", () => String(getSelection()) || toggle(tr));

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from inference.evaluation.checks import check_evaluation
 from inference.evaluation.gate import Bound
 from inference.evaluation.options import (
     USE_CASES,
     EvaluationOptions,
     LambadaOptions,
     LatencyOptions,
+    PromptOptions,
     Shape,
-    check_evaluation,
+    TextTaskOptions,
     parse_shape,
 )
+from inference.evaluation.text_task import TEXT_TASKS
 
 
 def problems(**changes) -> list[str]:
@@ -81,6 +85,74 @@ def test_the_guide_s_use_cases_have_names():
     assert parse_shape("225+20") == USE_CASES["intent_classification"]
 
 
+def test_a_text_task_needs_its_data():
+    assert problems(tasks=("boolq",)) == ["evaluate.boolq.data_path is needed for the task boolq."]
+
+
+def test_options_of_tasks_that_are_not_asked_for_are_not_checked(tmp_path):
+    options = {"boolq": TextTaskOptions(data_path=tmp_path / "gone")}
+    assert problems(text_tasks=options) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "told"),
+    [
+        ("mnli", {"method": "log_likelihood"}, "evaluate.mnli.method=log_likelihood needs a task"),
+        ("boolq", {"method": "guess"}, "evaluate.boolq.method='guess' is unknown"),
+        ("boolq", {"output_len": 0}, "evaluate.boolq.output_len=0 must be at least 1"),
+        ("squad", {"target_path": Path(__file__)}, "evaluate.squad.target_path has no meaning"),
+        ("boolq", {"prompt": PromptOptions(length=-1)}, "evaluate.boolq.prompt.length=-1 must not"),
+        ("boolq", {"prompt": PromptOptions(task_id=0)}, "evaluate.boolq.prompt.length=0, but"),
+        (
+            "boolq",
+            {"prompt": PromptOptions(length=3)},
+            "evaluate.boolq.prompt needs either task_id",
+        ),
+        (
+            "boolq",
+            {"prompt": PromptOptions(length=3, task_id=0), "method": "log_likelihood"},
+            "evaluate.boolq.prompt cannot be used with",
+        ),
+    ],
+)
+def test_problems_of_text_tasks_are_told(task, changes, told):
+    options = TextTaskOptions(data_path=Path(__file__), **changes)
+    (found,) = problems(tasks=(task,), text_tasks={task: options})
+    assert found.startswith(told)
+
+
+def test_a_task_s_package_is_asked_for(monkeypatch):
+    kind = replace(TEXT_TASKS["translation"], package="not_installed_anywhere")
+    monkeypatch.setitem(TEXT_TASKS, "translation", kind)
+    options = {"translation": TextTaskOptions(data_path=Path(__file__))}
+    assert problems(tasks=("translation",), text_tasks=options) == [
+        "the task translation needs the package not_installed_anywhere; install slipway[evaluate]."
+    ]
+
+
+def test_metrics_of_text_tasks_can_be_bounded():
+    options = {"squad": TextTaskOptions(data_path=Path(__file__))}
+    gate = {"squad_f1": Bound(min=0.5)}
+    assert problems(tasks=("squad",), text_tasks=options, gate=gate) == []
+
+
+def test_the_source_must_be_one_that_its_library_reads(tmp_path):
+    (told,) = problems(reference="huggingface", source_path=tmp_path / "model.nemo")
+    assert told.startswith("evaluate.reference=huggingface needs a source checkpoint that trans")
+    (tmp_path / "config.json").write_text("{}")
+    assert problems(reference="huggingface", source_path=tmp_path) == []
+    assert problems(reference="source") == [
+        "evaluate.reference='source' is unknown; use none or huggingface."
+    ]
+
+
+def test_one_task_has_one_reference(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    lambada = LambadaOptions(reference_path=tmp_path / "config.json")
+    (told,) = problems(reference="huggingface", source_path=tmp_path, lambada=lambada)
+    assert "evaluate.lambada.reference_path exclude each other" in told
+
+
 def test_latency_that_is_off_is_not_checked():
     assert problems(latency=LatencyOptions(enabled=False, requests=0)) == []
 
@@ -117,7 +189,7 @@ def test_a_relative_bound_without_a_baseline_is_told():
 
 def test_options_are_checked_without_heavy_imports():
     code = (
-        "import sys; from inference.evaluation.options import check_evaluation; "
+        "import sys; from inference.evaluation.checks import check_evaluation; "
         "from inference.evaluation.record import RunFacts; import inference.evaluation; "
         "print({'torch', 'numpy', 'tritonclient', 'transformers'} & set(sys.modules))"
     )

@@ -77,6 +77,13 @@ def test_text_of_samples_cannot_end_the_script(page):
     assert [row["marks"] for row in rows] == [[1], [0]]
 
 
+def test_metrics_of_one_quantity_share_a_column(report, predictions, make_metric):
+    parts = (make_metric(), make_metric("lambada_last_word_de", sample_value="lambada_last_word"))
+    task = replace(report.tasks[0], metrics=parts)
+    page = render_html(replace(report, tasks=(task,)), predictions)
+    assert page.count('<th class="mark">') == 1
+
+
 def test_names_are_escaped(report, predictions):
     page = render_html(replace(report, run=replace(report.run, name="<img src=x>")), predictions)
     assert "<img" not in page

@@ -87,7 +87,7 @@ def test_the_context_is_scored_with_the_answer_where_both_are_asked_for(fake_mod
 
 def test_perplexity_is_over_words_not_tokens():
     scores = [Score({"lambada_word_log_prob": value}, "") for value in (-1.0, -3.0)]
-    (metric,) = task(metrics=("lambada_perplexity",)).metrics(scores)
+    (metric,) = task(metrics=("lambada_perplexity",)).metrics((), scores)
     assert metric.value == pytest.approx(math.exp(2.0))
     assert metric.stderr == pytest.approx(math.exp(2.0) * 1.0)
     assert metric.low < metric.value < metric.high
@@ -96,7 +96,7 @@ def test_perplexity_is_over_words_not_tokens():
 
 def test_accuracy_counts_all_samples():
     scores = [Score({"lambada_last_word": value}, "") for value in (1.0, 0.0, 0.0, 0.0)]
-    (metric,) = task(metrics=("lambada_last_word",)).metrics(scores)
+    (metric,) = task(metrics=("lambada_last_word",)).metrics((), scores)
     assert (metric.value, metric.count, metric.key) == (0.25, 4, "acc")
     assert 0.0 < metric.low < 0.25 < metric.high < 1.0
 

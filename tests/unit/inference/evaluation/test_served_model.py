@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from export_scripts.triton.signature import GPT, PREPROCESSING, ensemble
+from export_scripts.triton.signature import GPT, PREPROCESSING, T5, ensemble, resolve
+from inference.evaluation.requests import ServedTokenizer
 from inference.evaluation.runner import RequestFailedError
-from inference.evaluation.served_model import ServedModel, ServedTokenizer
+from inference.evaluation.served_model import ServedModel
 
 _NUMPY = {"UINT32": "uint32", "FP32": "float32", "BOOL": "bool", "BYTES": "object"}
 
@@ -21,6 +22,12 @@ class FakeClient:
         self.outputs = outputs
         self.sent: list[tuple[str, dict[str, np.ndarray]]] = []
         self.error: Exception | None = None
+        self.signature = resolve(GPT, data_type="fp32")
+
+    def input_types(self, model):
+        if model == "postprocessing":
+            return {"TOKENS_BATCH": "INT32"}
+        return {tensor.name: tensor.dtype for tensor in self.signature.inputs}
 
     def infer(self, model, inputs, *, outputs=None):
         if self.error is not None:
@@ -48,7 +55,10 @@ def answer_ids(*ids: int, length: int) -> dict[str, np.ndarray]:
 
 
 def text_of(text: str) -> dict[str, np.ndarray]:
-    return {"OUTPUT_0": np.array([[text.encode()]], dtype=object)}
+    return {
+        "OUTPUT_0": np.array([[text.encode()]], dtype=object),
+        "sequence_length": np.array([[len(text)]], np.uint32),
+    }
 
 
 def test_answer_ids_are_those_after_the_prompt_up_to_the_length():
@@ -160,6 +170,79 @@ def test_failures_of_the_client_become_failed_requests():
             model.complete_ids([1], output_len=1)
 
 
+def test_tokens_of_a_text_answer_are_counted():
+    model = ServedModel(FakeClient(ensemble=text_of("a bc")), Letters())
+    assert model.complete_text("a", output_len=9).generated == 3
+
+
+def test_an_answer_ends_before_the_end_token():
+    model = ServedModel(FakeClient(), Letters(), end_id=98)
+    assert model.decode_answer([97, 97, 98, 97]) == "aa"
+    assert model.decode_answer([97]) == "a"
+
+
+def test_further_tensors_are_sent_for_every_row():
+    client = FakeClient(
+        fastertransformer={
+            "output_ids": np.array([[[7, 9, 9]], [[8, 9, 9]]], np.uint32),
+            "sequence_length": np.array([[3], [3]], np.uint32),
+            "response_input_lengths": np.array([[1], [1]], np.int32),  # one of two is virtual
+        }
+    )
+    tensors = {
+        "request_prompt_embedding": [[0.5, 1.5]],
+        "request_prompt_lengths": 1,
+        "request_prompt_type": 3,
+    }
+    answers = ServedModel(client, Letters()).complete_rows(
+        [[100, 7], [100, 8]], output_len=2, tensors=tensors
+    )
+    assert answers == [(9, 9), (9, 9)]
+    ((_, inputs),) = client.sent
+    assert inputs["request_prompt_embedding"].tolist() == [[[0.5, 1.5]]] * 2
+    assert inputs["request_prompt_embedding"].dtype == np.float32
+    assert inputs["request_prompt_type"].tolist() == [[3], [3]]
+
+
+def test_a_tensor_that_the_model_does_not_take_is_told():
+    with pytest.raises(RequestFailedError, match="takes no input ia3_tasks"):
+        ServedModel(FakeClient(), Letters()).complete_ids(
+            [7], output_len=1, tensors={"ia3_tasks": 0}
+        )
+
+
+@pytest.fixture
+def t5_client() -> FakeClient:
+    client = FakeClient(
+        fastertransformer={
+            "output_ids": np.array([[[5, 6, 1, 0]]], np.int32),
+            "sequence_length": np.array([[3]], np.int32),
+        },
+        ensemble=text_of("Guten Tag"),
+    )
+    client.signature = resolve(T5, data_type="fp32")
+    return client
+
+
+def test_an_encoder_decoder_answers_with_its_own_tokens(t5_client):
+    model = ServedModel(t5_client, Letters())
+    assert model.complete_ids([7, 8], output_len=4) == (5, 6, 1)
+    ((_, inputs),) = t5_client.sent
+    assert inputs["sequence_length"].tolist() == [[2]]
+    assert inputs["max_output_len"].tolist() == [[4]]
+
+
+def test_an_encoder_decoder_s_text_is_its_answer(t5_client):
+    found = ServedModel(t5_client, Letters()).complete_text("Guten", output_len=4)
+    assert (found.text, found.generated) == ("Guten Tag", len("Guten Tag"))
+
+
+def test_text_for_an_encoder_decoder_needs_the_ensemble(t5_client):
+    model = ServedModel(t5_client, Letters(), ensemble_name=None)
+    with pytest.raises(RequestFailedError, match=r"export\.triton_deployment\.ensemble=true"):
+        model.complete_text("hello", output_len=4)
+
+
 def test_the_served_tokenizer_encodes_once_per_text():
     client = FakeClient(
         preprocessing={
@@ -178,3 +261,4 @@ def test_the_served_tokenizer_decodes_through_postprocessing():
     assert ServedTokenizer(client).decode([4, 5]) == " stone"
     ((_, inputs),) = client.sent
     assert inputs["TOKENS_BATCH"].tolist() == [[[4, 5]]]
+    assert inputs["TOKENS_BATCH"].dtype == np.int32  # as this server declares it

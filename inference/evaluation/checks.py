@@ -1,0 +1,232 @@
+"""Every problem of evaluation options that is visible before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from inference.evaluation import TASKS
+from inference.evaluation.end_to_end import END_TO_END_METRICS
+from inference.evaluation.gate import check_bounds
+from inference.evaluation.options import (
+    LAMBADA_METRICS,
+    EvaluationOptions,
+    LambadaOptions,
+    LatencyOptions,
+    TextTaskOptions,
+    parse_shape,
+)
+from inference.evaluation.text_task import TEXT_TASKS
+
+
+def check_evaluation(options: EvaluationOptions) -> list[str]:
+    """Return every problem of the options that can be seen without a server, or an empty list.
+
+    The messages use the configuration's names (`evaluate.concurrency`).
+    """
+    problems = [
+        f"unknown task {name!r} in evaluate.tasks; known tasks: {', '.join(sorted(TASKS))}."
+        for name in options.tasks
+        if name not in TASKS
+    ]
+    if not options.tasks:
+        problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
+    if "end_to_end" in options.tasks and options.ensemble_name is None:
+        problems.append(
+            "evaluate.tasks has end_to_end, which asks the ensemble; the repository has none "
+            "(export.triton_deployment.ensemble=false)."
+        )
+    if "end_to_end" in options.tasks and options.reference == "huggingface":
+        problems.append(
+            "evaluate.tasks has end_to_end, which only a server can do; set "
+            "evaluate.reference=none."
+        )
+    problems += _check_numbers(options)
+    if "lambada" in options.tasks:
+        problems += _check_lambada(options.lambada)
+    for name in options.tasks:
+        if name in TEXT_TASKS:
+            problems += _check_text_task(name, options.text_tasks.get(name, TextTaskOptions()))
+    problems += _check_latency(options.latency)
+    problems += check_bounds(options.gate, known=_known_metrics(options))
+    problems += _check_baseline(options)
+    problems += _check_reference(options)
+    return problems
+
+
+def _known_metrics(options: EvaluationOptions) -> tuple[str, ...]:
+    found = list(options.lambada.metrics) if "lambada" in options.tasks else []
+    found += END_TO_END_METRICS if "end_to_end" in options.tasks else ()
+    for name in options.tasks:
+        found += TEXT_TASKS[name].metrics if name in TEXT_TASKS else ()
+    return tuple(found)
+
+
+def _check_numbers(options: EvaluationOptions) -> list[str]:
+    problems = []
+    if options.protocol not in ("grpc", "http"):
+        problems.append(f"evaluate.protocol={options.protocol!r} is unknown; use grpc or http.")
+    if options.concurrency < 1:
+        problems.append(f"evaluate.concurrency={options.concurrency} must be at least 1.")
+    if options.limit is not None and options.limit < 1:
+        problems.append(
+            f"evaluate.limit={options.limit} must be at least 1, or null for all samples."
+        )
+    if options.request_timeout_s <= 0:
+        problems.append(
+            f"evaluate.request_timeout_s={options.request_timeout_s} must be positive (seconds)."
+        )
+    return problems
+
+
+def _check_lambada(lambada: LambadaOptions) -> list[str]:
+    problems = [
+        f"unknown metric {name!r} in evaluate.lambada.metrics; known: {', '.join(LAMBADA_METRICS)}."
+        for name in lambada.metrics
+        if name not in LAMBADA_METRICS
+    ]
+    if not lambada.metrics:
+        problems.append(
+            f"evaluate.lambada.metrics is empty; choose from {', '.join(LAMBADA_METRICS)}."
+        )
+    files = {"data_path": lambada.data_path, "reference_path": lambada.reference_path}
+    return [*problems, *_missing_files("lambada", files)]
+
+
+def _check_text_task(name: str, task: TextTaskOptions) -> list[str]:
+    kind, key = TEXT_TASKS[name], f"evaluate.{name}"
+    files = {
+        "data_path": task.data_path,
+        "target_path": task.target_path,
+        "prompt.table_path": task.prompt.table_path,
+        "reference_path": task.reference_path,
+    }
+    problems = _missing_files(name, files)
+    if task.data_path is None:
+        problems.append(f"{key}.data_path is needed for the task {name}.")
+    if task.target_path is not None and name != "translation":
+        problems.append(f"{key}.target_path has no meaning; only translation reads two files.")
+    if task.method not in ("generation", "log_likelihood"):
+        problems.append(
+            f"{key}.method={task.method!r} is unknown; use generation or log_likelihood."
+        )
+    if task.method == "log_likelihood" and not kind.choices:
+        problems.append(
+            f"{key}.method=log_likelihood needs a task with few answers, such as boolq."
+        )
+    if kind.package and find_spec(kind.package) is None:
+        problems.append(
+            f"the task {name} needs the package {kind.package}; install slipway[evaluate]."
+        )
+    if task.output_len is not None and task.output_len < 1:
+        problems.append(f"{key}.output_len={task.output_len} must be at least 1, or null.")
+    return problems + _check_prompt(key, task)
+
+
+def _check_prompt(key: str, task: TextTaskOptions) -> list[str]:
+    prompt = task.prompt
+    if prompt.length < 0:
+        return [f"{key}.prompt.length={prompt.length} must not be negative."]
+    if prompt.length == 0:
+        if prompt.task_id is not None or prompt.table_path is not None:
+            return [f"{key}.prompt.length=0, but a prompt table is named; give its length."]
+        return []
+    if task.method == "log_likelihood":
+        return [f"{key}.prompt cannot be used with method=log_likelihood."]
+    if (prompt.task_id is None) == (prompt.table_path is None):
+        return [f"{key}.prompt needs either task_id or table_path."]
+    return []
+
+
+def _missing_files(task: str, files: Mapping[str, Path | None]) -> list[str]:
+    return [
+        f"evaluate.{task}.{key}={path} is not a file; give an existing file, or null."
+        for key, path in files.items()
+        if path is not None and not path.is_file()
+    ]
+
+
+def _check_latency(latency: LatencyOptions) -> list[str]:
+    if not latency.enabled:
+        return []
+    numbers = {
+        "batch_sizes": latency.batch_sizes,
+        "concurrencies": latency.concurrencies,
+        "requests": (latency.requests,),
+    }
+    problems = [
+        f"evaluate.latency.{key}={', '.join(map(str, values)) or '[]'} must be positive integers."
+        for key, values in numbers.items()
+        if not values or min(values) < 1
+    ]
+    if not latency.shapes:
+        problems.append("evaluate.latency.shapes is empty; name at least one, such as 60+20.")
+    problems += [told for text in latency.shapes if (told := _shape_problem(text))]
+    if latency.warmup < 0:
+        problems.append(f"evaluate.latency.warmup={latency.warmup} must not be negative.")
+    if latency.max_point_s <= 0:
+        problems.append(
+            f"evaluate.latency.max_point_s={latency.max_point_s} must be positive (seconds)."
+        )
+    if latency.load_generator not in ("client", "perf_analyzer"):
+        problems.append(
+            f"evaluate.latency.load_generator={latency.load_generator!r} is unknown; use client or "
+            "perf_analyzer."
+        )
+    return problems
+
+
+def _shape_problem(text: str) -> str:
+    try:
+        parse_shape(text)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _check_reference(options: EvaluationOptions) -> list[str]:
+    if options.reference == "none":
+        return []
+    if options.reference != "huggingface":
+        return [f"evaluate.reference={options.reference!r} is unknown; use none or huggingface."]
+    source = options.source_path
+    problems = [
+        f"evaluate.reference=huggingface and evaluate.{name}.prompt exclude each other: virtual "
+        "tokens are not part of the source checkpoint."
+        for name in options.tasks
+        if options.text_tasks.get(name, TextTaskOptions()).prompt.length > 0
+    ]
+    problems += [
+        f"evaluate.reference=huggingface and evaluate.{name}.reference_path exclude each other; "
+        "set one of them to none or null."
+        for name in options.tasks
+        if options.reference_path(name) is not None
+    ]
+    if source is None or not (source / "config.json").is_file():
+        problems.append(
+            "evaluate.reference=huggingface needs a source checkpoint that transformers can read, "
+            f"a folder with config.json; export.model.checkpoint_path={source} is none. Set "
+            "evaluate.reference=none."
+        )
+    return problems
+
+
+def _check_baseline(options: EvaluationOptions) -> list[str]:
+    if options.baseline not in ("none", "compare", "update"):
+        return [f"evaluate.baseline={options.baseline!r} is unknown; use none, compare or update."]
+    if options.baseline == "none":
+        relative = [name for name, bound in options.gate.items() if bound.is_relative]
+        return [
+            f"evaluate.gate.{name} is relative to a baseline, but evaluate.baseline=none; set "
+            "evaluate.baseline=compare and evaluate.baseline_path."
+            for name in relative
+        ]
+    if options.baseline_path is None:
+        return [f"evaluate.baseline={options.baseline} needs evaluate.baseline_path."]
+    if options.baseline == "compare" and not options.baseline_path.is_file():
+        return [
+            f"evaluate.baseline_path={options.baseline_path} does not exist; record a baseline "
+            "first with evaluate.baseline=update."
+        ]
+    return []
