@@ -122,9 +122,7 @@ def ctranslate(folder: Path, work_dir: Path, data_type: str, threads: int) -> Co
     size = transformers.AutoConfig.from_pretrained(folder).vocab_size
     words = {f"t{i}": i for i in range(size)}
     words["<|endoftext|>"] = words.pop("t0")
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel(words, unk_token="<|endoftext|>")
-    )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<|endoftext|>"))
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="<|endoftext|>",

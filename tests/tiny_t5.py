@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from tests.tiny import rank_folder, torch_bytes, write_tar
 
@@ -432,10 +432,12 @@ class Reference:
             return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
         if self.model.normalization == "layernorm1p":
             weight = weight + 1
-        return F.layer_norm(x, x.shape[-1:], weight, self.tensors[f"{name}.bias"], EPS)
+        return functional.layer_norm(x, x.shape[-1:], weight, self.tensors[f"{name}.bias"], EPS)
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return F.linear(x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias"))
+        return functional.linear(
+            x, self.tensors[f"{name}.weight"], self.tensors.get(f"{name}.bias")
+        )
 
     def _scaled(self, x: torch.Tensor, side: str, layer: int, kind: str) -> torch.Tensor:
         return x if self.scalers is None else x * self.scalers[f"{side}.{layer}.{kind}"]
@@ -447,7 +449,11 @@ class Reference:
             self.adapters[f"{side}.{layer}.{number}.module.{name}"]
             for name in ("0.weight", "0.bias", "1.weight", "3.weight")
         )
-        return y + F.silu(F.layer_norm(y, y.shape[-1:], norm, shift, EPS) @ down.T) @ up.T
+        return (
+            y
+            + functional.silu(functional.layer_norm(y, y.shape[-1:], norm, shift, EPS) @ down.T)
+            @ up.T
+        )
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(len(x), self.model.head_num, self.model.head_size).transpose(0, 1)
@@ -490,9 +496,9 @@ class Reference:
         inner = self._linear(h, name + "mlp.dense_h_to_4h")
         kind = self.model.activation
         if kind in ("gelu", "geglu"):
-            inner = F.gelu(inner, approximate="tanh")
+            inner = functional.gelu(inner, approximate="tanh")
         else:
-            inner = F.silu(inner) if kind == "swiglu" else F.relu(inner)
+            inner = functional.silu(inner) if kind == "swiglu" else functional.relu(inner)
         if self.model.gated:
             inner = inner * self._linear(h, name + "mlp.dense_h_to_4h_2")
         inner = self._scaled(inner, side, layer, "mlp")

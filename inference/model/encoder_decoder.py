@@ -93,6 +93,7 @@ class EncoderDecoder:
         architecture: EncoderDecoderArchitecture,
         *,
         reduce: AllReduce | None,
+        int8: bool = False,
     ) -> None:
         """Load the layers of this rank's stage.
 
@@ -100,6 +101,7 @@ class EncoderDecoder:
             weights: This rank's files.
             architecture: The choices; `decoder` None loads the encoder of a whole model alone.
             reduce: Sums over the ranks of the stage; None for a single rank.
+            int8: Whether the layers' matrices are kept in 8 bits.
 
         Raises:
             ValueError: The sizes do not divide among the ranks.
@@ -110,7 +112,7 @@ class EncoderDecoder:
         self.architecture = architecture
         self.dtype, self.device = weights.dtype, weights.device
         self.encoder_layers = layout.layers(architecture.encoder.num_layer)
-        loader = T5Loader(weights, architecture, reduce)
+        loader = T5Loader(weights, architecture, reduce, int8=int8)
         self._embedding = loader.embedding() if layout.is_first_stage else None
         self._encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
         self._encoder_bias = loader.relative_bias("encoder")  # (H, offsets)
@@ -144,15 +146,38 @@ class EncoderDecoder:
             embeddings=batch.embeddings,
         )
 
-    def run_encoder(
-        self, x: torch.Tensor, batch: EncoderBatch, *, attentions: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return the output of this stage's last encoder layer (N, E).
+    def encoder_masks(self, rows: RaggedRows) -> list[torch.Tensor | None]:
+        """Return what every layer adds to the scores of each group of rows."""
+        if self._encoder_bias is None:
+            return [group.mask(None, self.dtype) for group in rows.groups]
+        widest = max(group.width for group in rows.groups)
+        bias = square_bias(self._encoder_bias, widest)  # (1, H, S, S)
+        return [
+            group.mask(bias[:, :, : group.width, : group.width], self.dtype)
+            for group in rows.groups
+        ]
 
-        `attentions` (rows, stage's layers, H, S, S), if given, receives the attention weights.
+    def run_encoder(
+        self,
+        x: torch.Tensor,
+        batch: EncoderBatch,
+        masks: Sequence[torch.Tensor | None],
+        *,
+        layers: range,
+        attentions: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the output (N, E) of some of this stage's encoder layers.
+
+        Args:
+            x: Their input (N, E).
+            batch: The rows.
+            masks: As `encoder_masks` gives them.
+            layers: Global numbers of the layers.
+            attentions: If given, (rows, stage's layers, H, S, S) that receives the weights.
         """
-        masks = self._masks(batch.rows)
-        for index, layer in enumerate(self._encoder):
+        for number in layers:
+            index = number - self.encoder_layers.start
+            layer = self._encoder[index]
             weights_out = None if attentions is None else attentions[:, index]
             x = self._bounded(layer.attend(x, batch.rows, masks, batch.tasks, weights_out))
             x = self._bounded(layer.transform(x, batch.tasks))
@@ -206,17 +231,6 @@ class EncoderDecoder:
         if self.architecture.scale_logits:
             x = x * self.architecture.hidden**-0.5
         return self._head(x)
-
-    def _masks(self, rows: RaggedRows) -> list[torch.Tensor | None]:
-        """Return what every layer adds to the scores of each group of rows."""
-        if self._encoder_bias is None:
-            return [group.mask(None, self.dtype) for group in rows.groups]
-        widest = max(group.width for group in rows.groups)
-        bias = square_bias(self._encoder_bias, widest)  # (1, H, S, S)
-        return [
-            group.mask(bias[:, :, : group.width, : group.width], self.dtype)
-            for group in rows.groups
-        ]
 
     def _bounded(self, x: torch.Tensor) -> torch.Tensor:
         return x.clamp_(-_FP16_LIMIT, _FP16_LIMIT) if self.dtype == torch.float16 else x

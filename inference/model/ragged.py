@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 # Rows of unequal length share one attention call while the padded work stays below this multiple
 # of the true work, and below this many padded tokens anyway (a call costs about as much).
@@ -157,7 +157,7 @@ def attend(
     """Return each token's mix of the values of its own row, (N, H*D) for three (N, H, D)."""
     parts = []
     for group, mask in zip(rows.groups, masks, strict=True):
-        mixed = F.scaled_dot_product_attention(
+        mixed = functional.scaled_dot_product_attention(
             group.pad(query), group.pad(key), group.pad(value), attn_mask=mask, scale=scale
         )
         parts.append(group.pack(mixed))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from inference.decoding.kv_cache import KVCache
 from inference.model.layers import Normalise
@@ -168,7 +168,7 @@ def attend_cached(
     parts = []
     for group in groups:
         keys, values = cache.read(layer, group.lane, group.lane_count, group.length)
-        mixed = F.scaled_dot_product_attention(
+        mixed = functional.scaled_dot_product_attention(
             query[group.rows].unsqueeze(2),  # (B, H, 1, D)
             keys,  # (B, H, S, D)
             values,
@@ -336,11 +336,11 @@ class T5Embedding:
         x = self._with_virtual(ids, embeddings) if has_virtual else self.tokens(ids, self.dtype)
         if self.positions is None:
             return x
-        return x + F.embedding(positions, self.positions).to(self.dtype)
+        return x + functional.embedding(positions, self.positions).to(self.dtype)
 
     def _with_virtual(self, ids: torch.Tensor, embeddings: torch.Tensor | None) -> torch.Tensor:
         tables = [t.to(self.dtype) for t in (self.prompts, embeddings) if t is not None]
         rows = (ids - self.vocab_size).clamp_min(0)
-        virtual = F.embedding(rows, torch.cat(tables))  # (N, E)
+        virtual = functional.embedding(rows, torch.cat(tables))  # (N, E)
         real = self.tokens(ids.clamp_max(self.vocab_size - 1), self.dtype)
         return torch.where((ids >= self.vocab_size).unsqueeze(1), virtual, real)

@@ -56,14 +56,20 @@ def check_architecture(architecture: EncoderDecoderArchitecture, tp_size: int) -
 
 
 class T5Loader:
-    """Makes layers of a rank's tensors; `reduce` sums over the ranks of the stage."""
+    """Makes layers of a rank's tensors.
+
+    `reduce` sums over the ranks of the stage; with `int8` matrices are kept in 8 bits.
+    """
 
     def __init__(
         self,
         weights: RankWeights,
         architecture: EncoderDecoderArchitecture,
         reduce: AllReduce | None,
+        *,
+        int8: bool,
     ) -> None:
+        self._int8 = int8
         self._weights = weights
         self._architecture = architecture
         self._reduce = reduce
@@ -148,6 +154,7 @@ class T5Loader:
                 qkv=ColumnParallelLinear(
                     self._weights.matrix(f"{attention}.qkv.weight"),
                     None if qkv_bias is None else qkv_bias.flatten(),
+                    int8=self._int8,
                 ),
                 out=self._row(f"{attention}.o"),
                 heads=self._heads,
@@ -178,7 +185,9 @@ class T5Loader:
         biases = [self._weights.optional(f"{name}.bias") for name in names]
         present = [bias for bias in biases if bias is not None]
         return ColumnParallelLinear(
-            torch.cat(matrices, dim=1), torch.cat(present) if present else None
+            torch.cat(matrices, dim=1),
+            torch.cat(present) if present else None,
+            int8=self._int8,
         )
 
     def _column(self, name: str, activation: GemmActivation | None) -> ColumnParallelLinear:
@@ -186,6 +195,7 @@ class T5Loader:
             self._weights.matrix(f"{name}.weight"),
             self._weights.optional(f"{name}.bias"),
             activation=activation,
+            int8=self._int8,
         )
 
     def _row(self, name: str) -> RowParallelLinear:
@@ -193,6 +203,7 @@ class T5Loader:
             self._weights.matrix(f"{name}.weight"),
             self._weights.optional(f"{name}.bias"),
             reduce=self._reduce,
+            int8=self._int8,
         )
 
     def _mlp(self, name: str) -> T5MLP:

@@ -13,6 +13,7 @@ from inference.serving.encoder_engine import EncoderEngine
 from inference.serving.encoding import EncodingResult, parse_encoding
 from inference.serving.engine_model import EngineModel, Exchange
 from inference.serving.model_settings import ModelSettings
+from inference.serving.started_rank import started_place
 from inference.serving.triton_model import hidden_tensor, request_tensors, response
 
 # model_type of config.pbtxt -> the types of weights that can serve it.
@@ -31,6 +32,11 @@ class EncoderModel(EngineModel):
             raise ValueError(
                 f"model_type={settings.model_type}, but {settings.checkpoint_path} holds a "
                 f"{family.model_type} model; export it again."
+            )
+        if started_place(settings.tp_size * settings.pp_size) is not None:
+            raise ValueError(
+                f"a {settings.model_type} model is served on one node; lower "
+                f"tensor_para_size={settings.tp_size} or pipeline_para_size={settings.pp_size}"
             )
         self.engine = EncoderEngine(
             settings.checkpoint_path,

@@ -26,7 +26,8 @@ from inference.model.ragged import ragged_rows
 from inference.model.weights import RankWeights
 from inference.parallel.groups import RankGroups
 from inference.parallel.pipeline import run_stage
-from inference.serving.plan import ReceivedPlan
+from inference.serving.encoder_pass import EncoderPass
+from inference.serving.plan import EncoderRow, ReceivedPlan
 from inference.serving.rank import (
     RankSettings,
     StepResult,
@@ -59,13 +60,17 @@ class EncoderDecoderRank:
         dtype = compute_dtype(settings.data_type, self.device)
         weights = RankWeights(reader, self.layout, dtype=dtype, device=self.device)
         reduce = self._all_reduce if self.layout.tp_size > 1 else None
-        self.model = EncoderDecoder(weights, architecture, reduce=reduce)
+        int8 = settings.int8_mode == 1
+        self.model = EncoderDecoder(weights, architecture, reduce=reduce, int8=int8)
         if architecture.decoder is not None:
             shape = decoder_cache_shape(architecture.decoder, settings)
             self.cache = KVCache(shape, dtype=dtype, device=self.device)
             self.cross_cache = KVCache(shape, dtype=dtype, device=self.device)
         self._lengths = [1] * settings.lanes  # encoder tokens that each lane reads
-        self._tasks = [architecture.ia3_num_tasks] * settings.lanes
+        self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
+        self._tasks = [self._no_task] * settings.lanes
+        self._pass: EncoderPass | None = None
+        self._rows: tuple[EncoderRow, ...] = ()  # of the pass
 
     def connect(self, groups: RankGroups) -> None:
         """Join the other ranks."""
@@ -86,10 +91,12 @@ class EncoderDecoderRank:
         """
         with torch.inference_mode():
             embeddings = self._share_embeddings(plan, embeddings)
-            encoded = self._encode(plan, embeddings) if plan.encoder_rows else None
+            if plan.encoder_rows:
+                self._begin(plan, embeddings)
+            if plan.encoder_rows or plan.encoder_layers:
+                self._encode(plan.encoder_layers or self.architecture.encoder.num_layer)
             if self.architecture.decoder is None:
-                assert encoded is not None, "an encoder has nothing else to do"
-                return self._encoder_result(encoded)
+                return self._encoder_result()
             self._move(plan)
             logits = self._decode(plan)
             return None if logits is None else StepResult(logits)
@@ -109,31 +116,42 @@ class EncoderDecoderRank:
             embeddings = self._groups.share(embeddings)
         return embeddings.to(self.device)
 
-    def _encode(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> _Encoded:
-        """Run the encoder; let every stage's decoder layers remember what they read of it."""
+    def _begin(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> None:
+        """Start a pass of new rows; one that nobody waits for any more is forgotten."""
         rows = ragged_rows([row.count for row in plan.encoder_rows], self.device)
-        no_task = self.architecture.ia3_num_tasks
-        tasks = [no_task if row.task is None else row.task for row in plan.encoder_rows]
+        tasks = [self._task_of(row) for row in plan.encoder_rows]
         batch = EncoderBatch(
             plan.encoder_ids.to(self.device),
             rows,
-            tasks=rows.per_token(tasks) if any(task != no_task for task in tasks) else None,
+            tasks=rows.per_token(tasks) if any(t != self._no_task for t in tasks) else None,
             has_virtual=plan.has_virtual,
             embeddings=embeddings,
         )
-        attentions = self._room_for_attentions(batch) if plan.attentions else None
-        stage = _EncoderStage(self.model, attentions)
-        hidden = run_stage(stage, [batch], layout=self.layout, groups=self._groups)
-        output = self.model.finish_encoder(hidden[0]) if hidden else None
-        if self.architecture.decoder is not None:
-            output = self._spread(output, batch)
-            self.model.remember(
-                output, batch, [row.lanes for row in plan.encoder_rows], self.cross_cache
-            )
-            for row, task in zip(plan.encoder_rows, tasks, strict=True):
-                for lane in row.lanes:
-                    self._lengths[lane], self._tasks[lane] = row.count, task
-        return _Encoded(output, len(batch.ids), attentions)
+        self._rows = plan.encoder_rows
+        self._pass = EncoderPass(
+            self.model,
+            batch,
+            layout=self.layout,
+            groups=self._groups,
+            with_attentions=plan.attentions,
+        )
+
+    def _encode(self, layers: int) -> None:
+        """Go on with the pass; at its end every stage remembers what its decoder layers read."""
+        assert self._pass is not None, "no pass was begun"
+        self._pass.advance(layers)
+        if not self._pass.is_done or self.architecture.decoder is None:
+            return
+        batch = self._pass.batch
+        output = self._spread(self._pass.output, batch)
+        self.model.remember(output, batch, [row.lanes for row in self._rows], self.cross_cache)
+        for row in self._rows:
+            for lane in row.lanes:
+                self._lengths[lane], self._tasks[lane] = row.count, self._task_of(row)
+        self._pass = None
+
+    def _task_of(self, row: EncoderRow) -> int:
+        return self._no_task if row.task is None else row.task
 
     def _spread(self, output: torch.Tensor | None, batch: EncoderBatch) -> torch.Tensor:
         """Give the last stage's encoder output (N, E) to every stage."""
@@ -182,7 +200,7 @@ class EncoderDecoderRank:
             rules=self.model.rules,
             dtype=self.model.dtype,
             tasks=torch.tensor(tasks, device=self.device)
-            if any(task != self.architecture.ia3_num_tasks for task in tasks)
+            if any(task != self._no_task for task in tasks)
             else None,
         )
         stage = _DecoderStage(self.model, self.cache, self.cross_cache)
@@ -193,12 +211,13 @@ class EncoderDecoderRank:
         vocab_size = self.architecture.vocab_size
         return gather_slices(part, count, vocab_size, self.layout, self._groups)
 
-    def _encoder_result(self, encoded: _Encoded) -> StepResult | None:
-        """Return on rank 0 what an encoder alone gives."""
-        hidden = first_rank_hidden(
-            encoded.output, self.model.room(encoded.tokens), groups=self._groups
-        )
-        attentions = encoded.attentions
+    def _encoder_result(self) -> StepResult | None:
+        """Return on rank 0 what an encoder alone gives, which runs all layers in one step."""
+        done, self._pass = self._pass, None
+        assert done is not None, "an encoder has nothing else to do"
+        room = self.model.room(len(done.batch.ids))
+        hidden = first_rank_hidden(done.output, room, groups=self._groups)
+        attentions = done.attentions
         if attentions is not None and self._groups is not None:
             attentions = self._joined(self._groups.gather(attentions))
         if hidden is None:
@@ -215,36 +234,6 @@ class EncoderDecoderRank:
             for first in range(0, len(parts), tp_size)
         ]
         return torch.cat(stages, dim=1)
-
-    def _room_for_attentions(self, batch: EncoderBatch) -> torch.Tensor:
-        width = max(batch.rows.lengths)
-        heads = self.architecture.encoder.head_num // self.layout.tp_size
-        shape = (len(batch.rows.lengths), len(self.model.encoder_layers), heads, width, width)
-        return torch.zeros(shape, dtype=self.model.dtype, device=self.device)
-
-
-@dataclass(frozen=True)
-class _Encoded:
-    output: torch.Tensor | None  # (N, E), None on earlier stages of an encoder alone
-    tokens: int
-    attentions: torch.Tensor | None  # (rows, stage's layers, local heads, S, S)
-
-
-@dataclass(frozen=True)
-class _EncoderStage:
-    """The encoder's layers of this stage, as the pipeline runs them."""
-
-    model: EncoderDecoder
-    attentions: torch.Tensor | None
-
-    def embed(self, step: EncoderBatch) -> torch.Tensor:
-        return self.model.embed_rows(step)
-
-    def empty_hidden(self, step: EncoderBatch) -> torch.Tensor:
-        return self.model.room(len(step.ids))
-
-    def run_layers(self, x: torch.Tensor, step: EncoderBatch) -> torch.Tensor:
-        return self.model.run_encoder(x, step, attentions=self.attentions)
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ class EncoderEngine:
             device=kind,
             lanes=1,
             max_len=1,
+            int8_mode=int8_mode,
             threads=self.options.threads or threads_per_rank(tp_size * pp_size),
             rank_timeout_s=self.options.rank_timeout_s,
             encoder_only=True,

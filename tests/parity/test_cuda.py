@@ -107,3 +107,19 @@ def test_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(
         ):
             expected, rows = cpu.generate(request).rows, cuda.generate(request).rows
             assert [row.output_ids for row in rows] == [row.output_ids for row in expected]
+
+
+@pytest.mark.parametrize("data_type", ["fp16", "bf16"])
+def test_eight_bit_weights_stay_close(data_type: str, tmp_path: Path) -> None:
+    ft_dir = write_random(*MODELS["gptj"], tmp_path)
+    request = make_request([9, 5, 7])
+    with (
+        Engine(ft_dir, device="cpu") as exact,
+        Engine(ft_dir, device="cuda", data_type=data_type, int8_mode=1) as small,
+    ):
+        expected = exact.logits(PROMPT * 10)
+        for length in (7, 28, 64, 70):  # few rows, more, and more than the 8-bit product takes
+            error = small.logits((PROMPT * 10)[:length]).cpu() - expected[:length]
+            # Some 1% from each of 12 quantised products, and 8 bits of bf16 between them.
+            assert error.norm() / expected[:length].norm() < 0.1
+        assert len(small.generate(request).rows) == 3

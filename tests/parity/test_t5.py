@@ -182,9 +182,16 @@ def test_training_ranks_and_stages_are_joined(
     assert difference(ours, expected) < FP32_TOLERANCE
 
 
-@pytest.mark.parametrize("later_names", [False, True], ids=["older-names", "later-names"])
-@pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("training", [(1, 1, 0), (2, 1, 0), (2, 3, 1)])
+@pytest.mark.parametrize(
+    ("training", "tp_size", "later_names"),
+    [
+        ((1, 1, 0), 2, False),
+        ((1, 1, 0), 1, True),
+        ((2, 1, 0), 4, True),
+        ((2, 3, 1), 1, False),
+        ((2, 3, 1), 2, True),
+    ],
+)
 def test_each_ia3_task_acts_as_trained(
     training: tuple[int, int, int], tp_size: int, later_names: bool, tmp_path: Path
 ) -> None:
@@ -227,8 +234,9 @@ def test_ia3_multiplied_into_the_weights_acts_as_trained(
     assert difference(ours, expected) < FP32_TOLERANCE
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("training", [(1, 1, 0), (2, 1, 0), (2, 3, 1)])
+@pytest.mark.parametrize(
+    ("training", "tp_size"), [((1, 1, 0), 4), ((2, 1, 0), 1), ((2, 1, 0), 2), ((2, 3, 1), 2)]
+)
 def test_linear_adapters_act_as_trained(
     training: tuple[int, int, int], tp_size: int, tmp_path: Path
 ) -> None:
@@ -271,3 +279,21 @@ def test_virtual_tokens_take_the_place_of_words(tp_size: int, tmp_path: Path) ->
         tp_size=tp_size,
     )
     assert difference(ours, reference.logits(encoded, ANSWER)) < FP32_TOLERANCE
+
+
+def test_weights_of_8_bits_stay_close(tmp_path: Path) -> None:
+    # 8 bits per weight: a relative error of up to 1/256 in each of some dozen products.
+    case = golden("t5_nemo/train_tp1_pp1_absolute_bias")
+    prompt, answer = recorded(case)
+    expected = np.load(case / "logits.npy")
+    folder = unpack_case(case, tmp_path, tp_size=2, data_type="fp16")
+    ours = logits_by(
+        folder,
+        prompt,
+        answer,
+        vocab_size=expected.shape[1],
+        tp_size=2,
+        data_type="fp16",
+        int8_mode=1,
+    )
+    assert FP32_TOLERANCE < difference(ours, expected) < 5e-2

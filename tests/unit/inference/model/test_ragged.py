@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
 from inference.model.ragged import (
     RaggedRows,
@@ -27,7 +27,9 @@ def attend_alone(parts: list[torch.Tensor], rows: RaggedRows, scale: float) -> t
     out = []
     for start, length in zip(rows.starts, rows.lengths, strict=True):
         q, k, v = (part[start : start + length].transpose(0, 1) for part in parts)
-        out.append(F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1))
+        out.append(
+            functional.scaled_dot_product_attention(q, k, v, scale=scale).transpose(0, 1).flatten(1)
+        )
     return torch.cat(out)
 
 

@@ -259,3 +259,45 @@ def test_rows_longer_than_the_cache_are_refused(ft_dirs: dict[int, Path]) -> Non
 def test_encoder_tokens_have_no_logits(engine: Engine) -> None:
     with pytest.raises(RequestError, match="no logits"):
         engine.logits([5, 6])
+
+
+@pytest.fixture(scope="module")
+def slicing(ft_dirs: dict[int, Path]) -> Iterator[Engine]:
+    """An engine whose steps take as few encoder tokens as any may."""
+    options = EngineOptions(max_lanes=LANES, max_stall_s=1e-9)
+    with Engine(ft_dirs[1], pp_size=2, device="cpu", options=options) as engine:
+        yield engine
+
+
+def test_long_rows_pass_the_encoder_in_slices(slicing: Engine, engine: Engine) -> None:
+    prompts = [[5] * 300, *prompts_of(5), list(range(4, 40)) * 8]
+    lengths = 20
+    together = answers(slicing, request_of(slicing, prompts, lengths))
+    assert together == answers(engine, request_of(engine, prompts, lengths))
+
+
+def test_rows_go_on_decoding_while_another_is_encoded(slicing: Engine) -> None:
+    began, steps = [], []
+    decoding = slicing.submit(
+        request_of(slicing, prompts_of(1), 400, min_length=400), on_step=steps.append
+    )
+    while len(steps) < 5:
+        time.sleep(0.001)
+    late = slicing.submit(
+        request_of(slicing, [[5] * 1500], 2), on_step=lambda _: began.append(len(steps))
+    )
+    before = len(steps)
+    late.result()
+    # Its two layers are two stages and two steps at least: the other row got tokens meanwhile.
+    assert began[0] - before >= 2
+    slicing.cancel(decoding)
+
+
+def test_a_row_given_up_in_the_encoder_does_no_harm(slicing: Engine) -> None:
+    prompt = prompts_of(3)[2]
+    for _ in range(5):
+        futures = [slicing.submit(request_of(slicing, [[5] * 900], 3)) for _ in range(2)]
+        time.sleep(0.004)
+        for future in futures:
+            slicing.cancel(future)
+        assert answers(slicing, request_of(slicing, [prompt], 5)) == [greedy(prompt, 5)]

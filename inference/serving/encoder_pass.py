@@ -1,0 +1,95 @@
+"""One batch on its way through the encoder's layers, which may be spread over several steps.
+
+An encoder's rows cannot be cut like a decoder's prompts, since every token sees all others; its
+layers can, so that a long row does not hold up the rows that decode.
+"""
+
+# Shapes: N tokens of the batch, E hidden, H local heads, S longest row
+
+from __future__ import annotations
+
+import torch
+
+from inference.model.encoder_decoder import EncoderBatch, EncoderDecoder
+from inference.parallel.groups import RankGroups
+from inference.parallel.layout import ParallelLayout
+
+
+class EncoderPass:
+    """The part of one rank; every rank advances in the same steps."""
+
+    def __init__(
+        self,
+        model: EncoderDecoder,
+        batch: EncoderBatch,
+        *,
+        layout: ParallelLayout,
+        groups: RankGroups | None,
+        with_attentions: bool = False,
+    ) -> None:
+        """Begin before the first layer.
+
+        Args:
+            model: This rank's part.
+            batch: The rows.
+            layout: This rank's place.
+            groups: Its communication; None for a single rank.
+            with_attentions: Whether to keep the attention weights.
+        """
+        self.batch = batch
+        self.attentions = _room_for_attentions(model, batch, layout) if with_attentions else None
+        self.output: torch.Tensor | None = None  # (N, E) on the last stage, once done
+        self._model = model
+        self._layout = layout
+        self._groups = groups
+        self._masks = model.encoder_masks(batch.rows)
+        self._x: torch.Tensor | None = None  # (N, E), while it is this stage's turn
+        self._next = 0  # layer, of all stages
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all layers of all stages have run."""
+        return self._next == self._model.architecture.encoder.num_layer
+
+    def advance(self, count: int) -> None:
+        """Run the next `count` layers, or all that are left if they are fewer.
+
+        A stage hands on its result in the step that ends its layers.
+        """
+        mine, layout = self._model.encoder_layers, self._layout
+        start = self._next
+        stop = min(start + count, self._model.architecture.encoder.num_layer)
+        if start == 0 and layout.is_first_stage:
+            self._x = self._model.embed_rows(self.batch)
+        elif start < mine.start <= stop:
+            assert self._groups is not None
+            room = self._model.room(len(self.batch.ids))
+            self._x = self._groups.receive(room, layout.previous_rank)
+        layers = range(max(start, mine.start), min(stop, mine.stop))
+        if layers:
+            assert self._x is not None
+            self._x = self._model.run_encoder(
+                self._x, self.batch, self._masks, layers=layers, attentions=self.attentions
+            )
+        if start < mine.stop <= stop:
+            self._hand_on()
+        self._next = stop
+
+    def _hand_on(self) -> None:
+        assert self._x is not None
+        if self._layout.is_last_stage:
+            self.output = self._model.finish_encoder(self._x)
+        else:
+            assert self._groups is not None
+            self._groups.send(self._x, self._layout.next_rank).wait()
+        self._x = None
+
+
+def _room_for_attentions(
+    model: EncoderDecoder, batch: EncoderBatch, layout: ParallelLayout
+) -> torch.Tensor:
+    """Return zeros (rows, stage's layers, H, S, S)."""
+    width = max(batch.rows.lengths)
+    heads = model.architecture.encoder.head_num // layout.tp_size
+    shape = (len(batch.rows.lengths), len(model.encoder_layers), heads, width, width)
+    return torch.zeros(shape, dtype=model.dtype, device=model.device)

@@ -1,0 +1,164 @@
+"""T5 and BERT on a GPU give what they give on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from export_scripts.convert import ConversionRequest, convert
+from export_scripts.families.bert import BERT, BertConfig
+from inference.decoding.request import GenerationRequest, parse_request
+from inference.serving.encoder_engine import EncoderEngine
+from inference.serving.encoding import parse_encoding
+from inference.serving.engine import Engine, EngineOptions
+from tests.encoder_decoder_ranks import logits_by
+from tests.ft_folders import write_random
+from tests.tiny_t5 import (
+    BARE,
+    TinyT5,
+    adapter_tensors,
+    ia3_scalers,
+    t5_tensors,
+    write_adapter,
+    write_ia3,
+    write_t5,
+)
+
+pytestmark = pytest.mark.gpu
+
+# Of the largest value: order of summation; 11 and 8 bits of the numbers in between.
+TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 1e-1}
+MODELS = {
+    "absolute": TinyT5(),
+    "gated": TinyT5(activation="geglu"),
+    "relative": TinyT5(relative=True),
+    "bare": BARE,
+}
+PROMPT = (5, 9, 2, 38, 17, 11, 23)
+ANSWER = (2, 30, 8, 19, 4, 27)
+
+
+@pytest.fixture(autouse=True)
+def _needs_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device is visible")
+
+
+def t5_folder(path: Path, model: TinyT5) -> Path:
+    source = write_t5(path / "t5.nemo", t5_tensors(model), model)
+    tuned: dict[str, Any] = {
+        "ia3_checkpoints": tuple(
+            write_ia3(path / f"{n}.nemo", ia3_scalers(model, seed=n), model) for n in range(2)
+        ),
+        "adapter_checkpoints": (write_adapter(path / "a.nemo", adapter_tensors(model), model),),
+    }
+    return convert(ConversionRequest(source, path / "out", 1, "fp32", **tuned)).ft_dir
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours.float().cpu() - theirs).abs().max() / theirs.abs().max())
+
+
+# Unscaled scores of random weights amplify rounding beyond any tolerance.
+HALF = [(name, kind) for name, model in MODELS.items() for kind in TOLERANCE if model.bias]
+
+
+@pytest.mark.parametrize(("name", "data_type"), [*HALF, ("bare", "fp32")])
+@pytest.mark.parametrize("task", [None, 1])
+def test_t5_logits_equal_those_of_the_cpu(
+    name: str, data_type: str, task: int | None, tmp_path: Path
+) -> None:
+    model = MODELS[name]
+    folder = t5_folder(tmp_path, model)
+    expected, ours = (
+        logits_by(
+            folder, PROMPT, ANSWER, vocab_size=model.vocab_size, task=task, device=device, **more
+        )
+        for device, more in (("cpu", {}), ("cuda", {"data_type": data_type}))
+    )
+    assert difference(ours, expected) < TOLERANCE[data_type]
+
+
+def request_of(engine: Engine, count: int, **options: int) -> GenerationRequest:
+    prompts = [[4 + (7 * row + 3 * t) % 36 for t in range(1 + 2 * row)] for row in range(count)]
+    ids = np.zeros((count, 2 * count), np.uint32)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = prompt
+    tensors = {
+        "input_ids": ids,
+        "sequence_length": np.array([[len(prompt)] for prompt in prompts], np.uint32),
+        "max_output_len": np.full((count, 1), 15, np.uint32),
+    }
+    for name, value in options.items():
+        tensors[name] = np.full((count, 1), value, np.uint32)
+    return parse_request(tensors, limits=engine.limits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_t5_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(
+    name: str, tmp_path: Path
+) -> None:
+    folder = t5_folder(tmp_path, MODELS[name])
+    options = EngineOptions(max_lanes=6)
+    with (
+        Engine(folder, device="cpu", options=options) as cpu,
+        Engine(folder, device="cuda", options=options) as cuda,
+    ):
+        for more in ({}, {"ia3_tasks": 1}, {"beam_width": 3}):
+            request = request_of(cpu, 9, **more)
+            expected, rows = cpu.generate(request).rows, cuda.generate(request).rows
+            assert [row.output_ids for row in rows] == [row.output_ids for row in expected]
+
+
+@pytest.mark.parametrize("data_type", TOLERANCE)
+def test_t5_encoder_output_and_attentions_equal_those_of_the_cpu(
+    data_type: str, tmp_path: Path
+) -> None:
+    folder = t5_folder(tmp_path, MODELS["relative"])
+    tensors = {
+        "input_ids": np.array([PROMPT, (*PROMPT[:3], 0, 0, 0, 0)], np.uint32),
+        "sequence_length": np.array([[7], [3]], np.uint32),
+        "is_return_attentions": np.array([[True], [True]]),
+    }
+    with (
+        EncoderEngine(folder, device="cpu") as cpu,
+        EncoderEngine(folder, device="cuda", data_type=data_type) as cuda,
+    ):
+        expected = cpu.encode(parse_encoding(tensors, cpu.limits))
+        ours = cuda.encode(parse_encoding(tensors, cuda.limits))
+    assert difference(ours.hidden, expected.hidden) < TOLERANCE[data_type]
+    assert ours.attentions is not None
+    assert expected.attentions is not None
+    assert difference(ours.attentions, expected.attentions) < TOLERANCE[data_type]
+
+
+@pytest.mark.parametrize("data_type", TOLERANCE)
+@pytest.mark.parametrize("remove_padding", [True, False])
+def test_bert_equals_the_cpu(data_type: str, remove_padding: bool, tmp_path: Path) -> None:
+    config = BertConfig(
+        model_name="bert",
+        weight_data_type="fp32",
+        head_num=4,
+        size_per_head=8,
+        inter_size=56,
+        num_layer=3,
+    )
+    folder = write_random(BERT, config, tmp_path)
+    states = np.random.default_rng(0).standard_normal((3, 9, 32)).astype(np.float32)
+    tensors = {
+        "input_hidden_state": states,
+        "sequence_lengths": np.array([[9], [2], [5]], np.int32),
+    }
+    with (
+        EncoderEngine(folder, device="cpu") as cpu,
+        EncoderEngine(
+            folder, device="cuda", data_type=data_type, remove_padding=remove_padding
+        ) as cuda,
+    ):
+        expected = cpu.encode(parse_encoding(tensors, cpu.limits)).hidden
+        ours = cuda.encode(parse_encoding(tensors, cuda.limits)).hidden
+    assert difference(ours, expected) < TOLERANCE[data_type]

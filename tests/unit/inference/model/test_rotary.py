@@ -1,0 +1,88 @@
+"""Rotary angles against the library whose models use them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from export_scripts.families.architecture import Rotary
+from inference.model.rotary import RotaryTable
+
+POSITIONS = torch.tensor([0, 1, 7, 100, 1000])
+
+
+def table(rotary: Rotary, *, interleaved: bool = False) -> RotaryTable:
+    return RotaryTable(
+        rotary, interleaved=interleaved, device=torch.device("cpu"), dtype=torch.float32
+    )
+
+
+@pytest.mark.parametrize(
+    ("scaling", "theirs"),
+    [
+        ({}, {"rope_type": "default"}),
+        ({"type": "linear", "factor": "4"}, {"rope_type": "linear", "factor": 4.0}),
+        (
+            {
+                "type": "llama3",
+                "factor": "8",
+                "low_freq_factor": "1",
+                "high_freq_factor": "4",
+                "original_max_position_embeddings": "128",
+            },
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+        ),
+        (
+            {"type": "yarn", "factor": "4", "original_max_position_embeddings": "128"},
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        ),
+    ],
+)
+def test_angles_equal_the_library(scaling: dict[str, str], theirs: dict[str, Any]) -> None:
+    llama = pytest.importorskip("transformers.models.llama")
+    config = llama.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        max_position_embeddings=512,
+        rope_parameters={"rope_theta": 10000.0, **theirs},
+    )
+    embedding = llama.modeling_llama.LlamaRotaryEmbedding(config)
+    cos, sin = embedding(torch.zeros(1), POSITIONS.unsqueeze(0))
+    angles = table(Rotary(dims=16, scaling=tuple(scaling.items())))(POSITIONS)
+    torch.testing.assert_close(angles.cos[:, 0], cos[0])
+    torch.testing.assert_close(angles.sin[:, 0], sin[0])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_scores_depend_on_the_distance_alone(interleaved: bool) -> None:
+    turn = table(Rotary(dims=4), interleaved=interleaved)
+    q, k = torch.randn(1, 2, 6), torch.randn(1, 2, 6)
+
+    def score(at: int, to: int) -> torch.Tensor:
+        turned = [turn.rotate(x, turn(torch.tensor([p]))) for x, p in ((q, at), (k, to))]
+        return (turned[0] * turned[1]).sum(-1)
+
+    torch.testing.assert_close(score(9, 4), score(25, 20))
+    assert not score(9, 4).allclose(score(9, 5))
+
+
+def test_only_the_first_dimensions_turn() -> None:
+    turn = table(Rotary(dims=4))
+    x = torch.randn(5, 2, 6)
+    turned = turn.rotate(x, turn(POSITIONS))
+    assert turned[..., 4:].equal(x[..., 4:])
+    assert turned[0].equal(x[0])
+
+
+def test_unknown_scaling_is_refused() -> None:
+    with pytest.raises(ValueError, match="rotary scaling of type 'spiral' is not supported"):
+        table(Rotary(dims=4, scaling=(("type", "spiral"),)))

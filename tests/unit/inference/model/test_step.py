@@ -1,0 +1,95 @@
+"""How a step's sequences are grouped for attention, and what each token may see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from inference.decoding.kv_cache import CacheShape, KVCache
+from inference.model.layers import alibi_slopes
+from inference.model.step import AttentionRules, Segment, Step, attention_bias, make_step
+
+CACHE = KVCache(
+    CacheShape(num_layer=1, lanes=40, kv_head_num=2, max_len=2000, size_per_head=4),
+    dtype=torch.float32,
+    device=torch.device("cpu"),
+)
+
+
+def step_of(segments: list[Segment], rules: AttentionRules | None = None) -> Step:
+    count = sum(segment.count for segment in segments)
+    return make_step(
+        torch.arange(count),
+        segments,
+        torch.arange(count),
+        cache=CACHE,
+        rules=rules or AttentionRules(),
+        dtype=torch.float32,
+    )
+
+
+def spans(step: Step) -> list[tuple[int, int, int, int]]:
+    """Return (lane, lanes, new tokens, length) of each group."""
+    return [(g.lane, g.lane_count, g.new_tokens, g.length) for g in step.groups]
+
+
+def test_decoding_lanes_side_by_side_share_one_call() -> None:
+    step = step_of([Segment(lane, 10 + lane, 1) for lane in range(2, 6)])
+    assert spans(step) == [(2, 4, 1, 16)]
+    assert step.positions.tolist() == [12, 13, 14, 15]
+    bias = step.groups[0].bias
+    assert bias is not None
+    assert bias.isinf().sum(-1).flatten().tolist() == [3, 2, 1, 0]
+
+
+def test_lanes_of_one_length_need_no_bias() -> None:
+    (group,) = step_of([Segment(lane, 7, 1) for lane in range(3)]).groups
+    assert group.bias is None
+    assert not group.causal
+
+
+def test_a_gap_or_a_prompt_begins_another_group() -> None:
+    segments = [Segment(0, 5, 1), Segment(2, 5, 1), Segment(3, 0, 4), Segment(4, 6, 1)]
+    assert spans(step_of(segments)) == [(0, 1, 1, 6), (2, 1, 1, 6), (3, 1, 4, 4), (4, 1, 1, 7)]
+
+
+def test_very_unequal_lengths_are_not_padded() -> None:
+    segments = [Segment(0, 10, 1), Segment(1, 1500, 1), Segment(2, 1400, 1)]
+    assert spans(step_of(segments)) == [(0, 1, 1, 11), (1, 2, 1, 1501)]
+
+
+def test_a_later_chunk_sees_all_before_it() -> None:
+    (group,) = step_of([Segment(0, 3, 2)]).groups
+    assert group.bias is not None
+    assert group.bias[0, 0].isinf().tolist() == [[False] * 4 + [True], [False] * 5]
+
+
+def test_a_sliding_window_hides_what_is_farther() -> None:
+    bias = attention_bias(torch.tensor([4]), 2, 6, AttentionRules(sliding_window=3))
+    assert bias[0, 0].isinf().tolist() == [
+        [True, True, False, False, False, True],
+        [True, True, True, False, False, False],
+    ]
+
+
+def test_linear_bias_grows_with_the_distance() -> None:
+    rules = AttentionRules(alibi_slopes=torch.tensor([0.5, 0.25]))
+    bias = attention_bias(torch.tensor([2]), 1, 3, rules)
+    assert bias[0, :, 0].tolist() == [[-1.0, -0.5, 0.0], [-0.5, -0.25, 0.0]]
+
+
+@pytest.mark.parametrize("heads", [4, 6, 8, 12])
+def test_slopes_are_those_of_the_library(heads: int) -> None:
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    mask = torch.ones(1, 2)
+    expected = bloom.build_alibi_tensor(mask, heads, torch.float32)[:, 0, 1]
+    assert alibi_slopes(heads).allclose(expected)
+
+
+def test_biased_attention_equals_causal_attention() -> None:
+    q, k, v = torch.randn(3, 1, 2, 9, 4).unbind(0)
+    whole = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    bias = attention_bias(torch.tensor([5]), 4, 9, AttentionRules())
+    part = functional.scaled_dot_product_attention(q[:, :, 5:], k, v, attn_mask=bias)
+    torch.testing.assert_close(part, whole[:, :, 5:])

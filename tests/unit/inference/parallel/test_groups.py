@@ -1,0 +1,157 @@
+"""Sums, plans and messages among ranks, over shared memory and over gloo."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from inference.parallel import shared_memory
+from inference.parallel.groups import RankGroups
+from inference.parallel.layout import ParallelLayout
+
+T = TypeVar("T")
+BOTH = pytest.mark.parametrize("memory", [True, False], ids=["memory", "gloo"])
+
+
+def on_ranks(
+    work: Callable[[RankGroups], T],
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    memory: bool,
+    timeout_s: float = 20,
+) -> list[T]:
+    """Return what `work` returns on each rank."""
+    store = HashStore()
+
+    def run(rank: int) -> T:
+        layout = ParallelLayout(rank, tp_size, pp_size)
+        device = torch.device("cpu")
+        return work(
+            RankGroups(layout, store, device=device, timeout_s=timeout_s, shared_memory=memory)
+        )
+
+    with ThreadPoolExecutor(tp_size * pp_size) as pool:
+        return list(pool.map(run, range(tp_size * pp_size)))
+
+
+@BOTH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1, 1000, 300_000])
+def test_sum_is_the_same_on_every_rank(memory: bool, dtype: torch.dtype, size: int) -> None:
+    def work(groups: RankGroups) -> list[torch.Tensor]:
+        values = torch.arange(size).remainder(17).to(dtype) * (groups.layout.rank + 1)
+        return [groups.all_reduce(values.clone()) for _ in range(5)]
+
+    expected = (torch.arange(size).remainder(17) * 6).to(dtype)
+    for sums in on_ranks(work, tp_size=3, memory=memory):
+        assert all(each.equal(expected) for each in sums)
+
+
+@BOTH
+@pytest.mark.parametrize("length", [8, 256, 257, 200_000])
+def test_plan_reaches_every_rank(memory: bool, length: int) -> None:
+    plans = [torch.arange(n, dtype=torch.int32) + n for n in (length, 9, length + 1)]
+    for plan in plans:
+        plan[1] = len(plan)
+
+    def work(groups: RankGroups) -> list[torch.Tensor]:
+        if groups.layout.rank:
+            return [groups.receive_plan() for _ in plans]
+        for plan in plans:
+            groups.send_plan(plan)
+        return plans
+
+    for received in on_ranks(work, tp_size=2, pp_size=2, memory=memory):
+        assert all(mine.equal(sent) for mine, sent in zip(received, plans, strict=True))
+
+
+@BOTH
+@pytest.mark.parametrize("size", [5, 500_000])
+def test_stages_pass_on_and_the_last_answers(memory: bool, size: int) -> None:
+    def work(groups: RankGroups) -> list[torch.Tensor]:
+        layout = groups.layout
+        x = torch.full((1, size), float(layout.tp_rank + 1))
+        for _ in range(3):
+            if not layout.is_first_stage:
+                x = groups.receive(torch.empty(1, size), layout.previous_rank) * 2
+            if not layout.is_last_stage:
+                groups.send(x, layout.next_rank).wait()
+            part = x if layout.is_last_stage else None
+            slices = groups.gather_logits(part, (1, size))
+        return slices
+
+    first, *others = on_ranks(work, tp_size=2, pp_size=3, memory=memory)
+    assert [each[0, 0].item() for each in first] == [4.0, 8.0]
+    assert all(each.equal(torch.full((1, size), each[0, 0].item())) for each in first)
+    assert others == [[]] * 5
+
+
+@BOTH
+def test_a_rank_that_does_not_come_ends_the_wait(memory: bool) -> None:
+    def work(groups: RankGroups) -> float:
+        began = time.monotonic()
+        if groups.layout.rank == 0:
+            with pytest.raises(RuntimeError):
+                groups.all_reduce(torch.ones(3))
+        else:
+            time.sleep(1.5)
+        return time.monotonic() - began
+
+    assert on_ranks(work, tp_size=2, memory=memory, timeout_s=0.5)[0] < 1.5
+
+
+def test_waits_can_be_aborted() -> None:
+    def work(groups: RankGroups) -> None:
+        if groups.layout.rank == 0:
+            with ThreadPoolExecutor(1) as pool:
+                waiting = pool.submit(groups.all_reduce, torch.ones(3))
+                time.sleep(0.2)
+                groups.abort()
+                with pytest.raises(RuntimeError, match="the ranks were ended"):
+                    waiting.result(5)
+
+    on_ranks(work, tp_size=2, memory=True)
+
+
+def test_no_file_is_left_in_memory() -> None:
+    on_ranks(lambda groups: groups.meet(), tp_size=2, pp_size=2, memory=True)
+    assert list(Path("/dev/shm").glob(f"slipway-{os.getpid()}-*")) == []
+
+
+def test_ranks_without_common_memory_use_gloo(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path / "absent")
+    sums = on_ranks(lambda groups: groups.all_reduce(torch.ones(4)), tp_size=2, memory=True)
+    assert all(each.equal(torch.full((4,), 2.0)) for each in sums)
+
+
+def test_counting_words_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = shared_memory._create
+
+    def nearly_worn(size: int) -> Path | None:
+        path = create(size)
+        assert path is not None
+        layout = shared_memory._Layout(size)
+        with path.open("r+b") as file:
+            for word in range(layout.target):
+                file.seek(word * shared_memory._WORD_BYTES)
+                file.write((2**32 - 3).to_bytes(4, "little"))
+        return path
+
+    monkeypatch.setattr(shared_memory, "_create", nearly_worn)
+
+    def work(groups: RankGroups) -> list[float]:
+        groups.meet()
+        return [groups.all_reduce(torch.ones(1)).item() for _ in range(9)]
+
+    assert on_ranks(work, tp_size=2, memory=True) == [[2.0] * 9] * 2

@@ -1,0 +1,35 @@
+"""Ranks, stages and slices of the vocabulary."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference.parallel.layout import ParallelLayout
+
+
+def test_tensor_ranks_are_consecutive() -> None:
+    layout = ParallelLayout(5, tp_size=2, pp_size=3)
+    assert (layout.tp_rank, layout.pp_rank) == (1, 2)
+    assert layout.tp_ranks == [4, 5]
+    assert layout.previous_rank == 3
+    assert layout.is_last_stage
+    assert layout.logits_ranks == [0, 4, 5]
+
+
+def test_stages_hold_all_layers_once() -> None:
+    stages = [ParallelLayout(rank, pp_size=3).layers(12) for rank in range(3)]
+    assert [layer for stage in stages for layer in stage] == list(range(12))
+
+
+def test_stages_that_do_not_divide_the_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"pipeline_para_size=3 does not divide num_layer=4; use"):
+        ParallelLayout(0, pp_size=3).layers(4)
+
+
+@pytest.mark.parametrize(("vocab_size", "tp_size"), [(131, 4), (8, 4), (5, 4), (2, 4), (7, 1)])
+def test_slices_hold_the_vocabulary_once(vocab_size: int, tp_size: int) -> None:
+    layouts = [ParallelLayout(rank, tp_size=tp_size) for rank in range(tp_size)]
+    rows = [row for layout in layouts for row in layout.vocab_rows(vocab_size)]
+    assert rows == list(range(vocab_size))
+    width = layouts[0].vocab_rows_per_rank(vocab_size)
+    assert width * tp_size >= vocab_size

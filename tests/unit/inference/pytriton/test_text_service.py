@@ -1,0 +1,154 @@
+"""Text requests on the engine, as PyTriton calls for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pytriton.exceptions import PyTritonUnrecoverableError
+
+from export_scripts.convert import ConversionRequest, convert
+from inference.decoding.request import RequestError
+from inference.pytriton.text_service import TextService
+from inference.serving.engine import Engine, EngineOptions
+from inference.serving.tokenizer import load_tokenizer
+from tests.tiny_text_gpt2 import write_tiny_gpt2
+
+POSITIONS = 48
+
+
+@pytest.fixture(scope="module")
+def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text_service")
+    source = write_tiny_gpt2(folder / "source", positions=POSITIONS)
+    return convert(ConversionRequest(source, folder, tp_size=1, weight_data_type="fp32")).ft_dir
+
+
+@pytest.fixture(scope="module")
+def service(ft_dir: Path) -> Iterator[TextService]:
+    with Engine(ft_dir, device="cpu", options=EngineOptions(max_lanes=6)) as engine:
+        yield TextService(engine, load_tokenizer(ft_dir))
+
+
+def column(values: list[int]) -> np.ndarray[Any, Any]:
+    return np.array(values, np.uint32)[:, None]
+
+
+def request(prompts: list[str | bytes], lengths: list[int], *, beams: int | None = None) -> Any:
+    texts = np.array([[p.encode() if isinstance(p, str) else p] for p in prompts], dtype=object)
+    tensors = {"prompts": texts, "request_output_len": column(lengths)}
+    return tensors if beams is None else tensors | {"beam_width": column([beams] * len(prompts))}
+
+
+def sentences(outputs: dict[str, Any]) -> list[list[str]]:
+    return [[text.decode() for text in row[:, 0]] for row in outputs["sentences"]]
+
+
+def test_shapes_and_types_are_those_of_the_interface(service: TextService) -> None:
+    (outputs,) = service.infer([request(["in the end", "a"], [4, 9], beams=3)])
+    assert {name: (value.dtype.str, value.shape) for name, value in outputs.items()} == {
+        "sentences": ("|O", (2, 3, 1)),
+        "sequence_length": ("<i8", (2, 3)),
+        "cum_log_probs": ("<f4", (2, 3)),
+        "sequence_tokens": ("<i8", (2, 3)),
+    }
+
+
+def test_a_sentence_is_the_prompt_and_its_answer_and_is_counted_in_characters(
+    service: TextService,
+) -> None:
+    prompt = "the Straße"
+    (outputs,) = service.infer([request([prompt], [5])])
+    ((text,),) = sentences(outputs)
+    assert text.startswith(prompt)
+    assert outputs["sequence_length"].tolist() == [[len(text)]]
+    ids = load_tokenizer_of(service).encode(prompt)
+    assert outputs["sequence_tokens"].tolist() == [[len(ids) + 5]]
+    assert outputs["cum_log_probs"][0, 0] < 0
+
+
+def load_tokenizer_of(service: TextService) -> Any:
+    return service._tokenizer
+
+
+def test_every_row_has_its_own_number_of_tokens(service: TextService) -> None:
+    prompts = ["the a", "the a", "s"]
+    (together,) = service.infer([request(prompts, [2, 7, 30])])
+    alone = [
+        service.infer([request([prompt], [length])])[0]
+        for prompt, length in zip(prompts, [2, 7, 30], strict=True)
+    ]
+    assert sentences(together) == [sentences(each)[0] for each in alone]
+    assert np.diff(together["sequence_tokens"][:2, 0]).tolist() == [5]
+
+
+def test_requests_of_one_call_are_answered_apart(service: TextService) -> None:
+    first, second = request(["the"], [3]), request(["in", "on"], [6, 2], beams=2)
+    together = service.infer([first, second])
+    apart = [*service.infer([first]), *service.infer([second])]
+    for outputs, alone in zip(together, apart, strict=True):
+        assert sentences(outputs) == sentences(alone)
+        assert np.array_equal(outputs["cum_log_probs"], alone["cum_log_probs"])
+
+
+def test_long_prompts_lose_what_leaves_no_room_for_the_answer(service: TextService) -> None:
+    long, output_len = "x" * 200, 20
+    (outputs,) = service.infer([request([long, "x"], [output_len, POSITIONS - 1])])
+    assert sentences(outputs)[0][0].startswith("x" * (POSITIONS - output_len))
+    assert outputs["sequence_tokens"][:, 0].tolist() == [POSITIONS, POSITIONS]
+
+
+def test_empty_prompt_is_answered(service: TextService) -> None:
+    (outputs,) = service.infer([request([""], [4])])
+    assert outputs["sequence_tokens"].tolist() == [[4]]
+
+
+def test_markers_are_not_part_of_the_text(service: TextService) -> None:
+    limits = service._engine.limits
+    assert load_tokenizer_of(service).special_ids == {limits.end_id}
+    row = type("Row", (), {"prompt_ids": [limits.start_id, 40]})()
+    result = type("Result", (), {"output_ids": ((41, limits.end_id),)})()
+    assert service._sentences(row, result) == [load_tokenizer_of(service).decode([40, 41])]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request(["a", "b"], [1, 0]), r"request_output_len\[1\]=0 must be in \[1, 47\]"),
+        (request(["a"], [POSITIONS]), r"request_output_len\[0\]=48 must be in \[1, 47\]"),
+        (request(["a"], [1], beams=0), "beam_width"),
+        (request(["a"], [1], beams=7), "beam_width=7 exceeds the 6 sequences"),
+        (request(["a"], [1, 1]), r"request_output_len: expected shape \[1,1\]"),
+        (request(["a"], [1]) | {"beam_width": column([1, 2])}, "beam_width: expected shape"),
+        (
+            request(["a", "b"], [1, 1]) | {"beam_width": column([1, 2])},
+            "beam_width must be identical for all rows of a request",
+        ),
+        (request(["a", b"\xff"], [1, 1]), r"prompts\[1\]: not UTF-8 at byte 0"),
+    ],
+)
+def test_wrong_requests_are_refused(service: TextService, bad: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        service.infer([bad])
+
+
+def test_a_refused_request_leaves_no_work_behind(service: TextService) -> None:
+    good = request(["the"] * 3, [40] * 3)
+    with pytest.raises(RequestError):
+        service.infer([good, request(["a"], [0])])
+    deadline = time.monotonic() + 5
+    while service._engine.free_lanes < 6 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert service._engine.free_lanes == 6
+
+
+def test_a_failed_engine_cannot_be_recovered(ft_dir: Path) -> None:
+    engine = Engine(ft_dir, device="cpu")
+    with engine:
+        service = TextService(engine, load_tokenizer(ft_dir))
+    with pytest.raises(PyTritonUnrecoverableError, match="the engine was stopped"):
+        service.infer([request(["a"], [1])])
