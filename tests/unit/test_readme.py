@@ -1,0 +1,101 @@
+"""What README.md promises: its commands run, its table and links are true, it stays short."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+README = (ROOT / "README.md").read_text()
+# Paths of the reader's, by files of the checkout that stand in for them.
+STAND_INS = {
+    "/models/gpt3_5b.nemo": str(ROOT / "examples/gpt_books_5m/gpt_books_5m.nemo"),
+    "/data/lambada_test.jsonl": str(ROOT / "examples/passages.jsonl"),
+}
+
+
+def shell_commands() -> list[str]:
+    """Return every command of the README's shell blocks, one line each."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def run(arguments: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("command", [c for c in shell_commands() if c.startswith("make ")])
+def test_make_targets_exist(command: str) -> None:
+    target = command.split()[1]
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in shell_commands() if c.startswith("python main.py") and "=" in c]
+)
+def test_pipeline_commands_compose(command: str, tmp_path: Path) -> None:
+    for path, stand_in in STAND_INS.items():
+        command = command.replace(path, stand_in)
+    words = [word for word in shlex.split(command)[1:] if not word.startswith("base_results_dir=")]
+    if "action=" in command:
+        result = run([*words, "--cfg", "job"])
+    else:
+        result = run([*words, "dry_run=true", f"base_results_dir={tmp_path}"])
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("command", [c for c in shell_commands() if c.startswith("python -m ")])
+def test_tools_explain_the_options_that_are_shown(command: str) -> None:
+    words = shlex.split(command)
+    module, options = words[2], [word for word in words if word.startswith("--")]
+    subcommand = [word for word in words[3:4] if re.fullmatch(r"[a-z]+", word)]
+    result = run(["-m", module, *subcommand, "--help"])
+    assert result.returncode == 0, result.stderr
+    assert [option for option in options if option not in result.stdout] == []
+
+
+def test_the_support_table_is_the_one_of_the_families() -> None:
+    printed = run(["-m", "export_scripts.list_families", "--markdown"]).stdout.strip()
+    table = re.search(r"<!-- python -m (.*?) -->\n(.*?)\n<!-- end -->", README, re.DOTALL)
+    assert table is not None
+    assert table[1] == "export_scripts.list_families --markdown"
+    assert table[2] == printed
+
+
+def test_the_refusal_shown_is_the_one_printed(tmp_path: Path) -> None:
+    shown = re.search(r"```\n\$ python (main\.py .*?)\n(.*?)```", README, re.DOTALL)
+    assert shown is not None
+    result = run([*shlex.split(shown[1]), f"base_results_dir={tmp_path}"])
+    assert result.returncode == 2
+    assert " ".join(shown[2].split()) in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)]+)\)", README))))
+def test_links_lead_somewhere(link: str) -> None:
+    assert (ROOT / link).exists()
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w./]+\.(?:py|md))`", README))))
+def test_files_that_are_named_exist(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_every_folder_at_the_top_is_explained() -> None:
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    folders = {line.split("/")[0] for line in listed.stdout.splitlines() if "/" in line}
+    plain = {name for name in folders if not name.startswith(".")}
+    assert [name for name in sorted(plain) if f"\n{name}/" not in README] == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) < 200
