@@ -1,4 +1,4 @@
-"""Look after the jobs of a run from its records alone: status, logs, cancel."""
+"""Look after the jobs of a run from its records alone (status, logs, cancel), compare reports."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import time
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts.config import Config
 from launcher_scripts.console import Console, table
@@ -21,33 +22,61 @@ _POLL_S = 0.3
 _CANCEL_S = 60.0
 
 
-def note_last_run(base_results_dir: Path, results_dir: Path) -> None:
-    """Remember the results folder of the run that starts now."""
-    write_json(base_results_dir / LAST_RUN, {"results_dir": str(results_dir), "at": record.now()})
+def note_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
+    """Remember the results folders of the run, or of the sweep, that starts now."""
+    values: dict[str, Any] = {"results_dir": str(results_dirs[-1]), "at": record.now()}
+    if len(results_dirs) > 1:
+        values["results_dirs"] = [str(each) for each in results_dirs]
+    write_json(base_results_dir / LAST_RUN, values)
 
 
 def look_after(config: Config, console: Console) -> int:
     """Do what `action` says for the last run, or for `run_dir`; return the exit status."""
-    found = _run_dir(config)
-    if found is None:
+    if config.action == "compare":
+        return _compare(config, console)
+    found = _run_dirs(config)
+    if not found:
         console.say(
             f"no run is known in {config.base_results_dir}; give the results folder of one as "
             "run_dir=<folder>."
         )
         return EXIT_USAGE
+    return max(_look_into(each, config.action, console) for each in found)
+
+
+def _look_into(found: Path, action: str, console: Console) -> int:
+    """Do what `action` says for the jobs of one results folder."""
     records = [each for each in (_read(found, name) for name in STAGES) if each is not None]
     if not records:
         console.say(f"run_dir={found} holds no jobs; give a folder with <stage>/job.json in it.")
         return EXIT_USAGE
     console.say(str(found))
-    return _ACTIONS[config.action](found, records, console)
+    return _ACTIONS[action](found, records, console)
 
 
-def _run_dir(config: Config) -> Path | None:
+def _compare(config: Config, console: Console) -> int:
+    """Print the differences of two evaluations and draw them in the run store."""
+    from inference.compare import main as compare
+
+    history_dir = config.evaluate.history_dir
+    if len(config.runs) != 2 or history_dir is None:
+        console.say(
+            "action=compare needs two runs, such as runs=[latest~1,latest], and the run store "
+            "they are kept in, evaluate.history_dir."
+        )
+        return EXIT_USAGE
+    page = Path(history_dir) / "comparison.html"
+    return compare([*config.runs, "--history-dir", history_dir, "--output", str(page)])
+
+
+def _run_dirs(config: Config) -> list[Path]:
+    """Return the results folders that are meant: of a sweep there are several."""
     if config.run_dir is not None:
-        return Path(config.run_dir)
+        return [Path(config.run_dir)]
     last = read_json(Path(config.base_results_dir) / LAST_RUN)
-    return None if last is None else Path(last["results_dir"])
+    if last is None:
+        return []
+    return [Path(each) for each in last.get("results_dirs", [last["results_dir"]])]
 
 
 def _read(results_dir: Path, stage: str) -> record.JobRecord | None:

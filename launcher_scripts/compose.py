@@ -286,6 +286,8 @@ def _make_absolute(config: DictConfig) -> None:
         if _is_missing(config, key.name) or OmegaConf.is_interpolation(parent, leaf):
             continue
         value = parent[leaf]
+        if isinstance(value, str) and "://" in value:
+            continue  # in an object store
         if isinstance(value, str):
             parent[leaf] = str(Path(value).expanduser().absolute())
         elif value:

@@ -64,6 +64,9 @@ class ClusterConfig:
     container_python: str = option("interpreter inside the container", "python3")
     signal_delay_s: int = option("seconds of warning before the time limit", 120, minimum=1)
     server_host: str = option("address that servers listen on; see deploy.host", "127.0.0.1")
+    probe: bool = option(
+        "before submitting, see from the nodes whether they reach folders and Python", False
+    )
     bcprun: str = option("Base Command's multi-node runner", "bcprun")
 
 
@@ -175,19 +178,46 @@ class ConvertConfig:
 
 
 @dataclass
+class GemmTuningConfig:
+    """`deploy.gemm_tuning`: measure NVIDIA's matrix products before the server starts."""
+
+    enabled: bool = option("measure; engine fastertransformer only", False)
+    batch_size: int = option("rows of the largest requests", 8, minimum=1)
+    beam_width: int = option("beams of the largest requests", 1, minimum=1)
+    input_len: int = option("tokens of the longest prompts", 128, minimum=1)
+    program_dir: str = option(
+        "folder of gpt_gemm, t5_gemm and bert_gemm", "/opt/FasterTransformer/build/bin"
+    )
+
+
+@dataclass
 class DeployConfig:
     """`deploy`: the server (conf/deploy/default.yaml)."""
 
     name: str = option("name of the job")
     time_limit: Any = option("the server is stopped after this time; notation as in export.run")
-    engine: str = option("what computes: pytorch", choices=("pytorch", "fastertransformer"))
-    repository: str | None = option("serve this repository instead of the exported one", path=True)
+    engine: str = option(
+        "what computes: pytorch (this project), or NVIDIA's fastertransformer",
+        choices=("pytorch", "fastertransformer"),
+    )
+    repository: str | None = option(
+        "serve this repository instead of the exported one; s3://bucket/prefix: export publishes "
+        "there, and the server loads from there",
+        path=True,
+    )
+    endpoint_url: str | None = option("address of an S3-compatible store; null: S3 itself", None)
+    container: str | None = option("image of the server; null: that of every job", None)
     host: str = option("address to listen on; 0.0.0.0 for every interface")
     http_port: int = option("port of HTTP requests; 0 takes a free one", minimum=0)
     grpc_port: int = option("port of gRPC requests; 0 takes a free one", minimum=0)
     metrics_port: int = option("port of the Prometheus metrics; 0 takes a free one", minimum=0)
     ready_timeout_s: float = option("seconds until every model must be ready", minimum=1)
     drain_s: float = option("seconds that running requests get when the server stops", minimum=0)
+    max_restarts: int = option("starts again after a failure, at most", 3, minimum=0)
+    restart_backoff_s: float = option(
+        "seconds before the first of them; doubled for each further one", 5.0, minimum=0
+    )
+    gemm_tuning: GemmTuningConfig = field(default_factory=GemmTuningConfig)
     keep: bool = option("keep serving after the evaluation, until Ctrl-C or the time limit")
     gpus_per_node: int | None = option("GPUs for the server; null: as many as TP x PP needs")
     cpus_per_task: int | None = option("processors for the server", minimum=1)
@@ -205,6 +235,30 @@ class LambadaConfig:
     sha256: str = option("checksum of the download")
     metrics: list[str] = option("what to measure")
     reference_path: str | None = option("figures of the same passages to compare with", path=True)
+
+
+@dataclass
+class PromptConfig:
+    """`evaluate.<task>.prompt`: virtual tokens of a model tuned by p-tuning."""
+
+    length: int = option("virtual tokens ahead of every prompt", 0)
+    start_id: int = option("id of the first, prompt_learning_start_id of config.ini", 0)
+    task_id: int | None = option("prompt table that the server has loaded", None)
+    table_path: str | None = option("prompt table to send with every request", None, path=True)
+    append_ids: list[int] = option("token ids after every prompt", [])
+
+
+@dataclass
+class TextTaskConfig:
+    """`evaluate.<task>` of the tasks whose answer is text."""
+
+    data_path: str | None = option("the data; needed when the task is asked for", None, path=True)
+    target_path: str | None = option("translation: the right lines", None, path=True)
+    template: str | None = option("prompt with the data's fields in braces", None)
+    output_len: int | None = option("tokens to generate", None, minimum=1)
+    method: str = option("how to ask", "generation", choices=("generation", "log_likelihood"))
+    reference_path: str | None = option("figures of the same data to compare with", None, path=True)
+    prompt: PromptConfig = field(default_factory=PromptConfig)
 
 
 @dataclass
@@ -235,6 +289,9 @@ class EvaluateConfig:
     limit: int | None = option("ask only this many samples", minimum=1)
     seed: int = option("seed of whatever is drawn")
     request_timeout_s: float = option("seconds after which a request has failed", minimum=0)
+    reference: str = option(
+        "run the tasks on the source checkpoint too", "none", choices=("none", "huggingface")
+    )
     gate: dict[str, Any] = option("bounds of metrics: <metric>.min, .max, .margin, .sigmas", {})
     baseline: str = option("none, compare or update", choices=("none", "compare", "update"))
     baseline_path: str | None = option("the baseline's file", path=True)
@@ -242,6 +299,12 @@ class EvaluateConfig:
     cpus_per_task: int | None = option("processors for the evaluation", minimum=1)
     mem_gb: float | None = option("memory for the evaluation, in GB", minimum=0)
     lambada: LambadaConfig = field(default_factory=LambadaConfig)
+    boolq: TextTaskConfig = field(default_factory=TextTaskConfig)
+    mnli: TextTaskConfig = field(default_factory=TextTaskConfig)
+    xnli: TextTaskConfig = field(default_factory=TextTaskConfig)
+    squad: TextTaskConfig = field(default_factory=TextTaskConfig)
+    translation: TextTaskConfig = field(default_factory=TextTaskConfig)
+    summarization: TextTaskConfig = field(default_factory=TextTaskConfig)
     latency: LatencyConfig = field(default_factory=LatencyConfig)
 
 
@@ -258,9 +321,13 @@ class Config:
     overwrite: bool = option("replace outputs of another configuration")
     wait: bool = option("on a cluster, follow the jobs to their end", False)
     action: str = option(
-        "what to do: run, or look after jobs with status, logs or cancel",
+        "what to do: run, look after jobs with status, logs or cancel, or compare evaluations",
         "run",
-        choices=("run", "status", "logs", "cancel"),
+        choices=("run", "status", "logs", "cancel", "compare"),
+    )
+    runs: list[str] = option(
+        "the two evaluations that action=compare means: ids, latest, latest~1, or reports",
+        ["latest~1", "latest"],
     )
     run_dir: str | None = option(
         "results folder whose jobs are meant by action; null: the last run", None, path=True

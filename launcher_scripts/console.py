@@ -35,7 +35,7 @@ class Console:
     def show(self, label: str, state: ProgressState, seconds: float) -> None:
         """Show how far a job is."""
         now = time.monotonic()
-        text = f"{label:<9} {progress_text(state)}  {seconds:.0f} s"
+        text = f"{label:<9}{seconds:4.0f} s  {progress_text(state)}"
         if self._live:
             if now - self._shown_at > _FRAME_S:
                 self._shown_at = now

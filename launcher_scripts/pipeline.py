@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from launcher_scripts.config import Config
-from launcher_scripts.stage_configs import Context, build_stage
+from launcher_scripts.stage_configs import TIME_LIMIT_KEYS, Context, build_stage
 from launcher_scripts.suggest import did_you_mean
+from launcher_scripts.time_limit import minutes
 from stages import STAGES
 from stages.base import Finding, Stage, Standing
 from stages.convert import ConvertStage
@@ -80,6 +83,10 @@ def make_plan(config: Config, context: Context) -> Plan:
             f"evaluate.server={config.evaluate.server} names a server, and stages asks for another "
             "by deploy; leave deploy out of stages, or set evaluate.server=null."
         )
+    limits = _time_limit_problems(config, requested)
+    if limits:
+        problems += limits
+        config = _without_time_limits(config)
     planned: dict[str, PlannedStage] = {}
 
     def build(name: str) -> Stage | None:
@@ -102,9 +109,33 @@ def make_plan(config: Config, context: Context) -> Plan:
         if each.needed_by and each.runs
     ]
     for each in (each for each in stages if each.runs):
+        notes += [
+            f"{each.name} runs again: {change} it was done" for change in each.finding.changes[:3]
+        ]
         problems += [*each.finding.problems, *each.stage.check()]
         notes += each.stage.notes()
     return Plan(tuple(stages), tuple(dict.fromkeys(problems)), tuple(notes))
+
+
+def _time_limit_problems(config: Config, names: Sequence[str]) -> list[str]:
+    found = [_time_limit_problem(config, TIME_LIMIT_KEYS[name]) for name in names]
+    return list(dict.fromkeys(problem for problem in found if problem))
+
+
+def _time_limit_problem(config: Config, key: str) -> str | None:
+    try:
+        minutes(operator.attrgetter(key)(config), key=key)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _without_time_limits(config: Config) -> Config:
+    """Return the configuration with limits of one minute: the other checks need readable ones."""
+    copied = copy.deepcopy(config)
+    for section in (copied.export.run, copied.deploy, copied.evaluate):
+        section.time_limit = 1
+    return copied
 
 
 def _measures_export(config: Config) -> bool:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from launcher_scripts import job_folder
 from launcher_scripts.console import Console, table
@@ -64,7 +65,7 @@ class Run:
         after the last stage. Jobs in a queue are followed only with `wait`, and outlive it.
         """
         if not self.launcher.in_foreground:
-            status = self._submit_all()
+            status = self.submit_all()
             if status != EXIT_OK or not wait:
                 self.console.say(self.summary())
                 return status
@@ -74,18 +75,19 @@ class Run:
             status = self._interrupted()
         finally:
             if self.launcher.in_foreground:
-                self._stop_all()
+                self.stop_all()
         self.console.say(self.summary())
         return status
 
-    def _submit_all(self) -> int:
-        """Put the whole chain into the queue, or nothing of it."""
+    def submit_all(self) -> int:
+        """Put the whole chain into the queue, or nothing of it; done once."""
         try:
             for name in self.jobs:
-                self._submit(name)
+                if name not in self.handles:
+                    self._submit(name)
         except SubmissionError as error:
             self.console.say(f"a job was refused: {error}")
-            self._stop_all()
+            self.stop_all()
             return EXIT_FAILED
         return EXIT_OK
 
@@ -96,7 +98,7 @@ class Run:
             status = self._follow(handle, until_ready=self._is_server(name) and not is_last)
             if status != EXIT_OK:
                 self._explain_failures()
-                self._stop_all()
+                self.stop_all()
                 return status
         servers = [handle for name, handle in self.handles.items() if self._is_server(name)]
         if servers and self.keep_serving:
@@ -134,19 +136,33 @@ class Run:
         job = self.jobs[name]
         ids = {before: handle.job_id for before, handle in self.handles.items()}
         after = self._dependencies(name, ids)
-        dependency = ",".join(map(str, after))
-        job_folder.write_files(job, self.launcher.render(job, after))
-        job_folder.write_record(job, job_id="", cluster=self.launcher.name, dependency=dependency)
+        self.announce(name, after)
         try:
             handle = self.launcher.submit(job, after)
         except SubmissionError as error:
-            changes = {"state": record.FAILED, "error": str(error), "exit_code": EXIT_FAILED}
-            record.update_record(job.record_path, "", **changes)
+            self.note_refusal(name, error)
             raise
-        self.handles[name] = handle
-        job_folder.note_submission(job, f"Submitted {self.launcher.name} job {handle.job_id}")
-        self.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
+        self.note_submission(name, handle)
         return handle
+
+    def announce(self, name: str, after: Sequence[Dependency]) -> None:
+        """Write a job's files and its record, just before it is submitted."""
+        job = self.jobs[name]
+        dependency = ",".join(map(str, after))
+        job_folder.write_files(job, self.launcher.render(job, after))
+        job_folder.write_record(job, job_id="", cluster=self.launcher.name, dependency=dependency)
+
+    def note_refusal(self, name: str, error: SubmissionError) -> None:
+        """Keep the words of the scheduler in the job's record."""
+        changes = {"state": record.FAILED, "error": str(error), "exit_code": EXIT_FAILED}
+        record.update_record(self.jobs[name].record_path, "", **changes)
+
+    def note_submission(self, name: str, handle: JobHandle) -> None:
+        """Take note of a job that was submitted."""
+        self.handles[name] = handle
+        text = f"Submitted {self.launcher.name} job {handle.job_id}"
+        job_folder.note_submission(self.jobs[name], text)
+        self.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
 
     def _dependencies(self, name: str, ids: dict[str, str]) -> list[Dependency]:
         """Return what a job waits for: the job before it, and of a server only its start."""
@@ -168,14 +184,21 @@ class Run:
         while True:
             state = handle.poll()
             if state is not None:
+                self._tell_end(handle, state)
                 return _exit_status(handle, state)
             if until_ready and _is_ready(stage.readiness_path(), handle.job_id):
                 record.update_record(handle.job.record_path, handle.job_id, state=record.READY)
+                self.console.say(f"{stage.name}: {read_progress(stage.job.progress_path).phase}")
                 return EXIT_OK
             progress = read_progress(stage.job.progress_path)
             if progress.phase:
                 self.console.show(stage.name, progress, time.monotonic() - started)
             time.sleep(_POLL_S)
+
+    def _tell_end(self, handle: JobHandle, state: str) -> None:
+        found = record.read_record(handle.job.record_path)
+        seconds = f" after {found.seconds:.1f} s" if found and found.seconds is not None else ""
+        self.console.say(f"{handle.job.stage.name}: {state}{seconds}")
 
     def _explain(self, handle: JobHandle) -> None:
         """Show why a job failed: the cause first, then the end of its log."""
@@ -196,7 +219,7 @@ class Run:
                 if path.exists():
                     self.console.say(f"see also {path}")
 
-    def _stop_all(self) -> None:
+    def stop_all(self) -> None:
         """End whatever still runs, the last started first."""
         for handle in reversed(list(self.handles.values())):
             while handle.poll() is None:
@@ -219,14 +242,23 @@ class Run:
         seconds = "-" if found is None or found.seconds is None else f"{found.seconds:.1f}"
         return state, seconds, outputs if state == record.COMPLETED else "-"
 
+    def metrics(self) -> dict[str, float]:
+        """Return the figures that the stages found, by name."""
+        found: dict[str, float] = {}
+        for each in self.planned:
+            found |= self._summary_of(each).get("metrics", {})
+        return found
+
+    def _summary_of(self, each: PlannedStage) -> dict[str, Any]:
+        if not each.runs:
+            return dict(each.finding.marker["summary"]) if each.finding.marker else {}
+        handle = self.handles.get(each.name)
+        found = record.read_record(self.jobs[each.name].record_path) if handle else None
+        return found.summary if found else {}
+
     def _findings(self, each: PlannedStage) -> list[str]:
         """Return what the stage's own summary has to say to a reader."""
-        if each.runs:
-            handle = self.handles.get(each.name)
-            found = record.read_record(self.jobs[each.name].record_path) if handle else None
-            summary = found.summary if found else {}
-        else:
-            summary = dict(each.finding.marker["summary"]) if each.finding.marker else {}
+        summary = self._summary_of(each)
         lines = [f"{each.name}: {remark}" for remark in summary.get("remarks", ())]
         lines += [f"{name}: {value:.4g}" for name, value in summary.get("metrics", {}).items()]
         if "report" in summary:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,11 +10,19 @@ from typing import Any, TypeVar
 
 from export_scripts.ft.layout import ft_directory
 from export_scripts.request import ConversionRequest
-from export_scripts.triton.repository import RepositoryRequest
+from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
 from inference.evaluation.gate import Bound
-from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
+from inference.evaluation.options import (
+    EvaluationOptions,
+    LambadaOptions,
+    LatencyOptions,
+    PromptOptions,
+    TextTaskOptions,
+)
 from inference.evaluation.record import RunFacts
-from launcher_scripts.config import Config
+from inference.evaluation.text_task import TEXT_TASKS
+from launcher_scripts.config import Config, TextTaskConfig
+from launcher_scripts.server_config import deploy_resources, server_config, server_store
 from launcher_scripts.suggest import did_you_mean
 from launcher_scripts.time_limit import minutes
 from stages.base import JobSettings, Resources, Stage
@@ -87,7 +94,7 @@ def _resources(name: str, config: Config) -> Resources:
     key = TIME_LIMIT_KEYS[name]
     if name == "deploy":
         limit_min = minutes(config.deploy.time_limit, key=key)
-        return _deploy_resources(config, limit_min)
+        return deploy_resources(config, limit_min)
     if name == "evaluate":
         return Resources(
             cpus_per_task=config.evaluate.cpus_per_task,
@@ -101,25 +108,6 @@ def _resources(name: str, config: Config) -> Resources:
         cpus_per_task=run.cpus_per_task or cpus,
         mem_gb=run.mem_gb,
         time_limit_min=minutes(run.time_limit, key=key),
-    )
-
-
-def _deploy_resources(config: Config, limit_min: int) -> Resources:
-    gpus = config.deploy.gpus_per_node
-    nodes = 1
-    if gpus is None and config.cluster.gpus_per_node:
-        world = (
-            config.export.model.tensor_model_parallel_size
-            * config.export.triton_deployment.pipeline_model_parallel_size
-        )
-        nodes = math.ceil(world / config.cluster.gpus_per_node)
-        gpus = math.ceil(world / nodes)
-    return Resources(
-        nodes=nodes,
-        gpus_per_node=gpus,
-        cpus_per_task=config.deploy.cpus_per_task,
-        mem_gb=config.deploy.mem_gb,
-        time_limit_min=limit_min,
     )
 
 
@@ -152,66 +140,64 @@ def _convert(config: Config, job: JobSettings, context: Context) -> Stage:
 
 def _export(config: Config, job: JobSettings, context: Context) -> Stage:
     del context
-    triton = config.export.triton_deployment
     return ExportStage(
-        job,
-        RepositoryRequest(
-            model_dir=Path(triton.triton_model_dir),
-            tp_size=config.export.model.tensor_model_parallel_size,
-            pp_size=triton.pipeline_model_parallel_size,
-            max_batch_size=triton.max_batch_size,
-            data_type=triton.data_type,
-            int8_mode=int(triton.int8_mode),
-            enable_custom_all_reduce=int(triton.enable_custom_all_reduce),
-            engine=config.deploy.engine,
-            decoupled=triton.decoupled,
-            ensemble=triton.ensemble,
-            portable=triton.portable,
-            interactive=triton.interactive,
-            answer_only=triton.answer_only,
-            max_queue_delay_us=triton.max_queue_delay_us,
-            instance_count=triton.instance_count,
-            model_type=triton.model_type,
-            parameters={name: str(value) for name, value in triton.parameters.items()},
-        ),
+        job, _repository(config), kind=config.export.run.model_type, publish_to=server_store(config)
     )
 
 
-def _server(config: Config) -> DeployConfig:
-    deploy = config.deploy
-    model_dir = Path(config.export.triton_deployment.triton_model_dir)
-    return DeployConfig(
-        repository=Path(deploy.repository) if deploy.repository else model_dir.parent,
-        model_name=model_dir.name,
+def _repository(config: Config) -> RepositoryRequest:
+    triton = config.export.triton_deployment
+    return RepositoryRequest(
+        model_dir=Path(triton.triton_model_dir),
         tp_size=config.export.model.tensor_model_parallel_size,
-        pp_size=config.export.triton_deployment.pipeline_model_parallel_size,
-        engine=deploy.engine,
-        host=deploy.host,
-        http_port=deploy.http_port,
-        grpc_port=deploy.grpc_port,
-        metrics_port=deploy.metrics_port,
-        ready_timeout_s=deploy.ready_timeout_s,
-        drain_s=deploy.drain_s,
+        pp_size=triton.pipeline_model_parallel_size,
+        max_batch_size=triton.max_batch_size,
+        data_type=triton.data_type,
+        int8_mode=int(triton.int8_mode),
+        enable_custom_all_reduce=int(triton.enable_custom_all_reduce),
+        engine=config.deploy.engine,
+        decoupled=triton.decoupled,
+        ensemble=triton.ensemble,
+        portable=triton.portable,
+        interactive=triton.interactive,
+        answer_only=triton.answer_only,
+        max_queue_delay_us=triton.max_queue_delay_us,
+        instance_count=triton.instance_count,
+        model_type=triton.model_type,
+        parameters={name: _parameter(value) for name, value in triton.parameters.items()},
     )
+
+
+def _parameter(value: object) -> str:
+    """Return a parameter of config.pbtxt as text; truth values are digits there."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _has_ensemble(config: Config) -> bool:
+    """Whether the exported repository answers text with text."""
+    folders = repository_models(_repository(config), kind=config.export.run.model_type)
+    return any(folder.name == ENSEMBLE for folder in folders)
 
 
 def _deploy(config: Config, job: JobSettings, context: Context) -> Stage:
     del context
-    return DeployStage(job, _server(config))
+    return DeployStage(job, server_config(config))
 
 
 def _evaluate(config: Config, job: JobSettings, context: Context) -> Stage:
     evaluate = config.evaluate
-    server = _server(config)
+    server = server_config(config)
     options = EvaluationOptions(
         output_dir=Path(evaluate.output_dir),
         data_dir=Path(config.data_dir),
         model_name=server.model_name,
-        ensemble_name="ensemble" if config.export.triton_deployment.ensemble else None,
+        ensemble_name=ENSEMBLE if _has_ensemble(config) else None,
         # The conversion puts the tokenizer's files among the shards.
         tokenizer_dir=None if evaluate.server else _weights_dir(server),
         weights_dir=None if evaluate.server else _weights_dir(server),
+        source_path=Path(config.export.model.checkpoint_path),
         lambada=_options(LambadaOptions, evaluate.lambada),
+        text_tasks={name: _text_task(getattr(evaluate, name)) for name in TEXT_TASKS},
         latency=_options(LatencyOptions, evaluate.latency),
         gate={name: _bound(name, each) for name, each in evaluate.gate.items()},
         **_fields(
@@ -219,6 +205,11 @@ def _evaluate(config: Config, job: JobSettings, context: Context) -> Stage:
         ),
     )
     follows = context.deploys and evaluate.server is None
+    if server.nodes > 1 and evaluate.server is None and not follows:
+        raise ValueError(
+            f"a model over {server.nodes} nodes needs a server job of its own; add deploy to "
+            "stages, or name a running server in evaluate.server."
+        )
     endpoint_path = results_dir(config) / "deploy" / ENDPOINT_NAME
     return EvaluateStage(
         job,
@@ -278,6 +269,11 @@ def _fields(kind: type, section: object, *, without: Sequence[str] = ()) -> dict
             value = Path(value)
         found[name] = value
     return found
+
+
+def _text_task(section: TextTaskConfig) -> TextTaskOptions:
+    prompt = _options(PromptOptions, section.prompt)
+    return TextTaskOptions(prompt=prompt, **_fields(TextTaskOptions, section, without=("prompt",)))
 
 
 # Fields of the options that are not copied as they are.

@@ -6,7 +6,7 @@ part of its configuration that decides its outputs, saved beside them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from submitit.helpers import Checkpointable
 
+from inference.serving.process_place import ProcessPlace
 from stages.progress import Progress, read_json, write_json
 from stages.record import now
 
@@ -71,11 +72,15 @@ class Standing(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A standing, with the reasons of a conflict or the marker of finished work."""
+    """A standing, with the reasons of a conflict or the marker of finished work.
+
+    `changes` says why work that was done before has to be done again.
+    """
 
     standing: Standing
     problems: tuple[str, ...] = ()
     marker: Mapping[str, Any] | None = None
+    changes: tuple[str, ...] = ()
 
 
 class StageError(RuntimeError):
@@ -149,6 +154,13 @@ class Stage(Checkpointable):
         """Do the work and return what there is to say about the result."""
         raise NotImplementedError
 
+    def assist(self, place: ProcessPlace) -> None:
+        """Do the part of a process beside the first, in a job of several; most have none.
+
+        The first process calls the stage itself. This returns when the part is done.
+        """
+        del place
+
     def damage(self) -> list[str]:
         """Return what is wrong with outputs that a marker says are finished."""
         return []
@@ -165,12 +177,12 @@ class Stage(Checkpointable):
             return Finding(Standing.MISSING)
         if differences := self._differences(marker["identity"]):
             if self.guards_configuration:
-                return Finding(Standing.CONFLICT, tuple(differences), marker)
-            return Finding(Standing.MISSING)
+                return Finding(Standing.CONFLICT, self._conflicts(differences), marker)
+            return Finding(Standing.MISSING, changes=tuple(differences))
         if changed := self._changed_inputs(marker["inputs"]):
             if self.guards_inputs:
-                return Finding(Standing.CONFLICT, tuple(changed), marker)
-            return Finding(Standing.MISSING)
+                return Finding(Standing.CONFLICT, self._conflicts(changed), marker)
+            return Finding(Standing.MISSING, changes=tuple(changed))
         if damage := self.damage():
             return Finding(Standing.CONFLICT, tuple(damage), marker)
         return Finding(Standing.FINISHED, (), marker)
@@ -203,24 +215,25 @@ class Stage(Checkpointable):
 
     def _differences(self, saved: Mapping[str, Any]) -> list[str]:
         mine = self.identity()
-        outputs = ", ".join(str(output) for output in self.outputs())
         return [
-            f"{key}={_shown(mine.get(key))} differs from {_shown(saved.get(key))}, "
-            f"with which {outputs} was made; set overwrite=true to replace it, "
-            "or choose another folder."
+            f"{key}={_shown(mine.get(key))} differs from {_shown(saved.get(key))}, with which"
             for key in sorted({*mine, *saved})
             if mine.get(key) != saved.get(key)
         ]
 
     def _changed_inputs(self, saved: Mapping[str, Any]) -> list[str]:
         states = self._input_states()
-        outputs = ", ".join(str(output) for output in self.outputs())
         return [
-            f"{path} has changed since {outputs} was made from it; set overwrite=true to make it "
-            "again, or choose another folder."
+            f"{path} has changed since"
             for path in sorted({*states, *saved})
             if states.get(path) != saved.get(path)
         ]
+
+    def _conflicts(self, reasons: Sequence[str]) -> tuple[str, ...]:
+        first, *others = self.outputs()
+        outputs = f"{first} (with {len(others)} more)" if others else str(first)
+        remedy = "set overwrite=true to make it again, or choose another folder."
+        return tuple(f"{reason} {outputs} was made; {remedy}" for reason in reasons)
 
     def _input_states(self) -> dict[str, Any]:
         return {str(path): fingerprint(path) for path in self.inputs() if path.exists()}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.evaluation.options import EvaluationOptions, check_evaluation
+from inference.evaluation.checks import check_evaluation
+from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
 from stages.base import JobSettings, Stage, StageError, Summary, as_json
 from stages.deploy import (
@@ -113,7 +114,7 @@ class EvaluateStage(Stage):
         options = as_json(asdict(self.config.options))
         options.pop("url")
         return {
-            **{f"evaluate.{key}": value for key, value in options.items()},
+            **_flat(options, "evaluate"),
             "evaluate.server": self.config.server,
             "deploy.engine": self.config.deploy.engine,
         }
@@ -149,7 +150,8 @@ class EvaluateStage(Stage):
         from inference.evaluation.runner import EvaluationError
 
         def report_progress(state: EvaluationProgress) -> None:
-            running = "".join(f" {name} {value:.1%}" for name, value in state.running)
+            short = {name: name.removeprefix(f"{state.phase}_") for name, _ in state.running}
+            running = "".join(f" {short[name]} {value:.1%}" for name, value in state.running)
             phase = f"{state.phase}{running}"
             progress.update(phase, done=state.done, total=state.total, unit="samples")
 
@@ -207,6 +209,15 @@ class EvaluateStage(Stage):
     def _address(self, endpoint: Endpoint) -> str:
         port = endpoint.http if self.config.options.protocol == "http" else endpoint.grpc
         return f"{endpoint.host}:{port}"
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return nested settings under dotted names, as the configuration has them."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}.{key}"
+        found |= _flat(value, name) if isinstance(value, Mapping) else {name: value}
+    return found
 
 
 def _timing(record: JobRecord, ready_at: str) -> StageTiming:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from export_scripts.triton.object_store import StoreLocation, publish_repository
 from export_scripts.triton.repository import (
     CONFIG_FILE,
-    ENSEMBLE,
-    POSTPROCESSING,
-    PREPROCESSING,
     RepositoryRequest,
     build_repository,
     check_repository,
+    repository_models,
 )
-from stages.base import JobSettings, Stage, Summary, as_json
+from stages.base import Finding, JobSettings, Stage, StageError, Standing, Summary, as_json
 from stages.progress import Progress
 
 KEYS: Mapping[str, str] = {
@@ -41,14 +41,37 @@ KEYS: Mapping[str, str] = {
 }
 
 
+_MARKER = "export.json"
+# Files of this machine's runs, of no use to a server.
+_BOOKKEEPING = (_MARKER, "*.convert.json")
+
+
 class ExportStage(Stage):
     """Writes the models of a Triton repository around the shards of `convert`."""
 
     name = "export"
 
-    def __init__(self, job: JobSettings, request: RepositoryRequest) -> None:
+    def __init__(
+        self,
+        job: JobSettings,
+        request: RepositoryRequest,
+        *,
+        kind: str | None = None,
+        publish_to: StoreLocation | None = None,
+    ) -> None:
+        """Prepare.
+
+        Args:
+            job: As for every stage.
+            request: What to build.
+            kind: What the checkpoint is said to be (gpt3, t5, bert, ...), which tells the models
+                of the repository before there are weights; None for a generating model.
+            publish_to: Where the finished repository is copied to; None for nowhere.
+        """
         super().__init__(job)
         self.request = replace(request, overwrite=job.overwrite)
+        self.kind = kind
+        self.publish_to = publish_to
 
     @property
     def ft_dir(self) -> Path:
@@ -57,23 +80,36 @@ class ExportStage(Stage):
 
     def check(self) -> list[str]:
         """Return the problems of sizes, types and destination."""
-        return check_repository(self.request, names=KEYS)
+        problems = check_repository(self.request, names=KEYS)
+        if self.publish_to is not None and find_spec("boto3") is None:
+            problems.append(
+                "deploy.repository is an object store, which needs boto3; install the extra 's3' "
+                "(pip install 'slipway[s3]')."
+            )
+        return problems
 
     def outputs(self) -> list[Path]:
         """Return the configuration of each model in the repository."""
         return [folder / CONFIG_FILE for folder in self.model_folders()]
 
     def model_folders(self) -> list[Path]:
-        """Return the folder of each model: the model, and the ensemble with its neighbours."""
-        model_dir = self.request.model_dir
-        if not self.request.ensemble:
-            return [model_dir]
-        around = (PREPROCESSING, POSTPROCESSING, ENSEMBLE)
-        return [model_dir, *(model_dir.parent / name for name in around)]
+        """Return the folder of each model: the model, and the text models that its kind has."""
+        return repository_models(self.request, kind=self.kind)
+
+    def finding(self) -> Finding:
+        """Compare what is on disk, and what has been published, with the configuration."""
+        found = super().finding()
+        if found.standing is not Standing.FINISHED or self.publish_to is None:
+            return found
+        assert found.marker is not None
+        url = self.publish_to.triton_url
+        if found.marker["summary"].get("published") == url:
+            return found
+        return Finding(Standing.MISSING, changes=(f"it was not published to {url} when",))
 
     def marker_path(self) -> Path:
         """Return the marker inside the model's folder."""
-        return self.request.model_dir / "export.json"
+        return self.request.model_dir / _MARKER
 
     def identity(self) -> dict[str, Any]:
         """Return every setting that stands in the repository."""
@@ -89,10 +125,35 @@ class ExportStage(Stage):
         return [self.ft_dir]
 
     def run(self, progress: Progress) -> Summary:
-        """Build the repository and return the names of its models."""
+        """Build the repository, publish it if wanted, and return the names of its models.
+
+        Raises:
+            StageError: the object store cannot be reached or holds other contents.
+        """
         progress.update("writing the repository")
         folders = build_repository(self.request)
-        return {
-            "repository": str(self.request.model_dir.parent),
+        repository = self.request.model_dir.parent
+        summary: Summary = {
+            "repository": str(repository),
             "models": [folder.name for folder in folders],
         }
+        if self.publish_to is not None:
+            summary |= self._publish(repository, self.publish_to, progress)
+        return summary
+
+    def _publish(self, repository: Path, location: StoreLocation, progress: Progress) -> Summary:
+        def tell(done: int, total: int) -> None:
+            progress.update("publishing", done=done, total=total, unit="bytes")
+
+        try:
+            sent = publish_repository(
+                repository,
+                location,
+                overwrite=self.job.overwrite,
+                without=_BOOKKEEPING,
+                progress=tell,
+            )
+        except (OSError, ValueError) as error:
+            raise StageError(str(error)) from error
+        remark = f"{sent.url}: {sent.sent} of {sent.files} files sent, {sent.sent_bytes} bytes"
+        return {"published": sent.url, "remarks": [remark]}

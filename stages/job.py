@@ -20,6 +20,7 @@ from submitit.core.utils import UncompletedJobError
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from export_scripts.errors import CheckpointMismatchError
+from inference.serving.process_place import ProcessPlace, find_place
 from inference.serving.server import ServerStartError
 from stages import record
 from stages.base import Stage, StageError, Summary
@@ -58,6 +59,9 @@ class StageJob(Checkpointable):
         Raises:
             StageError: the job was asked to stop, or the stage says why it failed.
         """
+        place = own_place()
+        if place.rank > 0:
+            return assist(self.stage, place)
         started = time.monotonic()
         logging.basicConfig(
             level=os.environ.get(LOG_LEVEL_VARIABLE, "INFO").upper(),
@@ -124,6 +128,19 @@ class StageJob(Checkpointable):
 
     def _note(self, **changes: object) -> None:
         record.update_record(self.record_path, os.environ.get(JOB_ID_VARIABLE, ""), **changes)
+
+
+def own_place() -> ProcessPlace:
+    """Return the place of this process where every task of a job runs this: under bcprun."""
+    is_task = os.environ.get("SUBMITIT_EXECUTOR") == "bcp"
+    return find_place(os.environ) if is_task else ProcessPlace()
+
+
+def assist(stage: Stage, place: ProcessPlace) -> Summary:
+    """Do the part of a rank beside the first; only the first keeps records and writes results."""
+    with stop_signals(), contextlib.suppress(StopRequested):
+        stage.assist(place)
+    return {}
 
 
 def _host() -> str:

@@ -1,76 +1,99 @@
 """Run a stage in another process that a prefix command starts, such as a step in a container.
 
 The process that asks stays outside, where the scheduler's commands are, and can be requeued; the
-stage runs inside. They meet in two files: the pickled stage, and the result as JSON.
+stage runs inside, in one process or in several ranks. They meet in two files: the pickled stage,
+and the result of the first rank as JSON.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import pickle
+import re
 import shlex
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
+from inference.serving.process_place import LAUNCHER_VARIABLE, find_place
 from stages.base import Stage, StageError, Summary
+from stages.preflight import check_mpi, ping
 from stages.progress import read_json, write_json
 
 _STOP_WAIT_S = 10.0
+_TAIL_LINES = 12
+_LOST_NODE = re.compile(r"srun: error: Node failure on (\S+)")
+# What srun says of a task that ended badly, and the number in front of a task's line (--label).
+_BAD_END = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
+_LABEL = re.compile(r"(\d+): (.*)")
+# Ends that srun itself brings about, after another task has ended badly.
+_CONSEQUENCES = ("137", "143")
 
 
 @dataclass(frozen=True)
 class Step:
-    """How to start a process for a stage.
+    """How to start the processes of a stage.
 
     Attributes:
         prefix: command in front of the interpreter, such as `srun` with a container.
         python: interpreter inside the step.
-        line_flag: the prefix takes the command as one shell line after this, not as words.
-        env_flag: variables are handed on by this and `NAME=value`; otherwise they are inherited.
-        variables: names of those to hand on, as far as they are set.
+        ranks: processes that the prefix starts.
+        mpi: MPI of the ranks.
     """
 
     prefix: tuple[str, ...]
     python: str = "python3"
-    line_flag: tuple[str, ...] = ()
-    env_flag: str | None = None
-    variables: tuple[str, ...] = ()
+    ranks: int = 1
+    mpi: str | None = None
 
     def command(self, *arguments: str) -> list[str]:
         """Return the whole command that runs this module with the arguments."""
-        words = [self.python, "-u", "-m", "stages.step", *arguments]
-        start = [*self.prefix]
-        for name in self.variables:
-            if self.env_flag is not None and name in os.environ:
-                start += [self.env_flag, f"{name}={os.environ[name]}"]
-        return [*start, *self.line_flag, shlex.join(words)] if self.line_flag else [*start, *words]
+        label = ("--label",) if self.ranks > 1 else ()
+        return [*self.prefix, *label, self.python, "-u", "-m", "stages.step", *arguments]
 
 
 def run_in_step(stage: Stage, step: Step, *, folder: Path) -> Summary:
-    """Run `stage` in a process of its own and return its summary.
+    """Run `stage` in processes of its own and return its summary.
 
     Raises:
-        StageError: the stage failed, or its process ended without a result.
+        StageError: the stage failed, or its processes ended without a result.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stage_path, result_path = folder / "stage.pkl", folder / "result.json"
     result_path.unlink(missing_ok=True)
     stage_path.write_bytes(pickle.dumps(stage))
-    command = step.command(str(stage_path), str(result_path))
-    process = subprocess.Popen(command)
-    try:
-        status = process.wait()
-    except KeyboardInterrupt:
-        status = _end(process, stage)
-        if not result_path.exists():
+    if step.ranks > 1:
+        check_mpi(step.mpi)
+        ping(step.prefix, step.python, ranks=step.ranks, mpi=step.mpi, folder=folder)
+    command = step.command(str(stage_path), str(result_path), str(step.ranks))
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    assert process.stdout is not None
+    was_asked = False
+    with _Listener(process.stdout) as heard:
+        try:
+            status = process.wait()
+        except KeyboardInterrupt:
+            was_asked = True
+            status = _end(process, stage)
+            if not result_path.exists():
+                raise
+        except BaseException:
+            _end(process, stage)
             raise
-    except BaseException:
-        _end(process, stage)
-        raise
     result = read_json(result_path)
+    ended_badly = result is None or "error" in result or result.get("was_stopped", False)
+    if ended_badly and not was_asked and (loss := heard.loss()) is not None:
+        raise StageError(loss)  # srun then stops the first rank, which may have ended in order
+    failure = heard.failure()
+    if failure is not None and (result is None or "error" in result):
+        raise StageError(failure)
     if result is None:
         raise StageError(
             f"the step ended with status {status} and without a result; its output is in the log. "
@@ -83,7 +106,61 @@ def run_in_step(stage: Stage, step: Step, *, folder: Path) -> Summary:
     return dict(result["summary"])
 
 
-def _end(process: subprocess.Popen[bytes], stage: Stage) -> int:
+class _Listener:
+    """Passes a step's output on, and remembers how its tasks ended and what they said last."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._said: dict[str, collections.deque[str]] = {}
+        self._bad_ends: list[tuple[str, str, str]] = []
+        self._lost_nodes: list[str] = []
+        self._thread = threading.Thread(target=self._listen, name="step-output", daemon=True)
+
+    def __enter__(self) -> _Listener:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(_STOP_WAIT_S)
+
+    def failure(self) -> str | None:
+        """Return which rank beside the first ended badly by itself, where, and its last words."""
+        for node, task, how in self._bad_ends:
+            code = how.rpartition(" ")[2]
+            if task == "0" or code in _CONSEQUENCES or how in ("Terminated", "Killed"):
+                continue
+            lines = "\n".join(f"  | {line}" for line in self._said.get(task, ()))
+            return f"rank {task} on {node} ended: {how}; its last lines:\n{lines}"
+        return None
+
+    def loss(self) -> str | None:
+        """Return which node failed, or which rank ended badly before all others."""
+        if self._lost_nodes:
+            return f"node {', '.join(self._lost_nodes)} failed"
+        if not self._bad_ends:
+            return None
+        node, task, how = self._bad_ends[0]  # others may follow from it
+        first = re.split("[-,]", task)[0]
+        if first == "0":
+            return None
+        lines = "".join(f"\n  | {line}" for line in self._said.get(first, ()))
+        return f"rank {task} on {node} ended: {how}; its last lines:{lines}"
+
+    def _listen(self) -> None:
+        for line in self._stream:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            text = line.rstrip("\n")
+            if end := _BAD_END.search(text):
+                self._bad_ends.append((end[1], end[2], end[3]))
+            elif lost := _LOST_NODE.search(text):
+                self._lost_nodes.append(lost[1])
+            elif label := _LABEL.match(text):
+                empty: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+                self._said.setdefault(label[1], empty).append(label[2])
+
+
+def _end(process: subprocess.Popen[str], stage: Stage) -> int:
     """End the step, in order where the stage listens, and return its status."""
     if not stage.ask_to_stop():
         process.terminate()
@@ -97,22 +174,33 @@ def _end(process: subprocess.Popen[bytes], stage: Stage) -> int:
     return process.wait()
 
 
-def main(stage_path: Path, result_path: Path) -> int:
-    """Run the stage of a pickle and write its result."""
-    from stages.job import cause_of, stop_signals
+def main(stage_path: Path, result_path: Path, ranks: int = 1) -> int:
+    """Run the stage of a pickle; the first rank writes the result, the others assist."""
+    from stages.job import assist, cause_of, stop_signals
 
     stage: Stage = pickle.loads(stage_path.read_bytes())
+    if ranks > 1:
+        # Started by srun; variables of an older launcher around it do not count.
+        os.environ[LAUNCHER_VARIABLE] = "slurm"
+        place = find_place(os.environ)
+        if place.rank > 0:
+            try:
+                assist(stage, place)
+            except StageError as error:
+                sys.stderr.write(f"{error}\n")
+                return error.exit_code
+            return 0
     try:
-        with stop_signals():
+        with stop_signals() as stopped:
             summary = stage()
     except (Exception, KeyboardInterrupt) as error:
         told = error if isinstance(error, StageError) else StageError("")
         values = {"error": cause_of(error), "exit_code": told.exit_code, "summary": told.summary}
         write_json(result_path, values)
         raise
-    write_json(result_path, {"summary": summary})
+    write_json(result_path, {"summary": summary, "was_stopped": stopped.is_set()})
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])))

@@ -12,6 +12,8 @@ from stages.record import RECORD_NAME
 
 # What a job waits for: success of another, its end, or only its start.
 AFTER_SUCCESS, AFTER_END, AFTER_START = "afterok", "afterany", "after"
+# Of an array: each job waits for the one with its own number.
+AFTER_TWIN = "aftercorr"
 # Left by an enclosing job or launcher; they would bind ours to the wrong resources.
 _FOREIGN_PREFIXES = (
     "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMIX_", "PMI_", "OMPI_", "SUBMITIT_",
@@ -105,6 +107,9 @@ class Launcher(Protocol):
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return every reason why the cluster cannot run these stages."""
+
+    def notes(self, stages: Sequence[Stage]) -> list[str]:
+        """Return what a user should know about this cluster before the jobs start."""
 
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
         """Return the submission script without submitting it."""

@@ -7,108 +7,206 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import sys
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher_scripts.config import Config
-from launcher_scripts.launchers.base import Dependency, Job
-from launcher_scripts.launchers.local import CHECKOUT, LocalLauncher
-from stages.base import Stage
-from stages.deploy import JOB_ID_VARIABLE
-from stages.job import LOG_LEVEL_VARIABLE, MARK_VARIABLE
-from stages.step import Step
+from submitit.core.utils import pickle_load
 
-# A process that bcprun starts does not inherit these.
-_PASSED_ON = (
-    "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", JOB_ID_VARIABLE, MARK_VARIABLE,
-    LOG_LEVEL_VARIABLE,
-)  # fmt: skip
-# Written by each replica for itself; the others do not see it.
+from launcher_scripts.config import Config
+from launcher_scripts.launchers.base import Dependency, Job, clean_environment
+from launcher_scripts.launchers.bcp_executor import (
+    MPIRUN,
+    BcpExecutor,
+    BcpJob,
+    job_script,
+    runner,
+    task_command,
+)
+from launcher_scripts.launchers.local import LocalHandle, new_id
+from stages import record
+from stages.base import Resources, Stage
+from stages.deploy import JOB_ID_VARIABLE
+from stages.job import LOG_LEVEL_VARIABLE, MARK_VARIABLE, StageJob
+
+# Each replica has its own; the others do not see it.
 _PRIVATE_RESULTS = Path("/results")
 
 
-class BcpLauncher(LocalLauncher):
-    """Runs each job on this replica, started by bcprun or, where there is none, by mpirun."""
+def other_replica(environment: Mapping[str, str]) -> int:
+    """Return the number of this replica of the Base Command job, 0 for the first.
+
+    An array of the type PYTORCH runs its command on every replica.
+    """
+    index = environment.get("NGC_ARRAY_INDEX", "0")
+    return int(index) if "NGC_JOB_ID" in environment and index.isdigit() else 0
+
+
+def replicas(environment: Mapping[str, str]) -> int:
+    """Return how many replicas the Base Command job has."""
+    size = environment.get("NGC_ARRAY_SIZE", "1")
+    return int(size) if size.isdigit() else 1
+
+
+class BcpLauncher:
+    """Runs each job on replicas of this Base Command job."""
 
     name = "bcp"
+    in_foreground = True
 
     def __init__(self, config: Config) -> None:
         self._config = config
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return what cannot work inside this Base Command job."""
-        replicas = int(os.environ.get("NGC_ARRAY_SIZE", "1"))
+        count = replicas(os.environ)
         problems = [
-            f"{stage.name} needs {stage.resources().nodes} nodes, and this job has {replicas} "
-            "(NGC_ARRAY_SIZE); this version serves on one: choose parallel sizes whose product is "
-            f"at most cluster.gpus_per_node={self._config.cluster.gpus_per_node}."
+            f"{stage.name} needs {stage.resources().nodes} nodes, and this job has {count} "
+            "(NGC_ARRAY_SIZE); start it with more replicas, or lower the parallel sizes."
             for stage in stages
-            if stage.resources().nodes > 1
+            if stage.resources().nodes > count and not self._config.dry_run
         ]
-        index = os.environ.get("NGC_ARRAY_INDEX", "0")
-        if index != "0":
+        if count > 1:
+            problems += self._private_places()
+        if not self._config.dry_run and runner(self._config.cluster.bcprun) is None:
             problems.append(
-                f"this is replica {index} of the job; run the command on the first one only "
-                "(NGC_ARRAY_INDEX=0)."
-            )
-        results = Path(self._config.base_results_dir)
-        if replicas > 1 and _PRIVATE_RESULTS in (results, *results.parents):
-            problems.append(
-                f"base_results_dir={results} is private to each replica; choose a folder in a "
-                "workspace, such as /mount/results."
-            )
-        if not self._config.dry_run and self._runner() is None:
-            problems.append(
-                f"cluster_type=bcp needs {self._config.cluster.bcprun} or mpirun, and neither is "
+                f"cluster_type=bcp needs {self._config.cluster.bcprun} or {MPIRUN}, and neither is "
                 "on PATH; run inside a Base Command job, or use cluster_type=local."
             )
         return problems
 
-    def render(self, job: Job, after: Sequence[Dependency]) -> str:
-        """Return a script that does by hand what the job does."""
-        del after
-        config = job.whole_config_path
-        line = shlex.join(
-            [
-                sys.executable, str(CHECKOUT / "main.py"), f"--config-path={config.parent}",
-                f"--config-name={config.name}", f"stages=[{job.stage.name}]", "cluster_type=local",
-            ]
-        )  # fmt: skip
-        step = self.step(job)
-        lines = [
-            "#!/bin/bash",
-            f"# Repeats the job {job.name} ({job.stage.name}).",
-            "set -euo pipefail",
-            *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
-            shlex.join([*step.prefix, *_env_flags(step, job.environment), *step.line_flag, line]),
-        ]
-        return "\n".join(lines) + "\n"
+    def notes(self, stages: Sequence[Stage]) -> list[str]:
+        """Return nothing: a replica has no further facts."""
+        del stages
+        return []
 
-    def step(self, job: Job) -> Step:
-        """Return the command that starts the stage on the first replica."""
-        if self._runner() == "mpirun":
-            prefix = ("mpirun", "--allow-run-as-root", "-np", "1", "-npernode", "1")
-            return Step(prefix, sys.executable, line_flag=("bash", "-c"))
-        return Step(
-            (self._config.cluster.bcprun, "--nnodes", "1", "--npernode", "1"),
-            sys.executable,
-            line_flag=("--cmd",),
-            env_flag="--env",
-            variables=(*_PASSED_ON, *job.environment),
+    def render(self, job: Job, after: Sequence[Dependency]) -> str:
+        """Return the script; JOB_ID stands for the start time, which is known at the start."""
+        del after
+        nodes, per_node = self._tasks(job.stage.resources())
+        return job_script(
+            task_command(sys.executable, job.folder / "submitit" / "JOB_ID"),
+            job_id="JOB_ID",
+            runner=runner(self._config.cluster.bcprun) or self._config.cluster.bcprun,
+            nodes=nodes,
+            tasks_per_node=per_node,
+            exports=self._exports(job, "JOB_ID", "JOB_ID"),
+            setup=self._config.cluster.setup,
+            first=_ping(job.folder / "submitit" / "JOB_ID", nodes * per_node),
+            no_redirect=self._config.bcp_no_redirect,
         )
 
-    def _runner(self) -> str | None:
-        """Return the program that starts processes of this job, or None."""
-        candidates = (self._config.cluster.bcprun, "mpirun")
-        return next((each for each in candidates if shutil.which(each)), None)
+    def submit(self, job: Job, after: Sequence[Dependency]) -> BcpHandle:
+        """Start the job. What it waits for must have happened: there is no queue."""
+        del after
+        job_id = new_id(job)
+        mark = uuid.uuid4().hex
+        nodes, per_node = self._tasks(job.stage.resources())
+        executor = BcpExecutor(
+            job.folder / "submitit" / job_id,
+            bcprun=self._config.cluster.bcprun,
+            environment=clean_environment(os.environ),
+        )
+        log_path = job.folder / f"log-{job.name}_{job_id}.out"
+        executor.update_parameters(
+            nodes=nodes,
+            tasks_per_node=per_node,
+            timeout_min=job.stage.resources().time_limit_min,
+            job_id=job_id,
+            log_path=str(log_path),
+            exports=self._exports(job, job_id, mark),
+            setup=self._config.cluster.setup,
+            first=_ping(executor.folder, nodes * per_node),
+            no_redirect=self._config.bcp_no_redirect,
+        )
+        record.update_record(job.record_path, job_id, host=os.uname().nodename, log=str(log_path))
+        submitted = executor.submit(StageJob(job.stage, job.record_path))
+        assert isinstance(submitted, BcpJob)
+        assert submitted.process is not None
+        record.update_record(job.record_path, job_id, process=submitted.process.pid)
+        return BcpHandle(job, job_id, submitted, log_path, mark, submitted.process.pid)
+
+    def _private_places(self) -> list[str]:
+        """Refuse folders that the other replicas do not see."""
+        config = self._config
+        found = {
+            "base_results_dir": config.base_results_dir,
+            "export.run.results_dir": config.export.run.results_dir,
+            "export.triton_deployment.triton_model_dir": (
+                config.export.triton_deployment.triton_model_dir
+            ),
+            "deploy.repository": config.deploy.repository,
+        }
+        return [
+            f"{key}={path} is private to each replica; choose a folder in a workspace, such as "
+            "/mount/results."
+            for key, path in found.items()
+            if path is not None and _PRIVATE_RESULTS in (Path(path), *Path(path).parents)
+        ]
+
+    def _tasks(self, resources: Resources) -> tuple[int, int]:
+        """Return nodes, and tasks on each; a node runs at most one task for each of its GPUs."""
+        most = self._config.cluster.gpus_per_node or resources.tasks_per_node
+        return resources.nodes, min(resources.tasks_per_node, most)
+
+    def _exports(self, job: Job, job_id: str, mark: str) -> dict[str, str]:
+        """Return the variables of every task."""
+        level = os.environ.get(LOG_LEVEL_VARIABLE)
+        levels = {} if level is None else {LOG_LEVEL_VARIABLE: level}
+        return {**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark, **levels}
 
 
-def _env_flags(step: Step, environment: Mapping[str, str]) -> list[str]:
-    """Return the variables of the configuration as the step hands them on."""
-    if step.env_flag is None:
-        return []
-    return [
-        word for name, value in environment.items() for word in (step.env_flag, f"{name}={value}")
-    ]
+def _ping(folder: Path, tasks: int) -> str | None:
+    """Return the command by which several tasks see whether they reach each other."""
+    if tasks == 1:
+        return None
+    return shlex.join(
+        [sys.executable, "-u", "-m", "stages.preflight", str(folder), str(tasks), "none"]
+    )
+
+
+class BcpHandle(LocalHandle):
+    """A job on the replicas; its output is shown as it comes, for the log of the command."""
+
+    _shown = 0
+
+    def poll(self) -> str | None:
+        """Return the final state, or None while the job runs."""
+        state = super().poll()
+        self._show_log()
+        return state
+
+    def _settle(self) -> str:
+        """Return the state; a task that failed beside the first one is the cause of the rest."""
+        state = super()._settle()
+        failed = self._failed_task()
+        if failed is None:
+            return state
+        record.update_record(
+            self.job.record_path,
+            self.job_id,
+            state=record.FAILED,
+            exit_code=1,
+            error=failed,
+            ended_at=record.now(),
+        )
+        return record.FAILED
+
+    def _failed_task(self) -> str | None:
+        """Return what a task other than the first says of its failure."""
+        submitted = self._submitted
+        for number in range(1, submitted.num_tasks):
+            path = submitted.task(number).paths.result_pickle
+            outcome, value = pickle_load(path) if path.exists() else ("", "")
+            if outcome == "error":
+                return f"rank {number} failed: {value.strip().splitlines()[-1]}"
+        return None
+
+    def _show_log(self) -> None:
+        if self._log_path.exists():
+            with self._log_path.open(encoding="utf-8", errors="replace") as log:
+                log.seek(self._shown)
+                sys.stdout.write(log.read())
+                self._shown = log.tell()
+            sys.stdout.flush()

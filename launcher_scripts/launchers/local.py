@@ -31,7 +31,6 @@ from stages.job import (
     end_processes_of_job,
     owner_of_this_process,
 )
-from stages.step import Step
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 _SIGNAL_DELAY_S = 30
@@ -54,6 +53,11 @@ class LocalLauncher:
             if stage.resources().nodes > 1
         ]
 
+    def notes(self, stages: Sequence[Stage]) -> list[str]:
+        """Return nothing: this machine holds no surprises."""
+        del stages
+        return []
+
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
         """Return a script that does by hand what the job does."""
         del after
@@ -73,21 +77,18 @@ class LocalLauncher:
         ]
         return "\n".join(lines) + "\n"
 
-    def step(self, job: Job) -> Step | None:
-        """Return how the stage is started inside the job: here, by the job itself."""
-        del job
-        return None
-
     def submit(self, job: Job, after: Sequence[Dependency]) -> LocalHandle:
         """Start the job. What it waits for must have happened: there is no queue."""
         del after
-        job_id = _new_id(job)
+        job_id = new_id(job)
         mark = uuid.uuid4().hex
         folder = job.folder / "submitit" / job_id
         environment = clean_environment(os.environ) | dict(job.environment)
-        environment[JOB_ID_VARIABLE] = job_id
-        environment[OWNER_VARIABLE] = owner_of_this_process()
-        environment[MARK_VARIABLE] = mark
+        environment |= {
+            JOB_ID_VARIABLE: job_id,
+            OWNER_VARIABLE: owner_of_this_process(),
+            MARK_VARIABLE: mark,
+        }
         paths = filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")])
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         executor = _Executor(folder, environment)
@@ -100,25 +101,31 @@ class LocalLauncher:
         )
         record.update_record(job.record_path, job_id, host=os.uname().nodename)
         log_path = job.folder / f"log-{job.name}_{job_id}.out"
-        submitted = executor.submit(StageJob(job.stage, job.record_path, self.step(job)))
+        submitted = executor.submit(StageJob(job.stage, job.record_path))
         log_path.symlink_to(os.path.relpath(submitted.paths.stdout, log_path.parent))
-        record.update_record(
-            job.record_path, job_id, log=str(log_path), process=int(submitted.job_id)
-        )
-        return LocalHandle(job, job_id, submitted, log_path, mark)
+        process_id = int(submitted.job_id)
+        record.update_record(job.record_path, job_id, log=str(log_path), process=process_id)
+        return LocalHandle(job, job_id, submitted, log_path, mark, process_id)
 
 
 class LocalHandle:
     """A job of this machine."""
 
     def __init__(
-        self, job: Job, job_id: str, submitted: SubmittedJob[Any], log_path: Path, mark: str
+        self,
+        job: Job,
+        job_id: str,
+        submitted: SubmittedJob[Any],
+        log_path: Path,
+        mark: str,
+        process_id: int,
     ) -> None:
         self.job = job
         self.job_id = job_id
         self._submitted = submitted
         self._log_path = log_path
         self._mark = mark
+        self._process_id = process_id
         self._state: str | None = None
 
     @property
@@ -138,7 +145,7 @@ class LocalHandle:
         deadline = time.monotonic() + grace_s
         while not self._submitted.done() and time.monotonic() < deadline:
             # Asked again because a process that is just starting may not listen yet.
-            _send(int(self._submitted.job_id), signal.SIGTERM)
+            _send(self._process_id, signal.SIGTERM)
             waited_until = min(deadline, time.monotonic() + _ASK_AGAIN_S)
             while not self._submitted.done() and time.monotonic() < waited_until:
                 time.sleep(0.05)
@@ -226,7 +233,7 @@ class _Executor(LocalExecutor):
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 
-def _new_id(job: Job) -> str:
+def new_id(job: Job) -> str:
     """Return the start time as MMDD_HHMMSS, with a suffix when that is taken."""
     stamp = datetime.now().strftime("%m%d_%H%M%S")
     for number in itertools.count(1):

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from submitit.core.utils import FailedJobError, FailedSubmissionError
-from submitit.slurm.slurm import SlurmExecutor
+from submitit.core.core import Job as SubmittedJob
+from submitit.core.core import PicklingExecutor
+from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
+from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from launcher_scripts.config import Config
 from launcher_scripts.launchers.base import Dependency, Job, SubmissionError, clean_environment
-from launcher_scripts.launchers.slurm_script import batch_script, step_of, submitit_folder
+from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
+from launcher_scripts.launchers.slurm_script import (
+    Array,
+    array_log,
+    batch_script,
+    log_path,
+    shape,
+    step_of,
+    submitit_folder,
+)
 from launcher_scripts.launchers.slurm_state import settle
 from stages import record
 from stages.base import Stage
@@ -36,23 +47,21 @@ class SlurmLauncher:
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return what the cluster would refuse, as far as it can be asked from here."""
-        problems = [
-            f"{stage.name} needs {stage.resources().nodes} nodes; this version serves on one node: "
-            "choose parallel sizes whose product is at most cluster.gpus_per_node="
-            f"{self._config.cluster.gpus_per_node}."
-            for stage in stages
-            if stage.resources().nodes > 1
+        return problems_of_cluster(self._config, stages)
+
+    def notes(self, stages: Sequence[Stage]) -> list[str]:
+        """Say which folders the nodes may not see."""
+        del stages
+        folders = {
+            "base_results_dir": self._config.base_results_dir,
+            "export.model.checkpoint_path": self._config.export.model.checkpoint_path,
+        }
+        return [
+            f"{key}={path} is on a file system of this machine alone ({kind}); every node must "
+            "see it under the same name"
+            for key, path in folders.items()
+            if (kind := own_file_system(Path(path))) is not None
         ]
-        problems += self._problems_of_container()
-        if self._config.dry_run:
-            return problems
-        if shutil.which("sbatch") is None:
-            problems.append(
-                "cluster_type=bcm needs sbatch, which is not on PATH; run on a login node, or use "
-                "cluster_type=local or dry_run=true."
-            )
-            return problems
-        return problems + self._problems_of_partition() + self._problems_of_pyxis()
 
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
         """Return the batch script; needs no Slurm."""
@@ -60,50 +69,43 @@ class SlurmLauncher:
 
     def submit(self, job: Job, after: Sequence[Dependency]) -> SlurmHandle:
         """Put the job into the queue. Raises SubmissionError with the words of sbatch."""
-        text = self.render(job, after)
-        executor = _Executor(submitit_folder(job), text)
+        folder, text = submitit_folder(job), self.render(job, after)
+        (job_id,) = self._submit(folder, text, [(job, self._config)])
+        return _noted(SlurmHandle(job, job_id, log_path(job, job_id)))
+
+    def fits_array(self, jobs: Sequence[tuple[Job, Config]]) -> bool:
+        """Whether jobs of several configurations ask for the same, and end by themselves."""
+        first = shape(*jobs[0])
+        return len(jobs) > 1 and all(
+            job.stage.readiness_path() is None and shape(job, config) == first
+            for job, config in jobs
+        )
+
+    def submit_array(
+        self, jobs: Sequence[tuple[Job, Config]], after: Sequence[Dependency], folder: Path
+    ) -> list[SlurmHandle]:
+        """Put jobs of one shape into the queue as an array. Raises SubmissionError."""
+        first, config = jobs[0]
+        array = Array(folder, len(jobs))
+        text = batch_script(first, config, after, array=array)
+        ids = self._submit(folder, text, jobs)
+        return [
+            _noted(SlurmHandle(job, job_id, array_log(job, array, job_id)))
+            for (job, _), job_id in zip(jobs, ids, strict=True)
+        ]
+
+    def _submit(self, folder: Path, text: str, jobs: Sequence[tuple[Job, Config]]) -> list[str]:
+        executor = _Executor(folder, text)
         # submitit counts time-outs with this number; the script says the same.
-        executor.update_parameters(time=job.stage.resources().time_limit_min)
-        payload = StageJob(job.stage, job.record_path, step_of(job, self._config))
+        executor.update_parameters(time=jobs[0][0].stage.resources().time_limit_min)
+        payloads = [
+            StageJob(job.stage, job.record_path, step_of(job, config)) for job, config in jobs
+        ]
         try:
             with _environment_of_a_login_shell():
-                submitted = executor.submit(payload)
+                return [each.job_id for each in executor.submit_array(payloads)]
         except (FailedJobError, FailedSubmissionError) as error:
             raise SubmissionError(str(error).strip()) from error
-        name = f"log-{job.prefix}{job.name}_{submitted.job_id}"
-        log_path = job.folder / f"{name}.out"
-        record.update_record(job.record_path, submitted.job_id, log=str(log_path))
-        return SlurmHandle(job, submitted.job_id, log_path)
-
-    def _problems_of_container(self) -> list[str]:
-        image = self._config.container
-        if image is None or not image.startswith(("/", "./")) or Path(image).is_file():
-            return []
-        return [f"container={image} is not a file; give an existing image, or a registry path."]
-
-    def _problems_of_partition(self) -> list[str]:
-        partition = self._config.cluster.partition
-        if partition is None:
-            return []
-        known = _answer(["sinfo", "-h", "-o", "%R"])
-        names = sorted(set(known.split())) if known else []
-        missing = [each for each in partition.split(",") if names and each not in names]
-        return [
-            f"cluster.partition={partition}: there is no partition {each}; known partitions: "
-            f"{', '.join(names)}."
-            for each in missing
-        ]
-
-    def _problems_of_pyxis(self) -> list[str]:
-        if self._config.container is None:
-            return []
-        described = _answer(["srun", "--help"])
-        if described is None or "--container-image" in described:
-            return []
-        return [
-            f"container={self._config.container} needs pyxis, and this Slurm's srun does not know "
-            "--container-image; install pyxis, or set container=null."
-        ]
 
 
 class SlurmHandle:
@@ -150,6 +152,33 @@ class _Executor(SlurmExecutor):
         del command, uid
         return self._script
 
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[SubmittedJob[Any]]:
+        """Submit one job, or an array: submitit's own would make the script of an array anew."""
+        if len(delayed_submissions) == 1:
+            return PicklingExecutor._internal_process_submissions(self, delayed_submissions)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        pickles = []
+        for number, each in enumerate(delayed_submissions):
+            each.set_timeout(self.parameters["time"], self.max_num_timeout)
+            path = self.folder / f".{number}.pkl"
+            each.dump(path)
+            pickles.append(path)
+        array: SubmittedJob[Any] = self._submit_command(self._submitit_command_str)
+        jobs: list[SubmittedJob[Any]] = []
+        for number, path in enumerate(pickles):
+            job: SlurmJob[Any] = SlurmJob(self.folder, f"{array.job_id}_{number}")
+            job.paths.move_temporary_file(path, "submitted_pickle")
+            jobs.append(job)
+        return jobs
+
+
+def _noted(handle: SlurmHandle) -> SlurmHandle:
+    """Write the id of a job into its record and return its handle."""
+    record.update_record(handle.job.record_path, handle.job_id, log=str(handle.log_path))
+    return handle
+
 
 @contextmanager
 def _environment_of_a_login_shell() -> Iterator[None]:
@@ -162,11 +191,3 @@ def _environment_of_a_login_shell() -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _answer(command: list[str]) -> str | None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None

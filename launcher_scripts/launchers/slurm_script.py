@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.config import Config
 from launcher_scripts.launchers.base import Dependency, Job
+from launcher_scripts.server_config import image_of
 from launcher_scripts.time_limit import slurm_notation
 from stages.deploy import JOB_ID_VARIABLE
+from stages.deploy_config import PYTORCH
 from stages.job import MARK_VARIABLE
 from stages.step import Step
 
@@ -21,15 +25,39 @@ _SAME_NAME = (
     "account", "comment", "constraint", "exclude", "exclusive", "gres", "nodelist", "overcommit",
     "partition", "qos", "reservation",
 )  # fmt: skip
+CI_VARIABLE = "NEMO_LAUNCHER_CI"
 _CONTAINER_FLAGS = ("--container", "--no-container")
 
 
-def batch_script(job: Job, config: Config, after: Sequence[Dependency]) -> str:
+@dataclass(frozen=True)
+class Array:
+    """Jobs of the same shape that are submitted as one job array.
+
+    Attributes:
+        folder: where their common script, pickles and logs go.
+        size: how many there are.
+    """
+
+    folder: Path
+    size: int
+
+
+def batch_script(
+    job: Job, config: Config, after: Sequence[Dependency], *, array: Array | None = None
+) -> str:
     """Return the script for sbatch: options, environment, and the job's Python in place of bash.
 
     Python replaces the shell, so that it gets the signal before the time limit and can requeue.
+    The script of an array stands for each of its jobs; `job` is any one of them.
     """
     options = sbatch_options(job, config, after)
+    job_id, folder = "$SLURM_JOB_ID", submitit_folder(job)
+    if array is not None:
+        log = array_log(job, array, "%A_%a")
+        options |= {"array": f"0-{array.size - 1}", "output": log}
+        options["error"] = options["error"] and log.with_suffix(".err")
+        job_id = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
+        folder = array.folder
     flags = [flag(name, value) for name, value in sorted(options.items())]
     lines = [
         "#!/bin/bash",
@@ -40,22 +68,60 @@ def batch_script(job: Job, config: Config, after: Sequence[Dependency]) -> str:
         "# setup",
         "set -euo pipefail",
         *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
-        f"export {JOB_ID_VARIABLE}=$SLURM_JOB_ID",
-        f"export {MARK_VARIABLE}=slurm-$SLURM_JOB_ID",
+        f"export {JOB_ID_VARIABLE}={job_id}",
+        f"export {MARK_VARIABLE}=slurm-{job_id}",
         "export SUBMITIT_EXECUTOR=slurm",
         f"export PYTHONPATH={shlex.quote(str(CHECKOUT))}${{PYTHONPATH:+:$PYTHONPATH}}",
         *config.cluster.setup,
         "",
+        *_about_step(step_of(job, config)),
         "# command",
-        f"exec {driver_command(job)}",
+        f"exec {driver_command(folder)}",
     ]
     return "\n".join(lines) + "\n"
 
 
-def driver_command(job: Job) -> str:
-    """Return the command that runs the pickled stage."""
-    command = [sys.executable, "-u", "-m", "submitit.core._submit", str(submitit_folder(job))]
-    return shlex.join(command)
+def _about_step(step: Step | None) -> list[str]:
+    """Return comments that show the step which the command starts, for whoever reads the script."""
+    if step is None:
+        return []
+    shown = shlex.join(step.command("STAGE", "RESULT", str(step.ranks)))
+    return [
+        "# The command stays outside and starts this step, after a ping of its ranks:"
+        if step.ranks > 1
+        else "# The command stays outside and starts this step:",
+        f"#   {shown}",
+        "",
+    ]
+
+
+def driver_command(folder: Path) -> str:
+    """Return the command that runs the pickled stage of a folder."""
+    return shlex.join([sys.executable, "-u", "-m", "submitit.core._submit", str(folder)])
+
+
+def log_path(job: Job, job_id: str) -> Path:
+    """Return the log of a job; the CI switch of the NeMo launcher puts everything into one."""
+    if merges_logs():
+        return job.folder / f"slurm_{job_id}.out"
+    return job.folder / f"log-{job.prefix}{job.name}_{job_id}.out"
+
+
+def merges_logs() -> bool:
+    """Whether output and errors go to the same file."""
+    return os.environ.get(CI_VARIABLE, "").lower() in ("true", "t", "1")
+
+
+def array_log(job: Job, array: Array, job_id: str) -> Path:
+    """Return the log of one job of an array."""
+    return array.folder / f"log-{job.prefix}{job.name}_{job_id}.out"
+
+
+def shape(job: Job, config: Config) -> dict[str, Any]:
+    """Return what jobs of one array have in common: all but their logs, names of folders apart."""
+    options = sbatch_options(job, config, ())
+    common = {name: value for name, value in options.items() if name not in ("output", "error")}
+    return common | {"environment": dict(job.environment), "setup": list(config.cluster.setup)}
 
 
 def submitit_folder(job: Job) -> Path:
@@ -67,7 +133,7 @@ def sbatch_options(job: Job, config: Config, after: Sequence[Dependency]) -> dic
     """Return the options of sbatch by name; None and False mean that the option is left out."""
     cluster = config.cluster
     resources = job.stage.resources()
-    log = job.folder / f"log-{job.prefix}{job.name}_%j"
+    log = log_path(job, "%j")
     options: dict[str, Any] = {name: getattr(cluster, name) for name in _SAME_NAME}
     options |= {
         "job-name": f"{job.prefix}{job.name}",
@@ -77,8 +143,8 @@ def sbatch_options(job: Job, config: Config, after: Sequence[Dependency]) -> dic
         "cpus-per-task": resources.cpus_per_task,
         "gpus-per-node": resources.gpus_per_node,
         "mem": memory(cluster.mem if resources.mem_gb is None else resources.mem_gb),
-        "output": f"{log}.out",
-        "error": f"{log}.err",
+        "output": log,
+        "error": None if merges_logs() else log.with_suffix(".err"),
         "open-mode": "append",
         "requeue": True,
         "signal": f"B:USR2@{cluster.signal_delay_s}",
@@ -120,25 +186,27 @@ def flag(name: str, value: Any) -> str | None:
 def step_of(job: Job, config: Config) -> Step | None:
     """Return the srun that runs a stage; None when the batch process can run it itself."""
     cluster = config.cluster
-    arguments = [
-        each for each in cluster.srun_args if config.container or not _is_about_containers(each)
-    ]
-    if config.container is None and not arguments:
-        return None
+    image = image_of(job.stage.name, config)
+    arguments = [each for each in cluster.srun_args if image or not _is_about_containers(each)]
     resources = job.stage.resources()
-    command = ["srun", f"--nodes={resources.nodes}", f"--ntasks={resources.nodes}"]
+    ranks = resources.nodes * resources.tasks_per_node
+    # NVIDIA's server finds itself through MPI even when it is alone.
+    needs_mpi = ranks > 1 or (job.stage.name == "deploy" and config.deploy.engine != PYTORCH)
+    if image is None and not arguments and not needs_mpi:
+        return None
+    command = ["srun", f"--nodes={resources.nodes}", f"--ntasks={ranks}"]
     command += ["--wait=60", "--kill-on-bad-exit=1"]
     if resources.cpus_per_task is not None:
         command.append(f"--cpus-per-task={resources.cpus_per_task}")  # not inherited since 22.05
-    if resources.nodes > 1 and cluster.mpi is not None:
+    if needs_mpi and cluster.mpi is not None:
         command.append(f"--mpi={cluster.mpi}")
-    if config.container is not None:
-        command.append(f"--container-image={config.container}")
+    if image is not None:
+        command.append(f"--container-image={image}")
         command.append(f"--container-mounts={','.join(mounts(config))}")
         if cluster.container_workdir is not None:
             command.append(f"--container-workdir={cluster.container_workdir}")
-    python = cluster.container_python if config.container else sys.executable
-    return Step((*command, *arguments), python)
+    python = cluster.container_python if image else sys.executable
+    return Step((*command, *arguments), python, ranks=ranks, mpi=cluster.mpi)
 
 
 def mounts(config: Config) -> list[str]:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,9 @@ import pytest
 
 from export_scripts.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
+from inference.serving.ports import pick_free_ports
 from tests.conftest import ROOT
+from tests.integration.triton_process import until
 
 SampleRepository = Callable[..., Path]
 
@@ -56,3 +61,30 @@ def greedy_cases(shared: Path) -> list[dict[str, Any]]:
     """Return the sample model's recorded prompts and greedy answers."""
     cases: list[dict[str, Any]] = json.loads((shared / "sample_model" / "greedy.json").read_text())
     return cases
+
+
+@pytest.fixture(scope="session")
+def store_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Return the address of a running S3 server."""
+    port = pick_free_ports("127.0.0.1", 1)[0]
+    log = (tmp_path_factory.mktemp("moto") / "log").open("wb")
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+    url = f"http://127.0.0.1:{port}"
+
+    def answers() -> bool:
+        try:
+            return bool(urllib.request.urlopen(f"{url}/moto-api/", timeout=1).status == 200)
+        except OSError:
+            return False
+
+    try:
+        until(answers, limit_s=60)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
+        log.close()

@@ -14,12 +14,24 @@ from pathlib import Path
 DAEMONS = ("slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 _START_S = 40.0
+_JOBS_END_S = 20.0
 
 
 def missing_programs() -> list[str]:
     """Return the programs of Slurm that this machine lacks."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin"
     return [name for name in (*DAEMONS, *CLIENTS) if shutil.which(name, path=path) is None]
+
+
+def build_pyxis_stand_in(folder: Path) -> Path | None:
+    """Compile the stand-in for pyxis; None without a compiler or Slurm's header."""
+    if shutil.which("gcc") is None or not Path("/usr/include/slurm/spank.h").is_file():
+        return None
+    plugin = folder / "pyxis_stand_in.so"
+    source = Path(__file__).with_name("pyxis_stand_in.c")
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-Wall", "-o", str(plugin), str(source)]
+    subprocess.run(command, check=True, timeout=60)
+    return plugin
 
 
 class SlurmCluster:
@@ -29,6 +41,7 @@ class SlurmCluster:
         self.folder = folder
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self._base_port = base_port
+        self.has_pyxis = False
         self.environment = {
             **os.environ,
             "SLURM_CONF": str(folder / "slurm.conf"),
@@ -41,17 +54,51 @@ class SlurmCluster:
         for node in self.nodes:
             (self.folder / f"tmp-{node}").mkdir()
         (self.folder / "slurm.conf").write_text(self._configuration())
+        for number in range(8):
+            (self.folder / f"gpu{number}").touch()
+        (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/gpu[0-7]\n")
+        plugin = build_pyxis_stand_in(self.folder)
+        (self.folder / "plugstack.conf").write_text(f"required {plugin}\n" if plugin else "")
+        self.has_pyxis = plugin is not None
         conf = str(self.folder / "slurm.conf")
         self.run("slurmctld", "-c", "-f", conf)
         for node in self.nodes:
-            self.run("slurmd", "-f", conf, "-N", node)
+            self.start_node(node)
         deadline = time.monotonic() + _START_S
         while self.run("sinfo", "-h", "-o", "%T", check=False).split() != ["idle"]:
             assert time.monotonic() < deadline, self.logs()
             time.sleep(0.2)
 
+    def start_node(self, node: str) -> None:
+        self.run("slurmd", "-f", str(self.folder / "slurm.conf"), "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        """End a node without warning: its daemon, and everything that its jobs run."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int((self.folder / f"slurmd-{node}.pid").read_text()), signal.SIGKILL)
+        tasks = self._processes_of(node)
+        # Their keepers first, which would tell the controller of an orderly end.
+        keepers = {parent for pid in tasks if _name(parent := _parent(pid)) == "slurmstepd"}
+        for pid in (*keepers, *tasks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _processes_of(self, node: str) -> list[int]:
+        """Return the processes of this cluster's jobs that say they run on a node."""
+        wanted = {f"SLURM_CONF={self.folder}/slurm.conf", f"SLURMD_NODENAME={node}"}
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                if wanted <= set(words):
+                    found.append(int(entry.name))
+        return found
+
     def stop(self) -> None:
         self.run("scancel", "--full", "-u", getpass.getuser(), check=False)
+        deadline = time.monotonic() + _JOBS_END_S  # a step outlives the daemon that started it
+        while self.run("squeue", "-h", check=False).strip() and time.monotonic() < deadline:
+            time.sleep(0.2)
         pid_files = list(self.folder.glob("*.pid"))
         for signum in (signal.SIGTERM, signal.SIGKILL):
             for path in pid_files:
@@ -88,6 +135,12 @@ class SlurmCluster:
             "ReturnToService": 2,
             "MailProg": "/bin/true",
             "KillWait": 5,
+            # A node that is silent for so long is down, and its jobs are requeued.
+            "SlurmdTimeout": 8,
+            "PreemptType": "preempt/partition_prio",
+            "PreemptMode": "REQUEUE",
+            "GresTypes": "gpu",
+            "PlugStackConfig": f"{folder}/plugstack.conf",
             "MinJobAge": 600,
             "SlurmctldPidFile": f"{folder}/slurmctld.pid",
             "SlurmdPidFile": f"{folder}/slurmd-%n.pid",
@@ -109,6 +162,23 @@ class SlurmCluster:
         text = "".join(f"{name}={value}\n" for name, value in lines.items())
         return text + (
             f"NodeName=n[1-{len(self.nodes)}] NodeHostname=localhost Port=[{first}-{last}] CPUs=16 "
-            "Sockets=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=8000 State=UNKNOWN\n"
-            "PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP\n"
+            "Sockets=1 CoresPerSocket=16 ThreadsPerCore=1 RealMemory=8000 Gres=gpu:8 "
+            "State=UNKNOWN\n"
+            "PartitionName=batch Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1\n"
+            "PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10\n"
         )
+
+
+def _parent(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[1])
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""

@@ -1,99 +1,35 @@
 """Jobs on a real Slurm of two nodes: chains, failures, cancelling, requeueing, the pipeline."""
 
+# ruff: noqa: F811 - fixtures come by import
+
 from __future__ import annotations
 
 import json
 import os
-import random
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-TOYS = ROOT / "tests" / "unit" / "launcher_scripts"
-sys.path[:0] = [str(HERE), str(TOYS)]
+sys.path[:0] = [str(Path(__file__).parent)]
 
-from slurm_cluster import SlurmCluster, missing_programs  # noqa: E402
+from slurm_cluster import SlurmCluster  # noqa: E402
+from slurm_runs import (  # noqa: E402
+    CLUSTER,
+    ROOT,
+    make_run,
+    reachable,  # noqa: F401
+    record,
+    slurm_cluster,  # noqa: F401
+    wait_until,
+)
 from toy_stages import EnvironmentStage, SleepStage, TwiceStage, WriteStage, settings  # noqa: E402
 
-from launcher_scripts.compose import compose_config  # noqa: E402
-from launcher_scripts.config import Config  # noqa: E402
-from launcher_scripts.console import Console  # noqa: E402
-from launcher_scripts.launchers.base import Job, SubmissionError  # noqa: E402
-from launcher_scripts.launchers.slurm import SlurmLauncher  # noqa: E402
-from launcher_scripts.pipeline import PlannedStage  # noqa: E402
-from launcher_scripts.run import Run  # noqa: E402
-from stages.base import Stage  # noqa: E402
-from stages.record import JobRecord, read_record  # noqa: E402
+from launcher_scripts.launchers.base import SubmissionError  # noqa: E402
 
-pytestmark = pytest.mark.slurm
-CLUSTER = (
-    "cluster=bcm",
-    "cluster_type=bcm",
-    "cluster.exclusive=false",
-    "cluster.mem=null",
-    "cluster.gpus_per_node=null",
-)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[SlurmCluster]:
-    if missing := missing_programs():
-        pytest.skip(
-            f"Slurm is not installed ({', '.join(missing)}); on Debian and Ubuntu: "
-            "apt-get install slurm-wlm libpmix-dev openmpi-bin"
-        )
-    # Unix sockets below it limit the length of its name.
-    folder = Path(tempfile.mkdtemp(prefix="slt", dir="/tmp"))
-    made = SlurmCluster(folder, base_port=random.randrange(20000, 29000, 200))
-    try:
-        made.start()
-        yield made
-    finally:
-        made.stop()
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@pytest.fixture(autouse=True)
-def _reachable(cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("SLURM_CONF", "PATH"):
-        monkeypatch.setenv(name, cluster.environment[name])
-
-
-def configure(*words: str) -> Config:
-    config = compose_config(["export=gpt3/sample", *CLUSTER, *words]).config
-    assert config is not None
-    return config
-
-
-def make_run(*stages: Stage, words: tuple[str, ...] = ()) -> Run:
-    jobs = {
-        stage.name: Job(stage=stage, prefix="t-", environment={"TOYS": "1"}) for stage in stages
-    }
-    words = (*words, f"cluster.setup=['export PYTHONPATH={TOYS}:$PYTHONPATH']")
-    planned = [PlannedStage(stage, stage.finding()) for stage in stages]
-    return Run(SlurmLauncher(configure(*words)), Console(), planned, jobs)
-
-
-def record(folder: Path, stage: str) -> JobRecord:
-    found = read_record(folder / stage / "job.json")
-    assert found is not None
-    return found
-
-
-def wait_until(condition: Any, what: str, timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
-        time.sleep(0.1)
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
 
 
 def test_chain_runs_in_order_and_is_recorded(tmp_path: Path) -> None:
@@ -137,7 +73,7 @@ def test_failed_stage_cancels_the_rest(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_refused_job_is_explained_and_nothing_stays_queued(
-    tmp_path: Path, cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, slurm_cluster: SlurmCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(
         WriteStage(settings(tmp_path, "write")), words=("+cluster.additional_parameters.begin=x",)
@@ -146,7 +82,7 @@ def test_refused_job_is_explained_and_nothing_stays_queued(
     assert "Invalid --begin specification" in capsys.readouterr().out
     with pytest.raises(SubmissionError, match="--begin"):
         run.launcher.submit(run.jobs["write"], ())
-    assert cluster.run("squeue", "-h").strip() == ""
+    assert slurm_cluster.run("squeue", "-h").strip() == ""
 
 
 def test_cancelled_job_is_known_without_accounting(tmp_path: Path) -> None:
@@ -158,48 +94,48 @@ def test_cancelled_job_is_known_without_accounting(tmp_path: Path) -> None:
 
 
 def test_job_that_slurm_kills_is_not_waited_for_forever(
-    tmp_path: Path, cluster: SlurmCluster
+    tmp_path: Path, slurm_cluster: SlurmCluster
 ) -> None:
     run = make_run(WriteStage(settings(tmp_path, "write"), fails="killed"))
     assert run.run_all(wait=True) == 1
     assert record(tmp_path, "write").state in ("failed", "lost")
 
 
-@pytest.mark.parametrize("how", ["requeue", "signal"])
-def test_requeued_job_begins_again_and_ends_well(
-    tmp_path: Path, cluster: SlurmCluster, how: str
+def test_job_that_is_warned_by_a_signal_requeues_itself_and_ends_well(
+    tmp_path: Path, slurm_cluster: SlurmCluster
 ) -> None:
     stage = TwiceStage(settings(tmp_path, "twice"))
     run = make_run(stage)
     assert run.run_all(wait=False) == 0
     job_id = run.handles["twice"].job_id
     wait_until(stage.first_path.exists, "the first start")
-    if how == "requeue":
-        cluster.run("scontrol", "requeue", job_id)
-    else:
-        cluster.run("scancel", "--batch", "--signal=USR2", job_id)
+    slurm_cluster.run("scancel", "--batch", "--signal=USR2", job_id)
 
     def is_waiting() -> bool:
-        return "PENDING" in cluster.run("squeue", "-h", "-o", "%T", "-j", job_id)
+        return "PENDING" in slurm_cluster.run("squeue", "-h", "-o", "%T", "-j", job_id)
 
     wait_until(is_waiting, "the requeueing")
     # slurmd refuses a job that comes back within the second of its end; left alone it comes after
     # two minutes.
     time.sleep(2.5)
-    cluster.run("scontrol", "update", f"jobid={job_id}", "StartTime=now", check=False)
+    slurm_cluster.run("scontrol", "update", f"jobid={job_id}", "StartTime=now", check=False)
     wait_until(lambda: run.handles["twice"].poll() is not None, "the end", 120)
     found = record(tmp_path, "twice")
-    assert found.state == "completed", f"{found}\n{cluster.logs()}"
+    assert found.state == "completed", f"{found}\n{slurm_cluster.logs()}"
     assert stage.target.read_text() == "second"
 
 
 @pytest.mark.triton
-def test_pipeline_on_slurm_serves_measures_and_stops(tmp_path: Path, cluster: SlurmCluster) -> None:
+@pytest.mark.parametrize(("gpus_of_a_node", "nodes"), [("null", 1), ("1", 2)])
+def test_pipeline_on_slurm_serves_measures_and_stops(
+    tmp_path: Path, slurm_cluster: SlurmCluster, gpus_of_a_node: str, nodes: int
+) -> None:
     command = [
         sys.executable, "main.py", "export=gpt3/sample", f"base_results_dir={tmp_path}", *CLUSTER,
         "wait=true", "deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0",
         "evaluate.limit=4", "evaluate.latency.enabled=false",
         "evaluate.lambada.metrics=[lambada_last_token]",
+        f"cluster.gpus_per_node={gpus_of_a_node}", "cluster.mpi=pmix",
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280
@@ -210,8 +146,10 @@ def test_pipeline_on_slurm_serves_measures_and_stops(tmp_path: Path, cluster: Sl
         record(results, name).state for name in ("convert", "export", "deploy", "evaluate")
     } == {"completed"}
     assert (results / "results" / "evaluate" / "report.json").is_file()
+    (script,) = (results / "deploy").glob("*_submission.sh")
+    assert f"#SBATCH --nodes={nodes}\n" in script.read_text()
     status = [sys.executable, "main.py", "action=status", f"base_results_dir={tmp_path}"]
     shown = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0
     assert shown.stdout.count("completed") == 4
-    assert cluster.run("squeue", "-h").strip() == ""
+    assert slurm_cluster.run("squeue", "-h").strip() == ""

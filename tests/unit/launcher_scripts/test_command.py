@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -25,20 +23,6 @@ from stages.record import JobRecord, read_record, write_record
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLE = "export=gpt3/sample"
-# A stand-in for bcprun: it starts the command with nothing but the variables it is given.
-BCPRUN = """#!{python}
-import subprocess, sys
-words, env, line = sys.argv[1:], {{"BCPRUN": "1"}}, ""
-while words:
-    flag, value = words.pop(0), words.pop(0)
-    if flag == "--env":
-        env.update([value.split("=", 1)])
-    elif flag == "--cmd":
-        line = value
-    else:
-        assert (flag, value) in [("--nnodes", "1"), ("--npernode", "1")], (flag, value)
-sys.exit(subprocess.call(["bash", "-c", line], env=env))
-"""
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -61,7 +45,7 @@ def test_problems_of_keys_and_of_stages_come_in_one_list(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = refused(
-        capsys, SAMPLE, f"base_results_dir={tmp_path}/r", "stages=[export,evalute]",
+        capsys, SAMPLE, f"base_results_dir={tmp_path}/r", "stages=[export,evauate]",
         "export.model.weight_data_typ=fp32", "export.model.tensor_model_parallel_size=3",
     )  # fmt: skip
     assert "did you mean evaluate?" in text
@@ -124,50 +108,6 @@ def test_dry_run_is_not_repeated_by_the_saved_configuration(
 def test_ignored_settings_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([SAMPLE, f"base_results_dir={tmp_path}", "dry_run=true", "wandb_api_key_file=/k"])
     assert "wandb_api_key_file is accepted" in capsys.readouterr().out
-
-
-def test_bcp_runs_each_stage_through_bcprun(tmp_path: Path) -> None:
-    runner = tmp_path / "bin" / "bcprun"
-    runner.parent.mkdir()
-    runner.write_text(BCPRUN.format(python=sys.executable))
-    runner.chmod(runner.stat().st_mode | stat.S_IXUSR)
-    command = [
-        sys.executable, "launcher_scripts/main.py", SAMPLE, "stages=[export]", "cluster_type=bcp",
-        f"launcher_scripts_path={ROOT}/launcher_scripts", f"base_results_dir={tmp_path}/r",
-    ]  # fmt: skip
-    environment = {
-        **os.environ,
-        "PATH": f"{runner.parent}:{os.environ['PATH']}",
-        "NGC_JOB_ID": "7",
-        "NGC_ARRAY_SIZE": "2",
-    }
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (record_path,) = tmp_path.rglob("export/job.json")
-    record = json.loads(record_path.read_text())
-    assert (record["state"], record["cluster"]) == ("completed", "bcp")
-    assert list(record_path.parents[1].glob("convert/submitit/step-*/result.json"))
-
-
-@pytest.mark.parametrize(
-    ("variables", "text"),
-    [
-        ({"NGC_ARRAY_INDEX": "1"}, "this is replica 1 of the job"),
-        ({"NGC_ARRAY_SIZE": "2"}, "base_results_dir=/results/x is private to each replica"),
-    ],
-)
-def test_bcp_refuses_what_cannot_work(
-    variables: dict[str, str],
-    text: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    words = (SAMPLE, "cluster_type=bcp", "base_results_dir=/results/x", "stages=[convert]")
-    assert text in refused(capsys, *words, "dry_run=true")
 
 
 def test_status_shows_every_job_of_the_last_run(

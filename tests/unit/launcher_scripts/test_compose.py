@@ -10,7 +10,14 @@ from omegaconf import OmegaConf
 
 from export_scripts.request import ConversionRequest
 from export_scripts.triton.repository import RepositoryRequest
-from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
+from inference.evaluation.options import (
+    EvaluationOptions,
+    LambadaOptions,
+    LatencyOptions,
+    PromptOptions,
+    TextTaskOptions,
+)
+from inference.evaluation.text_task import TEXT_TASKS
 from launcher_scripts import config as schema
 from launcher_scripts.arguments import read_arguments
 from launcher_scripts.compose import (
@@ -115,7 +122,7 @@ def test_too_small_number_names_the_limit() -> None:
 
 
 def test_unknown_file_lists_the_files() -> None:
-    text = problem("export=gpt3/smaple")
+    text = problem("export=gpt3/samplo")
     assert "did you mean gpt3/sample?" in text
     assert "gpt3/export_gpt3" in text
 
@@ -144,7 +151,7 @@ def test_all_problems_come_together_and_the_rest_is_composed() -> None:
     composition = compose(
         "export=gpt3/sample",
         "export.model.processes=many",
-        "export.modle.processes=1",
+        "export.modl.processes=1",
         "export.model.tensor_model_parallel_size=4",
     )
     assert len(composition.problems) == 2
@@ -201,8 +208,13 @@ def test_launcher_resolvers_are_registered() -> None:
             schema.EvaluateConfig,
             EvaluationOptions,
             {"name", "time_limit", "server", "cpus_per_task", "mem_gb"}
-            | {"url", "data_dir", "model_name", "ensemble_name", "tokenizer_dir", "weights_dir"},
+            | {"url", "data_dir", "model_name", "ensemble_name", "tokenizer_dir", "weights_dir"}
+            | {"source_path"}
+            # Each text task has a section of its own.
+            | {"text_tasks", *TEXT_TASKS},
         ),
+        (schema.TextTaskConfig, TextTaskOptions, set()),
+        (schema.PromptConfig, PromptOptions, set()),
     ],
 )
 def test_evaluation_options_and_their_schema_have_the_same_names(

@@ -47,9 +47,9 @@ def test_stages_come_in_pipeline_order_under_either_name() -> None:
 
 
 def test_unknown_stage_is_answered_with_the_likely_one() -> None:
-    _, (problem,) = read_stages(["export", "evalute"])
+    _, (problem,) = read_stages(["export", "evauate"])
     assert problem == (
-        "stages names 'evalute', which is not a stage (did you mean evaluate?); "
+        "stages names 'evauate', which is not a stage (did you mean evaluate?); "
         "known stages: convert, export, deploy, evaluate."
     )
 
@@ -160,6 +160,21 @@ def test_problems_of_all_stages_come_together(tmp_path: Path) -> None:
     assert "ensemble" in text
     assert "the three ports must differ" in text
     assert "evaluate.time_limit=soon is not a time limit" in text
+
+
+def test_an_unreadable_time_limit_hides_no_other_problem(tmp_path: Path) -> None:
+    made = plan(
+        tmp_path,
+        "export.run.time_limit=abc",
+        "export.model.checkpoint_path=/nowhere.nemo",
+        "deploy.time_limit=0",
+        "deploy.http_port=99999",
+    )
+    text = "\n".join(made.problems)
+    assert "export.run.time_limit=abc is not a time limit" in text
+    assert "export.model.checkpoint_path=/nowhere.nemo does not exist" in text
+    assert "deploy.time_limit=0 leaves no time" in text
+    assert "deploy.http_port=99999 is not a port" in text
 
 
 def test_data_of_the_evaluation_is_looked_for(tmp_path: Path) -> None:

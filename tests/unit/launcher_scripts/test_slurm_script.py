@@ -1,25 +1,15 @@
-"""Batch scripts: their text against checked-in files, and each rule of rendering by itself.
-
-`SLIPWAY_UPDATE_GOLDEN=1 pytest ...` writes the files anew; look at the difference.
-"""
+"""Batch scripts: each rule of rendering by itself; whole scripts are in tests/golden/scripts."""
 
 from __future__ import annotations
-
-import os
-import sys
-from pathlib import Path
 
 import pytest
 
 from launcher_scripts.arguments import read_arguments
-from launcher_scripts.compose import CHECKOUT, compose_config
+from launcher_scripts.compose import compose_config
 from launcher_scripts.config import Config
 from launcher_scripts.job_folder import make_job
 from launcher_scripts.launchers.base import AFTER_START, Dependency, Job
-from launcher_scripts.launchers.bcp import BcpLauncher
-from launcher_scripts.launchers.slurm import SlurmLauncher
 from launcher_scripts.launchers.slurm_script import (
-    batch_script,
     flag,
     memory,
     mounts,
@@ -27,8 +17,6 @@ from launcher_scripts.launchers.slurm_script import (
     step_of,
 )
 from launcher_scripts.stage_configs import Context, build_stage
-
-GOLDEN = Path(__file__).parent / "golden"
 
 
 def configure(*words: str) -> Config:
@@ -50,33 +38,6 @@ def options(name: str, *words: str, after: tuple[Dependency, ...] = ()) -> dict[
     config = configure("cluster=bcm", *words)
     found = sbatch_options(job(config, name), config, after)
     return {key: value for key, value in found.items() if value is not None and value is not False}
-
-
-def compare(name: str, text: str) -> None:
-    text = text.replace(sys.executable, "<python>").replace(str(CHECKOUT), "<checkout>")
-    path = GOLDEN / name
-    if os.environ.get("SLIPWAY_UPDATE_GOLDEN"):
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-    assert text == path.read_text()
-
-
-@pytest.mark.parametrize("name", ["convert", "export", "deploy", "evaluate"])
-def test_batch_script_is_the_checked_in_one(name: str) -> None:
-    config = configure("cluster=bcm", "cluster.partition=batch", "cluster.account=llm")
-    compare(f"slurm_{name}.sh", SlurmLauncher(config).render(job(config, name), ()))
-
-
-def test_chained_script_is_the_checked_in_one() -> None:
-    config = configure("cluster=bcm", "cluster.gpus_per_node=null", "env_vars.NOTE=it's a $note")
-    after = [Dependency("12")]
-    compare("slurm_chained.sh", batch_script(job(config, "export"), config, after))
-
-
-def test_bcprun_script_is_the_checked_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    config = configure("cluster_type=bcp", "env_vars.NOTE=a b")
-    compare("bcp_convert.sh", BcpLauncher(config).render(job(config, "convert"), ()))
 
 
 @pytest.mark.parametrize(
@@ -160,9 +121,20 @@ def test_container_flags_go_to_srun() -> None:
     assert "/a:/b" in mounted
     assert step.command("x")[-6:] == ["--no-container-mount-home", "python3", "-u", "-m",
                                       "stages.step", "x"]  # fmt: skip
+    assert step.ranks == 1
 
 
 def test_a_folder_below_a_mounted_one_is_not_mounted_again() -> None:
     found = mounts(configure("cluster=bcm"))
     assert "/r:/r" in found
     assert not any(each.startswith("/r/") for each in found)
+
+
+def test_ci_switch_of_the_launcher_merges_output_and_errors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert str(options("convert")["error"]).endswith("_%j.err")
+    monkeypatch.setenv("NEMO_LAUNCHER_CI", "1")
+    found = options("convert")
+    assert str(found["output"]).endswith("/convert/slurm_%j.out")
+    assert "error" not in found

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from inference.serving.process_place import ProcessPlace
 from stages.base import JobSettings, Resources, Stage, StageError, Summary
+from stages.convert import ConvertStage
 from stages.deploy import JOB_ID_VARIABLE
 from stages.progress import Progress, write_json
 
@@ -98,6 +100,29 @@ class TwiceStage(WriteStage):
         return {}
 
 
+class HalfwayStage(ConvertStage):
+    """Converts; the first time it gets stuck in the middle of it."""
+
+    @property
+    def halfway_path(self) -> Path:
+        return self.job.folder / "halfway"
+
+    def run(self, progress: Progress) -> Summary:
+        return super().run(_StuckProgress(progress.path, self.halfway_path))
+
+
+class _StuckProgress(Progress):
+    def __init__(self, path: Path | None, halfway_path: Path) -> None:
+        super().__init__(path)
+        self._halfway_path = halfway_path
+
+    def update(self, phase: str, *, done: float = 0, total: float = 0, unit: str = "items") -> None:
+        super().update(phase, done=done, total=total, unit=unit)
+        if 2 * done >= total > 0 and not self._halfway_path.exists():
+            self._halfway_path.touch()
+            time.sleep(300)
+
+
 class ServeStage(WriteStage):
     """Is ready at once and does not end by itself."""
 
@@ -124,5 +149,39 @@ class ServeStage(WriteStage):
         return {}
 
 
+class RanksStage(WriteStage):
+    """Every rank leaves a note of what it did and where."""
+
+    name = "ranks"
+
+    def run(self, progress: Progress) -> Summary:
+        del progress
+        self._note(0, "run")
+        if self.fails:
+            time.sleep(300)
+        return {}
+
+    def assist(self, place: ProcessPlace) -> None:
+        if self.fails == f"rank {place.rank}":
+            sys.stdout.write("looking for the network\n")
+            raise StageError("no network here")
+        self._note(place.rank, "assist")
+
+    def outputs(self) -> list[Path]:
+        return [self.target.parent / "rank-0"]
+
+    def _note(self, rank: int, did: str) -> None:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        note = {
+            "did": did,
+            "node": os.environ.get("GROUP_RANK", os.environ.get("SLURMD_NODENAME")),
+            "note": os.environ.get("NOTE"),
+            "secret": len(os.environ.get("HF_TOKEN", "")),
+            "image": os.environ.get("PYXIS_STUB_CONTAINER_IMAGE"),
+        }
+        write_json(self.target.parent / f"rank-{rank}", note)
+
+
 def settings(tmp_path: Path, name: str, **changes: Any) -> JobSettings:
-    return JobSettings(name=name, folder=tmp_path / name, resources=Resources(), **changes)
+    changes.setdefault("resources", Resources())
+    return JobSettings(name=name, folder=tmp_path / name, **changes)

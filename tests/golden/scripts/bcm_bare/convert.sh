@@ -4,15 +4,16 @@
 #SBATCH --account=llm
 #SBATCH --cpus-per-task=2
 #SBATCH --dependency=singleton
-#SBATCH --error=/r/gpt_books_5m/export_tp2_pp1_fp16_fp32/convert/log-nemo-megatron-export_gpt_books_5m_%j.err
-#SBATCH --exclusive
+#SBATCH --error=<results>/gpt_books_5m/export_tp2_pp1_fp16_fp32/convert/log-nemo-megatron-export_gpt_books_5m_%j.err
 #SBATCH --job-name=nemo-megatron-export_gpt_books_5m
-#SBATCH --mem=0
+#SBATCH --mail-type=END
+#SBATCH --mem=1536MB
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node=1
 #SBATCH --open-mode=append
-#SBATCH --output=/r/gpt_books_5m/export_tp2_pp1_fp16_fp32/convert/log-nemo-megatron-export_gpt_books_5m_%j.out
+#SBATCH --output=<results>/gpt_books_5m/export_tp2_pp1_fp16_fp32/convert/log-nemo-megatron-export_gpt_books_5m_%j.out
 #SBATCH --partition=batch
+#SBATCH --qos=high
 #SBATCH --requeue
 #SBATCH --signal=B:USR2@120
 #SBATCH --time=00:30:00
@@ -22,10 +23,12 @@ set -euo pipefail
 export TRANSFORMERS_OFFLINE=1
 export HF_HUB_OFFLINE=1
 export HF_DATASETS_OFFLINE=1
+export NOTE='it'"'"'s a $note'
 export SLIPWAY_JOB_ID=$SLURM_JOB_ID
 export SLIPWAY_JOB_MARK=slurm-$SLURM_JOB_ID
 export SUBMITIT_EXECUTOR=slurm
 export PYTHONPATH=<checkout>${PYTHONPATH:+:$PYTHONPATH}
+module load python
 
 # command
-exec <python> -u -m submitit.core._submit /r/gpt_books_5m/export_tp2_pp1_fp16_fp32/convert/submitit
+exec <python> -u -m submitit.core._submit <results>/gpt_books_5m/export_tp2_pp1_fp16_fp32/convert/submitit

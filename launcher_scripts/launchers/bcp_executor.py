@@ -1,0 +1,339 @@
+"""A submitit executor for Base Command Platform: `submitit.AutoExecutor(folder, cluster="bcp")`.
+
+A Base Command job is a set of replicas without a scheduler. Submitting means to start now, in the
+foreground, one process per task with bcprun, or with mpirun where there is no bcprun. The process
+of every task finds its rank in its environment and runs the same pickled callable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypedDict
+
+from submitit.core import core, plugins, submission
+from submitit.core.job_environment import JobEnvironment
+
+from inference.serving.process_place import LAUNCHER_VARIABLE, ProcessPlace, find_place
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+ID_VARIABLE = "SUBMITIT_BCP_JOB_ID"
+MPIRUN = "mpirun"
+# A process that bcprun starts does not inherit these. Secrets are among them by name only: their
+# values stand in no script.
+_PASSED_ON = (
+    "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "SUBMITIT_EXECUTOR",
+    ID_VARIABLE, "HF_TOKEN", "NGC_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
+)  # fmt: skip
+
+
+class _Names(TypedDict):
+    """The names of submitit's general parameters here."""
+
+    name: str
+    timeout_min: str
+    mem_gb: str
+    nodes: str
+    cpus_per_task: str
+    gpus_per_node: str
+    tasks_per_node: str
+
+
+def runner(bcprun: str = "bcprun", environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the program that starts processes on the replicas, or None."""
+    path = environment.get("PATH", "")
+    return next((each for each in (bcprun, MPIRUN) if shutil.which(each, path=path)), None)
+
+
+class BcpJob(core.Job[Any]):
+    """Tasks that run on the replicas of this Base Command job."""
+
+    watcher = core.InfoWatcher()  # the one of the base class is shared by all clusters
+
+    def __init__(
+        self,
+        folder: Path | str,
+        job_id: str,
+        tasks: Sequence[int] = (0,),
+        process: subprocess.Popen[bytes] | None = None,
+    ) -> None:
+        super().__init__(folder, job_id, tasks)
+        self._set_process(process)
+
+    def _set_process(self, process: subprocess.Popen[bytes] | None) -> None:
+        self.process = process
+        for each in self._sub_jobs:
+            each.process = process  # type: ignore[attr-defined]
+
+    @property
+    def exit_status(self) -> int | None:
+        """Status of the program that starts the tasks; None while it runs."""
+        return None if self.process is None else self.process.poll()
+
+    def done(self, force_check: bool = False) -> bool:
+        """Whether every task has ended."""
+        del force_check
+        if self.process is None:
+            return bool(self.paths.result_pickle.exists())
+        return self.process.poll() is not None
+
+    @property
+    def state(self) -> str:
+        """RUNNING, FINISHED, FAILED or UNKNOWN."""
+        if not self.done():
+            return "UNKNOWN" if self.process is None else "RUNNING"
+        return "FAILED" if self.exit_status else "FINISHED"
+
+    def get_info(self, mode: str = "force") -> dict[str, str]:
+        """Return the state under submitit's name for it."""
+        del mode
+        return {"jobState": self.state}
+
+    def cancel(self, check: bool = True) -> None:
+        """Ask every task to end."""
+        del check
+        if self.process is not None and self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+
+    def _interrupt(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGUSR2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"process": None}
+
+
+class BcpJobEnvironment(JobEnvironment):
+    """The place of a task among the tasks, from the variables of bcprun or mpirun."""
+
+    _env = {"job_id": ID_VARIABLE}  # noqa: RUF012 - submitit declares it so
+
+    @property
+    def place(self) -> ProcessPlace:
+        """Rank and node of this process."""
+        return find_place(os.environ)
+
+    @property
+    def num_tasks(self) -> int:
+        """Tasks of the job."""
+        return self.place.world_size
+
+    @property
+    def num_nodes(self) -> int:
+        """Replicas that the tasks run on."""
+        return -(-self.place.world_size // self.place.local_size)
+
+    @property
+    def node(self) -> int:
+        """Number of this replica."""
+        return self.place.rank // self.place.local_size
+
+    @property
+    def global_rank(self) -> int:
+        """Number of this task."""
+        return self.place.rank
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this task among those of its replica."""
+        return self.place.local_rank
+
+
+class BcpExecutor(core.PicklingExecutor):
+    """Runs callables on the replicas of the Base Command job that this process is part of."""
+
+    job_class = BcpJob
+
+    def __init__(
+        self,
+        folder: Path | str,
+        max_num_timeout: int = 0,
+        max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
+        bcprun: str = "bcprun",
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(folder, max_num_timeout, max_pickle_size_gb)
+        self.python = python or sys.executable
+        self.environment = dict(os.environ if environment is None else environment)
+        self.bcprun = bcprun
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Return 3, above Slurm, inside a Base Command job, and -1 elsewhere."""
+        return 3 if "NGC_JOB_ID" in os.environ and runner() is not None else -1
+
+    @classmethod
+    def _equivalence_dict(cls) -> _Names:
+        return _Names(
+            name="name",
+            timeout_min="timeout_min",
+            mem_gb="mem_gb",
+            nodes="nodes",
+            cpus_per_task="cpus_per_task",
+            gpus_per_node="gpus_per_node",
+            tasks_per_node="tasks_per_node",
+        )
+
+    @classmethod
+    def _valid_parameters(cls) -> set[str]:
+        return {"job_id", "log_path", "exports", "first", "no_redirect", "setup"}
+
+    def _num_tasks(self) -> int:
+        nodes: int = self.parameters.get("nodes", 1)
+        per_node: int = self.parameters.get("tasks_per_node", 1)
+        return nodes * per_node
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return task_command(self.python, self.folder)
+
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        parameters = self.parameters
+        return job_script(
+            command,
+            job_id=parameters.get("job_id") or f"{datetime.now():%m%d_%H%M%S}_{uid}",
+            runner=runner(self.bcprun, self.environment) or self.bcprun,
+            nodes=parameters.get("nodes", 1),
+            tasks_per_node=parameters.get("tasks_per_node", 1),
+            exports=parameters.get("exports", {}),
+            setup=parameters.get("setup", ()),
+            first=parameters.get("first"),
+            no_redirect=parameters.get("no_redirect", True),
+        )
+
+    def _submit_command(self, command: str) -> BcpJob:
+        """Start the tasks: there is no queue to put them in, and nobody to ask for an id."""
+        parameters = self.parameters
+        if runner(self.bcprun, self.environment) is None:
+            raise RuntimeError(f"neither {self.bcprun} nor {MPIRUN} is on PATH")
+        text = self._make_submission_file_text(command, uuid.uuid4().hex[:6])
+        job_id = self._get_job_id_from_submission_command(text)
+        job = BcpJob(self.folder, job_id, list(range(self._num_tasks())))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        job.paths.submission_file.write_text(text, encoding="utf-8")
+        log_path = Path(parameters.get("log_path", job.paths.stdout))
+        with log_path.open("ab") as log:
+            process = subprocess.Popen(
+                self._make_submission_command(job.paths.submission_file),
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        job._set_process(process)
+        return job
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return ["bash", str(submission_file_path)]
+
+    @staticmethod
+    def _get_job_id_from_submission_command(string: bytes | str) -> str:
+        """Return the id that a script was written for."""
+        text = string.decode() if isinstance(string, bytes) else string
+        return next(
+            line.partition("=")[2]
+            for line in text.splitlines()
+            if line.startswith(f"export {ID_VARIABLE}=")
+        )
+
+
+def task_command(python: str, folder: Path) -> str:
+    """Return the shell line that runs the pickled callable as one task."""
+    return shlex.join([python, "-u", "-m", __name__, str(folder)])
+
+
+def job_script(
+    command: str,
+    *,
+    job_id: str,
+    runner: str,
+    nodes: int,
+    tasks_per_node: int,
+    exports: Mapping[str, str],
+    setup: Sequence[str] = (),
+    first: str | None = None,
+    no_redirect: bool = True,
+) -> str:
+    """Return the script of a job; bash is replaced by the runner, whose status is the job's.
+
+    `command` is the shell line of one task, `exports` are variables of every task, and `setup` are
+    shell lines that run before. `first` is run by every task before, and has to succeed.
+    """
+    lines = [
+        "#!/bin/bash",
+        "",
+        "# setup",
+        "set -euo pipefail",
+        *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
+        f"export {ID_VARIABLE}={shlex.quote(job_id)}",
+        "export SUBMITIT_EXECUTOR=bcp",
+        f"export PYTHONPATH={shlex.quote(str(CHECKOUT))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        *setup,
+        "",
+        "# Tasks inherit nothing: what they need is handed on.",
+        "hand_on=()",
+        *_hand_on([*_PASSED_ON, *exports], by_name=Path(runner).name == MPIRUN),
+        "",
+        "# command",
+    ]
+    start = list(_start(runner, nodes, tasks_per_node, no_redirect=no_redirect))
+    tail = ["bash", "-c"] if Path(runner).name == MPIRUN else ["--cmd"]
+    begin = f'{shlex.join(start)} "${{hand_on[@]}}"'
+    if first is not None:
+        lines.append(f"{begin} {shlex.join([*tail, first])}")
+    lines.append(f"exec {begin} {shlex.join([*tail, command])}")
+    return "\n".join(lines) + "\n"
+
+
+def _hand_on(names: Sequence[str], *, by_name: bool) -> Iterator[str]:
+    words = " ".join(dict.fromkeys(names))
+    flag = '-x "$name"' if by_name else '--env "$name=${!name}"'
+    yield f"for name in {words}; do"
+    yield f'  if [ -n "${{!name:-}}" ]; then hand_on+=({flag}); fi'
+    yield "done"
+
+
+def _start(runner: str, nodes: int, tasks_per_node: int, *, no_redirect: bool) -> Iterator[str]:
+    """Yield the words that start the tasks."""
+    yield runner
+    if Path(runner).name == MPIRUN:
+        yield from ("--allow-run-as-root", "-np", str(nodes * tasks_per_node))
+        yield from ("-npernode", str(tasks_per_node), "-x", f"{LAUNCHER_VARIABLE}=mpirun")
+        return
+    yield from ("--nnodes", str(nodes), "--npernode", str(tasks_per_node))
+    if no_redirect:
+        yield "-no_redirect"
+    yield from ("--workdir", str(CHECKOUT))
+
+
+def main() -> None:
+    """Run one task. Works too where this project is not installed, only on PYTHONPATH."""
+    parser = argparse.ArgumentParser(description="run one task of a Base Command job")
+    parser.add_argument("folder", type=Path, help="folder of the pickled callable")
+    folder = parser.parse_args().folder
+    known = plugins.get_job_environments()
+    if BcpJobEnvironment.name() not in known:
+        # Where submitit keeps them; it has no other way in for what is not installed.
+        plugins._get_plugins()[1].append(BcpJobEnvironment())
+        plugins.get_job_environments.cache_clear()
+    submission.process_job(folder)
+
+
+__all__ = ["BcpExecutor", "BcpJob", "BcpJobEnvironment", "job_script", "runner", "task_command"]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""What a Slurm would refuse, asked before anything is submitted; all answers at once."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from launcher_scripts.config import Config
+from stages.base import Stage
+
+# An ext4 or xfs disk may be exported to the nodes; these cannot be.
+_OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
+_ASK_S = 20.0
+# The nodes may be busy; then nothing is learnt.
+_PROBE_WAIT_S = 60
+_UNSEEN = "unseen:"
+
+
+def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
+    """Return why the stages cannot run, as far as the cluster can be asked from here."""
+    problems = [*_problems_of_nodes(config, stages), *_problems_of_container(config)]
+    if config.dry_run:
+        return problems
+    if shutil.which("sbatch") is None:
+        return [
+            *problems,
+            "cluster_type=bcm needs sbatch, which is not on PATH; run on a login node, or use "
+            "cluster_type=local or dry_run=true.",
+        ]
+    problems += [*_problems_of_partition(config), *_problems_of_pyxis(config)]
+    nodes = max((stage.resources().nodes for stage in stages), default=1)
+    if nodes > 1:
+        problems += _problems_of_mpi(config)
+    if config.cluster.probe and not problems:
+        problems += _problems_seen_from_nodes(config, nodes)
+    return problems
+
+
+def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:
+    """Run one small step on as many nodes as the largest job gets."""
+    results = Path(config.base_results_dir)
+    there = next(each for each in (results, *results.parents) if each.exists())
+    cluster = config.cluster
+    chosen = {"partition": cluster.partition, "account": cluster.account, "qos": cluster.qos}
+    flags = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
+    with tempfile.NamedTemporaryFile(dir=there, prefix=".probe-") as file:
+        wanted = {
+            "base_results_dir": file.name,
+            "launcher_scripts_path": str(Path(__file__).resolve()),
+        }
+        if Path(config.export.model.checkpoint_path).exists():
+            wanted["export.model.checkpoint_path"] = config.export.model.checkpoint_path
+        lines = [
+            f"test -e {shlex.quote(path)} || echo {_UNSEEN}{key}" for key, path in wanted.items()
+        ]
+        lines.append(f"{shlex.quote(sys.executable)} -c 'import submitit' || echo {_UNSEEN}python")
+        answer = _answer(
+            ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", f"--immediate={_PROBE_WAIT_S}",
+             "--time=2", "--job-name=probe", *flags, "bash", "-c", "; ".join(lines)],
+            timeout_s=2.0 * _PROBE_WAIT_S,
+        )  # fmt: skip
+    unseen = sorted(
+        {line.removeprefix(_UNSEEN) for line in (answer or "").splitlines() if _UNSEEN in line}
+    )
+    return [
+        f"{key} is not seen by the nodes; put it on a file system that they share."
+        if key != "python"
+        else f"{sys.executable} cannot import submitit on the nodes; install the environment on a "
+        "file system that they share."
+        for key in unseen
+    ]
+
+
+def _problems_of_nodes(config: Config, stages: Sequence[Stage]) -> list[str]:
+    """Compare what the stages need with what the configuration says of a node."""
+    most = config.cluster.gpus_per_node
+    return [
+        f"{stage.name} asks for {asked} GPUs of a node, and cluster.gpus_per_node={most}; "
+        f"lower deploy.gpus_per_node or export.run.gpus_per_node, or correct the cluster's."
+        for stage in stages
+        if most is not None and (asked := stage.resources().gpus_per_node or 0) > most
+    ]
+
+
+def _problems_of_mpi(config: Config) -> list[str]:
+    kind = config.cluster.mpi
+    listed = _answer(["srun", "--mpi=list"], with_errors=True)
+    if kind is None or listed is None or kind in listed.split():
+        return []
+    known = [each for each in listed.split() if each in ("none", "pmi2", "pmix")]
+    return [
+        f"cluster.mpi={kind}: this Slurm does not have it, and without it every rank believes "
+        f"it is alone; it has {', '.join(known) or 'none'}."
+    ]
+
+
+def _problems_of_container(config: Config) -> list[str]:
+    image = config.container
+    if image is None or not image.startswith(("/", "./")) or Path(image).is_file():
+        return []
+    return [f"container={image} is not a file; give an existing image, or a registry path."]
+
+
+def _problems_of_partition(config: Config) -> list[str]:
+    partition = config.cluster.partition
+    if partition is None:
+        return []
+    known = _answer(["sinfo", "-h", "-o", "%R"])
+    names = sorted(set(known.split())) if known else []
+    missing = [each for each in partition.split(",") if names and each not in names]
+    return [
+        f"cluster.partition={partition}: there is no partition {each}; known partitions: "
+        f"{', '.join(names)}."
+        for each in missing
+    ]
+
+
+def _problems_of_pyxis(config: Config) -> list[str]:
+    if config.container is None:
+        return []
+    described = _answer(["srun", "--help"])
+    if described is None or "--container-image" in described:
+        return []
+    return [
+        f"container={config.container} needs pyxis, and this Slurm's srun does not know "
+        "--container-image; install pyxis, or set container=null."
+    ]
+
+
+def own_file_system(path: Path) -> str | None:
+    """Return the kind of file system where `path` lies, if other machines cannot have it too."""
+    there = next(each for each in (path, *path.parents) if each.exists()).resolve()
+    kinds: dict[str, str] = {}
+    with suppress(OSError):
+        for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
+            _, mounted, kind, *_ = line.split()
+            kinds[mounted] = kind
+    kind = next((kinds[str(each)] for each in (there, *there.parents) if str(each) in kinds), "")
+    return kind if kind in _OWN_FILE_SYSTEMS else None
+
+
+def _answer(
+    command: list[str], *, with_errors: bool = False, timeout_s: float = _ASK_S
+) -> str | None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    text = done.stdout + (done.stderr if with_errors else "")
+    return text if done.returncode == 0 else None

@@ -1,0 +1,147 @@
+"""From the configuration to the server: what it serves, where its ranks go, what it may see."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from export_scripts.triton.object_store import StoreLocation
+from launcher_scripts.config import Config
+from stages.base import Resources
+from stages.deploy_config import PYTORCH, DeployConfig, GemmTuning, store_location
+from stages.placement import Placement, place
+
+
+def server_config(config: Config) -> DeployConfig:
+    """Return what the server is told. Raises ValueError if its ranks or its place do not fit."""
+    deploy = config.deploy
+    if deploy.container is not None and config.cluster_type != "bcm":
+        raise ValueError(
+            f"deploy.container={deploy.container}: cluster_type={config.cluster_type} starts no "
+            "containers; run the command inside the image, and set deploy.container=null."
+        )
+    model_dir = Path(config.export.triton_deployment.triton_model_dir)
+    store = server_store(config)
+    placement = _placement(config)
+    shown = _local_gpus(config)
+    return DeployConfig(
+        repository=Path(deploy.repository)
+        if deploy.repository and store is None
+        else model_dir.parent,
+        model_name=model_dir.name,
+        store=store,
+        tp_size=config.export.model.tensor_model_parallel_size,
+        pp_size=config.export.triton_deployment.pipeline_model_parallel_size,
+        engine=deploy.engine,
+        host=deploy.host,
+        http_port=deploy.http_port,
+        grpc_port=deploy.grpc_port,
+        metrics_port=deploy.metrics_port,
+        ready_timeout_s=deploy.ready_timeout_s,
+        drain_s=deploy.drain_s,
+        data_type=config.export.triton_deployment.data_type,
+        max_restarts=deploy.max_restarts,
+        restart_backoff_s=deploy.restart_backoff_s,
+        nodes=placement.nodes if placement else 1,
+        is_mpi_step=config.cluster_type == "bcm" and config.cluster.mpi is not None,
+        visible_devices=_visible_devices(config, placement, shown),
+        local_gpus=None if shown is None else len(shown),
+        gemm_tuning=_gemm_tuning(config),
+        remarks=(placement.warning,) if placement and placement.warning else (),
+    )
+
+
+def _gemm_tuning(config: Config) -> GemmTuning | None:
+    tuning = config.deploy.gemm_tuning
+    if not tuning.enabled:
+        return None
+    return GemmTuning(
+        batch_size=tuning.batch_size,
+        beam_width=tuning.beam_width,
+        input_len=tuning.input_len,
+        program_dir=Path(tuning.program_dir),
+    )
+
+
+def _visible_devices(
+    config: Config, placement: Placement | None, shown: list[str] | None
+) -> str | None:
+    """Return the GPUs that the server may see; None to leave that as it is.
+
+    A scheduler that grants GPUs one by one shows just those; a node taken whole shows all.
+    """
+    if shown is not None:
+        needed = _world_size(config)
+        return ",".join(shown[:needed]) if needed < len(shown) else None
+    takes_whole_nodes = config.cluster_type == "bcp" or config.cluster.exclusive
+    return placement.visible_devices if placement and takes_whole_nodes else None
+
+
+def _local_gpus(config: Config) -> list[str] | None:
+    """Return the names of the GPUs on show, where this machine serves and has some."""
+    on_cpu = str(config.export.triton_deployment.parameters.get("device", "")) == "cpu"
+    if config.cluster_type != "local" or on_cpu:
+        return None
+    if (text := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        names = [name.strip() for name in text.split(",") if name.strip() not in ("", "-1")]
+    else:
+        names = [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
+    return names or None
+
+
+def server_store(config: Config) -> StoreLocation | None:
+    """Return the place in an object store that is served; None for a folder."""
+    return store_location(config.deploy.repository, config.deploy.endpoint_url)
+
+
+def deploy_resources(config: Config, limit_min: int) -> Resources:
+    """Return what the server's job asks of a cluster. Raises ValueError if it cannot be had."""
+    placement = _placement(config)
+    nodes = placement.nodes if placement else 1
+    ranks_per_node = _world_size(config) // nodes
+    # NVIDIA's server drives all GPUs of a node; our ranks on several nodes are a task each.
+    tasks = ranks_per_node if nodes > 1 and config.deploy.engine == PYTORCH else 1
+    return Resources(
+        nodes=nodes,
+        tasks_per_node=tasks,
+        gpus_per_node=_requested_gpus(config, placement),
+        cpus_per_task=config.deploy.cpus_per_task,
+        mem_gb=config.deploy.mem_gb,
+        time_limit_min=limit_min,
+    )
+
+
+def _world_size(config: Config) -> int:
+    model, triton = config.export.model, config.export.triton_deployment
+    return model.tensor_model_parallel_size * triton.pipeline_model_parallel_size
+
+
+def _placement(config: Config) -> Placement | None:
+    """Return where the ranks go, None where nobody counts GPUs.
+
+    Raises:
+        ValueError: they do not fit.
+    """
+    per_node = config.deploy.gpus_per_node or config.cluster.gpus_per_node
+    if not per_node:
+        return None
+    if config.cluster.gpus_per_node:
+        per_node = min(per_node, config.cluster.gpus_per_node)
+    return place(
+        tp_size=config.export.model.tensor_model_parallel_size,
+        pp_size=config.export.triton_deployment.pipeline_model_parallel_size,
+        gpus_per_node=per_node,
+    )
+
+
+def _requested_gpus(config: Config, placement: Placement | None) -> int | None:
+    """Return the GPUs to ask of each node; none of a cluster that has no such resource."""
+    if placement is None or not config.cluster.gpus_per_node:
+        return None
+    return placement.gpus_per_node
+
+
+def image_of(stage: str, config: Config) -> str | None:
+    """Return the image in which a stage runs, None for none."""
+    own = config.deploy.container if stage == "deploy" else None
+    return own or config.container

@@ -1,0 +1,186 @@
+"""One command line from the plan to the exit status, and several for a sweep."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from launcher_scripts import job_folder
+from launcher_scripts.actions import note_last_run
+from launcher_scripts.compose import CHECKOUT
+from launcher_scripts.config import Config
+from launcher_scripts.console import Console
+from launcher_scripts.launchers import make_launcher
+from launcher_scripts.pipeline import make_plan
+from launcher_scripts.run import EXIT_FAILED, EXIT_OK, Run
+from launcher_scripts.stage_configs import Context, results_dir
+from launcher_scripts.sweep import SUMMARY_NAME, Outcome, comparison, run_sweep, save
+from stages import record
+
+_TRUTHY = ("true", "t", "1")
+_SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "CREDENTIAL")
+
+
+@dataclass(frozen=True)
+class Session:
+    """One command line with its configuration, from the plan to the exit status."""
+
+    config: Config
+    resolved: Mapping[str, Any]
+    words: Sequence[str]
+    console: Console
+    label: str = ""
+
+    def prepare(self, problems: list[str]) -> Run | None:
+        """Return the jobs to run; add what stands against them to `problems`."""
+        config = self.config
+        command = shlex.join(["python", "main.py", *self.words])
+        revision = job_folder.git_revision(CHECKOUT)
+        plan = make_plan(config, Context(command=command, git_revision=revision))
+        problems += [*plan.problems, *_secrets(config), *_places(config)]
+        try:
+            launcher = make_launcher(config)
+            problems += launcher.check([each.stage for each in plan.to_run])
+            notes = launcher.notes([each.stage for each in plan.to_run])
+        except ValueError as error:
+            problems.append(str(error))
+        if problems:
+            return None
+        finished = [f"{each.name}: {each.reason}" for each in plan.stages if not each.runs]
+        for note in (*plan.notes, *notes, *_ignored(config), *finished):
+            self.console.say(f"{self.label}: {note}" if self.label else note)
+        jobs = {
+            each.name: job_folder.make_job(each.stage, config, self.resolved, git_revision=revision)
+            for each in plan.to_run
+        }
+        return Run(launcher, self.console, plan.stages, jobs, keep_serving=config.deploy.keep)
+
+    def execute(self, run: Run) -> int:
+        """Write the jobs' files, start the jobs and return the exit status."""
+        with self._errors() as told:
+            self.begin(run)
+            if self.only_writes():
+                run.render()
+                return EXIT_OK
+            _end_in_order()
+            return run.run_all(wait=self.config.wait)
+        return told[0]
+
+    def begin(self, run: Run) -> None:
+        """Note the command in the results folder."""
+        results = results_dir(self.config)
+        if run.jobs:
+            arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
+            job_folder.note_command(results, arguments, at=record.now())
+        if not self.only_writes():
+            note_last_run(Path(self.config.base_results_dir), results)
+
+    def only_writes(self) -> bool:
+        """Whether scripts are written and nothing is started."""
+        return self.config.dry_run or _is_set("NEMO_LAUNCHER_DEBUG")
+
+    @contextmanager
+    def _errors(self) -> Iterator[list[int]]:
+        """Say what the file system objects to; the list holds the exit status then."""
+        told = [EXIT_FAILED]
+        try:
+            yield told
+        except BrokenPipeError:
+            pass  # whoever read the output has left
+        except OSError as error:
+            if self.config.debug or _is_set("HYDRA_FULL_ERROR"):
+                raise
+            sys.stderr.write(
+                f"{error.filename or self.config.base_results_dir}: {error.strerror}\n"
+            )
+
+
+def run_all(sessions: Sequence[Session], outcomes: Sequence[Outcome], console: Console) -> int:
+    """Run prepared combinations of a sweep, show their comparison and return the exit status."""
+    first = sessions[0]
+    with first._errors() as told:
+        for session, outcome in zip(sessions, outcomes, strict=True):
+            assert outcome.run is not None
+            session.begin(outcome.run)
+            if session.only_writes():
+                outcome.run.render()
+        if first.only_writes():
+            return EXIT_OK
+        _end_in_order()
+        base = Path(first.config.base_results_dir)
+        note_last_run(base, *(each.results_dir for each in outcomes))
+        folder = base / f"sweep_{datetime.now():%m%d_%H%M%S}"
+        status = run_sweep(outcomes, wait=first.config.wait, console=console, folder=folder)
+        console.say(comparison(outcomes))
+        path = base / SUMMARY_NAME
+        save(outcomes, path)
+        console.say(f"comparison: {path}")
+        return status
+    return told[0]
+
+
+def _end_in_order() -> None:
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _interrupt)
+
+
+def _secrets(config: Config) -> list[str]:
+    """Refuse secrets in clear text: the configuration is saved, and scripts are."""
+    return [
+        f"env_vars.{name} holds a secret in clear text, which would be written to disk; export "
+        f"{name} in the environment instead: jobs inherit it."
+        for name, value in config.env_vars.items()
+        if value is not None and any(word in name.upper() for word in _SECRET_WORDS)
+    ]
+
+
+def _places(config: Config) -> list[str]:
+    """Return what is wrong with the folders that everything is derived from."""
+    problems = []
+    path = Path(config.launcher_scripts_path)
+    if path.name != "launcher_scripts":
+        problems.append(
+            f"launcher_scripts_path={path} does not end in /launcher_scripts; give the folder of "
+            "that name in your checkout."
+        )
+    results = Path(config.base_results_dir)
+    there = next(each for each in (results, *results.parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        problems.append(
+            f"base_results_dir={results}: {there} cannot be written to; choose a folder of yours."
+        )
+    return problems
+
+
+def _ignored(config: Config) -> list[str]:
+    """Say which settings are accepted but change nothing."""
+    given = {
+        "wandb_api_key_file": config.wandb_api_key_file,
+        "numa_mapping": config.numa_mapping,
+        "api_log": config.api_log,
+        "ci_test": config.ci_test,
+    }
+    return [
+        f"{name} is accepted for compatibility and changes nothing here"
+        for name, value in given.items()
+        if value
+    ]
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in _TRUTHY
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    """End in order, as on Ctrl-C."""
+    del frame
+    raise KeyboardInterrupt(signal.Signals(signum).name)

@@ -1,0 +1,260 @@
+"""`--multirun key=1,2,4`: one pipeline for each combination of values, and a table at the end.
+
+All combinations are composed and checked before the first starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from launcher_scripts.compose import Composition
+from launcher_scripts.config import Config
+from launcher_scripts.console import Console, table
+from launcher_scripts.launchers.base import (
+    AFTER_TWIN,
+    Dependency,
+    Job,
+    JobHandle,
+    SubmissionError,
+)
+from launcher_scripts.run import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Run
+from stages import record
+from stages.progress import write_json
+
+SUMMARY_NAME = "sweep.json"
+_RESULTS_KEY = "export.run.results_dir"
+
+
+@dataclass(frozen=True)
+class Combination:
+    """One value for every key that is swept.
+
+    Attributes:
+        values: value of each key, as on the command line.
+        overrides: the whole command line with them.
+    """
+
+    values: Mapping[str, str]
+    overrides: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """`key=value` of each key, by the last part of its name."""
+        return ",".join(f"{key.rpartition('.')[2]}={value}" for key, value in self.values.items())
+
+    @property
+    def folder_name(self) -> str:
+        """The label as a name that every tool takes for a path."""
+        return re.sub(r"[^\w.]+", "-", self.label)
+
+
+@runtime_checkable
+class ArrayLauncher(Protocol):
+    """A launcher whose queue takes several jobs of one shape at once."""
+
+    def fits_array(self, jobs: Sequence[tuple[Job, Config]]) -> bool:
+        """Whether the jobs can be one array."""
+
+    def submit_array(
+        self, jobs: Sequence[tuple[Job, Config]], after: Sequence[Dependency], folder: Path
+    ) -> Sequence[JobHandle]:
+        """Submit them."""
+
+
+@dataclass
+class Outcome:
+    """What came of one combination."""
+
+    combination: Combination
+    results_dir: Path
+    run: Run | None = None
+    config: Config | None = None
+    status: int | None = None
+    state: str = "not started"
+    seconds: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def combinations(overrides: Sequence[str]) -> tuple[list[Combination], list[str]]:
+    """Return every combination of the listed values, and the problems of lists without an end."""
+    parser = OverridesParser.create()
+    swept: dict[str, list[str]] = {}
+    fixed: list[str] = []
+    problems = []
+    for each in overrides:
+        try:
+            parsed = parser.parse_override(each)
+        except HydraException:
+            fixed.append(each)  # told in composing
+            continue
+        if not parsed.is_sweep_override():
+            fixed.append(each)
+        elif parsed.is_discrete_sweep():
+            swept[parsed.get_key_element()] = list(parsed.sweep_string_iterator())
+        else:
+            problems.append(f"{each}: list the values, as in {parsed.key_or_group}=1,2,4.")
+    return [
+        Combination(
+            dict(zip(swept, values, strict=True)),
+            (*fixed, *(f"{key}={value}" for key, value in zip(swept, values, strict=True))),
+        )
+        for values in itertools.product(*swept.values())
+    ], problems
+
+
+def compose_all(
+    wanted: Sequence[Combination], compose: Callable[[Sequence[str]], Composition]
+) -> list[Composition]:
+    """Compose every combination; those that share a results folder get one each inside it."""
+    composed = [compose(each.overrides) for each in wanted]
+    folders = Counter(_results_of(each) for each in composed)
+    return [
+        compose([*each.overrides, f"{_RESULTS_KEY}='{folder}/{each.folder_name}'"])
+        if (folder := _results_of(composition)) is not None and folders[folder] > 1
+        else composition
+        for each, composition in zip(wanted, composed, strict=True)
+    ]
+
+
+def _results_of(composition: Composition) -> str | None:
+    return composition.config.export.run.results_dir if composition.config else None
+
+
+def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, folder: Path) -> int:
+    """Run the combinations, or put them into the queue; return the first bad exit status.
+
+    In the foreground they run one after another. A queue gets all of them at once, and with `wait`
+    they are followed one after another. A combination that fails does not stop the others.
+    `folder` is for what the combinations have in common.
+    """
+    total = len(outcomes)
+    queued = [each for each in outcomes if each.run and not each.run.launcher.in_foreground]
+    try:
+        if _submit_as_arrays(queued, folder, console):
+            console.say(f"submitted as job arrays; their logs are in {folder}")
+        for number, each in enumerate(queued, start=1):
+            if each.status is not None:
+                continue
+            console.say(f"\n[{number}/{total}] {each.combination.label}")
+            each.status = _run_of(each).submit_all()
+        for number, each in enumerate(outcomes, start=1):
+            if each.status not in (None, EXIT_OK) or (each in queued and not wait):
+                continue
+            console.say(f"\n[{number}/{total}] {each.combination.label}")
+            each.status = _run_of(each).run_all(wait=wait)
+            if each.status == EXIT_INTERRUPTED:
+                break
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    finally:
+        for each in outcomes:
+            _look(each)
+    return next((each.status for each in outcomes if each.status), EXIT_OK)
+
+
+def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Console) -> bool:
+    """Submit each stage of all combinations as one job array, where they have the same shape."""
+    runs = [_run_of(each) for each in outcomes]
+    names = [tuple(run.jobs) for run in runs]
+    launcher = runs[0].launcher if runs else None
+    if not isinstance(launcher, ArrayLauncher) or len(set(names)) != 1 or not names[0]:
+        return False
+    stages = {
+        name: [
+            (run.jobs[name], each.config)
+            for run, each in zip(runs, outcomes, strict=True)
+            if each.config is not None
+        ]
+        for name in names[0]
+    }
+    if not all(launcher.fits_array(jobs) for jobs in stages.values()):
+        return False
+    after: list[Dependency] = []
+    for name, jobs in stages.items():
+        for run in runs:
+            run.announce(name, after)
+        try:
+            handles = launcher.submit_array(jobs, after, folder / name)
+        except SubmissionError as error:
+            console.say(f"a job array was refused: {error}")
+            for run, outcome in zip(runs, outcomes, strict=True):
+                run.note_refusal(name, error)
+                run.stop_all()
+                outcome.status = EXIT_FAILED
+            return True
+        for run, handle in zip(runs, handles, strict=True):
+            run.note_submission(name, handle)
+        after = [Dependency(handles[0].job_id.partition("_")[0], AFTER_TWIN)]
+    for outcome in outcomes:
+        outcome.status = EXIT_OK
+    return True
+
+
+def comparison(outcomes: Sequence[Outcome]) -> str:
+    """Return the table that compares the combinations."""
+    names = list(dict.fromkeys(name for each in outcomes for name in each.metrics))
+    keys = list(outcomes[0].combination.values)
+    rows = [
+        (
+            *each.combination.values.values(),
+            each.state,
+            "-" if each.seconds is None else f"{each.seconds:.1f}",
+            *(f"{each.metrics[name]:.4g}" if name in each.metrics else "-" for name in names),
+            str(each.results_dir),
+        )
+        for each in outcomes
+    ]
+    header = (*(key.rpartition(".")[2] for key in keys), "state", "seconds", *names, "results")
+    return "\n" + table(header, rows)
+
+
+def save(outcomes: Sequence[Outcome], path: Path) -> None:
+    """Write the comparison for programs."""
+    values: list[dict[str, Any]] = [
+        {
+            "values": dict(each.combination.values),
+            "results_dir": str(each.results_dir),
+            "state": each.state,
+            "exit_status": each.status,
+            "seconds": each.seconds,
+            "metrics": each.metrics,
+        }
+        for each in outcomes
+    ]
+    write_json(path, {"at": record.now(), "combinations": values})
+
+
+def _run_of(outcome: Outcome) -> Run:
+    assert outcome.run is not None
+    return outcome.run
+
+
+def _look(outcome: Outcome) -> None:
+    """Read from the records what came of a combination."""
+    run = outcome.run
+    if run is None:
+        return
+    found = [record.read_record(run.jobs[name].record_path) for name in run.handles]
+    known = [each for each in found if each is not None]
+    outcome.state = _state([each.state for each in known], outcome.status)
+    outcome.seconds = sum(each.seconds or 0.0 for each in known) or None
+    outcome.metrics = run.metrics()
+
+
+def _state(states: Sequence[str], status: int | None) -> str:
+    """Return the state of a pipeline by those of its jobs: the worst that was reached."""
+    if not states:
+        return {None: "not started", EXIT_OK: "finished earlier"}.get(status, record.FAILED)
+    for each in (record.FAILED, record.LOST, record.CANCELLED, record.RUNNING, record.READY):
+        if each in states:
+            return each
+    return record.SUBMITTED if record.SUBMITTED in states else record.COMPLETED

@@ -1,0 +1,171 @@
+"""What a server is told: engine, repository, ports, times, and what it may not be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from export_scripts.triton.object_store import StoreLocation, parse_location
+
+PORT_KEYS = {
+    "http": "deploy.http_port",
+    "grpc": "deploy.grpc_port",
+    "metrics": "deploy.metrics_port",
+}
+PYTORCH, FASTERTRANSFORMER = "pytorch", "fastertransformer"
+ENGINES = (PYTORCH, FASTERTRANSFORMER)
+STORE_SCHEME = "s3://"
+
+
+@dataclass(frozen=True)
+class GemmTuning:
+    """Measure NVIDIA's matrix products before the start, for one shape of requests.
+
+    Attributes:
+        batch_size, beam_width, input_len: the largest that is expected.
+        program_dir: folder of gpt_gemm, t5_gemm and bert_gemm.
+    """
+
+    batch_size: int = 8
+    beam_width: int = 1
+    input_len: int = 128
+    program_dir: Path = Path("/opt/FasterTransformer/build/bin")
+
+
+@dataclass(frozen=True)
+class DeployConfig:
+    """What is served and where.
+
+    Attributes:
+        repository: folder of the Triton repository.
+        model_name: the model that takes token ids.
+        store: the place in an object store that is served instead of `repository`; None for the
+            folder.
+        data_type: what is computed in; only the tuning asks.
+        host: address that the server listens on.
+        http_port, grpc_port, metrics_port: 0 takes a free one.
+        ready_timeout_s: the start fails when the models are not ready by then.
+        drain_s: time that running requests get to finish when the server stops.
+        max_restarts: how often a server that has failed is started again.
+        restart_backoff_s: wait before the first restart; doubled for each further one.
+        nodes: nodes that share the model.
+        is_mpi_step: the scheduler starts the server's process so that MPI finds it.
+        visible_devices: CUDA_VISIBLE_DEVICES of the server; None leaves it as it is.
+        local_gpus: GPUs that this machine shows, where it is known that it will serve; else None.
+        gemm_tuning: of the fastertransformer engine; None for none.
+        remarks: what users should know before the start.
+    """
+
+    repository: Path
+    model_name: str
+    store: StoreLocation | None = None
+    tp_size: int = 1
+    pp_size: int = 1
+    data_type: str = "fp32"
+    engine: str = PYTORCH
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    ready_timeout_s: float = 300.0
+    drain_s: float = 30.0
+    max_restarts: int = 0
+    restart_backoff_s: float = 5.0
+    nodes: int = 1
+    is_mpi_step: bool = False
+    visible_devices: str | None = None
+    local_gpus: int | None = None
+    gemm_tuning: GemmTuning | None = None
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def weights_dir(self) -> Path:
+        """The folder of shards, on this machine's disk."""
+        return self.repository / self.model_name / "1" / f"{self.tp_size}-gpu"
+
+    @property
+    def source(self) -> str:
+        """The repository as tritonserver is told."""
+        return self.store.triton_url if self.store is not None else str(self.repository)
+
+
+def is_store_url(text: str | None) -> bool:
+    """Return whether a repository lies in an object store."""
+    return text is not None and text.startswith(STORE_SCHEME)
+
+
+def store_location(repository: str | None, endpoint_url: str | None) -> StoreLocation | None:
+    """Return the place of a repository in an object store, None for a folder.
+
+    Raises:
+        ValueError: the URL, or that of the endpoint, has another form; it is named by its key.
+    """
+    if repository is None or not is_store_url(repository):
+        if endpoint_url is not None:
+            raise ValueError(
+                "deploy.endpoint_url is the address of an object store; give deploy.repository="
+                "s3://bucket/prefix too, or set deploy.endpoint_url=null."
+            )
+        return None
+    for key, url in (("repository", repository), ("endpoint_url", endpoint_url)):
+        if url is not None and "@" in url:
+            # Not repeated here: it may be a secret.
+            raise ValueError(
+                f"deploy.{key} holds a user or a password; leave them out: credentials come from "
+                "the environment, ~/.aws or the machine's role."
+            )
+    try:
+        return parse_location(repository, endpoint_url=endpoint_url)
+    except ValueError as error:
+        raise ValueError(f"deploy.repository: {error}") from error
+
+
+def check_deploy(config: DeployConfig) -> list[str]:
+    """Return the problems of a server's configuration."""
+    problems = []
+    if config.engine not in ENGINES:
+        problems.append(
+            f"deploy.engine={config.engine} is unknown; use one of {', '.join(ENGINES)}."
+        )
+    problems += _port_problems(config)
+    if config.ready_timeout_s <= 0:
+        problems.append(
+            f"deploy.ready_timeout_s={config.ready_timeout_s} must be positive (seconds)."
+        )
+    problems += [
+        f"deploy.{name}={value} must not be negative{unit}."
+        for name, value, unit in (
+            ("drain_s", config.drain_s, " (seconds)"),
+            ("restart_backoff_s", config.restart_backoff_s, " (seconds)"),
+            ("max_restarts", config.max_restarts, ""),
+        )
+        if value < 0
+    ]
+    world_size = config.tp_size * config.pp_size
+    if config.local_gpus is not None and config.local_gpus < world_size:
+        problems.append(
+            f"export.model.tensor_model_parallel_size={config.tp_size} x "
+            f"export.triton_deployment.pipeline_model_parallel_size={config.pp_size} need "
+            f"{world_size} GPUs, and this machine shows {config.local_gpus}; lower the sizes, show "
+            "more with CUDA_VISIBLE_DEVICES, or set export.triton_deployment.parameters.device=cpu."
+        )
+    if config.gemm_tuning is not None and config.engine == PYTORCH:
+        problems.append(
+            "deploy.gemm_tuning.enabled=true measures NVIDIA's kernels; it needs "
+            "deploy.engine=fastertransformer."
+        )
+    return problems
+
+
+def _port_problems(config: DeployConfig) -> list[str]:
+    ports = {key: getattr(config, f"{name}_port") for name, key in PORT_KEYS.items()}
+    problems = [
+        f"{key}={port} is not a port; use 1 to 65535, or 0 for any free one."
+        for key, port in ports.items()
+        if not 0 <= port <= 65535
+    ]
+    chosen = [port for port in ports.values() if port]
+    if len(set(chosen)) < len(chosen):
+        told = ", ".join(f"{key}={port}" for key, port in ports.items())
+        problems.append(f"{told}: the three ports must differ; 0 takes any free one.")
+    return problems

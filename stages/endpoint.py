@@ -1,0 +1,82 @@
+"""The published address of a running server, and how a server is asked to end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from stages.progress import read_json
+
+ENDPOINT_NAME = "endpoint.json"
+# Appears beside the address when nobody needs the server any more.
+STOP_NAME = "stop_requested"
+# Names the job to everything it starts; the launcher sets it.
+JOB_ID_VARIABLE = "SLIPWAY_JOB_ID"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a server can be reached, as published in endpoint.json.
+
+    Attributes:
+        host: name or address of the node that serves; with several nodes, that of rank 0.
+        http, grpc, metrics: ports.
+        model, ensemble: Triton models for token ids and for text.
+        ready_at: UTC, ISO 8601.
+        nodes: how many nodes share the model.
+        restarts: how often this job has started the server again.
+    """
+
+    host: str
+    http: int
+    grpc: int
+    metrics: int
+    model: str
+    ensemble: str | None
+    job_id: str
+    tp: int
+    pp: int
+    ready_at: str
+    nodes: int = 1
+    restarts: int = 0
+
+
+_NOWHERE = Endpoint("", 0, 0, 0, "", None, "", 0, 0, "")
+
+
+def read_endpoint(path: Path) -> Endpoint | None:
+    """Return the published address, or None while there is none."""
+    values: Mapping[str, Any] | None = read_json(path)
+    return None if values is None else replace(_NOWHERE, **values)
+
+
+def withdraw(path: Path, job_id: str) -> None:
+    """Remove the published address unless a later job has published its own."""
+    endpoint = read_endpoint(path)
+    if endpoint is not None and endpoint.job_id == job_id:
+        path.unlink(missing_ok=True)
+
+
+def server_log(folder: Path, job_id: str) -> Path:
+    """Return where the server of a job writes its log."""
+    return folder / f"tritonserver-{job_id}.log"
+
+
+def job_id_here() -> str:
+    """Return the id of the job that this process belongs to."""
+    return os.environ.get(JOB_ID_VARIABLE, str(os.getpid()))
+
+
+def node_address() -> str | None:
+    """Return a name of this node that can be looked up: the scheduler's, else the host's own."""
+    node = os.environ.get("SLURMD_NODENAME", "")
+    for name in (node, socket.gethostname()):
+        with contextlib.suppress(OSError):
+            if name and socket.getaddrinfo(name, None):
+                return name
+    return None

@@ -1,0 +1,87 @@
+"""Which program of FasterTransformer measures a model's matrix products, and with what arguments.
+
+Argument orders: FasterTransformer, examples/cpp/*/ and src/fastertransformer/utils/gemm_test. The
+result, gemm_config.in, is read by the server from its working directory.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.base import StageError
+from stages.deploy_config import DeployConfig
+
+if TYPE_CHECKING:
+    from export_scripts.families.spec import ModelConfig
+
+RESULT_NAME = "gemm_config.in"
+_TYPES = {"fp32": 0, "fp16": 1, "bf16": 2}
+
+
+def tuning_command(config: DeployConfig) -> list[str]:
+    """Return the command that measures the model of a configuration.
+
+    Raises:
+        CheckpointMismatchError: config.ini of the weights is missing or unreadable.
+        AssertionError: the configuration asks for no tuning.
+    """
+    from export_scripts.ft.config_ini import read_config
+
+    tuning = config.gemm_tuning
+    assert tuning is not None, "no tuning was asked for"
+    family, model = read_config(config.weights_dir)
+    program, sizes = _model_arguments(family.name, model)
+    shape = [tuning.batch_size, tuning.beam_width, tuning.input_len]
+    kind = _TYPES[config.data_type]
+    if program == "bert_gemm":
+        # batch, sequence, heads, size per head, type, whether int8
+        words = [tuning.batch_size, tuning.input_len, *sizes, kind, 0]
+    elif program == "t5_gemm":
+        words = [*shape, *sizes, kind, config.tp_size, int(config.data_type == "fp16")]
+    else:
+        words = [*shape, *sizes, kind, config.tp_size]
+    return [str(tuning.program_dir / program), *map(str, words)]
+
+
+def tune(config: DeployConfig, work_dir: Path, log_path: Path) -> None:
+    """Measure in `work_dir`, where the result stays; nothing is done when it is there already.
+
+    Raises:
+        StageError: the program is missing or fails.
+    """
+    command = tuning_command(config)
+    told, result = work_dir / "gemm_command.txt", work_dir / RESULT_NAME
+    text = " ".join(command)
+    if result.is_file() and told.is_file() and told.read_text(encoding="utf-8") == text:
+        return
+    work_dir.mkdir(parents=True, exist_ok=True)
+    result.unlink(missing_ok=True)
+    try:
+        with log_path.open("wb") as log:
+            subprocess.run(command, cwd=work_dir, stdout=log, stderr=log, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise StageError(
+            f"the tuning of matrix products failed: {error}; see {log_path}, name the folder of "
+            "its programs in deploy.gemm_tuning.program_dir, or set deploy.gemm_tuning.enabled="
+            "false."
+        ) from error
+    if not result.is_file():
+        raise StageError(f"{command[0]} has written no {RESULT_NAME}; see {log_path}.")
+    told.write_text(text, encoding="utf-8")
+
+
+def _model_arguments(family: str, model: ModelConfig) -> tuple[str, list[int]]:
+    """Return the program for a family and the sizes of the model in its order."""
+
+    def sizes(*names: str) -> list[int]:
+        return [int(getattr(model, name)) for name in names]
+
+    if family in ("t5", "t5_encoder"):
+        # Both stacks of a folder have the same sizes.
+        stack = sizes("d_model", "num_heads", "d_kv", "d_ff")
+        return "t5_gemm", [*stack, *stack, *sizes("vocab_size")]
+    if family == "bert":
+        return "bert_gemm", sizes("head_num", "size_per_head")
+    return "gpt_gemm", sizes("head_num", "size_per_head", "inter_size", "vocab_size")

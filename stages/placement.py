@@ -1,0 +1,66 @@
+"""How many nodes, and how many GPUs of each, a served model needs.
+
+The rule of NVIDIA's deployment guides for FasterTransformer: TP x PP GPUs, the same number on every
+node, on as few nodes as possible.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+TP_KEY = "export.model.tensor_model_parallel_size"
+PP_KEY = "export.triton_deployment.pipeline_model_parallel_size"
+GPUS_KEY = "cluster.gpus_per_node"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks of a model go.
+
+    Attributes:
+        gpus_per_node: GPUs used on each node.
+        visible_devices: value of CUDA_VISIBLE_DEVICES on a node taken whole; None where every GPU
+            is used and the variable is not needed.
+        warning: what works, but slowly.
+    """
+
+    nodes: int
+    gpus_per_node: int
+    visible_devices: str | None = None
+    warning: str | None = None
+
+
+def place(*, tp_size: int, pp_size: int, gpus_per_node: int) -> Placement:
+    """Return the placement of TP x PP ranks on nodes with `gpus_per_node` GPUs.
+
+    Raises:
+        ValueError: the ranks cannot be divided evenly over nodes.
+    """
+    world_size = tp_size * pp_size
+    fewest = math.ceil(world_size / gpus_per_node)
+    nodes = next(each for each in range(fewest, world_size + 1) if world_size % each == 0)
+    used = world_size // nodes
+    if nodes > fewest and used == 1:
+        raise ValueError(
+            f"{TP_KEY}={tp_size} x {PP_KEY}={pp_size} asks for {world_size} GPUs, which cannot be "
+            f"divided evenly over nodes of {GPUS_KEY}={gpus_per_node}; choose sizes whose product "
+            f"is at most {gpus_per_node}, or a multiple of it."
+        )
+    return Placement(
+        nodes=nodes,
+        gpus_per_node=used,
+        visible_devices=",".join(map(str, range(used))) if used < gpus_per_node else None,
+        warning=_warning(tp_size, nodes, used),
+    )
+
+
+def _warning(tp_size: int, nodes: int, used: int) -> str | None:
+    """Return what slows the model down: each layer's sums cross the network."""
+    if nodes == 1 or used % tp_size == 0:
+        return None
+    return (
+        f"{TP_KEY}={tp_size} spreads groups of ranks that share each layer over nodes of {used} "
+        f"GPUs; their traffic crosses the network. Fastest is a tensor size that divides {used}, "
+        "and as many pipeline groups as nodes."
+    )

@@ -1,0 +1,132 @@
+"""Before a step of several ranks: do they start, know of each other, and reach each other?
+
+Runs where the step will run, in the same container and allocation, before any weight is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from inference.serving.process_place import find_place
+from stages.base import StageError
+from stages.progress import read_json, write_json
+
+_CONNECT_S = 30.0
+_WHOLE_S = 120.0
+_POLL_S = 0.1
+_TAIL_LINES = 12
+# What a process finds in its environment when the MPI of its launcher works.
+_MPI_VARIABLES = {"pmix": "PMIX_RANK", "pmi2": "PMI_RANK"}
+
+
+def check_mpi(kind: str | None) -> None:
+    """Ask this cluster's srun whether it has the MPI.
+
+    Raises:
+        StageError: it does not.
+    """
+    if kind is None:
+        return
+    done = subprocess.run(
+        ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_WHOLE_S, check=False
+    )
+    listed = (done.stdout + done.stderr).split()
+    if done.returncode == 0 and kind not in listed:
+        known = [each for each in listed if each in ("none", *_MPI_VARIABLES)]
+        raise StageError(
+            f"cluster.mpi={kind}: this Slurm does not have it; it has {', '.join(known)}."
+        )
+
+
+def ping(prefix: Sequence[str], python: str, *, ranks: int, mpi: str | None, folder: Path) -> None:
+    """Start every rank once and let each reach the first.
+
+    Raises:
+        StageError: a rank did not start, or did not reach the first.
+    """
+    (folder / "ping.json").unlink(missing_ok=True)
+    arguments = [str(folder), str(ranks), mpi or "none"]
+    command = [*prefix, python, "-u", "-m", __name__, *arguments]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_WHOLE_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StageError(
+            f"{ranks} ranks did not start within {_WHOLE_S:g} s: {shlex.join(command)}"
+        ) from error
+    output = done.stdout + done.stderr
+    sys.stdout.write(output)
+    if done.returncode != 0:
+        lines = "\n".join(f"  | {line}" for line in output.splitlines()[-_TAIL_LINES:])
+        raise StageError(f"the ranks do not reach each other; no weight was read:\n{lines}")
+
+
+def main(folder: Path, ranks: int, mpi: str) -> int:
+    """Be one rank of a ping and return its exit status."""
+    place = find_place(os.environ)
+    name = f"rank {place.rank} on {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
+    variable = _MPI_VARIABLES.get(mpi)
+    if place.world_size != ranks:
+        sys.stderr.write(f"{name} sees {place.world_size} ranks instead of {ranks}\n")
+        return 1
+    if variable is not None and variable not in os.environ:
+        sys.stderr.write(
+            f"{name} got no {variable}: cluster.mpi={mpi} does not reach it, so every rank would "
+            "believe that it is alone; in a container, pyxis needs its PMI hook\n"
+        )
+        return 1
+    try:
+        _answer(folder, ranks) if place.rank == 0 else _call(folder)
+    except OSError as error:
+        sys.stderr.write(f"{name}: {error}\n")
+        return 1
+    sys.stdout.write(f"{name} reaches the first\n")
+    return 0
+
+
+def _answer(folder: Path, ranks: int) -> None:
+    """Wait until every other rank has called."""
+    with socket.create_server(("", 0)) as server:
+        server.settimeout(_CONNECT_S)
+        names = [os.environ.get("SLURMD_NODENAME", ""), socket.gethostname(), socket.getfqdn()]
+        values = {"hosts": [each for each in names if each], "port": server.getsockname()[1]}
+        write_json(folder / "ping.json", values)
+        for number in range(1, ranks):
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                raise OSError(f"{ranks - number} of {ranks} ranks did not call") from None
+            with connection:
+                connection.sendall(b"pong")
+
+
+def _call(folder: Path) -> None:
+    """Reach the first rank under any of its names."""
+    deadline = time.monotonic() + _CONNECT_S
+    while time.monotonic() < deadline:
+        told = read_json(folder / "ping.json") or {"hosts": [], "port": 0}
+        for host in told["hosts"]:
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection((host, int(told["port"])), timeout=5) as connection,
+            ):
+                if connection.recv(4) == b"pong":
+                    return
+        time.sleep(_POLL_S)
+    told = read_json(folder / "ping.json")
+    if told is None:
+        raise OSError(f"{folder} does not show what the first rank wrote: it must be shared")
+    raise OSError(f"cannot connect to the first rank at {told['hosts']}, port {told['port']}")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -1,0 +1,189 @@
+"""How the processes of a server on several nodes find each other: one small file.
+
+The first process writes it beside the server's address before each start; the others, one per rank
+or per node, do their part of that start and wait for the next. They share a file system, as all
+results do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from inference.serving.process_place import find_place
+from stages.base import StageError
+from stages.endpoint import node_address
+from stages.progress import read_json, write_json
+
+MEETING_NAME = "meeting.json"
+# Tells the model inside the server where its ranks come to.
+MEETING_VARIABLE = "SLIPWAY_MEETING"
+_LOSS_NAME = "lost-{job}-{number}-rank{rank}.txt"
+_POLL_S = 0.2
+# The first process asks its server twice a second.
+_NOTICE_S = 30.0
+_GRACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One start of the server.
+
+    Attributes:
+        number: counts the starts of one job; 0 means that there will be no further one.
+        host, port: where the ranks meet, on the first node.
+        is_over: the start has failed, which the first process knows.
+    """
+
+    job_id: str
+    number: int
+    host: str = ""
+    port: int = 0
+    is_over: bool = False
+
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        return f"{self.host}:{self.port}"
+
+
+def call_meeting(folder: Path, job_id: str, number: int) -> Meeting:
+    """Announce a start of the server on this node, and return where its ranks meet."""
+    host = node_address() or "127.0.0.1"
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port = int(probe.getsockname()[1])
+    meeting = Meeting(job_id, number, host, port)
+    write_json(folder / MEETING_NAME, asdict(meeting))
+    return meeting
+
+
+def call_off(folder: Path, job_id: str, number: int) -> None:
+    """Say that a start has failed, so that nobody wonders about processes that end."""
+    write_json(folder / MEETING_NAME, asdict(Meeting(job_id, number, is_over=True)))
+
+
+def end_meetings(folder: Path, job_id: str) -> None:
+    """Let the other processes go."""
+    write_json(folder / MEETING_NAME, asdict(Meeting(job_id, 0)))
+
+
+def read_meeting(folder: Path, job_id: str) -> Meeting | None:
+    """Return the latest announcement of a job, or None before the first."""
+    values = read_json(folder / MEETING_NAME)
+    if values is None or values.get("job_id") != job_id:
+        return None
+    return Meeting(**values)
+
+
+def take_part(
+    folder: Path,
+    job_id: str,
+    *,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log_path: Path | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Run `command` for every start of the server until there will be no further one.
+
+    When it is ended by a signal, word of it is left for the first process.
+
+    Raises:
+        StageError: the command has failed, and the first process does not know.
+    Its output goes to `log_path`, or else to that of this process. `check` is called all the while
+    and raises to give up.
+    """
+    number, ended_at = 0, None
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        while True:
+            meeting = read_meeting(folder, job_id)
+            if meeting is not None and meeting.number == 0:
+                return
+            is_new = meeting is not None and meeting.number != number and not meeting.is_over
+            if meeting is not None and is_new:
+                _end(process)
+                number, ended_at = meeting.number, None
+                process = _start(
+                    command, {**environment, MEETING_VARIABLE: meeting.address}, log_path
+                )
+            if process is not None and process.poll() not in (None, 0) and meeting is not None:
+                if ended_at is None:
+                    _tell_loss(folder, job_id, number, process.returncode)
+                    ended_at = time.monotonic()
+                if not meeting.is_over and time.monotonic() - ended_at > _NOTICE_S:
+                    raise StageError(
+                        f"{_who()} ended with status {process.returncode}, and the first process "
+                        "has not noticed; its words are in the job's log"
+                    )
+            check()
+            time.sleep(_POLL_S)
+    finally:
+        _end(process)
+
+
+def losses(folder: Path, job_id: str, number: int, *, wait_s: float) -> list[str]:
+    """Return which processes of a start were ended by a signal, waiting a moment for word."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        paths = sorted(folder.glob(_LOSS_NAME.format(job=job_id, number=number, rank="*")))
+        if paths or time.monotonic() > deadline:
+            return [path.read_text(encoding="utf-8") for path in paths]
+        time.sleep(_POLL_S)
+
+
+def _tell_loss(folder: Path, job_id: str, number: int, status: int) -> None:
+    """Leave word of a process that was ended by a signal; others say themselves why they end."""
+    if status >= 0:
+        return
+    rank = find_place(os.environ).rank
+    path = folder / _LOSS_NAME.format(job=job_id, number=number, rank=rank)
+    path.write_text(f"{_who()} was ended by {signal.Signals(-status).name}", encoding="utf-8")
+
+
+def _who() -> str:
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return f"rank {find_place(os.environ).rank} on {node}"
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], log_path: Path | None
+) -> subprocess.Popen[bytes]:
+    with contextlib.ExitStack() as files:
+        log = files.enter_context(log_path.open("wb")) if log_path is not None else None
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=None if log is None else subprocess.STDOUT,
+        )
+
+
+def rank_command() -> list[str]:
+    """Return the command of a rank that a launcher has started, other than the first."""
+    return [sys.executable, "-u", "-m", "inference.serving.started_rank"]
+
+
+def _end(process: subprocess.Popen[bytes] | None) -> None:
+    """End a process that may have ended by itself."""
+    if process is None:
+        return
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_POLL_S)
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    if process.poll() is None:
+        process.kill()
+    process.wait()

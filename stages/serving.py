@@ -1,0 +1,129 @@
+"""One start of a tritonserver: the right one for the engine, ready, with its address."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.base import StageError
+from stages.deploy_config import FASTERTRANSFORMER, PORT_KEYS, DeployConfig
+from stages.endpoint import Endpoint, job_id_here, node_address, server_log
+from stages.gemm_tuning import tune
+from stages.progress import Progress
+from stages.ranks_meeting import MEETING_VARIABLE, call_meeting
+from stages.record import now
+
+if TYPE_CHECKING:
+    from inference.serving.server import TritonServer
+
+_ENSEMBLE = "ensemble"
+# Models around the one that takes token ids.
+_TEXT_MODELS = (_ENSEMBLE, "preprocessing", "postprocessing", "tokenizer")
+# Set by whatever has started this process as one of several that find each other through MPI.
+_MPI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+_MPIRUN = ("mpirun", "-n", "1", "--allow-run-as-root")
+
+
+@contextmanager
+def serving(
+    config: DeployConfig, folder: Path, progress: Progress, *, restarts: int = 0
+) -> Iterator[tuple[TritonServer, Endpoint]]:
+    """Run a server for the duration of the block and yield it, ready, with its address.
+
+    Its log is `tritonserver-<job id>.log` in `folder`; those of earlier starts keep a number.
+
+    Raises:
+        ServerStartError: it did not become ready.
+        StageError: what it serves is not what was asked for, or its kernels cannot be measured.
+    """
+    job_id = job_id_here()
+    environment = server_environment(config)
+    if config.gemm_tuning is not None:
+        progress.update("measuring matrix products")
+        tune(config, folder / "gemm", folder / "gemm.log")
+    if config.nodes > 1:
+        meeting = call_meeting(folder, job_id, restarts + 1)
+        environment[MEETING_VARIABLE] = meeting.address
+    server = _server(config, folder, job_id, environment, restarts)
+    with server:
+        progress.update("starting the server")
+        server.start(timeout_s=config.ready_timeout_s, progress=progress.update)
+        yield server, _endpoint(config, server, job_id, restarts)
+
+
+def server_environment(config: DeployConfig) -> dict[str, str]:
+    """Return the variables that a server of this configuration needs."""
+    environment: dict[str, str] = {}
+    if config.visible_devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = config.visible_devices
+    if config.engine == FASTERTRANSFORMER:
+        # Parallel launches are faster and can hang.
+        environment.setdefault("NCCL_LAUNCH_MODE", os.environ.get("NCCL_LAUNCH_MODE", "GROUP"))
+    return environment
+
+
+def server_prefix(config: DeployConfig) -> tuple[str, ...]:
+    """Return what starts the server's program: mpirun for NVIDIA's backend on its own."""
+    if config.engine != FASTERTRANSFORMER or config.is_mpi_step:
+        return ()
+    if any(name in os.environ for name in _MPI_VARIABLES):
+        return ()
+    return _MPIRUN if shutil.which(_MPIRUN[0]) else ()
+
+
+def _server(
+    config: DeployConfig, folder: Path, job_id: str, environment: dict[str, str], restarts: int
+) -> TritonServer:
+    from inference.serving.server import TritonServer
+
+    log_path = server_log(folder, job_id)
+    if restarts and log_path.exists():
+        log_path.rename(log_path.with_name(f"{log_path.stem}.{restarts}{log_path.suffix}"))
+    return TritonServer(
+        config.source,
+        http_port=config.http_port,
+        grpc_port=config.grpc_port,
+        metrics_port=config.metrics_port,
+        host=config.host,
+        log_path=log_path,
+        env=environment,
+        port_keys=PORT_KEYS,
+        prefix=server_prefix(config),
+        is_old=config.engine == FASTERTRANSFORMER,
+        work_dir=None if config.gemm_tuning is None else folder / "gemm",
+    )
+
+
+def _endpoint(config: DeployConfig, server: TritonServer, job_id: str, restarts: int) -> Endpoint:
+    listens_to_all = server.connect_host != server.host
+    return Endpoint(
+        host=(node_address() if listens_to_all else None) or server.connect_host,
+        http=server.http_port,
+        grpc=server.grpc_port,
+        metrics=server.metrics_port,
+        model=_model_name(config, server),
+        ensemble=_ENSEMBLE if _ENSEMBLE in server.models else None,
+        job_id=job_id,
+        tp=config.tp_size,
+        pp=config.pp_size,
+        ready_at=now(),
+        nodes=config.nodes,
+        restarts=restarts,
+    )
+
+
+def _model_name(config: DeployConfig, server: TritonServer) -> str:
+    """Return the served model that takes token ids: as configured, or the only one there is."""
+    if config.model_name in server.models:
+        return config.model_name
+    others = [name for name in server.models if name not in _TEXT_MODELS]
+    if len(others) != 1:
+        raise StageError(
+            f"{config.source} serves {', '.join(server.models)}, and no model {config.model_name}; "
+            "the last part of export.triton_deployment.triton_model_dir names the model."
+        )
+    return others[0]

@@ -1,0 +1,34 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --dependency=afterok:10002
+#SBATCH --error=<results>/gpt_books_5m/export_tp2_pp2_fp16_fp32/deploy/log-nemo-megatron-deploy_gpt_books_5m_%j.err
+#SBATCH --exclusive
+#SBATCH --gpus-per-node=2
+#SBATCH --job-name=nemo-megatron-deploy_gpt_books_5m
+#SBATCH --kill-on-invalid-dep=yes
+#SBATCH --mem=0
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --open-mode=append
+#SBATCH --output=<results>/gpt_books_5m/export_tp2_pp2_fp16_fp32/deploy/log-nemo-megatron-deploy_gpt_books_5m_%j.out
+#SBATCH --requeue
+#SBATCH --signal=B:USR2@120
+#SBATCH --time=1-00:00:00
+
+# setup
+set -euo pipefail
+export TRANSFORMERS_OFFLINE=1
+export HF_HUB_OFFLINE=1
+export HF_DATASETS_OFFLINE=1
+export NOTE='it'"'"'s a $note'
+export SLIPWAY_JOB_ID=$SLURM_JOB_ID
+export SLIPWAY_JOB_MARK=slurm-$SLURM_JOB_ID
+export SUBMITIT_EXECUTOR=slurm
+export PYTHONPATH=<checkout>${PYTHONPATH:+:$PYTHONPATH}
+
+# The command stays outside and starts this step, after a ping of its ranks:
+#   srun --nodes=2 --ntasks=4 --wait=60 --kill-on-bad-exit=1 --mpi=pmix '--container-image=nvcr.io#nvidia/pytorch:24.01' --container-mounts=<checkout>:<checkout>,<results>:<results> --no-container-mount-home --label python3 -u -m stages.step STAGE RESULT 4
+
+# command
+exec <python> -u -m submitit.core._submit <results>/gpt_books_5m/export_tp2_pp2_fp16_fp32/deploy/submitit

@@ -1,0 +1,34 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --cpus-per-task=1
+#SBATCH --dependency=afterok:10001,singleton
+#SBATCH --error=<results>/gpt_books_5m/export_tp2_pp2_fp16_fp32/export/log-nemo-megatron-export_gpt_books_5m_%j.err
+#SBATCH --exclusive
+#SBATCH --job-name=nemo-megatron-export_gpt_books_5m
+#SBATCH --kill-on-invalid-dep=yes
+#SBATCH --mem=0
+#SBATCH --nodes=1
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output=<results>/gpt_books_5m/export_tp2_pp2_fp16_fp32/export/log-nemo-megatron-export_gpt_books_5m_%j.out
+#SBATCH --requeue
+#SBATCH --signal=B:USR2@120
+#SBATCH --time=00:30:00
+
+# setup
+set -euo pipefail
+export TRANSFORMERS_OFFLINE=1
+export HF_HUB_OFFLINE=1
+export HF_DATASETS_OFFLINE=1
+export NOTE='it'"'"'s a $note'
+export SLIPWAY_JOB_ID=$SLURM_JOB_ID
+export SLIPWAY_JOB_MARK=slurm-$SLURM_JOB_ID
+export SUBMITIT_EXECUTOR=slurm
+export PYTHONPATH=<checkout>${PYTHONPATH:+:$PYTHONPATH}
+
+# The command stays outside and starts this step:
+#   srun --nodes=1 --ntasks=1 --wait=60 --kill-on-bad-exit=1 --cpus-per-task=1 '--container-image=nvcr.io#nvidia/pytorch:24.01' --container-mounts=<checkout>:<checkout>,<results>:<results> --no-container-mount-home python3 -u -m stages.step STAGE RESULT 1
+
+# command
+exec <python> -u -m submitit.core._submit <results>/gpt_books_5m/export_tp2_pp2_fp16_fp32/export/submitit

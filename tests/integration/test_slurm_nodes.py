@@ -1,0 +1,239 @@
+"""Several ranks, containers, nodes that die and jobs that are preempted, on a real Slurm."""
+
+# ruff: noqa: F811 - fixtures come by import
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from slurm_cluster import SlurmCluster  # noqa: E402
+from slurm_runs import (  # noqa: E402
+    CLUSTER,
+    ROOT,
+    SETUP,
+    configure,
+    make_run,
+    reachable,  # noqa: F401
+    record,
+    slurm_cluster,  # noqa: F401
+    wait_until,
+)
+from toy_stages import (  # noqa: E402
+    EnvironmentStage,
+    HalfwayStage,
+    RanksStage,
+    WriteStage,
+    settings,
+)
+
+from launcher_scripts.console import Console  # noqa: E402
+from launcher_scripts.job_folder import make_job  # noqa: E402
+from launcher_scripts.launchers.slurm import SlurmLauncher  # noqa: E402
+from launcher_scripts.run import Run  # noqa: E402
+from launcher_scripts.stage_configs import Context, build_stage  # noqa: E402
+from launcher_scripts.sweep import Combination, Outcome, run_sweep  # noqa: E402
+from stages.base import Resources, StageError  # noqa: E402
+from stages.convert import ConvertStage  # noqa: E402
+from stages.preflight import check_mpi, ping  # noqa: E402
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
+SECTIONS: dict[str, Any] = {name: {} for name in ("export", "convert", "deploy", "evaluate")}
+TWO_NODES = Resources(nodes=2, tasks_per_node=2)
+
+
+def notes(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    paths = sorted((tmp_path / "out").glob("rank-*"))
+    return {path.name: json.loads(path.read_text()) for path in paths}
+
+
+def test_ranks_on_two_nodes_ping_each_other_and_only_the_first_works(tmp_path: Path) -> None:
+    run = make_run(RanksStage(settings(tmp_path, "ranks", resources=TWO_NODES)))
+    assert run.run_all(wait=True) == 0, run.handles["ranks"].log_path.read_text()
+    seen = notes(tmp_path)
+    assert [each["did"] for each in seen.values()] == ["run", "assist", "assist", "assist"]
+    assert [each["node"] for each in seen.values()] == ["n1", "n1", "n2", "n2"]
+    log = run.handles["ranks"].log_path.read_text()
+    assert "rank 3 on n2 reaches the first" in log
+
+
+def test_every_rank_is_inside_the_container(
+    tmp_path: Path, slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not slurm_cluster.has_pyxis:
+        pytest.skip("the stand-in for pyxis needs gcc and libslurm-dev")
+    image = tmp_path / "image.sqsh"
+    image.touch()
+    words = (f"container={image}", f"cluster.container_python={sys.executable}")
+    stage = RanksStage(settings(tmp_path, "ranks", resources=Resources(nodes=2)))
+    run = make_run(stage, words=words)
+    assert run.launcher.check([stage]) == []
+    assert run.run_all(wait=True) == 0, run.handles["ranks"].log_path.read_text()
+    assert {each["image"] for each in notes(tmp_path).values()} == {str(image)}
+
+
+def test_rank_that_dies_ends_the_step_and_is_shown_with_its_node_and_last_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(RanksStage(settings(tmp_path, "ranks", resources=TWO_NODES), fails="rank 3"))
+    started = time.monotonic()
+    assert run.run_all(wait=True) == 1
+    assert time.monotonic() - started < 60  # the first rank would have gone on for minutes
+    shown = capsys.readouterr().out
+    assert "rank 3 on n2 ended: Exited with exit code 1; its last lines:" in shown
+    assert "  | looking for the network" in shown
+
+
+def test_ping_without_the_mpi_of_the_cluster_says_what_is_missing(tmp_path: Path) -> None:
+    prefix = ["srun", "--nodes=2", "--ntasks=2", "--mpi=none", "--kill-on-bad-exit=1"]
+    with pytest.raises(StageError, match=r"got no PMIX_RANK: cluster\.mpi=pmix does not reach it"):
+        ping(prefix, sys.executable, ranks=2, mpi="pmix", folder=tmp_path)
+
+
+def test_unknown_mpi_and_partition_are_told_before_and_inside_the_job(tmp_path: Path) -> None:
+    stage = RanksStage(settings(tmp_path, "ranks", resources=TWO_NODES))
+    words = ("cluster.mpi=pmi9", "cluster.partition=bach", "container=/nowhere.sqsh")
+    told = "\n".join(SlurmLauncher(configure(*words)).check([stage]))
+    assert "cluster.mpi=pmi9: this Slurm does not have it" in told
+    assert "there is no partition bach; known partitions: batch, urgent" in told
+    assert "container=/nowhere.sqsh is not a file" in told
+    with pytest.raises(StageError, match=r"cluster\.mpi=pmi9"):
+        check_mpi("pmi9")
+
+
+def test_probe_asks_every_node(tmp_path: Path) -> None:
+    stage = RanksStage(settings(tmp_path, "ranks", resources=Resources(nodes=2)))
+    words = ("cluster.probe=true", "cluster.mpi=pmix")
+    assert SlurmLauncher(configure(*words, f"base_results_dir={tmp_path}")).check([stage]) == []
+
+
+def digests(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The sample model's shards from a conversion that nothing interrupts."""
+    stage = conversion(tmp_path_factory.mktemp("undisturbed"))
+    ConvertStage(stage.job, stage.request)()
+    return digests(stage.ft_dir)
+
+
+def conversion(tmp_path: Path) -> HalfwayStage:
+    found = build_stage("convert", configure(f"base_results_dir={tmp_path}"), Context())
+    assert isinstance(found, ConvertStage)
+    return HalfwayStage(replace(found.job, resources=Resources()), found.request)
+
+
+def requeue(run: Run, cluster: SlurmCluster, node: str) -> None:
+    cluster.run("scontrol", "requeue", run.handles["convert"].job_id)
+
+
+def lose_node(run: Run, cluster: SlurmCluster, node: str) -> None:
+    cluster.kill_node(node)
+
+
+def preempt(run: Run, cluster: SlurmCluster, node: str) -> None:
+    cluster.run(
+        "sbatch", "--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null",
+        "--wrap=sleep 1",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("disturb", [requeue, preempt, lose_node])
+def test_disturbed_conversion_ends_with_the_same_bytes(
+    tmp_path: Path,
+    slurm_cluster: SlurmCluster,
+    undisturbed: dict[str, str],
+    disturb: Callable[[Run, SlurmCluster, str], None],
+) -> None:
+    stage = conversion(tmp_path)
+    run = make_run(stage)
+    assert run.run_all(wait=False) == 0
+    job_id = run.handles["convert"].job_id
+    wait_until(stage.halfway_path.exists, "the middle of the conversion")
+    node = record(stage.job.folder.parent, "convert").host
+    assert not stage.ft_dir.exists()
+    disturb(run, slurm_cluster, node)
+
+    def is_waiting() -> bool:
+        return "PENDING" in slurm_cluster.run("squeue", "-h", "-o", "%T", "-j", job_id)
+
+    wait_until(is_waiting, "the requeueing", 90)
+    assert run.handles["convert"].poll() is None  # a job that waits again has not ended
+    time.sleep(2.5)  # slurmd refuses a job that comes back within the second of its end
+    slurm_cluster.run("scontrol", "update", f"jobid={job_id}", "StartTime=now", check=False)
+    wait_until(lambda: run.handles["convert"].poll() is not None, "the end", 90)
+    found = record(stage.job.folder.parent, "convert")
+    assert found.state == "completed", f"{found}\n{slurm_cluster.logs()}"
+    assert digests(stage.ft_dir) == undisturbed
+    if disturb is lose_node:
+        assert found.host != node
+        slurm_cluster.start_node(node)
+    wait_until(
+        lambda: slurm_cluster.run("sinfo", "-h", "-o", "%T").split() == ["idle"], "an idle cluster"
+    )
+
+
+def test_sweep_of_one_shape_is_submitted_as_arrays_and_compared(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "main.py", "--multirun", "export=gpt3/sample", *CLUSTER, "wait=true",
+        "export.model.tensor_model_parallel_size=1,2", "stages=[convert,export]",
+        f"base_results_dir={tmp_path}",
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    saved = json.loads((tmp_path / "sweep.json").read_text())["combinations"]
+    assert [each["state"] for each in saved] == ["completed", "completed"]
+    assert "tensor_model_parallel_size  state      seconds" in done.stdout
+    ids = [record(Path(each["results_dir"]), "export").job_id for each in saved]
+    assert [each.partition("_")[2] for each in ids] == ["0", "1"]
+    assert len({each.partition("_")[0] for each in ids}) == 1
+
+
+def test_one_failure_in_an_array_stops_only_its_own_chain(tmp_path: Path) -> None:
+    outcomes = []
+    for value, fails in (("1", "error"), ("2", "")):
+        folder = tmp_path / value
+        run = make_run(
+            WriteStage(settings(folder, "write"), fails=fails),
+            EnvironmentStage(settings(folder, "environment")),
+        )
+        combination = Combination({"size": value}, ())
+        outcomes.append(Outcome(combination, folder, run, configure(f"cluster.setup={SETUP}")))
+    console = Console(io.StringIO())
+    assert run_sweep(outcomes, wait=True, console=console, folder=tmp_path / "both") == 1
+    assert [each.state for each in outcomes] == ["failed", "completed"]
+    waiting = outcomes[0].run
+    assert waiting is not None
+    wait_until(
+        lambda: waiting.handles["environment"].poll() == "cancelled", "the end of the dependent job"
+    )
+    assert record(tmp_path / "2", "environment").dependency.startswith("aftercorr:")
+
+
+def test_values_that_need_other_resources_are_submitted_as_chains() -> None:
+    launcher = SlurmLauncher(configure())
+    both = [configure(f"export.model.processes={each}") for each in (1, 2)]
+    jobs = [
+        (make_job(build_stage("convert", each, Context()), each, SECTIONS, git_revision=""), each)
+        for each in both
+    ]
+    assert not launcher.fits_array(jobs)
+    assert launcher.fits_array([jobs[0], jobs[0]])

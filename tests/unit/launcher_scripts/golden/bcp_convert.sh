@@ -1,8 +1,0 @@
-#!/bin/bash
-# Repeats the job export_gpt_books_5m (convert).
-set -euo pipefail
-export TRANSFORMERS_OFFLINE=1
-export HF_HUB_OFFLINE=1
-export HF_DATASETS_OFFLINE=1
-export NOTE='a b'
-bcprun --nnodes 1 --npernode 1 --env TRANSFORMERS_OFFLINE=1 --env HF_HUB_OFFLINE=1 --env HF_DATASETS_OFFLINE=1 --env 'NOTE=a b' --cmd '<python> <checkout>/main.py --config-path=/r/gpt_books_5m/export_tp2_pp1_fp16_fp32/convert --config-name=export_gpt_books_5m_config.yaml '"'"'stages=[convert]'"'"' cluster_type=local'

@@ -1,0 +1,164 @@
+"""Base Command Platform: real processes through a stand-in for bcprun, and through mpirun."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import submitit
+from submitit.core import plugins
+from test_run import is_alive, wait_for
+from toy_stages import RanksStage, SleepStage, WriteStage, settings
+
+from launcher_scripts.arguments import read_arguments
+from launcher_scripts.compose import compose_config
+from launcher_scripts.console import Console
+from launcher_scripts.launchers.base import Job
+from launcher_scripts.launchers.bcp import BcpLauncher
+from launcher_scripts.launchers.bcp_executor import BcpExecutor, BcpJobEnvironment
+from launcher_scripts.main import main
+from launcher_scripts.pipeline import PlannedStage
+from launcher_scripts.run import Run
+from stages.base import Resources, Stage
+from stages.record import JobRecord, read_record
+from tests.bcprun_stand_in import become_replica
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+
+
+@pytest.fixture(autouse=True)
+def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make this process the first of two replicas; return the folder of bcprun."""
+    return become_replica(tmp_path / "bin", monkeypatch)
+
+
+def make_run(*stages: Stage) -> tuple[Run, io.StringIO]:
+    words = [
+        "export=gpt3/sample",
+        "cluster_type=bcp",
+        f"cluster.setup=['export PYTHONPATH={HERE}:$PYTHONPATH']",
+    ]
+    config = compose_config(read_arguments(words).overrides).config
+    assert config is not None
+    shown = io.StringIO()
+    jobs = {stage.name: Job(stage=stage, environment={"NOTE": "it's $5"}) for stage in stages}
+    planned = [PlannedStage(stage, stage.finding()) for stage in stages]
+    return Run(BcpLauncher(config), Console(shown), planned, jobs), shown
+
+
+def record(folder: Path, stage: str) -> JobRecord:
+    found = read_record(folder / stage / "job.json")
+    assert found is not None
+    return found
+
+
+def test_first_rank_works_and_every_other_assists(tmp_path: Path) -> None:
+    job = settings(tmp_path, "ranks", resources=Resources(nodes=2, tasks_per_node=2))
+    assert make_run(RanksStage(job))[0].run_all(wait=False) == 0
+    assert record(tmp_path, "ranks").state == "completed"
+    seen = {path.name: json.loads(path.read_text()) for path in (tmp_path / "out").glob("rank-*")}
+    assert sorted(seen) == ["rank-0", "rank-1", "rank-2", "rank-3"]
+    assert [seen[f"rank-{each}"]["node"] for each in range(4)] == ["0", "0", "1", "1"]
+    assert [seen[f"rank-{each}"]["did"] for each in range(4)] == ["run", *["assist"] * 3]
+    assert {each["note"] for each in seen.values()} == {"it's $5"}
+    log = Path(record(tmp_path, "ranks").log).read_text()
+    assert log.count("reaches the first") == 4  # before the stage
+
+
+def test_rank_that_fails_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    job = settings(tmp_path, "ranks", resources=Resources(nodes=2))
+    run, shown = make_run(RanksStage(job, fails="rank 1"))
+    assert run.run_all(wait=False) == 1
+    assert record(tmp_path, "ranks").state == "failed"
+    assert "rank 1 failed: stages.base.StageError: no network here" in shown.getvalue()
+
+
+def test_job_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
+    run, _ = make_run(SleepStage(settings(tmp_path, "sleep")))
+    run.announce("sleep", ())
+    handle = run.launcher.submit(run.jobs["sleep"], ())
+    wait_for(tmp_path / "out" / "target.pid")
+    assert handle.poll() is None
+    handle.stop(20)
+    assert handle.poll() == "cancelled"
+    assert not is_alive(int((tmp_path / "out" / "target.pid").read_text()))
+
+
+def test_failed_stage_stops_the_next(tmp_path: Path) -> None:
+    second = RanksStage(settings(tmp_path, "ranks"))
+    run, shown = make_run(WriteStage(settings(tmp_path, "write"), fails="error"), second)
+    assert run.run_all(wait=False) == 1
+    assert "write failed: the disk is on fire; use water" in shown.getvalue()
+    assert not (tmp_path / "ranks").exists()
+
+
+def test_output_of_the_jobs_goes_to_their_log_and_to_the_commands_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make_run(WriteStage(settings(tmp_path, "write")))[0].run_all(wait=False) == 0
+    found = record(tmp_path, "write")
+    assert Path(found.log).name == f"log-write_{found.job_id}.out"
+    assert "working" in Path(found.log).read_text()
+    assert "working" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun")
+def test_mpirun_takes_the_place_of_a_missing_bcprun(tmp_path: Path, replica: Path) -> None:
+    (replica / "bcprun").unlink()
+    job = settings(tmp_path, "ranks", resources=Resources(tasks_per_node=2))
+    run, shown = make_run(RanksStage(job))
+    assert run.run_all(wait=False) == 0, shown.getvalue()
+    script = next((tmp_path / "ranks" / "submitit").rglob("*_submission.sh")).read_text()
+    assert "exec mpirun --allow-run-as-root -np 2 -npernode 2" in script
+    assert {path.name for path in (tmp_path / "out").glob("rank-*")} == {"rank-0", "rank-1"}
+
+
+def test_secrets_reach_the_job_and_stand_in_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
+    assert make_run(RanksStage(settings(tmp_path, "ranks")))[0].run_all(wait=False) == 0
+    assert json.loads((tmp_path / "out" / "rank-0").read_text())["secret"] == len("hf_very_secret")
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(b"hf_very_secret" in path.read_bytes() for path in written)
+
+
+def test_more_nodes_than_replicas_are_refused(tmp_path: Path) -> None:
+    stage = RanksStage(settings(tmp_path, "ranks", resources=Resources(nodes=3)))
+    (problem,) = make_run(stage)[0].launcher.check([stage])
+    assert "needs 3 nodes, and this job has 2 (NGC_ARRAY_SIZE)" in problem
+
+
+def test_executor_and_environment_are_known_to_submitit(tmp_path: Path) -> None:
+    assert plugins.get_executors()["bcp"] is BcpExecutor
+    assert isinstance(plugins.get_job_environments()["bcp"], BcpJobEnvironment)
+    executor = submitit.AutoExecutor(tmp_path / "jobs")  # chosen for where we are
+    assert executor.cluster == "bcp"
+    executor.update_parameters(nodes=2, tasks_per_node=2, timeout_min=5)
+    job = executor.submit(os.getenv, "RANK")
+    assert job.results() == ["0", "1", "2", "3"]
+
+
+def test_same_command_on_another_replica_leaves_the_work_to_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NGC_ARRAY_INDEX", "1")
+    assert main(["export=gpt3/sample", "cluster_type=bcp", f"base_results_dir={tmp_path}/r"]) == 0
+    assert "replica 1: the first replica of this job runs the stages" in capsys.readouterr().out
+    assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize(
+    "word", ["base_results_dir=/results/x", "export.run.results_dir=/results/x"]
+)
+def test_folders_that_other_replicas_do_not_see_are_refused(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export=gpt3/sample", "cluster_type=bcp", "stages=[convert]", word, "dry_run=true"]
+    assert main(words) == 2
+    assert f"{word} is private to each replica" in capsys.readouterr().err

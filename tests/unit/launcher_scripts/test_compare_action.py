@@ -1,0 +1,59 @@
+"""action=compare: two evaluations of the run store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inference.evaluation.evaluator import evaluate
+from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
+from inference.evaluation.record import RunFacts
+from launcher_scripts.main import main
+from tests.fake_model import partly_right_model, write_passages
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Return a results folder whose run store has two evaluations."""
+    options = EvaluationOptions(
+        output_dir=tmp_path / "out",
+        data_dir=tmp_path,
+        lambada=LambadaOptions(data_path=write_passages(tmp_path / "passages.jsonl")),
+        latency=LatencyOptions(enabled=False),
+        history_dir=tmp_path / "evaluations",
+    )
+    model = partly_right_model()
+    evaluate(options, RunFacts(name="first"), model=model)
+    model.continuations.clear()
+    evaluate(options, RunFacts(name="second"), model=model)
+    return tmp_path
+
+
+def compare(results: Path, *words: str) -> int:
+    return main(["action=compare", "export=gpt3/sample", f"base_results_dir={results}", *words])
+
+
+def first_words(text: str) -> list[list[str]]:
+    return [line.split()[:5] for line in text.splitlines()]
+
+
+def test_the_last_two_runs_are_compared(results: Path, capsys) -> None:
+    assert compare(results) == 0
+    told = capsys.readouterr().out
+    assert ["lambada_last_word", "25.00%", "0.00%", "-25.00", "pt"] in first_words(told)
+    assert "2 samples changed between right and wrong." in told
+    assert (results / "evaluations" / "comparison.html").is_file()
+
+
+def test_runs_can_be_named(results: Path, capsys) -> None:
+    assert compare(results, "runs=[second,first]") == 0
+    told = first_words(capsys.readouterr().out)
+    assert ["lambada_last_word", "0.00%", "25.00%", "+25.00", "pt"] in told
+
+
+@pytest.mark.parametrize("words", [("runs=[latest]",), ("evaluate.history_dir=null",)])
+def test_two_runs_and_their_store_are_needed(results: Path, words, capsys) -> None:
+    assert compare(results, *words) == 2
+    captured = capsys.readouterr()
+    assert "action=compare needs two runs" in captured.out + captured.err

@@ -1,0 +1,82 @@
+"""Where the server's ranks go, what they may see, and what is refused before a job exists."""
+
+from __future__ import annotations
+
+import pytest
+
+from launcher_scripts.compose import compose_config
+from launcher_scripts.config import Config
+from launcher_scripts.server_config import deploy_resources, image_of, server_config
+from launcher_scripts.stage_configs import Context, build_stage
+
+TP = "export.model.tensor_model_parallel_size"
+PP = "export.triton_deployment.pipeline_model_parallel_size"
+
+
+def configure(*words: str) -> Config:
+    composition = compose_config(["export=gpt3/sample", *words])
+    assert composition.config is not None, composition.problems
+    return composition.config
+
+
+def on_cluster(tp_size: int, pp_size: int, *words: str) -> Config:
+    return configure(
+        "cluster=bcm", "cluster_type=bcm", f"{TP}={tp_size}", f"{PP}={pp_size}", *words
+    )
+
+
+def test_ranks_on_one_node_belong_to_the_server_and_hide_other_gpus() -> None:
+    config = on_cluster(2, 1)
+    found = deploy_resources(config, 60)
+    assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (1, 1, 2)
+    assert server_config(config).visible_devices == "0,1"
+
+
+def test_granted_gpus_are_not_numbered_anew() -> None:
+    assert server_config(on_cluster(2, 1, "cluster.exclusive=false")).visible_devices is None
+
+
+@pytest.mark.parametrize(("engine", "tasks"), [("pytorch", 8), ("fastertransformer", 1)])
+def test_several_nodes_run_a_task_per_rank_or_a_server_per_node(engine: str, tasks: int) -> None:
+    found = deploy_resources(on_cluster(8, 2, f"deploy.engine={engine}"), 60)
+    assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (2, tasks, 8)
+
+
+def test_fewer_gpus_of_each_node_take_more_nodes() -> None:
+    config = on_cluster(2, 2, "deploy.gpus_per_node=2")
+    assert deploy_resources(config, 60).nodes == 2
+    assert server_config(config).nodes == 2
+
+
+def test_evaluation_alone_cannot_serve_over_several_nodes() -> None:
+    config = on_cluster(8, 2)
+    with pytest.raises(ValueError, match="a model over 2 nodes needs a server job of its own"):
+        build_stage("evaluate", config, Context())
+    build_stage("evaluate", config, Context(deploys=True))
+
+
+def test_local_gpus_are_counted_and_the_rest_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    found = server_config(configure(f"{TP}=2"))
+    assert (found.local_gpus, found.visible_devices) == (3, "3,5")
+    assert build_stage("deploy", configure(f"{TP}=4"), Context()).check()
+    on_cpu = configure(f"{TP}=4", "+export.triton_deployment.parameters.device=cpu")
+    assert build_stage("deploy", on_cpu, Context()).check() == []
+
+
+def test_server_may_have_an_image_of_its_own() -> None:
+    config = on_cluster(1, 1, "container=all", "deploy.container=server")
+    assert (image_of("deploy", config), image_of("export", config)) == ("server", "all")
+    with pytest.raises(ValueError, match=r"deploy\.container=server: cluster_type=local starts no"):
+        server_config(configure("deploy.container=server"))
+
+
+def test_place_in_a_store_stays_as_it_is_written() -> None:
+    config = configure("deploy.repository=s3://bucket/x", "deploy.endpoint_url=http://s:9000")
+    assert server_config(config).source == "s3://http://s:9000/bucket/x"
+
+
+@pytest.mark.parametrize(("kind", "ensemble"), [("gpt3", "ensemble"), ("bert", None)])
+def test_evaluation_asks_the_ensemble_that_the_kind_has(kind: str, ensemble: str | None) -> None:
+    stage = build_stage("evaluate", configure(f"export.run.model_type={kind}"), Context())
+    assert stage.config.options.ensemble_name == ensemble  # type: ignore[attr-defined]

@@ -1,0 +1,117 @@
+"""What is told before a job is submitted; small scripts stand in for Slurm's commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from toy_stages import RanksStage, settings
+
+from launcher_scripts.arguments import read_arguments
+from launcher_scripts.compose import compose_config
+from launcher_scripts.launchers.slurm import SlurmLauncher
+from launcher_scripts.launchers.slurm_checks import own_file_system
+from launcher_scripts.main import main
+from stages.base import Resources, Stage
+
+SINFO = "echo batch; echo debug"
+SRUN = 'case "$*" in --help) echo "  --mpi=type";; --mpi=list) echo "MPI: none pmi2" >&2;; esac'
+TWO_NODES = Resources(nodes=2)
+
+
+def programs(folder: Path, **texts: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+
+
+@pytest.fixture(autouse=True)
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Commands of a Slurm without pyxis and without PMIx; return their folder."""
+    folder = tmp_path / "bin"
+    programs(folder, sbatch="exit 1", sinfo=SINFO, srun=SRUN)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    return folder
+
+
+def launcher(*words: str) -> SlurmLauncher:
+    config = compose_config(
+        read_arguments(["export=gpt3/sample", "cluster=bcm", *words]).overrides
+    ).config
+    assert config is not None
+    return SlurmLauncher(config)
+
+
+def stage(tmp_path: Path, resources: Resources | None = None) -> Stage:
+    return RanksStage(settings(tmp_path, "ranks", resources=resources or Resources()))
+
+
+def test_a_job_that_fits_has_no_problems(tmp_path: Path) -> None:
+    assert launcher("cluster.partition=debug").check([stage(tmp_path)]) == []
+
+
+def test_every_problem_of_the_cluster_is_told_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "export=gpt3/sample", "cluster=bcm", f"base_results_dir={tmp_path}/r",
+        "cluster.partition=bach", "container=/nowhere.sqsh", "stages=[deploy]",
+        "cluster.gpus_per_node=1", "export.triton_deployment.pipeline_model_parallel_size=3",
+    ]  # fmt: skip
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "cluster.partition=bach: there is no partition bach; known partitions: batch" in told
+    assert "container=/nowhere.sqsh is not a file" in told
+    assert "needs pyxis, and this Slurm's srun does not know --container-image" in told
+    assert "pipeline_model_parallel_size=3 does not divide num_layer=4" in told
+    assert "does not have it, and without it every rank believes" in told
+    assert not (tmp_path / "r").exists()
+
+
+def test_ranks_that_no_number_of_nodes_holds_evenly_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "export=gpt3/sample", "cluster=bcm", f"base_results_dir={tmp_path}/r", "stages=[deploy]",
+        "export.model.tensor_model_parallel_size=11",
+    ]  # fmt: skip
+    assert main(words) == 2
+    assert "asks for 11 GPUs, which cannot be divided evenly" in capsys.readouterr().err
+
+
+def test_a_cluster_that_does_not_answer_is_not_held_against_the_job(
+    tmp_path: Path, slurm: Path
+) -> None:
+    programs(slurm, sinfo="exit 1", srun="exit 1")
+    found = launcher("cluster.partition=batch", "container=a#b").check([stage(tmp_path, TWO_NODES)])
+    assert found == []
+
+
+def test_mpi_matters_only_to_jobs_of_several_ranks(tmp_path: Path) -> None:
+    assert launcher("cluster.mpi=pmix").check([stage(tmp_path)]) == []
+    (problem,) = launcher("cluster.mpi=pmix").check([stage(tmp_path, TWO_NODES)])
+    assert problem.endswith("it has none, pmi2.")
+
+
+def test_more_gpus_than_a_node_has_are_refused(tmp_path: Path) -> None:
+    (problem,) = launcher().check([stage(tmp_path, Resources(gpus_per_node=9))])
+    assert "ranks asks for 9 GPUs of a node, and cluster.gpus_per_node=8" in problem
+
+
+def test_folders_in_memory_are_remarked_upon() -> None:
+    assert own_file_system(Path("/dev/shm/results")) == "tmpfs"
+    assert own_file_system(Path("/proc")) is None
+    notes = launcher("base_results_dir=/dev/shm/results").notes([])
+    assert any("base_results_dir=/dev/shm/results is on a file system of this" in n for n in notes)
+
+
+def test_probe_tells_what_the_nodes_do_not_see(tmp_path: Path, slurm: Path) -> None:
+    # A node that sees the checkout and the checkpoint, and neither our folder nor our Python.
+    programs(slurm, srun=f'{SRUN}; case "$*" in *--job-name=probe*) '
+             "echo unseen:base_results_dir; echo unseen:python;; esac")  # fmt: skip
+    words = ("cluster.probe=true", f"base_results_dir={tmp_path}")
+    python, folder = sorted(launcher(*words).check([stage(tmp_path)]))
+    assert "cannot import submitit on the nodes" in python
+    assert folder.startswith("base_results_dir is not seen by the nodes")
+    assert not list(tmp_path.glob(".probe-*"))
