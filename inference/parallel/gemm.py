@@ -8,6 +8,7 @@ at 24 GB/s for 1 to 8 rows, where a plain product reaches 19 GB/s for one row an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import torch
@@ -118,10 +119,29 @@ class _OneDnnGemm:
         return y
 
 
-# Rows up to which the 8-bit product is used; for more, 8-bit weights are widened first.
-_INT8_ROWS = 16
-# torch's 8-bit product on CPU reads past rows of other lengths.
-_INT8_STRIDE = 16
+# (x (M, I), weight (O, I) int8, scale (O,)) -> (M, O), for few rows.
+_Int8Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# torch's 8-bit product on CPU: fast for so few rows, and it reads past rows of other lengths.
+_CPU_INT8_ROWS = 16
+_CPU_INT8_STRIDE = 16
+
+
+def _cpu_int8_product(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    # It is fast for bf16 only.
+    narrow = x.to(torch.bfloat16).contiguous()
+    return torch._weight_int8pack_mm(narrow, weight, scale.to(torch.bfloat16)).to(x.dtype)
+
+
+def _int8_product(weight: torch.Tensor) -> tuple[_Int8Product | None, int]:
+    """Return a product that reads a weight (I, O) as 8 bits, and the most rows it is used for."""
+    if weight.device.type == "cpu":
+        fits = weight.shape[0] % _CPU_INT8_STRIDE == 0
+        return _cpu_int8_product if fits else None, _CPU_INT8_ROWS
+    try:
+        from inference.parallel.int8_cuda import MOST_ROWS, int8_product
+    except ImportError:  # torch without Triton
+        return None, 0
+    return int8_product if weight.dtype.itemsize == 2 else None, MOST_ROWS
 
 
 class Int8Gemm:
@@ -139,23 +159,19 @@ class Int8Gemm:
     ) -> None:
         """Quantise `weight` (I, O); only the 8-bit copy is kept."""
         columns = weight.t().float()  # (O, I)
-        scale = columns.abs().amax(dim=1) / 128
-        divisor = torch.where(scale > 0, scale, 1).unsqueeze(1)
+        self.scale = columns.abs().amax(dim=1) / 128
+        divisor = torch.where(self.scale > 0, self.scale, 1).unsqueeze(1)
         rounded = (columns / divisor).round_().clamp_(-128, 127)
         self.weight = rounded.to(torch.int8).contiguous()  # (O, I)
-        self.scale = scale
         self.bias = bias
         self.activation = activation
-        # The 8-bit product is fast for bf16 only.
-        self._scale_bf16 = scale.to(torch.bfloat16)
-        self._has_product = weight.device.type == "cpu" and weight.shape[0] % _INT8_STRIDE == 0
+        # For more rows the weights are widened first.
+        self._product, self._most_rows = _int8_product(weight)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual in the type of x."""
-        if self._has_product and len(x) <= _INT8_ROWS:
-            y = torch._weight_int8pack_mm(
-                x.to(torch.bfloat16).contiguous(), self.weight, self._scale_bf16
-            ).to(x.dtype)
+        if self._product is not None and len(x) <= self._most_rows:
+            y = self._product(x.contiguous(), self.weight, self.scale)
         else:
             y = torch.mm(x, self.weight.t().to(x.dtype)).mul_(self.scale.to(x.dtype))
         if self.bias is not None:

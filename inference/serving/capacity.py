@@ -208,8 +208,9 @@ def plan_capacity(
     int8_mode: int,
     device: str,
     options: EngineOptions,
+    needed_devices: int | None = None,
 ) -> Capacity:
-    """Return what fits, after checking sizes and types.
+    """Return what fits, after checking sizes and types; see `check_ranks`.
 
     Raises:
         ValueError: naming everything that does not fit.
@@ -221,6 +222,7 @@ def plan_capacity(
         data_type=data_type,
         int8_mode=int8_mode,
         device=device,
+        needed_devices=needed_devices,
     )
     return _lanes(
         architecture, ft_dir, ParallelLayout(0, tp_size, pp_size), data_type, kind, options
@@ -235,8 +237,11 @@ def check_ranks(
     data_type: str,
     int8_mode: int,
     device: str,
+    needed_devices: int | None = None,
 ) -> str:
     """Return the device that the ranks of a model use, after checking sizes and types.
+
+    `needed_devices` is how many GPUs this process must see; None for one for each rank.
 
     Raises:
         ValueError: naming everything that does not fit.
@@ -247,7 +252,7 @@ def check_ranks(
     problems += _int8_problems(architecture, int8_mode, data_type)
     for check in _checks(architecture, ParallelLayout(0, tp_size, pp_size)):
         problems += _problems(check)
-    kind, device_problems = _device(device, tp_size * pp_size)
+    kind, device_problems = _device(device, needed_devices or tp_size * pp_size)
     problems += device_problems
     if problems:
         raise ValueError("\n".join(problems))
@@ -259,8 +264,8 @@ def _int8_problems(architecture: Architecture, int8_mode: int, data_type: str) -
         return [f"int8_mode={int8_mode} is not supported; use 0, or 1 for weights of 8 bits"]
     if int8_mode == 0:
         return []
-    if not isinstance(architecture, DecoderArchitecture):
-        return ["int8_mode=1 is supported for decoder-only models; use 0"]
+    if isinstance(architecture, EncoderArchitecture):
+        return ["int8_mode=1 is not supported for BERT; use 0"]
     if data_type == "fp32":
         return ["int8_mode=1 multiplies in 16 bits; set data_type=fp16 or bf16"]
     return []

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from export_scripts.families.architecture import EncoderDecoderArchitecture
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
@@ -28,11 +29,13 @@ from inference.model.step import Segment
 from inference.serving.capacity import (
     Capacity,
     EngineOptions,
+    GeneratorArchitecture,
     generator_of,
     model_limits,
     plan_capacity,
 )
 from inference.serving.engine_loop import EngineBusyError, EngineFailedError, EngineLoop
+from inference.serving.meeting import Meeting
 from inference.serving.plan import StepPlan
 from inference.serving.rank import RankSettings
 from inference.serving.ranks import threads_per_rank
@@ -73,6 +76,7 @@ class Engine:
         int8_mode: int = 0,
         device: str = "auto",
         options: EngineOptions | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         """Read the folder's description; nothing is loaded before `start`.
 
@@ -84,6 +88,8 @@ class Engine:
             int8_mode: 1 to keep the layers' matrices in 8 bits, quantised at load.
             device: cpu, cuda, or auto for CUDA where there is a device.
             options: Budgets and bounds.
+            meeting: Where ranks other than 0 come, if a launcher started them, perhaps on several
+                nodes; None starts them on this node.
 
         Raises:
             ValueError: Sizes, types or budgets do not fit the model or the machine.
@@ -100,6 +106,8 @@ class Engine:
             int8_mode=int8_mode,
             device=device,
             options=self.options,
+            # Each process of a launcher sees to its own device.
+            needed_devices=1 if meeting is not None else None,
         )
         self.limits: ModelLimits = model_limits(self.config, self.architecture)
         self._settings = RankSettings(
@@ -112,7 +120,9 @@ class Engine:
             device=self.capacity.device,
             lanes=self.capacity.lanes,
             max_len=self.capacity.max_len,
-            threads=self.options.threads or threads_per_rank(tp_size * pp_size),
+            threads=self.options.threads
+            or threads_per_rank(meeting.place.local_size if meeting else tp_size * pp_size),
+            device_index=meeting.place.local_rank if meeting else None,
             shared_memory=self.options.shared_memory,
             rank_timeout_s=self.options.rank_timeout_s,
         )
@@ -127,6 +137,7 @@ class Engine:
             make_scheduler=self._make_scheduler,
             # One token through all ranks, so that the first request finds everything ready.
             warm_up=StepPlan(ids=[0], segments=(Segment(0, 0, 1),), output_rows=[0]),
+            meeting=meeting,
         )
 
     def __enter__(self) -> Engine:
@@ -262,8 +273,15 @@ class Engine:
             lanes=self.capacity.lanes,
             embedding_base=self._embedding_base,
             stall_bound_s=self.options.max_stall_s,
+            encoder_layers=_encoder_layers(self.architecture),
         )
         return self._scheduler
+
+
+def _encoder_layers(architecture: GeneratorArchitecture) -> int:
+    if isinstance(architecture, EncoderDecoderArchitecture):
+        return architecture.encoder.num_layer
+    return 0
 
 
 def _table_rows(lengths: Sequence[int]) -> tuple[dict[int, int], int]:

@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from inference.serving.capacity import EngineOptions
+from inference.serving.meeting import Meeting
 from inference.serving.plan import StepPlan
 from inference.serving.rank import RankSettings, StepResult
 from inference.serving.ranks import RankError, Ranks
@@ -122,6 +123,7 @@ class EngineLoop(Generic[RequestT]):
         make_scheduler: Callable[[], LoopScheduler[RequestT]],
         warm_up: StepPlan,
         warm_up_embeddings: torch.Tensor | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         """Prepare; nothing is loaded before `start`.
 
@@ -131,7 +133,17 @@ class EngineLoop(Generic[RequestT]):
             make_scheduler: Makes the scheduler of one life of the ranks.
             warm_up: A step that makes every rank ready for the first request.
             warm_up_embeddings: What goes along with it.
+            meeting: Where the other ranks come, if a launcher started them.
+
+        Raises:
+            ValueError: Ranks of a launcher should be started again after a failure.
         """
+        if meeting is not None and options.restart_failed_ranks:
+            raise ValueError(
+                "restart_failed_ranks=True: only a launcher can start its processes again; set it "
+                "to False and have the launcher restart the whole run"
+            )
+        self._meeting = meeting
         self._settings = settings
         self._options = options
         self._make_scheduler = make_scheduler
@@ -210,7 +222,11 @@ class EngineLoop(Generic[RequestT]):
     def _run(self) -> None:
         """Start the ranks and serve until stopped; after a failure start again if so asked."""
         while True:
-            ranks = Ranks(self._settings, start_timeout_s=self._options.start_timeout_s)
+            ranks = Ranks(
+                self._settings,
+                start_timeout_s=self._options.start_timeout_s,
+                meeting=self._meeting,
+            )
             try:
                 self._ranks = ranks
                 self._begin(ranks)

@@ -32,6 +32,8 @@ class TritonInstallation:
         # The Python backend embeds an interpreter and takes its packages from the first python3.
         interpreter = str(Path(sys.executable).parent)
         variables = {"PATH": os.pathsep.join([interpreter, os.environ.get("PATH", os.defpath)])}
+        # Weights in huge pages: torch reads this once, before its first tensor.
+        variables["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")
         if folders:
             variables["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
         return variables

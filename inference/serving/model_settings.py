@@ -62,6 +62,7 @@ _ENGINE: dict[str, Callable[[str], Any]] = {
     "max_queued_rows": _at_least(1),
     "max_stall_s": float,
     "threads": _at_least(1),
+    "shared_memory": _flag,
     "rank_timeout_s": float,
     "start_timeout_s": float,
     "restart_failed_ranks": _flag,

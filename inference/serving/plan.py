@@ -14,7 +14,7 @@ import torch
 
 from inference.model.step import Segment
 
-_HEADER = 10
+_HEADER = 11
 
 # A move copies cached tokens: (source lane, target lane, first token, end).
 Move = tuple[int, int, int, int]
@@ -58,6 +58,8 @@ class StepPlan:
         encoder_rows: Rows for the encoder of a model that has one.
         encoder_ids: Their token ids; none where the rows are embeddings.
         attentions: Whether the encoder's attention weights are wanted.
+        encoder_layers: How many of the encoder's layers to run, on the rows of this step or on
+            those that an earlier one began with; 0 for all.
     """
 
     ids: Sequence[int]
@@ -70,6 +72,7 @@ class StepPlan:
     encoder_rows: tuple[EncoderRow, ...] = ()
     encoder_ids: Sequence[int] = ()
     attentions: bool = False
+    encoder_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class ReceivedPlan:
     encoder_rows: tuple[EncoderRow, ...]
     encoder_ids: torch.Tensor  # (E,) int64
     attentions: bool
+    encoder_layers: int
 
 
 def pack_command(command: Command) -> torch.Tensor:
@@ -98,7 +102,7 @@ def pack(plan: StepPlan) -> torch.Tensor:
     flags = int(plan.has_virtual) + 2 * int(plan.pool) + 4 * int(plan.attentions)
     values = [Command.STEP, 0, len(plan.segments), len(plan.moves), len(plan.output_rows)]
     values += [len(plan.ids), flags, plan.embedding_rows]
-    values += [len(plan.encoder_rows), len(plan.encoder_ids)]
+    values += [len(plan.encoder_rows), len(plan.encoder_ids), plan.encoder_layers]
     for segment in plan.segments:
         values += (segment.lane, segment.start, segment.count)
     for move in plan.moves:
@@ -120,7 +124,8 @@ def command_of(packed: torch.Tensor) -> Command:
 def unpack(packed: torch.Tensor) -> ReceivedPlan:
     """Return the step in a packed plan."""
     header = packed[:_HEADER].tolist()
-    segments, moves, outputs, ids, flags, embedding_rows, encoder_rows, encoder_ids = header[2:]
+    segments, moves, outputs, ids, flags, embedding_rows = header[2:8]
+    encoder_rows, encoder_ids, encoder_layers = header[8:]
     small = packed[_HEADER : _HEADER + 3 * segments + 4 * moves].tolist()
     moves_at = 3 * segments
     outputs_at = _HEADER + moves_at + 4 * moves
@@ -141,6 +146,7 @@ def unpack(packed: torch.Tensor) -> ReceivedPlan:
         encoder_rows=_encoder_rows(packed[rows_at:].tolist(), encoder_rows),
         encoder_ids=packed[encoder_at:rows_at].long(),
         attentions=bool(flags & 4),
+        encoder_layers=encoder_layers,
     )
 
 

@@ -13,6 +13,7 @@ from inference.serving.engine import Engine
 from inference.serving.engine_model import EngineModel, Exchange
 from inference.serving.model_settings import ModelSettings
 from inference.serving.running import GenerationResult, GenerationStep
+from inference.serving.started_rank import open_meeting
 from inference.serving.triton_model import output_tensors, request_tensors, response
 
 
@@ -37,6 +38,10 @@ class GenerationModel(EngineModel):
             int8_mode=settings.int8_mode,
             device=settings.device,
             options=settings.engine,
+            # Given where the ranks are on several nodes, started by the scheduler.
+            meeting=open_meeting(
+                settings.tp_size * settings.pp_size, timeout_s=settings.engine.rank_timeout_s
+            ),
         )
         return self.engine
 

@@ -50,6 +50,7 @@ class RankSettings:
     rank_timeout_s: float = 8.0
     encoder_only: bool = False  # serve the encoder of a whole encoder-decoder
     remove_padding: bool = True  # encoders: compute true tokens only
+    device_index: int | None = None  # of the visible GPUs, where a launcher numbered the processes
 
     @property
     def layout(self) -> ParallelLayout:
@@ -272,7 +273,8 @@ def rank_device(settings: RankSettings) -> torch.device:
     """Return the device of a rank; on CUDA the ranks of a node take one each."""
     if settings.device == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", settings.rank % torch.cuda.device_count())
+    place = settings.rank if settings.device_index is None else settings.device_index
+    return torch.device("cuda", place % torch.cuda.device_count())
 
 
 def cache_shape(architecture: DecoderArchitecture, settings: RankSettings) -> CacheShape:

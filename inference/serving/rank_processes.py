@@ -59,6 +59,8 @@ class _Worker:
     def __init__(self, settings: RankSettings) -> None:
         self._log: IO[bytes] = TemporaryFile()  # noqa: SIM115 - read for as long as the worker lives
         environment = dict(os.environ, OMP_NUM_THREADS=str(settings.threads))
+        # Weights in huge pages: torch reads this once, before its first tensor.
+        environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(_PACKAGE_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from datetime import timedelta
 from time import monotonic, perf_counter
 
 import torch
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store
 
 from inference.parallel.groups import RankGroups
+from inference.serving.meeting import Meeting, open_store
 from inference.serving.plan import Command, StepPlan, pack, pack_command, unpack
 from inference.serving.rank import RankSettings, StepResult
 from inference.serving.rank_kinds import AnyRank, make_rank
@@ -32,12 +32,15 @@ class Ranks:
     All methods but `problem` and `end` belong to one thread, which must live as long as the ranks.
     """
 
-    def __init__(self, settings: RankSettings, *, start_timeout_s: float) -> None:
+    def __init__(
+        self, settings: RankSettings, *, start_timeout_s: float, meeting: Meeting | None = None
+    ) -> None:
         self._settings = settings
         self._start_timeout_s = start_timeout_s
+        self._meeting = meeting
         self._count = settings.layout.world_size
         self._processes: RankProcesses | None = None
-        self._store: TCPStore | None = None
+        self._store: Store | None = None
         self._groups: RankGroups | None = None
         self._rank: AnyRank | None = None
         self._busy_since: float | None = None
@@ -61,13 +64,9 @@ class Ranks:
         logger.info("%d ranks loaded in %.1f s", self._count, perf_counter() - started)
 
     def _start_all(self) -> None:
-        timeout = timedelta(seconds=self._settings.rank_timeout_s)
-        host = self._settings.store[0]
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        self._store = store
-        settings = self._settings.at(host, store.port)
         others = range(1, self._count)
-        self._processes = RankProcesses([settings.for_rank(rank) for rank in others])
+        settings, store = self._call_others(others)
+        self._store = store
         problems: dict[int, str] = {}
         try:
             self._rank = _load(settings)
@@ -76,6 +75,8 @@ class Ranks:
         problems |= wait_until_loaded(
             store, others, timeout_s=self._start_timeout_s, check=self._check_alive
         )
+        if self._meeting is not None and self._rank is not None and not problems:
+            problems = self._meeting.device_problems(self._rank.device)
         if problems:
             raise RankError(_joined(problems))
         assert self._rank is not None
@@ -88,6 +89,17 @@ class Ranks:
             shared_memory=settings.shared_memory,
         )
         self._rank.connect(self._groups)
+
+    def _call_others(self, others: range) -> tuple[RankSettings, Store]:
+        """Have the other ranks load: those a launcher started, or else processes of this node."""
+        if self._meeting is not None:
+            self._meeting.announce(self._settings)
+            return self._settings, self._meeting.store
+        host = self._settings.store[0]
+        store = open_store(host, 0, timeout_s=self._settings.rank_timeout_s)
+        settings = self._settings.at(host, store.port)
+        self._processes = RankProcesses([settings.for_rank(rank) for rank in others])
+        return settings, store
 
     def _check_alive(self) -> None:
         if problem := self._ended():
@@ -137,6 +149,8 @@ class Ranks:
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.stop(grace_s=grace_s)
+        if self._meeting is not None:
+            self._meeting.close(grace_s=grace_s)
 
     def stop(self) -> None:
         """Tell the other ranks to leave, and see that they do."""
@@ -149,6 +163,8 @@ class Ranks:
 
     def _ended(self) -> str | None:
         """Return how workers ended, with their reasons or last words."""
+        if self._meeting is not None:
+            return self._meeting.problem()
         processes = self._processes
         if processes is None:
             return None

@@ -9,7 +9,7 @@ one thread and does no input or output; `decoder` alone knows how a token is cho
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +22,7 @@ from inference.decoding.scoring import context_log_prob
 from inference.decoding.tensor_fields import Array
 from inference.model.step import Segment
 from inference.serving.chunking import ChunkSize
+from inference.serving.encoder_turn import EncoderTurn
 from inference.serving.plan import EncoderRow, Move, StepPlan
 from inference.serving.rank import StepResult
 from inference.serving.running import (
@@ -65,7 +66,8 @@ class PlannedStep:
     embeddings: torch.Tensor | None  # (plan.embedding_rows, E) fp32
     work: tuple[_Work, ...]
     prompt_tokens: int
-    encoding: tuple[RunningRow, ...] = ()  # rows that the encoder takes in this step
+    encoding: tuple[RunningRow, ...] = ()  # rows in the encoder
+    encoder_layers: int = 0  # that they go through in this step
 
     @property
     def owners(self) -> list[RunningRequest]:
@@ -84,6 +86,7 @@ class Scheduler:
         lanes: int,
         embedding_base: int,
         stall_bound_s: float,
+        encoder_layers: int = 0,
     ) -> None:
         """Start empty.
 
@@ -92,6 +95,7 @@ class Scheduler:
             lanes: Sequences the cache holds.
             embedding_base: First id that names a row of embeddings sent with a step.
             stall_bound_s: How long a step may delay decoding rows for the sake of prompts.
+            encoder_layers: Of an encoder-decoder.
         """
         self._decoder = decoder
         self._lanes = LanePool(lanes)
@@ -99,6 +103,7 @@ class Scheduler:
         self._chunk = ChunkSize(stall_bound_s)
         self._requests: list[RunningRequest] = []
         self._moves: list[Move] = []
+        self._encoder = EncoderTurn(encoder_layers)
 
     @property
     def idle(self) -> bool:
@@ -128,6 +133,7 @@ class Scheduler:
         """Forget a request and free its lanes."""
         for row in request.active:
             self._release(row)
+        self._encoder.drop(request)
         request.active.clear()
         request.waiting.clear()
         self._requests.remove(request)
@@ -143,20 +149,20 @@ class Scheduler:
         self._admit()
         rows = [row for request in self._requests for row in request.active]
         work = [each for row in rows if row.next_ids for each in _decode(row)]
-        encoding = self._take_for_encoder(rows, somebody_waits=bool(work))
-        begun = [row for row in rows if not row.next_ids and _may_start(row, encoding)]
+        layers = self._encoder.plan(rows, self._chunk.tokens(somebody_waits=bool(work)))
+        encoded = self._encoder.ending(layers)
+        begun = [row for row in rows if not row.next_ids and _may_start(row, encoded)]
         work += self._prefill(begun, bool(work))
-        if not work and not encoding:
+        if not work and not layers:
             assert not rows, "active rows without work"
             return None
-        return self._lay_out(sorted(work, key=lambda each: each.lane), encoding)
+        return self._lay_out(sorted(work, key=lambda each: each.lane), layers)
 
     def finish(self, step: PlannedStep, result: StepResult, *, seconds: float) -> None:
         """Take in what a planned step computed: choose tokens, answer finished requests."""
         if step.prompt_tokens:
             self._chunk.observe(tokens=step.prompt_tokens, seconds=seconds)
-        for row in step.encoding:
-            row.is_encoded = True
+        self._encoder.finish(step.encoder_layers)
         sampling: dict[RunningRow, list[int]] = {}  # row -> its logits, by ascending lane
         first = 0
         for number, work in enumerate(step.work):
@@ -194,22 +200,6 @@ class Scheduler:
                 request.active.append(row)
                 request.waiting.remove(row)
 
-    def _take_for_encoder(
-        self, rows: list[RunningRow], *, somebody_waits: bool
-    ) -> list[RunningRow]:
-        """Return rows for the encoder, as many as fit the time a step may take; at least one."""
-        room = self._chunk.tokens(somebody_waits=somebody_waits)
-        taken: list[RunningRow] = []
-        for row in rows:
-            if row.is_encoded or row.encoder_ids is None:
-                continue
-            room -= len(row.encoder_ids)
-            if taken and room < 0:
-                break
-            taken.append(row)
-        # Rows of like length share an attention call.
-        return sorted(taken, key=lambda row: len(row.encoder_ids or ()))
-
     def _prefill(self, rows: list[RunningRow], somebody_waits: bool) -> list[_Work]:
         """Return chunks of prompts for this step."""
         work: list[_Work] = []
@@ -235,7 +225,7 @@ class Scheduler:
             room -= count
         return work
 
-    def _lay_out(self, work: list[_Work], encoding: list[RunningRow]) -> PlannedStep:
+    def _lay_out(self, work: list[_Work], encoder_layers: int) -> PlannedStep:
         ids: list[int] = []
         outputs: list[int] = []
         rows: list[Array] = []
@@ -243,28 +233,31 @@ class Scheduler:
             outputs += range(len(ids) + each.outputs.start, len(ids) + each.outputs.stop)
             ids += self._with_sent(each.row, each.ids, rows)
         encoder_ids: list[int] = []
-        for row in encoding:
+        begins = self._encoder.beginning(encoder_layers)
+        for row in begins:
             encoder_ids += self._with_sent(row, row.encoder_ids or [], rows)
         plan = StepPlan(
             ids=ids,
             segments=tuple(each.segment for each in work),
             output_rows=outputs,
             moves=tuple(self._moves),
-            has_virtual=any(row.has_virtual for row in encoding)
+            has_virtual=any(row.has_virtual for row in begins)
             or any(each.row.has_virtual and not each.row.next_ids for each in work),
             embedding_rows=len(rows),
             pool=any(each.row.wants_pooled and not each.row.next_ids for each in work),
             encoder_rows=tuple(
                 EncoderRow(len(row.encoder_ids or ()), tuple(row.lanes), row.request.ia3_task)
-                for row in encoding
+                for row in begins
             ),
             encoder_ids=encoder_ids,
+            encoder_layers=encoder_layers,
         )
         self._moves.clear()
         embeddings = torch.from_numpy(np.stack(rows)) if rows else None
         prompt_tokens = sum(len(each.ids) for each in work if not each.row.next_ids)
-        prompt_tokens += len(encoder_ids)
-        return PlannedStep(plan, embeddings, tuple(work), prompt_tokens, tuple(encoding))
+        prompt_tokens += self._encoder.tokens(encoder_layers)
+        encoding = tuple(self._encoder.rows) if encoder_layers else ()
+        return PlannedStep(plan, embeddings, tuple(work), prompt_tokens, encoding, encoder_layers)
 
     def _with_sent(self, row: RunningRow, ids: list[int], rows: list[Array]) -> list[int]:
         """Return ids with those of sent embeddings named; the embeddings are added to `rows`."""
@@ -378,10 +371,10 @@ def _decode(row: RunningRow) -> list[_Work]:
     ]
 
 
-def _may_start(row: RunningRow, encoding: list[RunningRow]) -> bool:
+def _may_start(row: RunningRow, encoded: Sequence[RunningRow]) -> bool:
     """Whether a row's encoder output is there by now, and its fellows' in lock step."""
     fellows = row.owner.active if row.owner.lock_step else [row]
-    return all(fellow.is_encoded or fellow in encoding for fellow in fellows)
+    return all(fellow.is_encoded or fellow in encoded for fellow in fellows)
 
 
 def _has_more(row: RunningRow) -> bool:

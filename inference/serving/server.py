@@ -21,16 +21,20 @@ from types import TracebackType
 from inference.serving import supervisor
 from inference.serving.installation import find_triton
 from inference.serving.ports import pick_free_ports, ports_problems
-from inference.serving.server_log import ServerLog, errors_of, last_lines, short_reason
+from inference.serving.server_log import (
+    ServerLog,
+    errors_of,
+    last_lines,
+    out_of_service,
+    short_reason,
+)
+from inference.serving.server_options import ADMIN_HEADER, old_server_options, server_options
 
 PORT_NAMES = ("http", "grpc", "metrics")
 LOG_TAIL_LINES = 20
-# The server itself waits this long for running requests; `stop` sets the limit that counts.
-_EXIT_TIMEOUT_S = 3600
 _POLL_S = 0.1
 _HTTP_TIMEOUT_S = 5.0
 _KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
-_ADMIN_HEADER = "slipway-admin"
 _DRAINED = "Found 0 live models"  # what remains is closing idle connections, which takes seconds
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -63,7 +67,9 @@ class TritonServer:
 
     Ports of 0 are chosen when the server starts; `http_port`, `grpc_port` and `metrics_port` then
     hold the real ones. `port_keys` gives the configuration key of each port ("http", "grpc",
-    "metrics") for messages. `env` is added to this process's environment.
+    "metrics") for messages. `env` is added to this process's environment. `prefix` starts the
+    server, such as mpirun. `is_old` keeps to the options that every release knows, which leaves
+    the control of models open to clients. The server runs in `work_dir`.
     """
 
     def __init__(
@@ -78,6 +84,9 @@ class TritonServer:
         env: Mapping[str, str] | None = None,
         extra_args: Sequence[str] = (),
         port_keys: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        is_old: bool = False,
+        work_dir: Path | None = None,
     ) -> None:
         self.model_repository = str(model_repository)
         self.host = host
@@ -90,6 +99,10 @@ class TritonServer:
         self._port_keys = {name: f"{name}_port" for name in PORT_NAMES} | dict(port_keys or {})
         self._env = dict(env or {})
         self._extra_args = tuple(extra_args)
+        self._prefix = tuple(prefix)
+        self._is_old = is_old
+        self._work_dir = work_dir
+        self._silent_since: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline = -1
         self._admin_key = secrets.token_hex(16)
@@ -176,17 +189,26 @@ class TritonServer:
         assert self._process is not None, "the server was not started"
         return self._process.wait()
 
-    def failure(self) -> str | None:
-        """Return why a started server no longer serves all its models, None while it does."""
+    def failure(self, *, patience_s: float = 0.0) -> str | None:
+        """Return why a started server no longer serves all its models, None while it does.
+
+        A server that runs but does not answer, such as one that is very busy, gets `patience_s`.
+        """
         if (status := self.poll()) is not None:
             return f"tritonserver ended with status {status}"
         try:
             statuses = self.index()
         except OSError as error:
+            self._silent_since = self._silent_since or time.monotonic()
+            if time.monotonic() - self._silent_since < patience_s:
+                return None
             return f"tritonserver does not answer on {self.http_url}: {error}"
+        self._silent_since = None
         ready = {each.name for each in statuses if each.state == "READY"}
         lost = [each for each in statuses if each.name in set(self.models) - ready]
-        return "; ".join(f"model {e.name} is {e.state}: {e.reason}" for e in lost) or None
+        said = out_of_service(self.log_path) if lost else []
+        told = [f"model {each.name} is {each.state}: {each.reason}" for each in lost]
+        return "; ".join(said or told) or None
 
     def index(self) -> list[ModelStatus]:
         """Return the state of every model of the repository. Raises OSError without an answer."""
@@ -237,7 +259,8 @@ class TritonServer:
         chosen = zip(missing, pick_free_ports(self.host, len(missing)), strict=True)
         self._ports = self._wanted_ports | dict(chosen)
         installation = find_triton()
-        command = [str(installation.program), *installation.arguments(), *self._arguments()]
+        program = [*self._prefix, str(installation.program), *installation.arguments()]
+        command = [*program, *self._arguments(), *self._extra_args]
         environment = os.environ | installation.environment() | self._env
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         lifeline, self._lifeline = os.pipe()
@@ -249,6 +272,7 @@ class TritonServer:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=environment,
+                    cwd=self._work_dir,
                     pass_fds=[lifeline],
                     start_new_session=True,
                 )
@@ -257,24 +281,11 @@ class TritonServer:
         return ServerLog(self.log_path)
 
     def _arguments(self) -> list[str]:
-        arguments = [f"--model-repository={self.model_repository}"]
-        for name, port in self._ports.items():
-            arguments += [f"--{name}-address={self.host}", f"--{name}-port={port}"]
-        arguments += [
-            # Lets a model whose workers died take itself out of service.
-            "--model-control-mode=explicit",
-            "--load-model=*",
-            # A model that fails stays listed with its reason instead of ending the server.
-            "--exit-on-error=false",
-            "--strict-readiness=true",
-            f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
-            "--disable-auto-complete-config",
-        ]
-        if not self._is_loopback:
-            # Loading and unloading stays with us when others can reach the server.
-            key = f"model-repository:{_ADMIN_HEADER}={self._admin_key}"
-            arguments += [f"--http-restricted-api={key}", f"--grpc-restricted-protocol={key}"]
-        return [*arguments, *self._extra_args]
+        if self._is_old:
+            return old_server_options(self.model_repository, self._ports)
+        # Loading and unloading stays with us when others can reach the server.
+        key = None if self._is_loopback else self._admin_key
+        return server_options(self.model_repository, self._ports, host=self.host, admin_key=key)
 
     def _await_ready(
         self, log: ServerLog, deadline: float, timeout_s: float, progress: Callable[[str], None]
@@ -288,7 +299,11 @@ class TritonServer:
             if log.failures:
                 self._fail("tritonserver cannot serve this repository:", log)
             if self._is_ready(log):
-                return progress("ready")
+                # What a backend says of its weights stands in the log before its model is ready.
+                _ = log.read(), log.read()
+                if not log.failures:
+                    return progress("ready")
+                self._fail("tritonserver cannot serve this repository:", log)
             if time.monotonic() > deadline:
                 waiting = [name for name in log.loading if name not in log.loaded]
                 log.failures.append(
@@ -321,7 +336,7 @@ class TritonServer:
 
     def _http(self, path: str, body: bytes | None = None) -> bytes:
         request = urllib.request.Request(
-            f"http://{self.http_url}{path}", data=body, headers={_ADMIN_HEADER: self._admin_key}
+            f"http://{self.http_url}{path}", data=body, headers={ADMIN_HEADER: self._admin_key}
         )
         # Never through a proxy: the server is on this machine.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

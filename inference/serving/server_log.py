@@ -6,7 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from inference.serving.fastertransformer_log import fatal_lines
+
 _TAIL_BYTES = 64 * 1024
+_MANY = 1000
 _MOST = 300  # characters of a line worth showing
 _NOISE = re.compile(r"\+-|\| |\s+<frozen importlib")
 _RECORD = re.compile(r"^[EWIF]\d{4} ")  # every record of the server starts like this
@@ -16,13 +19,9 @@ _FAILED = re.compile(r"failed to load '(?P<name>[^']+)' version \d+: (?P<reason>
 _BROKEN = re.compile(
     r"(?:tritonserver|model_repository_manager)\.cc:\d+\] (?P<reason>.*)", re.DOTALL
 )
+# A model's own words, see engine_model.py; the next record starts a line like `I0102 `.
+_OUT = re.compile(r"\S+ is out of service: .*(?:\n(?![EWIF]\d{4} ).*)*")
 _PORT_TAKEN = re.compile(r"Address already in use|failed to start \w+ service", re.IGNORECASE)
-# NVIDIA's C++ backend goes on with random weights after these lines.
-_UNUSABLE = re.compile(
-    r"cannot be opened, loading model fails!|only has \d+, but request \d+, loading model fails!"
-    r"|Can't load '.*config\.ini'|Assertion fail|world_size \(\d+\) should equal to"
-    r"|CUDA out of memory|MPI_ABORT"
-)
 # The Python backend appends where in the model file the exception came from.
 _TRACE = re.compile(r"\n\s*At:\n.*", re.DOTALL)
 
@@ -47,6 +46,12 @@ def short_reason(text: str) -> str:
     """Return a model's failure without quoting and without the trace of the model file."""
     plain = text.strip().strip('"').replace("\\n", "\n").replace('\\"', '"')
     return _TRACE.sub("", plain).strip()
+
+
+def out_of_service(path: Path) -> list[str]:
+    """Return what models said when they took themselves out of service."""
+    text = "\n".join(last_lines(path, _MANY))
+    return list(dict.fromkeys(each.strip() for each in _OUT.findall(text)))
 
 
 class ServerLog:
@@ -81,8 +86,8 @@ class ServerLog:
     def _event(self, record: str) -> str | None:
         if failed := _FAILED.search(record):
             self.failures.append(f"model {failed['name']}: {short_reason(failed['reason'])}")
-        elif _UNUSABLE.search(record):
-            self.failures.append(record.strip())
+        elif fatal := fatal_lines(record):
+            self.failures += fatal
         elif record.startswith("E") and not self.failures and (broken := _BROKEN.search(record)):
             self.failures.append(short_reason(broken["reason"]))
         elif loaded := _LOADED.search(record):

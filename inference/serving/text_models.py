@@ -26,14 +26,14 @@ class Preprocessing(TensorModel):
 
     def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
         """Return ids, lengths and word lists. Raises ValueError with every problem."""
-        texts = _texts("QUERY", tensors["QUERY"])
+        texts = row_texts("QUERY", tensors["QUERY"])
         rows = len(texts)
         words, problems = {}, []
         for source, target in (
             ("BAD_WORDS_DICT", "BAD_WORDS_IDS"),
             ("STOP_WORDS_DICT", "STOP_WORDS_IDS"),
         ):
-            records = _texts(source, tensors[source]) if source in tensors else [""] * rows
+            records = row_texts(source, tensors[source]) if source in tensors else [""] * rows
             if len(records) != rows:
                 problems.append(f"{source}: expected {rows} rows as in QUERY, got {len(records)}")
                 continue
@@ -61,7 +61,7 @@ class QueryTokenizer(TensorModel):
 
     def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
         """Return ids and lengths. Raises ValueError for what is no text."""
-        ids, lengths = self.prompts.encode(_texts("query", tensors["query"]))
+        ids, lengths = self.prompts.encode(row_texts("query", tensors["query"]))
         return {"input_ids": ids, "request_input_len": lengths}
 
 
@@ -166,8 +166,12 @@ def _tokenizer(arguments: ModelArguments) -> Tokenizer:
     return load_tokenizer(folder, kind=arguments.text("tokenizer_type", default="") or None)
 
 
-def _texts(name: str, tensor: np.ndarray[Any, Any]) -> list[str]:
-    """Return one string per row of a (B, 1) tensor of bytes."""
+def row_texts(name: str, tensor: np.ndarray[Any, Any]) -> list[str]:
+    """Return one string per row of a (B, 1) tensor of bytes.
+
+    Raises:
+        ValueError: It has another shape, or a value is not UTF-8.
+    """
     if tensor.ndim != 2 or tensor.shape[1] != 1:
         raise ValueError(f"{name}: expected shape [B,1], got {list(tensor.shape)}")
     return [_text_of(value, f"{name}[{row}]") for row, value in enumerate(tensor[:, 0])]

@@ -24,9 +24,10 @@ _MAX_UNFINISHED = 3
 
 
 class Tokenizer(Protocol):
-    """What the text models need of a tokenizer."""
+    """What the text models need of a tokenizer. `special_ids` are markers, not text."""
 
     vocab_size: int
+    special_ids: frozenset[int]
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of `text`, with the model's own start and end markers if `special`."""
@@ -83,6 +84,12 @@ class ByteLevelBPE:
         self.vocab_size = len(vocab)
         stand_ins = {character: byte for byte, character in _byte_stand_ins().items()}
         self._bytes = {index: _token_bytes(token, stand_ins) for token, index in vocab.items()}
+        lines = merges_path.read_text(encoding="utf-8").splitlines()
+        products = {line.replace(" ", "") for line in lines}
+        # What is neither a byte nor the product of a merge never comes from text.
+        self.special_ids = frozenset(
+            index for token, index in vocab.items() if len(token) > 1 and token not in products
+        )
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:  # noqa: ARG002
         """Return the ids of `text`; a byte-level vocabulary has no markers of its own."""
@@ -130,6 +137,8 @@ class HuggingFaceTokenizer(_WholeTextTokenizer):
     def __init__(self, backend: Any) -> None:
         self._backend = backend
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(index for index, token in added.items() if token.special)
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of `text`, see `Tokenizer`."""
@@ -147,6 +156,7 @@ class SentencePieceTokenizer(_WholeTextTokenizer):
 
         self._backend = SentencePieceProcessor(model_file=str(model_path))
         self.vocab_size = int(self._backend.vocab_size())
+        self.special_ids = frozenset(filter(self._backend.is_control, range(self.vocab_size)))
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:  # noqa: ARG002
         """Return the ids of `text`; the model file does not say which markers a model wants."""

@@ -180,8 +180,10 @@ class HttpTransport:
         return [{key: each.get(key, "") for key in ("name", "state", "reason")} for each in index]
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close this thread's connection; those of the pool close with their threads."""
         self._pool.shutdown()
+        if hasattr(self._local, "client"):
+            self._local.client.close()
 
 
 def stream_responses(

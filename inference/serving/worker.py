@@ -20,7 +20,9 @@ import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
 from inference.parallel.groups import RankGroups
+from inference.serving.meeting import Guest, MeetingError, device_name
 from inference.serving.plan import Command, command_of, unpack
+from inference.serving.process_place import ProcessPlace
 from inference.serving.rank import RankSettings, rank_device
 from inference.serving.rank_kinds import make_rank
 from inference.serving.rendezvous import report_failure, report_loaded, wait_for_go
@@ -60,6 +62,36 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def serve_started_rank(place: ProcessPlace, host: str, port: int, *, timeout_s: float) -> int:
+    """Run the rank that a launcher started this process for; return 1 if it failed.
+
+    Args:
+        place: Of this process among those of the launch.
+        host: Where rank 0 listens.
+        port: Where rank 0 listens.
+        timeout_s: Longest wait for one answer of rank 0 while the ranks meet.
+    """
+    try:
+        guest = Guest(place, host, port, timeout_s=timeout_s)
+    except MeetingError as error:
+        logger.error("%s", error)
+        return 1
+    try:
+        settings = guest.settings()
+        torch.set_num_threads(settings.threads)
+        _serve(settings, guest.store)
+    except MeetingError as error:
+        logger.error("%s", error)
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        report_failure(guest.store, place.rank, error)
+        return 1
+    finally:
+        guest.leave()
+    return 0
+
+
 def _end_with_owner() -> None:
     """End this process at once when the one that started it is gone."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -73,6 +105,7 @@ def _end_with_owner() -> None:
 
 def _serve(settings: RankSettings, store: Store) -> None:
     rank = make_rank(settings)
+    store.set(f"device/{settings.rank}", device_name(rank.device))
     report_loaded(store, settings.rank)
     wait_for_go(store)
     groups = RankGroups(

@@ -1,0 +1,61 @@
+"""Linears and tables cut among ranks add up to the whole ones."""
+
+from __future__ import annotations
+
+import torch
+
+from inference.parallel.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabEmbedding,
+    VocabParallelHead,
+)
+
+RANKS = 3
+
+
+class Sum:
+    """An all-reduce for ranks that are computed one after the other: the last call has the sum."""
+
+    def __init__(self) -> None:
+        self.total: torch.Tensor | None = None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        self.total = x if self.total is None else self.total + x
+        return self.total.clone()
+
+
+def test_columns_join_to_the_whole() -> None:
+    x, weight, bias = torch.randn(5, 8), torch.randn(8, 12), torch.randn(12)
+    parts = [
+        ColumnParallelLinear(w, b, activation="relu")(x)
+        for w, b in zip(weight.chunk(RANKS, 1), bias.chunk(RANKS), strict=True)
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), torch.relu(x @ weight + bias))
+
+
+def test_rows_sum_to_the_whole_with_one_bias() -> None:
+    x, weight, bias = torch.randn(5, 12), torch.randn(12, 8), torch.randn(8)
+    residual, add = torch.randn(5, 8), Sum()
+    for part, rows in zip(x.chunk(RANKS, 1), weight.chunk(RANKS), strict=True):
+        y = RowParallelLinear(rows, bias, reduce=add)(part, residual)
+    torch.testing.assert_close(y, x @ weight + bias + residual)
+    single = RowParallelLinear(weight, bias)(x, residual)
+    torch.testing.assert_close(single, x @ weight + bias + residual)
+
+
+def test_tokens_are_found_on_the_rank_that_holds_them() -> None:
+    table, ids, add = torch.randn(7, 4), torch.tensor([6, 0, 3, 3, 5]), Sum()
+    for first, stop in ((0, 3), (3, 6), (6, 7), (7, 7)):
+        part = VocabEmbedding(table[first:stop], first_row=first, reduce=add)
+        rows = part(ids, torch.float32)
+    assert rows.equal(table[ids])
+
+
+def test_logits_beyond_the_vocabulary_are_the_lowest_number() -> None:
+    table, x = torch.randn(7, 4), torch.randn(2, 4)
+    slices = [VocabParallelHead(table[i : i + 4], width=4)(x) for i in (0, 4)]
+    logits = torch.cat(slices, 1)
+    torch.testing.assert_close(logits[:, :7], x @ table.t())
+    assert logits[:, 7].eq(torch.finfo(torch.float32).min).all()
+    assert VocabParallelHead(table[:0], width=4)(x).shape == (2, 4)
