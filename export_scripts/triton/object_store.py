@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -82,6 +83,7 @@ def publish_repository(
     location: StoreLocation,
     *,
     overwrite: bool = False,
+    without: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> PublishSummary:
     """Copy the models of `repository` and return what was sent.
@@ -90,13 +92,14 @@ def publish_repository(
         repository: Folder of models; hidden files in it are left out.
         location: Where to; the bucket must exist.
         overwrite: Replace objects that differ and delete those that are no longer there.
+        without: Patterns of file names to leave out.
         progress: Called with bytes done and bytes in all.
 
     Raises:
         ValueError: there is no model, or the store holds other contents and `overwrite` is off.
         OSError: the store cannot be reached or refuses.
     """
-    files = _files(repository)
+    files = _files(repository, without)
     if not any(name.endswith(f"/{CONFIG_FILE}") for name in files):
         raise ValueError(f"{repository} holds no model ({CONFIG_FILE}) to publish.")
     with _Store(location) as store:
@@ -138,11 +141,13 @@ def _is_config(name: str) -> bool:
     return name.endswith(f"/{CONFIG_FILE}")
 
 
-def _files(repository: Path) -> dict[str, Path]:
+def _files(repository: Path, without: Sequence[str]) -> dict[str, Path]:
     """Return what to copy by its path below the repository."""
     found = {}
     for path in sorted(repository.rglob("*")):
         name = path.relative_to(repository)
+        if any(fnmatch(path.name, pattern) for pattern in without):
+            continue
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
             found[name.as_posix()] = path
     return found

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from export_scripts.families import FAMILIES
 from export_scripts.families.spec import ModelConfig, ModelFamily
 from export_scripts.ft.config_ini import read_config
 from export_scripts.triton.model_folders import (
@@ -39,6 +40,7 @@ __all__ = [
     "RepositoryRequest",
     "build_repository",
     "check_repository",
+    "repository_models",
 ]
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -122,6 +124,23 @@ def build_repository(request: RepositoryRequest) -> list[Path]:
     if not request.overwrite and (differing := _differing(request, models)):
         raise ValueError("\n".join(differing))
     return [_write_model(request.model_dir.parent, model) for model in models]
+
+
+def repository_models(request: RepositoryRequest, *, kind: str | None = None) -> list[Path]:
+    """Return the folders of the models that a request makes, before its weights exist.
+
+    Args:
+        request: What is built.
+        kind: Name of the family (t5_encoder, bert, ...) or of a group of them (gpt3, mt5); the
+            request's own model_type counts more. None stands for a model that generates.
+    """
+    family = FAMILIES.get(kind or "")
+    model_type = request.model_type or (family.model_type if family else "")
+    names = [request.model_dir.name]
+    if request.ensemble and takes_text(model_type):
+        around = (PREPROCESSING, POSTPROCESSING, ENSEMBLE)
+        names += around if generates(model_type) else (TOKENIZER,)
+    return [request.model_dir.parent / name for name in names]
 
 
 def _weight_problems(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +15,8 @@ from export_scripts.triton.object_store import (
     publish_repository,
 )
 from inference.serving.client import TritonClient
-from inference.serving.ports import pick_free_ports
 from inference.serving.server import TritonServer
-from tests.integration.triton_process import DOUBLE, add_model, until
+from tests.integration.triton_process import DOUBLE, add_model
 
 pytestmark = [pytest.mark.s3, pytest.mark.triton]
 
@@ -30,40 +26,13 @@ pytest.importorskip("moto", reason="needs moto: pip install 'slipway[dev]'")
 BUCKET = "models"
 
 
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Return the address of a running S3 server."""
-    port = pick_free_ports("127.0.0.1", 1)[0]
-    log = (tmp_path_factory.mktemp("moto") / "log").open("wb")
-    server = subprocess.Popen(
-        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
-    url = f"http://127.0.0.1:{port}"
-
-    def answers() -> bool:
-        try:
-            return urllib.request.urlopen(f"{url}/moto-api/", timeout=1).status == 200
-        except OSError:
-            return False
-
-    try:
-        until(answers, limit_s=60)
-        yield url
-    finally:
-        server.terminate()
-        server.wait()
-        log.close()
-
-
 @pytest.fixture
-def location(endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StoreLocation:
+def location(store_endpoint: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> StoreLocation:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "only-for-tests")
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    boto3.client("s3", endpoint_url=endpoint).create_bucket(Bucket=BUCKET)
-    return parse_location(f"s3://{BUCKET}/{tmp_path.name}/repo", endpoint_url=endpoint)
+    boto3.client("s3", endpoint_url=store_endpoint).create_bucket(Bucket=BUCKET)
+    return parse_location(f"s3://{BUCKET}/{tmp_path.name}/repo", endpoint_url=store_endpoint)
 
 
 def _keys(location: StoreLocation) -> list[str]:

@@ -288,7 +288,7 @@ def test_an_unknown_hugging_face_architecture_is_told(tmp_path: Path) -> None:
 def test_an_unknown_stated_key_is_told(tmp_path: Path) -> None:
     source = write_nemo(tmp_path / "a.nemo")
     text = refusal(source, tmp_path, given=(("hed_num", "4"),))
-    assert "--set hed_num: not a key of this model's config.ini" in text
+    assert "--set hed_num=4: not a key of this model's config.ini" in text
 
 
 def test_archives_that_a_source_cannot_take_are_refused(tmp_path: Path) -> None:

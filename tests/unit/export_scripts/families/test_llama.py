@@ -82,7 +82,7 @@ def test_ranks_that_neither_divide_nor_are_multiples_of_the_key_heads_are_refuse
 ) -> None:
     source = write_llama(tmp_path / "s", num_attention_heads=12, num_key_value_heads=4)
     text = problems_of(source, tmp_path, tp_size=6)
-    assert "does not divide stored_kv_head_num=4" in text
+    assert "does not divide kv_head_num=4 of llama" in text
     assert "use 1, 2 or 4" in text
     text = problems_of(source, tmp_path, tp_size=8)
     assert "does not divide head_num=12" in text

@@ -1,0 +1,136 @@
+"""NVIDIA's engine at deploy: what its server is started with, and what its log leads to.
+
+The server itself needs NVIDIA's image and GPUs; a program of the same name stands in for it, which
+takes only the options of old releases and says what the real one says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.command import FREE_PORTS, finish, served, start
+
+HERE = Path(__file__).parent
+RESULTS = Path("gpt_books_5m", "export_tp2_pp1_fp16_fp32")
+MISSING = "[FT][WARNING] file /w/1/2-gpu/model.wte.bin cannot be opened, loading model fails! "
+WRONG_TYPE = (
+    "[FT][WARNING] file /w/1/2-gpu/model.wte.bin only has 100, but request 200, "
+    "loading model fails! "
+)
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Return variables with which `tritonserver` is the stand-in, and MPI's starter is absent."""
+    program = tmp_path / "bin" / "tritonserver"
+    program.parent.mkdir()
+    script = HERE / "fake_fastertransformer.py"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    program.chmod(0o755)
+    # A launcher that says what it was asked to start, and starts it.
+    mpirun = tmp_path / "bin" / "mpirun"
+    mpirun.write_text(f'#!/bin/sh\nprintf "%s " "$@" >{tmp_path}/mpirun\nshift 3\nexec "$@"\n')
+    mpirun.chmod(0o755)
+    return {
+        "PATH": f"{program.parent}:{os.environ['PATH']}",
+        "FAKE_SERVER_TOLD": str(tmp_path / "told"),
+    }
+
+
+def words(tmp_path: Path, *more: str) -> list[str]:
+    return [
+        "export=gpt3/sample",
+        f"base_results_dir={tmp_path / 'results'}",
+        "deploy.engine=fastertransformer",
+        *FREE_PORTS,
+        *more,
+    ]
+
+
+def test_server_is_started_as_its_guide_says(tmp_path: Path, environment: dict[str, str]) -> None:
+    results = tmp_path / "results" / RESULTS
+    command = words(tmp_path, "stages=[deploy]")
+    with served(results, *command, environment=environment) as endpoint:
+        told = json.loads((tmp_path / "told").read_text())
+    assert endpoint["model"] == "fastertransformer"
+    assert told["options"]["model-repository"] == str(results / "model_repo")
+    assert told["options"]["http-port"] == str(endpoint["http"])
+    assert told["environment"]["NCCL_LAUNCH_MODE"] == "GROUP"
+    assert (tmp_path / "mpirun").read_text().startswith("-n 1 --allow-run-as-root ")
+    config = (results / "model_repo" / "fastertransformer" / "config.pbtxt").read_text()
+    assert 'backend: "fastertransformer"' in config
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (MISSING, "weight file /w/1/2-gpu/model.wte.bin is missing; convert the model again"),
+        (WRONG_TYPE, "its type and weight_data_type of config.ini differ"),
+        ("[ERROR] world_size (4) should equal to tensor_para_size_", "CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_weights_that_the_backend_lacks_fail_the_stage(
+    tmp_path: Path, environment: dict[str, str], line: str, reason: str
+) -> None:
+    command = start(
+        *words(tmp_path, "stages=[deploy]"), environment={**environment, "FAKE_SERVER_SAYS": line}
+    )
+    text = finish(command)
+    assert command.returncode == 1, text
+    assert reason in text
+    assert not (tmp_path / "results" / RESULTS / "deploy" / "endpoint.json").exists()
+
+
+def test_tuning_runs_before_the_server_with_the_sizes_of_the_model(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    program = tmp_path / "programs" / "gpt_gemm"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$@" >gemm_config.in\n')
+    program.chmod(0o755)
+    results = tmp_path / "results" / RESULTS
+    command = words(
+        tmp_path,
+        "stages=[deploy]",
+        "deploy.gemm_tuning.enabled=true",
+        "deploy.gemm_tuning.batch_size=4",
+        "deploy.gemm_tuning.input_len=60",
+        f"deploy.gemm_tuning.program_dir={program.parent}",
+    )
+    with served(results, *command, environment=environment):
+        told = json.loads((tmp_path / "told").read_text())
+    found = Path(told["cwd"], "gemm_config.in").read_text().split()
+    # batch, beam, prompt | heads, head size, inner size, vocabulary | fp32, tensor parallel
+    assert found == ["4", "1", "60", "8", "32", "1024", "8192", "0", "2"]
+
+
+def test_dry_run_shows_the_command_and_starts_nothing(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    command = start(
+        *words(
+            tmp_path,
+            "stages=[deploy]",
+            "dry_run=true",
+            "deploy.http_port=8000",
+            "deploy.grpc_port=8001",
+            "deploy.metrics_port=8002",
+        ),
+        environment=environment,
+    )
+    text = finish(command)
+    assert command.returncode == 0, text
+    expected = [
+        "NCCL_LAUNCH_MODE=GROUP",
+        *("mpirun", "-n", "1", "--allow-run-as-root", "tritonserver"),
+        f"--model-repository={tmp_path / 'results' / RESULTS / 'model_repo'}",
+        *("--http-port=8000", "--grpc-port=8001", "--metrics-port=8002"),
+    ]
+    assert shlex.join(expected) in text
+    assert not (tmp_path / "told").exists()

@@ -1,0 +1,239 @@
+"""A model over the two nodes of a real Slurm: same tokens as on one, and what a loss leads to."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference.serving.client import TritonClient
+from tests.integration.command import ROOT
+from tests.integration.slurm_cluster import SlurmCluster, missing_programs
+
+pytestmark = [pytest.mark.slurm, pytest.mark.triton]
+SUMMARY = "tp2_pp2_fp16_fp32"
+WORDS = (
+    "export=gpt3/sample",
+    "export.triton_deployment.pipeline_model_parallel_size=2",
+    # Both nodes are this machine; on two there is no memory to share.
+    "+export.triton_deployment.parameters.shared_memory=0",
+    "cluster=bcm",
+    "cluster_type=bcm",
+    "cluster.exclusive=false",
+    "cluster.mem=null",
+    "cluster.mpi=none",
+    "cluster.gpus_per_node=2",
+    "stages=[convert,export,deploy]",
+    "deploy.http_port=0",
+    "deploy.grpc_port=0",
+    "deploy.metrics_port=0",
+    "deploy.restart_backoff_s=0.2",
+    "deploy.time_limit=30",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[SlurmCluster]:
+    if missing := missing_programs():
+        pytest.skip(f"Slurm is not installed ({', '.join(missing)})")
+    # Unix sockets below it limit the length of its name.
+    folder = Path(tempfile.mkdtemp(prefix="slm", dir="/tmp"))
+    made = SlurmCluster(folder, base_port=random.randrange(20000, 29000, 200))
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Service:
+    """The pipeline on the cluster; the server is its last job."""
+
+    def __init__(
+        self,
+        cluster: SlurmCluster,
+        results: Path,
+        *words: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.cluster = cluster
+        self.folder = results / "gpt_books_5m" / f"export_{SUMMARY}" / "deploy"
+        command = [sys.executable, "main.py", f"base_results_dir={results}", *WORDS, *words]
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**cluster.environment, "OMP_NUM_THREADS": "1", **(environment or {})},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def endpoint(self, *, restarts: int = 0, timeout_s: float = 180) -> dict[str, Any]:
+        deadline = time.monotonic() + timeout_s
+        path = self.folder / "endpoint.json"
+        while True:
+            if path.exists():
+                found: dict[str, Any] = json.loads(path.read_text())
+                if found["restarts"] >= restarts:
+                    return found
+            assert self.record().get("state") not in ("failed", "cancelled"), self.logs()
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.1)
+
+    def record(self) -> dict[str, Any]:
+        path = self.folder / "job.json"
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
+
+    def queued(self) -> str:
+        return self.cluster.run("squeue", "-h", check=False).strip()
+
+    def logs(self) -> str:
+        return "\n".join(
+            f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}"
+            for path in sorted(self.folder.glob("*"))
+            if path.suffix in (".out", ".err", ".log")
+        )
+
+    def ranks(self, node: str) -> list[int]:
+        """Return the processes of ranks other than 0 on a node."""
+        return self._processes(node, b"inference.serving.started_rank")
+
+    def tasks(self, node: str) -> list[int]:
+        """Return the processes on a node that take part in the job."""
+        return self._processes(node, b"stages.step")
+
+    def _processes(self, node: str, text: bytes) -> list[int]:
+        found = []
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                command = (entry / "cmdline").read_bytes()
+                variables = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if text in command and (
+                f"SLURMD_NODENAME={node}".encode() in variables
+                and f"SLURM_CONF={self.cluster.environment['SLURM_CONF']}".encode() in variables
+            ):
+                found.append(int(entry.name))
+        return found
+
+
+def tokens(endpoint: dict[str, Any], prompt: list[int], count: int) -> list[int]:
+    with TritonClient(f"{endpoint['host']}:{endpoint['grpc']}", timeout_s=60) as client:
+        outputs = client.infer(
+            endpoint["model"],
+            {
+                "input_ids": np.array([prompt], np.uint32),
+                "input_lengths": np.array([[len(prompt)]], np.uint32),
+                "request_output_len": np.array([[count]], np.uint32),
+            },
+        )
+    answer: list[int] = outputs["output_ids"][0, 0].tolist()
+    return answer
+
+
+def test_two_nodes_give_the_recorded_tokens_and_replace_a_lost_rank(
+    cluster: SlurmCluster, tmp_path: Path, greedy_cases: list[dict[str, Any]]
+) -> None:
+    service = Service(cluster, tmp_path, "deploy.max_restarts=1")
+    endpoint = service.endpoint()
+    assert (endpoint["tp"], endpoint["pp"], endpoint["nodes"]) == (2, 2, 2)
+    # The nodes of the test have no names of their own to look up: theirs is this machine's.
+    assert endpoint["host"] == socket.gethostname()
+    assert service.record()["host"] == "n1"
+    assert (len(service.ranks("n1")), len(service.ranks("n2"))) == (1, 2)
+    cases = [(each["input_ids"], each["greedy_output_ids"]) for each in greedy_cases]
+    for prompt, expected in cases:
+        assert tokens(endpoint, prompt, len(expected) - len(prompt)) == expected
+    os.kill(service.ranks("n2")[0], signal.SIGKILL)
+    again = service.endpoint(restarts=1)
+    prompt, expected = cases[0]
+    assert tokens(again, prompt, 4) == expected[: len(prompt) + 4]
+    (service.folder / "stop_requested").touch()
+    deadline = time.monotonic() + 60
+    while service.queued():
+        assert time.monotonic() < deadline, service.logs()
+        time.sleep(0.2)
+    assert service.record()["summary"]["ended"] == "no longer needed", service.logs()
+    assert not (service.folder / "endpoint.json").exists()
+
+
+@pytest.mark.parametrize("lost", ["ranks", "node"])
+def test_loss_is_reported_and_ends_a_service_without_restarts(
+    cluster: SlurmCluster, tmp_path: Path, lost: str
+) -> None:
+    service = Service(cluster, tmp_path, "deploy.max_restarts=0")
+    service.endpoint()
+    # With the node go also the processes that would start a rank again.
+    for pid in service.ranks("n2") + (service.tasks("n2") if lost == "node" else []):
+        os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 90
+    while service.queued():
+        assert time.monotonic() < deadline, service.logs()
+        time.sleep(0.2)
+    record = service.record()
+    assert record["state"] == "failed", service.logs()
+    assert "rank 2" in record["error"] or "rank 3" in record["error"], service.logs()
+    assert not (service.folder / "endpoint.json").exists()
+
+
+def stand_in(tmp_path: Path) -> dict[str, str]:
+    """Return variables with which `tritonserver` stands in for that with NVIDIA's backend."""
+    program = tmp_path / "bin" / "tritonserver"
+    program.parent.mkdir()
+    script = Path(__file__).with_name("fake_fastertransformer.py")
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {script} "$@"\n')
+    program.chmod(0o755)
+    return {
+        "PATH": f"{program.parent}:{os.environ['PATH']}:/usr/sbin",
+        "FAKE_SERVER_TOLD": str(tmp_path / "told"),
+    }
+
+
+def test_engine_of_nvidia_runs_one_server_per_node(cluster: SlurmCluster, tmp_path: Path) -> None:
+    service = Service(
+        cluster, tmp_path, "deploy.engine=fastertransformer", environment=stand_in(tmp_path)
+    )
+    endpoint = service.endpoint()
+    assert endpoint["nodes"] == 2
+    further = tmp_path / "told-further"
+    deadline = time.monotonic() + 30
+    while not further.exists():
+        assert time.monotonic() < deadline, service.logs()
+        time.sleep(0.1)
+    assert json.loads(further.read_text())["allow-http"] == "false"
+    (service.folder / "stop_requested").touch()
+    while service.queued():
+        assert time.monotonic() < deadline + 60, service.logs()
+        time.sleep(0.2)
+    assert service.record()["state"] == "completed", service.logs()
+
+
+def test_weights_that_another_node_lacks_fail_the_service(
+    cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    line = "[FT][WARNING] file /w/model.wte.bin cannot be opened, loading model fails! "
+    environment = {**stand_in(tmp_path), "FAKE_FURTHER_SERVER_SAYS": line}
+    service = Service(cluster, tmp_path, "deploy.engine=fastertransformer", environment=environment)
+    deadline = time.monotonic() + 90
+    while service.queued():
+        assert time.monotonic() < deadline, service.logs()
+        time.sleep(0.2)
+    assert service.record()["state"] == "failed", service.logs()
+    assert "weight file /w/model.wte.bin is missing" in service.record()["error"]

@@ -1,0 +1,118 @@
+"""A checkpoint of every family through the command: convert, export, deploy, and a request."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference.serving.client import TritonClient
+from tests.integration.command import FREE_PORTS, served
+
+pytestmark = pytest.mark.triton
+
+# case below the golden folder: (configuration, export.run.model_type, tensor-parallel size)
+GENERATORS = {
+    "t5/relu_tied": ("t5/export_t5", "t5", 2),
+    "t5/mt5": ("mt5/export_mt5", "mt5", 1),
+    "gptj_hf/tiny": ("gpt3/export_gpt3", "gptj", 2),
+    "gptneox/parallel_residual": ("gpt3/export_gpt3", "gptneox", 1),
+    "bloom/tiny": ("gpt3/export_gpt3", "gpt3", 2),
+}
+ENCODERS = {
+    "t5_encoder/from_full_t5": ("t5/export_t5", "t5_encoder", 1),
+    "bert/tiny": ("gpt3/export_gpt3", "bert", 2),
+}
+
+
+def words(shared: Path, case: str, results: Path, choice: tuple[str, str, int]) -> list[str]:
+    export, model_type, tp_size = choice
+    return [
+        "stages=[convert,export,deploy]",
+        f"export={export}",
+        f"base_results_dir={results}",
+        "export.run.model_train_name=tiny",
+        f"export.run.model_type={model_type}",
+        f"export.model.checkpoint_path={shared / 'golden' / case / 'source'}",
+        f"export.model.tensor_model_parallel_size={tp_size}",
+        "export.model.weight_data_type=fp32",
+        "export.model.processes=1",
+        "export.triton_deployment.data_type=fp32",
+        "export.triton_deployment.max_batch_size=4",
+        *FREE_PORTS,
+    ]
+
+
+def folder_of(results: Path, choice: tuple[str, str, int]) -> Path:
+    kind = "export" if choice[0].startswith("gpt3") else "export_from_convert"
+    return results / "tiny" / f"{kind}_tp{choice[2]}_pp1_fp32_fp32"
+
+
+def sure_tokens(recorded: Any) -> list[int]:
+    """Return the recorded tokens before the first whose lead over the next is too small."""
+    margins = recorded["top1_minus_top2"]
+    count = next((i for i, margin in enumerate(margins) if margin < 1e-3), len(margins))
+    tokens: list[int] = recorded["continuation"][:count]
+    assert tokens
+    return tokens
+
+
+def column(*values: int) -> np.ndarray[Any, Any]:
+    return np.array([[value] for value in values], np.uint32)
+
+
+@pytest.mark.parametrize("case", GENERATORS)
+def test_generating_checkpoint_is_converted_and_served(
+    shared: Path, tmp_path: Path, case: str
+) -> None:
+    choice = GENERATORS[case]
+    recorded = json.loads((shared / "golden" / case / "greedy.json").read_text())
+    prompt, expected = recorded["prompt"], sure_tokens(recorded)
+    has_encoder = "t5" in choice[1]
+    length_names = (
+        ("sequence_length", "max_output_len") if has_encoder else
+        ("input_lengths", "request_output_len")
+    )  # fmt: skip
+    request = {
+        "input_ids": np.array([prompt], np.uint32),
+        length_names[0]: column(len(prompt)),
+        length_names[1]: column(len(expected)),
+    }
+    command = words(shared, case, tmp_path, choice)
+    command.append("export.triton_deployment.ensemble=false")  # the source has no tokenizer
+    with served(folder_of(tmp_path, choice), *command) as endpoint:
+        assert (endpoint["model"], endpoint["ensemble"]) == ("tiny", None)
+        with TritonClient(f"127.0.0.1:{endpoint['grpc']}", timeout_s=60) as client:
+            outputs = client.infer("tiny", request)
+    answer = expected if has_encoder else prompt + expected
+    assert outputs["output_ids"][0, 0, : len(answer)].tolist() == answer
+
+
+@pytest.mark.parametrize("case", ENCODERS)
+def test_encoder_checkpoint_is_converted_and_served(
+    shared: Path, tmp_path: Path, case: str
+) -> None:
+    choice = ENCODERS[case]
+    golden = shared / "golden" / case
+    command = words(shared, case, tmp_path, choice)
+    if choice[1] == "bert":
+        # Neither text models nor a word about them: BERT takes hidden states.
+        states = np.load(golden / "input_hidden_state.npy").astype(np.float32)[None]
+        expected = np.load(golden / "output_hidden_state.npy")
+        lengths = np.array([[states.shape[1]]], np.int32)
+        request = {"input_hidden_state": states, "sequence_lengths": lengths}
+    else:
+        command.append("export.triton_deployment.ensemble=false")  # the source has no tokenizer
+        prompt = json.loads((golden / "greedy.json").read_text())["prompt"]
+        expected = np.load(golden / "encoder_hidden.npy")
+        ids = np.array([prompt], np.uint32)
+        request = {"input_ids": ids, "sequence_length": column(len(prompt))}
+    with served(folder_of(tmp_path, choice), *command) as endpoint:
+        assert (endpoint["model"], endpoint["ensemble"]) == ("tiny", None)
+        with TritonClient(f"127.0.0.1:{endpoint['grpc']}", timeout_s=60) as client:
+            hidden = client.infer("tiny", request)["output_hidden_state"]
+    # fp32 on both sides; what remains is the order of sums.
+    np.testing.assert_allclose(hidden[0], expected, atol=1e-3)

@@ -1,0 +1,402 @@
+"""PyTriton's server on several ranks, each a process that a launcher started, and its client."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from export_scripts.convert import ConversionRequest, convert
+from inference.pytriton.text_service import TextService
+from inference.serving.client import TritonClient, as_tensor
+from inference.serving.engine import Engine
+from inference.serving.ports import pick_free_ports
+from inference.serving.supervisor import descendants
+from inference.serving.tokenizer import load_tokenizer
+from tests.conftest import ROOT
+from tests.integration.triton_process import lives, until
+from tests.tiny_text_gpt2 import write_tiny_gpt2
+
+pytestmark = pytest.mark.triton
+
+SAMPLE = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
+NAME = "gpt_books_5m_nemo"
+PROMPTS = ["It was the best", "My dear", "The old man looked at the", ""]
+LENGTHS = [12, 3, 8, 5]
+READY_S = 90
+# A lost rank must be known, and everything ended, within this time.
+END_S = 20
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "PMIX_RANK")
+SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+class Run:
+    """One run of the server: its processes, ports and output."""
+
+    def __init__(self, folder: Path, model: Path | str, *options: str) -> None:
+        self.http, self.grpc, metrics, self.meeting = pick_free_ports("127.0.0.1", 4)
+        self.log = folder / "server.log"
+        self.command = [sys.executable, "-m", "inference.pytriton.server", *options]
+        self.command += ["--hf-model-name", str(model), "--output-dir", str(folder / "models")]
+        self.command += ["--host", "127.0.0.1", "--master-port", str(self.meeting)]
+        self.command += ["--http-port", str(self.http), "--grpc-port", str(self.grpc)]
+        self.command += ["--metrics-port", str(metrics)]
+        self.processes: list[subprocess.Popen[str]] = []
+        own = ("OMPI_", "PMIX_", "SLURM_", "MASTER_")
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith(own)}
+        self.environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.environment["TMPDIR"] = str(self.scratch)
+
+    @property
+    def scratch(self) -> Path:
+        """A short path: sockets lie in it."""
+        path = Path(tempfile.gettempdir()) / f"pt{self.meeting}"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def leftovers(self) -> list[Path]:
+        return list(self.scratch.glob("slipway-pytriton-*"))
+
+    def start(self, command: Sequence[str], **variables: str) -> subprocess.Popen[str]:
+        with self.log.open("a") as log:
+            process = subprocess.Popen(
+                command,
+                env=self.environment | variables,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        self.processes.append(process)
+        return process
+
+    def start_ranks(self, count: int, *, job: str = "job") -> None:
+        """Start ranks as mpirun would, with its variables."""
+        for rank in range(count):
+            variables = dict.fromkeys(RANK_VARIABLES, str(rank))
+            variables |= dict.fromkeys(SIZE_VARIABLES, str(count))
+            self.start(self.command, PMIX_NAMESPACE=job, **variables)
+
+    def mpirun(self, count: int) -> subprocess.Popen[str]:
+        launcher = ["mpirun", "-n", str(count), "--oversubscribe", "--bind-to", "none"]
+        if os.getuid() == 0:
+            launcher.append("--allow-run-as-root")
+        return self.start([*launcher, *self.command])
+
+    def wait_until_ready(self, model: str = NAME) -> None:
+        with TritonClient(f"127.0.0.1:{self.http}", protocol="http") as client:
+            deadline = time.monotonic() + READY_S
+            while not client.is_ready(model):
+                assert time.monotonic() < deadline, self.output()
+                assert all(each.poll() is None for each in self.processes), self.output()
+                time.sleep(0.1)
+
+    def output(self) -> str:
+        return self.log.read_text()[-6000:]
+
+    def all_processes(self) -> list[int]:
+        return [pid for each in self.processes for pid in (each.pid, *descendants(each.pid))]
+
+    def rank_processes(self) -> dict[int, int]:
+        """Return the process of each rank, whoever started it."""
+        found = {}
+        for pid in self.all_processes():
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            if b"inference.pytriton.server" in words[1:4]:
+                text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+                variables = dict(word.split("=", 1) for word in text.split("\0") if "=" in word)
+                found[int(variables["OMPI_COMM_WORLD_RANK"])] = pid
+        return found
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.terminate()
+        deadline = time.monotonic() + END_S
+        while any(each.poll() is None for each in self.processes) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for process in self.processes:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def running(folder: Path, model: Path | str, *options: str) -> Iterator[Run]:
+    run = Run(folder, model, *options)
+    try:
+        yield run
+    finally:
+        run.stop()
+        shutil.rmtree(run.scratch, ignore_errors=True)
+
+
+def ask(
+    run: Run, prompts: list[str], lengths: list[int], *, protocol: str = "grpc", **more: int
+) -> Any:
+    port = run.grpc if protocol == "grpc" else run.http
+    tensors = {
+        "prompts": as_tensor(prompts, "BYTES"),
+        "request_output_len": as_tensor(lengths, "UINT32"),
+    }
+    tensors |= {name: as_tensor([value] * len(prompts), "UINT32") for name, value in more.items()}
+    with TritonClient(f"127.0.0.1:{port}", protocol=protocol, timeout_s=60) as client:
+        return client.infer(NAME, tensors)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What one process without any server answers."""
+    folder = tmp_path_factory.mktemp("one")
+    request = ConversionRequest(SAMPLE, folder, tp_size=1, weight_data_type="fp32")
+    ft_dir = convert(request).ft_dir
+    tensors = {
+        "prompts": as_tensor(PROMPTS, "BYTES"),
+        "request_output_len": as_tensor(LENGTHS, "UINT32"),
+    }
+    with Engine(ft_dir, device="cpu") as engine:
+        service = TextService(engine, load_tokenizer(ft_dir))
+        beams = tensors | {"beam_width": as_tensor([3] * 4, "UINT32")}
+        return [service.infer([each])[0] for each in (tensors, beams)]
+
+
+def assert_same(answer: Any, expected: Any) -> None:
+    assert answer["sentences"].tolist() == expected["sentences"].tolist()
+    for name in ("sequence_length", "sequence_tokens"):
+        assert np.array_equal(answer[name], expected[name])
+    # Sums over ranks are taken in another order; 12 log-probabilities add up.
+    assert np.allclose(answer["cum_log_probs"], expected["cum_log_probs"], atol=1e-3)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """A server on TP 2, one instance, so that requests have to wait for each other."""
+    options = ("--tp", "2", "--instances", "1", "--device", "cpu")
+    with running(tmp_path_factory.mktemp("two"), SAMPLE, *options) as run:
+        run.start_ranks(2)
+        run.wait_until_ready()
+        yield run
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_answers_of_two_ranks_equal_those_of_one_process(
+    two_ranks: Run, expected: Any, protocol: str
+) -> None:
+    assert_same(ask(two_ranks, PROMPTS, LENGTHS, protocol=protocol), expected[0])
+    assert_same(ask(two_ranks, PROMPTS, LENGTHS, protocol=protocol, beam_width=3), expected[1])
+
+
+def test_interface_is_the_one_of_the_contract(two_ranks: Run) -> None:
+    url = f"http://127.0.0.1:{two_ranks.http}/v2/models/{NAME}/config"
+    with urllib.request.urlopen(url) as reply:
+        config = json.load(reply)
+    assert config["max_batch_size"] == 128
+    assert "dynamic_batching" in config
+    tensors = {
+        each["name"]: (each["data_type"], each["dims"], each.get("optional", False))
+        for each in (*config["input"], *config["output"])
+    }
+    assert tensors == {
+        "prompts": ("TYPE_STRING", [1], False),
+        "request_output_len": ("TYPE_UINT32", [1], False),
+        "beam_width": ("TYPE_UINT32", [1], True),
+        "sentences": ("TYPE_STRING", [-1, 1], False),
+        "sequence_length": ("TYPE_INT64", [-1], False),
+        "cum_log_probs": ("TYPE_FP32", [-1], False),
+        "sequence_tokens": ("TYPE_INT64", [-1], False),
+    }
+
+
+def test_a_refused_request_does_not_harm_those_beside_it(two_ranks: Run, expected: Any) -> None:
+    answers: dict[int, Any] = {}
+
+    def client(number: int) -> None:
+        lengths = [0] * 4 if number % 3 == 1 else LENGTHS
+        try:
+            answers[number] = ask(two_ranks, PROMPTS, lengths)
+        except Exception as error:
+            answers[number] = str(error)
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, answer in answers.items():
+        if number % 3 == 1:
+            assert "request_output_len[0]=0 must be in [1, 511]" in answer
+        else:
+            assert_same(answer, expected[0])
+
+
+def run_client(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "inference.pytriton.client", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_client_prints_each_answer_below_a_line_of_its_own(two_ranks: Run, expected: Any) -> None:
+    url = f"localhost:{two_ranks.http}"
+    words = (
+        "--url",
+        url,
+        "--model-name",
+        NAME,
+        "--output-len",
+        "3",
+        "--prompts",
+        "Sir",
+        PROMPTS[1],
+    )
+    done = run_client(*words)
+    assert done.returncode == 0, done.stderr
+    text = expected[0]["sentences"][1, 0, 0].decode()
+    parts = done.stdout.split("================[ 1 ]================\n")
+    assert parts[0].startswith("================[ 0 ]================\nsentences: Sir")
+    assert parts[1].splitlines()[:2] == [f"sentences: {text}", f"sequence_length: {len(text)}"]
+
+
+def test_client_tells_the_reason_and_not_the_traceback(two_ranks: Run) -> None:
+    url = f"grpc://localhost:{two_ranks.grpc}"
+    done = run_client("--url", url, "--model-name", NAME, "--beam-width", "65", "--prompts", "a")
+    assert done.returncode == 1
+    assert done.stderr == "error: prompts[0]: beam_width=65 must be in [1, 64]\n"
+
+
+def test_client_says_which_model_was_not_ready(two_ranks: Run) -> None:
+    url = f"localhost:{two_ranks.http}"
+    done = run_client("--url", url, "--model-name", "gpt9", "--init-timeout-s", "0.1")
+    assert done.returncode == 1
+    assert f"model gpt9 at localhost:{two_ranks.http} was not ready within 0.1 s" in done.stderr
+
+
+def test_a_second_run_at_the_same_ports_is_refused_and_the_first_goes_on(
+    two_ranks: Run, expected: Any, tmp_path: Path
+) -> None:
+    with running(tmp_path, SAMPLE, "--tp", "2", "--device", "cpu") as second:
+        place = second.command.index("--master-port") + 1
+        second.command[place] = str(two_ranks.meeting)
+        second.start_ranks(2, job="other")
+        assert [each.wait(60) for each in second.processes] == [1, 1]
+        said = second.output()
+        assert f"port {two_ranks.meeting}, where the ranks meet, is in use" in said
+        assert "belongs to another launch (" in said
+    with running(tmp_path, SAMPLE, "--device", "cpu") as third:
+        third.command[third.command.index("--http-port") + 1] = str(two_ranks.http)
+        third.start(third.command)
+        assert third.processes[0].wait(60) == 1
+        assert f"--http-port={two_ranks.http} is in use by process" in third.output()
+    assert_same(ask(two_ranks, PROMPTS, LENGTHS), expected[0])
+
+
+def test_lost_rank_fails_the_request_and_ends_everything(two_ranks: Run) -> None:
+    """The last test of this server."""
+    everything = two_ranks.all_processes()
+    failures: list[str] = []
+
+    def client() -> None:
+        try:
+            ask(two_ranks, ["It was"] * 60, [500] * 60)
+        except Exception as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    time.sleep(1.5)
+    os.kill(two_ranks.rank_processes()[1], signal.SIGKILL)
+    thread.join(END_S)
+    assert len(failures) == 1
+    assert "rank 1" in failures[0], failures
+    until(lambda: not any(map(lives, everything)), limit_s=END_S)
+    assert two_ranks.processes[0].wait(1) == 1
+    assert "rank 1" in two_ranks.output()
+
+
+def test_ranks_and_server_end_when_rank_0_is_killed(tmp_path: Path) -> None:
+    source = write_tiny_gpt2(tmp_path / "tiny")
+    options = ("--tp", "2", "--instances", "1", "--device", "cpu")
+    with running(tmp_path, source, *options) as run:
+        run.start_ranks(2)
+        run.wait_until_ready("tiny")
+        everything = run.all_processes()
+        os.kill(run.rank_processes()[0], signal.SIGKILL)
+        until(lambda: not any(map(lives, everything)), limit_s=END_S)
+        assert run.processes[1].wait(1) == 1
+        until(lambda: run.leftovers() == [], limit_s=END_S)
+
+
+def test_a_signal_to_rank_0_ends_all_in_order(tmp_path: Path) -> None:
+    source = write_tiny_gpt2(tmp_path / "tiny")
+    options = ("--tp", "2", "--instances", "1", "--device", "cpu", "--model-name", "other.name")
+    with running(tmp_path, source, *options) as run:
+        run.start_ranks(2)
+        run.wait_until_ready("other.name")
+        everything = run.all_processes()
+        run.processes[0].send_signal(signal.SIGTERM)
+        until(lambda: all(each.poll() is not None for each in run.processes), limit_s=END_S)
+        assert [each.returncode for each in run.processes] == [0, 0]
+        assert not any(map(lives, everything))
+        assert run.leftovers() == []
+
+
+def test_a_model_that_does_not_load_ends_every_rank_with_the_reason(tmp_path: Path) -> None:
+    source = write_tiny_gpt2(tmp_path / "tiny")
+    request = ConversionRequest(source, tmp_path, tp_size=2, weight_data_type="fp32")
+    ft_dir = convert(request).ft_dir
+    (ft_dir / "model.wpe.bin").unlink()
+    with running(tmp_path, ft_dir, "--tp", "2", "--device", "cpu") as run:
+        run.start_ranks(2)
+        assert [each.wait(60) for each in run.processes] == [1, 1]
+        assert "error: rank 0: " in run.output()
+        assert "model.wpe.bin" in run.output()
+
+
+needs_mpirun = pytest.mark.skipif(
+    shutil.which("mpirun") is None,
+    reason="mpirun is not installed; on Debian and Ubuntu: apt-get install openmpi-bin",
+)
+
+
+@needs_mpirun
+def test_four_ranks_of_mpirun_answer_as_one_and_end_with_the_first(
+    tmp_path: Path, expected: Any
+) -> None:
+    options = ("--tp", "2", "--pp", "2", "--instances", "1", "--device", "cpu")
+    with running(tmp_path, SAMPLE, *options) as run:
+        launcher = run.mpirun(4)
+        run.wait_until_ready()
+        assert_same(ask(run, PROMPTS, LENGTHS), expected[0])
+        assert_same(ask(run, PROMPTS, LENGTHS, beam_width=3), expected[1])
+        everything = run.all_processes()
+        ranks = run.rank_processes()
+        assert sorted(ranks) == [0, 1, 2, 3]
+        os.kill(ranks[3], signal.SIGKILL)
+        assert launcher.wait(END_S) != 0
+        until(lambda: not any(map(lives, everything)), limit_s=END_S)
+        until(lambda: run.leftovers() == [], limit_s=END_S)
+
+
+@needs_mpirun
+def test_wrong_number_of_processes_is_told_once(tmp_path: Path) -> None:
+    with running(tmp_path, SAMPLE, "--tp", "2", "--pp", "2") as run:
+        assert run.mpirun(3).wait(60) == 2
+        said = [line for line in run.output().splitlines() if line.startswith("error:")]
+    assert len(said) == 1
+    assert "--tp=2 x --pp=2 = 4 ranks need as many processes, 3 were started by mpirun" in said[0]
+    assert "mpirun -n 4" in said[0]

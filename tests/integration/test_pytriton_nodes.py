@@ -1,0 +1,48 @@
+"""PyTriton's server over the nodes of a real Slurm, with the same options as under mpirun."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.test_pytriton import (
+    END_S,
+    LENGTHS,
+    PROMPTS,
+    SAMPLE,
+    ask,
+    assert_same,
+    expected,
+    running,
+)
+from tests.integration.triton_process import lives, until
+
+sys.path[:0] = [str(Path(__file__).parent)]
+
+from slurm_cluster import SlurmCluster  # noqa: E402
+from slurm_runs import slurm_cluster  # noqa: E402
+
+pytestmark = [pytest.mark.slurm, pytest.mark.triton]
+__all__ = ["expected", "slurm_cluster"]  # fixtures
+
+
+def test_two_nodes_answer_as_one_process_and_end_together(
+    slurm_cluster: SlurmCluster, tmp_path: Path, expected: Any
+) -> None:
+    options = ("--tp", "2", "--pp", "2", "--instances", "1", "--device", "cpu")
+    with running(tmp_path, SAMPLE, *options) as run:
+        run.environment |= {key: slurm_cluster.environment[key] for key in ("SLURM_CONF", "PATH")}
+        step = ["srun", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2", "--kill-on-bad-exit=1"]
+        # The nodes of this cluster are one machine, and their names are in no address book.
+        launcher = run.start([*step, *run.command], MASTER_ADDR="127.0.0.1")
+        run.wait_until_ready()
+        assert_same(ask(run, PROMPTS, LENGTHS), expected[0])
+        assert_same(ask(run, PROMPTS, LENGTHS, beam_width=3), expected[1])
+        pids = [int(pid) for pid in slurm_cluster.run("pgrep", "-f", str(run.meeting)).split()]
+        assert len(pids) >= 4
+        slurm_cluster.kill_node("n2")
+        assert launcher.wait(2 * END_S) != 0
+        until(lambda: not any(map(lives, pids)), limit_s=END_S)

@@ -1,0 +1,217 @@
+"""Ranks that a launcher started: how they meet, what they are told, and who is missed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from inference.serving.engine import Engine, EngineFailedError, EngineOptions
+from inference.serving.meeting import Meeting, MeetingError, open_store
+from inference.serving.ports import pick_free_ports
+from inference.serving.process_place import ProcessPlace
+from tests.conftest import ROOT
+from tests.ft_folders import write_gpt
+
+PROGRAM = """
+import logging, sys
+from inference.serving.process_place import ProcessPlace
+from inference.serving.worker import serve_started_rank
+rank, size, port = map(int, sys.argv[1:4])
+logging.basicConfig(level=logging.INFO)
+place = ProcessPlace(rank, size, rank, size, "test", sys.argv[4])
+sys.exit(serve_started_rank(place, "127.0.0.1", port, timeout_s=5))
+"""
+NOTICE_S = 15.0
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start ranks other than 0; all of them end with the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def one(rank: int, size: int, port: int, *, job: str = "a") -> subprocess.Popen[str]:
+        words = [sys.executable, "-c", PROGRAM, str(rank), str(size), str(port), job]
+        environment = dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+        started.append(subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def meeting_of(size: int, *, timeout_s: float = 5.0, job: str = "a") -> tuple[Meeting, int]:
+    (port,) = pick_free_ports("127.0.0.1", 1)
+    place = ProcessPlace(0, size, 0, size, "test", job)
+    return Meeting(place, "127.0.0.1", port, timeout_s=timeout_s), port
+
+
+def words_of(process: subprocess.Popen[str]) -> str:
+    return process.communicate(timeout=NOTICE_S)[1]
+
+
+def until_problem(meeting: Meeting) -> str:
+    deadline = time.monotonic() + NOTICE_S
+    while (problem := meeting.problem()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return problem
+
+
+def until_present(meeting: Meeting, rank: int) -> None:
+    deadline = time.monotonic() + NOTICE_S
+    while not meeting.store.check([f"who/{rank}"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_store_listens_at_its_address_alone() -> None:
+    store = open_store("127.0.0.1", 0, timeout_s=5)
+    tables = (Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+    lines = [line.split() for table in tables for line in table.splitlines()[1:]]
+    listening = [line[1] for line in lines if line[3] == "0A"]
+    assert [each for each in listening if each.endswith(f":{store.port:04X}")] == [
+        f"0100007F:{store.port:04X}"
+    ]
+
+
+def test_started_ranks_compute_what_one_rank_does(tmp_path: Path, start: Start) -> None:
+    ids = [1, 2, 3, 40]
+    with Engine(write_gpt(tmp_path / "one"), device="cpu") as engine:
+        expected = engine.logits(ids)
+    folder = write_gpt(tmp_path / "two", tp_size=2)
+    meeting, port = meeting_of(4)
+    others = [start(rank, 4, port) for rank in (1, 2, 3)]
+    engine = Engine(folder, tp_size=2, pp_size=2, device="cpu", meeting=meeting)
+    with engine:
+        logits = engine.logits(ids)
+    # Sums in another order.
+    assert torch.allclose(logits, expected, atol=1e-5)
+    assert [each.wait(NOTICE_S) for each in others] == [0, 0, 0]
+
+
+def test_a_killed_rank_fails_the_engine(tmp_path: Path, start: Start) -> None:
+    meeting, port = meeting_of(2, timeout_s=3)
+    other = start(1, 2, port)
+    options = EngineOptions(rank_timeout_s=3)
+    folder = write_gpt(tmp_path, tp_size=2)
+    with Engine(folder, tp_size=2, device="cpu", options=options, meeting=meeting) as engine:
+        other.kill()
+        deadline = time.monotonic() + NOTICE_S
+        while engine.healthy() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        reason = engine.healthy() or ""
+    assert "rank 1" in reason
+
+
+def test_a_stopped_rank_is_missed_while_rank_0_prepares(start: Start) -> None:
+    meeting, port = meeting_of(2, timeout_s=3)
+    other = start(1, 2, port)
+    until_present(meeting, 1)
+    other.send_signal(signal.SIGSTOP)
+    problem = until_problem(meeting)
+    assert problem.startswith("rank 1: has not been heard of for 3.")
+    assert f"(process {other.pid} on {socket.gethostname()})" in problem
+
+
+def test_a_rank_that_cannot_load_says_why(tmp_path: Path, start: Start) -> None:
+    folder = write_gpt(tmp_path, tp_size=2)
+    meeting, port = meeting_of(2)
+    other = start(1, 2, port)
+    engine = Engine(folder, tp_size=2, device="cpu", meeting=meeting)
+    (folder / "model.wpe.bin").write_bytes(b"short")
+    with pytest.raises(EngineFailedError, match=r"(?s)rank 0: .*model\.wpe\.bin.*rank 1: "):
+        engine.start()
+    assert other.wait(NOTICE_S) == 1
+
+
+def test_ranks_hear_why_rank_0_gave_up(start: Start) -> None:
+    meeting, port = meeting_of(2)
+    other = start(1, 2, port)
+    until_present(meeting, 1)
+    meeting.refuse("the disk is full")
+    assert "rank 0 gave up: the disk is full" in words_of(other)
+    assert other.returncode == 1
+
+
+def test_a_rank_of_another_launch_is_turned_away(start: Start) -> None:
+    meeting, port = meeting_of(2, job="mine")
+    stranger = start(1, 2, port, job="other")
+    said = words_of(stranger)
+    assert f"rank 0 at 127.0.0.1:{port} belongs to another launch (" in said
+    assert "test job mine of 2, this is" in said
+    assert meeting.problem() is None
+
+
+def test_two_processes_cannot_be_the_same_rank(start: Start) -> None:
+    meeting, port = meeting_of(2)
+    start(1, 2, port)
+    until_present(meeting, 1)
+    second = start(1, 2, port)
+    assert "two processes have come as rank 1; each needs its own" in words_of(second)
+    assert "two processes have come as rank 1" in until_problem(meeting)
+
+
+def test_a_listener_that_is_no_store_is_told(start: Start) -> None:
+    with open_silent() as listener:
+
+        def refuse() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+                connection.close()
+
+        threading.Thread(target=refuse, daemon=True).start()
+        other = start(1, 2, listener.getsockname()[1])
+        assert "is no rank 0" in words_of(other)
+        assert other.returncode == 1
+
+
+def open_silent() -> socket.socket:
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    return listener
+
+
+def test_a_taken_port_is_told_with_its_holder() -> None:
+    with open_silent() as listener:
+        port = listener.getsockname()[1]
+        place = ProcessPlace(0, 2, 0, 2)
+        with pytest.raises(MeetingError, match=f"port {port}, where the ranks meet, is in use by"):
+            Meeting(place, "127.0.0.1", port, timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("192.0.2.77", "MASTER_ADDR=192.0.2.77 is no address of"),  # a documentation address
+        ("no-such-host.invalid", "is no host that can be found"),
+    ],
+)
+def test_an_address_of_another_node_is_told(host: str, message: str) -> None:
+    with pytest.raises(MeetingError, match=message):
+        Meeting(ProcessPlace(0, 2, 0, 2), host, 0, timeout_s=5)
+
+
+def test_ranks_of_a_launcher_cannot_be_started_again_here(tmp_path: Path) -> None:
+    meeting, _ = meeting_of(2)
+    options = EngineOptions(restart_failed_ranks=True)
+    with pytest.raises(ValueError, match="restart_failed_ranks=True: only a launcher can"):
+        Engine(write_gpt(tmp_path, tp_size=2), tp_size=2, options=options, meeting=meeting)
