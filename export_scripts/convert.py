@@ -217,8 +217,10 @@ def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progre
     counter = Counter(progress, planned_bytes(plan))
     with FTWriter(paths, identity) as writer:
         done = sum(int(record["size_bytes"]) for record in writer.records.values())
-        problem = check_space(paths.staging, counter.total - done)
+        problem = check_space(paths.final.parent, counter.total - done)
         if problem:
+            if not writer.records:
+                writer.discard()
             raise ValueError(problem)
         problems = write_tensors(plan, writer, counter, processes=plan.request.processes)
         if problems:

@@ -20,10 +20,13 @@ from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families import ORIGINS
 from export_scripts.families.origin import Facts, Origin
 from export_scripts.families.prompts import prompt_tensors
-from export_scripts.families.spec import ModelConfig
+from export_scripts.families.spec import ModelConfig, parse_value
 from export_scripts.ft.config_ini import config_text
-from export_scripts.request import MODEL_TYPES, ConversionRequest, request_problems
+from export_scripts.request import MODEL_TYPES, ConversionRequest
 from export_scripts.tensor_plan import TensorPlan, plan_tensors
+
+# Keys of config.ini that the request itself decides.
+_ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ def make_plan(
     """Return the whole plan of a conversion.
 
     Args:
-        request: What to convert.
+        request: What to convert, without `request_problems`.
         names: What to call its fields in messages.
         scratch_dir: Where gzip archives are unpacked while the plan is in use.
 
@@ -54,16 +57,14 @@ def make_plan(
         CheckpointMismatchError: Everything that stands against the conversion.
         ValueError: The path is no known checkpoint.
     """
-    problems = request_problems(request, names)
-    if problems:
-        raise CheckpointMismatchError(problems)
     facts = _open(request, scratch_dir)
     origin = find_origin(facts, request.model_type)
     facts = dataclasses.replace(facts, prefix=origin.prefix)
-    problems = _refused(request, facts, origin, names)
+    stated, problems = _stated_values(origin.family.config, request, names)
+    problems = [*_refused(request, facts, origin, names), *problems]
     if problems:
         raise CheckpointMismatchError(problems)
-    config = _given_config(origin.config(facts), request)
+    config = dataclasses.replace(origin.config(facts), **stated)
     problems = divisibility_problems(origin, config, request, names)
     # Once told that a size does not divide, do not tell it again for every tensor.
     tensors, tensor_problems = plan_tensors(
@@ -138,10 +139,11 @@ def _open(request: ConversionRequest, scratch_dir: Path | None) -> Facts:
 def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
     if path is None:
         return None
-    if not path.is_file():
-        raise ValueError(f"activation ranges {path} do not exist")
     if path.suffix == ".json":
-        ranges = json.loads(path.read_text())
+        try:
+            ranges = json.loads(path.read_text())
+        except ValueError as error:
+            raise CheckpointMismatchError(f"{path} is not JSON: {error}") from error
     else:
         from export_scripts.checkpoints.torch_archive import read_torch_file
 
@@ -216,29 +218,29 @@ def _refused(
     return problems
 
 
-def _given_config(config: ModelConfig, request: ConversionRequest) -> ModelConfig:
-    """Return the config with what the user states."""
-    hints = get_type_hints(type(config))
+def _stated_values(
+    config: type[ModelConfig], request: ConversionRequest, names: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the config.ini values the user states, and what is wrong with them."""
+    hints = get_type_hints(config)
     fields = {f.name for f in dataclasses.fields(config) if not f.metadata.get("skip")}
-    unknown = sorted(key for key, _ in request.given if key not in fields)
-    if unknown:
-        raise ValueError(
-            f"--set {', '.join(unknown)}: not a key of this model's config.ini; known: "
-            + ", ".join(sorted(fields))
-        )
     values: dict[str, Any] = {}
+    problems = []
     for key, text in request.given:
-        kind = str(hints[key])
-        values[key] = (
-            text.lower() in ("true", "yes", "on", "1")
-            if "bool" in kind
-            else int(text)
-            if "int" in kind
-            else float(text)
-            if "float" in kind
-            else text
-        )
-    return dataclasses.replace(config, **values)
+        if key in _ASKED_FOR:
+            problems.append(f"{names['given']} {key}={text}: use {names[_ASKED_FOR[key]]}")
+        elif key not in fields:
+            known = ", ".join(sorted(fields - set(_ASKED_FOR)))
+            problems.append(
+                f"{names['given']} {key}={text}: not a key of this model's config.ini; known: "
+                f"{known}"
+            )
+        else:
+            try:
+                values[key] = parse_value(text, hints[key])
+            except ValueError as error:
+                problems.append(f"{names['given']} {key}={text}: {error}")
+    return values, problems
 
 
 def divisibility_problems(
@@ -252,17 +254,22 @@ def divisibility_problems(
         size = config.dim(name, {})
         if size % tp_size:
             problems.append(
-                f"{names['tp_size']}={tp_size} does not divide {name}={size} of {model}; "
+                f"{names['tp_size']}={tp_size} does not divide {_told(name)}={size} of {model}; "
                 f"use {_alternatives(origin.family.tp_sizes(config))}"
             )
-    for name in dict.fromkeys(config.INDICES.values()):
-        size = config.dim(name, {})
+    for placeholder, name in config.INDICES.items():
+        size = len(config.index_values(placeholder))
         if size % pp_size:
             problems.append(
                 f"{names['pp_size']}={pp_size} does not divide {name}={size} of {model}; "
                 f"use {_alternatives([n for n in range(1, size + 1) if size % n == 0])}"
             )
     return problems
+
+
+def _told(name: str) -> str:
+    """Return a size's key in config.ini: a folder may store heads more often than it has them."""
+    return name.removeprefix("stored_")
 
 
 def _alternatives(sizes: Sequence[int]) -> str:

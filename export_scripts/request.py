@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +71,13 @@ OPTION_NAMES: Mapping[str, str] = {
     "weight_data_type": "--weight-data-type",
     "processes": "--processes",
     "model_type": "--model-type",
+    "prompt_checkpoints": "--prompt-checkpoint",
+    "ia3_checkpoints": "--ia3-checkpoint",
+    "adapter_checkpoints": "--adapter-checkpoint",
+    "activation_ranges": "--activation-ranges",
+    "vocab_path": "--vocab-path",
+    "merges_path": "--merges-path",
+    "given": "--set",
     "overwrite": "--overwrite",
 }
 
@@ -89,11 +97,39 @@ def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> li
             f"{names['weight_data_type']}={request.weight_data_type} is unknown; "
             f"use {', '.join(WEIGHT_DATA_TYPES)}"
         )
-    if not Path(request.checkpoint_path).exists():
-        problems.append(f"{names['checkpoint_path']}={request.checkpoint_path} does not exist")
+    problems += [
+        f"{names[key]}={path} does not exist; check the spelling, and that this machine sees it"
+        for key, paths in _source_paths(request).items()
+        for path in paths
+        if path is not None and not Path(path).exists()
+    ]
+    problems += _output_problems(Path(request.output_dir), names["output_dir"])
     kinds = (*MODEL_TYPES, *FAMILIES)
     if request.model_type is not None and request.model_type not in kinds:
         problems.append(
             f"{names['model_type']}={request.model_type} is unknown; use {', '.join(kinds)}"
         )
     return problems
+
+
+def _source_paths(request: ConversionRequest) -> Mapping[str, tuple[Path | None, ...]]:
+    return {
+        "checkpoint_path": (request.checkpoint_path,),
+        "prompt_checkpoints": request.prompt_checkpoints,
+        "ia3_checkpoints": request.ia3_checkpoints,
+        "adapter_checkpoints": request.adapter_checkpoints,
+        "activation_ranges": (request.activation_ranges,),
+        "vocab_path": (request.vocab_path,),
+        "merges_path": (request.merges_path,),
+    }
+
+
+def _output_problems(output_dir: Path, name: str) -> list[str]:
+    """Return a problem if folders cannot be made at `output_dir`."""
+    path = output_dir.absolute()
+    nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not nearest.is_dir():
+        return [f"{name}={output_dir}: {nearest} is not a folder; choose another place"]
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return [f"{name}={output_dir}: {nearest} is not writable; choose another place"]
+    return []

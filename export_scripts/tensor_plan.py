@@ -13,6 +13,11 @@ from export_scripts.request import ConversionRequest
 
 _MOST_LISTED = 20
 
+_REMEDY = (
+    "fetch the checkpoint again if it is incomplete, or save the whole model if it was saved "
+    "without a part such as its head"
+)
+
 
 @dataclass(frozen=True)
 class TensorPlan:
@@ -54,6 +59,7 @@ def plan_tensors(
     where = str(facts.reader.path)
     return tuple(plans), [
         *_listed(f"{where}: ", missing),
+        *([f"{where}: {_REMEDY}"] if missing else []),
         *_listed(f"{where}: ", shapes),
         *_listed(f"{where}: ", unknown),
     ]

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from inference.evaluation.runner import RequestFailedError
-from inference.evaluation.task import Completion
+from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, WordLists
 
+VIRTUAL_ID = 1_000_000  # ids from here on are virtual tokens
 _PIECE = re.compile(r" ?\S+|\s+")
 
 
@@ -17,7 +18,8 @@ class FakeModel:
     """Pieces of at most three characters are its tokens.
 
     `continuations` maps a context to the pieces that follow it; after these, and after any other
-    context, it says "?" for ever. Every token has log probability -0.5. Contexts in `refuses` fail,
+    context, it says "?" for ever. Every token has log probability -0.5
+    unless `log_probs` says otherwise of a whole text. Contexts in `refuses` fail,
     with `reason` where there is one.
     """
 
@@ -33,6 +35,8 @@ class FakeModel:
         self.unavailable = unavailable
         self.reason = ""
         self.requests: list[str] = []
+        self.tensors: list[dict[str, object]] = []
+        self.log_probs: dict[str, float] = {}
         self.most_in_flight = 0
         self._in_flight = 0
         self._lock = threading.Lock()
@@ -50,8 +54,15 @@ class FakeModel:
         pieces = {number: piece for piece, number in self._ids.items()}
         return "".join(pieces[each] for each in ids)
 
-    def complete_ids(self, input_ids: Sequence[int], *, output_len: int) -> tuple[int, ...]:
-        return self._continue(self.decode(input_ids), output_len)
+    def decode_answer(self, ids: Sequence[int]) -> str:
+        return self.decode(ids).split("?")[0]
+
+    def complete_ids(
+        self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
+    ) -> tuple[int, ...]:
+        self.tensors.append(dict(tensors or {}))
+        known = [each for each in input_ids if each < VIRTUAL_ID]
+        return self._continue(self.decode(known), output_len)
 
     def complete_rows(
         self, rows: Sequence[Sequence[int]], *, output_len: int
@@ -59,14 +70,35 @@ class FakeModel:
         return [self.complete_ids(row, output_len=output_len) for row in rows]
 
     def complete_text(
-        self, prompt: str, *, output_len: int, score_prompt: bool = False
+        self,
+        prompt: str,
+        *,
+        output_len: int,
+        score_prompt: bool = False,
+        words: WordLists = NO_WORDS,
     ) -> Completion:
-        text = self.decode(self._continue(prompt, output_len))
-        return Completion(text, _log_prob(self.encode(prompt)) if score_prompt else None)
+        answer = self._continue(prompt, output_len)
+        if words.stop and words.stop in self.decode(answer):
+            end = self.decode(answer).index(words.stop) + len(words.stop)
+            answer = self.encode(self.decode(answer)[:end])
+        if words.bad:
+            answer = self.ids(["x" if self.decode([t]) == words.bad else "y" for t in answer])
+        log_prob = self._log_prob(prompt) if score_prompt else None
+        return Completion(self.decode(answer), len(answer), log_prob)
+
+    def complete_in_steps(
+        self, prompt: str, *, output_len: int
+    ) -> tuple[tuple[int, ...], Completion]:
+        answer = self.complete_ids(self.encode(prompt), output_len=output_len)
+        return answer, Completion(self.decode(answer), len(answer))
 
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
-        self._request(self.decode(input_ids))
-        return _log_prob(input_ids)
+        text = self.decode(input_ids)
+        self._request(text)
+        return self._log_prob(text)
+
+    def _log_prob(self, text: str) -> float:
+        return self.log_probs.get(text, -0.5 * (len(self.encode(text)) - 1))
 
     def _continue(self, context: str, count: int) -> tuple[int, ...]:
         self._request(context)
@@ -85,10 +117,6 @@ class FakeModel:
         finally:
             with self._lock:
                 self._in_flight -= 1
-
-
-def _log_prob(ids: Sequence[int]) -> float:
-    return -0.5 * (len(ids) - 1)
 
 
 PASSAGES = (

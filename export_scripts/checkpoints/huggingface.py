@@ -136,6 +136,8 @@ def index_safetensors(path: Path) -> dict[str, StoredTensor]:
             header = json.loads(file.read(length))
             entries = {k: v for k, v in header.items() if k != "__metadata__"}
             return {key: _entry(path, key, e, 8 + length, size) for key, e in entries.items()}
+        except CheckpointMismatchError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise truncated(path, f"its header is not a table of tensors: {error}") from error
 

@@ -165,7 +165,7 @@ def _read_npz(path: Path) -> list[StoredTensor]:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             members = sorted(archive.infolist(), key=lambda info: _number(info.filename))
             return [_read_npy(path, file, info) for info in members]
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, NotImplementedError) as error:
         raise truncated(path, str(error)) from error
 
 

@@ -19,6 +19,7 @@ from export_scripts.checkpoints.base import (
 from export_scripts.checkpoints.partitioned import (
     RankName,
     check_ranks,
+    count_of,
     flatten,
     join_ranks,
     parse_rank_folder,
@@ -55,14 +56,18 @@ def open_megatron(path: Path) -> TensorIndex:
     trees = {rank: _read(file) for rank, file in files.items()}
     first = trees[min(trees, key=lambda rank: (rank.pp_rank, rank.tp_rank))]
     config = _config(first)
-    tp_size = config.get("tensor_model_parallel_size") or 1 + max(r.tp_rank for r in files)
-    pp_size = config.get("pipeline_model_parallel_size") or 1 + max(r.pp_rank for r in files)
+    tp_size = count_of(
+        config, "tensor_model_parallel_size", default=1 + max(r.tp_rank for r in files)
+    )
+    pp_size = count_of(
+        config, "pipeline_model_parallel_size", default=1 + max(r.pp_rank for r in files)
+    )
     config |= {"tensor_model_parallel_size": tp_size, "pipeline_model_parallel_size": pp_size}
     by_rank = check_ranks(files, tp_size=tp_size, pp_size=pp_size, where=str(root))
     states = {place: _state(trees[rank], root) for place, rank in by_rank.items()}
     tensors = join_ranks(
         states,
-        layer_offset=lambda _, pp_rank: pp_rank * int(config["num_layers"]) // pp_size,
+        layer_offset=lambda _, pp_rank: pp_rank * count_of(config, "num_layers") // pp_size,
         maps=FileMaps(),
         where=str(root),
     )

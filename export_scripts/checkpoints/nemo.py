@@ -17,6 +17,7 @@ from export_scripts.checkpoints.containers import Container, is_tar, open_contai
 from export_scripts.checkpoints.partitioned import (
     RankName,
     check_ranks,
+    count_of,
     flatten,
     join_ranks,
     parse_rank_folder,
@@ -68,10 +69,12 @@ def open_nemo(
     trees = _TreeCache()
     remarks: list[str] = []
     config = _read_config(container)
-    ranks, weights = _find_weights(container, config, remarks)
+    ranks, weights = _find_weights(container, config, trees, remarks)
     if config is None:
         config = _config_of_checkpoint(trees(next(iter(weights.values()))), path)
-    tp_size, pp_size = (_size(config, f"{k}_model_parallel_size") for k in ("tensor", "pipeline"))
+    tp_size, pp_size = (
+        count_of(config, f"{k}_model_parallel_size", default=1) for k in ("tensor", "pipeline")
+    )
     by_rank = check_ranks(ranks, tp_size=tp_size, pp_size=pp_size, where=str(path))
     states = {place: _state(trees(weights[rank.folder])) for place, rank in by_rank.items()}
     maps = FileMaps()
@@ -145,7 +148,7 @@ def _config_of_checkpoint(tree: _Tree, path: Path) -> dict[str, Any]:
 
 
 def _find_weights(
-    container: Container, config: Mapping[str, Any] | None, remarks: list[str]
+    container: Container, config: Mapping[str, Any] | None, trees: _TreeCache, remarks: list[str]
 ) -> tuple[list[RankName], dict[str, Region]]:
     """Return the rank folders and each one's weight file ("" is the root, rank 0)."""
     ranks = [rank for name in container.top_level() if (rank := parse_rank_folder(name))]
@@ -156,7 +159,7 @@ def _find_weights(
             f"{container.path} holds a distributed checkpoint (model_weights/); "
             f"expected {WEIGHTS_NAME}: save it from NeMo without dist_ckpt"
         )
-    name = _weights_name(container, ranks, remarks)
+    name = _weights_name(container, ranks, trees, remarks)
     found = {r.folder: container.find(_joined(r.folder, name)) for r in ranks}
     lost = sorted(folder for folder, region in found.items() if region is None)
     present = {folder: region for folder, region in found.items() if region is not None}
@@ -167,43 +170,44 @@ def _find_weights(
     return [rank for rank in ranks if rank.folder in present], present
 
 
-def _weights_name(container: Container, ranks: list[RankName], remarks: list[str]) -> str:
+def _weights_name(
+    container: Container, ranks: list[RankName], trees: _TreeCache, remarks: list[str]
+) -> str:
+    """Return the name of every rank's weight file; of several last checkpoints the newest."""
     if any(container.find(_joined(rank.folder, WEIGHTS_NAME)) for rank in ranks):
         return WEIGHTS_NAME
     folders = {rank.folder for rank in ranks}
-    names = {
-        PurePosixPath(name).name
-        for name in container.members
+    found = {
+        PurePosixPath(name).name: region
+        for name, region in sorted(container.members.items())
         if name.rpartition("/")[0] in folders and name.endswith("last.ckpt")
     }
-    if not names:
+    if not found:
         raise CheckpointMismatchError(
             f"{container.path} has no weights: expected {WEIGHTS_NAME} or *last.ckpt"
             + (" in each rank's folder" if ranks[0].folder else "")
         )
-    newest = max(names, key=lambda name: (_step(name), name))
-    if len(names) > 1:
-        others = ", ".join(sorted(names - {newest}))
-        remarks.append(f"took {newest}, the newest of several last checkpoints (left: {others})")
+    if len(found) == 1:
+        return next(iter(found))
+    steps = {name: _step(name, region, trees) for name, region in found.items()}
+    newest = max(steps, key=lambda name: (steps[name], name))
+    others = ", ".join(f"{name} of step {step}" for name, step in steps.items() if name != newest)
+    remarks.append(
+        f"took {newest} of step {steps[newest]}, the newest of several last checkpoints "
+        f"(left: {others})"
+    )
     return newest
 
 
-def _step(name: str) -> int:
+def _step(name: str, region: Region, trees: _TreeCache) -> int:
+    """Return the training step a checkpoint's name tells, or else the file itself."""
     match = _STEP.search(name)
-    return int(match[1]) if match else -1
+    step = int(match[1]) if match else trees(region).get("global_step")
+    return step if isinstance(step, int) else -1
 
 
 def _joined(folder: str, name: str) -> str:
     return f"{folder}/{name}" if folder else name
-
-
-def _size(config: Mapping[str, Any], key: str) -> int:
-    value = config.get(key)
-    if value is None:
-        return 1
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointMismatchError(f"the checkpoint's {key} is {value!r}; expected an integer")
-    return value
 
 
 def _layer_offset(config: Mapping[str, Any], pp_size: int) -> Callable[[str, int], int]:

@@ -17,6 +17,8 @@ from export_scripts.errors import CheckpointMismatchError
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 
 _MOST_LISTED = 8
+# A damaged number would otherwise have its missing ranks listed until memory ends.
+_MOST_RANKS = 100_000
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,21 @@ def parse_rank_folder(name: str) -> RankName | None:
     return None
 
 
+def count_of(config: Mapping[str, Any], key: str, *, default: int | None = None) -> int:
+    """Return a positive whole number of a training configuration; null counts as absent.
+
+    Raises:
+        CheckpointMismatchError: It is something else, or absent without a default.
+    """
+    value = config.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise CheckpointMismatchError(
+            f"the checkpoint's {key} is {value!r}; expected a positive whole number"
+        )
+    return value
+
+
 def check_ranks(
     found: Iterable[RankName], *, tp_size: int, pp_size: int, where: str
 ) -> dict[tuple[int, int], RankName]:
@@ -51,6 +68,11 @@ def check_ranks(
     Raises:
         CheckpointMismatchError: Ranks are missing, superfluous or there twice; all are named.
     """
+    if tp_size * pp_size > _MOST_RANKS:
+        raise CheckpointMismatchError(
+            f"{where}: its configuration says TP {tp_size}, PP {pp_size}: expected at most "
+            f"{_MOST_RANKS} training ranks; the configuration is damaged"
+        )
     by_rank: dict[tuple[int, int], RankName] = {}
     problems = []
     for rank in sorted(found, key=lambda r: r.folder):

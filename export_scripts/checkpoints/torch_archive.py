@@ -133,7 +133,7 @@ def _read_zip(region: Region, stream: RegionStream) -> Any:
             prefix = _zip_prefix(members, region)
             _check_byte_order(archive, members, prefix, region)
             data = archive.read(f"{prefix}data.pkl")
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, NotImplementedError) as error:
         raise truncated(region.path, f"{region.name or 'the zip archive'}: {error}") from error
     storages: dict[str, Storage] = {}
     tree = unpickle(io.BytesIO(data), source=str(region), storages=storages)

@@ -54,8 +54,9 @@ def config_from_huggingface(facts: Facts) -> LlamaConfig:
     heads = settings.integer("num_attention_heads")
     kv_heads = settings.integer("num_key_value_heads", default=heads)
     settings.divide(heads, kv_heads, "num_attention_heads by num_key_value_heads")
-    size_per_head = settings.value("head_dim", default=None)
-    if size_per_head is None:
+    if facts.config.get("head_dim") is not None:
+        size_per_head = settings.integer("head_dim")
+    else:
         size_per_head = settings.divide(hidden, heads, "hidden_size by num_attention_heads")
     # Qwen2 has no tokens of its own accord.
     ids = {} if facts.config["model_type"] == "qwen2" else {"bos": 1, "eos": 2}
@@ -90,12 +91,13 @@ def config_from_huggingface(facts: Facts) -> LlamaConfig:
 
 def _gated_activation(settings: Settings) -> str:
     name = settings.value("hidden_act", default="silu")
-    if name not in _ACTIVATIONS:
+    if not isinstance(name, str) or name not in _ACTIVATIONS:
         settings.problems.append(
             f"{settings.origin}: hidden_act = {name} cannot be represented; known: "
             + ", ".join(_ACTIVATIONS)
         )
-    return _ACTIVATIONS.get(name, "gated-silu")
+        return "gated-silu"
+    return _ACTIVATIONS[name]
 
 
 def _sliding_window(settings: Settings) -> int | None:
@@ -103,22 +105,21 @@ def _sliding_window(settings: Settings) -> int | None:
     source = settings.source
     if not source.get("use_sliding_window", source.get("model_type") != "qwen2"):
         return None
-    window = source.get("sliding_window")
-    if window is None:
+    if source.get("sliding_window") is None:
         return None
     count = settings.integer("num_hidden_layers")
-    full = min(int(source.get("max_window_layers") or 0), count)
-    kinds = source.get("layer_types") or ["full_attention"] * full + ["sliding_attention"] * (
-        count - full
-    )
-    if set(kinds) == {"full_attention"}:
+    full = min(settings.integer("max_window_layers", default=0, least=0), count)
+    default = ["full_attention"] * (full > 0) + ["sliding_attention"] * (count > full)
+    stated = source.get("layer_types")
+    kinds = set(map(str, stated if isinstance(stated, list) and stated else default))
+    if kinds == {"full_attention"}:
         return None
-    if set(kinds) != {"sliding_attention"}:
+    if kinds != {"sliding_attention"}:
         settings.problems.append(
             f"{settings.origin}: only some layers attend in a sliding window; a folder holds one "
             "rule for all layers"
         )
-    return int(window)
+    return settings.integer("sliding_window")
 
 
 def _heads_apart(rows: Any, config: LlamaConfig) -> Any:

@@ -6,9 +6,12 @@ megatron/training/arguments.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from export_scripts.errors import CheckpointMismatchError
 
 # NeMo spells the fused variants with a "fast-" prefix; they compute the same.
 _GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
@@ -64,8 +67,64 @@ class MegatronTraits:
         return self.hidden // self.head_num
 
 
+# Keys read here and by T5 that hold a size, and those that hold a number.
+_COUNTS = (
+    "num_attention_heads", "hidden_size", "ffn_hidden_size", "num_layers", "kv_channels",
+    "max_position_embeddings", "encoder_seq_length", "num_query_groups", "num_moe_experts",
+    "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "relative_attention_num_buckets", "relative_attention_max_distance",
+)  # fmt: skip
+_NUMBERS = (
+    "layernorm_epsilon", "norm_epsilon", "rotary_base", "rotary_percentage", "rotary_percent",
+)  # fmt: skip
+
+
+def refuse_mistyped(config: Mapping[str, Any], origin: str) -> None:
+    """Refuse a configuration whose sizes are no sizes; null counts as absent.
+
+    Args:
+        config: Keys of NeMo or Megatron-LM.
+        origin: What to call it in messages.
+
+    Raises:
+        CheckpointMismatchError: Every such key with its value.
+    """
+    problems = [
+        f"{origin}: {key} = {config[key]!r} is not a positive whole number"
+        for key in _COUNTS
+        if config.get(key) is not None and not _is_count(config[key])
+    ]
+    width = config.get("project_size") or 1
+    if not _is_count(width):
+        problems.append(f"{origin}: project_size = {width!r} is not a positive whole number")
+    problems += [
+        f"{origin}: {key} = {config[key]!r} is not a number"
+        for key in _NUMBERS
+        if config.get(key) is not None and not _is_number(config[key])
+    ]
+    if problems:
+        raise CheckpointMismatchError(problems)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value reads as a number; YAML takes 1e-5, without a point, for text."""
+    try:
+        return not isinstance(value, bool) and math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False
+
+
 def nemo_traits(config: Mapping[str, Any]) -> MegatronTraits:
-    """Return the traits of a NeMo model_config."""
+    """Return the traits of a NeMo model_config.
+
+    Raises:
+        CheckpointMismatchError: A size in it is none.
+    """
+    refuse_mistyped(config, "model_config.yaml")
     activation, gated = _activation(str(config.get("activation") or "gelu"))
     return MegatronTraits(
         head_num=config.get("num_attention_heads"),
@@ -98,11 +157,14 @@ def nemo_traits(config: Mapping[str, Any]) -> MegatronTraits:
 
 
 def megatron_traits(args: Mapping[str, Any]) -> MegatronTraits:
-    """Return the traits of Megatron-LM's saved arguments."""
+    """Return the traits of Megatron-LM's saved arguments.
+
+    Raises:
+        CheckpointMismatchError: A size in them is none.
+    """
+    refuse_mistyped(args, "the checkpoint's args")
     squared = bool(args.get("squared_relu"))
     activation = "squared_relu" if squared else "silu" if args.get("swiglu") else "gelu"
-    if not args.get("swiglu") and args.get("openai_gelu"):
-        activation = "gelu"
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     return MegatronTraits(
         head_num=args.get("num_attention_heads"),

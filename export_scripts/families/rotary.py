@@ -48,29 +48,33 @@ def rotary_settings(settings: Settings, *, fraction: float = 1.0) -> RotarySetti
     """
     source = settings.source
     given = source.get("rope_parameters") or source.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        settings.problems.append(
+            f"{settings.origin}: rotary scaling {given!r} is not a table of parameters"
+        )
+        return RotarySettings()
     if any(isinstance(value, Mapping) for value in given.values()):
         settings.problems.append(f"{settings.origin}: layers with rotary positions of their own")
         return RotarySettings()
     kind = given.get("rope_type") or given.get("type") or "default"
-    if kind not in _REQUIRED:
+    if not isinstance(kind, str) or kind not in _REQUIRED:
         known = ", ".join(_REQUIRED)
         settings.problems.append(
             f"{settings.origin}: rotary scaling {kind!r} cannot be represented; known: {known}"
         )
         return RotarySettings()
-    base = given.get("rope_theta") or settings.number(
-        "rope_theta", "rotary_emb_base", default=10000.0
-    )
-    part = given.get("partial_rotary_factor")
-    if part is None:
-        part = settings.number("partial_rotary_factor", "rotary_pct", default=fraction)
+    base = settings.number("rope_theta", "rotary_emb_base", default=FT_BASE)
+    part = settings.number("partial_rotary_factor", "rotary_pct", default=fraction)
+    inner = Settings(given, f"{settings.origin}: rotary scaling", settings.problems)
+    base = inner.number("rope_theta", default=base)
+    part = inner.number("partial_rotary_factor", default=part)
     missing = [name for name in _REQUIRED[kind] if given.get(name) is None]
     if missing:
         settings.problems.append(
             f"{settings.origin}: {kind} rotary scaling without {', '.join(missing)}"
         )
         return RotarySettings()
-    return RotarySettings(kind, float(base), float(part), _scaling(kind, given, settings))
+    return RotarySettings(kind, base, part, _scaling(kind, inner, settings))
 
 
 def plain_rotary_dims(settings: Settings, size_per_head: int, *, fraction: float) -> int:
@@ -84,41 +88,41 @@ def plain_rotary_dims(settings: Settings, size_per_head: int, *, fraction: float
     return int(size_per_head * rotary.fraction)
 
 
-def _scaling(kind: str, given: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def _scaling(kind: str, given: Settings, settings: Settings) -> dict[str, Any]:
     if kind == "default":
         return {}
     context = settings.integer("max_position_embeddings")
-    out: dict[str, Any] = {name: given[name] for name in _REQUIRED[kind]}
+    out: dict[str, Any] = {name: given.number(name) for name in _REQUIRED[kind]}
     if kind == "dynamic":
         # The growth is measured against the model's own limit.
         out["original_max_position_embeddings"] = context
     if kind in ("llama3", "yarn"):
         # A key beside rope_scaling counts before one inside it; the limit is the last resort.
-        inside = given.get("original_max_position_embeddings") or context
+        inside = given.integer("original_max_position_embeddings", default=context)
         original = settings.integer("original_max_position_embeddings", default=inside)
         out["original_max_position_embeddings"] = original
     if kind == "yarn":
         out |= {
-            "beta_fast": float(given.get("beta_fast") or 32.0),
-            "beta_slow": float(given.get("beta_slow") or 1.0),
+            "beta_fast": given.number("beta_fast", default=32.0),
+            "beta_slow": given.number("beta_slow", default=1.0),
             "attention_factor": _attention_factor(given),
-            "truncate": bool(given.get("truncate", True)),
+            "truncate": given.flag("truncate", default=True),
         }
     return out
 
 
-def _attention_factor(given: Mapping[str, Any]) -> float:
+def _attention_factor(given: Settings) -> float:
     """Return what yarn multiplies sine and cosine by.
 
     YaRN (arXiv 2309.00071), section 3.4; mscale and mscale_all_dim are DeepSeek's refinement.
     """
-    if given.get("attention_factor") is not None:
-        return float(given["attention_factor"])
+    if given.source.get("attention_factor") is not None:
+        return given.number("attention_factor")
+    factor = given.number("factor")
 
     def growth(weight: float) -> float:
-        factor = float(given["factor"])
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    if given.get("mscale") and given.get("mscale_all_dim"):
-        return growth(float(given["mscale"])) / growth(float(given["mscale_all_dim"]))
+    if given.source.get("mscale") and given.source.get("mscale_all_dim"):
+        return growth(given.number("mscale")) / growth(given.number("mscale_all_dim"))
     return growth(1.0)

@@ -56,13 +56,16 @@ class Settings:
             return None
         return default
 
-    def integer(self, *names: str, default: Any = _REQUIRED) -> int:
-        """Return a positive or zero integer; 1 stands in where a problem was noted."""
+    def integer(self, *names: str, default: Any = _REQUIRED, least: int = 1) -> int:
+        """Return an integer of at least `least`; 1 stands in where a problem was noted."""
         value = self.value(*names, default=default)
         if value is None:
             return 1
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            self.problems.append(f"{self.origin}: {names[0]} = {value!r} is not a count")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.problems.append(
+                f"{self.origin}: {names[0]} = {value!r} is not a count; expected a whole number "
+                f"of at least {least}"
+            )
             return 1
         return value
 
@@ -87,7 +90,7 @@ class Settings:
     def activation(self, *names: str, default: str) -> tuple[str, bool]:
         """Return (spelling in config.ini, whether gelu is by erf)."""
         name = self.value(*names, default=default)
-        if name not in _ACTIVATIONS:
+        if not isinstance(name, str) or name not in _ACTIVATIONS:
             known = ", ".join(_ACTIVATIONS)
             self.problems.append(
                 f"{self.origin}: {names[0]} = {name} cannot be represented; known: {known}"
@@ -129,8 +132,8 @@ class Settings:
         ):
             candidates = (
                 facts.given_int(ours),
-                _single(self.source.get(name, default)),
-                _single(generation.get(name)),
+                self.token(name, self.source.get(name, default)),
+                self.token(name, generation.get(name)),
                 told,
             )
             found.append(next((token for token in candidates if token is not None), None))
@@ -143,6 +146,15 @@ class Settings:
             )
             return 0, 0
         return start, end
+
+    def token(self, name: str, value: Any) -> int | None:
+        """Return the first of several token ids (a model may name several last tokens)."""
+        if isinstance(value, list):
+            value = value[0] if value else None
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            self.problems.append(f"{self.origin}: {name} = {value!r} is not a token id")
+            return None
+        return value
 
     def finish(self) -> None:
         """Raise what was noted.
@@ -164,13 +176,6 @@ def _generation_config(facts: Facts) -> Mapping[str, Any]:
                 raise CheckpointMismatchError(f"{file.path} is not JSON: {error}") from error
             return content if isinstance(content, Mapping) else {}
     return {}
-
-
-def _single(value: Any) -> int | None:
-    """Return the first of several token ids (a model may name several last tokens)."""
-    if isinstance(value, list):
-        value = value[0] if value else None
-    return int(value) if value is not None else None
 
 
 def huggingface_settings(source: Mapping[str, Any]) -> Settings:

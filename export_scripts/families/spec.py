@@ -21,6 +21,8 @@ Index = Mapping[str, int | str]
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
+# A damaged number would otherwise have its tensors listed until memory ends.
+_MOST_LAYERS = 10_000
 _INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -88,10 +90,20 @@ class ModelConfig:
         return {task.task_name: task.prompt_length for task in self.tasks}
 
     def index_values(self, placeholder: str) -> Sequence[int | str]:
-        """Return the values a placeholder such as {layer} or {task} takes, in order."""
+        """Return the values a placeholder such as {layer} or {task} takes, in order.
+
+        Raises:
+            ValueError: There would be more layers than any model has.
+        """
         if placeholder == "task":
             return [task.task_name for task in self.tasks]
-        return range(int(getattr(self, self.INDICES[placeholder])))
+        name = self.INDICES[placeholder]
+        count = int(getattr(self, name))
+        if count > _MOST_LAYERS:
+            raise ValueError(
+                f"{name} = {count}: expected at most {_MOST_LAYERS}; the configuration is damaged"
+            )
+        return range(count)
 
     def dim(self, name: str | int, index: Index) -> int:
         """Return the size of a dimension: a number, or a field or property of this config."""
@@ -157,7 +169,7 @@ class ModelConfig:
                     problems.append(f"config.ini [{section}] has no {_key(field)}")
                 continue
             try:
-                values[field.name] = _parse(text, hints[field.name])
+                values[field.name] = parse_value(text, hints[field.name])
             except ValueError as error:
                 problems.append(f"config.ini [{section}] {_key(field)}: {error}")
         tasks = _parse_tasks(sections, cls.SECTION, problems)
@@ -186,7 +198,16 @@ def _spell(value: Any, as_digit: bool) -> str:
     return str(value)
 
 
-def _parse(text: str, hint: Any) -> Any:
+def parse_value(text: str, hint: Any) -> Any:
+    """Return the value that a config.ini key's text stands for.
+
+    Args:
+        text: What the file says.
+        hint: Type of the config's field.
+
+    Raises:
+        ValueError: The text is no such value.
+    """
     kind = str(hint)
     if hint is str or "str" in kind:
         return text
@@ -195,7 +216,10 @@ def _parse(text: str, hint: Any) -> Any:
             raise ValueError(f"{text!r} is not a boolean (true/yes/on/1, false/no/off/0)")
         return _BOOLEANS[text.lower()]
     if hint is float or "float" in kind:
-        return float(text)
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a number") from None
     return parse_integer(text)
 
 

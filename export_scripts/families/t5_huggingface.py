@@ -81,15 +81,16 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
     proj = str(settings.value("feed_forward_proj", default="relu"))
     spelling, exact_gelu = _FEED_FORWARD[proj]
     layers = settings.integer("num_layers")
-    pad = settings.integer("pad_token_id", default=0)
-    start = settings.integer("decoder_start_token_id", default=pad)
-    eos = settings.value("eos_token_id", default=1)
+    pad = settings.integer("pad_token_id", default=0, least=0)
+    start = settings.integer("decoder_start_token_id", default=pad, least=0)
+    eos = settings.token("eos_token_id", source.get("eos_token_id"))
+    eos = 1 if eos is None else eos
     decoder: dict[str, Any] = {}
     if has_decoder:
         decoder = {
             "num_decoder_layers": settings.integer("num_decoder_layers", default=layers),
             "decoder_start_token_id": start,
-            "eos_token_id": eos[0] if isinstance(eos, list) else eos,
+            "eos_token_id": eos,
             "tie_word_embeddings": _scales_logits(settings),
         }
     config = T5Config(

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from export_scripts.families.megatron_traits import refuse_mistyped
 from export_scripts.families.origin import Facts
 from export_scripts.families.t5_config import FT_MAX_DISTANCE, FT_NORM_EPS, T5Config
 
@@ -138,16 +139,22 @@ class NemoT5:
 
 
 def nemo_t5(config: Mapping[str, Any]) -> NemoT5:
-    """Return the facts of a NeMo model_config, flat or with a section per stack."""
+    """Return the facts of a NeMo model_config, flat or with a section per stack.
+
+    Raises:
+        CheckpointMismatchError: A size in it is none.
+    """
 
     def side(name: str) -> Side:
         own = config.get(name)
         flat = {k: v for k, v in config.items() if k not in ("encoder", "decoder")}
         return Side(name=name, source={**flat, **own} if isinstance(own, Mapping) else flat)
 
+    sides = {name: side(name) for name in ("encoder", "decoder")}
+    for name, each in sides.items():
+        refuse_mistyped(each.source, f"model_config.yaml, {name}")
     return NemoT5(
-        encoder=side("encoder"),
-        decoder=side("decoder"),
+        **sides,
         pp_size=config.get("pipeline_model_parallel_size") or 1,
         split_rank=config.get("pipeline_model_parallel_split_rank") or 0,
     )

@@ -28,6 +28,7 @@ class FolderLock:
         self._path = path
         self._shown = shown
         self._fd = -1
+        self._made: list[Path] = []
         self.held = True
 
     def __enter__(self) -> FolderLock:
@@ -36,9 +37,14 @@ class FolderLock:
         Raises:
             ValueError: Another process holds it.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        folder = self._path.parent
+        self._made = [each for each in (folder, *folder.parents) if not each.exists()]
         while True:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:  # a failed run took away the folder it had made
+                continue
             try:
                 self._lock(fd)
                 # The file may have been removed by its last holder between opening and locking.
@@ -70,7 +76,10 @@ class FolderLock:
             ) from None
 
     def __exit__(self, *_: object) -> None:
-        """Free the lock and remove its file."""
+        """Free the lock; remove its file, and the folders made for it if they stayed empty."""
         self._path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            for folder in self._made:
+                folder.rmdir()
         os.close(self._fd)
         self._fd = -1

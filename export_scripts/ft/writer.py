@@ -252,6 +252,8 @@ def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     temporary.rename(path)
 
 
-def _remove(folder: Path) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

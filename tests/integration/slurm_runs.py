@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -13,24 +12,17 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-TOYS = ROOT / "tests" / "unit" / "launcher_scripts"
-sys.path[:0] = [str(HERE), str(TOYS)]
+from launcher_scripts.compose import compose_config
+from launcher_scripts.config import Config
+from launcher_scripts.console import Console
+from launcher_scripts.launchers.base import Job
+from launcher_scripts.launchers.slurm import SlurmLauncher
+from launcher_scripts.pipeline import PlannedStage
+from launcher_scripts.run import Run
+from stages.base import Stage
+from stages.record import JobRecord, read_record
+from tests.integration.slurm_cluster import SlurmCluster, missing_programs
 
-from slurm_cluster import SlurmCluster, missing_programs  # noqa: E402
-
-from launcher_scripts.compose import compose_config  # noqa: E402
-from launcher_scripts.config import Config  # noqa: E402
-from launcher_scripts.console import Console  # noqa: E402
-from launcher_scripts.launchers.base import Job  # noqa: E402
-from launcher_scripts.launchers.slurm import SlurmLauncher  # noqa: E402
-from launcher_scripts.pipeline import PlannedStage  # noqa: E402
-from launcher_scripts.run import Run  # noqa: E402
-from stages.base import Stage  # noqa: E402
-from stages.record import JobRecord, read_record  # noqa: E402
-
-SETUP = f"['export PYTHONPATH={TOYS}:$PYTHONPATH']"
 CLUSTER = (
     "cluster=bcm",
     "cluster_type=bcm",
@@ -74,7 +66,6 @@ def make_run(*stages: Stage, words: tuple[str, ...] = ()) -> Run:
     jobs = {
         stage.name: Job(stage=stage, prefix="t-", environment={"TOYS": "1"}) for stage in stages
     }
-    words = (*words, f"cluster.setup={SETUP}")
     planned = [PlannedStage(stage, stage.finding()) for stage in stages]
     return Run(SlurmLauncher(configure(*words)), Console(), planned, jobs)
 

@@ -13,21 +13,24 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent)]
-
-from slurm_cluster import SlurmCluster  # noqa: E402
-from slurm_runs import (  # noqa: E402
+from launcher_scripts.launchers.base import SubmissionError
+from tests.conftest import ROOT
+from tests.integration.slurm_cluster import SlurmCluster
+from tests.integration.slurm_runs import (
     CLUSTER,
-    ROOT,
     make_run,
     reachable,  # noqa: F401
     record,
     slurm_cluster,  # noqa: F401
     wait_until,
 )
-from toy_stages import EnvironmentStage, SleepStage, TwiceStage, WriteStage, settings  # noqa: E402
-
-from launcher_scripts.launchers.base import SubmissionError  # noqa: E402
+from tests.unit.launcher_scripts.toy_stages import (
+    EnvironmentStage,
+    SleepStage,
+    TwiceStage,
+    WriteStage,
+    settings,
+)
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
 

@@ -18,13 +18,19 @@ from typing import Any
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent)]
-
-from slurm_cluster import SlurmCluster  # noqa: E402
-from slurm_runs import (  # noqa: E402
+from launcher_scripts.console import Console
+from launcher_scripts.job_folder import make_job
+from launcher_scripts.launchers.slurm import SlurmLauncher
+from launcher_scripts.run import Run
+from launcher_scripts.stage_configs import Context, build_stage
+from launcher_scripts.sweep import Combination, Outcome, run_sweep
+from stages.base import Resources, StageError
+from stages.convert import ConvertStage
+from stages.preflight import check_mpi, ping
+from tests.conftest import ROOT
+from tests.integration.slurm_cluster import SlurmCluster
+from tests.integration.slurm_runs import (
     CLUSTER,
-    ROOT,
-    SETUP,
     configure,
     make_run,
     reachable,  # noqa: F401
@@ -32,23 +38,13 @@ from slurm_runs import (  # noqa: E402
     slurm_cluster,  # noqa: F401
     wait_until,
 )
-from toy_stages import (  # noqa: E402
+from tests.unit.launcher_scripts.toy_stages import (
     EnvironmentStage,
     HalfwayStage,
     RanksStage,
     WriteStage,
     settings,
 )
-
-from launcher_scripts.console import Console  # noqa: E402
-from launcher_scripts.job_folder import make_job  # noqa: E402
-from launcher_scripts.launchers.slurm import SlurmLauncher  # noqa: E402
-from launcher_scripts.run import Run  # noqa: E402
-from launcher_scripts.stage_configs import Context, build_stage  # noqa: E402
-from launcher_scripts.sweep import Combination, Outcome, run_sweep  # noqa: E402
-from stages.base import Resources, StageError  # noqa: E402
-from stages.convert import ConvertStage  # noqa: E402
-from stages.preflight import check_mpi, ping  # noqa: E402
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
 SECTIONS: dict[str, Any] = {name: {} for name in ("export", "convert", "deploy", "evaluate")}
@@ -216,7 +212,7 @@ def test_one_failure_in_an_array_stops_only_its_own_chain(tmp_path: Path) -> Non
             EnvironmentStage(settings(folder, "environment")),
         )
         combination = Combination({"size": value}, ())
-        outcomes.append(Outcome(combination, folder, run, configure(f"cluster.setup={SETUP}")))
+        outcomes.append(Outcome(combination, folder, run, configure()))
     console = Console(io.StringIO())
     assert run_sweep(outcomes, wait=True, console=console, folder=tmp_path / "both") == 1
     assert [each.state for each in outcomes] == ["failed", "completed"]

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 import submitit
 from submitit.core import plugins
-from test_run import is_alive, wait_for
-from toy_stages import RanksStage, SleepStage, WriteStage, settings
 
 from launcher_scripts.arguments import read_arguments
 from launcher_scripts.compose import compose_config
@@ -26,6 +24,8 @@ from launcher_scripts.run import Run
 from stages.base import Resources, Stage
 from stages.record import JobRecord, read_record
 from tests.bcprun_stand_in import become_replica
+from tests.unit.launcher_scripts.test_run import is_alive, wait_for
+from tests.unit.launcher_scripts.toy_stages import RanksStage, SleepStage, WriteStage, settings
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -41,7 +41,6 @@ def make_run(*stages: Stage) -> tuple[Run, io.StringIO]:
     words = [
         "export=gpt3/sample",
         "cluster_type=bcp",
-        f"cluster.setup=['export PYTHONPATH={HERE}:$PYTHONPATH']",
     ]
     config = compose_config(read_arguments(words).overrides).config
     assert config is not None

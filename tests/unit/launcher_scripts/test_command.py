@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_run import make_run, wait_for
-from toy_stages import WriteStage, settings
 
 from launcher_scripts.actions import look_after
 from launcher_scripts.arguments import read_arguments
@@ -20,6 +18,8 @@ from launcher_scripts.console import Console, progress_text, table
 from launcher_scripts.main import main
 from stages.progress import ProgressState
 from stages.record import JobRecord, read_record, write_record
+from tests.unit.launcher_scripts.test_run import make_run, wait_for
+from tests.unit.launcher_scripts.toy_stages import WriteStage, settings
 
 ROOT = Path(__file__).resolve().parents[3]
 SAMPLE = "export=gpt3/sample"
@@ -145,8 +145,8 @@ def test_cancel_ends_a_running_job_of_another_command(tmp_path: Path) -> None:
     program = (
         "import sys; sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\n"
-        "from test_run import make_run\n"
-        "from toy_stages import SleepStage, settings\n"
+        "from tests.unit.launcher_scripts.test_run import make_run\n"
+        "from tests.unit.launcher_scripts.toy_stages import SleepStage, settings\n"
         "SleepStage.name = 'convert'\n"
         "stage = SleepStage(settings(Path(sys.argv[3]), 'convert'))\n"
         "sys.exit(make_run(stage)[0].run_all(wait=False))\n"

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-from toy_stages import EnvironmentStage, ServeStage, SleepStage, WriteStage, settings
 
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import Job
@@ -22,6 +21,13 @@ from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.run import Run
 from stages.base import Stage
 from stages.record import read_record
+from tests.unit.launcher_scripts.toy_stages import (
+    EnvironmentStage,
+    ServeStage,
+    SleepStage,
+    WriteStage,
+    settings,
+)
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {"PYTHONPATH": str(HERE), "GREETING": "it's a $test"}
@@ -154,8 +160,8 @@ def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys; sys.path[:0] = sys.argv[1:3]\n"
         "from pathlib import Path\n"
-        "from test_run import make_run\n"
-        "from toy_stages import SleepStage, settings\n"
+        "from tests.unit.launcher_scripts.test_run import make_run\n"
+        "from tests.unit.launcher_scripts.toy_stages import SleepStage, settings\n"
         "make_run(SleepStage(settings(Path(sys.argv[3]), 'sleep')))[0].run_all(wait=False)\n"
     )
     root = HERE.parents[2]

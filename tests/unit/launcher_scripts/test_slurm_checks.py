@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from toy_stages import RanksStage, settings
 
 from launcher_scripts.arguments import read_arguments
 from launcher_scripts.compose import compose_config
@@ -13,6 +12,7 @@ from launcher_scripts.launchers.slurm import SlurmLauncher
 from launcher_scripts.launchers.slurm_checks import own_file_system
 from launcher_scripts.main import main
 from stages.base import Resources, Stage
+from tests.unit.launcher_scripts.toy_stages import RanksStage, settings
 
 SINFO = "echo batch; echo debug"
 SRUN = 'case "$*" in --help) echo "  --mpi=type";; --mpi=list) echo "MPI: none pmi2" >&2;; esac'

@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 import pytest
-from test_run import make_run
-from toy_stages import WriteStage, settings
 
 from launcher_scripts.console import Console
 from launcher_scripts.main import main
 from launcher_scripts.sweep import Combination, Outcome, combinations, comparison, run_sweep
+from tests.unit.launcher_scripts.test_run import make_run
+from tests.unit.launcher_scripts.toy_stages import WriteStage, settings
 
 SAMPLE = ("--multirun", "export=gpt3/sample")
 TP = "export.model.tensor_model_parallel_size"
