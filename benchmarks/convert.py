@@ -211,6 +211,8 @@ def our_command(source: Path, target: Path, tp: int, processes: int) -> list[str
         *("--checkpoint-path", str(source), "--output-dir", str(target)),
         *("--tensor-model-parallel-size", str(tp), "--weight-data-type", "fp16"),
         *("--processes", str(processes)),
+        # The synthetic checkpoint has no tokenizer to tell them.
+        *("--set", "start_id=0", "--set", "end_id=0"),
     ]
 
 
