@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton  # type: ignore[import-not-found]
-import triton.language as tl  # type: ignore[import-not-found]
+import triton
+import triton.language as tl
 
 MOST_ROWS = 64
 _LEAST_ROWS = 16  # that a tensor core multiplies

@@ -83,7 +83,7 @@ class Meeting:
             place: Of this process, which is rank 0.
             host: Address to listen at, one of this node.
             port: To listen at.
-            timeout_s: Silence after which a rank counts as lost.
+            timeout_s: Time within which the silence of a rank is noticed.
 
         Raises:
             MeetingError: The address cannot be had.
@@ -91,7 +91,8 @@ class Meeting:
         assert place.rank == 0, "rank 0 opens the meeting"
         self.place = place
         self._address = f"{host}:{port}"
-        self._timeout_s = timeout_s
+        # Shorter than the wait for an answer, so that the reason names the rank.
+        self._silence_s = max(timeout_s / 2, timeout_s - 2 * _BEAT_S)
         self._opened = self._looked = monotonic()
         self._beats: dict[int, tuple[int, float]] = {}  # per rank: last count, and when it rose
         self._problem: str | None = None
@@ -128,7 +129,7 @@ class Meeting:
             if name and first != rank:
                 problems[rank] = (
                     f"uses the same GPU as rank {first} ({name}); start at most one process per "
-                    "visible GPU, or set --device cpu"
+                    "visible GPU, or compute on the CPU (device=cpu)"
                 )
         return problems
 
@@ -157,7 +158,7 @@ class Meeting:
         last, since = self._beats.get(rank, (0, now))
         if count != last:
             self._beats[rank] = (count, now)
-        elif now - since > self._timeout_s:
+        elif now - since > self._silence_s:
             who = self._watch.get(f"who/{rank}").decode()
             return f"has not been heard of for {now - since:.1f} s ({who})"
         return None

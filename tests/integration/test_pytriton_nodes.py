@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.integration.slurm_cluster import SlurmCluster
+from tests.integration.slurm_runs import slurm_cluster
 from tests.integration.test_pytriton import (
     END_S,
     LENGTHS,
@@ -19,11 +20,6 @@ from tests.integration.test_pytriton import (
     running,
 )
 from tests.integration.triton_process import lives, until
-
-sys.path[:0] = [str(Path(__file__).parent)]
-
-from slurm_cluster import SlurmCluster  # noqa: E402
-from slurm_runs import slurm_cluster  # noqa: E402
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton]
 __all__ = ["expected", "slurm_cluster"]  # fixtures

@@ -269,7 +269,7 @@ def test_dead_worker_fails_requests_and_takes_the_model_out_of_service(
                 in_flight.result(20)
             until(lambda: not client.is_ready(MODEL), limit_s=20)
             assert not client.is_ready()
-            assert f"model {MODEL} is" in (server.failure() or "")
+            assert f"{MODEL} is out of service: rank 1" in (server.failure() or "")
             with pytest.raises(InferenceServerException):
                 client.infer(MODEL, _request([1, 2]))
     assert not [pid for pid in running if lives(pid)]

@@ -1,0 +1,1 @@
+"""Serving through PyTriton: one process for each rank, text in and text out."""

