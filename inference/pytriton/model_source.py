@@ -205,8 +205,8 @@ def _earlier_download(name: ModelName) -> Path | None:
 def _no_download(name: ModelName, ft_dir: Path, reason: str) -> str:
     return (
         f"--hf-model-name={name.text} is no local path, is not converted ({ft_dir} does not "
-        f"exist), and cannot be downloaded: {reason}. Without a network give the path of a "
-        "checkpoint instead: a Hugging Face folder, a .nemo archive, or a converted <TP>-gpu folder"
+        f"exist), and cannot be downloaded: {reason.rstrip('.')}. Without a network give the path "
+        "of a checkpoint instead: a Hugging Face folder, a .nemo archive, or a <TP>-gpu folder"
     )
 
 
