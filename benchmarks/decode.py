@@ -215,6 +215,20 @@ def _percentile(values: Sequence[float], percent: int) -> str:
     return f"{statistics.quantiles(values, n=100)[percent - 1] * 1e3:.1f}"
 
 
+def run_batches(table: Sequence[Contender], args: argparse.Namespace, *, vocab_size: int) -> None:
+    """Measure and report every batch size on the same random prompts, then close the contenders."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1)
+    for batch in args.batch:
+        shape = (batch, args.input_len)
+        prompts = torch.randint(1, vocab_size, shape, generator=generator).tolist()
+        measure(table, prompts, args)
+        report(table, batch, args)
+    for each in table:
+        each.close()
+
+
 def main() -> None:
     """Parse the command line and run."""
     parser = argparse.ArgumentParser(
@@ -239,14 +253,7 @@ def main() -> None:
     write_gpt2(folder)
     ft_dir = convert(folder, args.work_dir / "gpt2_ft")
     table = contenders(args, folder, ft_dir)
-    generator = torch.Generator().manual_seed(1)
-    for batch in args.batch:
-        shape = (batch, args.input_len)
-        prompts = torch.randint(1, 50000, shape, generator=generator).tolist()
-        measure(table, prompts, args)
-        report(table, batch, args)
-    for each in table:
-        each.close()
+    run_batches(table, args, vocab_size=50000)
 
 
 if __name__ == "__main__":

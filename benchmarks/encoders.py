@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.decode import Contender, StepClock, convert, measure, report
+from benchmarks.decode import Contender, StepClock, convert, run_batches
 from benchmarks.models import write_bert, write_t5
 
 
@@ -149,7 +149,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    generator = torch.Generator().manual_seed(1)
     kinds: dict[str, Contenders] = {
         "T5": partial(t5_contenders, args.work_dir),
         "BERT": partial(bert_contenders, args.work_dir),
@@ -159,13 +158,7 @@ def main() -> None:
         table = contenders()
         if name == "BERT":  # tokens are those put in
             args.output_len = args.input_len
-        for batch in args.batch:
-            shape = (batch, args.input_len)
-            prompts = torch.randint(1, 30000, shape, generator=generator).tolist()
-            measure(table, prompts, args)
-            report(table, batch, args)
-        for each in table:
-            each.close()
+        run_batches(table, args, vocab_size=30000)
 
 
 if __name__ == "__main__":
