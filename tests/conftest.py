@@ -19,3 +19,15 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip(f"reference material not found at {SHARED}; set SLIPWAY_SHARED to its folder")
     return SHARED
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--soak", type=int, default=1, metavar="N", help="make tests marked soak N times as long"
+    )
+
+
+@pytest.fixture(scope="session")
+def soak(pytestconfig: pytest.Config) -> int:
+    """Return how many times as long as usual a test marked soak goes on."""
+    return int(pytestconfig.getoption("--soak"))

@@ -59,12 +59,20 @@ def started(source: Path, output_dir: Path) -> int:
     return child
 
 
+def files_in(folder: Path) -> int:
+    """Return how many files a folder holds; the last rename may take it away at any moment."""
+    try:
+        return len(os.listdir(folder))
+    except FileNotFoundError:
+        return 0
+
+
 def killed_after(files: int, source: Path, output_dir: Path, pause_s: float) -> bool:
     """Run a conversion and kill it once some files are there; return whether it was cut off."""
     staging = WorkPaths.of(output_dir, 3).staging
     child = started(source, output_dir)
     while os.waitpid(child, os.WNOHANG) == (0, 0):
-        if staging.is_dir() and sum(1 for _ in staging.iterdir()) >= files:
+        if staging.is_dir() and files_in(staging) >= files:
             time.sleep(pause_s)
             os.kill(child, signal.SIGKILL)
             return os.waitpid(child, 0)[1] != 0
