@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
-import subprocess
 import time
+from collections.abc import Iterable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from launcher_scripts.config import Config
 from launcher_scripts.console import Console, table
+from launcher_scripts.run import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from stages import STAGES, record
-from stages.progress import read_json, write_json
+from stages.progress import read_json, read_progress, write_json
 
 LAST_RUN = "last_run.json"
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 _POLL_S = 0.3
 _CANCEL_S = 60.0
 
@@ -61,8 +62,8 @@ def _compare(config: Config, console: Console) -> int:
     history_dir = config.evaluate.history_dir
     if len(config.runs) != 2 or history_dir is None:
         console.say(
-            "action=compare needs two runs, such as runs=[latest~1,latest], and the run store "
-            "they are kept in, evaluate.history_dir."
+            "action=compare needs two runs, such as action=compare latest~1 latest, and the run "
+            "store they are kept in, evaluate.history_dir."
         )
         return EXIT_USAGE
     page = Path(history_dir) / "comparison.html"
@@ -89,65 +90,121 @@ def _read(results_dir: Path, stage: str) -> record.JobRecord | None:
         from launcher_scripts.launchers.slurm_state import settle
 
         return settle(path)
-    is_here = found.host == socket.gethostname()
-    if is_here and found.process is not None and not Path(f"/proc/{found.process}").exists():
-        return record.update_record(
-            path, found.job_id, state=record.LOST, error="the job ended without a word"
+    if _is_here(found) and found.process is not None and not _is_process_of(found, path.parent):
+        return record.correct_record(
+            path,
+            found,
+            state=record.LOST,
+            error="the job ended without a word: killed, or the machine was restarted",
         )
     return found
 
 
+def _is_here(found: record.JobRecord) -> bool:
+    return found.host == socket.gethostname()
+
+
+def _is_process_of(found: record.JobRecord, folder: Path) -> bool:
+    """Whether the process of the record is still that of the job: ids are used again."""
+    try:
+        command = Path(f"/proc/{found.process}/cmdline").read_bytes()
+    except OSError:
+        return False
+    return os.fsencode(folder / "submitit" / found.job_id) in command
+
+
 def _status(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
-    del results_dir
     rows = [_row(each) for each in records]
-    console.say(table(("stage", "job", "state", "node", "seconds", "exit", "log"), rows))
+    console.say(table(("stage", "job", "state", "node", "elapsed", "exit"), rows))
     for each in records:
-        if each.error:
-            console.say(f"{each.stage}: {each.error}")
+        if text := each.error or _doing(each, results_dir):
+            console.say(f"{each.stage}: {text}")
+    for each in records:
+        has_log = bool(each.log) and Path(each.log).exists()
+        console.say(f"{each.stage}: {f'log {each.log}' if has_log else 'no log'}")
+    return _exit_status(records)
+
+
+def _exit_status(records: Iterable[record.JobRecord]) -> int:
     bad = (record.FAILED, record.LOST, record.CANCELLED)
     return EXIT_FAILED if any(each.state in bad for each in records) else EXIT_OK
+
+
+def _doing(found: record.JobRecord, results_dir: Path) -> str:
+    """Return what a job that has not ended is doing, or waits for."""
+    if found.is_final:
+        return ""
+    if found.cluster == "bcm":
+        from launcher_scripts.launchers.slurm_state import waiting_for
+
+        if reason := waiting_for(found.job_id):
+            after = f" ({found.dependency})" if found.dependency and reason == "Dependency" else ""
+            return f"in the queue: {reason}{after}"
+    return read_progress(results_dir / found.stage / "progress.json").phase
 
 
 def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
     """Print every job's log; of those that run, go on until they end."""
     for each in records:
-        console.say(f"==> {each.stage}: {each.log}")
-        path = Path(each.log)
-        position = 0
+        console.say(f"==> {each.stage}: {each.log or 'no log'}")
+        if not each.log:
+            continue
+        log = Path(each.log)
+        positions = dict.fromkeys((log, log.with_suffix(".err")), 0)
         while True:
-            ended = (_read(results_dir, each.stage) or each).is_final
-            if path.exists():
-                with path.open(encoding="utf-8", errors="replace") as log:
-                    log.seek(position)
-                    text = log.read()
-                    position = log.tell()
-                if text:
-                    console.say(text.rstrip("\n"))
-            if ended:
+            has_ended = (_read(results_dir, each.stage) or each).is_final
+            for path in positions:
+                positions[path] = _print_from(path, positions[path], console)
+            if has_ended:
                 break
             time.sleep(_POLL_S)
-    return EXIT_OK
+    return _exit_status(_read(results_dir, each.stage) or each for each in records)
+
+
+def _print_from(path: Path, position: int, console: Console) -> int:
+    """Print what a log holds after `position`, and return where it ends now."""
+    if not path.is_file():
+        return position
+    with path.open(encoding="utf-8", errors="replace") as log:
+        log.seek(position)
+        console.write(log.read())
+        return log.tell()
 
 
 def _cancel(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
     """End every job that has not ended, the last of the chain first."""
     running = [each for each in records if not each.is_final]
+    if not running:
+        console.say("nothing to cancel: every job has ended")
+        return EXIT_OK
+    asked = []
     for each in reversed(running):
-        if each.cluster == "bcm":
-            subprocess.run(["scancel", each.job_id], check=False, timeout=_CANCEL_S)
-        elif each.process is not None and each.host == socket.gethostname():
-            os.kill(each.process, signal.SIGTERM)
+        if objection := _cancel_one(each, results_dir):
+            console.say(f"{each.stage} (job {each.job_id}) cannot be cancelled: {objection}")
         else:
-            console.say(f"{each.stage} runs on {each.host}; cancel it there.")
-        console.say(f"cancelling {each.stage} (job {each.job_id})")
+            console.say(f"cancelling {each.stage} (job {each.job_id})")
+            asked.append(each)
     deadline = time.monotonic() + _CANCEL_S
-    while time.monotonic() < deadline:
-        again = [_read(results_dir, each.stage) for each in running]
-        if all(each is None or each.is_final for each in again):
-            return EXIT_OK
+    while not all((_read(results_dir, each.stage) or each).is_final for each in asked):
+        if time.monotonic() > deadline:
+            console.say(f"some jobs have not ended within {_CANCEL_S:g} s; see action=status")
+            return EXIT_FAILED
         time.sleep(_POLL_S)
-    console.say(f"some jobs have not ended within {_CANCEL_S:g} s; see action=status")
-    return EXIT_FAILED
+    return EXIT_OK if len(asked) == len(running) else EXIT_FAILED
+
+
+def _cancel_one(found: record.JobRecord, results_dir: Path) -> str:
+    """Ask a job to end; return why it cannot be asked, empty if it was."""
+    if found.cluster == "bcm":
+        from launcher_scripts.launchers.slurm_state import cancel
+
+        return cancel(found.job_id)
+    if not _is_here(found):
+        return f"it runs on {found.host}; give the command there"
+    if found.process is not None and _is_process_of(found, results_dir / found.stage):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(found.process, signal.SIGTERM)
+    return ""
 
 
 _ACTIONS = {"status": _status, "logs": _logs, "cancel": _cancel}
@@ -156,13 +213,22 @@ _ACTIONS = {"status": _status, "logs": _logs, "cancel": _cancel}
 def _row(found: record.JobRecord) -> tuple[str, ...]:
     code = "-" if found.exit_code is None else str(found.exit_code)
     facts = (found.stage, found.job_id, found.state, found.host or "-")
-    return (*facts, _elapsed(found), code, found.log)
+    return (*facts, _elapsed(found), code)
 
 
 def _elapsed(found: record.JobRecord) -> str:
-    if found.seconds is not None:
-        return f"{found.seconds:.1f}"
+    """Return how long a job has run, as [D-]H:MM:SS."""
     if not found.started_at:
         return "-"
+    if found.seconds is not None:
+        return clock(found.seconds)
     started = datetime.fromisoformat(found.started_at)
-    return f"{(datetime.now(timezone.utc) - started).total_seconds():.0f}"
+    ended = datetime.fromisoformat(found.ended_at) if found.ended_at else datetime.now(timezone.utc)
+    return clock((ended - started).total_seconds())
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as H:MM:SS, with days in front where there are some."""
+    days, rest = divmod(round(max(seconds, 0)), 24 * 3600)
+    text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
+    return f"{days}-{text}" if days else text

@@ -13,14 +13,15 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from launcher_scripts.config import CLUSTERS, ClusterConfig, keys
+from launcher_scripts.cluster_config import CLUSTERS, ClusterConfig
+from launcher_scripts.option import keys_of
 from launcher_scripts.suggest import did_you_mean
 
 CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm"}
 _FOREIGN_CLUSTERS = {
     "k8s": "Kubernetes is not supported; use local inside a pod, bcm or bcp",
 }
-_CLUSTER_KEYS = {key.name for key in keys(ClusterConfig)}
+_CLUSTER_KEYS = {key.name for key in keys_of(ClusterConfig)}
 _FREE_NAMES = (
     "env_vars.",
     "evaluate.gate.",
@@ -60,17 +61,31 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     problems = [
         f"unknown argument {each}; run with --help to see what there is." for each in unknown
     ]
-    overrides, more = _translate(known.overrides, chooses_files=known.config_path is None)
+    words = _with_runs(known.overrides)
+    extra_dir = _folder(known.config_dir)
+    if extra_dir is not None and not extra_dir.is_dir():
+        problems.append(f"--config-dir={extra_dir} is not a folder.")
+        extra_dir = None
+    overrides, more = _translate(words, chooses_files=known.config_path is None)
     return Arguments(
         overrides=tuple(overrides),
         problems=(*problems, *more),
         config_dir=_folder(known.config_path),
         config_name=known.config_name,
-        extra_dir=_folder(known.config_dir),
+        extra_dir=extra_dir,
         multirun=bool(known.multirun),
         wants_help=bool(known.help),
         hydra_flags=tuple(_hydra_flags(known)),
     )
+
+
+def _with_runs(words: Sequence[str]) -> list[str]:
+    """Return overrides: names beside `action=compare` are the runs that it compares."""
+    names = [each for each in words if "=" not in each]
+    if not names or "action=compare" not in words:
+        return list(words)
+    runs = ",".join("'{}'".format(each.replace("'", "\\'")) for each in names)
+    return [*(each for each in words if "=" in each), f"runs=[{runs}]"]
 
 
 def _hydra_flags(known: argparse.Namespace) -> Iterator[str]:
@@ -135,9 +150,14 @@ def _unknown_cluster(key: str, value: str) -> str:
 
 
 def _quoted(override: str) -> str:
-    """Return an override that Hydra can read: a text like `nvcr.io#nvidia/x:1` needs quotes."""
+    """Return an override that Hydra can read: a text like `nvcr.io#nvidia/x:1` needs quotes.
+
+    A list or a mapping that cannot be read is left as it is, and told in composing.
+    """
     parser = OverridesParser.create()
     key, equals, value = override.partition("=")
+    if value.startswith(("[", "{")):
+        return override
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     for candidate in (override, f"{key}='{escaped}'"):
         with contextlib.suppress(HydraException):
@@ -147,8 +167,9 @@ def _quoted(override: str) -> str:
 
 
 def _pass_through(override: str) -> str:
-    """Let mappings with free names take any: environment variables, bounds, sbatch options."""
-    if override.startswith(_FREE_NAMES):
+    """Let mappings with free names take any, one by one or whole: variables, bounds, options."""
+    name, _, value = override.partition("=")
+    if override.startswith(_FREE_NAMES) or (f"{name}." in _FREE_NAMES and value.startswith("{")):
         return f"++{override}"
     match = _PLUS_CLUSTER.fullmatch(override)
     if match is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,22 +15,26 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher_scripts.config import GROUPS, Config, Key, keys
+from launcher_scripts.config import GROUPS, Config
+from launcher_scripts.diagnosis import (
+    CONFIG_DIR,
+    KEYS,
+    InvalidValueError,
+    check_names,
+    diagnose,
+    first_line,
+    shown,
+    told,
+)
+from launcher_scripts.option import Key
 from launcher_scripts.suggest import did_you_mean
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-CONFIG_DIR = CHECKOUT / "conf"
 CONFIG_NAME = "config"
-_KEYS: Mapping[str, Key] = {key.name: key for key in keys()}
-_SECTIONS = {
-    name.rsplit(".", depth)[0] for name in _KEYS for depth in range(1, name.count(".") + 1)
-}
 
 
 @dataclass(frozen=True)
@@ -51,18 +54,8 @@ class Composition:
     problems: tuple[str, ...] = ()
 
 
-class _InvalidError(ValueError):
-    """A value that has the right type but is not allowed."""
-
-
-_OBJECTIONS = (HydraException, OmegaConfBaseException, _InvalidError, yaml.YAMLError)
-
-
-def files_of_group(group: str) -> list[str]:
-    """Return the shipped files of a group, as they are chosen: `gpt3/sample`."""
-    root = CONFIG_DIR / group
-    files = (each.relative_to(root).with_suffix("") for each in root.rglob("*.yaml"))
-    return sorted(each.as_posix() for each in files)
+# Hydra says some of what it objects to as a plain ValueError, such as `export=null`.
+_OBJECTIONS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 
 
 @functools.cache
@@ -101,14 +94,14 @@ def compose_config(
         if config is None:
             return Composition(None, problems=tuple(problems))
         choices = dict(HydraConfig.get().runtime.choices)
-        problems += [_missing_text(key) for key in _KEYS.values() if _is_missing(config, key.name)]
-        if any(_is_missing(config, name) for name in _KEYS):
+        problems += [_missing_text(key) for key in KEYS.values() if _is_missing(config, key.name)]
+        if any(_is_missing(config, name) for name in KEYS):
             return Composition(None, choices=choices, problems=tuple(problems))
         try:
             resolved = OmegaConf.to_container(config, resolve=True)
             built = OmegaConf.to_object(config)
         except OmegaConfBaseException as error:
-            return Composition(None, choices=choices, problems=(*problems, _first_line(error)))
+            return Composition(None, choices=choices, problems=(*problems, first_line(error)))
     assert isinstance(built, Config)
     assert isinstance(resolved, dict)
     plain = {str(key): value for key, value in resolved.items()}
@@ -124,13 +117,14 @@ class _Composer:
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Return the typed configuration. Raises what Hydra, OmegaConf or the choices object to."""
+        check_names(overrides)
         config = compose(
             self._name, overrides=[*self._always, *overrides], return_hydra_config=True
         )
         HydraConfig.instance().set_config(config)
         with open_dict(config):
             del config["hydra"]
-        typed = _typed(config, overrides)
+        typed = _typed(config)
         _check_values(typed)
         _make_absolute(typed)
         return typed
@@ -144,7 +138,7 @@ class _Composer:
         try:
             config = self.compose([])
         except _OBJECTIONS as error:
-            return None, [f"the configuration files cannot be used: {_told(error)}."]
+            return None, [f"the configuration files cannot be used: {told(error)}."]
         good: list[str] = []
         problems: list[str] = []
         # A file is chosen before its keys are set, as Hydra does it.
@@ -161,21 +155,12 @@ class _Composer:
         try:
             return self.compose([*good, override]), ""
         except _OBJECTIONS as error:
-            return None, _diagnose(override, error)
+            return None, diagnose(override, error)
 
 
-def _typed(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Return the configuration with its schema: a saved file has none yet.
-
-    Raises:
-        _InvalidError: `+` adds a key that the schema does not have.
-    """
+def _typed(config: DictConfig) -> DictConfig:
+    """Return the configuration with its schema: a saved file has none yet."""
     if OmegaConf.get_type(config) is Config:
-        for override in overrides:
-            key = override.partition("=")[0]
-            name = key.lstrip("+")
-            if key != name and name not in _KEYS and not _is_below_free_form(name):
-                raise _InvalidError(_unknown_key(override, name))
         return config
     plain = OmegaConf.to_container(config)
     typed = OmegaConf.merge(OmegaConf.structured(Config), plain)
@@ -183,81 +168,11 @@ def _typed(config: DictConfig, overrides: Sequence[str]) -> DictConfig:
     return typed
 
 
-def _diagnose(override: str, error: Exception) -> str:
-    """Return what is wrong with one override, what is expected and what to do."""
-    try:
-        parsed = OverridesParser.create().parse_override(override)
-    except HydraException:
-        return (
-            f"{override!r} cannot be read as key=value; lists are written "
-            "'stages=[convert,export]' and values with blanks 'key=\"a b\"', in quotes for the "
-            "shell."
-        )
-    key = parsed.key_or_group
-    if isinstance(error, _InvalidError):
-        return str(error)
-    if key in GROUPS and not parsed.is_sweep_override() and isinstance(parsed.value(), str):
-        return _unknown_choice(key, str(parsed.value()))
-    if key not in _KEYS and not _is_below_free_form(key):
-        return _unknown_key(override, key)
-    if parsed.is_sweep_override():
-        return (
-            f"{override} lists alternatives, which needs --multirun; a list is written "
-            f"{key}=[{override.partition('=')[2]}]."
-        )
-    return _wrong_type(parsed, _KEYS.get(key), error)
-
-
-def _unknown_choice(group: str, value: str) -> str:
-    known = files_of_group(group)
-    return (
-        f"{group}={value}: there is no such configuration{did_you_mean(value, known)}; "
-        f"use one of {', '.join(known)}."
-    )
-
-
-def _unknown_key(override: str, key: str) -> str:
-    if key in _SECTIONS:
-        inside = sorted(name for name in _KEYS if name.startswith(f"{key}."))
-        return f"{override}: {key} is a section; set one of its keys: {', '.join(inside)}."
-    known = [*_KEYS, *GROUPS]
-    remedy = "" if did_you_mean(key, known) else "; --help lists all keys"
-    return f"{override}: there is no key {key}{did_you_mean(key, known)}{remedy}."
-
-
-def _wrong_type(parsed: Override, key: Key | None, error: Exception) -> str:
-    if key is None:
-        return f"{parsed.input_line}: {_told(error)}"
-    if typing.get_origin(key.type) is list and isinstance(parsed.value(), (str, int, float)):
-        return f"{parsed.input_line}: expected a list; write '{key.name}=[{parsed.value()}]'."
-    return f"{parsed.input_line}: expected {_kind(key)} ({key.text})."
-
-
-def _kind(key: Key) -> str:
-    """Return the type of a key in words."""
-    if key.choices:
-        return "one of " + ", ".join(dict.fromkeys(map(_yaml, key.choices)))
-    options = [key.type]
-    if isinstance(key.type, types.UnionType):
-        options = list(typing.get_args(key.type))
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text",
-             type(None): "null", Any: "a value"}  # fmt: skip
-    words = []
-    for each in options:
-        origin = typing.get_origin(each)
-        if origin is list:
-            words.append("a list such as [a,b]")
-        elif origin is dict:
-            words.append("a mapping such as {a: 1}")
-        else:
-            words.append(names[each])
-    return " or ".join(words)
-
-
 def _check_values(config: DictConfig) -> None:
-    """Refuse values that are not among the choices or too small."""
-    for key in _KEYS.values():
-        if not key.choices and key.minimum is None:
+    """Refuse empty paths, values not among the choices or too small, and lists inside lists."""
+    for key in KEYS.values():
+        is_list = typing.get_origin(key.type) is list
+        if not key.choices and key.minimum is None and not is_list and not key.is_path:
             continue
         if _is_missing(config, key.name):
             continue
@@ -265,21 +180,30 @@ def _check_values(config: DictConfig) -> None:
             value = OmegaConf.select(config, key.name)
         except OmegaConfBaseException:
             continue  # an interpolation of something that is missing, which is told elsewhere
+        if is_list and any(OmegaConf.is_config(each) for each in value):
+            raise InvalidValueError(
+                f"{key.name}={value}: expected a list of single values such as [a,b] ({key.text})."
+            )
+        if key.is_path and value == "":
+            raise InvalidValueError(
+                f"{key.name}= is empty ({key.text}); give a path (was a variable of the shell "
+                "not set?)."
+            )
         if key.choices and not any(value == each for each in key.choices):
-            known = [_yaml(each) for each in key.choices]
-            raise _InvalidError(
-                f"{key.name}={_yaml(value)}: {key.text}{did_you_mean(str(value), known)}; "
+            known = [shown(each) for each in key.choices]
+            raise InvalidValueError(
+                f"{key.name}={shown(value)}: {key.text}{did_you_mean(str(value), known)}; "
                 f"use one of {', '.join(dict.fromkeys(known))}."
             )
         if key.minimum is not None and value is not None and value < key.minimum:
-            raise _InvalidError(
-                f"{key.name}={_yaml(value)}: {key.text}; must be at least {key.minimum:g}."
+            raise InvalidValueError(
+                f"{key.name}={shown(value)}: {key.text}; must be at least {key.minimum:g}."
             )
 
 
 def _make_absolute(config: DictConfig) -> None:
     """Make paths independent of the folder in which the command was typed."""
-    for key in _KEYS.values():
+    for key in KEYS.values():
         if not key.is_path:
             continue
         parent, leaf = _parent(config, key.name), key.name.rpartition(".")[2]
@@ -289,9 +213,15 @@ def _make_absolute(config: DictConfig) -> None:
         if isinstance(value, str) and "://" in value:
             continue  # in an object store
         if isinstance(value, str):
-            parent[leaf] = str(Path(value).expanduser().absolute())
+            parent[leaf] = _absolute(value)
         elif value:
-            parent[leaf] = [str(Path(each).expanduser().absolute()) for each in value]
+            parent[leaf] = [_absolute(each) for each in value]
+
+
+def _absolute(text: str) -> str:
+    """Return one name for a path wherever it is written; links are kept but before '..'."""
+    path = Path(text).expanduser().absolute()
+    return str(path.resolve() if ".." in path.parts else path)
 
 
 def _parent(config: DictConfig, name: str) -> DictConfig:
@@ -313,32 +243,6 @@ def _missing_text(key: Key) -> str:
 
 def _is_group_choice(override: str) -> bool:
     return override.partition("=")[0].lstrip("+~") in GROUPS
-
-
-def _is_below_free_form(name: str) -> bool:
-    """Whether a key lies inside a mapping whose names are free."""
-    parents = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
-    return any(each in _KEYS for each in parents)
-
-
-def _yaml(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}.get(value, str(value)) if isinstance(
-        value, (bool, type(None))
-    ) else str(value)  # fmt: skip
-
-
-def _told(error: BaseException) -> str:
-    if isinstance(error, yaml.YAMLError):
-        return " ".join(str(error).split())
-    cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
-    return _first_line(cause)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    name = next((line.split(": ", 1)[1] for line in lines if "full_key" in line), "")
-    text = lines[0] if lines else type(error).__name__
-    return f"{name}: {text}" if name and name not in text else text
 
 
 @contextmanager

@@ -8,66 +8,15 @@ the key. The texts are printed by `--help` and quoted by error messages.
 
 from __future__ import annotations
 
-import dataclasses
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import MISSING
+from launcher_scripts.cluster_config import CLUSTERS, ClusterConfig
+from launcher_scripts.option import Key, keys_of, option
 
-CLUSTERS = ("local", "bcm", "bcp")
 WEIGHT_TYPES = ("fp32", "fp16", "bf16")
 DATA_TYPES = ("fp32", "fp16", "bf16")
-
-
-def option(
-    text: str,
-    default: Any = MISSING,
-    *,
-    choices: tuple[Any, ...] = (),
-    minimum: float | None = None,
-    path: bool = False,
-) -> Any:
-    """Return a dataclass field with its meaning, its choices and whether it names a file."""
-    metadata = {"text": text, "choices": choices, "minimum": minimum, "path": path}
-    if isinstance(default, (list, dict)):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-@dataclass
-class ClusterConfig:
-    """`cluster`: what the scheduler is told for every job (conf/cluster/<name>.yaml)."""
-
-    partition: str | None = option("partition to submit to", None)
-    account: str | None = option("account to charge", None)
-    qos: str | None = option("quality of service", None)
-    reservation: str | None = option("reservation to use", None)
-    constraint: str | None = option("node features that are required", None)
-    nodelist: str | None = option("nodes that must be used", None)
-    exclude: str | None = option("nodes that must not be used", None)
-    gres: str | None = option("generic resources, as sbatch takes them", None)
-    comment: str | None = option("comment on each job", None)
-    dependency: str | None = option("added to the dependencies of every job", None)
-    exclusive: bool | None = option("take whole nodes", None)
-    overcommit: bool | None = option("more than one task per processor", None)
-    gpus_per_node: int | None = option("GPUs of one node; null: the cluster has no GPU resource")
-    gpus_per_task: int | None = option("GPUs bound to each task", None, minimum=0)
-    mem: Any = option("memory per node: 0 is all of it, other numbers are GB", None)
-    job_name_prefix: str = option("put in front of every job's name")
-    srun_args: list[str] = option("appended to every srun", [])
-    mpi: str | None = option("MPI flavour of multi-node steps", None)
-    setup: list[str] = option("shell lines that run before the job", [])
-    additional_parameters: dict[str, Any] = option("further sbatch options by name", {})
-    container_workdir: str | None = option("working directory inside the container", None)
-    container_python: str = option("interpreter inside the container", "python3")
-    signal_delay_s: int = option("seconds of warning before the time limit", 120, minimum=1)
-    server_host: str = option("address that servers listen on; see deploy.host", "127.0.0.1")
-    probe: bool = option(
-        "before submitting, see from the nodes whether they reach folders and Python", False
-    )
-    bcprun: str = option("Base Command's multi-node runner", "bcprun")
 
 
 @dataclass
@@ -123,7 +72,9 @@ class TritonDeploymentConfig:
         "add preprocessing, postprocessing and the ensemble: text in and out", True
     )
     portable: bool = option("no absolute path in the repository", True)
-    interactive: bool = option("the session protocol of NVIDIA's interactive GPT", False)
+    interactive: bool = option(
+        "keep conversations between requests (max_batch_size=1, ensemble=false)", False
+    )
     answer_only: bool = option("the ensemble answers without repeating the prompt", False)
     max_queue_delay_us: int | None = option("the server's own batching waits so long", None)
     instance_count: int = option("copies of the model in one server", 1, minimum=1)
@@ -262,6 +213,16 @@ class TextTaskConfig:
 
 
 @dataclass
+class IdentityConfig:
+    """`evaluate.identity`: the served model beside the source checkpoint's own library."""
+
+    samples: int = option("rows of random token ids", minimum=1)
+    input_len: int = option("tokens of the longest row", minimum=1)
+    output_len: int = option("tokens of an answer", minimum=1)
+    tolerance: float | None = option("largest relative difference; null: by the types", minimum=0)
+
+
+@dataclass
 class LatencyConfig:
     """`evaluate.latency`: a short measurement of latency and throughput."""
 
@@ -290,12 +251,13 @@ class EvaluateConfig:
     seed: int = option("seed of whatever is drawn")
     request_timeout_s: float = option("seconds after which a request has failed", minimum=0)
     reference: str = option(
-        "run the tasks on the source checkpoint too", "none", choices=("none", "huggingface")
+        "what to compare with: none, huggingface (the source checkpoint), or a report.json", "none"
     )
     gate: dict[str, Any] = option("bounds of metrics: <metric>.min, .max, .margin, .sigmas", {})
     baseline: str = option("none, compare or update", choices=("none", "compare", "update"))
     baseline_path: str | None = option("the baseline's file", path=True)
     history_dir: str | None = option("run store that the report is added to", path=True)
+    trackers: list[str] = option("send the report to these too: mlflow, tensorboard", [])
     cpus_per_task: int | None = option("processors for the evaluation", minimum=1)
     mem_gb: float | None = option("memory for the evaluation, in GB", minimum=0)
     lambada: LambadaConfig = field(default_factory=LambadaConfig)
@@ -305,6 +267,7 @@ class EvaluateConfig:
     squad: TextTaskConfig = field(default_factory=TextTaskConfig)
     translation: TextTaskConfig = field(default_factory=TextTaskConfig)
     summarization: TextTaskConfig = field(default_factory=TextTaskConfig)
+    identity: IdentityConfig = field(default_factory=IdentityConfig)
     latency: LatencyConfig = field(default_factory=LatencyConfig)
 
 
@@ -351,34 +314,6 @@ class Config:
 GROUPS = ("cluster", "export", "convert", "deploy", "evaluate")
 
 
-@dataclass(frozen=True)
-class Key:
-    """One key of the configuration.
-
-    Attributes:
-        name: dotted name.
-        type: its Python type.
-    """
-
-    name: str
-    type: Any
-    text: str
-    choices: tuple[Any, ...]
-    minimum: float | None
-    is_path: bool
-
-
-def keys(root: type = Config, prefix: str = "") -> Iterator[Key]:
-    """Yield every key below `root`, in the order of the dataclasses."""
-    hints = typing.get_type_hints(root)
-    for each in dataclasses.fields(root):
-        name = f"{prefix}{each.name}"
-        kind = hints[each.name]
-        if dataclasses.is_dataclass(kind):
-            assert isinstance(kind, type)
-            yield from keys(kind, f"{name}.")
-            continue
-        facts = each.metadata
-        yield Key(
-            name, kind, facts["text"], facts["choices"], facts["minimum"], bool(facts["path"])
-        )
+def keys() -> Iterator[Key]:
+    """Yield every key of the configuration, in the order of the dataclasses."""
+    return keys_of(Config)

@@ -12,7 +12,7 @@ from stages.progress import ProgressState
 
 _BAR_WIDTH = 24
 _FRAME_S = 0.1
-# Without a terminal a line appears when the phase changes, and then this often.
+# Without a terminal a line appears when the phase changes, and then this often while it goes on.
 _SPARSE_S = 15.0
 
 
@@ -24,12 +24,17 @@ class Console:
         self._live = self._stream.isatty()
         self._shown_at = 0.0
         self._phase = ""
+        self._state = ProgressState()
         self._is_line_open = False
 
     def say(self, text: str = "") -> None:
         """Write a whole line."""
+        self.write(f"{text}\n")
+
+    def write(self, text: str) -> None:
+        """Write text as it is."""
         self._erase()
-        self._stream.write(f"{text}\n")
+        self._stream.write(text)
         self._stream.flush()
 
     def show(self, label: str, state: ProgressState, seconds: float) -> None:
@@ -45,8 +50,9 @@ class Console:
                 self._is_line_open = True
             return
         phase = f"{label} {state.phase.partition(' ')[0]}"
-        if phase != self._phase or now - self._shown_at > _SPARSE_S:
-            self._phase = phase
+        is_due = state != self._state and now - self._shown_at > _SPARSE_S
+        if phase != self._phase or is_due:
+            self._phase, self._state = phase, state
             self._shown_at = now
             self.say(f"  {text}")
 

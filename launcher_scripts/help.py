@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
-from launcher_scripts.compose import files_of_group
 from launcher_scripts.config import GROUPS, keys
+from launcher_scripts.diagnosis import files_of_group
 
 _USAGE = """\
 Slipway takes a trained language-model checkpoint to a served, measured Triton endpoint.
@@ -27,6 +27,9 @@ examples
   python main.py export=gpt3/sample 'stages=[deploy]'       a server, until Ctrl-C
   python main.py export=gpt3/sample dry_run=true            show every job; start nothing
   python main.py --config-path FOLDER --config-name FILE    repeat a saved *_config.yaml
+  python main.py action=status                              the last run; also logs and cancel
+  python main.py export=gpt3/sample --multirun \\
+      export.model.tensor_model_parallel_size=1,2           one run for each value, compared
 
 options
   --cfg job [--resolve]    print the configuration (--package export: a part of it)

@@ -22,9 +22,17 @@ _SECTIONS = {"convert": "export", "export": "export", "deploy": "deploy", "evalu
 
 
 def make_job(
-    stage: Stage, config: Config, resolved: Mapping[str, Any], *, git_revision: str
+    stage: Stage,
+    config: Config,
+    resolved: Mapping[str, Any],
+    *,
+    git_revision: str,
+    whole_config: str = "",
 ) -> Job:
-    """Return a job with its configuration as it will be saved."""
+    """Return a job with its configuration as it will be saved.
+
+    `whole_config` is what `repeatable` makes of `resolved`, the same for all jobs of a run.
+    """
     section = dict(resolved[_SECTIONS[stage.name]])
     if stage.name == "convert":
         section["convert"] = resolved["convert"]
@@ -35,10 +43,14 @@ def make_job(
             name: str(value) for name, value in config.env_vars.items() if value is not None
         },
         stage_config=to_yaml(section),
-        # What is saved repeats the job; a dry run must not repeat itself.
-        whole_config=to_yaml({**resolved, "dry_run": False}),
+        whole_config=whole_config,
         git_revision=git_revision,
     )
+
+
+def repeatable(resolved: Mapping[str, Any]) -> str:
+    """Return the whole configuration as YAML that repeats the run; a dry run repeats nothing."""
+    return to_yaml({**resolved, "dry_run": False})
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:

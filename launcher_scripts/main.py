@@ -14,7 +14,6 @@ if str(CHECKOUT) not in sys.path:  # started as launcher_scripts/main.py
 
 from launcher_scripts.arguments import Arguments, read_arguments  # noqa: E402
 from launcher_scripts.compose import (  # noqa: E402
-    CONFIG_DIR,
     CONFIG_NAME,
     Composition,
     compose_config,
@@ -22,13 +21,25 @@ from launcher_scripts.compose import (  # noqa: E402
 )
 from launcher_scripts.config import Config  # noqa: E402
 from launcher_scripts.console import Console  # noqa: E402
+from launcher_scripts.diagnosis import CONFIG_DIR  # noqa: E402
 
-EXIT_USAGE = 2
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv))
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read the output has left; nothing is left to flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _run(words: Sequence[str]) -> int:
+    """Do what the words of a command line say and return the exit status."""
     arguments = read_arguments(words)
     console = Console()
     if arguments.wants_help:

@@ -21,11 +21,13 @@ from launcher_scripts.launchers.base import (
 )
 from launcher_scripts.pipeline import PlannedStage
 from stages import record
-from stages.progress import read_json, read_progress
+from stages.progress import ProgressState, read_json, read_progress
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 _POLL_S = 0.1
 _LOG_TAIL_LINES = 20
+_STOP_ATTEMPTS = 3
+_LOOK_AFTER = "the jobs go on by themselves; action=status, logs or cancel looks after them"
 # Invented in a dry run, so that the chain of dependencies can be read.
 _FIRST_DRY_ID = 10001
 
@@ -68,6 +70,8 @@ class Run:
             status = self.submit_all()
             if status != EXIT_OK or not wait:
                 self.console.say(self.summary())
+                if status == EXIT_OK and self.jobs:
+                    self.console.say(f"\n{_LOOK_AFTER}")
                 return status
         try:
             status = self._follow_all()
@@ -110,7 +114,7 @@ class Run:
     def _interrupted(self) -> int:
         """Return the exit status after Ctrl-C."""
         if not self.launcher.in_foreground:
-            self.console.say("the jobs go on; action=status and action=cancel look after them")
+            self.console.say(_LOOK_AFTER)
             return EXIT_INTERRUPTED
         self.console.say("stopping")
         # Ctrl-C is how a server that was asked for alone is meant to end.
@@ -191,6 +195,8 @@ class Run:
                 self.console.say(f"{stage.name}: {read_progress(stage.job.progress_path).phase}")
                 return EXIT_OK
             progress = read_progress(stage.job.progress_path)
+            if not progress.phase and not self.launcher.in_foreground:
+                progress = ProgressState("waiting in the queue")
             if progress.phase:
                 self.console.show(stage.name, progress, time.monotonic() - started)
             time.sleep(_POLL_S)
@@ -205,10 +211,12 @@ class Run:
         found = record.read_record(handle.job.record_path)
         cause = found.error if found and found.error else "no reason was recorded"
         self.console.say(f"\n{handle.job.stage.name} failed: {cause}")
-        lines = _tail(handle.log_path)
-        if lines:
-            self.console.say(f"last lines of {handle.log_path}:")
-            self.console.say("\n".join(f"  | {line}" for line in lines))
+        logs = _logs_of(handle.log_path)
+        if not logs:
+            self.console.say(f"nothing was written to {handle.log_path}")
+        for path in logs:
+            self.console.say(f"last lines of {path}:")
+            self.console.say("\n".join(f"  | {line}" for line in _tail(path)))
 
     def _explain_failures(self) -> None:
         for handle in self.handles.values():
@@ -222,8 +230,13 @@ class Run:
     def stop_all(self) -> None:
         """End whatever still runs, the last started first."""
         for handle in reversed(list(self.handles.values())):
-            while handle.poll() is None:
-                self._stop(handle)
+            for _ in range(_STOP_ATTEMPTS):
+                if handle.poll() is None:
+                    self._stop(handle)
+            if handle.poll() is None:
+                self.console.say(
+                    f"{handle.job.stage.name}: job {handle.job_id} does not end; see action=status"
+                )
 
     def _stop(self, handle: JobHandle) -> None:
         try:
@@ -279,9 +292,13 @@ def _is_ready(path: Path | None, job_id: str) -> bool:
     return values is not None and values.get("job_id") == job_id
 
 
+def _logs_of(log_path: Path) -> list[Path]:
+    """Return the logs of a job that hold something: its output, and its errors where apart."""
+    paths = (log_path, log_path.with_suffix(".err"))
+    return [path for path in paths if path.exists() and path.stat().st_size]
+
+
 def _tail(path: Path) -> list[str]:
-    if not path.exists():
-        return []
     text = path.read_text(encoding="utf-8", errors="replace")
     return text.splitlines()[-_LOG_TAIL_LINES:]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 
 from launcher_scripts import job_folder
 from launcher_scripts.actions import note_last_run
+from launcher_scripts.checks import problems_of_settings
 from launcher_scripts.compose import CHECKOUT
 from launcher_scripts.config import Config
 from launcher_scripts.console import Console
@@ -24,10 +24,8 @@ from launcher_scripts.pipeline import make_plan
 from launcher_scripts.run import EXIT_FAILED, EXIT_OK, Run
 from launcher_scripts.stage_configs import Context, results_dir
 from launcher_scripts.sweep import SUMMARY_NAME, Outcome, comparison, run_sweep, save
+from launcher_scripts.switches import DEBUG, FULL_ERROR, MEMORY_MEASURE, is_set
 from stages import record
-
-_TRUTHY = ("true", "t", "1")
-_SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "CREDENTIAL")
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Session:
         command = shlex.join(["python", "main.py", *self.words])
         revision = job_folder.git_revision(CHECKOUT)
         plan = make_plan(config, Context(command=command, git_revision=revision))
-        problems += [*plan.problems, *_secrets(config), *_places(config)]
+        problems += [*plan.problems, *problems_of_settings(config)]
         try:
             launcher = make_launcher(config)
             problems += launcher.check([each.stage for each in plan.to_run])
@@ -58,8 +56,11 @@ class Session:
         finished = [f"{each.name}: {each.reason}" for each in plan.stages if not each.runs]
         for note in (*plan.notes, *notes, *_ignored(config), *finished):
             self.console.say(f"{self.label}: {note}" if self.label else note)
+        whole = job_folder.repeatable(self.resolved)
         jobs = {
-            each.name: job_folder.make_job(each.stage, config, self.resolved, git_revision=revision)
+            each.name: job_folder.make_job(
+                each.stage, config, self.resolved, git_revision=revision, whole_config=whole
+            )
             for each in plan.to_run
         }
         return Run(launcher, self.console, plan.stages, jobs, keep_serving=config.deploy.keep)
@@ -86,7 +87,7 @@ class Session:
 
     def only_writes(self) -> bool:
         """Whether scripts are written and nothing is started."""
-        return self.config.dry_run or _is_set("NEMO_LAUNCHER_DEBUG")
+        return self.config.dry_run or is_set(DEBUG)
 
     @contextmanager
     def _errors(self) -> Iterator[list[int]]:
@@ -95,9 +96,9 @@ class Session:
         try:
             yield told
         except BrokenPipeError:
-            pass  # whoever read the output has left
+            raise  # no file system has objected: whoever read the output has left
         except OSError as error:
-            if self.config.debug or _is_set("HYDRA_FULL_ERROR"):
+            if self.config.debug or is_set(FULL_ERROR):
                 raise
             sys.stderr.write(
                 f"{error.filename or self.config.base_results_dir}: {error.strerror}\n"
@@ -133,34 +134,6 @@ def _end_in_order() -> None:
         signal.signal(signum, _interrupt)
 
 
-def _secrets(config: Config) -> list[str]:
-    """Refuse secrets in clear text: the configuration is saved, and scripts are."""
-    return [
-        f"env_vars.{name} holds a secret in clear text, which would be written to disk; export "
-        f"{name} in the environment instead: jobs inherit it."
-        for name, value in config.env_vars.items()
-        if value is not None and any(word in name.upper() for word in _SECRET_WORDS)
-    ]
-
-
-def _places(config: Config) -> list[str]:
-    """Return what is wrong with the folders that everything is derived from."""
-    problems = []
-    path = Path(config.launcher_scripts_path)
-    if path.name != "launcher_scripts":
-        problems.append(
-            f"launcher_scripts_path={path} does not end in /launcher_scripts; give the folder of "
-            "that name in your checkout."
-        )
-    results = Path(config.base_results_dir)
-    there = next(each for each in (results, *results.parents) if each.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        problems.append(
-            f"base_results_dir={results}: {there} cannot be written to; choose a folder of yours."
-        )
-    return problems
-
-
 def _ignored(config: Config) -> list[str]:
     """Say which settings are accepted but change nothing."""
     given = {
@@ -168,16 +141,13 @@ def _ignored(config: Config) -> list[str]:
         "numa_mapping": config.numa_mapping,
         "api_log": config.api_log,
         "ci_test": config.ci_test,
+        MEMORY_MEASURE: is_set(MEMORY_MEASURE) and config.cluster_type != "bcm",
     }
     return [
         f"{name} is accepted for compatibility and changes nothing here"
         for name, value in given.items()
         if value
     ]
-
-
-def _is_set(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in _TRUTHY
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,7 +13,9 @@ from export_scripts.request import ConversionRequest
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
 from inference.evaluation.gate import Bound
 from inference.evaluation.options import (
+    REFERENCES,
     EvaluationOptions,
+    IdentityOptions,
     LambadaOptions,
     LatencyOptions,
     PromptOptions,
@@ -186,6 +188,7 @@ def _deploy(config: Config, job: JobSettings, context: Context) -> Stage:
 
 def _evaluate(config: Config, job: JobSettings, context: Context) -> Stage:
     evaluate = config.evaluate
+    gate, gate_problems = _bounds(evaluate.gate)
     server = server_config(config)
     options = EvaluationOptions(
         output_dir=Path(evaluate.output_dir),
@@ -198,11 +201,11 @@ def _evaluate(config: Config, job: JobSettings, context: Context) -> Stage:
         source_path=Path(config.export.model.checkpoint_path),
         lambada=_options(LambadaOptions, evaluate.lambada),
         text_tasks={name: _text_task(getattr(evaluate, name)) for name in TEXT_TASKS},
+        identity=_identity(config),
         latency=_options(LatencyOptions, evaluate.latency),
-        gate={name: _bound(name, each) for name, each in evaluate.gate.items()},
-        **_fields(
-            EvaluationOptions, evaluate, without=("lambada", "latency", "gate", "output_dir")
-        ),
+        gate=gate,
+        reference=_reference(evaluate.reference),
+        **_fields(EvaluationOptions, evaluate, without=_SET_APART),
     )
     follows = context.deploys and evaluate.server is None
     if server.nodes > 1 and evaluate.server is None and not follows:
@@ -219,6 +222,7 @@ def _evaluate(config: Config, job: JobSettings, context: Context) -> Stage:
             server=evaluate.server,
             endpoint_path=endpoint_path if follows else None,
             stops_server=follows and not config.deploy.keep,
+            problems=tuple(gate_problems),
             facts=RunFacts(
                 name=config.export.run.model_train_name,
                 checkpoint=config.export.model.checkpoint_path,
@@ -235,6 +239,14 @@ def _evaluate(config: Config, job: JobSettings, context: Context) -> Stage:
             ),
         ),
     )
+
+
+def _identity(config: Config) -> IdentityOptions:
+    triton = config.export.triton_deployment
+    types = [config.export.model.weight_data_type, triton.data_type]
+    types += ["int8"] * (int(triton.int8_mode) > 0)
+    options = _options(IdentityOptions, config.evaluate.identity)
+    return replace(options, types=tuple(types))
 
 
 def _weights_dir(server: DeployConfig) -> Path:
@@ -277,24 +289,38 @@ def _text_task(section: TextTaskConfig) -> TextTaskOptions:
 
 
 # Fields of the options that are not copied as they are.
-_SET_APART = ("lambada", "latency", "gate", "output_dir")
+_SET_APART = ("lambada", "identity", "latency", "gate", "reference", "output_dir")
 
 
-def _bound(metric: str, values: Any) -> Bound:
-    """Return the bounds of one metric. Raises ValueError when they are not numbers by name."""
-    key = f"evaluate.gate.{metric}"
+def _bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
+    """Return the bounds that are numbers by name, and what is wrong with the rest."""
     known = [each.name for each in fields(Bound)]
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{key}={values} is not a bound; write {key}.min={values}, or {key}.max.")
-    for name, value in values.items():
-        if name not in known:
-            raise ValueError(
-                f"{key}.{name}: there is no such bound{did_you_mean(str(name), known)}; "
-                f"use {', '.join(known)}."
-            )
-        if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
-            raise ValueError(f"{key}.{name}={value}: expected a number.")
-    return Bound(**{str(name): value for name, value in values.items()})
+    bounds: dict[str, Bound] = {}
+    problems = []
+    for metric, limits in gate.items():
+        key = f"evaluate.gate.{metric}"
+        if not isinstance(limits, Mapping):
+            problems.append(f"{key}={limits} is not a bound; write {key}.min={limits}, or .max.")
+            continue
+        good = {}
+        for name, value in limits.items():
+            if name not in known:
+                hint = did_you_mean(str(name), known)
+                problems.append(
+                    f"{key}.{name}: there is no such bound{hint}; use {', '.join(known)}."
+                )
+            elif isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+                problems.append(f"{key}.{name}={value}: expected a number.")
+            else:
+                good[str(name)] = value
+        if good or not limits:
+            bounds[metric] = Bound(**good)
+    return bounds, problems
+
+
+def _reference(text: str) -> str:
+    """Return what to compare with: a word that is known, or a file's whole path."""
+    return text if text in REFERENCES else str(Path(text).expanduser().absolute())
 
 
 def _path(text: str | None) -> Path | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
 from launcher_scripts.compose import Composition
@@ -98,7 +99,7 @@ def combinations(overrides: Sequence[str]) -> tuple[list[Combination], list[str]
             continue
         if not parsed.is_sweep_override():
             fixed.append(each)
-        elif parsed.is_discrete_sweep():
+        elif parsed.is_discrete_sweep() and parsed.value_type is not ValueType.GLOB_CHOICE_SWEEP:
             swept[parsed.get_key_element()] = list(parsed.sweep_string_iterator())
         else:
             problems.append(f"{each}: list the values, as in {parsed.key_or_group}=1,2,4.")

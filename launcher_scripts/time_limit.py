@@ -32,7 +32,8 @@ def minutes(value: Any, *, key: str) -> int:
         hour, minute, second = (0, *parts)[-3:]
         seconds = (hour * 60 + minute) * 60 + second
     else:
-        raise ValueError(f"{key}={value} is not a time limit; {_NOTATION}.")
+        shown = "null" if value is None else text
+        raise ValueError(f"{key}={shown} is not a time limit; {_NOTATION}.")
     if seconds <= 0:
         raise ValueError(f"{key}={value} leaves no time; {_NOTATION}.")
     return math.ceil(seconds / 60)

@@ -76,7 +76,8 @@ class StageJob(Checkpointable):
                 summary = self._run()
         except KeyboardInterrupt as error:
             self._note_end(started, record.CANCELLED, error="stopped by a signal", stopped=True)
-            end_processes_of_job(spare=(os.getpid(), os.getppid()))
+            # Those above wait for this one, and end by themselves.
+            end_processes_of_job(spare=[os.getpid(), *_ancestors(os.getpid())])
             sys.excepthook = _print_cause
             raise StageError("stopped by a signal") from error
         except UncompletedJobError as error:
@@ -84,7 +85,7 @@ class StageJob(Checkpointable):
             text = f"the time limit of {limit_min} minutes has passed ({error})"
             self._note_end(started, record.FAILED, error=text)
             raise
-        except Exception as error:
+        except Exception as error:  # whatever it is, it is noted in the record
             self._note_end(started, record.FAILED, error=cause_of(error), cause=error)
             if isinstance(error, _SELF_EXPLANATORY):
                 sys.excepthook = _print_cause
@@ -244,11 +245,23 @@ def _watching_owner() -> Iterator[None]:
 
 def _start_ticks(pid: int) -> str:
     """Return when a process started, so that a recycled id is not mistaken for it."""
+    values = _stat(pid)
+    return values[19] if values and values[0] != "Z" else ""
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    """Yield the process that started this one, the one that started that, and so on."""
+    while (values := _stat(pid)) and (pid := int(values[1])) > 1:
+        yield pid
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel tells of a process, from its state on; empty when it is gone.
+
+    Next come the parent and, 18 further on, the start time.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""
-    # The command in parentheses may hold spaces; after it come the state and, 19 further on,
-    # the start time.
-    values = text.rpartition(")")[2].split()
-    return "" if values[0] == "Z" else values[19]
+        return []
+    return text.rpartition(")")[2].split()  # the command in parentheses may hold spaces

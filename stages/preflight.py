@@ -14,13 +14,18 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from inference.serving.process_place import find_place
 from stages.base import StageError
 from stages.progress import read_json, write_json
 
+# A node may first have to fetch the container.
+_START_S = 300.0
+# From then on, between processes that have started.
 _CONNECT_S = 30.0
-_WHOLE_S = 120.0
+_WHOLE_S = _START_S + 2 * _CONNECT_S
+_ASK_S = 60.0
 _POLL_S = 0.1
 _TAIL_LINES = 12
 # What a process finds in its environment when the MPI of its launcher works.
@@ -35,9 +40,12 @@ def check_mpi(kind: str | None) -> None:
     """
     if kind is None:
         return
-    done = subprocess.run(
-        ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_WHOLE_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_ASK_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StageError(f"srun --mpi=list did not answer within {_ASK_S:g} s") from error
     listed = (done.stdout + done.stderr).split()
     if done.returncode == 0 and kind not in listed:
         known = [each for each in listed if each in ("none", *_MPI_VARIABLES)]
@@ -96,24 +104,27 @@ def main(folder: Path, ranks: int, mpi: str) -> int:
 def _answer(folder: Path, ranks: int) -> None:
     """Wait until every other rank has called."""
     with socket.create_server(("", 0)) as server:
-        server.settimeout(_CONNECT_S)
         names = [os.environ.get("SLURMD_NODENAME", ""), socket.gethostname(), socket.getfqdn()]
         values = {"hosts": [each for each in names if each], "port": server.getsockname()[1]}
         write_json(folder / "ping.json", values)
+        deadline = time.monotonic() + _START_S
         for number in range(1, ranks):
+            server.settimeout(max(deadline - time.monotonic(), _POLL_S))
             try:
                 connection, _ = server.accept()
             except TimeoutError:
-                raise OSError(f"{ranks - number} of {ranks} ranks did not call") from None
+                raise OSError(
+                    f"{ranks - number} of {ranks} ranks did not call within {_START_S:g} s"
+                ) from None
             with connection:
                 connection.sendall(b"pong")
 
 
 def _call(folder: Path) -> None:
     """Reach the first rank under any of its names."""
+    told = _wait_for_word(folder)
     deadline = time.monotonic() + _CONNECT_S
     while time.monotonic() < deadline:
-        told = read_json(folder / "ping.json") or {"hosts": [], "port": 0}
         for host in told["hosts"]:
             with (
                 contextlib.suppress(OSError),
@@ -122,10 +133,24 @@ def _call(folder: Path) -> None:
                 if connection.recv(4) == b"pong":
                     return
         time.sleep(_POLL_S)
-    told = read_json(folder / "ping.json")
-    if told is None:
-        raise OSError(f"{folder} does not show what the first rank wrote: it must be shared")
-    raise OSError(f"cannot connect to the first rank at {told['hosts']}, port {told['port']}")
+        told = _wait_for_word(folder)  # what was there at first may be of an earlier start
+    raise OSError(
+        f"cannot connect to the first rank at {told['hosts']}, port {told['port']}, within "
+        f"{_CONNECT_S:g} s; do firewalls let the nodes reach each other?"
+    )
+
+
+def _wait_for_word(folder: Path) -> dict[str, Any]:
+    """Return what the first rank says of itself."""
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline:
+        if (told := read_json(folder / "ping.json")) is not None:
+            return dict(told)
+        time.sleep(_POLL_S)
+    raise OSError(
+        f"{folder} did not show within {_START_S:g} s what the first rank writes there; all nodes "
+        "must see the folder, and the first must start"
+    )
 
 
 if __name__ == "__main__":

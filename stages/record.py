@@ -96,6 +96,15 @@ def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:
         return record
 
 
+def correct_record(path: Path, found: JobRecord, **changes: Any) -> JobRecord | None:
+    """Change some fields of a record that was read; keep it where its folder can be written."""
+    try:
+        return update_record(path, found.job_id, **changes)
+    except OSError:
+        # Someone else's run, or a disk that is full: it can still be looked at.
+        return replace(found, **changes)
+
+
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)

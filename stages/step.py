@@ -26,6 +26,7 @@ from stages.preflight import check_mpi, ping
 from stages.progress import read_json, write_json
 
 _STOP_WAIT_S = 10.0
+_WAKE_UP_S = 1.0
 _TAIL_LINES = 12
 _LOST_NODE = re.compile(r"srun: error: Node failure on (\S+)")
 # What srun says of a task that ended badly, and the number in front of a task's line (--label).
@@ -78,13 +79,13 @@ def run_in_step(stage: Stage, step: Step, *, folder: Path) -> Summary:
     was_asked = False
     with _Listener(process.stdout) as heard:
         try:
-            status = process.wait()
+            status = _wait(process)
         except KeyboardInterrupt:
             was_asked = True
             status = _end(process, stage)
             if not result_path.exists():
                 raise
-        except BaseException:
+        except BaseException:  # also the SystemExit by which submitit leaves for a requeue
             _end(process, stage)
             raise
     result = read_json(result_path)
@@ -104,6 +105,16 @@ def run_in_step(stage: Stage, step: Step, *, folder: Path) -> Summary:
         error.exit_code = int(result["exit_code"])
         raise error
     return dict(result["summary"])
+
+
+def _wait(process: subprocess.Popen[str]) -> int:
+    """Return the status of a process at its end.
+
+    Wakes up now and then, because a signal that another thread received is seen only then.
+    """
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_WAKE_UP_S)
 
 
 class _Listener:
@@ -193,7 +204,7 @@ def main(stage_path: Path, result_path: Path, ranks: int = 1) -> int:
     try:
         with stop_signals() as stopped:
             summary = stage()
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:  # whatever it is, whoever waits gets it told
         told = error if isinstance(error, StageError) else StageError("")
         values = {"error": cause_of(error), "exit_code": told.exit_code, "summary": told.summary}
         write_json(result_path, values)

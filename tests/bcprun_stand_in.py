@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pytest
 
-REPLICA = ("NGC_JOB_ID", "NGC_ARRAY_SIZE", "NGC_GPUS_PER_NODE")
+REPLICA = ("NGC_JOB_ID", "NGC_ARRAY_SIZE", "NGC_GPUS_PER_NODE", "NGC_ARRAY_TYPE")
 
 
 def read_arguments() -> argparse.Namespace:
@@ -40,6 +40,27 @@ def read_arguments() -> argparse.Namespace:
     return arguments
 
 
+def by_torch(rank: int, node: int, local: int, arguments: argparse.Namespace) -> dict[str, str]:
+    return {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29511",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(arguments.nnodes * arguments.npernode),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(arguments.npernode),
+        "GROUP_RANK": str(node),
+    }
+
+
+def by_mpirun(rank: int, node: int, local: int, arguments: argparse.Namespace) -> dict[str, str]:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(arguments.nnodes * arguments.npernode),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(arguments.npernode),
+    }
+
+
 def main() -> int:
     arguments = read_arguments()
     tasks: list[subprocess.Popen[bytes]] = []
@@ -50,13 +71,7 @@ def main() -> int:
         environment |= {
             "NGC_ARRAY_INDEX": str(node),
             "NGC_MASTER_ADDR": "localhost",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "29511",
-            "RANK": str(rank),
-            "WORLD_SIZE": str(arguments.nnodes * arguments.npernode),
-            "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(arguments.npernode),
-            "GROUP_RANK": str(node),
+            **(by_mpirun if arguments.launcher else by_torch)(rank, node, local, arguments),
         }
         line = ["bash", "-c", arguments.cmd]
         environment |= given

@@ -16,14 +16,8 @@ from submitit.core.utils import pickle_load
 
 from launcher_scripts.config import Config
 from launcher_scripts.launchers.base import Dependency, Job, clean_environment
-from launcher_scripts.launchers.bcp_executor import (
-    MPIRUN,
-    BcpExecutor,
-    BcpJob,
-    job_script,
-    runner,
-    task_command,
-)
+from launcher_scripts.launchers.bcp_executor import TIMED_OUT, BcpExecutor, BcpJob, task_command
+from launcher_scripts.launchers.bcp_script import MPIRUN, Tasks, is_mpi_array, job_script, runner
 from launcher_scripts.launchers.local import LocalHandle, new_id
 from stages import record
 from stages.base import Resources, Stage
@@ -87,14 +81,19 @@ class BcpLauncher:
         nodes, per_node = self._tasks(job.stage.resources())
         return job_script(
             task_command(sys.executable, job.folder / "submitit" / "JOB_ID"),
+            Tasks(
+                runner=runner(self._config.cluster.bcprun) or self._config.cluster.bcprun,
+                nodes=nodes,
+                per_node=per_node,
+                timeout_min=job.stage.resources().time_limit_min,
+                no_redirect=self._config.bcp_no_redirect,
+                arguments=tuple(self._config.cluster.bcprun_args),
+                is_mpi_array=is_mpi_array(os.environ),
+            ),
             job_id="JOB_ID",
-            runner=runner(self._config.cluster.bcprun) or self._config.cluster.bcprun,
-            nodes=nodes,
-            tasks_per_node=per_node,
             exports=self._exports(job, "JOB_ID", "JOB_ID"),
             setup=self._config.cluster.setup,
             first=_ping(job.folder / "submitit" / "JOB_ID", nodes * per_node),
-            no_redirect=self._config.bcp_no_redirect,
         )
 
     def submit(self, job: Job, after: Sequence[Dependency]) -> BcpHandle:
@@ -119,6 +118,7 @@ class BcpLauncher:
             setup=self._config.cluster.setup,
             first=_ping(executor.folder, nodes * per_node),
             no_redirect=self._config.bcp_no_redirect,
+            arguments=self._config.cluster.bcprun_args,
         )
         record.update_record(job.record_path, job_id, host=os.uname().nodename, log=str(log_path))
         submitted = executor.submit(StageJob(job.stage, job.record_path))
@@ -178,17 +178,22 @@ class BcpHandle(LocalHandle):
         return state
 
     def _settle(self) -> str:
-        """Return the state; a task that failed beside the first one is the cause of the rest."""
+        """Return the state; the cause of a failure may be the time limit or a task of its own."""
         state = super()._settle()
-        failed = self._failed_task()
-        if failed is None:
+        submitted = self._submitted
+        assert isinstance(submitted, BcpJob)
+        error = self._failed_task()
+        if submitted.exit_status == TIMED_OUT:
+            limit_min = self.job.stage.resources().time_limit_min
+            error = f"the time limit of {limit_min} minutes has passed"
+        if error is None:
             return state
         record.update_record(
             self.job.record_path,
             self.job_id,
             state=record.FAILED,
             exit_code=1,
-            error=failed,
+            error=error,
             ended_at=record.now(),
         )
         return record.FAILED

@@ -8,14 +8,15 @@ of every task finds its rank in its environment and runs the same pickled callab
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
+import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -23,19 +24,22 @@ from typing import Any, TypedDict
 
 from submitit.core import core, plugins, submission
 from submitit.core.job_environment import JobEnvironment
+from submitit.core.utils import DelayedSubmission, JobPaths
 
-from inference.serving.process_place import LAUNCHER_VARIABLE, ProcessPlace, find_place
+from inference.serving.process_place import ProcessPlace, find_place
+from launcher_scripts.launchers.bcp_script import (
+    ID_VARIABLE,
+    MPIRUN,
+    Tasks,
+    is_mpi_array,
+    job_script,
+    runner,
+)
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-ID_VARIABLE = "SUBMITIT_BCP_JOB_ID"
-MPIRUN = "mpirun"
-# A process that bcprun starts does not inherit these. Secrets are among them by name only: their
-# values stand in no script.
-_PASSED_ON = (
-    "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "SUBMITIT_EXECUTOR",
-    ID_VARIABLE, "HF_TOKEN", "NGC_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION",
-)  # fmt: skip
+# Status of a job that its time limit has ended: that of timeout.
+TIMED_OUT = 124
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class _Names(TypedDict):
@@ -48,12 +52,6 @@ class _Names(TypedDict):
     cpus_per_task: str
     gpus_per_node: str
     tasks_per_node: str
-
-
-def runner(bcprun: str = "bcprun", environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the program that starts processes on the replicas, or None."""
-    path = environment.get("PATH", "")
-    return next((each for each in (bcprun, MPIRUN) if shutil.which(each, path=path)), None)
 
 
 class BcpJob(core.Job[Any]):
@@ -150,6 +148,10 @@ class BcpJobEnvironment(JobEnvironment):
         """Number of this task among those of its replica."""
         return self.place.local_rank
 
+    def _handle_signals(self, paths: JobPaths, submission: DelayedSubmission) -> None:
+        """Leave the signals alone: nothing is requeued here, and a task that should end, ends."""
+        del paths, submission
+
 
 class BcpExecutor(core.PicklingExecutor):
     """Runs callables on the replicas of the Base Command job that this process is part of."""
@@ -189,7 +191,7 @@ class BcpExecutor(core.PicklingExecutor):
 
     @classmethod
     def _valid_parameters(cls) -> set[str]:
-        return {"job_id", "log_path", "exports", "first", "no_redirect", "setup"}
+        return {"job_id", "log_path", "exports", "first", "no_redirect", "setup", "arguments"}
 
     def _num_tasks(self) -> int:
         nodes: int = self.parameters.get("nodes", 1)
@@ -204,14 +206,19 @@ class BcpExecutor(core.PicklingExecutor):
         parameters = self.parameters
         return job_script(
             command,
+            Tasks(
+                runner=runner(self.bcprun, self.environment) or self.bcprun,
+                nodes=parameters.get("nodes", 1),
+                per_node=parameters.get("tasks_per_node", 1),
+                timeout_min=parameters.get("timeout_min"),
+                no_redirect=parameters.get("no_redirect", True),
+                arguments=tuple(parameters.get("arguments", ())),
+                is_mpi_array=is_mpi_array(self.environment),
+            ),
             job_id=parameters.get("job_id") or f"{datetime.now():%m%d_%H%M%S}_{uid}",
-            runner=runner(self.bcprun, self.environment) or self.bcprun,
-            nodes=parameters.get("nodes", 1),
-            tasks_per_node=parameters.get("tasks_per_node", 1),
             exports=parameters.get("exports", {}),
             setup=parameters.get("setup", ()),
             first=parameters.get("first"),
-            no_redirect=parameters.get("no_redirect", True),
         )
 
     def _submit_command(self, command: str) -> BcpJob:
@@ -225,6 +232,8 @@ class BcpExecutor(core.PicklingExecutor):
         self.folder.mkdir(parents=True, exist_ok=True)
         job.paths.submission_file.write_text(text, encoding="utf-8")
         log_path = Path(parameters.get("log_path", job.paths.stdout))
+        # To the kernel the parent is a thread, and another one may end long before the process.
+        is_main = threading.current_thread() is threading.main_thread()
         with log_path.open("ab") as log:
             process = subprocess.Popen(
                 self._make_submission_command(job.paths.submission_file),
@@ -233,6 +242,7 @@ class BcpExecutor(core.PicklingExecutor):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_end_with_parent if is_main else None,
             )
         job._set_process(process)
         return job
@@ -256,68 +266,9 @@ def task_command(python: str, folder: Path) -> str:
     return shlex.join([python, "-u", "-m", __name__, str(folder)])
 
 
-def job_script(
-    command: str,
-    *,
-    job_id: str,
-    runner: str,
-    nodes: int,
-    tasks_per_node: int,
-    exports: Mapping[str, str],
-    setup: Sequence[str] = (),
-    first: str | None = None,
-    no_redirect: bool = True,
-) -> str:
-    """Return the script of a job; bash is replaced by the runner, whose status is the job's.
-
-    `command` is the shell line of one task, `exports` are variables of every task, and `setup` are
-    shell lines that run before. `first` is run by every task before, and has to succeed.
-    """
-    lines = [
-        "#!/bin/bash",
-        "",
-        "# setup",
-        "set -euo pipefail",
-        *(f"export {name}={shlex.quote(value)}" for name, value in exports.items()),
-        f"export {ID_VARIABLE}={shlex.quote(job_id)}",
-        "export SUBMITIT_EXECUTOR=bcp",
-        f"export PYTHONPATH={shlex.quote(str(CHECKOUT))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        *setup,
-        "",
-        "# Tasks inherit nothing: what they need is handed on.",
-        "hand_on=()",
-        *_hand_on([*_PASSED_ON, *exports], by_name=Path(runner).name == MPIRUN),
-        "",
-        "# command",
-    ]
-    start = list(_start(runner, nodes, tasks_per_node, no_redirect=no_redirect))
-    tail = ["bash", "-c"] if Path(runner).name == MPIRUN else ["--cmd"]
-    begin = f'{shlex.join(start)} "${{hand_on[@]}}"'
-    if first is not None:
-        lines.append(f"{begin} {shlex.join([*tail, first])}")
-    lines.append(f"exec {begin} {shlex.join([*tail, command])}")
-    return "\n".join(lines) + "\n"
-
-
-def _hand_on(names: Sequence[str], *, by_name: bool) -> Iterator[str]:
-    words = " ".join(dict.fromkeys(names))
-    flag = '-x "$name"' if by_name else '--env "$name=${!name}"'
-    yield f"for name in {words}; do"
-    yield f'  if [ -n "${{!name:-}}" ]; then hand_on+=({flag}); fi'
-    yield "done"
-
-
-def _start(runner: str, nodes: int, tasks_per_node: int, *, no_redirect: bool) -> Iterator[str]:
-    """Yield the words that start the tasks."""
-    yield runner
-    if Path(runner).name == MPIRUN:
-        yield from ("--allow-run-as-root", "-np", str(nodes * tasks_per_node))
-        yield from ("-npernode", str(tasks_per_node), "-x", f"{LAUNCHER_VARIABLE}=mpirun")
-        return
-    yield from ("--nnodes", str(nodes), "--npernode", str(tasks_per_node))
-    if no_redirect:
-        yield "-no_redirect"
-    yield from ("--workdir", str(CHECKOUT))
+def _end_with_parent() -> None:
+    """Have the kernel ask this process to end when the one that started it is gone."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main() -> None:
@@ -332,8 +283,6 @@ def main() -> None:
         plugins.get_job_environments.cache_clear()
     submission.process_job(folder)
 
-
-__all__ = ["BcpExecutor", "BcpJob", "BcpJobEnvironment", "job_script", "runner", "task_command"]
 
 if __name__ == "__main__":
     main()

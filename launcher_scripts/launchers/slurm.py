@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,13 +26,14 @@ from launcher_scripts.launchers.slurm_script import (
     step_of,
     submitit_folder,
 )
-from launcher_scripts.launchers.slurm_state import settle
+from launcher_scripts.launchers.slurm_state import cancel, settle
 from stages import record
 from stages.base import Stage
 from stages.job import StageJob
 
-_ASK_S = 20.0
-_POLL_S = 2.0
+# Slurm is asked soon after a change, and then less and less often.
+_FIRST_POLL_S, _LAST_POLL_S = 0.5, 5.0
+_STOP_POLL_S = 0.5
 
 
 class SlurmLauncher:
@@ -116,6 +116,8 @@ class SlurmHandle:
         self.job_id = job_id
         self._log_path = log_path
         self._asked_at = 0.0
+        self._pause_s = _FIRST_POLL_S
+        self._state = ""
 
     @property
     def log_path(self) -> Path:
@@ -123,22 +125,30 @@ class SlurmHandle:
         return self._log_path
 
     def poll(self) -> str | None:
-        """Return the final state, or None; Slurm is asked at most every few seconds."""
+        """Return the final state, or None; the record is read each time, Slurm asked seldom."""
         found = record.read_record(self.job.record_path)
         if found is not None and not found.is_final:
             now = time.monotonic()
-            if now - self._asked_at < _POLL_S:
+            if found.state != self._state:
+                self._state, self._pause_s = found.state, _FIRST_POLL_S
+            if now - self._asked_at < self._pause_s:
                 return None
             self._asked_at = now
+            self._pause_s = min(self._pause_s * 1.5, _LAST_POLL_S)
             found = settle(self.job.record_path)
         return found.state if found is not None and found.is_final else None
 
     def stop(self, grace_s: float) -> None:
-        """Cancel the job and wait for its end."""
-        subprocess.run(["scancel", self.job_id], check=False, timeout=_ASK_S)
+        """Cancel the job and wait for its end, at most for `grace_s`."""
+        cancel(self.job_id)
         deadline = time.monotonic() + grace_s
-        while self.poll() is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        while self._settled() is None and time.monotonic() < deadline:
+            time.sleep(_STOP_POLL_S)
+
+    def _settled(self) -> str | None:
+        """Return the final state, asking Slurm now."""
+        self._asked_at = 0.0
+        return self.poll()
 
 
 class _Executor(SlurmExecutor):

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from launcher_scripts.config import Config
+from launcher_scripts.launchers.slurm_options import images_of, problems_of_options
 from stages.base import Stage
 
 # An ext4 or xfs disk may be exported to the nodes; these cannot be.
@@ -24,7 +25,7 @@ _UNSEEN = "unseen:"
 
 def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return why the stages cannot run, as far as the cluster can be asked from here."""
-    problems = [*_problems_of_nodes(config, stages), *_problems_of_container(config)]
+    problems = problems_of_options(config, stages)
     if config.dry_run:
         return problems
     if shutil.which("sbatch") is None:
@@ -33,7 +34,7 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
             "cluster_type=bcm needs sbatch, which is not on PATH; run on a login node, or use "
             "cluster_type=local or dry_run=true.",
         ]
-    problems += [*_problems_of_partition(config), *_problems_of_pyxis(config)]
+    problems += [*_problems_of_partition(config), *_problems_of_pyxis(config, stages)]
     nodes = max((stage.resources().nodes for stage in stages), default=1)
     if nodes > 1:
         problems += _problems_of_mpi(config)
@@ -77,17 +78,6 @@ def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:
     ]
 
 
-def _problems_of_nodes(config: Config, stages: Sequence[Stage]) -> list[str]:
-    """Compare what the stages need with what the configuration says of a node."""
-    most = config.cluster.gpus_per_node
-    return [
-        f"{stage.name} asks for {asked} GPUs of a node, and cluster.gpus_per_node={most}; "
-        f"lower deploy.gpus_per_node or export.run.gpus_per_node, or correct the cluster's."
-        for stage in stages
-        if most is not None and (asked := stage.resources().gpus_per_node or 0) > most
-    ]
-
-
 def _problems_of_mpi(config: Config) -> list[str]:
     kind = config.cluster.mpi
     listed = _answer(["srun", "--mpi=list"], with_errors=True)
@@ -98,13 +88,6 @@ def _problems_of_mpi(config: Config) -> list[str]:
         f"cluster.mpi={kind}: this Slurm does not have it, and without it every rank believes "
         f"it is alone; it has {', '.join(known) or 'none'}."
     ]
-
-
-def _problems_of_container(config: Config) -> list[str]:
-    image = config.container
-    if image is None or not image.startswith(("/", "./")) or Path(image).is_file():
-        return []
-    return [f"container={image} is not a file; give an existing image, or a registry path."]
 
 
 def _problems_of_partition(config: Config) -> list[str]:
@@ -121,15 +104,15 @@ def _problems_of_partition(config: Config) -> list[str]:
     ]
 
 
-def _problems_of_pyxis(config: Config) -> list[str]:
-    if config.container is None:
-        return []
-    described = _answer(["srun", "--help"])
+def _problems_of_pyxis(config: Config, stages: Sequence[Stage]) -> list[str]:
+    images = images_of(config, stages)
+    described = _answer(["srun", "--help"]) if images else None
     if described is None or "--container-image" in described:
         return []
     return [
-        f"container={config.container} needs pyxis, and this Slurm's srun does not know "
-        "--container-image; install pyxis, or set container=null."
+        f"{key}={image} needs pyxis, and this Slurm's srun does not know --container-image; "
+        f"install pyxis, or set {key}=null."
+        for key, image in images.items()
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 from launcher_scripts.config import Config
 from launcher_scripts.launchers.base import Dependency, Job
 from launcher_scripts.server_config import image_of
+from launcher_scripts.switches import CI, MEMORY_MEASURE, is_set
 from launcher_scripts.time_limit import slurm_notation
 from stages.deploy import JOB_ID_VARIABLE
 from stages.deploy_config import PYTORCH
@@ -25,7 +25,7 @@ _SAME_NAME = (
     "account", "comment", "constraint", "exclude", "exclusive", "gres", "nodelist", "overcommit",
     "partition", "qos", "reservation",
 )  # fmt: skip
-CI_VARIABLE = "NEMO_LAUNCHER_CI"
+_MEMORY_EVERY_S = 5
 _CONTAINER_FLAGS = ("--container", "--no-container")
 
 
@@ -53,9 +53,8 @@ def batch_script(
     options = sbatch_options(job, config, after)
     job_id, folder = "$SLURM_JOB_ID", submitit_folder(job)
     if array is not None:
-        log = array_log(job, array, "%A_%a")
-        options |= {"array": f"0-{array.size - 1}", "output": log}
-        options["error"] = options["error"] and log.with_suffix(".err")
+        options |= {"array": f"0-{array.size - 1}"}
+        options |= _logs(array_log(job, array, "%A_%a"), "%A_%a")
         job_id = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"
         folder = array.folder
     flags = [flag(name, value) for name, value in sorted(options.items())]
@@ -74,6 +73,7 @@ def batch_script(
         f"export PYTHONPATH={shlex.quote(str(CHECKOUT))}${{PYTHONPATH:+:$PYTHONPATH}}",
         *config.cluster.setup,
         "",
+        *_measure_memory(job, array),
         *_about_step(step_of(job, config)),
         "# command",
         f"exec {driver_command(folder)}",
@@ -81,11 +81,30 @@ def batch_script(
     return "\n".join(lines) + "\n"
 
 
+def _measure_memory(job: Job, array: Array | None) -> list[str]:
+    """Return the lines of a step that runs beside the job and writes down its use of GPU memory."""
+    if not (is_set(MEMORY_MEASURE) and _needs_gpus(job)):
+        return []
+    nodes = job.stage.resources().nodes
+    folder, job_id = (job.folder, "%j") if array is None else (array.folder, "%A_%a")
+    command = [
+        "srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1",
+        f"--output={_pattern(folder / f'memory_{job_id}.csv', job_id)}",
+        "nvidia-smi", "--query-gpu=timestamp,index,memory.used,memory.total", "--format=csv",
+        f"--loop={_MEMORY_EVERY_S}",
+    ]  # fmt: skip
+    return ["# use of GPU memory", f"{shlex.join(command)} &", ""]
+
+
+def _needs_gpus(job: Job) -> bool:
+    return job.stage.name == "deploy" or job.stage.resources().gpus_per_node is not None
+
+
 def _about_step(step: Step | None) -> list[str]:
     """Return comments that show the step which the command starts, for whoever reads the script."""
     if step is None:
         return []
-    shown = shlex.join(step.command("STAGE", "RESULT", str(step.ranks)))
+    shown = shlex.join(step.command("STAGE", "RESULT", str(step.ranks))).replace("\n", "\\n")
     return [
         "# The command stays outside and starts this step, after a ping of its ranks:"
         if step.ranks > 1
@@ -102,14 +121,9 @@ def driver_command(folder: Path) -> str:
 
 def log_path(job: Job, job_id: str) -> Path:
     """Return the log of a job; the CI switch of the NeMo launcher puts everything into one."""
-    if merges_logs():
+    if is_set(CI):
         return job.folder / f"slurm_{job_id}.out"
     return job.folder / f"log-{job.prefix}{job.name}_{job_id}.out"
-
-
-def merges_logs() -> bool:
-    """Whether output and errors go to the same file."""
-    return os.environ.get(CI_VARIABLE, "").lower() in ("true", "t", "1")
 
 
 def array_log(job: Job, array: Array, job_id: str) -> Path:
@@ -133,7 +147,6 @@ def sbatch_options(job: Job, config: Config, after: Sequence[Dependency]) -> dic
     """Return the options of sbatch by name; None and False mean that the option is left out."""
     cluster = config.cluster
     resources = job.stage.resources()
-    log = log_path(job, "%j")
     options: dict[str, Any] = {name: getattr(cluster, name) for name in _SAME_NAME}
     options |= {
         "job-name": f"{job.prefix}{job.name}",
@@ -143,15 +156,14 @@ def sbatch_options(job: Job, config: Config, after: Sequence[Dependency]) -> dic
         "cpus-per-task": resources.cpus_per_task,
         "gpus-per-node": resources.gpus_per_node,
         "mem": memory(cluster.mem if resources.mem_gb is None else resources.mem_gb),
-        "output": log,
-        "error": None if merges_logs() else log.with_suffix(".err"),
+        **_logs(log_path(job, "%j"), "%j"),
         "open-mode": "append",
         "requeue": True,
         "signal": f"B:USR2@{cluster.signal_delay_s}",
         "kill-on-invalid-dep": "yes" if after else None,
         "dependency": dependency(job, config, after),
     }
-    if cluster.gpus_per_task is not None and resources.gpus_per_node is not None:
+    if cluster.gpus_per_task and _needs_gpus(job):
         # Slurm refuses --gpus-per-task without a number of tasks.
         options["gpus-per-task"] = cluster.gpus_per_task
         options["ntasks"] = resources.nodes * resources.tasks_per_node
@@ -165,6 +177,17 @@ def dependency(job: Job, config: Config, after: Sequence[Dependency]) -> str | N
     own = config.export.run.dependency if job.stage.name in ("convert", "export") else None
     parts = [*map(str, after), own, config.cluster.dependency]
     return ",".join(part for part in parts if part) or None
+
+
+def _logs(log: Path, job_id: str) -> dict[str, str | None]:
+    error = None if is_set(CI) else _pattern(log.with_suffix(".err"), job_id)
+    return {"output": _pattern(log, job_id), "error": error}
+
+
+def _pattern(log: Path, job_id: str) -> str:
+    """Return the path of a log as sbatch reads it, where only `job_id` stands for something."""
+    before, _, after = str(log).rpartition(job_id)
+    return f"{before.replace('%', '%%')}{job_id}{after}"
 
 
 def memory(value: Any) -> str | None:

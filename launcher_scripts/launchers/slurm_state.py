@@ -4,39 +4,61 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 from stages import record
 
 _ASK_S = 20.0
+_UNKNOWN_JOB = "Invalid job id"
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESV_DEL_HOLD")
 _RUNNING = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
 _CANCELLED = ("CANCELLED", "PREEMPTED", "REVOKED")
+# What a user can do about an end that only Slurm knows of.
+_REMEDIES = {
+    "TIMEOUT": "its time limit has passed; raise the stage's time_limit",
+    "OUT_OF_MEMORY": "it needed more memory; raise the stage's mem_gb, or cluster.mem",
+    "NODE_FAIL": "its node failed; submit it again, it continues from what is on disk",
+}
 
 
-def slurm_state(job_id: str) -> str | None:
-    """Return Slurm's word for the state of a job, or None when nobody remembers it.
+@dataclass(frozen=True)
+class SlurmJobState:
+    """Slurm's words for a job; empty when nobody remembers it.
+
+    Attributes:
+        word: its state.
+        reason: why it is in that state.
+        exit_code: `<status>:<signal>` of its batch process.
+    """
+
+    word: str = ""
+    reason: str = ""
+    exit_code: str = ""
+
+
+def slurm_state(job_id: str) -> SlurmJobState | None:
+    """Return what Slurm says of a job, or None when Slurm cannot be asked from here.
 
     squeue knows what is queued, scontrol what ended lately, sacct the rest, where there is
     accounting; its file form works without a database.
     """
+    queue = _ask(["squeue", "-h", "-o", "JobState=%T Reason=%r", "-j", job_id])
+    if queue is None or (queue.returncode != 0 and _UNKNOWN_JOB not in queue.stderr):
+        return None
     questions = (
-        (["squeue", "-h", "-o", "%T", "-j", job_id], r"^(\w+)"),
-        (["scontrol", "show", "job", "-o", job_id], r"\bJobState=(\w+)"),
-        (["sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id], r"^(\w+)"),
-        (["sacct", "-c", "-n", "-P", "-j", job_id, "--format=State"], r"^(\w+)"),
+        ["scontrol", "show", "job", "-o", job_id],
+        ["sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id],
+        ["sacct", "-c", "-n", "-P", "-j", job_id, "--format=State"],
     )
-    for command, pattern in questions:
-        answer = _ask(command)
-        match = re.search(pattern, answer, re.MULTILINE)
-        if match is not None:
-            return match.group(1)
-    return None
+    if found := _read(queue):
+        return found
+    return next((found for each in questions if (found := _read(_ask(each)))), SlurmJobState())
 
 
-def our_state(word: str | None) -> str:
+def our_state(word: str) -> str:
     """Return our state for Slurm's; a job that nobody remembers is lost."""
-    if word is None:
+    if not word:
         return record.LOST
     if word in _QUEUED:
         return record.SUBMITTED
@@ -55,28 +77,68 @@ def settle(record_path: Path) -> record.JobRecord | None:
     found = record.read_record(record_path)
     if found is None or found.is_final or not found.job_id:
         return found
-    word = slurm_state(found.job_id)
-    state = our_state(word)
+    told = slurm_state(found.job_id)
     again = record.read_record(record_path)
-    if again is None or again.is_final:
+    if told is None or again is None or again.is_final:
         return again
+    state = our_state(told.word)
     if state not in record.FINAL_STATES:
         return again
     if state == record.COMPLETED and again.ended_at:
-        return record.update_record(record_path, found.job_id, state=state, exit_code=0)
-    return record.update_record(
+        return record.correct_record(record_path, again, state=state, exit_code=0)
+    return record.correct_record(
         record_path,
-        found.job_id,
+        again,
         state=record.LOST if state == record.COMPLETED else state,
         ended_at=record.now(),
-        exit_code=1,
-        error=f"the job left no result of its own; Slurm calls it {word or 'unknown'}",
+        error=_explanation(again, told),
     )
 
 
-def _ask(command: list[str]) -> str:
+def waiting_for(job_id: str) -> str:
+    """Return why a job is still in the queue, in Slurm's word; empty when it is not there."""
+    told = slurm_state(job_id)
+    return told.reason if told is not None and told.word in _QUEUED else ""
+
+
+def cancel(job_id: str) -> str:
+    """Take a job out of the queue, or end it; return what scancel objects to, empty if nothing."""
+    done = _ask(["scancel", job_id])
+    if done is None:
+        return "scancel cannot be run here, or does not answer"
+    return "" if done.returncode == 0 else done.stderr.strip()
+
+
+def _explanation(found: record.JobRecord, told: SlurmJobState) -> str:
+    """Return why a job ended that says nothing itself."""
+    if told.reason == "DependencyNeverSatisfied":
+        return f"never started: what it waited for ({found.dependency}) did not succeed"
+    if told.word in _CANCELLED:
+        return "cancelled" if found.started_at else "cancelled before it started"
+    if not told.word:
+        return "Slurm does not know the job any more, and it left no result of its own; see its log"
+    code = f" with exit code {told.exit_code}" if told.exit_code not in ("", "0:0") else ""
+    remedy = _REMEDIES.get(told.word, "see its log")
+    return f"the job left no result of its own; Slurm calls it {told.word}{code}: {remedy}"
+
+
+def _read(answer: subprocess.CompletedProcess[str] | None) -> SlurmJobState | None:
+    """Return the state in an answer, None when there is none in it."""
+    if answer is None or answer.returncode != 0:
+        return None
+    named = re.search(r"\bJobState=(\w+)", answer.stdout)
+    word = named or re.match(r"(\w+)", answer.stdout)
+    if word is None:
+        return None
+    others = {
+        name: match[1] if (match := re.search(rf"\b{name}=([\w:]+)", answer.stdout)) else ""
+        for name in ("Reason", "ExitCode")
+    }
+    return SlurmJobState(word[1], others["Reason"], others["ExitCode"])
+
+
+def _ask(command: list[str]) -> subprocess.CompletedProcess[str] | None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
+        return None

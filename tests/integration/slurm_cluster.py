@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import getpass
 import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,6 +19,9 @@ DAEMONS = ("slurmctld", "slurmd")
 CLIENTS = ("sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 _START_S = 40.0
 _JOBS_END_S = 20.0
+# One of these is the controller's port; those of the nodes come _NODE_PORTS above it.
+_BASE_PORTS = range(20000, 29000, 200)
+_NODE_PORTS = 100
 
 
 def missing_programs() -> list[str]:
@@ -34,13 +41,47 @@ def build_pyxis_stand_in(folder: Path) -> Path | None:
     return plugin
 
 
+class _Ports:
+    """Ports that no other cluster of this machine takes as long as this object is open.
+
+    Two clusters with the same ports would be one: whoever comes second reaches the first's
+    controller, and their jobs run on each other's nodes.
+    """
+
+    def __init__(self, nodes: int) -> None:
+        for base in random.sample(_BASE_PORTS, len(_BASE_PORTS)):
+            path = Path(tempfile.gettempdir(), f"slurm-ports-{base}.lock")
+            self._lock = os.open(path, os.O_CREAT | os.O_RDWR)
+            wanted = [base, *range(base + _NODE_PORTS, base + _NODE_PORTS + nodes)]
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if all(map(_is_free, wanted)):
+                    self.base = base
+                    return
+            os.close(self._lock)
+        raise AssertionError("no free ports for Slurm's daemons")
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
 class SlurmCluster:
     """Starts and stops the daemons; `environment` reaches it."""
 
-    def __init__(self, folder: Path, *, nodes: int = 2, base_port: int) -> None:
+    def __init__(self, folder: Path, *, nodes: int = 2) -> None:
         self.folder = folder
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
-        self._base_port = base_port
+        self._ports = _Ports(nodes)
         self.has_pyxis = False
         self.environment = {
             **os.environ,
@@ -73,15 +114,21 @@ class SlurmCluster:
         self.run("slurmd", "-f", str(self.folder / "slurm.conf"), "-N", node)
 
     def kill_node(self, node: str) -> None:
-        """End a node without warning: its daemon, and everything that its jobs run."""
+        """End a node without warning: its daemon, and everything that its jobs run.
+
+        The controller would notice by itself, but late.
+        """
+        pid_file = self.folder / f"slurmd-{node}.pid"
         with contextlib.suppress(ProcessLookupError):
-            os.kill(int((self.folder / f"slurmd-{node}.pid").read_text()), signal.SIGKILL)
+            os.kill(int(pid_file.read_text()), signal.SIGKILL)
+        pid_file.unlink()  # which nobody else would do
         tasks = self._processes_of(node)
         # Their keepers first, which would tell the controller of an orderly end.
         keepers = {parent for pid in tasks if _name(parent := _parent(pid)) == "slurmstepd"}
         for pid in (*keepers, *tasks):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=killed")
 
     def _processes_of(self, node: str) -> list[int]:
         """Return the processes of this cluster's jobs that say they run on a node."""
@@ -107,6 +154,7 @@ class SlurmCluster:
             deadline = time.monotonic() + 10
             while any(path.exists() for path in pid_files) and time.monotonic() < deadline:
                 time.sleep(0.1)
+        self._ports.close()
 
     def run(self, *command: str, check: bool = True) -> str:
         done = subprocess.run(
@@ -119,8 +167,8 @@ class SlurmCluster:
         return "\n".join(path.read_text()[-2000:] for path in (self.folder / "log").iterdir())
 
     def _configuration(self) -> str:
-        user, port, folder = getpass.getuser(), self._base_port, self.folder
-        first, last = port + 100, port + 99 + len(self.nodes)
+        user, port, folder = getpass.getuser(), self._ports.base, self.folder
+        first, last = port + _NODE_PORTS, port + _NODE_PORTS + len(self.nodes) - 1
         lines = {
             "ClusterName": "throwaway",
             "SlurmctldHost": "localhost",
@@ -134,9 +182,9 @@ class SlurmCluster:
             "TaskPlugin": "task/none",
             "ReturnToService": 2,
             "MailProg": "/bin/true",
-            "KillWait": 5,
-            # A node that is silent for so long is down, and its jobs are requeued.
-            "SlurmdTimeout": 8,
+            "KillWait": 2,
+            # Daemons of a busy machine may be silent for long; kill_node says what is lost.
+            "SlurmdTimeout": 60,
             "PreemptType": "preempt/partition_prio",
             "PreemptMode": "REQUEUE",
             "GresTypes": "gpu",
@@ -151,7 +199,7 @@ class SlurmCluster:
             "SlurmctldLogFile": f"{folder}/log/slurmctld.log",
             "SlurmdLogFile": f"{folder}/log/slurmd-%n.log",
             "SchedulerType": "sched/backfill",
-            "SchedulerParameters": "sched_interval=2,bf_interval=2,batch_sched_delay=1",
+            "SchedulerParameters": "sched_interval=1,bf_interval=1,batch_sched_delay=0",
             "SelectType": "select/cons_tres",
             "SelectTypeParameters": "CR_Core",
             # The machine has fewer processors than the nodes announce.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,7 +39,7 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
         )
     # Unix sockets below it limit the length of its name.
     folder = Path(tempfile.mkdtemp(prefix="slt", dir="/tmp"))
-    made = SlurmCluster(folder, base_port=random.randrange(20000, 29000, 200))
+    made = SlurmCluster(folder)
     try:
         made.start()
         yield made
@@ -70,13 +68,36 @@ def make_run(*stages: Stage, words: tuple[str, ...] = ()) -> Run:
     return Run(SlurmLauncher(configure(*words)), Console(), planned, jobs)
 
 
+def restart_now(cluster: SlurmCluster, run: Run, stage: str) -> None:
+    """Wait until a job is requeued, and let it start again: left alone it waits two minutes."""
+    job_id = run.handles[stage].job_id
+
+    def is_waiting() -> bool:
+        return "PENDING" in cluster.run("squeue", "-h", "-o", "%T", "-j", job_id)
+
+    def has_started() -> bool:
+        state = cluster.run("squeue", "-h", "-o", "%T %r", "-j", job_id, check=False)
+        if "BeginTime" in state:
+            time.sleep(1.5)  # slurmd refuses a job that comes back within the second of its end
+            cluster.run("scontrol", "update", f"jobid={job_id}", "StartTime=now", check=False)
+        return "PENDING" not in state
+
+    wait_until(is_waiting, "the requeueing")
+    assert run.handles[stage].poll() is None  # a job that waits again has not ended
+    wait_until(has_started, "the new start")
+
+
+def wait_for_end(run: Run, stage: str) -> None:
+    wait_until(lambda: run.handles[stage].poll() is not None, f"the end of {stage}", 180)
+
+
 def record(folder: Path, stage: str) -> JobRecord:
     found = read_record(folder / stage / "job.json")
     assert found is not None
     return found
 
 
-def wait_until(condition: Any, what: str, timeout_s: float = 60) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"

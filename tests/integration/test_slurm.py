@@ -8,12 +8,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from launcher_scripts.launchers.base import SubmissionError
+from stages.base import Resources
 from tests.conftest import ROOT
 from tests.integration.slurm_cluster import SlurmCluster
 from tests.integration.slurm_runs import (
@@ -21,11 +21,14 @@ from tests.integration.slurm_runs import (
     make_run,
     reachable,  # noqa: F401
     record,
+    restart_now,
     slurm_cluster,  # noqa: F401
+    wait_for_end,
     wait_until,
 )
 from tests.unit.launcher_scripts.toy_stages import (
     EnvironmentStage,
+    PatientStage,
     SleepStage,
     TwiceStage,
     WriteStage,
@@ -36,17 +39,18 @@ pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
 
 
 def test_chain_runs_in_order_and_is_recorded(tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s 100%x "$HOME"'
     first, second = (
-        WriteStage(settings(tmp_path, "write")),
-        EnvironmentStage(settings(tmp_path, "environment")),
+        WriteStage(settings(folder, "write")),
+        EnvironmentStage(settings(folder, "environment")),
     )
     assert make_run(first, second).run_all(wait=True) == 0
-    one, two = record(tmp_path, "write"), record(tmp_path, "environment")
+    one, two = record(folder, "write"), record(folder, "environment")
     assert two.dependency == f"afterok:{one.job_id}"
     assert (one.state, two.state) == ("completed", "completed")
     assert one.ended_at <= two.started_at
     assert one.host in ("n1", "n2")
-    log = tmp_path / "write" / f"log-t-write_{one.job_id}.out"
+    log = folder / "write" / f"log-t-write_{one.job_id}.out"
     assert "working" in log.read_text()
 
 
@@ -55,10 +59,33 @@ def test_variables_of_an_enclosing_job_do_not_reach_ours(
 ) -> None:
     monkeypatch.setenv("SLURM_CPU_BIND", "nonsense")
     monkeypatch.setenv("PMIX_RANK", "5")
-    assert make_run(EnvironmentStage(settings(tmp_path, "environment"))).run_all(wait=True) == 0
+    job = settings(tmp_path, "environment")
+    assert make_run(EnvironmentStage(job)).run_all(wait=True) == 0
     seen = json.loads((tmp_path / "out" / "target.txt").read_text())
     assert seen["TOYS"] == "1"
     assert not {"SLURM_CPU_BIND", "PMIX_RANK"} & set(seen)
+
+
+def test_use_of_gpu_memory_is_written_down_on_every_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "$SLURMD_NODENAME $*"; sleep 300\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("NEMO_LAUNCHER_MEMORY_MEASURE", "1")
+    resources = Resources(nodes=2, gpus_per_node=1)
+    stage = PatientStage(settings(tmp_path, "patient", resources=resources))
+    run = make_run(stage)
+    assert run.run_all(wait=False) == 0
+    memory = tmp_path / "patient" / f"memory_{run.handles['patient'].job_id}.csv"
+    wait_until(lambda: memory.exists() and memory.read_text().count("\n") == 2, "two lines")
+    stage.target.parent.mkdir(exist_ok=True)
+    stage.target.with_suffix(".go").touch()
+    wait_for_end(run, "patient")
+    assert record(tmp_path, "patient").state == "completed"
+    assert {line.split()[0] for line in memory.read_text().splitlines()} == {"n1", "n2"}
 
 
 def test_failed_stage_cancels_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,6 +98,11 @@ def test_failed_stage_cancels_the_rest(tmp_path: Path, capsys: pytest.CaptureFix
     assert "write failed: the disk is on fire; use water" in shown
     wait_until(
         lambda: run.handles["environment"].poll() == "cancelled", "the end of the dependent job"
+    )
+    waited_for = f"afterok:{run.handles['write'].job_id}"
+    assert record(tmp_path, "environment").error in (
+        f"never started: what it waited for ({waited_for}) did not succeed",
+        "cancelled before it started",  # by the command, which follows the chain
     )
     assert not (tmp_path / "out" / "target.txt").exists()
 
@@ -113,45 +145,45 @@ def test_job_that_is_warned_by_a_signal_requeues_itself_and_ends_well(
     job_id = run.handles["twice"].job_id
     wait_until(stage.first_path.exists, "the first start")
     slurm_cluster.run("scancel", "--batch", "--signal=USR2", job_id)
-
-    def is_waiting() -> bool:
-        return "PENDING" in slurm_cluster.run("squeue", "-h", "-o", "%T", "-j", job_id)
-
-    wait_until(is_waiting, "the requeueing")
-    # slurmd refuses a job that comes back within the second of its end; left alone it comes after
-    # two minutes.
-    time.sleep(2.5)
-    slurm_cluster.run("scontrol", "update", f"jobid={job_id}", "StartTime=now", check=False)
-    wait_until(lambda: run.handles["twice"].poll() is not None, "the end", 120)
+    restart_now(slurm_cluster, run, "twice")
+    wait_for_end(run, "twice")
     found = record(tmp_path, "twice")
     assert found.state == "completed", f"{found}\n{slurm_cluster.logs()}"
     assert stage.target.read_text() == "second"
 
 
+@pytest.fixture(scope="module")
+def results_of_pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the first pipeline has converted is there for the second."""
+    return tmp_path_factory.mktemp("pipelines")
+
+
 @pytest.mark.triton
-@pytest.mark.parametrize(("gpus_of_a_node", "nodes"), [("null", 1), ("1", 2)])
+@pytest.mark.parametrize(("gpus_of_a_node", "nodes"), [("1", 2), ("null", 1)])
 def test_pipeline_on_slurm_serves_measures_and_stops(
-    tmp_path: Path, slurm_cluster: SlurmCluster, gpus_of_a_node: str, nodes: int
+    results_of_pipelines: Path, slurm_cluster: SlurmCluster, gpus_of_a_node: str, nodes: int
 ) -> None:
+    base = results_of_pipelines
     command = [
-        sys.executable, "main.py", "export=gpt3/sample", f"base_results_dir={tmp_path}", *CLUSTER,
+        sys.executable, "main.py", "export=gpt3/sample", f"base_results_dir={base}", *CLUSTER,
         "wait=true", "deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0",
-        "evaluate.limit=4", "evaluate.latency.enabled=false",
+        f"evaluate.limit={2 + nodes}", "evaluate.latency.enabled=false",
         "evaluate.lambada.metrics=[lambada_last_token]",
         f"cluster.gpus_per_node={gpus_of_a_node}", "cluster.mpi=pmix",
     ]  # fmt: skip
     done = subprocess.run(
-        command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280
+        command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (results,) = (tmp_path / "gpt_books_5m").iterdir()
+    (results,) = (base / "gpt_books_5m").iterdir()
     assert {
         record(results, name).state for name in ("convert", "export", "deploy", "evaluate")
     } == {"completed"}
-    assert (results / "results" / "evaluate" / "report.json").is_file()
+    report = (results / "results" / "evaluate" / "report.json").read_text()
+    assert f'"limit": {2 + nodes}' in report
     (script,) = (results / "deploy").glob("*_submission.sh")
     assert f"#SBATCH --nodes={nodes}\n" in script.read_text()
-    status = [sys.executable, "main.py", "action=status", f"base_results_dir={tmp_path}"]
+    status = [sys.executable, "main.py", "action=status", f"base_results_dir={base}"]
     shown = subprocess.run(status, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert shown.returncode == 0
     assert shown.stdout.count("completed") == 4

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from launcher_scripts.arguments import read_arguments
@@ -45,6 +47,20 @@ def test_unknown_option_is_a_problem_and_not_an_exit() -> None:
     assert "--dry-run" in problem
 
 
+def test_names_beside_compare_are_the_runs() -> None:
+    assert read_arguments(["latest~1", "action=compare", "a'b"]).overrides == (
+        "action=compare",
+        "runs=['latest~1','a\\'b']",
+    )
+    assert read_arguments(["action=status", "latest"]).overrides == ("action=status", "latest")
+
+
+def test_folder_of_further_files_has_to_exist(tmp_path: Path) -> None:
+    assert read_arguments([f"--config-dir={tmp_path}"]).problems == ()
+    (problem,) = read_arguments([f"--config-dir={tmp_path}/nope"]).problems
+    assert problem == f"--config-dir={tmp_path}/nope is not a folder."
+
+
 def test_further_sbatch_options_pass_through() -> None:
     assert read_arguments(["+cluster.begin=now", "+cluster.qos=high"]).overrides == (
         "+cluster.additional_parameters.begin=now",
@@ -62,3 +78,7 @@ def test_texts_that_hydra_cannot_read_are_quoted() -> None:
 
 def test_environment_variables_need_no_plus() -> None:
     assert read_arguments(["env_vars.FOO=1"]).overrides == ("++env_vars.FOO=1",)
+
+
+def test_lists_that_cannot_be_read_are_not_taken_for_texts() -> None:
+    assert read_arguments(["stages=[convert,,export]"]).overrides == ("stages=[convert,,export]",)

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,7 @@ from launcher_scripts.run import Run
 from stages.base import Resources, Stage
 from stages.record import JobRecord, read_record
 from tests.bcprun_stand_in import become_replica
-from tests.unit.launcher_scripts.test_run import is_alive, wait_for
+from tests.unit.launcher_scripts.test_run import is_alive, until, wait_for
 from tests.unit.launcher_scripts.toy_stages import RanksStage, SleepStage, WriteStage, settings
 
 HERE = Path(__file__).parent
@@ -88,6 +90,51 @@ def test_job_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
     assert not is_alive(int((tmp_path / "out" / "target.pid").read_text()))
 
 
+def test_time_limit_ends_the_job_and_is_named(tmp_path: Path) -> None:
+    seconds = Resources(time_limit_min=0.06)  # type: ignore[arg-type] # a minute would be long
+    run, shown = make_run(SleepStage(settings(tmp_path, "sleep", resources=seconds)))
+    assert run.run_all(wait=False) == 1
+    assert "sleep failed: the time limit of 0.06 minutes has passed" in shown.getvalue()
+    assert record(tmp_path, "sleep").state == "failed"
+    assert not is_alive(int((tmp_path / "out" / "target.pid").read_text()))
+
+
+def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.path[:0] = sys.argv[1:2]\n"
+        "from pathlib import Path\n"
+        "from tests.unit.launcher_scripts.test_bcp import make_run\n"
+        "from tests.unit.launcher_scripts.toy_stages import SleepStage, settings\n"
+        "make_run(SleepStage(settings(Path(sys.argv[2]), 'sleep')))[0].run_all(wait=False)\n"
+    )
+    command = subprocess.Popen([sys.executable, "-c", program, str(ROOT), str(tmp_path)])
+    pid_file = tmp_path / "out" / "target.pid"
+    wait_for(pid_file)
+    command.kill()
+    command.wait()
+    until(lambda: record(tmp_path, "sleep").state == "cancelled")
+    until(lambda: not is_alive(int(pid_file.read_text())))
+
+
+def test_array_for_mpi_is_started_through_mpirun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NGC_ARRAY_TYPE", "MPIJob")
+    run, _ = make_run(RanksStage(settings(tmp_path, "ranks", resources=Resources(nodes=2))))
+    assert run.run_all(wait=False) == 0
+    script = next((tmp_path / "ranks" / "submitit").rglob("*_submission.sh")).read_text()
+    assert "--launcher 'mpirun --allow-run-as-root' -no_redirect" in script
+    assert {path.name for path in (tmp_path / "out").glob("rank-*")} == {"rank-0", "rank-1"}
+
+
+def test_further_arguments_of_bcprun_come_before_its_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["export=gpt3/sample", "cluster_type=bcp", f"base_results_dir={tmp_path}"]
+    assert main([*words, "cluster.bcprun_args=[--binding,node]", "dry_run=true"]) == 0
+    assert '--binding node "${hand_on[@]}" --cmd' in capsys.readouterr().out
+
+
 def test_failed_stage_stops_the_next(tmp_path: Path) -> None:
     second = RanksStage(settings(tmp_path, "ranks"))
     run, shown = make_run(WriteStage(settings(tmp_path, "write"), fails="error"), second)
@@ -113,7 +160,7 @@ def test_mpirun_takes_the_place_of_a_missing_bcprun(tmp_path: Path, replica: Pat
     run, shown = make_run(RanksStage(job))
     assert run.run_all(wait=False) == 0, shown.getvalue()
     script = next((tmp_path / "ranks" / "submitit").rglob("*_submission.sh")).read_text()
-    assert "exec mpirun --allow-run-as-root -np 2 -npernode 2" in script
+    assert "120m mpirun --allow-run-as-root -np 2 -npernode 2" in script
     assert {path.name for path in (tmp_path / "out").glob("rank-*")} == {"rank-0", "rank-1"}
 
 

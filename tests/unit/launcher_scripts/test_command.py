@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from launcher_scripts.actions import look_after
+from launcher_scripts.actions import clock, look_after
 from launcher_scripts.arguments import read_arguments
 from launcher_scripts.compose import compose_config
 from launcher_scripts.config import Config
@@ -61,6 +62,23 @@ def test_secrets_in_clear_text_are_refused_and_not_shown(
     assert "env_vars.HF_TOKEN holds a secret" in text
     assert "hf_abcdef" not in text
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("export.run.name=a/b", "export.run.name='a/b' is part of file names"),
+        ("deploy.name=a\nb", r"deploy.name='a\nb' is part of file names"),
+        ("evaluate.name=", "evaluate.name is empty"),
+        ("cluster.job_name_prefix=a/", "cluster.job_name_prefix='a/' is part of file names"),
+        ("env_vars.A-B=1", "env_vars.A-B: A-B is not a name of a variable"),
+        ("env_vars.A={b: 1}", "env_vars.A={'b': 1}: expected a single value"),
+    ],
+)
+def test_names_and_values_that_no_script_can_hold_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, told: str
+) -> None:
+    assert told in refused(capsys, SAMPLE, f"base_results_dir={tmp_path}", word)
 
 
 def test_results_folder_must_be_a_place_to_write(
@@ -120,6 +138,76 @@ def test_status_shows_every_job_of_the_last_run(
     shown = capsys.readouterr().out
     assert "convert  12   failed" in shown
     assert "convert: no space left" in shown
+
+
+def test_status_shows_where_the_log_is_and_what_a_job_is_doing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "convert"
+    write_record(
+        folder / "job.json",
+        JobRecord(
+            "12", "convert", "c", "running", host="elsewhere", log=f"{folder}/c.out",
+            started_at="2024-01-01T00:00:00+00:00",
+        ),
+    )  # fmt: skip
+    (folder / "progress.json").write_text('{"phase": "reading the checkpoint"}')
+    (folder / "c.out").touch()
+    assert look_after(action("status", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines[1:4])
+    assert f"convert: log {folder}/c.out" in lines
+    assert "convert: reading the checkpoint" in lines
+
+
+def test_process_that_only_has_the_number_of_the_job_is_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        record = JobRecord(
+            "12", "convert", "c", "running", host=socket.gethostname(), process=other.pid
+        )
+        write_record(tmp_path / "convert" / "job.json", record)
+        assert look_after(action("cancel", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
+        assert other.poll() is None
+        assert "nothing to cancel" in capsys.readouterr().out
+        ended = read_record(tmp_path / "convert" / "job.json")
+        assert ended is not None
+        assert ended.state == "lost"
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_cancel_without_slurm_says_why_it_cannot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    write_record(
+        tmp_path / "convert" / "job.json",
+        JobRecord("12", "convert", "c", "running", cluster="bcm"),
+    )
+    assert look_after(action("cancel", tmp_path, f"run_dir={tmp_path}"), Console()) == 1
+    shown = capsys.readouterr().out
+    assert "convert (job 12) cannot be cancelled: scancel cannot be run here" in shown
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00:00"), (59.6, "0:01:00"), (7325, "2:02:05"), (90061, "1-1:01:01")],
+)
+def test_elapsed_time_is_shown_as_a_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_output_that_nobody_reads_any_more_is_no_error(tmp_path: Path) -> None:
+    line = f"{sys.executable} main.py --help | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith("Slipway")
+    assert done.stderr == ""
 
 
 def test_status_without_any_run_says_what_to_give(

@@ -46,13 +46,14 @@ def test_the_last_two_runs_are_compared(results: Path, capsys) -> None:
     assert (results / "evaluations" / "comparison.html").is_file()
 
 
-def test_runs_can_be_named(results: Path, capsys) -> None:
-    assert compare(results, "runs=[second,first]") == 0
+@pytest.mark.parametrize("words", [("second", "first"), ("runs=[second,first]",)])
+def test_runs_can_be_named(results: Path, words, capsys) -> None:
+    assert compare(results, *words) == 0
     told = first_words(capsys.readouterr().out)
     assert ["lambada_last_word", "0.00%", "25.00%", "+25.00", "pt"] in told
 
 
-@pytest.mark.parametrize("words", [("runs=[latest]",), ("evaluate.history_dir=null",)])
+@pytest.mark.parametrize("words", [("latest",), ("evaluate.history_dir=null",)])
 def test_two_runs_and_their_store_are_needed(results: Path, words, capsys) -> None:
     assert compare(results, *words) == 2
     captured = capsys.readouterr()

@@ -22,12 +22,11 @@ from launcher_scripts import config as schema
 from launcher_scripts.arguments import read_arguments
 from launcher_scripts.compose import (
     CHECKOUT,
-    CONFIG_DIR,
     Composition,
     compose_config,
-    files_of_group,
 )
 from launcher_scripts.config import keys as all_keys
+from launcher_scripts.diagnosis import CONFIG_DIR, files_of_group
 from stages import convert, export
 
 
@@ -121,6 +120,10 @@ def test_too_small_number_names_the_limit() -> None:
     assert "must be at least 1" in problem("export.model.processes=0")
 
 
+def test_empty_path_is_not_the_current_folder() -> None:
+    assert "base_results_dir= is empty" in problem("base_results_dir=")
+
+
 def test_unknown_file_lists_the_files() -> None:
     text = problem("export=gpt3/samplo")
     assert "did you mean gpt3/sample?" in text
@@ -145,6 +148,41 @@ def test_unreadable_override_is_quoted() -> None:
 
 def test_unknown_key_with_a_plus_is_refused_too() -> None:
     assert "there is no key foo" in problem("+foo=1")
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("+export.run.time_limit=5", "export.run.time_limit is there already; leave the + out"),
+        ("+export=gpt3/sample", "export is there already; leave the + out: export=gpt3/sample"),
+        ("~export", "export cannot be taken away"),
+        ("~export.run.time_limit", "export.run.time_limit cannot be taken away"),
+        ("~env_vars.NCCL_DEBUG", "there is no such entry"),
+        ("export=null", "export=null: there is no such configuration"),
+        ("cluster=null", "cluster=null: there is no such configuration"),
+        ("stages=null", "expected a list such as [a,b]; [] is one without entries"),
+        ("stages=[convert", "'stages=[convert' cannot be read as key=value"),
+        ("stages=[[convert]]", "stages=[['convert']]: expected a list of single values"),
+        ("cluster.gpus_per_node=-2", "must be at least 0"),
+    ],
+)
+def test_strange_overrides_are_answered_with_what_to_write(word: str, told: str) -> None:
+    assert told in problem(word)
+
+
+def test_reference_that_leads_nowhere_is_named_with_its_key() -> None:
+    text = problem("export.run.results_dir=${nope}")
+    assert text == "export.run.results_dir: Interpolation key 'nope' not found"
+
+
+def test_signs_that_change_nothing_are_understood() -> None:
+    config = compose(
+        "++export.run.time_limit=9", "+env_vars.A=1", "~env_vars.HF_HUB_OFFLINE"
+    ).config
+    assert config is not None
+    assert config.export.run.time_limit == 9
+    assert config.env_vars["A"] == 1
+    assert "HF_HUB_OFFLINE" not in config.env_vars
 
 
 def test_all_problems_come_together_and_the_rest_is_composed() -> None:
@@ -174,10 +212,37 @@ def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     assert config.export.model.checkpoint_path == str(tmp_path / "a.nemo")
 
 
+def test_a_folder_has_one_name_however_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = compose("base_results_dir=runs/../runs").config
+    assert config is not None
+    assert config.base_results_dir == str(tmp_path / "runs")
+
+
 def test_bounds_are_given_by_name() -> None:
     config = compose("evaluate.gate.lambada_last_word.min=0.5").config
     assert config is not None
     assert config.evaluate.gate["lambada_last_word"] == {"min": 0.5}
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "evaluate.gate={lambada_last_word: {min: 0.5, margin: 0.01}}",
+        "evaluate.gate={lambada_last_word:{min:0.5,margin:0.01}}",
+        "evaluate.gate.lambada_last_word={min: 0.5, margin: 0.01}",
+    ],
+)
+def test_bounds_are_given_as_a_mapping(word: str) -> None:
+    found = compose(*read_arguments([word]).overrides, "++evaluate.gate.other.max=1")
+    assert found.problems == ()
+    assert found.config is not None
+    assert found.config.evaluate.gate == {
+        "lambada_last_word": {"min": 0.5, "margin": 0.01},
+        "other": {"max": 1},
+    }
 
 
 def test_saved_configuration_composes_to_itself(tmp_path: Path) -> None:

@@ -189,6 +189,24 @@ def test_bounds_are_checked_by_name_and_type(tmp_path: Path) -> None:
     assert any("there is no such bound (did you mean min?)" in text for text in made.problems)
 
 
+def test_all_bounds_that_are_wrong_are_told_at_once(tmp_path: Path) -> None:
+    made = plan(
+        tmp_path,
+        "++evaluate.gate={lambada_last_word: {max: x, mragin: 1}, lambada_perplexity: 7, "
+        "typo: {min: 3}, lambada_last_token: {min: 2, max: 1}}",
+    )
+    assert [text for text in made.problems if text.startswith("evaluate.gate")] == [
+        "evaluate.gate.lambada_last_word.max=x: expected a number.",
+        "evaluate.gate.lambada_last_word.mragin: there is no such bound (did you mean margin?); "
+        "use min, max, margin, sigmas.",
+        "evaluate.gate.lambada_perplexity=7 is not a bound; write "
+        "evaluate.gate.lambada_perplexity.min=7, or .max.",
+        "evaluate.gate.typo bounds a metric that is not measured; metrics of this run: "
+        "lambada_last_word, lambada_last_token, lambada_perplexity.",
+        "evaluate.gate.lambada_last_token.min=2 is above evaluate.gate.lambada_last_token.max=1.",
+    ]
+
+
 def test_missing_checkpoint_is_named_with_its_key(tmp_path: Path) -> None:
     made = plan(tmp_path, f"export.model.checkpoint_path={tmp_path}/none.nemo")
     assert any(

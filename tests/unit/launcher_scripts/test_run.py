@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -50,11 +51,15 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_for(path: Path, timeout_s: float = 20) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
+
+
+def wait_for(path: Path) -> None:
+    until(path.exists)
 
 
 def test_finished_job_leaves_record_log_script_and_configuration(tmp_path: Path) -> None:
@@ -173,17 +178,13 @@ def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
     wait_for(pid_file)
     command.kill()
     command.wait()
-    record_path = tmp_path / "sleep" / "job.json"
-    deadline = time.monotonic() + 20
-    while (record := read_record(record_path)) and not record.is_final:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    assert record is not None
-    assert record.state == "cancelled"
-    deadline = time.monotonic() + 10
-    while is_alive(int(pid_file.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+
+    def is_cancelled() -> bool:
+        record = read_record(tmp_path / "sleep" / "job.json")
+        return record is not None and record.state == "cancelled"
+
+    until(is_cancelled)
+    until(lambda: not is_alive(int(pid_file.read_text())))
 
 
 def test_finished_work_is_not_done_again(tmp_path: Path) -> None:

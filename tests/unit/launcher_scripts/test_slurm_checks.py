@@ -99,6 +99,47 @@ def test_more_gpus_than_a_node_has_are_refused(tmp_path: Path) -> None:
     assert "ranks asks for 9 GPUs of a node, and cluster.gpus_per_node=8" in problem
 
 
+def test_gpus_of_a_task_and_of_a_node_have_to_agree(tmp_path: Path) -> None:
+    asking = stage(tmp_path, Resources(gpus_per_node=2))
+    assert launcher("cluster.gpus_per_task=2").check([asking]) == []
+    (problem,) = launcher("cluster.gpus_per_task=1").check([asking])
+    assert "ranks needs 2 GPUs of a node for 1 task" in problem
+    assert "set cluster.gpus_per_task=2 or null" in problem
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("cluster.mem=lots", "cluster.mem=lots is not an amount of memory"),
+        ("cluster.mem=-1", "cluster.mem=-1 is not an amount of memory"),
+        ("cluster.mem=[1]", "cluster.mem=[1] is not an amount of memory"),
+        ("cluster.mem=true", "cluster.mem=True is not an amount of memory"),
+        ("cluster.comment=a\nb", "cluster.comment='a\\nb': an option of sbatch is one line"),
+        ("+cluster.mail_type=[END]", "cluster.mail_type=['END']: expected a single value"),
+        ("container_mounts=[data]", "container_mounts names 'data', which is not an absolute path"),
+        ("container=image.sqsh", "container=image.sqsh would be looked for in a registry"),
+    ],
+)
+def test_values_that_no_slurm_takes_are_refused(tmp_path: Path, word: str, told: str) -> None:
+    problems = launcher(word, "dry_run=true").check([stage(tmp_path)])
+    assert [problem for problem in problems if problem.startswith(told)], problems
+
+
+@pytest.mark.parametrize("value", ["0", "4", "1.5", "500M", "2TB", "null"])
+def test_amounts_of_memory_in_every_notation_are_taken(tmp_path: Path, value: str) -> None:
+    assert launcher(f"cluster.mem={value}").check([stage(tmp_path)]) == []
+
+
+def test_image_of_the_server_is_looked_at_like_that_of_the_other_jobs(tmp_path: Path) -> None:
+    serving = stage(tmp_path)
+    serving.name = "deploy"  # type: ignore[misc]
+    words = ("deploy.container=/nowhere.sqsh", "deploy.name=d")
+    told = launcher(*words).check([serving])
+    assert any(each.startswith("deploy.container=/nowhere.sqsh is not a file") for each in told)
+    assert any(each.startswith("deploy.container=/nowhere.sqsh needs pyxis") for each in told)
+    assert launcher(*words).check([stage(tmp_path)]) == []  # no server among the jobs
+
+
 def test_folders_in_memory_are_remarked_upon() -> None:
     assert own_file_system(Path("/dev/shm/results")) == "tmpfs"
     assert own_file_system(Path("/proc")) is None

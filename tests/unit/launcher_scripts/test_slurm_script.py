@@ -71,14 +71,23 @@ def test_only_the_server_asks_for_gpus() -> None:
 
 
 def test_gpus_per_task_come_with_a_number_of_tasks() -> None:
-    found = options("deploy", "cluster.gpus_per_task=1")
-    assert (found["gpus-per-task"], found["ntasks"]) == (1, 1)
+    found = options("deploy", "cluster.gpus_per_task=2")
+    assert (found["gpus-per-task"], found["ntasks"]) == (2, 1)
+    found = options("deploy", "cluster.gpus_per_task=2", "cluster.gpus_per_node=null")
+    assert (found["gpus-per-task"], found["ntasks"]) == (2, 1)
     assert "gpus-per-task" not in options("convert", "cluster.gpus_per_task=1")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("2:00:00", "02:00:00"), ("90", "01:30:00")])
 def test_time_limits_keep_their_meaning(text: str, expected: str) -> None:
     assert options("convert", f"export.run.time_limit={text}")["time"] == expected
+
+
+def test_only_the_id_in_the_path_of_a_log_stands_for_something() -> None:
+    found = options("convert", "base_results_dir=/r/50%j", "export.run.name=a%xb")
+    folder = "/r/50%%j/gpt_books_5m/export_tp2_pp1_fp16_fp32/convert"
+    assert found["output"] == f"{folder}/log-nemo-megatron-a%%xb_%j.out"
+    assert found["error"] == f"{folder}/log-nemo-megatron-a%%xb_%j.err"
 
 
 def test_dependencies_are_combined() -> None:

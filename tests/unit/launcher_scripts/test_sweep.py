@@ -27,8 +27,9 @@ def test_values_are_combined_in_the_order_of_the_command_line() -> None:
     assert found[0].overrides == ("c=x", "a=1", "b=[3,4]", "d=7")
 
 
-def test_a_range_without_steps_is_refused() -> None:
-    _, (problem,) = combinations(["a=interval(1,2)"])
+@pytest.mark.parametrize("values", ["interval(1,2)", "glob(*)"])
+def test_values_that_are_not_listed_are_refused(values: str) -> None:
+    _, (problem,) = combinations([f"a={values}"])
     assert "a=1,2,4" in problem
 
 

@@ -65,6 +65,18 @@ class EnvironmentStage(WriteStage):
         return {}
 
 
+class PatientStage(WriteStage):
+    """Waits for a file beside its output."""
+
+    name = "patient"
+
+    def run(self, progress: Progress) -> Summary:
+        self.target.parent.mkdir(parents=True, exist_ok=True)
+        while not self.target.with_suffix(".go").exists():
+            time.sleep(0.1)
+        return super().run(progress)
+
+
 class SleepStage(WriteStage):
     """Starts a child that would outlive it, and sleeps."""
 
@@ -100,27 +112,28 @@ class TwiceStage(WriteStage):
         return {}
 
 
-class HalfwayStage(ConvertStage):
-    """Converts; the first time it gets stuck in the middle of it."""
+class StuckStage(ConvertStage):
+    """Converts, and gets stuck once after each quarter of it but the last."""
 
-    @property
-    def halfway_path(self) -> Path:
-        return self.job.folder / "halfway"
+    def stuck_path(self, quarter: int) -> Path:
+        return self.job.folder / f"stuck-{quarter}"
 
     def run(self, progress: Progress) -> Summary:
-        return super().run(_StuckProgress(progress.path, self.halfway_path))
+        return super().run(_StuckProgress(progress.path, self))
 
 
 class _StuckProgress(Progress):
-    def __init__(self, path: Path | None, halfway_path: Path) -> None:
+    def __init__(self, path: Path | None, stage: StuckStage) -> None:
         super().__init__(path)
-        self._halfway_path = halfway_path
+        self._stage = stage
 
     def update(self, phase: str, *, done: float = 0, total: float = 0, unit: str = "items") -> None:
         super().update(phase, done=done, total=total, unit=unit)
-        if 2 * done >= total > 0 and not self._halfway_path.exists():
-            self._halfway_path.touch()
-            time.sleep(300)
+        for quarter in (1, 2, 3):
+            path = self._stage.stuck_path(quarter)
+            if 4 * done >= quarter * total > 0 and not path.exists():
+                path.touch()
+                time.sleep(300)
 
 
 class ServeStage(WriteStage):

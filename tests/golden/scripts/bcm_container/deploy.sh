@@ -5,7 +5,7 @@
 #SBATCH --error=<results>/gpt_books_5m/export_tp2_pp1_fp16_fp32/deploy/log-nemo-megatron-deploy_gpt_books_5m_%j.err
 #SBATCH --exclusive
 #SBATCH --gpus-per-node=2
-#SBATCH --gpus-per-task=1
+#SBATCH --gpus-per-task=2
 #SBATCH --job-name=nemo-megatron-deploy_gpt_books_5m
 #SBATCH --kill-on-invalid-dep=yes
 #SBATCH --mem=0

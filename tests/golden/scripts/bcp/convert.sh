@@ -19,4 +19,4 @@ for name in PATH LD_LIBRARY_PATH PYTHONPATH CUDA_VISIBLE_DEVICES SUBMITIT_EXECUT
 done
 
 # command
-exec bcprun --nnodes 1 --npernode 1 -no_redirect --workdir <checkout> "${hand_on[@]}" --cmd '<python> -u -m launcher_scripts.launchers.bcp_executor <results>/gpt_books_5m/export_tp2_pp1_fp16_fp32/convert/submitit/JOB_ID'
+exec timeout --foreground --kill-after=90 30m bcprun --nnodes 1 --npernode 1 -no_redirect --workdir <checkout> "${hand_on[@]}" --cmd '<python> -u -m launcher_scripts.launchers.bcp_executor <results>/gpt_books_5m/export_tp2_pp1_fp16_fp32/convert/submitit/JOB_ID'

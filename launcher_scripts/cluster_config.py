@@ -1,0 +1,49 @@
+"""The part of the configuration that is about a cluster: what every job asks of it."""
+
+# ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from launcher_scripts.option import option
+
+CLUSTERS = ("local", "bcm", "bcp")
+
+
+@dataclass
+class ClusterConfig:
+    """`cluster`: what the scheduler is told for every job (conf/cluster/<name>.yaml)."""
+
+    partition: str | None = option("partition to submit to", None)
+    account: str | None = option("account to charge", None)
+    qos: str | None = option("quality of service", None)
+    reservation: str | None = option("reservation to use", None)
+    constraint: str | None = option("node features that are required", None)
+    nodelist: str | None = option("nodes that must be used", None)
+    exclude: str | None = option("nodes that must not be used", None)
+    gres: str | None = option("generic resources, as sbatch takes them", None)
+    comment: str | None = option("comment on each job", None)
+    dependency: str | None = option("added to the dependencies of every job", None)
+    exclusive: bool | None = option("take whole nodes", None)
+    overcommit: bool | None = option("more than one task per processor", None)
+    gpus_per_node: int | None = option(
+        "GPUs of one node; null: the cluster has no GPU resource", minimum=0
+    )
+    gpus_per_task: int | None = option("GPUs bound to each task", None, minimum=0)
+    mem: Any = option("memory per node: 0 is all of it, other numbers are GB", None)
+    job_name_prefix: str = option("put in front of every job's name")
+    srun_args: list[str] = option("appended to every srun", [])
+    mpi: str | None = option("MPI flavour of multi-node steps", None)
+    setup: list[str] = option("shell lines that run before the job", [])
+    additional_parameters: dict[str, Any] = option("further sbatch options by name", {})
+    container_workdir: str | None = option("working directory inside the container", None)
+    container_python: str = option("interpreter inside the container", "python3")
+    signal_delay_s: int = option("seconds of warning before the time limit", 120, minimum=1)
+    server_host: str = option("address that servers listen on; see deploy.host", "127.0.0.1")
+    probe: bool = option(
+        "before submitting, see from the nodes whether they reach folders and Python", False
+    )
+    bcprun: str = option("Base Command's multi-node runner", "bcprun")
+    bcprun_args: list[str] = option("appended to every bcprun, ahead of its --cmd", [])

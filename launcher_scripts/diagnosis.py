@@ -1,0 +1,164 @@
+"""What is wrong with an override, in words: what was expected, and what to write instead."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from launcher_scripts.config import GROUPS, keys
+from launcher_scripts.option import Key
+from launcher_scripts.suggest import did_you_mean
+
+CONFIG_DIR = Path(__file__).resolve().parents[1] / "conf"
+KEYS: Mapping[str, Key] = {key.name: key for key in keys()}
+_SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, name.count(".") + 1)}
+
+
+class InvalidValueError(ValueError):
+    """A value that has the right type but is not allowed."""
+
+
+def files_of_group(group: str) -> list[str]:
+    """Return the shipped files of a group, as they are chosen: `gpt3/sample`."""
+    root = CONFIG_DIR / group
+    files = (each.relative_to(root).with_suffix("") for each in root.rglob("*.yaml"))
+    return sorted(each.as_posix() for each in files)
+
+
+def check_names(overrides: Sequence[str]) -> None:
+    """Refuse overrides that would change which keys there are, outside of free mappings.
+
+    Raises:
+        InvalidValueError: `+` adds a key that the schema does not have, or has already; `~` takes
+            one away.
+    """
+    for override in overrides:
+        sign = override[: len(override) - len(override.lstrip("+~"))]
+        name = override.partition("=")[0].lstrip("+~")
+        if not sign or _is_below_free_form(name):
+            continue
+        if sign == "++" and name in KEYS:
+            continue  # added or changed
+        if name not in KEYS and name not in GROUPS:
+            raise InvalidValueError(_unknown_key(override, name))
+        if sign == "~":
+            raise InvalidValueError(
+                f"{override}: {name} cannot be taken away; give it another value, or null where "
+                "--help allows it."
+            )
+        raise InvalidValueError(
+            f"{override}: {name} is there already; leave the {sign} out: "
+            f"{override.removeprefix(sign)}"
+        )
+
+
+def diagnose(override: str, error: Exception) -> str:
+    """Return what is wrong with one override, what is expected and what to do."""
+    try:
+        parsed = OverridesParser.create().parse_override(override)
+    except HydraException:
+        return (
+            f"{override!r} cannot be read as key=value; lists are written "
+            "'stages=[convert,export]' and values with blanks 'key=\"a b\"', in quotes for the "
+            "shell."
+        )
+    key = parsed.key_or_group
+    if isinstance(error, InvalidValueError):
+        return str(error)
+    if parsed.is_delete():
+        return f"{override}: there is no such entry; those that are null are left out anyway."
+    if key in GROUPS and not parsed.is_sweep_override():
+        return _unknown_choice(key, override.partition("=")[2])
+    if key not in KEYS and not _is_below_free_form(key):
+        return _unknown_key(override, key)
+    if parsed.is_sweep_override():
+        return (
+            f"{override} lists alternatives, which needs --multirun; a list is written "
+            f"{key}=[{override.partition('=')[2]}]."
+        )
+    return _wrong_type(parsed, KEYS.get(key), error)
+
+
+def _unknown_choice(group: str, value: str) -> str:
+    known = files_of_group(group)
+    return (
+        f"{group}={value}: there is no such configuration{did_you_mean(value, known)}; "
+        f"use one of {', '.join(known)}."
+    )
+
+
+def _unknown_key(override: str, key: str) -> str:
+    if key in _SECTIONS:
+        inside = sorted(name for name in KEYS if name.startswith(f"{key}."))
+        return f"{override}: {key} is a section; set one of its keys: {', '.join(inside)}."
+    known = [*KEYS, *GROUPS]
+    remedy = "" if did_you_mean(key, known) else "; --help lists all keys"
+    return f"{override}: there is no key {key}{did_you_mean(key, known)}{remedy}."
+
+
+def _wrong_type(parsed: Override, key: Key | None, error: Exception) -> str:
+    if key is None:
+        return f"{parsed.input_line}: {told(error)}"
+    if typing.get_origin(key.type) is list and not isinstance(parsed.value(), list):
+        if parsed.value() is None:
+            return f"{parsed.input_line}: expected a list such as [a,b]; [] is one without entries."
+        return f"{parsed.input_line}: expected a list; write '{key.name}=[{parsed.value()}]'."
+    return f"{parsed.input_line}: expected {_kind(key)} ({key.text})."
+
+
+def _kind(key: Key) -> str:
+    """Return the type of a key in words."""
+    if key.choices:
+        return "one of " + ", ".join(dict.fromkeys(map(shown, key.choices)))
+    options = [key.type]
+    if isinstance(key.type, types.UnionType):
+        options = list(typing.get_args(key.type))
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text",
+             type(None): "null", Any: "a value"}  # fmt: skip
+    words = []
+    for each in options:
+        origin = typing.get_origin(each)
+        if origin is list:
+            words.append("a list such as [a,b]")
+        elif origin is dict:
+            words.append("a mapping such as {a: 1}")
+        else:
+            words.append(names[each])
+    return " or ".join(words)
+
+
+def _is_below_free_form(name: str) -> bool:
+    """Whether a key lies inside a mapping whose names are free."""
+    parents = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
+    return any(each in KEYS for each in parents)
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is written in YAML."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def told(error: BaseException) -> str:
+    """Return what Hydra, OmegaConf or YAML objects to, in a line."""
+    if isinstance(error, yaml.YAMLError):
+        return " ".join(str(error).split())
+    cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
+    return first_line(cause)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what OmegaConf objects to, with the key that it is about."""
+    lines = str(error).strip().splitlines()
+    name = next((line.split(": ", 1)[1] for line in lines if "full_key" in line), "")
+    text = lines[0] if lines else type(error).__name__
+    return f"{name}: {text}" if name and name not in text else text

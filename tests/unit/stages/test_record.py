@@ -1,0 +1,27 @@
+"""The record of a job: corrected where it lies, or at least for whoever looks at it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stages.record import LOST, RUNNING, JobRecord, correct_record, read_record, write_record
+
+
+def test_correction_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    found = JobRecord(job_id="7", stage="deploy", name="deploy_x", state=RUNNING)
+    write_record(path, found)
+    assert correct_record(path, found, state=LOST) == read_record(path)
+    assert read_record(path) == JobRecord(job_id="7", stage="deploy", name="deploy_x", state=LOST)
+
+
+def test_record_that_cannot_be_written_is_corrected_for_the_reader(tmp_path: Path) -> None:
+    path = tmp_path / "job.json"
+    found = JobRecord(job_id="7", stage="deploy", name="deploy_x", state=RUNNING)
+    write_record(path, found)
+    (tmp_path / ".job.json.lock").unlink()
+    (tmp_path / ".job.json.lock").mkdir()  # no permission would stop a test that runs as root
+    corrected = correct_record(path, found, state=LOST)
+    assert corrected is not None
+    assert corrected.state == LOST
+    assert read_record(path) == found
