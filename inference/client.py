@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from export_scripts.triton.signature import GPT, T5, TensorSignature, ensemble
-from inference.serving.client import DEFAULT_IN_FLIGHT, PROTOCOLS, TritonClient
+from inference.request_file import file_tensors, json_object, merged
+from inference.serving.client import DEFAULT_IN_FLIGHT, DEFAULT_URLS, PROTOCOLS, TritonClient
+from inference.serving.session_turn import SessionTurn
 
 _PARSERS = {"UINT32": int, "INT32": int, "UINT64": int, "FP32": float}
 _SHORT = {"runtime_top_k": "--top-k", "runtime_top_p": "--top-p", "random_seed": "--seed"}
+# Of a request file's `config`, for models that keep sessions.
+_SESSION_KEYS = ("sequence_id", "sequence_start", "sequence_end")
 _NOT_FLAGS = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}
 
 
@@ -30,25 +36,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (InferenceServerException, ConnectionError) as error:
+    except (InferenceServerException, ConnectionError, socket.gaierror) as error:
         return _failed(f"{arguments.url or 'the server'}: {_server_words(error)}")
     except (ValueError, OSError) as error:
         return _failed(str(error))
+    except _NobodyReadsError:
+        return 1
     except KeyboardInterrupt:
         return 130
 
 
+class _NobodyReadsError(Exception):
+    """Standard output was closed, as `| head` does when it has enough."""
+
+
 def _server_words(error: Any) -> str:
-    text = str(error if isinstance(error, ConnectionError) else error.message() or error)
+    text = str(error if isinstance(error, OSError) else error.message() or error)
     if "failed to connect" in text or "Connection refused" in text:
         return "no server answers there; is it running, and are host, port and protocol right?"
+    if isinstance(error, socket.gaierror) or "DNS resolution failed" in text:
+        return "there is no such host; write host:port, http://host:port or grpc://host:port"
     return text
 
 
 def _say(text: str = "", end: str = "\n") -> None:
     """Write to standard output at once, so that a stream is seen as it comes."""
-    sys.stdout.write(text + end)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text + end)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is left in the buffer must not fail again at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise _NobodyReadsError from None
 
 
 def _failed(message: str) -> int:
@@ -138,17 +157,25 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(*names, type=Path, metavar="FILE.npy", help=tensor.doc)
 
 
-def _client(arguments: argparse.Namespace, **more: Any) -> TritonClient:
-    return TritonClient(
-        arguments.url,
-        protocol=arguments.protocol or _protocol_of(arguments.url),
-        timeout_s=arguments.timeout_s,
-        **more,
-    )
+def _client(
+    arguments: argparse.Namespace, *, default_protocol: str = "grpc", **more: Any
+) -> TritonClient:
+    """Return a connection to where the arguments say; a URL may name the protocol, too.
 
-
-def _protocol_of(url: str | None) -> str:
-    return "http" if url and url.startswith("http://") else "grpc"
+    Raises:
+        ValueError: The URL has another form, or names another protocol than --protocol.
+    """
+    scheme, _, address = (arguments.url or "").rpartition("://")
+    protocol = arguments.protocol or scheme or default_protocol
+    if scheme not in ("", protocol) or protocol not in PROTOCOLS:
+        raise ValueError(
+            f"--url={arguments.url}: write host:port, http://host:port or grpc://host:port"
+            + (f", as --protocol={arguments.protocol} is" if arguments.protocol else "")
+        )
+    if address and ":" not in address.rpartition("]")[2]:
+        address += ":" + DEFAULT_URLS[protocol].rpartition(":")[2]
+    arguments.url = address or DEFAULT_URLS[protocol]
+    return TritonClient(arguments.url, protocol=protocol, timeout_s=arguments.timeout_s, **more)
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -161,7 +188,8 @@ def _options(arguments: argparse.Namespace) -> dict[str, Any]:
 def _generate(arguments: argparse.Namespace) -> int:
     prompts = list(arguments.prompts)
     if arguments.file:
-        prompts += arguments.file.read_text().splitlines()
+        # Lines end with line feeds alone: other separators of Unicode belong to the text.
+        prompts += _text(arguments.file).removesuffix("\n").split("\n")
     if not prompts:
         raise ValueError("no prompt: give at least one PROMPT, or --file with one on each line.")
     more = {"ensemble_name": arguments.model, "max_in_flight": arguments.in_flight}
@@ -211,97 +239,63 @@ def _health(arguments: argparse.Namespace) -> int:
     return 0 if ready else 1
 
 
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `over` merged in: dictionaries merge, anything else is replaced."""
-    result = dict(base)
-    for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(result.get(key), Mapping):
-            result[key] = merged(result[key], value)
-        else:
-            result[key] = value
-    return result
-
-
-def file_tensors(entries: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the tensors of a request file's `request` list.
-
-    Raises:
-        ValueError: an entry lacks a key, or its data does not fit its dtype.
-    """
-    read = [_file_tensor(entry, f"request[{number}]") for number, entry in enumerate(entries)]
-    if problems := [each for each in read if isinstance(each, str)]:
-        raise ValueError("\n".join(problems))
-    return dict(each for each in read if not isinstance(each, str))
-
-
-def _file_tensor(entry: Mapping[str, Any], where: str) -> tuple[str, np.ndarray[Any, Any]] | str:
-    """Return the name and value of an entry, or what is wrong with it."""
-    if missing := [key for key in ("name", "data", "dtype") if key not in entry]:
-        return f"{where}: key {missing[0]!r} is missing"
-    name, data, dtype = str(entry["name"]), entry["data"], entry["dtype"]
-    try:
-        if dtype not in ("object", "bytes", "str"):
-            return name, np.array(data, dtype=np.dtype(dtype))
-        array = np.array(data, dtype=object)
-    except (TypeError, ValueError, OverflowError) as error:
-        return f"{where} ({name}): {error}"
-    texts = [value.encode() if isinstance(value, str) else value for value in array.reshape(-1)]
-    return name, np.array(texts, dtype=object).reshape(array.shape)
-
-
-def _json(text: str, source: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{source} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{source} must hold a JSON object with 'config' and 'request'.")
-    return value
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def _request(arguments: argparse.Namespace) -> int:
-    content = _json(arguments.file.read_text(), str(arguments.file)) if arguments.file else {}
-    content = merged(content, _json(arguments.params, "--params"))
+    content = json_object(_text(arguments.file), str(arguments.file)) if arguments.file else {}
+    content = merged(content, json_object(arguments.params, "--params"))
     config = content.get("config", {})
-    known = {"protocol", "url", "model_name", "verbose", "stream_api"}
+    known = {"protocol", "url", "model_name", "verbose", "stream_api", *_SESSION_KEYS}
     if unknown := sorted(set(config) - known):
         raise ValueError(f"config: unknown keys {', '.join(unknown)}; known: {sorted(known)}.")
+    turn = _turn(config)
     tensors = file_tensors(content.get("request", []))
     streams = bool(config.get("stream_api", False))
-    default = "grpc" if streams else "http"
-    client = TritonClient(
-        arguments.url or config.get("url"),
-        protocol=arguments.protocol or config.get("protocol", default),
-        timeout_s=arguments.timeout_s,
-    )
+    arguments.url = arguments.url or config.get("url")
+    arguments.protocol = arguments.protocol or config.get("protocol")
+    client = _client(arguments, default_protocol="grpc" if streams else "http")
     model = config.get("model_name", "fastertransformer")
     with client:
         if streams:
-            return _print_stream(client, model, tensors, test=arguments.test)
-        for name, value in client.infer(model, tensors).items():
+            frames = client.stream(model, tensors, turn=turn)
+            return _print_stream(frames, test=arguments.test)
+        for name, value in client.infer(model, tensors, turn=turn).items():
             _say(f"{name}:\n{value}\n")
     return 0
 
 
-def _print_stream(
-    client: TritonClient, model: str, tensors: Mapping[str, np.ndarray[Any, Any]], *, test: bool
-) -> int:
+def _turn(config: Mapping[str, Any]) -> SessionTurn | None:
+    """Return the session that a request file names, for an interactive model."""
+    if "sequence_id" not in config:
+        if given := sorted(set(_SESSION_KEYS) & set(config)):
+            raise ValueError(
+                f"config: {', '.join(given)} without sequence_id, the session's number"
+            )
+        return None
+    return SessionTurn(
+        config["sequence_id"],
+        starts=bool(config.get("sequence_start", False)),
+        ends=bool(config.get("sequence_end", False)),
+    )
+
+
+def _print_stream(frames: Iterator[Mapping[str, np.ndarray[Any, Any]]], *, test: bool) -> int:
     started = time.monotonic()
     shown: list[int] | None = None
-    for frame in client.stream(model, tensors):
-        tokens = frame["output_ids"][0, 0, : int(frame["sequence_length"][0, 0])]
+    for frame in frames:
+        rows = frame["output_ids"]
+        tokens = rows.reshape(-1, rows.shape[-1])[0, : int(frame["sequence_length"].flat[0])]
         elapsed = time.monotonic() - started
-        chance = f" (probability {np.exp(frame['cum_log_probs'][0, 0])})" if _scored(frame) else ""
+        scores = frame.get("cum_log_probs")
+        chance = "" if scores is None else f" (probability {np.exp(scores.flat[0])})"
         _say(f"[After {elapsed:.2f}s] Partial result{chance}:\n{tokens}\n")
         ids = tokens.tolist()
         if test and shown is not None and ids[:-1] != shown:
             return _failed(f"a frame does not add one token: {shown} became {ids}")
         shown = ids
     return 0
-
-
-def _scored(frame: Mapping[str, Any]) -> bool:
-    return "cum_log_probs" in frame
 
 
 if __name__ == "__main__":

@@ -88,6 +88,15 @@ class DeployConfig:
         """The repository as tritonserver is told."""
         return self.store.triton_url if self.store is not None else str(self.repository)
 
+    @property
+    def may_start_again(self) -> bool:
+        """Whether a server that has failed can be replaced within its job.
+
+        Several processes of NVIDIA's backend have met through MPI, which lets in nobody after that;
+        our ranks meet anew.
+        """
+        return self.engine != FASTERTRANSFORMER or self.nodes == 1
+
 
 def is_store_url(text: str | None) -> bool:
     """Return whether a repository lies in an object store."""

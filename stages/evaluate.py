@@ -33,6 +33,7 @@ REPORT_NAME = "report.json"
 _REPORT_PAGE = "report.html"
 _EARLIER_STAGES = ("convert", "export", "deploy")
 _POLL_S = 0.5
+_UPDATES = 200  # of the progress of a task
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class EvaluateConfig:
         deploy: the server to run for the duration of the evaluation when there is no other.
         facts: what the report says about the model and the run; the times of the stages before
             are added from their records.
+        problems: what of the configuration could not be read into these, one sentence each.
     """
 
     options: EvaluationOptions
@@ -55,6 +57,7 @@ class EvaluateConfig:
     stops_server: bool = False
     endpoint_path: Path | None = None
     facts: RunFacts = field(default_factory=lambda: RunFacts(name=""))
+    problems: tuple[str, ...] = ()
 
 
 class NotEvaluatedError(StageError):
@@ -82,7 +85,7 @@ class EvaluateStage(Stage):
 
     def check(self) -> list[str]:
         """Return the problems of tasks, data, bounds and of the server to be started."""
-        problems = check_evaluation(self.config.options)
+        problems = [*self.config.problems, *check_evaluation(self.config.options)]
         server = self.config.server
         if server is not None and not _is_address(server):
             problems.append(
@@ -150,6 +153,9 @@ class EvaluateStage(Stage):
         from inference.evaluation.runner import EvaluationError
 
         def report_progress(state: EvaluationProgress) -> None:
+            # Every new phase is written, and the running figures make one.
+            if state.done < state.total and state.done % max(1, state.total // _UPDATES):
+                return
             short = {name: name.removeprefix(f"{state.phase}_") for name, _ in state.running}
             running = "".join(f" {short[name]} {value:.1%}" for name, value in state.running)
             phase = f"{state.phase}{running}"
@@ -157,7 +163,7 @@ class EvaluateStage(Stage):
 
         try:
             report = evaluate(options, facts, progress=report_progress)
-        except EvaluationError as error:
+        except (EvaluationError, ValueError) as error:  # the server, or data and options
             raise NotEvaluatedError(str(error)) from error
         summary: Summary = {
             "metrics": {metric.name: metric.value for metric in report.metrics},
@@ -197,7 +203,10 @@ class EvaluateStage(Stage):
         while (endpoint := read_endpoint(path)) is None:
             record = read_record(path.with_name(RECORD_NAME))
             if record is not None and record.is_final:
-                raise NotEvaluatedError(f"the server's job {record.job_id} has {record.state}")
+                cause = f": {record.error.splitlines()[0]}" if record.error else ""
+                raise NotEvaluatedError(
+                    f"the server's job {record.job_id} has {record.state}{cause}"
+                )
             if time.monotonic() > deadline:
                 raise NotEvaluatedError(
                     f"no server has published its address in {path} within "

@@ -6,7 +6,9 @@ result, gemm_config.in, is read by the server from its working directory.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from export_scripts.families.spec import ModelConfig
 
 RESULT_NAME = "gemm_config.in"
+_POLL_S = 0.2
 _TYPES = {"fp32": 0, "fp16": 1, "bf16": 2}
 
 
@@ -45,8 +48,12 @@ def tuning_command(config: DeployConfig) -> list[str]:
     return [str(tuning.program_dir / program), *map(str, words)]
 
 
-def tune(config: DeployConfig, work_dir: Path, log_path: Path) -> None:
+def tune(
+    config: DeployConfig, work_dir: Path, log_path: Path, *, check: Callable[[], None]
+) -> None:
     """Measure in `work_dir`, where the result stays; nothing is done when it is there already.
+
+    `check` is called all the while; what it raises ends the program.
 
     Raises:
         StageError: the program is missing or fails.
@@ -59,8 +66,7 @@ def tune(config: DeployConfig, work_dir: Path, log_path: Path) -> None:
     work_dir.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)
     try:
-        with log_path.open("wb") as log:
-            subprocess.run(command, cwd=work_dir, stdout=log, stderr=log, check=True)
+        _run(command, work_dir, log_path, check)
     except (OSError, subprocess.CalledProcessError) as error:
         raise StageError(
             f"the tuning of matrix products failed: {error}; see {log_path}, name the folder of "
@@ -70,6 +76,22 @@ def tune(config: DeployConfig, work_dir: Path, log_path: Path) -> None:
     if not result.is_file():
         raise StageError(f"{command[0]} has written no {RESULT_NAME}; see {log_path}.")
     told.write_text(text, encoding="utf-8")
+
+
+def _run(command: Sequence[str], work_dir: Path, log_path: Path, check: Callable[[], None]) -> None:
+    """Run a program to its end. Raises OSError or CalledProcessError if it fails."""
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, cwd=work_dir, stdout=log, stderr=log)
+    try:
+        while True:
+            check()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if status := process.wait(_POLL_S):
+                    raise subprocess.CalledProcessError(status, command)
+                return
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _model_arguments(family: str, model: ModelConfig) -> tuple[str, list[int]]:

@@ -26,7 +26,7 @@ from stages.progress import read_json, write_json
 MEETING_NAME = "meeting.json"
 # Tells the model inside the server where its ranks come to.
 MEETING_VARIABLE = "SLIPWAY_MEETING"
-_LOSS_NAME = "lost-{job}-{number}-rank{rank}.txt"
+_LOSS_NAME = "lost-{job}-{life}-{number}-rank{rank}.txt"
 _POLL_S = 0.2
 # The first process asks its server twice a second.
 _NOTICE_S = 30.0
@@ -41,6 +41,7 @@ class Meeting:
         number: counts the starts of one job; 0 means that there will be no further one.
         host, port: where the ranks meet, on the first node.
         is_over: the start has failed, which the first process knows.
+        life: counts how often the scheduler has put the job back into its queue.
     """
 
     job_id: str
@@ -48,6 +49,7 @@ class Meeting:
     host: str = ""
     port: int = 0
     is_over: bool = False
+    life: str = "0"
 
     @property
     def address(self) -> str:
@@ -61,27 +63,34 @@ def call_meeting(folder: Path, job_id: str, number: int) -> Meeting:
     with socket.socket() as probe:
         probe.bind((host, 0))
         port = int(probe.getsockname()[1])
-    meeting = Meeting(job_id, number, host, port)
+    meeting = Meeting(job_id, number, host, port, life=_life())
     write_json(folder / MEETING_NAME, asdict(meeting))
     return meeting
 
 
 def call_off(folder: Path, job_id: str, number: int) -> None:
     """Say that a start has failed, so that nobody wonders about processes that end."""
-    write_json(folder / MEETING_NAME, asdict(Meeting(job_id, number, is_over=True)))
+    write_json(folder / MEETING_NAME, asdict(Meeting(job_id, number, is_over=True, life=_life())))
 
 
 def end_meetings(folder: Path, job_id: str) -> None:
     """Let the other processes go."""
-    write_json(folder / MEETING_NAME, asdict(Meeting(job_id, 0)))
+    write_json(folder / MEETING_NAME, asdict(Meeting(job_id, 0, life=_life())))
 
 
 def read_meeting(folder: Path, job_id: str) -> Meeting | None:
-    """Return the latest announcement of a job, or None before the first."""
+    """Return the latest announcement of a job, or None before the first.
+
+    What it announced before it was put back into the queue is another life's, and means nothing.
+    """
     values = read_json(folder / MEETING_NAME)
-    if values is None or values.get("job_id") != job_id:
+    if values is None or (values.get("job_id"), values.get("life")) != (job_id, _life()):
         return None
     return Meeting(**values)
+
+
+def _life() -> str:
+    return os.environ.get("SLURM_RESTART_COUNT", "0")
 
 
 def take_part(
@@ -95,12 +104,12 @@ def take_part(
 ) -> None:
     """Run `command` for every start of the server until there will be no further one.
 
-    When it is ended by a signal, word of it is left for the first process.
+    When it is ended by a signal, word of it is left for the first process. Its output goes to
+    `log_path`, or else to that of this process. `check` is called all the while and raises to give
+    up.
 
     Raises:
         StageError: the command has failed, and the first process does not know.
-    Its output goes to `log_path`, or else to that of this process. `check` is called all the while
-    and raises to give up.
     """
     number, ended_at = 0, None
     process: subprocess.Popen[bytes] | None = None
@@ -134,8 +143,9 @@ def take_part(
 def losses(folder: Path, job_id: str, number: int, *, wait_s: float) -> list[str]:
     """Return which processes of a start were ended by a signal, waiting a moment for word."""
     deadline = time.monotonic() + wait_s
+    pattern = _LOSS_NAME.format(job=job_id, life=_life(), number=number, rank="*")
     while True:
-        paths = sorted(folder.glob(_LOSS_NAME.format(job=job_id, number=number, rank="*")))
+        paths = sorted(folder.glob(pattern))
         if paths or time.monotonic() > deadline:
             return [path.read_text(encoding="utf-8") for path in paths]
         time.sleep(_POLL_S)
@@ -146,8 +156,10 @@ def _tell_loss(folder: Path, job_id: str, number: int, status: int) -> None:
     if status >= 0:
         return
     rank = find_place(os.environ).rank
-    path = folder / _LOSS_NAME.format(job=job_id, number=number, rank=rank)
-    path.write_text(f"{_who()} was ended by {signal.Signals(-status).name}", encoding="utf-8")
+    path = folder / _LOSS_NAME.format(job=job_id, life=_life(), number=number, rank=rank)
+    partial = path.with_suffix(".partial")
+    partial.write_text(f"{_who()} was ended by {signal.Signals(-status).name}", encoding="utf-8")
+    partial.replace(path)
 
 
 def _who() -> str:

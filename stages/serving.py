@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from stages.base import StageError
 from stages.deploy_config import FASTERTRANSFORMER, PORT_KEYS, DeployConfig
 from stages.endpoint import Endpoint, job_id_here, node_address, server_log
 from stages.gemm_tuning import tune
+from stages.probe import ProbeError, probe
 from stages.progress import Progress
 from stages.ranks_meeting import MEETING_VARIABLE, call_meeting
 from stages.record import now
@@ -20,39 +22,92 @@ from stages.record import now
 if TYPE_CHECKING:
     from inference.serving.server import TritonServer
 
-_ENSEMBLE = "ensemble"
+_ENSEMBLE, _TOKENIZER = "ensemble", "tokenizer"
 # Models around the one that takes token ids.
-_TEXT_MODELS = (_ENSEMBLE, "preprocessing", "postprocessing", "tokenizer")
+_TEXT_MODELS = (_ENSEMBLE, "preprocessing", "postprocessing", _TOKENIZER)
 # Set by whatever has started this process as one of several that find each other through MPI.
 _MPI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 _MPIRUN = ("mpirun", "-n", "1", "--allow-run-as-root")
+_LEAST_PROBE_S = 60.0  # also for a server that took all its time to load
 
 
 @contextmanager
 def serving(
-    config: DeployConfig, folder: Path, progress: Progress, *, restarts: int = 0
+    config: DeployConfig,
+    folder: Path,
+    progress: Progress,
+    *,
+    restarts: int = 0,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[TritonServer, Endpoint]]:
     """Run a server for the duration of the block and yield it, ready, with its address.
 
-    Its log is `tritonserver-<job id>.log` in `folder`; those of earlier starts keep a number.
+    It has answered a small request by then. Its log is `tritonserver-<job id>.log` in `folder`;
+    those of earlier starts keep a number. `check` is called until the server is ready; what it
+    raises ends it.
 
     Raises:
-        ServerStartError: it did not become ready.
+        ServerStartError: it did not become ready, or did not answer.
         StageError: what it serves is not what was asked for, or its kernels cannot be measured.
     """
     job_id = job_id_here()
     environment = server_environment(config)
     if config.gemm_tuning is not None:
         progress.update("measuring matrix products")
-        tune(config, folder / "gemm", folder / "gemm.log")
+        tune(config, folder / "gemm", folder / "gemm.log", check=check)
     if config.nodes > 1:
         meeting = call_meeting(folder, job_id, restarts + 1)
         environment[MEETING_VARIABLE] = meeting.address
     server = _server(config, folder, job_id, environment, restarts)
     with server:
         progress.update("starting the server")
-        server.start(timeout_s=config.ready_timeout_s, progress=progress.update)
-        yield server, _endpoint(config, server, job_id, restarts)
+        began = time.monotonic()
+        server.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
+        endpoint = _endpoint(config, server, job_id, restarts)
+        progress.update("asking for a first answer")
+        left_s = config.ready_timeout_s - (time.monotonic() - began)
+        _probe(config, server, endpoint, timeout_s=max(left_s, _LEAST_PROBE_S), check=check)
+        yield server, endpoint
+
+
+def _probe(
+    config: DeployConfig,
+    server: TritonServer,
+    endpoint: Endpoint,
+    *,
+    timeout_s: float,
+    check: Callable[[], None],
+) -> None:
+    """Have the server answer. Raises ServerStartError with its reason if it does not."""
+    from inference.serving.server import ServerStartError
+
+    def look() -> None:
+        check()
+        if (status := server.poll()) is not None:
+            raise ProbeError(f"tritonserver ended with status {status} at its first request")
+
+    others = [endpoint.model, *(name for name in server.models if name == _TOKENIZER)]
+    models = [endpoint.ensemble] if endpoint.ensemble else others
+    hidden = hidden_size(config.weights_dir)
+    try:
+        probe(server.http_url, models, hidden=hidden, timeout_s=timeout_s, check=look)
+    except ProbeError as error:
+        raise ServerStartError(
+            "tritonserver is ready, but does not answer:",
+            reasons=str(error).splitlines(),
+            log_path=server.log_path,
+        ) from error
+
+
+def hidden_size(weights_dir: Path) -> int | None:
+    """Return the width of an encoder's hidden states; None where the weights are elsewhere."""
+    from export_scripts.ft.config_ini import read_config
+
+    if not (weights_dir / "config.ini").is_file():
+        return None
+    _, model = read_config(weights_dir)
+    heads, size = getattr(model, "head_num", None), getattr(model, "size_per_head", None)
+    return heads * size if heads and size else None
 
 
 def server_environment(config: DeployConfig) -> dict[str, str]:

@@ -9,6 +9,8 @@ from typing import Any
 from export_scripts.triton.signature import ModelSignature, TensorSignature
 
 INTERACTIVE_IDLE_US = 60_000_000  # a session without requests is dropped after this time
+# Our engine holds many sessions at once and refuses those it has no memory for itself.
+_MOST_SESSIONS = 1024
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class TritonModelConfig:
         if self.max_queue_delay_us is not None:
             message.dynamic_batching.max_queue_delay_microseconds = self.max_queue_delay_us
         if self.interactive:
-            _fill_sequence_batching(schema, message.sequence_batching)
+            _fill_sequence_batching(schema, message.sequence_batching, self.backend)
         if self.batch_input:
             _fill_batch_input(schema, message.batch_input, self.signature.inputs)
         return message
@@ -138,9 +140,12 @@ def _fill_steps(scheduling: Any, steps: Iterable[EnsembleStep]) -> None:
         message.output_map.update(step.output_map)
 
 
-def _fill_sequence_batching(schema: Any, batching: Any) -> None:
+def _fill_sequence_batching(schema: Any, batching: Any, backend: str) -> None:
     batching.max_sequence_idle_microseconds = INTERACTIVE_IDLE_US
-    batching.direct.SetInParent()
+    if backend == "python":
+        batching.oldest.max_candidate_sequences = _MOST_SESSIONS
+    else:
+        batching.direct.SetInParent()  # one session occupies an instance
     control_kind = schema.ModelSequenceBatching.Control
     for name, kind in (
         ("START", control_kind.CONTROL_SEQUENCE_START),

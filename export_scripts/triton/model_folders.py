@@ -133,7 +133,7 @@ class _TextModels:
         self, request: RepositoryRequest, config: ModelConfig, files: TokenizerFiles
     ) -> None:
         self._max_batch_size = request.max_batch_size
-        self._files = {path.name: path for path in files.files}
+        self._files = {path.name: path for path in files.all_files}
         self._parameters = {
             "tokenizer_type": files.kind,
             "tokenizer_path": ".",

@@ -28,7 +28,7 @@ from export_scripts.triton.model_folders import (
     text_models,
 )
 from export_scripts.triton.repository_request import VERSION, RepositoryRequest
-from export_scripts.triton.tokenizer_files import TOKENIZER_KINDS, find_tokenizer
+from export_scripts.triton.tokenizer_files import SETTINGS_FILE, TOKENIZER_KINDS, find_tokenizer
 
 __all__ = [
     "CONFIG_FILE",
@@ -45,11 +45,11 @@ __all__ = [
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 CONFIG_FILE = "config.pbtxt"
-_INTERACTIVE_NEEDS = {
-    "engine": "fastertransformer",
-    "max_batch_size": 1,
-    "max_queue_delay_us": None,
-    "ensemble": False,
+_INTERACTIVE_NEEDS = {"max_batch_size": 1, "max_queue_delay_us": None, "ensemble": False}
+# Per engine, the model types that keep sessions.
+_INTERACTIVE_TYPES = {
+    "pytorch": ("GPT", "GPT-J", "GPT-NeoX", "Llama"),
+    "fastertransformer": ("GPT",),
 }
 _ALSO_SERVED_AS = {"T5": ("T5-Encoder",)}
 _NO_TOKENIZER = (
@@ -166,8 +166,12 @@ def _weight_problems(
         found.append(f"model_type={model_type}, but {request.weights_dir} holds {family.name}.")
     if request.decoupled and not generates(model_type):
         found.append(f"decoupled=True, but a {model_type} model has nothing to stream.")
-    if request.interactive and model_type != "GPT":
-        found.append(f"interactive=True, but only GPT models keep sessions, not {model_type}.")
+    keeping = _INTERACTIVE_TYPES.get(request.engine, ())
+    if request.interactive and model_type not in keeping:
+        found.append(
+            f"interactive=True, but engine={request.engine} keeps no sessions with a {model_type} "
+            f"model; it does with {', '.join(keeping)}."
+        )
     if request.answer_only and request.decoupled and model_type in ("GPT-J", "GPT-NeoX"):
         found.append(
             f"answer_only=True cannot be streamed with a {model_type} model, which does not say "
@@ -217,7 +221,8 @@ def _write_model(repository: Path, model: ModelFolder) -> Path:
 
 def _own_files(version: Path) -> set[Path]:
     """Return the files of a version folder that an earlier build may have left."""
-    patterns = ["model.py", *(p for kinds in TOKENIZER_KINDS.values() for p in kinds)]
+    named = (pattern for kinds in TOKENIZER_KINDS.values() for pattern in kinds)
+    patterns = ["model.py", SETTINGS_FILE, *named]
     return {path for pattern in patterns for path in version.glob(pattern)}
 
 

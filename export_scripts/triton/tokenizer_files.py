@@ -8,12 +8,22 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A tokenizer on disk. `kind` is a key of `TOKENIZER_KINDS`."""
+    """A tokenizer on disk. `kind` is a key of `TOKENIZER_KINDS`.
+
+    `settings` says which markers a text gets, where the checkpoint came with that file.
+    """
 
     kind: str
     files: tuple[Path, ...]
+    settings: Path | None = None
+
+    @property
+    def all_files(self) -> tuple[Path, ...]:
+        """The files, with the settings."""
+        return self.files if self.settings is None else (*self.files, self.settings)
 
 
+SETTINGS_FILE = "tokenizer_config.json"
 # kind -> file names, all needed; in order of preference where a folder fits several.
 TOKENIZER_KINDS: dict[str, tuple[str, ...]] = {
     "hf": ("tokenizer.json",),
@@ -39,5 +49,10 @@ def find_tokenizer(folder: Path, *, kind: str | None = None) -> TokenizerFiles |
         if several := [files for files in found if len(files) > 1]:
             names = ", ".join(path.name for path in several[0])
             raise ValueError(f"{folder} holds several tokenizer models: {names}; keep one.")
-        return TokenizerFiles(each, tuple(files[0] for files in found))
+        settings = folder / SETTINGS_FILE
+        return TokenizerFiles(
+            each,
+            tuple(files[0] for files in found),
+            settings if settings.is_file() else None,
+        )
     return None

@@ -77,6 +77,11 @@ def _answers(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def _wait_until_ready(client: TritonClient, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
+    if client.is_ready(client.model_name):
+        return
+    sys.stderr.write(
+        f"waiting up to {timeout_s:g} s for model {client.model_name} at {client.url}\n"
+    )
     while not client.is_ready(client.model_name):
         if time.monotonic() > deadline:
             raise TimeoutError(

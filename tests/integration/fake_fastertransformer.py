@@ -9,6 +9,11 @@ import sys
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+
+from export_scripts.triton.model_config import parse_config
 
 KNOWN = (
     *("model-repository", "http-port", "grpc-port", "metrics-port", "exit-timeout-secs"),
@@ -35,19 +40,32 @@ def main() -> int:
     Path(os.environ["FAKE_SERVER_TOLD"]).write_text(json.dumps(told))
     print("[FT][WARNING] gemm_config.in is not found; using default GEMM algo")
     print(os.environ.get("FAKE_SERVER_SAYS", ""), flush=True)
-    names = [path.parent.name for path in Path(options["model-repository"]).glob("*/config.pbtxt")]
+    configs = {
+        path.parent.name: json_format.MessageToDict(
+            parse_config(path.read_text()), preserving_proto_field_name=True
+        )
+        for path in Path(options["model-repository"]).glob("*/config.pbtxt")
+    }
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
+            words = self.path.strip("/").split("/")  # v2/models/<name>/config
+            self.reply(200, configs[words[2]] if words[-1] == "config" else {})
 
         def do_POST(self) -> None:
             size = int(self.headers["Content-Length"])
-            self.rfile.read(size)
-            index = [{"name": name, "version": "1", "state": "READY"} for name in names]
-            body = json.dumps(index).encode()
-            self.send_response(200)
+            body = self.rfile.read(size)
+            if self.path.endswith("/infer"):
+                Path(os.environ["FAKE_SERVER_TOLD"] + "-request").write_bytes(body)
+                said = os.environ.get("FAKE_SERVER_ANSWERS", "")
+                self.reply(500 if said else 200, {"error": said} if said else {})
+                return
+            names = [{"name": name, "version": "1", "state": "READY"} for name in configs]
+            self.reply(200, names)
+
+        def reply(self, status: int, content: Any) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

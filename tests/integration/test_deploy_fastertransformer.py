@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.command import FREE_PORTS, finish, served, start
+from tests.integration.command import FREE_PORTS, endpoint_of, finish, served, start
 
 HERE = Path(__file__).parent
 RESULTS = Path("gpt_books_5m", "export_tp2_pp1_fp16_fp32")
@@ -23,6 +23,16 @@ WRONG_TYPE = (
     "[FT][WARNING] file /w/1/2-gpu/model.wte.bin only has 100, but request 200, "
     "loading model fails! "
 )
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of results with the sample model's repository for NVIDIA's backend."""
+    folder = tmp_path_factory.mktemp("results")
+    command = start(*words(folder, "stages=[export]"))
+    text = finish(command)
+    assert command.returncode == 0, text
+    return folder
 
 
 @pytest.fixture
@@ -43,28 +53,43 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def words(tmp_path: Path, *more: str) -> list[str]:
+def words(results: Path, *more: str) -> list[str]:
     return [
         "export=gpt3/sample",
-        f"base_results_dir={tmp_path / 'results'}",
+        f"base_results_dir={results}",
         "deploy.engine=fastertransformer",
         *FREE_PORTS,
         *more,
     ]
 
 
-def test_server_is_started_as_its_guide_says(tmp_path: Path, environment: dict[str, str]) -> None:
-    results = tmp_path / "results" / RESULTS
-    command = words(tmp_path, "stages=[deploy]")
-    with served(results, *command, environment=environment) as endpoint:
+def test_server_is_started_as_its_guide_says(
+    tmp_path: Path, results: Path, environment: dict[str, str]
+) -> None:
+    command = words(results, "stages=[deploy]")
+    with served(results / RESULTS, *command, environment=environment) as endpoint:
         told = json.loads((tmp_path / "told").read_text())
     assert endpoint["model"] == "fastertransformer"
-    assert told["options"]["model-repository"] == str(results / "model_repo")
+    assert told["options"]["model-repository"] == str(results / RESULTS / "model_repo")
     assert told["options"]["http-port"] == str(endpoint["http"])
     assert told["environment"]["NCCL_LAUNCH_MODE"] == "GROUP"
     assert (tmp_path / "mpirun").read_text().startswith("-n 1 --allow-run-as-root ")
-    config = (results / "model_repo" / "fastertransformer" / "config.pbtxt").read_text()
+    config = (results / RESULTS / "model_repo/fastertransformer/config.pbtxt").read_text()
     assert 'backend: "fastertransformer"' in config
+
+
+def test_file_that_asks_for_the_end_ends_the_server_in_order(
+    results: Path, environment: dict[str, str]
+) -> None:
+    folder = results / RESULTS / "deploy"
+    command = start(*words(results, "stages=[deploy]", "deploy.keep=true"), environment=environment)
+    endpoint_of(folder / "endpoint.json", command)
+    (folder / "stop_requested").touch()
+    text = finish(command)
+    assert command.returncode == 0, text
+    record = json.loads((folder / "job.json").read_text())
+    assert record["summary"]["ended"] == "no longer needed"
+    assert not (folder / "endpoint.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -76,34 +101,48 @@ def test_server_is_started_as_its_guide_says(tmp_path: Path, environment: dict[s
     ],
 )
 def test_weights_that_the_backend_lacks_fail_the_stage(
-    tmp_path: Path, environment: dict[str, str], line: str, reason: str
+    results: Path, environment: dict[str, str], line: str, reason: str
 ) -> None:
     command = start(
-        *words(tmp_path, "stages=[deploy]"), environment={**environment, "FAKE_SERVER_SAYS": line}
+        *words(results, "stages=[deploy]"), environment={**environment, "FAKE_SERVER_SAYS": line}
     )
     text = finish(command)
     assert command.returncode == 1, text
     assert reason in text
-    assert not (tmp_path / "results" / RESULTS / "deploy" / "endpoint.json").exists()
+    assert not (results / RESULTS / "deploy" / "endpoint.json").exists()
+
+
+def test_server_that_does_not_answer_a_first_request_is_not_published(
+    results: Path, environment: dict[str, str]
+) -> None:
+    said = "FasterTransformer execute failure: out of memory"
+    command = start(
+        *words(results, "stages=[deploy]"),
+        environment={**environment, "FAKE_SERVER_ANSWERS": said},
+    )
+    text = finish(command)
+    assert command.returncode == 1, text
+    assert "tritonserver is ready, but does not answer:" in text
+    assert f"model ensemble has not answered a first small request: {said}" in text
+    assert not (results / RESULTS / "deploy" / "endpoint.json").exists()
 
 
 def test_tuning_runs_before_the_server_with_the_sizes_of_the_model(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, results: Path, environment: dict[str, str]
 ) -> None:
     program = tmp_path / "programs" / "gpt_gemm"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\necho "$@" >gemm_config.in\n')
     program.chmod(0o755)
-    results = tmp_path / "results" / RESULTS
     command = words(
-        tmp_path,
+        results,
         "stages=[deploy]",
         "deploy.gemm_tuning.enabled=true",
         "deploy.gemm_tuning.batch_size=4",
         "deploy.gemm_tuning.input_len=60",
         f"deploy.gemm_tuning.program_dir={program.parent}",
     )
-    with served(results, *command, environment=environment):
+    with served(results / RESULTS, *command, environment=environment):
         told = json.loads((tmp_path / "told").read_text())
     found = Path(told["cwd"], "gemm_config.in").read_text().split()
     # batch, beam, prompt | heads, head size, inner size, vocabulary | fp32, tensor parallel
@@ -111,11 +150,11 @@ def test_tuning_runs_before_the_server_with_the_sizes_of_the_model(
 
 
 def test_dry_run_shows_the_command_and_starts_nothing(
-    tmp_path: Path, environment: dict[str, str]
+    tmp_path: Path, results: Path, environment: dict[str, str]
 ) -> None:
     command = start(
         *words(
-            tmp_path,
+            results,
             "stages=[deploy]",
             "dry_run=true",
             "deploy.http_port=8000",
@@ -129,7 +168,7 @@ def test_dry_run_shows_the_command_and_starts_nothing(
     expected = [
         "NCCL_LAUNCH_MODE=GROUP",
         *("mpirun", "-n", "1", "--allow-run-as-root", "tritonserver"),
-        f"--model-repository={tmp_path / 'results' / RESULTS / 'model_repo'}",
+        f"--model-repository={results / RESULTS / 'model_repo'}",
         *("--http-port=8000", "--grpc-port=8001", "--metrics-port=8002"),
     ]
     assert shlex.join(expected) in text

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 
 from inference.serving.client import TritonClient
+from stages.base import StageError
+from stages.deploy_config import DeployConfig
+from stages.progress import Progress
+from stages.service import Service
 from tests.integration.command import FREE_PORTS, endpoint_of, finish, served, start
+from tests.integration.triton_process import until
 
 pytestmark = pytest.mark.triton
 RESULTS = Path("gpt_books_5m", "export_tp2_pp1_fp16_fp32")
@@ -20,6 +25,16 @@ RESULTS = Path("gpt_books_5m", "export_tp2_pp1_fp16_fp32")
 
 def words(results: Path, *more: str) -> list[str]:
     return ["export=gpt3/sample", f"base_results_dir={results}", *FREE_PORTS, *more]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of results with the sample model's repository."""
+    results = tmp_path_factory.mktemp("results")
+    command = start(*words(results, "stages=[export]"))
+    text = finish(command)
+    assert command.returncode == 0, text
+    return results
 
 
 def one_process(results: Path, *texts: str) -> int:
@@ -39,51 +54,73 @@ def answer(endpoint: dict[str, Any]) -> str:
         return client.generate_text(["It was"], output_len=4)[0][0]
 
 
-def test_crashed_server_and_lost_rank_are_replaced_until_the_count_is_used_up(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / RESULTS / "deploy" / "endpoint.json"
-    command = start(
-        *words(
-            tmp_path,
-            "stages=[deploy]",
-            "deploy.max_restarts=2",
-            "deploy.restart_backoff_s=0.2",
-        )
-    )
+def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -> None:
+    path = exported / RESULTS / "deploy" / "endpoint.json"
+    words_here = ("stages=[deploy]", "deploy.max_restarts=1", "deploy.restart_backoff_s=0.2")
+    command = start(*words(exported, *words_here))
     try:
         first = endpoint_of(path, command)
         text = answer(first)
-        os.kill(one_process(tmp_path, "bin/tritonserver", "--model-repository"), signal.SIGKILL)
+        os.kill(one_process(exported, "bin/tritonserver", "--model-repository"), signal.SIGKILL)
         second = endpoint_of(path, command, restarts=1)
         assert (second["http"], second["grpc"]) == (first["http"], first["grpc"])
         assert answer(second) == text
-        os.kill(one_process(tmp_path, "inference.serving.worker", "--settings"), signal.SIGKILL)
-        third = endpoint_of(path, command, restarts=2)
-        assert answer(third) == text
-        os.kill(one_process(tmp_path, "bin/tritonserver", "--model-repository"), signal.SIGKILL)
+        os.kill(one_process(exported, "inference.serving.worker", "--settings"), signal.SIGKILL)
         told = finish(command)
     finally:
         if command.poll() is None:
             command.send_signal(signal.SIGINT)
             finish(command)
     assert command.returncode == 1, told
-    assert "the server failed again after 2 restarts: tritonserver ended with status" in told
+    assert "the server failed again after 1 restarts: " in told
+    assert "rank 1: was ended by SIGKILL" in told
     assert not path.exists()
-    logs = list(path.parent.glob("tritonserver-*.log"))
-    assert len(logs) == 3  # one for each start
+    logs = list(path.parent.glob(f"tritonserver-{second['job_id']}*.log"))
+    assert len(logs) == 2  # one for each start
 
 
-def test_file_that_asks_for_the_end_ends_the_server_in_order(tmp_path: Path) -> None:
-    folder = tmp_path / RESULTS / "deploy"
-    command = start(*words(tmp_path, "stages=[deploy]", "deploy.keep=true"))
-    endpoint_of(folder / "endpoint.json", command)
-    (folder / "stop_requested").touch()
-    text = finish(command)
-    assert command.returncode == 0, text
+@pytest.mark.parametrize("by", ["file", "signal"])
+def test_server_that_is_still_loading_ends_when_it_is_asked_to(exported: Path, by: str) -> None:
+    folder = exported / RESULTS / "deploy"
+    progress = folder / "progress.json"
+    progress.unlink(missing_ok=True)
+    command = start(*words(exported, "stages=[deploy]"))
+    until(lambda: progress.exists() and "loading " in progress.read_text(), limit_s=60)
+    if by == "file":
+        (folder / "stop_requested").touch()
+    else:
+        command.send_signal(signal.SIGINT)
+    text = finish(command, timeout_s=30)
     record = json.loads((folder / "job.json").read_text())
-    assert record["summary"]["ended"] == "no longer needed"
+    if by == "file":
+        assert command.returncode == 0, text
+        assert record["summary"]["ended"] == "no longer needed"
+    else:
+        assert record["state"] == "cancelled", text
+    # It has never been ready.
+    log = (folder / f"tritonserver-{record['job_id']}.log").read_text()
+    assert "successfully loaded 'ensemble'" not in log
     assert not (folder / "endpoint.json").exists()
+
+
+def test_time_that_is_over_before_the_server_is_ready_is_a_failure(
+    exported: Path, tmp_path: Path
+) -> None:
+    repository = exported / RESULTS / "model_repo"
+    config = DeployConfig(
+        repository, "fastertransformer", tp_size=2, http_port=0, grpc_port=0, metrics_port=0
+    )
+    service = Service(
+        config,
+        tmp_path,
+        Progress(),
+        endpoint_path=tmp_path / "endpoint.json",
+        stop_path=tmp_path / "stop_requested",
+        until=time.monotonic(),
+    )
+    with pytest.raises(StageError, match=r"over before the server was ready; raise deploy\.time"):
+        service.run()
+    assert not (tmp_path / "endpoint.json").exists()
 
 
 @pytest.mark.s3
@@ -105,21 +142,22 @@ def test_repository_is_published_and_served_from_an_object_store(
         region_name="us-east-1",
     )
     client.create_bucket(Bucket="pipeline")
-    place = ("deploy.repository=s3://pipeline/sample", f"deploy.endpoint_url={store_endpoint}")
-    command = words(tmp_path, "stages=[export,deploy]", *place)
-    with served(tmp_path / RESULTS, *command, environment=environment) as endpoint:
+    command = words(tmp_path, "export.model.tensor_model_parallel_size=1")
+    command += ["deploy.repository=s3://pipeline/sample", f"deploy.endpoint_url={store_endpoint}"]
+    export = start(*command, "stages=[export]", environment=environment)
+    text = finish(export)
+    assert export.returncode == 0, text
+    keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="pipeline")["Contents"]]
+    assert "sample/fastertransformer/1/1-gpu/config.ini" in keys
+    assert not [key for key in keys if key.endswith(("export.json", ".convert.json"))]
+    # Served from the store alone: the folder on disk is gone.
+    results = tmp_path / "gpt_books_5m" / "export_tp1_pp1_fp16_fp32"
+    (results / "model_repo").rename(tmp_path / "elsewhere")
+    with served(results, *command, "stages=[deploy]", environment=environment) as endpoint:
         assert endpoint["ensemble"] == "ensemble"
         assert answer(endpoint).startswith("It was")
-    keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="pipeline")["Contents"]]
-    assert "sample/fastertransformer/1/2-gpu/config.ini" in keys
-    assert not [key for key in keys if key.endswith(("export.json", ".convert.json"))]
     for written in (path for path in tmp_path.rglob("*") if path.is_file()):
         assert secret.encode() not in written.read_bytes(), written
-    # Served from the store alone: the folder on disk is gone.
-    (tmp_path / RESULTS / "model_repo").rename(tmp_path / "elsewhere")
-    command = words(tmp_path, "stages=[deploy]", *place)
-    with served(tmp_path / RESULTS, *command, environment=environment) as endpoint:
-        assert answer(endpoint).startswith("It was")
 
 
 @pytest.mark.s3

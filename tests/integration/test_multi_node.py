@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import signal
 import socket
@@ -12,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,9 @@ from tests.integration.command import ROOT
 from tests.integration.slurm_cluster import SlurmCluster, missing_programs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton]
-SUMMARY = "tp2_pp2_fp16_fp32"
+SAMPLE = ("export=gpt3/sample", "export.triton_deployment.pipeline_model_parallel_size=2")
+SAMPLE_FOLDER = Path("gpt_books_5m", "export_tp2_pp2_fp16_fp32", "deploy")
 WORDS = (
-    "export=gpt3/sample",
-    "export.triton_deployment.pipeline_model_parallel_size=2",
     # Both nodes are this machine; on two there is no memory to share.
     "+export.triton_deployment.parameters.shared_memory=0",
     "cluster=bcm",
@@ -51,13 +49,25 @@ def cluster() -> Iterator[SlurmCluster]:
         pytest.skip(f"Slurm is not installed ({', '.join(missing)})")
     # Unix sockets below it limit the length of its name.
     folder = Path(tempfile.mkdtemp(prefix="slm", dir="/tmp"))
-    made = SlurmCluster(folder, base_port=random.randrange(20000, 29000, 200))
+    made = SlurmCluster(folder)
     try:
         made.start()
         yield made
     finally:
         made.stop()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder whose first test converts and exports for all."""
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.fixture(scope="module")
+def nvidia_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return another, for repositories of NVIDIA's backend."""
+    return tmp_path_factory.mktemp("nvidia")
 
 
 class Service:
@@ -68,11 +78,15 @@ class Service:
         cluster: SlurmCluster,
         results: Path,
         *words: str,
+        model: Sequence[str] = SAMPLE,
+        folder: Path = SAMPLE_FOLDER,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.cluster = cluster
-        self.folder = results / "gpt_books_5m" / f"export_{SUMMARY}" / "deploy"
-        command = [sys.executable, "main.py", f"base_results_dir={results}", *WORDS, *words]
+        self.folder = results / folder
+        (self.folder / "job.json").unlink(missing_ok=True)  # that of an earlier test
+        command = [sys.executable, "main.py", f"base_results_dir={results}", *model]
+        command += [*WORDS, *words]
         done = subprocess.run(
             command,
             cwd=ROOT,
@@ -100,8 +114,11 @@ class Service:
         found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         return found
 
-    def queued(self) -> str:
-        return self.cluster.run("squeue", "-h", check=False).strip()
+    def wait_until_gone(self) -> None:
+        deadline = time.monotonic() + 90
+        while self.cluster.run("squeue", "-h", check=False).strip():
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(0.2)
 
     def logs(self) -> str:
         return "\n".join(
@@ -148,10 +165,10 @@ def tokens(endpoint: dict[str, Any], prompt: list[int], count: int) -> list[int]
     return answer
 
 
-def test_two_nodes_give_the_recorded_tokens_and_replace_a_lost_rank(
-    cluster: SlurmCluster, tmp_path: Path, greedy_cases: list[dict[str, Any]]
+def test_two_nodes_give_the_recorded_tokens_and_replace_a_lost_rank_once(
+    cluster: SlurmCluster, results: Path, greedy_cases: list[dict[str, Any]]
 ) -> None:
-    service = Service(cluster, tmp_path, "deploy.max_restarts=1")
+    service = Service(cluster, results, "deploy.max_restarts=1")
     endpoint = service.endpoint()
     assert (endpoint["tp"], endpoint["pp"], endpoint["nodes"]) == (2, 2, 2)
     # The nodes of the test have no names of their own to look up: theirs is this machine's.
@@ -165,31 +182,61 @@ def test_two_nodes_give_the_recorded_tokens_and_replace_a_lost_rank(
     again = service.endpoint(restarts=1)
     prompt, expected = cases[0]
     assert tokens(again, prompt, 4) == expected[: len(prompt) + 4]
-    (service.folder / "stop_requested").touch()
-    deadline = time.monotonic() + 60
-    while service.queued():
-        assert time.monotonic() < deadline, service.logs()
-        time.sleep(0.2)
-    assert service.record()["summary"]["ended"] == "no longer needed", service.logs()
+    for pid in service.ranks("n2"):
+        os.kill(pid, signal.SIGKILL)
+    service.wait_until_gone()
+    record = service.record()
+    assert record["state"] == "failed", service.logs()
+    assert "the server failed again after 1 restarts: rank " in record["error"], service.logs()
     assert not (service.folder / "endpoint.json").exists()
 
 
-@pytest.mark.parametrize("lost", ["ranks", "node"])
-def test_loss_is_reported_and_ends_a_service_without_restarts(
-    cluster: SlurmCluster, tmp_path: Path, lost: str
+def test_loss_of_a_node_is_reported_and_ends_the_service(
+    cluster: SlurmCluster, results: Path
 ) -> None:
-    service = Service(cluster, tmp_path, "deploy.max_restarts=0")
+    service = Service(cluster, results, "deploy.max_restarts=0")
     service.endpoint()
     # With the node go also the processes that would start a rank again.
-    for pid in service.ranks("n2") + (service.tasks("n2") if lost == "node" else []):
+    for pid in service.ranks("n2") + service.tasks("n2"):
         os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 90
-    while service.queued():
-        assert time.monotonic() < deadline, service.logs()
-        time.sleep(0.2)
+    service.wait_until_gone()
     record = service.record()
     assert record["state"] == "failed", service.logs()
     assert "rank 2" in record["error"] or "rank 3" in record["error"], service.logs()
+    assert not (service.folder / "endpoint.json").exists()
+
+
+def test_encoder_over_two_nodes_gives_the_recorded_states_until_it_is_asked_to_end(
+    cluster: SlurmCluster, shared: Path, tmp_path: Path
+) -> None:
+    golden = shared / "golden" / "bert" / "tiny"
+    model = (
+        "export=gpt3/export_gpt3",
+        "export.run.model_train_name=tiny",
+        "export.run.model_type=bert",
+        f"export.model.checkpoint_path={golden / 'source'}",
+        "export.model.tensor_model_parallel_size=2",
+        "export.model.weight_data_type=fp32",
+        "export.model.processes=1",
+        "export.triton_deployment.data_type=fp32",
+        "+export.triton_deployment.parameters.device=cpu",
+    )
+    folder = Path("tiny", "export_tp2_pp1_fp32_fp32", "deploy")
+    service = Service(cluster, tmp_path, "cluster.gpus_per_node=1", model=model, folder=folder)
+    endpoint = service.endpoint()
+    assert (endpoint["tp"], endpoint["nodes"]) == (2, 2)
+    states = np.load(golden / "input_hidden_state.npy").astype(np.float32)[None]
+    request = {
+        "input_hidden_state": states,
+        "sequence_lengths": np.array([[states.shape[1]]], np.int32),
+    }
+    with TritonClient(f"{endpoint['host']}:{endpoint['grpc']}", timeout_s=60) as client:
+        hidden = client.infer(endpoint["model"], request)["output_hidden_state"]
+    # fp32 on both sides; what remains is the order of sums.
+    np.testing.assert_allclose(hidden[0], np.load(golden / "output_hidden_state.npy"), atol=1e-3)
+    (service.folder / "stop_requested").touch()
+    service.wait_until_gone()
+    assert service.record()["summary"]["ended"] == "no longer needed", service.logs()
     assert not (service.folder / "endpoint.json").exists()
 
 
@@ -206,9 +253,11 @@ def stand_in(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def test_engine_of_nvidia_runs_one_server_per_node(cluster: SlurmCluster, tmp_path: Path) -> None:
+def test_engine_of_nvidia_runs_one_server_per_node(
+    cluster: SlurmCluster, nvidia_results: Path, tmp_path: Path
+) -> None:
     service = Service(
-        cluster, tmp_path, "deploy.engine=fastertransformer", environment=stand_in(tmp_path)
+        cluster, nvidia_results, "deploy.engine=fastertransformer", environment=stand_in(tmp_path)
     )
     endpoint = service.endpoint()
     assert endpoint["nodes"] == 2
@@ -219,21 +268,17 @@ def test_engine_of_nvidia_runs_one_server_per_node(cluster: SlurmCluster, tmp_pa
         time.sleep(0.1)
     assert json.loads(further.read_text())["allow-http"] == "false"
     (service.folder / "stop_requested").touch()
-    while service.queued():
-        assert time.monotonic() < deadline + 60, service.logs()
-        time.sleep(0.2)
+    service.wait_until_gone()
     assert service.record()["state"] == "completed", service.logs()
 
 
 def test_weights_that_another_node_lacks_fail_the_service(
-    cluster: SlurmCluster, tmp_path: Path
+    cluster: SlurmCluster, nvidia_results: Path, tmp_path: Path
 ) -> None:
     line = "[FT][WARNING] file /w/model.wte.bin cannot be opened, loading model fails! "
     environment = {**stand_in(tmp_path), "FAKE_FURTHER_SERVER_SAYS": line}
-    service = Service(cluster, tmp_path, "deploy.engine=fastertransformer", environment=environment)
-    deadline = time.monotonic() + 90
-    while service.queued():
-        assert time.monotonic() < deadline, service.logs()
-        time.sleep(0.2)
+    words = ("deploy.engine=fastertransformer",)
+    service = Service(cluster, nvidia_results, *words, environment=environment)
+    service.wait_until_gone()
     assert service.record()["state"] == "failed", service.logs()
     assert "weight file /w/model.wte.bin is missing" in service.record()["error"]

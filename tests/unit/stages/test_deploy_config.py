@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from export_scripts.triton.object_store import StoreLocation
+from stages.base import JobSettings, Resources
+from stages.deploy import DeployStage
 from stages.deploy_config import DeployConfig, GemmTuning, store_location
 from stages.gemm_tuning import tuning_command
 
@@ -76,3 +78,27 @@ def test_arguments_of_bert_are_those_of_an_encoder(tmp_path: Path) -> None:
         "weight_data_type = fp32\ntensor_para_size = 2\n",
     )
     assert tuning_command(config) == ["/p/bert_gemm", *["4", "60", "4", "8", "1", "0"]]
+
+
+def stage_of(config: DeployConfig, folder: Path, *, limit_min: int = 60) -> DeployStage:
+    resources = Resources(time_limit_min=limit_min)
+    return DeployStage(JobSettings("deploy", folder, resources), config)
+
+
+def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path: Path) -> None:
+    config = DeployConfig(tmp_path, "m")
+    (problem,) = stage_of(config, tmp_path, limit_min=1).check()
+    assert problem.startswith("deploy.time_limit=1 minutes leave no time to serve: the last 75 s")
+    assert stage_of(config, tmp_path, limit_min=2).check() == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "nodes", "is_told"),
+    [("pytorch", 2, False), ("fastertransformer", 1, False), ("fastertransformer", 2, True)],
+)
+def test_restarts_that_cannot_be_are_told_beforehand(
+    tmp_path: Path, engine: str, nodes: int, is_told: bool
+) -> None:
+    config = DeployConfig(tmp_path, "m", engine=engine, nodes=nodes, max_restarts=3)
+    notes = "\n".join(stage_of(config, tmp_path).notes())
+    assert ("deploy.max_restarts=3 has no effect" in notes) is is_told

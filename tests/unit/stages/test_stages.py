@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from stages import STAGES
 from stages.base import JobSettings, Resources, Stage, StageError, Standing, Summary
 from stages.deploy import DeployConfig, DeployStage, check_deploy, read_endpoint
@@ -224,6 +224,17 @@ def test_evaluation_does_not_wait_for_a_server_that_has_failed(tmp_path: Path) -
     stage = evaluation(tmp_path, endpoint_path=tmp_path / "endpoint.json")
     with pytest.raises(NotEvaluatedError, match="the server's job 7 has failed"):
         stage()
+
+
+def test_data_that_cannot_be_used_is_an_evaluation_that_was_not_done(tmp_path: Path) -> None:
+    data_path = tmp_path / "passages.jsonl"
+    data_path.write_text("{}\n")
+    stage = evaluation(tmp_path, server="127.0.0.1:9")
+    options = replace(stage.config.options, lambada=LambadaOptions(data_path=data_path))
+    stage.config = replace(stage.config, options=options)
+    with pytest.raises(NotEvaluatedError, match="is not a data set of this form"):
+        stage()
+    assert (options.output_dir / "junit.xml").is_file()
 
 
 def test_evaluation_lets_the_server_of_the_pipeline_end(tmp_path: Path) -> None:

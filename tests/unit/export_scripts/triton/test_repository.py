@@ -184,14 +184,13 @@ def test_interactive_needs_what_the_server_needs_for_sessions(
 ) -> None:
     problems = check_repository(replace(request_, interactive=True))
     assert problems == [
-        "engine=pytorch must be fastertransformer for an interactive model.",
         "max_batch_size=4 must be 1 for an interactive model.",
         "ensemble=True must be False for an interactive model.",
     ]
-    fitting = replace(
-        request_, interactive=True, engine="fastertransformer", max_batch_size=1, ensemble=False
-    )
-    assert _config(build_repository(fitting)[0]).HasField("sequence_batching")
+    fitting = replace(request_, interactive=True, max_batch_size=1, ensemble=False)
+    assert _config(build_repository(fitting)[0]).sequence_batching.HasField("oldest")
+    ft = replace(fitting, engine="fastertransformer", overwrite=True)
+    assert _config(build_repository(ft)[0]).sequence_batching.HasField("direct")
 
 
 def test_failed_write_leaves_no_model_behind(request_: RepositoryRequest, tmp_path: Path) -> None:

@@ -1,0 +1,243 @@
+"""One small request through what a server serves, before its address is published.
+
+Plain HTTP with binary tensors: every release of tritonserver takes it, and images need no client.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from http import HTTPStatus
+from http.client import HTTPException
+from typing import Any
+
+Config = Mapping[str, Any]  # config.pbtxt of a model as the server tells it
+
+_POLL_S = 0.1
+_HTTP_TIMEOUT_S = 10.0
+# Two tokens in and two out: the prompt's pass and a decoding step, which real requests then find
+# warm.
+_TOKENS = 2
+_TEXTS = ("INPUT_0", "QUERY", "query")
+_TEXT = "Hello"
+_IDS = "input_ids"
+_COUNTS = (
+    *("input_lengths", "sequence_length", "sequence_lengths"),
+    *("request_output_len", "max_output_len", "INPUT_1", "REQUEST_OUTPUT_LEN"),
+)
+_SESSION_LEN, _SESSION_TOKENS = "session_len", 64  # optional in config.pbtxt, needed all the same
+_SESSION = {"sequence_id": 2**31, "sequence_start": True, "sequence_end": True}
+_INTEGER_BYTES = {"UINT32": 4, "INT32": 4, "UINT64": 8}
+_FLOAT_ONES = {"FP32": b"\x00\x00\x80\x3f", "FP16": b"\x00\x3c", "BF16": b"\x80\x3f"}
+
+
+_HIDDEN_TYPES = tuple(f"TYPE_{dtype}" for dtype in _FLOAT_ONES)
+
+
+class ProbeError(RuntimeError):
+    """The server has not answered the request; the message holds its own words."""
+
+
+class _RefusalError(ValueError):
+    """An answer of HTTP with another status than 200."""
+
+    def __init__(self, status: int, words: str) -> None:
+        super().__init__(words or f"HTTP status {status}")
+        self.status = status
+
+
+@dataclass(frozen=True)
+class ProbeTensor:
+    """One input of the request: `value` in every place, text for BYTES."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    value: int | str
+
+    def raw(self) -> bytes:
+        """Return the tensor's bytes as they are sent."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        if isinstance(self.value, str):
+            text = self.value.encode()
+            one = len(text).to_bytes(4, "little") + text
+        elif self.dtype in _FLOAT_ONES:
+            one = _FLOAT_ONES[self.dtype]
+        else:
+            one = self.value.to_bytes(_INTEGER_BYTES.get(self.dtype, 1), "little")
+        return one * count
+
+
+def probe_tensors(config: Config, *, hidden: int | None) -> list[ProbeTensor] | None:
+    """Return the inputs of a small valid request to a model.
+
+    Args:
+        config: Of the model.
+        hidden: Width of the hidden states that an encoder may take; without it there is no request
+            to such a model, and None is returned.
+    """
+    is_session = "sequence_batching" in config
+    wanted = [
+        tensor
+        for tensor in config["input"]
+        if not tensor.get("optional", False) or (is_session and tensor["name"] == _SESSION_LEN)
+    ]
+    if hidden is None and any(_is_hidden_state(tensor) for tensor in wanted):
+        return None
+    batch = (1,) if int(config.get("max_batch_size", 0)) else ()
+    return [_tensor(tensor, batch, hidden or 0) for tensor in wanted]
+
+
+def _is_hidden_state(declared: Mapping[str, Any]) -> bool:
+    return str(declared["data_type"]) in _HIDDEN_TYPES and len(declared["dims"]) > 1
+
+
+def _tensor(declared: Mapping[str, Any], batch: tuple[int, ...], hidden: int) -> ProbeTensor:
+    name = str(declared["name"])
+    dtype = str(declared["data_type"]).removeprefix("TYPE_").replace("STRING", "BYTES")
+    dims = [max(int(size), 1) for size in declared["dims"]]
+    value: int | str = 1
+    if dtype == "BYTES":
+        value = _TEXT if name in _TEXTS else ""
+    elif name == _IDS:
+        value, dims[-1] = 0, _TOKENS  # a token of every vocabulary
+    elif name in _COUNTS:
+        value = _TOKENS
+    elif name == _SESSION_LEN:
+        value = _SESSION_TOKENS
+    elif dtype == "BOOL":
+        value = 0
+    if _is_hidden_state(declared):
+        dims[-2:] = [_TOKENS, hidden]
+    return ProbeTensor(name, dtype, (*batch, *dims), value)
+
+
+def probe(
+    address: str,
+    models: Sequence[str],
+    *,
+    hidden: int | None,
+    timeout_s: float,
+    check: Callable[[], None],
+) -> None:
+    """Have each model answer a small request.
+
+    Args:
+        address: host:port of HTTP.
+        models: Their names.
+        hidden: See `probe_tensors`; a model that needs it is left alone where it is not known.
+        timeout_s: Longest wait for all of them.
+        check: Called all the while; what it raises ends the wait.
+
+    Raises:
+        ProbeError: Some model has answered with an error, or not in time.
+    """
+    # In a thread, since a server may take a request and say nothing; it ends with the server.
+    pool = ThreadPoolExecutor(1, thread_name_prefix="probe")
+    answered = pool.submit(lambda: [_failure(address, each, hidden, timeout_s) for each in models])
+    pool.shutdown(wait=False)
+    deadline = time.monotonic() + timeout_s
+    while not answered.done():
+        check()
+        if time.monotonic() > deadline:
+            raise ProbeError(
+                f"{', '.join(models)}: no answer to a first small request in {timeout_s:.0f} s"
+            )
+        wait([answered], timeout=_POLL_S)
+    if failures := [failure for failure in answered.result() if failure]:
+        raise ProbeError("\n".join(failures))
+
+
+def _failure(address: str, model: str, hidden: int | None, timeout_s: float) -> str:
+    """Return why a model has not answered, empty if it has."""
+    try:
+        _ask(f"http://{address}/v2/models/{model}", hidden, timeout_s)
+    except (OSError, HTTPException, ValueError) as error:
+        return f"model {model} has not answered a first small request: {error}"
+    return ""
+
+
+def _ask(url: str, hidden: int | None, timeout_s: float) -> None:
+    """Send one request. Raises OSError or ValueError with the server's words."""
+    config = json.loads(_http(f"{url}/config", timeout_s=_HTTP_TIMEOUT_S))
+    tensors = probe_tensors(config, hidden=hidden)
+    if tensors is None:
+        return
+    if config.get("model_transaction_policy", {}).get("decoupled", False):
+        _ask_for_stream(url, tensors, timeout_s)
+        return
+    parameters: dict[str, Any] = {"binary_data_output": True}
+    if "sequence_batching" in config:
+        parameters |= _SESSION
+    raw = [tensor.raw() for tensor in tensors]
+    inputs = [
+        {
+            "name": tensor.name,
+            "datatype": tensor.dtype,
+            "shape": tensor.shape,
+            "parameters": {"binary_data_size": len(data)},
+        }
+        for tensor, data in zip(tensors, raw, strict=True)
+    ]
+    header = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
+    _http(
+        f"{url}/infer",
+        body=header + b"".join(raw),
+        headers={"Inference-Header-Content-Length": str(len(header))},
+        timeout_s=timeout_s,
+    )
+
+
+def _ask_for_stream(url: str, tensors: Sequence[ProbeTensor], timeout_s: float) -> None:
+    """Ask a streaming model, which a plain request over HTTP does not reach.
+
+    Releases before the generate endpoint (23.10) cannot be asked without gRPC, and are not.
+    """
+    values: dict[str, Any] = {}
+    for tensor in tensors:
+        count = tensor.shape[-1]
+        values[tensor.name] = tensor.value if count == 1 else [tensor.value] * count
+    body = json.dumps(values).encode()
+    try:
+        answer = _http(f"{url}/generate_stream", body=body, timeout_s=timeout_s)
+    except _RefusalError as error:
+        if error.status == HTTPStatus.NOT_FOUND:
+            return
+        raise
+    for line in answer.decode(errors="replace").splitlines():
+        # A stream that has begun reports what goes wrong as an event.
+        if line.startswith("data:") and line[5:].lstrip().startswith('{"error"'):
+            raise ValueError(json.loads(line[5:])["error"])
+
+
+def _http(
+    url: str,
+    *,
+    timeout_s: float,
+    body: bytes | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> bytes:
+    request = urllib.request.Request(url, data=body, headers=dict(headers or {}))
+    # Never through a proxy: the server is on this machine.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=timeout_s) as response:
+            return bytes(response.read())
+    except urllib.error.HTTPError as error:
+        raise _RefusalError(error.code, _words(error.read())) from error
+
+
+def _words(body: bytes) -> str:
+    """Return the message in the answer of a server that refuses."""
+    text = body.decode(errors="replace").strip()
+    try:
+        return str(json.loads(text)["error"])
+    except (ValueError, KeyError, TypeError):
+        return text

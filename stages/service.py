@@ -1,0 +1,186 @@
+"""A server that is started again when it fails, until nobody needs it any more."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stages.base import StageError
+from stages.deploy_config import DeployConfig
+from stages.endpoint import job_id_here, withdraw
+from stages.progress import Progress, write_json
+from stages.ranks_meeting import call_off, losses
+from stages.serving import serving
+
+if TYPE_CHECKING:
+    from inference.serving.server import TritonServer
+
+_POLL_S = 0.5
+# A server that is very busy may not answer for so long.
+_PATIENCE_S = 30.0
+_MAX_BACKOFF_S = 300.0
+# Other nodes see files of this one a little later.
+_LOSS_WAIT_S = 2.0
+_NOT_NEEDED, _TIME_LIMIT, _STOPPED = "no longer needed", "time limit", "stopped"
+
+
+class _EndedError(Exception):
+    """The service should end although its server is not ready; the message says why."""
+
+
+class Service:
+    """Keeps a server running. `restarts` counts how often it was started again."""
+
+    def __init__(
+        self,
+        config: DeployConfig,
+        folder: Path,
+        progress: Progress,
+        *,
+        endpoint_path: Path,
+        stop_path: Path,
+        until: float,
+    ) -> None:
+        """Prepare; nothing is started before `run`.
+
+        Args:
+            config: Of the server.
+            folder: Of the job, for logs and meetings.
+            progress: Told what the service is doing.
+            endpoint_path: Where the server's address is published while it is ready.
+            stop_path: A file there asks for the end.
+            until: On the monotonic clock, when the job's time is over.
+        """
+        self.restarts = 0
+        self._config = config
+        self._folder = folder
+        self._progress = progress
+        self._endpoint_path = endpoint_path
+        self._stop_path = stop_path
+        self._until = until
+
+    def run(self) -> str:
+        """Return why the service ended in order.
+
+        Raises:
+            StageError: it did not, or its time was over before the server was ever ready.
+            ServerStartError: the server did not become ready in the first place.
+        """
+        from inference.serving.server import ServerStartError
+
+        while True:
+            try:
+                reason, failure = self._serve_once()
+            except _EndedError as error:
+                return str(error)
+            except ServerStartError as error:
+                if self.restarts == 0:
+                    raise  # it has never worked: nothing changes by waiting
+                self._call_off()
+                reason, failure = "", str(error)
+            if not failure:
+                return reason
+            if self.restarts >= self._config.max_restarts or not self._config.may_start_again:
+                raise StageError(self._last_words(failure))
+            self.restarts += 1
+            if ended := self._wait(failure):
+                return ended
+
+    def _serve_once(self) -> tuple[str, str]:
+        """Serve; return why the service ended, or why the server failed."""
+        reason, failure = _STOPPED, ""
+        with serving(
+            self._config,
+            self._folder,
+            self._progress,
+            restarts=self.restarts,
+            check=self._check_needed,
+        ) as (server, endpoint):
+            # Clients find the next start where they found this one.
+            self._config = replace(
+                self._config,
+                http_port=endpoint.http,
+                grpc_port=endpoint.grpc,
+                metrics_port=endpoint.metrics,
+            )
+            write_json(self._endpoint_path, asdict(endpoint))
+            with contextlib.suppress(KeyboardInterrupt):
+                reason, failure = self._watch(server)
+            if failure:
+                self._call_off()
+                failure = _with_tail("; ".join([*self._losses(), failure]), server)
+            # A signal that comes while the server is already stopping changes nothing.
+            with contextlib.suppress(KeyboardInterrupt):
+                self._progress.update("stopping")
+                withdraw(self._endpoint_path, endpoint.job_id)
+                server.stop(drain_s=0 if failure else self._config.drain_s)
+            withdraw(self._endpoint_path, endpoint.job_id)
+        return reason, failure
+
+    def _check_needed(self) -> None:
+        """Raise what ends a server that is still loading, if it should end."""
+        ended = self._ended()
+        if ended == _TIME_LIMIT and self.restarts == 0:
+            raise StageError(
+                "the job's time was over before the server was ready; raise deploy.time_limit"
+            )
+        if ended:
+            raise _EndedError(ended)
+
+    def _call_off(self) -> None:
+        if self._config.nodes > 1:
+            call_off(self._folder, job_id_here(), self.restarts + 1)
+
+    def _losses(self) -> list[str]:
+        """Return which processes of further nodes were ended by force."""
+        if self._config.nodes == 1:
+            return []
+        return losses(self._folder, job_id_here(), self.restarts + 1, wait_s=_LOSS_WAIT_S)
+
+    def _watch(self, server: TritonServer) -> tuple[str, str]:
+        """Block while the server serves; return why it should stop now, or why it failed."""
+        self._progress.update(f"serving HTTP on {server.http_url}, gRPC on {server.grpc_url}")
+        while True:
+            if ended := self._ended():
+                return ended, ""
+            if failure := server.failure(patience_s=_PATIENCE_S):
+                return "", failure
+            time.sleep(_POLL_S)
+
+    def _wait(self, failure: str) -> str:
+        """Wait before the next start; return why there is none, if so."""
+        wait_s = min(self._config.restart_backoff_s * 2.0 ** (self.restarts - 1), _MAX_BACKOFF_S)
+        sys.stderr.write(
+            f"{failure}\nstarting the server again in {wait_s:g} s "
+            f"(restart {self.restarts} of {self._config.max_restarts})\n"
+        )
+        self._progress.update(f"starting again in {wait_s:g} s")
+        deadline = time.monotonic() + wait_s
+        with contextlib.suppress(KeyboardInterrupt):
+            while time.monotonic() < deadline:
+                if ended := self._ended():
+                    return ended
+                time.sleep(min(_POLL_S, max(deadline - time.monotonic(), 0.0)))
+            return ""
+        return _STOPPED
+
+    def _ended(self) -> str:
+        """Return why the service should end now, empty if it should go on."""
+        if self._stop_path.exists():
+            self._stop_path.unlink()
+            return _NOT_NEEDED
+        return _TIME_LIMIT if time.monotonic() >= self._until else ""
+
+    def _last_words(self, failure: str) -> str:
+        if not self.restarts:
+            return failure
+        return f"the server failed again after {self.restarts} restarts: {failure}"
+
+
+def _with_tail(failure: str, server: TritonServer) -> str:
+    tail = "\n".join(f"  | {line}" for line in server.log_tail())
+    return f"{failure}; last lines of {server.log_path}:\n{tail}"

@@ -1,0 +1,115 @@
+"""What docs/serving.md promises: its commands run, its table is that of the models there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from export_scripts.families import FAMILIES
+from export_scripts.triton.model_folders import generates
+from export_scripts.triton.signature import MODEL_SIGNATURES
+from inference.client import main as client
+from inference.request_file import file_tensors
+from tests.conftest import ROOT
+
+TEXT = (ROOT / "docs" / "serving.md").read_text()
+# Rows of the table, by the model_type that each serves.
+ROWS = {
+    "GPT, OPT, BLOOM": "GPT",
+    "GPT-J": "GPT-J",
+    "GPT-NeoX": "GPT-NeoX",
+    "Llama-style": "Llama",
+    "T5": "T5",
+    "T5-Encoder": "T5-Encoder",
+    "BERT": "bert",
+    "interactive GPT": "GPT",
+}
+# Paths of the reader's, by checkpoints of the reference material.
+STAND_INS = {
+    "/models/gptj": "gptj_hf/tiny/source",
+    "/models/t5.nemo": "t5_nemo/train_tp1_pp1_absolute_bias/source",
+    "/models/bert": "bert/tiny/source",
+}
+
+
+def commands(start: str) -> list[str]:
+    blocks = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith(start)]
+
+
+def run(words: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def table() -> dict[str, list[str]]:
+    found = re.search(r"<!-- served how -->\n(.*?)\n<!-- end -->", TEXT, re.DOTALL)
+    assert found is not None
+    rows = [line.strip("| ").split(" | ") for line in found[1].splitlines()[2:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_every_kind_of_model_has_a_row() -> None:
+    assert list(table()) == list(ROWS)
+    assert set(ROWS.values()) == set(MODEL_SIGNATURES)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_engines_and_streaming_are_those_of_the_model(row: str) -> None:
+    _, engines, streams, *_ = table()[row]
+    families = [each for each in FAMILIES.values() if each.model_type == ROWS[row]]
+    assert families
+    on_ft = all(family.ft_backend for family in families)
+    assert engines == ("pytorch, fastertransformer" if on_ft else "pytorch")
+    assert streams == ("yes" if generates(ROWS[row]) else "no")
+
+
+@pytest.mark.parametrize("command", commands("python main.py"))
+def test_servers_of_the_document_pass_every_check(
+    command: str, shared: Path, tmp_path: Path
+) -> None:
+    for path, case in STAND_INS.items():
+        source = shared / "golden" / case
+        archive = next(source.glob("*.nemo"), source)
+        command = command.replace(path, str(archive))
+    words = [word for word in shlex.split(command)[1:] if not word.startswith("base_results_dir=")]
+    done = run([*words, "dry_run=true", f"base_results_dir={tmp_path}"])
+    assert done.returncode == 0, done.stderr
+    assert "deploy" in done.stdout
+
+
+def test_flags_of_the_client_are_those_of_the_document(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = commands("python -m inference.client")
+    assert {shlex.split(line)[3] for line in shown} == {
+        "generate", "stream", "encode", "request", "health"
+    }  # fmt: skip
+    for line in shown:
+        words = shlex.split(line)
+        with pytest.raises(SystemExit):
+            client([words[3], "--help"])
+        told = capsys.readouterr().out
+        assert [word for word in words if word.startswith("--") and word not in told] == []
+
+
+def test_request_files_of_the_document_can_be_read() -> None:
+    files = [json.loads(text) for text in re.findall(r"```json\n(.*?)```", TEXT, re.DOTALL)]
+    assert len(files) == 2
+    for each in files:
+        tensors = file_tensors(each["request"])
+        assert {tensor.ndim for tensor in tensors.values()} == {3}
+
+
+def test_documents_that_are_named_exist() -> None:
+    links = re.findall(r"\]\((\S+?)\)", TEXT) + re.findall(r"\((docs/\w+\.md)\)", TEXT)
+    assert links
+    for link in links:
+        assert (ROOT / link).exists() or (ROOT / "docs" / link).exists(), link
