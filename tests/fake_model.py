@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from inference.evaluation.runner import RequestFailedError
@@ -29,10 +29,12 @@ class FakeModel:
         *,
         refuses: Sequence[str] = (),
         unavailable: bool = False,
+        streams: bool = False,
     ) -> None:
         self.continuations = dict(continuations or {})
         self.refuses = set(refuses)
         self.unavailable = unavailable
+        self.streams = streams
         self.reason = ""
         self.requests: list[str] = []
         self.tensors: list[dict[str, object]] = []
@@ -65,9 +67,17 @@ class FakeModel:
         return self._continue(self.decode(known), output_len)
 
     def complete_rows(
-        self, rows: Sequence[Sequence[int]], *, output_len: int
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        output_len: int,
+        each_frame: Callable[[], None] | None = None,
     ) -> list[tuple[int, ...]]:
-        return [self.complete_ids(row, output_len=output_len) for row in rows]
+        answers = [self.complete_ids(row, output_len=output_len) for row in rows]
+        for _ in range(output_len if self.streams and each_frame else 0):
+            threading.Event().wait(0.001)
+            each_frame()
+        return answers
 
     def complete_text(
         self,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from inference.evaluation.end_to_end import EndToEnd
+from inference.evaluation.identity import Identity
 from inference.evaluation.lambada import Lambada
 from inference.evaluation.options import EvaluationOptions, TextTaskOptions
 from inference.evaluation.task import Task
@@ -35,9 +36,20 @@ def _end_to_end(options: EvaluationOptions) -> Task:
     return EndToEnd(limit=options.limit, seed=options.seed)
 
 
+def _identity(options: EvaluationOptions) -> Task:
+    assert options.source_path is not None, "checked before"
+    return Identity(
+        options=options.identity,
+        source_path=options.source_path,
+        limit=options.limit,
+        seed=options.seed,
+    )
+
+
 TASKS: dict[str, Callable[[EvaluationOptions], Task]] = {
     "lambada": _lambada,
     "end_to_end": _end_to_end,
+    "identity": _identity,
     "boolq": partial(_text_task, "boolq"),
     "mnli": partial(_text_task, "mnli"),
     "xnli": partial(_text_task, "xnli"),

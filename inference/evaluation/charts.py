@@ -1,26 +1,22 @@
-"""The charts of a report, each from its part of the record."""
+"""Charts of accuracies, their history and the stages, each from its part of the record."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from inference.evaluation.gate import Bound
-from inference.evaluation.record import (
-    Distribution,
-    HistoryPoint,
-    LatencyPoint,
-    RequestStatistics,
-    StageTiming,
-)
+from inference.evaluation.record import HistoryPoint, LatencyPoint, StageTiming
 from inference.evaluation.svg import (
+    SERIES,
     Frame,
     Scale,
-    axis_names,
     diamond,
     dot,
+    legend,
     line,
     nice_ticks,
-    polygon,
     polyline,
     rectangle,
     svg,
@@ -39,9 +35,6 @@ from inference.evaluation.words import (
     shape_text,
     value_text,
 )
-
-_SERIES = 4  # colours of the style sheet
-_LABELLED_WIDTH = 28  # of a bar that has room for a number above it
 
 
 def accuracy_chart(
@@ -110,185 +103,76 @@ def _mark(kind: str, x: float, y: float, value: float) -> list[str]:
     return [diamond(x, y + 17, 6, kind="reference", hint=hint)]
 
 
+@dataclass(frozen=True)
+class Estimate:
+    """A value with the interval that is drawn around it, and how it is written."""
+
+    value: float
+    low: float
+    high: float
+    text: str
+    hint: str
+
+
 def comparison_chart(pairs: Sequence[tuple[Metric, Metric]]) -> str:
     """Draw each fraction of two runs, one interval above the other."""
-    row = 58
-    frame = Frame(1040, 56 + row * len(pairs), left=150, right=30, top=22, bottom=36)
-    ticks = nice_ticks(min(1.0, max(each.high for pair in pairs for each in pair) * 1.05), count=6)
-    scale = frame.x(0.0, ticks[-1])
-    body = x_axis(frame, scale, ticks, lambda tick: _tick_text(tick, "fraction", ticks), grid=True)
-    for index, pair in enumerate(pairs):
-        middle = frame.top + row * (index + 0.5)
-        title = metric_title(pair[0].name)
-        body.append(text(frame.left - 16, middle + 5, title, anchor="end", kind="name"))
-        for series, (metric, y) in enumerate(zip(pair, (middle - 10, middle + 12), strict=True)):
-            value = value_text(metric.value, metric.unit)
-            body.append(
-                line(scale(metric.low), y, scale(metric.high), y, kind=f"whisker s{series}")
-            )
-            hint = f"{value} (95%: {interval_text(metric)})"
-            body.append(dot(scale(metric.value), y, 6, kind=f"point s{series}", hint=hint))
-            body.append(text(scale(metric.high) + 8, y + 4, value, kind="note"))
-    body += _legend(Frame(1040, 0, left=frame.left), ["first run", "second run"], y=0)
-    return svg(frame.width, frame.height, body, label="Accuracies of two runs")
-
-
-def latency_histogram(latency: Distribution) -> str:
-    """Draw how many requests took how long, with the median, 95th and 99th percentile."""
-    frame = Frame(510, 270, top=44)
-    edges, counts = latency.edges_ms, latency.counts
-    ticks_y = nice_ticks(max(counts), count=4)
-    top = max(edges[-1], latency.p99_ms)
-    ticks_x = nice_ticks(top, count=5)
-    scale_x, scale_y = frame.x(0.0, ticks_x[-1]), frame.y(0.0, ticks_y[-1])
-    body = y_axis(frame, scale_y, ticks_y, number_text)
-    body += x_axis(frame, scale_x, ticks_x, number_text)
-    for low, high, count in zip(edges, edges[1:], counts, strict=False):
-        x, y = scale_x(low), scale_y(count)
-        width = max(scale_x(high) - x - 1, 1)
-        ending = " and above" if high == edges[-1] else f" to {milliseconds_text(high)}"
-        hint = f"{count} requests, {milliseconds_text(low)}{ending}"
-        body.append(rectangle(x, y, width, frame.y_end - y, kind="bar s0", hint=hint))
-    for row, (name, value) in enumerate(
-        (("p50", latency.p50_ms), ("p95", latency.p95_ms), ("p99", latency.p99_ms))
-    ):
-        body += _marker(scale_x(value), frame, f"{name} {milliseconds_text(value)}", row=row)
-    body += axis_names(frame, x="latency, ms", y="requests")
-    return svg(frame.width, frame.height, body, label="Histogram of request latency")
-
-
-def _marker(x: float, frame: Frame, label: str, *, row: int) -> list[str]:
-    """Draw a vertical line with its label above, on the side where there is room."""
-    y = frame.top - 4 + 13 * row
-    left = x > frame.width * 0.62
-    return [
-        line(x, y - 8, x, frame.y_end, kind="marker"),
-        text(x - 5 if left else x + 5, y, label, anchor="end" if left else "start", kind="note"),
-    ]
-
-
-def throughput_chart(requests: RequestStatistics) -> str:
-    """Draw the requests answered per second over the time of the run."""
-    frame = Frame(510, 270, top=44)
-    rates = [count / requests.interval_s for count in requests.completed]
-    # The last interval is cut off by the end of the run.
-    rest = requests.seconds - requests.interval_s * (len(rates) - 1)
-    rates[-1] = requests.completed[-1] / max(rest, requests.interval_s / 4)
-    ticks_y = nice_ticks(max(*rates, requests.per_s), count=4)
-    ticks_x = nice_ticks(requests.seconds, count=5)
-    scale_x = frame.x(0.0, max(requests.seconds, 1e-9))
-    scale_y = frame.y(0.0, ticks_y[-1])
-    points = [
-        (scale_x(min((index + 0.5) * requests.interval_s, requests.seconds)), scale_y(rate))
-        for index, rate in enumerate(rates)
-    ]
-    points = [(scale_x(0), points[0][1]), *points, (scale_x(requests.seconds), points[-1][1])]
-    area = [(points[0][0], frame.y_end), *points, (points[-1][0], frame.y_end)]
-    mean = scale_y(requests.per_s)
-    body = y_axis(frame, scale_y, ticks_y, number_text)
-    body += x_axis(
-        frame, scale_x, [tick for tick in ticks_x if tick <= requests.seconds], number_text
+    return _paired_chart(
+        [
+            (metric_title(first.name), _estimate(first), _estimate(second))
+            for first, second in pairs
+        ],
+        unit="fraction",
+        label="Accuracies of two runs",
+        most=1.0,
     )
-    body += [
-        polygon(area, kind="area"),
-        polyline(points, kind="curve s0"),
-        line(frame.left, mean, frame.x_end, mean, kind="marker"),
-        text(
-            frame.x_end,
-            frame.top - 22,
-            f"mean {number_text(requests.per_s)}/s",
-            anchor="end",
-            kind="note",
-        ),
+
+
+def _estimate(metric: Metric) -> Estimate:
+    value = value_text(metric.value, metric.unit)
+    hint = f"{value} (95%: {interval_text(metric)})"
+    return Estimate(metric.value, metric.low, metric.high, value, hint)
+
+
+def latency_comparison_chart(pairs: Sequence[tuple[LatencyPoint, LatencyPoint]]) -> str:
+    """Draw the median latency of points of two runs, with a line up to the 95th percentile."""
+    rows = [
+        (f"{shape_text(first)}, {load_text(first)}", _median(first), _median(second))
+        for first, second in pairs
     ]
-    body += axis_names(frame, x="time, s", y="requests per second")
-    return svg(frame.width, frame.height, body, label="Requests answered per second over time")
+    return _paired_chart(rows, unit="ms", label="Latency of two runs")
 
 
-def sweep_latency_chart(points: Sequence[LatencyPoint]) -> str:
-    """Draw the median latency of each shape, one mark per load, with a line up to p95."""
-    frame = Frame(510, 290, top=52)
-    ticks = nice_ticks(max(point.latency.p95_ms for point in points), count=4)
-    scale = frame.y(0.0, ticks[-1])
-    body = y_axis(frame, scale, ticks, number_text)
-    slots = _Slots(frame, points)
-    body += slots.names()
-    for point, x, width, series in slots.places():
-        y, high = scale(point.latency.p50_ms), scale(point.latency.p95_ms)
-        hint = (
-            f"{shape_text(point)} tokens, {load_text(point)}: p50 "
-            f"{milliseconds_text(point.latency.p50_ms)}, p95 "
-            f"{milliseconds_text(point.latency.p95_ms)}"
-        )
-        kind = f"s{series % _SERIES}"
-        body.append(line(x, y, x, high, kind=f"whisker {kind}"))
-        body.append(line(x - width / 4, high, x + width / 4, high, kind=f"whisker {kind}"))
-        body.append(dot(x, y, 5, kind=f"point {kind}", hint=hint))
-    body += _legend(frame, slots.loads)
-    body += axis_names(frame, x="tokens in + out", y="latency p50 (to p95), ms")
-    return svg(frame.width, frame.height, body, label="Latency by shape and load")
+def _median(point: LatencyPoint) -> Estimate:
+    p50, p95 = milliseconds_text(point.latency.p50_ms), milliseconds_text(point.latency.p95_ms)
+    low, high = point.latency.p50_ms, point.latency.p95_ms
+    return Estimate(low, low, high, p50, hint=f"p50 {p50}, p95 {p95}")
 
 
-def sweep_throughput_chart(points: Sequence[LatencyPoint]) -> str:
-    """Draw the generated tokens per second of each shape, one bar per load."""
-    frame = Frame(510, 290, top=52)
-    ticks = nice_ticks(max(point.tokens_per_s for point in points), count=4)
-    scale = frame.y(0.0, ticks[-1])
-    body = y_axis(frame, scale, ticks, number_text)
-    slots = _Slots(frame, points)
-    body += slots.names()
-    for point, x, width, series in slots.places():
-        y, rate = scale(point.tokens_per_s), number_text(point.tokens_per_s)
-        hint = f"{shape_text(point)} tokens, {load_text(point)}: {rate} tokens/s"
-        kind = f"bar s{series % _SERIES}"
-        body.append(
-            rectangle(x - width / 2 + 1, y, width - 2, frame.y_end - y, kind=kind, hint=hint)
-        )
-        if width >= _LABELLED_WIDTH:
-            body.append(text(x, y - 5, rate, anchor="middle", kind="note"))
-    body += _legend(frame, slots.loads)
-    body += axis_names(frame, x="tokens in + out", y="tokens per second")
-    return svg(frame.width, frame.height, body, label="Tokens per second by shape and load")
-
-
-class _Slots:
-    """Places on a horizontal axis: a slot per shape, in it a column per load."""
-
-    def __init__(self, frame: Frame, points: Sequence[LatencyPoint]) -> None:
-        self._points = points
-        self._shapes = list(dict.fromkeys(map(shape_text, points)))
-        self.loads = list(dict.fromkeys(map(load_text, points)))
-        self._frame = frame
-        self._slot = (frame.x_end - frame.left) / len(self._shapes)
-        self._column = min(46.0, self._slot * 0.7 / len(self.loads))
-
-    def names(self) -> list[str]:
-        """Return the shapes below the axis."""
-        return [
-            text(self._centre(index), self._frame.y_end + 18, shape, anchor="middle")
-            for index, shape in enumerate(self._shapes)
-        ]
-
-    def places(self) -> Iterator[tuple[LatencyPoint, float, float, int]]:
-        """Yield each point, the middle and the width of its column, and the number of its load."""
-        for point in self._points:
-            series = self.loads.index(load_text(point))
-            centre = self._centre(self._shapes.index(shape_text(point)))
-            x = centre + (series - (len(self.loads) - 1) / 2) * self._column
-            yield point, x, self._column, series
-
-    def _centre(self, index: int) -> float:
-        return self._frame.left + self._slot * (index + 0.5)
-
-
-def _legend(frame: Frame, names: Sequence[str], *, y: float = 25) -> list[str]:
-    body = []
-    x = frame.left
-    for index, name in enumerate(names):
-        body.append(rectangle(x, y, 11, 11, kind=f"bar s{index % _SERIES}", radius=2))
-        body.append(text(x + 16, y + 10, name, kind="note"))
-        x += 34 + 6.6 * len(name)
-    return body
+def _paired_chart(
+    rows: Sequence[tuple[str, Estimate, Estimate]],
+    *,
+    unit: str,
+    label: str,
+    most: float = math.inf,
+) -> str:
+    """Draw values of two runs under each title, one above the other; none is beyond `most`."""
+    height = 58
+    left = 30 + 7.6 * max(len(title) for title, _, _ in rows)
+    frame = Frame(1040, 56 + height * len(rows), left=left, right=70, top=22, bottom=36)
+    highest = max(each.high for _, *pair in rows for each in pair)
+    ticks = nice_ticks(min(most, highest * 1.05), count=6)
+    scale = frame.x(0.0, ticks[-1])
+    body = x_axis(frame, scale, ticks, lambda tick: _tick_text(tick, unit, ticks), grid=True)
+    for index, (title, *pair) in enumerate(rows):
+        middle = frame.top + height * (index + 0.5)
+        body.append(text(frame.left - 16, middle + 5, title, anchor="end", kind="name"))
+        for series, (each, y) in enumerate(zip(pair, (middle - 10, middle + 12), strict=True)):
+            kind = f"s{series}"
+            body.append(line(scale(each.low), y, scale(each.high), y, kind=f"whisker {kind}"))
+            body.append(dot(scale(each.value), y, 6, kind=f"point {kind}", hint=each.hint))
+            body.append(text(scale(each.high) + 8, y + 4, each.text, kind="note"))
+    body += legend(Frame(1040, 0, left=frame.left), ["first run", "second run"], y=0)
+    return svg(frame.width, frame.height, body, label=label)
 
 
 def history_chart(points: Sequence[HistoryPoint], name: str) -> str:
@@ -346,7 +230,7 @@ def stages_chart(stages: Sequence[StageTiming]) -> str:
         label = seconds_text(stage.seconds)
         hint = f"{stage.name}: {label}, {stage.state}"
         body.append(text(frame.left - 14, y + 16, stage.name, anchor="end", kind="name"))
-        body.append(rectangle(x, y, width, 22, kind=f"bar s{index % _SERIES}", hint=hint, radius=3))
+        body.append(rectangle(x, y, width, 22, kind=f"bar s{index % SERIES}", hint=hint, radius=3))
         body.append(text(x + width + 7, y + 16, label, kind="note"))
     return svg(frame.width, frame.height, body, label="Seconds per stage")
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from inference.evaluation import TASKS
 from inference.evaluation.end_to_end import END_TO_END_METRICS
 from inference.evaluation.gate import check_bounds
+from inference.evaluation.identity import IDENTITY_METRICS
 from inference.evaluation.options import (
     LAMBADA_METRICS,
+    REFERENCES,
+    TRACKERS,
     EvaluationOptions,
     LambadaOptions,
     LatencyOptions,
     TextTaskOptions,
     parse_shape,
 )
-from inference.evaluation.text_task import TEXT_TASKS
+from inference.evaluation.text_task import GROUPED_METRICS, TEXT_TASKS
 
 
 def check_evaluation(options: EvaluationOptions) -> list[str]:
@@ -37,11 +40,13 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
             "evaluate.tasks has end_to_end, which asks the ensemble; the repository has none "
             "(export.triton_deployment.ensemble=false)."
         )
-    if "end_to_end" in options.tasks and options.reference == "huggingface":
-        problems.append(
-            "evaluate.tasks has end_to_end, which only a server can do; set "
-            "evaluate.reference=none."
-        )
+    problems += [
+        f"evaluate.tasks has {name}, which only a server can do; set evaluate.reference=none."
+        for name in ("end_to_end", "identity")
+        if name in options.tasks and options.reference == "huggingface"
+    ]
+    if "identity" in options.tasks:
+        problems += _check_identity(options)
     problems += _check_numbers(options)
     if "lambada" in options.tasks:
         problems += _check_lambada(options.lambada)
@@ -49,17 +54,28 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
         if name in TEXT_TASKS:
             problems += _check_text_task(name, options.text_tasks.get(name, TextTaskOptions()))
     problems += _check_latency(options.latency)
-    problems += check_bounds(options.gate, known=_known_metrics(options))
+    known = known_metrics(options)
+    grouped = tuple(f"{metric}_" for metric in known if metric in GROUPED_METRICS)
+    # Which groups there are is seen in the data, so their bounds are checked when that was read.
+    whole = {name: each for name, each in options.gate.items() if not name.startswith(grouped)}
+    problems += check_bounds(whole, known=known)
     problems += _check_baseline(options)
+    problems += _check_trackers(options.trackers)
     problems += _check_reference(options)
     return problems
 
 
-def _known_metrics(options: EvaluationOptions) -> tuple[str, ...]:
+def known_metrics(
+    options: EvaluationOptions, groups: Mapping[str, Sequence[str]] | None = None
+) -> tuple[str, ...]:
+    """Return the names of all metrics that will be measured; `groups` are those of each task."""
     found = list(options.lambada.metrics) if "lambada" in options.tasks else []
     found += END_TO_END_METRICS if "end_to_end" in options.tasks else ()
+    found += IDENTITY_METRICS if "identity" in options.tasks else ()
     for name in options.tasks:
-        found += TEXT_TASKS[name].metrics if name in TEXT_TASKS else ()
+        own = TEXT_TASKS[name].metrics if name in TEXT_TASKS else ()
+        found += own
+        found += [f"{metric}_{group}" for metric in own for group in (groups or {}).get(name, ())]
     return tuple(found)
 
 
@@ -77,6 +93,29 @@ def _check_numbers(options: EvaluationOptions) -> list[str]:
         problems.append(
             f"evaluate.request_timeout_s={options.request_timeout_s} must be positive (seconds)."
         )
+    return problems
+
+
+def _check_identity(options: EvaluationOptions) -> list[str]:
+    identity, source = options.identity, options.source_path
+    problems = [
+        f"evaluate.identity.{key}={value} must be at least 1."
+        for key, value in (
+            ("samples", identity.samples),
+            ("input_len", identity.input_len),
+            ("output_len", identity.output_len),
+        )
+        if value < 1
+    ]
+    if identity.tolerance is not None and identity.tolerance <= 0:
+        problems.append(f"evaluate.identity.tolerance={identity.tolerance} must be positive.")
+    if source is None or not (source / "config.json").is_file():
+        problems.append(
+            "evaluate.tasks has identity, which computes the source with transformers and needs a "
+            f"folder with config.json; export.model.checkpoint_path={source} is none."
+        )
+    elif find_spec("transformers") is None:
+        problems.append("the task identity needs the package transformers; install it.")
     return problems
 
 
@@ -174,6 +213,13 @@ def _check_latency(latency: LatencyOptions) -> list[str]:
             f"evaluate.latency.load_generator={latency.load_generator!r} is unknown; use client or "
             "perf_analyzer."
         )
+    sent, widest = latency.requests + latency.warmup, max(latency.concurrencies, default=0)
+    if latency.load_generator == "perf_analyzer" and sent < widest:
+        problems.append(
+            f"evaluate.latency.requests={latency.requests} and warmup={latency.warmup} are fewer "
+            f"than the {widest} requests in flight of evaluate.latency.concurrencies, which "
+            "perf_analyzer refuses; raise requests."
+        )
     return problems
 
 
@@ -186,10 +232,13 @@ def _shape_problem(text: str) -> str:
 
 
 def _check_reference(options: EvaluationOptions) -> list[str]:
-    if options.reference == "none":
-        return []
     if options.reference != "huggingface":
-        return [f"evaluate.reference={options.reference!r} is unknown; use none or huggingface."]
+        if options.reference in REFERENCES or Path(options.reference).is_file():
+            return []
+        return [
+            f"evaluate.reference={options.reference} is no file; use none, huggingface, or the "
+            "path of a past report.json or of recorded figures."
+        ]
     source = options.source_path
     problems = [
         f"evaluate.reference=huggingface and evaluate.{name}.prompt exclude each other: virtual "
@@ -209,6 +258,20 @@ def _check_reference(options: EvaluationOptions) -> list[str]:
             f"a folder with config.json; export.model.checkpoint_path={source} is none. Set "
             "evaluate.reference=none."
         )
+    return problems
+
+
+def _check_trackers(trackers: Sequence[str]) -> list[str]:
+    problems = [
+        f"unknown tracker {name!r} in evaluate.trackers; known: {', '.join(TRACKERS)}."
+        for name in trackers
+        if name not in TRACKERS
+    ]
+    problems += [
+        f"evaluate.trackers has {name}, which is not installed; install slipway[{name}]."
+        for name in trackers
+        if name in TRACKERS and find_spec(name) is None
+    ]
     return problems
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from inference.evaluation.charts import comparison_chart
+from inference.evaluation.charts import comparison_chart, latency_comparison_chart
 from inference.evaluation.compare import ChangedSample, RunComparison
-from inference.evaluation.page import figure, page, table
+from inference.evaluation.page import page, table
 from inference.evaluation.record import Comparison, LatencyPoint, Report
 from inference.evaluation.words import (
     difference_text,
@@ -125,7 +125,13 @@ def _latency(comparison: RunComparison) -> str:
     if not comparison.latency:
         return ""
     rows = [_latency_row(*pair) for pair in comparison.latency]
-    return f"<h2>Latency</h2>{figure('Same points of both runs', table(_LATENCY_HEAD, rows))}"
+    chart = latency_comparison_chart(comparison.latency)
+    return (
+        f'<h2>Latency</h2><p class="lead">Points that both runs measured: median of a request, '
+        f'with a line up to its 95th percentile, in milliseconds.</p>\n<div class="card">'
+        f'<div class="scroll wide">{chart}</div></div>'
+        f'<div class="card scroll">{table(_LATENCY_HEAD, rows)}</div>'
+    )
 
 
 def _changes(comparison: RunComparison) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from export_scripts.ft.config_ini import read_config
+from export_scripts.triton.tokenizer_files import find_tokenizer
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.requests import ServedTokenizer
 from inference.evaluation.runner import EvaluationError
@@ -32,7 +33,7 @@ def connect(options: EvaluationOptions) -> Iterator[ServedModel]:
     ) as client:
         _check_ready(client, options)
         tokenizer: Tokenizer = ServedTokenizer(client)
-        if options.tokenizer_dir is not None:
+        if options.tokenizer_dir is not None and _needs_tokenizer(options, options.tokenizer_dir):
             tokenizer = load_tokenizer(options.tokenizer_dir)
         yield ServedModel(
             client,
@@ -41,6 +42,11 @@ def connect(options: EvaluationOptions) -> Iterator[ServedModel]:
             ensemble_name=options.ensemble_name,
             end_id=_end_id(options.weights_dir),
         )
+
+
+def _needs_tokenizer(options: EvaluationOptions, folder: Path) -> bool:
+    """Return False where nothing is there and nothing is asked for, as with an encoder."""
+    return set(options.tasks) != {"identity"} or find_tokenizer(folder) is not None
 
 
 def _end_id(weights_dir: Path | None) -> int | None:

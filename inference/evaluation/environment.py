@@ -48,7 +48,11 @@ def describe_weights(weights_dir: Path) -> tuple[str, str]:
     if not path.is_file():
         return "", ""
     manifest = json.loads(path.read_text(encoding="utf-8"))
-    lines = (f"{facts['sha256']}  {name}\n" for name, facts in sorted(manifest["files"].items()))
+    # Manifests of earlier versions have sha256.
+    sums = {
+        name: facts.get("crc32") or facts["sha256"] for name, facts in manifest["files"].items()
+    }
+    lines = (f"{sums[name]}  {name}\n" for name in sorted(sums))
     return manifest["family"], hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

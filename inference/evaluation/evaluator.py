@@ -8,30 +8,43 @@ import string
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
-from inference.evaluation import make_task
-from inference.evaluation.baseline import Baseline, read_baseline, write_baseline
+from inference.evaluation.baseline import Baseline, write_baseline
 from inference.evaluation.checks import check_evaluation
 from inference.evaluation.environment import describe_environment, describe_weights
 from inference.evaluation.files import (
     FILE_NAMES,
     JUNIT,
     REPORT_HTML,
+    REPORT_JSON,
     REPORT_MARKDOWN,
     junit_error_text,
     replace_file,
     write_files,
 )
-from inference.evaluation.gate import apply_gate
+from inference.evaluation.gate import Breach, apply_gate
 from inference.evaluation.history import append_run, comparable_history, read_history
 from inference.evaluation.html_page import render_html
+from inference.evaluation.identity import (
+    IDENTITY_METRICS,
+    generates,
+    identity_bounds,
+    identity_remedy,
+)
 from inference.evaluation.latency import measure_latency
 from inference.evaluation.markdown import render_markdown
 from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.preparation import (
+    Prepared,
+    check_bounds_of_groups,
+    prepare,
+    stored_baseline,
+    with_source,
+)
 from inference.evaluation.record import (
     LatencyPoint,
     Prediction,
@@ -41,10 +54,7 @@ from inference.evaluation.record import (
     TaskReport,
 )
 from inference.evaluation.reference import (
-    Reference,
     compare_with_reference,
-    read_reference,
-    reference_of,
     with_reference_values,
 )
 from inference.evaluation.runner import (
@@ -54,7 +64,8 @@ from inference.evaluation.runner import (
     TaskRun,
     run_task,
 )
-from inference.evaluation.task import Dataset, Sample, Task, TextGenerator
+from inference.evaluation.task import TextGenerator
+from inference.evaluation.trackers import track
 
 logger = logging.getLogger(__name__)
 
@@ -74,30 +85,28 @@ def evaluate(
 
     Raises:
         ValueError: options or data cannot be used; all problems of the options together.
-        EvaluationError: the server did not answer every request. Only junit.xml is written.
+        EvaluationError: the server did not answer every request.
+
+    Where one of these comes after the options were found good, junit.xml tells it, unless data
+    cannot be used and an earlier report is there.
     """
     if problems := [*check_evaluation(options), *_check_batches(options, facts)]:
         raise ValueError("\n".join(problems))
+    options = replace(options, gate={**identity_bounds(options), **options.gate})
     started_at = datetime.now(timezone.utc)
     start = time.perf_counter()
-    prepared = [_prepare(name, options) for name in options.tasks]
-    baseline = _baseline(options, prepared)
-    _clear(options.output_dir)
-    with _junit_on_failure(options.output_dir), _model(options, model, progress) as asked:
-        runs = [
-            run_task(
-                each.task,
-                each.dataset,
-                each.samples,
-                asked,
-                concurrency=options.concurrency,
-                progress=progress,
-            )
-            for each in prepared
-        ]
-        points = _latency(options, asked, runs, progress)
+    with _junit_on_failure(options.output_dir):
+        prepared = [prepare(name, options) for name in options.tasks]
+        if problems := check_bounds_of_groups(options, prepared):
+            raise ValueError("\n".join(problems))
+        baseline = stored_baseline(options, prepared)
+        _clear(options.output_dir)
+        with _model(options, model, progress) as asked:
+            ask = partial(run_task, model=asked, concurrency=options.concurrency, progress=progress)
+            runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
+            points = _latency(options, asked, runs, progress)
         if options.reference == "huggingface":
-            prepared = _with_source(options, prepared, progress)
+            prepared = with_source(options, prepared, progress)
     seconds = time.perf_counter() - start
     report = Report(
         run_id=_run_id(facts.name, started_at),
@@ -111,6 +120,17 @@ def evaluate(
         environment=describe_environment(),
     )
     report = _with_history(_gated(report, options, baseline), options.history_dir)
+    _publish(options, report, runs, prepared)
+    return report
+
+
+def _publish(
+    options: EvaluationOptions,
+    report: Report,
+    runs: Sequence[TaskRun],
+    prepared: Sequence[Prepared],
+) -> None:
+    """Write the report, add it to the run store and send it to the trackers."""
     predictions = [
         each
         for run, own in zip(runs, prepared, strict=True)
@@ -119,7 +139,9 @@ def evaluate(
     write_report(options.output_dir, report, predictions)
     if options.history_dir is not None:
         append_run(options.history_dir, report, options.output_dir)
-    return report
+    for tracker in options.trackers:
+        folder = options.history_dir or options.output_dir
+        track(tracker, report, options.output_dir, folder=folder)
 
 
 def _check_batches(options: EvaluationOptions, facts: RunFacts) -> list[str]:
@@ -133,60 +155,6 @@ def _check_batches(options: EvaluationOptions, facts: RunFacts) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A task with its data and the figures to compare with, before the first request."""
-
-    task: Task
-    dataset: Dataset
-    samples: Sequence[Sample]
-    reference: Reference | None
-    note: str = ""
-
-
-def _prepare(name: str, options: EvaluationOptions) -> _Prepared:
-    task = make_task(name, options)
-    dataset, samples = task.prepare()
-    path = options.reference_path(name)
-    reference = None if path is None else read_reference(path, task=name)
-    note = "" if reference is None else reference.mismatch(dataset)
-    if note:
-        logger.warning(note)
-        reference = None
-    return _Prepared(task, dataset, samples, reference, note)
-
-
-def _with_source(
-    options: EvaluationOptions, prepared: Sequence[_Prepared], progress: ProgressCallback | None
-) -> list[_Prepared]:
-    """Return the prepared tasks with what the source checkpoint's own library answers."""
-    from inference.evaluation.huggingface_model import load_source
-
-    assert options.source_path is not None
-    model = load_source(options.source_path)
-    found = []
-    for each in prepared:
-        run = run_task(
-            each.task,
-            each.dataset,
-            each.samples,
-            model,
-            concurrency=1,
-            progress=progress,
-            phase=f"{each.task.name} by transformers",
-        )
-        found.append(replace(each, reference=reference_of(run, source=model.source)))
-    return found
-
-
-def _baseline(options: EvaluationOptions, prepared: Sequence[_Prepared]) -> Baseline | None:
-    if options.baseline != "compare" or options.baseline_path is None:
-        return None
-    baseline = read_baseline(options.baseline_path)
-    baseline.check({each.task.name: each.dataset for each in prepared})
-    return baseline
-
-
 def _clear(output_dir: Path) -> None:
     """Make the folder and remove an earlier report, so that two are never mixed."""
     output_dir.mkdir(parents=True, exist_ok=True)
@@ -196,10 +164,13 @@ def _clear(output_dir: Path) -> None:
 
 @contextmanager
 def _junit_on_failure(output_dir: Path) -> Iterator[None]:
-    """Leave a junit.xml that says why there is no report."""
+    """Leave a junit.xml that says why there is no report; an earlier whole one is left alone."""
     try:
         yield
-    except EvaluationError as error:
+    except (EvaluationError, ValueError) as error:
+        if (output_dir / REPORT_JSON).exists():
+            raise
+        output_dir.mkdir(parents=True, exist_ok=True)
         replace_file(output_dir / JUNIT, junit_error_text(str(error)))
         raise
 
@@ -237,18 +208,26 @@ def _latency(
 ) -> tuple[LatencyPoint, ...]:
     if not options.latency.enabled:
         return ()
+    if set(options.tasks) == {"identity"} and not generates(model):
+        logger.warning("latency is not measured: the model generates no tokens.")
+        return ()
     texts = [prediction.text for run in runs for prediction in run.predictions]
     if options.latency.load_generator == "client":
         return measure_latency(model, texts, options.latency, progress=progress)
     from inference.evaluation.perf_analyzer import perf_analyzer
+    from inference.evaluation.served_model import ServedModel
 
-    with perf_analyzer(options) as generator:
+    if not isinstance(model, ServedModel):
+        raise EvaluationError(
+            "evaluate.latency.load_generator=perf_analyzer asks a server; use client."
+        )
+    with perf_analyzer(options, model) as generator:
         return measure_latency(
             model, texts, options.latency, generator=generator, progress=progress
         )
 
 
-def _task_report(options: EvaluationOptions, run: TaskRun, prepared: _Prepared) -> TaskReport:
+def _task_report(options: EvaluationOptions, run: TaskRun, prepared: Prepared) -> TaskReport:
     reference = prepared.reference
     text_model = options.ensemble_name or options.model_name
     protocol = "gRPC" if options.protocol == "grpc" else "HTTP"
@@ -279,11 +258,18 @@ def _gated(report: Report, options: EvaluationOptions, baseline: Baseline | None
     gate = apply_gate(
         report.metrics, options.gate, baseline=None if baseline is None else baseline.metrics
     )
+    gate = replace(gate, breaches=tuple(_with_remedy(each, options) for each in gate.breaches))
     if options.baseline == "update" and path is not None and gate.passed:
         write_baseline(path, report)
     if baseline is None:
         return replace(report, gate=gate)
     return replace(report, gate=gate, baseline=baseline.metrics, baseline_source=baseline.source)
+
+
+def _with_remedy(breach: Breach, options: EvaluationOptions) -> Breach:
+    if breach.metric not in IDENTITY_METRICS:
+        return breach
+    return replace(breach, remedy=identity_remedy(options))
 
 
 def _with_history(report: Report, history_dir: Path | None) -> Report:

@@ -47,6 +47,7 @@ class Breach:
         bound: the bound in words, such as `min 0.13`.
         limit: the number it came to.
         baseline: the baseline's value for a relative bound.
+        remedy: what to do about it, where that is known.
     """
 
     metric: str
@@ -54,12 +55,13 @@ class Breach:
     bound: str
     limit: float
     baseline: float | None = None
+    remedy: str = ""
 
     def __str__(self) -> str:
         told = f"{self.metric} = {self.value:.6g} breaches {self.bound}"
-        if self.baseline is None:
-            return told
-        return f"{told} (limit {self.limit:.6g}, baseline {self.baseline:.6g})"
+        if self.baseline is not None:
+            told += f" (limit {self.limit:.6g}, baseline {self.baseline:.6g})"
+        return f"{told}; {self.remedy}" if self.remedy else told
 
 
 @dataclass(frozen=True)

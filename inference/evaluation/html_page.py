@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from inference.evaluation.charts import (
-    accuracy_chart,
-    history_chart,
+from inference.evaluation.charts import accuracy_chart, history_chart, stages_chart
+from inference.evaluation.latency_charts import (
     latency_histogram,
-    stages_chart,
+    sweep_first_token_chart,
     sweep_latency_chart,
+    sweep_per_token_chart,
     sweep_throughput_chart,
     throughput_chart,
 )
@@ -199,13 +199,19 @@ def _metric_table(task: TaskReport) -> str:
 def _latency(report: Report) -> str:
     if not report.latency:
         return ""
-    rows = [tuple(map(escape, latency_row(point))) for point in report.latency]
+    points = report.latency
+    rows = [tuple(map(escape, latency_row(point))) for point in points]
+    charts = [
+        figure("Latency of a request", sweep_latency_chart(points)),
+        figure("Generated tokens", sweep_throughput_chart(points)),
+        figure("Time to the first token", sweep_first_token_chart(points)),
+    ]
+    if any(point.per_token_ms is not None for point in points):
+        charts.append(figure("Each further token", sweep_per_token_chart(points)))
     return (
         f'<h2>Latency and throughput</h2>\n<p class="lead">{escape(latency_note(report))}</p>\n'
-        '<div class="pair">'
-        + figure("Latency of a request", sweep_latency_chart(report.latency))
-        + figure("Generated tokens", sweep_throughput_chart(report.latency))
-        + f'</div><div class="card scroll">{table(LATENCY_HEAD, rows)}</div>'
+        f'<div class="pair">{"".join(charts)}</div>'
+        f'<div class="card scroll">{table(LATENCY_HEAD, rows)}</div>'
     )
 
 

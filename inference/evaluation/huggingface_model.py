@@ -7,7 +7,7 @@ Computed in fp32, one request at a time, on the first CUDA device if there is on
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,11 @@ class HuggingFaceModel:
         self._tokenizer = tokenizer
         self._lock = threading.Lock()
         self.source = source
+
+    @property
+    def streams(self) -> bool:
+        """Whether answers come token by token; they come whole."""
+        return False
 
     @property
     def _is_encoder_decoder(self) -> bool:
@@ -98,9 +103,14 @@ class HuggingFaceModel:
         return tuple(int(each) for each in found[0, start:])
 
     def complete_rows(
-        self, rows: Sequence[Sequence[int]], *, output_len: int
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        output_len: int,
+        each_frame: Callable[[], None] | None = None,
     ) -> list[tuple[int, ...]]:
         """Return the greedy tokens after each row."""
+        del each_frame
         return [self.complete_ids(row, output_len=output_len) for row in rows]
 
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
@@ -112,6 +122,21 @@ class HuggingFaceModel:
             logits = self._model(ids).logits[0, :-1].float()  # (S - 1, V)
         chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])  # (S - 1, 1)
         return float(chosen.sum())
+
+    def input_names(self) -> Collection[str]:
+        """Return the inputs of the serving contract that the library takes: none."""
+        return ()
+
+    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
+        """Refuse: tensors of the serving contract are the server's.
+
+        Raises:
+            EvaluationError: always.
+        """
+        del tensors
+        raise EvaluationError(
+            f"evaluate.reference=huggingface cannot answer a request for {', '.join(outputs)}."
+        )
 
     def _greedy(self, output_len: int) -> Any:
         """Return the plainest decoding, whatever the checkpoint suggests for itself."""

@@ -17,9 +17,9 @@ Through which model: the last word is asked as text through the ensemble, with t
 of the word in tokens. An answer of other text has other tokens, so it is wrong and nothing more
 is asked. An answer of the same text might be spelt with other tokens; its tokens are then asked
 for as ids, and these decide. So text never has to be cut or stripped at a word boundary. The
-last token needs ids (its context may end inside a word) and asks the model itself. The word's
-log probability is that of the whole passage less that of its context, which comes with the
-answer above.
+last token needs ids (its context may end inside a word) and asks the model itself; after a word of
+one token that is the question just answered. The word's log probability is that of the whole
+passage less that of its context, which comes with the answer above.
 """
 
 from __future__ import annotations
@@ -122,9 +122,12 @@ class Lambada:
             values[LAST_WORD] = float(right)
         if LAST_TOKEN in wanted:
             ids = model.encode(f"{sample.text} {sample.target}")
-            predicted = model.complete_ids(ids[:-1], output_len=1)
-            values[LAST_TOKEN] = float(predicted == ids[-1:])
-            answer = answer or model.decode(predicted)
+            if LAST_WORD in values and ids[:-1] == context_ids and ids[-1:] == word_ids:
+                values[LAST_TOKEN] = values[LAST_WORD]
+            else:
+                predicted = model.complete_ids(ids[:-1], output_len=1)
+                values[LAST_TOKEN] = float(predicted == ids[-1:])
+                answer = answer or model.decode(predicted)
         if PERPLEXITY in wanted:
             if context_log_prob is None:
                 context_log_prob = model.context_log_prob(context_ids)

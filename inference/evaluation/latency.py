@@ -1,8 +1,9 @@
 """Latency and throughput through the running server, over shapes, batch sizes and concurrencies.
 
 Every point sends requests in a closed loop: the next when the last is answered, `concurrency` of
-them side by side. Prompts are windows of real text, so that token ids fit any vocabulary. The first
-token is measured by requests for one token; what the others cost is the rest over their number.
+them side by side. Prompts are windows of real text, so that token ids fit any vocabulary. A model
+that streams shows when each token comes. Of another the first token is the time of a request for
+one token only, and what the others cost is the rest over their number.
 """
 
 from __future__ import annotations
@@ -56,11 +57,19 @@ class Load:
 
 @dataclass(frozen=True)
 class Answered:
-    """What came back: seconds of each request, generated tokens, seconds from first to last."""
+    """What came back.
+
+    Attributes:
+        durations_s: of each request, until its last answer.
+        generated: tokens of all answers.
+        seconds: from the first request to the last answer.
+        arrivals_s: of each request to a model that streams: when each token came.
+    """
 
     durations_s: Sequence[float]
     generated: int
     seconds: float
+    arrivals_s: Sequence[Sequence[float]] = ()
 
 
 class LoadGenerator(Protocol):
@@ -102,17 +111,19 @@ def measure_latency(
 
 
 def _loads(model: TextGenerator, texts: Sequence[str], options: LatencyOptions) -> Iterator[Load]:
-    """Yield every point once, after the same point for one token."""
+    """Yield every point once; unless the model streams, after the same point for one token."""
     shapes = [parse_shape(text) for text in options.shapes]
-    with_first = dict.fromkeys(
-        each for shape in shapes for each in (Shape(shape.input_len, 1), shape)
+    needed = dict.fromkeys(
+        each
+        for shape in shapes
+        for each in (() if model.streams else (Shape(shape.input_len, 1),)) + (shape,)
     )
     prompts = {
         input_len: cut_prompts(model, texts, input_len=input_len)
         for input_len in {shape.input_len for shape in shapes}
     }
     for shape, batch_size, concurrency in itertools.product(
-        with_first, options.batch_sizes, options.concurrencies
+        needed, options.batch_sizes, options.concurrencies
     ):
         yield Load(prompts[shape.input_len], shape, batch_size, concurrency)
 
@@ -120,9 +131,15 @@ def _loads(model: TextGenerator, texts: Sequence[str], options: LatencyOptions) 
 def _point(load: Load, measured: dict[_Place, Answered]) -> LatencyPoint:
     answered = measured[load.place]
     latency = distribution(answered.durations_s)
-    first = measured[Shape(load.shape.input_len, 1), load.batch_size, load.concurrency]
-    first_token_ms = 1000 * percentile(first.durations_s, 50)
-    further = answered.generated / (len(answered.durations_s) * load.batch_size) - 1
+    if answered.arrivals_s:
+        first_s = [each[0] for each in answered.arrivals_s]
+        per_token_ms = _per_token_ms(answered.arrivals_s)
+    else:
+        first = measured[Shape(load.shape.input_len, 1), load.batch_size, load.concurrency]
+        first_s = list(first.durations_s)
+        further = answered.generated / (len(answered.durations_s) * load.batch_size) - 1
+        rest_ms = latency.p50_ms - 1000 * percentile(first_s, 50)
+        per_token_ms = rest_ms / further if further > 0 and rest_ms > 0 else None
     return LatencyPoint(
         batch_size=load.batch_size,
         input_len=load.shape.input_len,
@@ -132,9 +149,19 @@ def _point(load: Load, measured: dict[_Place, Answered]) -> LatencyPoint:
         generated=answered.generated,
         latency=latency,
         tokens_per_s=answered.generated / answered.seconds,
-        first_token_ms=first_token_ms,
-        per_token_ms=(latency.p50_ms - first_token_ms) / further if further > 0 else None,
+        first_token_ms=1000 * percentile(first_s, 50),
+        first_token_p95_ms=1000 * percentile(first_s, 95),
+        per_token_ms=per_token_ms,
+        streamed=bool(answered.arrivals_s),
     )
+
+
+def _per_token_ms(arrivals_s: Sequence[Sequence[float]]) -> float | None:
+    """Return the median over requests of the time between two tokens; none of single tokens."""
+    steps_ms = [
+        1000 * (each[-1] - each[0]) / (len(each) - 1) for each in arrivals_s if len(each) > 1
+    ]
+    return percentile(steps_ms, 50) if steps_ms else None
 
 
 def cut_prompts(
@@ -190,14 +217,21 @@ class _RunningPoint:
         self._failure: RequestFailedError | None = None
         self._start = 0.0
         self._durations_s: list[float] = []
+        self._arrivals_s: list[list[float]] = []
         self._generated = 0
 
-    def ask(self, ticket: int) -> int:
-        """Send one request and return how many tokens came back."""
+    def ask(self, ticket: int) -> tuple[int, list[float]]:
+        """Send one request; return how many tokens came back, and when each came of a stream."""
         prompts, rows = self._load.prompts, self._load.batch_size
         batch = [prompts[(ticket * rows + row) % len(prompts)] for row in range(rows)]
-        answers = self._model.complete_rows(batch, output_len=self._load.shape.output_len)
-        return sum(map(len, answers))
+        begin = time.perf_counter()
+        arrivals_s: list[float] = []
+        answers = self._model.complete_rows(
+            batch,
+            output_len=self._load.shape.output_len,
+            each_frame=lambda: arrivals_s.append(time.perf_counter() - begin),
+        )
+        return sum(map(len, answers)), arrivals_s
 
     def run(self) -> Answered:
         self._start = time.perf_counter()
@@ -212,13 +246,13 @@ class _RunningPoint:
         if self._failure is not None:
             raise self._failure
         seconds = time.perf_counter() - self._start
-        return Answered(self._durations_s, self._generated, seconds)
+        return Answered(self._durations_s, self._generated, seconds, self._arrivals_s)
 
     def _work(self) -> None:
         while (ticket := self._next_ticket()) is not None:
             begin = time.perf_counter()
             try:
-                generated = self.ask(ticket)
+                generated, arrivals_s = self.ask(ticket)
             except RequestFailedError as error:
                 with self._lock:
                     self._failure = self._failure or error
@@ -226,6 +260,8 @@ class _RunningPoint:
             with self._lock:
                 self._durations_s.append(time.perf_counter() - begin)
                 self._generated += generated
+                if arrivals_s:
+                    self._arrivals_s.append(arrivals_s)
 
     def _next_ticket(self) -> int | None:
         with self._lock:

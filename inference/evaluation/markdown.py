@@ -141,9 +141,15 @@ def latency_row(point: LatencyPoint) -> tuple[str, ...]:
 
 
 def latency_note(report: Report) -> str:
-    """Return how the sweep was measured, in one sentence."""
+    """Return how the sweep was measured."""
     program = "NVIDIA's perf_analyzer" if report.load_generator == "perf_analyzer" else "Our client"
-    return f"{program} sent each request when the one before it was answered."
+    tokens = (
+        "The model streams: tokens were timed as they came."
+        if all(point.streamed for point in report.latency)
+        else "The model answers whole: its first token is estimated by requests for one token "
+        "only, each further one by what it adds to the median."
+    )
+    return f"{program} sent each request when the one before it was answered. {tokens}"
 
 
 def _latency(report: Report) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from inference.evaluation.record import Distribution, RequestStatistics
 from inference.evaluation.statistics import percentile
@@ -35,6 +35,11 @@ class TimedGenerator:
         self._lock = threading.Lock()
         self._generated = 0
         self._spans: list[tuple[float, float]] = []  # end and duration of each request, seconds
+
+    @property
+    def streams(self) -> bool:
+        """Whether answers come token by token."""
+        return self._model.streams
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of `text`."""
@@ -87,13 +92,25 @@ class TimedGenerator:
         return self._timed(lambda: self._model.context_log_prob(input_ids), lambda _: 0)
 
     def complete_rows(
-        self, rows: Sequence[Sequence[int]], *, output_len: int
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        output_len: int,
+        each_frame: Callable[[], None] | None = None,
     ) -> list[tuple[int, ...]]:
         """Return the greedy continuation of several rows of token ids."""
         return self._timed(
-            lambda: self._model.complete_rows(rows, output_len=output_len),
+            lambda: self._model.complete_rows(rows, output_len=output_len, each_frame=each_frame),
             lambda answers: sum(map(len, answers)),
         )
+
+    def input_names(self) -> Collection[str]:
+        """Return the inputs that the model declares."""
+        return self._model.input_names()
+
+    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
+        """Return outputs of the model for a request of contract tensors."""
+        return self._timed(lambda: self._model.infer(tensors, outputs), lambda _: 0)
 
     def _timed(
         self, request: Callable[[], _Answer], generated: Callable[[_Answer], int]

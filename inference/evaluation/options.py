@@ -12,6 +12,9 @@ from pathlib import Path
 
 from inference.evaluation.gate import Bound
 
+REFERENCES = ("none", "huggingface")  # or a file
+_WITHOUT_REFERENCE = ("identity", "end_to_end")  # they compare with what they compute
+TRACKERS = ("mlflow", "tensorboard")  # packages, and extras of this one
 LAMBADA_METRICS = ("lambada_last_word", "lambada_last_token", "lambada_perplexity")
 # OpenAI's preprocessing of the LAMBADA test set (CC BY 4.0): 5,153 lines {"text": ...}.
 LAMBADA_URL = "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl"
@@ -76,6 +79,25 @@ class TextTaskOptions:
     method: str = "generation"
     prompt: PromptOptions = field(default_factory=PromptOptions)
     reference_path: Path | None = None
+
+
+@dataclass(frozen=True)
+class IdentityOptions:
+    """Rows and tolerance of the task `identity`.
+
+    Attributes:
+        samples: rows of random token ids.
+        input_len: tokens of the longest; a model of fewer positions gets shorter ones.
+        output_len: tokens of an answer.
+        tolerance: largest relative difference; null takes that of the coarsest of `types`.
+        types: what weights are stored and computed in.
+    """
+
+    samples: int = 8
+    input_len: int = 32
+    output_len: int = 8
+    tolerance: float | None = None
+    types: tuple[str, ...] = ("fp32",)
 
 
 @dataclass(frozen=True)
@@ -154,11 +176,13 @@ class EvaluationOptions:
         request_timeout_s: a request that takes longer has failed.
         text_tasks: options of the tasks whose answer is text, by name.
         reference: `huggingface` runs every task on `source_path` too, with the library that made
-            it, and compares; `none` compares with the recorded references only.
+            it, and compares; `none` compares with the recorded references only; a file (a past
+            report.json, or recorded figures) takes their place.
         source_path: the checkpoint that was converted.
         gate: bounds per metric name; a breach is reported and decides the exit code.
         baseline: `none`, `compare` (gate against `baseline_path`) or `update` (record it).
         history_dir: run store that the report is added to; null keeps no history.
+        trackers: names in TRACKERS that get the report too.
     """
 
     output_dir: Path
@@ -176,6 +200,7 @@ class EvaluationOptions:
     request_timeout_s: float = 120.0
     lambada: LambadaOptions = field(default_factory=LambadaOptions)
     text_tasks: Mapping[str, TextTaskOptions] = field(default_factory=dict)
+    identity: IdentityOptions = field(default_factory=IdentityOptions)
     latency: LatencyOptions = field(default_factory=LatencyOptions)
     reference: str = "none"
     source_path: Path | None = None
@@ -183,9 +208,12 @@ class EvaluationOptions:
     baseline: str = "none"
     baseline_path: Path | None = None
     history_dir: Path | None = None
+    trackers: tuple[str, ...] = ()
 
     def reference_path(self, task: str) -> Path | None:
         """Return the figures that `task` is compared with, if there are any."""
+        if self.reference not in REFERENCES and task not in _WITHOUT_REFERENCE:
+            return Path(self.reference)
         if task == "lambada":
             return self.lambada.reference_path
         return self.text_tasks.get(task, TextTaskOptions()).reference_path

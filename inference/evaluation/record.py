@@ -170,8 +170,11 @@ class LatencyPoint:
     Attributes:
         generated: tokens of all answers; fewer than asked where an end token came first.
         tokens_per_s: these over the time they took together.
-        first_token_ms: median latency of the same request for one token only.
-        per_token_ms: what each further token adds to the median; null for one token.
+        first_token_ms, first_token_p95_ms: median and 95th percentile of the time to the first
+            token.
+        per_token_ms: median time between two tokens; null for one token, or lost in noise.
+        streamed: whether these were seen in a stream. Else the first token is the same request for
+            one token only, and each further token what it adds to the median.
     """
 
     batch_size: int
@@ -184,6 +187,8 @@ class LatencyPoint:
     tokens_per_s: float
     first_token_ms: float
     per_token_ms: float | None = None
+    first_token_p95_ms: float | None = None
+    streamed: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -31,13 +31,31 @@ class InferenceClient(Protocol):
         """Send one request and return its outputs by name."""
         ...
 
+    def stream(
+        self, model: str, inputs: Tensors, *, outputs: Sequence[str] | None = None
+    ) -> Iterator[Arrays]:
+        """Yield the responses of one request to a model that streams, outputs by name."""
+        ...
+
+    def streams(self, model: str) -> bool:
+        """Return whether `model` answers in several responses."""
+        ...
+
     def input_types(self, model: str) -> Mapping[str, str]:
         """Return the inputs that `model` declares and their Triton types."""
         ...
 
 
-def ask(client: InferenceClient, model: str, inputs: Tensors, *names: str) -> Arrays:
-    """Send one request and return the outputs called `names`.
+def ask(
+    client: InferenceClient,
+    model: str,
+    inputs: Tensors,
+    *names: str,
+    each_frame: Callable[[], None] | None = None,
+) -> Arrays:
+    """Send one request and return the outputs called `names`; of a stream, the last of them.
+
+    `each_frame` is called for every response of a model that streams, as it comes.
 
     Raises:
         RequestFailedError: the server refused, failed or did not answer in time.
@@ -45,7 +63,13 @@ def ask(client: InferenceClient, model: str, inputs: Tensors, *names: str) -> Ar
     from tritonclient.utils import InferenceServerException
 
     try:
-        return client.infer(model, inputs, outputs=names)
+        if each_frame is None or not client.streams(model):
+            return client.infer(model, inputs, outputs=names)
+        last: Arrays = {}
+        for frame in client.stream(model, inputs, outputs=names):
+            each_frame()
+            last = frame
+        return last
     except (InferenceServerException, OSError) as error:
         raise RequestFailedError(f"{model}: {error}") from error
 

@@ -9,7 +9,7 @@ explicitly, so that a server's defaults never decide a figure.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -88,6 +88,11 @@ class ServedModel:
     def is_encoder_decoder(self) -> bool:
         """Whether the model's inputs are those of T5."""
         return "max_output_len" in self._types
+
+    @property
+    def streams(self) -> bool:
+        """Whether answers to token ids come token by token."""
+        return self._client.streams(self._model_name)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of `text`."""
@@ -197,15 +202,20 @@ class ServedModel:
         *,
         output_len: int,
         tensors: RequestTensors | None = None,
+        each_frame: Callable[[], None] | None = None,
     ) -> list[tuple[int, ...]]:
         """Return the greedy tokens after each row, up to the end token, asked in one request.
+
+        `each_frame` is called for every response of a model that streams, as it comes.
 
         Raises:
             RequestFailedError: the server refused, failed or did not answer in time.
         """
         options = {name: np.repeat(value, len(rows), axis=0) for name, value in _GREEDY.items()}
         options |= {
-            name: self._option(name, value, len(rows)) for name, value in (tensors or {}).items()
+            name: self._option(name, value, len(rows))
+            for name, value in (tensors or {}).items()
+            if not (name == "request_prompt_type" and self.is_encoder_decoder)  # T5 has one kind
         }
         inputs = {**self._prompts(rows, output_len), **options}
         names = ["output_ids", "sequence_length"]
@@ -213,7 +223,7 @@ class ServedModel:
             names.append("response_input_lengths")
         if self.is_encoder_decoder:
             names = names[:2]
-        outputs = ask(self._client, self._model_name, inputs, *names)
+        outputs = ask(self._client, self._model_name, inputs, *names, each_frame=each_frame)
         return [
             tuple(int(each) for each in ids[0, start : start + count])
             for ids, start, count in zip(
@@ -263,6 +273,25 @@ class ServedModel:
         """
         inputs = {**self._prompts([input_ids], 1), **_GREEDY_WITH_LOG_PROBS}
         return _context_log_prob(ask(self._client, self._model_name, inputs, *_LOG_PROBS))
+
+    def input_names(self) -> Collection[str]:
+        """Return the inputs that the model declares."""
+        return self._types.keys()
+
+    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
+        """Return outputs of the model for a request of contract tensors, batch axis first.
+
+        Raises:
+            RequestFailedError: the server refused, failed or did not answer in time.
+        """
+        if unknown := [name for name in tensors if name not in self._types]:
+            raise RequestFailedError(f"{self._model_name} takes no input {', '.join(unknown)}.")
+        # The client itself narrows to types that numpy does not have.
+        arrays = {
+            name: np.asarray(value, NUMPY_TYPES.get(self._types[name]))
+            for name, value in tensors.items()
+        }
+        return ask(self._client, self._model_name, arrays, *outputs)
 
 
 def _context_log_prob(outputs: Arrays) -> float:

@@ -7,23 +7,30 @@ about one CSS pixel at full width.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+
+SERIES = 8  # colours of the style sheet
+_LEGEND_ROW = 18
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps a range of values to a range of coordinates."""
+    """Maps a range of values to a range of coordinates, evenly or by their logarithms."""
 
     low: float
     high: float
     start: float
     end: float
+    is_log: bool = False
 
     def __call__(self, value: float) -> float:
         """Return the coordinate of `value`."""
-        share = (value - self.low) / (self.high - self.low)
+        low, high = self.low, self.high
+        if self.is_log:
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        share = (value - low) / (high - low)
         return self.start + share * (self.end - self.start)
 
 
@@ -52,9 +59,9 @@ class Frame:
         """Return the horizontal scale of values from `low` to `high`."""
         return Scale(low, high, self.left, self.x_end)
 
-    def y(self, low: float, high: float) -> Scale:
+    def y(self, low: float, high: float, *, is_log: bool = False) -> Scale:
         """Return the vertical scale, growing upwards."""
-        return Scale(low, high, self.y_end, self.top)
+        return Scale(low, high, self.y_end, self.top, is_log)
 
 
 def nice_ticks(high: float, *, low: float = 0.0, count: int = 5) -> list[float]:
@@ -68,6 +75,15 @@ def nice_ticks(high: float, *, low: float = 0.0, count: int = 5) -> list[float]:
     first = math.floor(low / step + 1e-9)
     last = math.ceil(high / step - 1e-9)
     return [index * step for index in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return values 1, 2 and 5 times powers of ten from below `low` to above `high`."""
+    powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 2)
+    steps = [step * 10.0**power for power in powers for step in (1, 2, 5)]
+    first = max(index for index, each in enumerate(steps) if each <= low * (1 + 1e-9))
+    last = min(index for index, each in enumerate(steps) if each >= high * (1 - 1e-9))
+    return steps[first : max(last, first + 1) + 1]
 
 
 def svg(width: float, height: float, body: Sequence[str], *, label: str) -> str:
@@ -167,6 +183,32 @@ def axis_names(frame: Frame, *, x: str = "", y: str = "") -> list[str]:
     if y:
         names.append(text(0, 11, y, kind="axis"))
     return names
+
+
+def legend(frame: Frame, names: Sequence[str], *, y: float = 25) -> list[str]:
+    """Return the names of the series beside their colours, in lines from `y` on."""
+    body = []
+    for index, (name, (x, row)) in enumerate(zip(names, _legend_places(frame, names), strict=True)):
+        top = y + _LEGEND_ROW * row
+        body.append(rectangle(x, top, 11, 11, kind=f"bar s{index % SERIES}", radius=2))
+        body.append(text(x + 16, top + 10, name, kind="note"))
+    return body
+
+
+def legend_height(frame: Frame, names: Sequence[str]) -> float:
+    """Return how much room the legend needs."""
+    return _LEGEND_ROW * (1 + max((row for _, row in _legend_places(frame, names)), default=0))
+
+
+def _legend_places(frame: Frame, names: Sequence[str]) -> Iterator[tuple[float, int]]:
+    """Yield where each name begins, and in which line."""
+    x, row = frame.left, 0
+    for name in names:
+        width = 34 + 6.6 * len(name)
+        if x > frame.left and x + width - 12 > frame.width:
+            x, row = frame.left, row + 1
+        yield x, row
+        x += width
 
 
 def _n(value: float) -> str:

@@ -6,7 +6,7 @@ sees a metric. Standard library only, so that options can be checked on a login 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -125,6 +125,11 @@ RequestTensors = Mapping[str, Any]
 class TextGenerator(Protocol):
     """What a task may ask of a model; calls come from several threads at once."""
 
+    @property
+    def streams(self) -> bool:
+        """Whether answers come token by token."""
+        ...
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of `text`, without special tokens."""
         ...
@@ -165,9 +170,24 @@ class TextGenerator(Protocol):
         ...
 
     def complete_rows(
-        self, rows: Sequence[Sequence[int]], *, output_len: int
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        output_len: int,
+        each_frame: Callable[[], None] | None = None,
     ) -> list[tuple[int, ...]]:
-        """Return the greedy tokens after each row, asked in one request."""
+        """Return the greedy tokens after each row, asked in one request.
+
+        `each_frame` is called for every response of a model that streams, as it comes.
+        """
+        ...
+
+    def input_names(self) -> Collection[str]:
+        """Return the inputs that the model declares."""
+        ...
+
+    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
+        """Return outputs of the model for a request of contract tensors, batch axis first."""
         ...
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from inference.evaluation.datasets import draw, sha256_of
 from inference.evaluation.metrics import accuracy_metric, mean_metric
@@ -26,6 +27,7 @@ from inference.evaluation.rows import (
     summarization_rows,
     translation_rows,
 )
+from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import Dataset, Metric, RequestTensors, Sample, Score, TextGenerator
 from inference.evaluation.text_scores import (
     ROUGE_TYPES,
@@ -186,10 +188,6 @@ def _most_probable(text: str, choices: Mapping[str, str], model: TextGenerator) 
     return max(scores, key=lambda answer: scores[answer])
 
 
-def _equality(name: str) -> ScoreAnswer:
-    return lambda answer, sample: {name: equal(answer, sample.all_targets)}
-
-
 def _accuracy(name: str) -> SumUp:
     """Return what sums up an accuracy, over all samples and over each group there is."""
     method = "share of answers that equal the right one"
@@ -254,7 +252,7 @@ def _bleu_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[M
         name="translation_bleu",
         key="bleu",
         value=value,
-        stderr=half / 1.96,
+        stderr=half / Z_95,
         low=max(0.0, value - half),
         high=min(100.0, value + half),
         count=len(scores),
@@ -266,71 +264,67 @@ def _bleu_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[M
     return (metric,)
 
 
-def _summaries(path: Path, options: TextTaskOptions) -> list[Row]:
-    del options
-    return summarization_rows(read_rows(path), path)
-
-
-TEXT_TASKS: dict[str, TextTaskKind] = {
-    kind.name: kind
-    for kind in (
-        TextTaskKind(
-            name="boolq",
-            read=lambda path, _: boolq_rows(read_rows(path), path),
-            template="{passage}{question}",
-            output_len=10,
-            score=_equality("boolq_accuracy"),
-            sum_up=_accuracy("boolq_accuracy"),
-            metrics=("boolq_accuracy",),
-            choices={"true": " yes", "false": " no"},
-            likelihood_template="{passage}\nQuestion: {question}\nAnswer:",
-        ),
-        TextTaskKind(
-            name="mnli",
-            read=lambda path, _: nli_rows(read_rows(path), path),
-            template="mnli hypothesis: {hypothesis} premise: {premise}",
-            output_len=10,
-            score=_equality("mnli_accuracy"),
-            sum_up=_accuracy("mnli_accuracy"),
-            metrics=("mnli_accuracy",),
-        ),
-        TextTaskKind(
-            name="xnli",
-            read=lambda path, _: nli_rows(read_rows(path), path),
-            template="xnli: premise: {premise} hypothesis: {hypothesis}",
-            output_len=10,
-            score=_equality("xnli_accuracy"),
-            sum_up=_accuracy("xnli_accuracy"),
-            metrics=("xnli_accuracy",),
-        ),
-        TextTaskKind(
-            name="squad",
-            read=lambda path, _: squad_rows(path),
-            template="question: {question} context: {context}",
-            output_len=32,
-            score=_squad_score,
-            sum_up=_squad_metrics,
-            metrics=("squad_exact_match", "squad_f1"),
-        ),
-        TextTaskKind(
-            name="translation",
-            read=lambda path, options: translation_rows(path, options.target_path),
-            template="translate English to German: {source}",
-            output_len=128,
-            score=_bleu_score,
-            sum_up=_bleu_metrics,
-            metrics=("translation_bleu",),
-            package="sacrebleu",
-        ),
-        TextTaskKind(
-            name="summarization",
-            read=_summaries,
-            template="summarize: {article}",
-            output_len=200,
-            score=_rouge_score,
-            sum_up=_rouge_metrics,
-            metrics=tuple(f"summarization_{kind}" for kind in ROUGE_TYPES),
-            package="rouge_score",
-        ),
+def _classification(
+    name: str,
+    rows: Callable[[Sequence[Mapping[str, Any]], Path], list[Row]],
+    *,
+    template: str,
+    **others: Any,
+) -> TextTaskKind:
+    """Return a task with few answers, of which one is right; its metric is the accuracy."""
+    metric = f"{name}_accuracy"
+    return TextTaskKind(
+        name=name,
+        read=lambda path, _: rows(read_rows(path), path),
+        template=template,
+        output_len=10,
+        score=lambda answer, sample: {metric: equal(answer, sample.all_targets)},
+        sum_up=_accuracy(metric),
+        metrics=(metric,),
+        **others,
     )
-}
+
+
+_KINDS = (
+    _classification(
+        "boolq",
+        boolq_rows,
+        template="{passage}{question}",
+        choices={"true": " yes", "false": " no"},
+        likelihood_template="{passage}\nQuestion: {question}\nAnswer:",
+    ),
+    _classification("mnli", nli_rows, template="mnli hypothesis: {hypothesis} premise: {premise}"),
+    _classification("xnli", nli_rows, template="xnli: premise: {premise} hypothesis: {hypothesis}"),
+    TextTaskKind(
+        name="squad",
+        read=lambda path, _: squad_rows(path),
+        template="question: {question} context: {context}",
+        output_len=32,
+        score=_squad_score,
+        sum_up=_squad_metrics,
+        metrics=("squad_exact_match", "squad_f1"),
+    ),
+    TextTaskKind(
+        name="translation",
+        read=lambda path, options: translation_rows(path, options.target_path),
+        template="translate English to German: {source}",
+        output_len=128,
+        score=_bleu_score,
+        sum_up=_bleu_metrics,
+        metrics=("translation_bleu",),
+        package="sacrebleu",
+    ),
+    TextTaskKind(
+        name="summarization",
+        read=lambda path, _: summarization_rows(read_rows(path), path),
+        template="summarize: {article}",
+        output_len=200,
+        score=_rouge_score,
+        sum_up=_rouge_metrics,
+        metrics=tuple(f"summarization_{kind}" for kind in ROUGE_TYPES),
+        package="rouge_score",
+    ),
+)
+TEXT_TASKS: dict[str, TextTaskKind] = {kind.name: kind for kind in _KINDS}
+# Of these there is one more for each group of the data, `<metric>_<group>`, such as a language.
+GROUPED_METRICS = ("mnli_accuracy", "xnli_accuracy")

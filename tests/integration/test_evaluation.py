@@ -13,7 +13,11 @@ import pytest
 
 from inference.evaluation.evaluator import evaluate
 from inference.evaluation.gate import Bound
-from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
+from inference.evaluation.options import (
+    EvaluationOptions,
+    LambadaOptions,
+    LatencyOptions,
+)
 from inference.evaluation.record import Report, RunFacts, TaskReport
 from inference.evaluation.runner import EvaluationError
 from inference.serving.server import TritonServer
@@ -89,7 +93,7 @@ def test_the_closest_decisions_of_lambada_equal_the_recorded_ones(
     """Passages whose two best logits lie next to each other change first when anything does."""
     lines = (shared / "data" / "lambada_test.jsonl").read_text().splitlines()
     recorded = json.loads((shared / "sample_model" / "lambada.json").read_text())["per_passage"]
-    chosen = sorted(range(len(lines)), key=lambda index: recorded[index][2])[:400]
+    chosen = sorted(range(len(lines)), key=lambda index: recorded[index][2])[:200]
     data_path = tmp_path / "closest.jsonl"
     data_path.write_text("".join(lines[index] + "\n" for index in chosen))
     names = ("lambada_last_token", "lambada_last_word")
@@ -110,6 +114,15 @@ def test_the_closest_decisions_of_lambada_equal_the_recorded_ones(
     )
     lambada = LambadaOptions(data_path=data_path, metrics=names, reference_path=reference_path)
     assert_equals_reference(evaluate(replace(options, lambada=lambada), FACTS))
+
+
+def test_the_ensemble_passes_its_smoke_test(options) -> None:
+    report = evaluate(replace(options, tasks=("end_to_end",)), FACTS)
+    assert {metric.name: metric.value for metric in report.metrics} == {
+        "end_to_end_agreement": 1.0,
+        "end_to_end_stop_words": 1.0,
+        "end_to_end_bad_words": 1.0,
+    }
 
 
 @pytest.mark.parametrize("load_generator", ["client", "perf_analyzer"])

@@ -41,7 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stages = (StageTiming("convert", "completed", 3.0), StageTiming("deploy", "ready", 5.0))
     facts = RunFacts(name="sample_model", command="python main.py " + "word " * 40, stages=stages)
     for _ in range(2):
-        evaluate(options, facts, model=partly_right_model())
+        model = partly_right_model()
+        model.streams = True
+        evaluate(options, facts, model=model)
     return folder / "out"
 
 
@@ -125,8 +127,8 @@ def with_script(folder: Path, name: str, script: str) -> str:
 def test_the_report_follows_the_colour_scheme(browser: Browser, url, tmp_path, scheme):
     page = browser(f"{url}/report.html", scheme=scheme, shot=tmp_path / "shot.png")
     assert first_pixel(tmp_path / "shot.png") == HEADER[scheme]
-    # Accuracies, two of the load, two of the sweep, stages, and one per metric over its history.
-    assert len(re.findall("<svg", page)) == 1 + 2 + 2 + 1 + 3
+    # Accuracies, two of the load, four of the sweep, stages, and one per metric over its history.
+    assert len(re.findall("<svg", page)) == 1 + 2 + 4 + 1 + 3
     assert len(re.findall("<tr tabindex", page)) == 4
     assert "4 of 4 samples" in page
 

@@ -1,198 +1,347 @@
-"""Text tasks through a real server, against the library that the models come from."""
+"""Text tasks through one real server, against the library that the models come from.
+
+The server has two small random models: a T5 with its ensemble, and a streaming GPT that is asked
+with token ids. Both know a prompt table. What they should answer is computed by transformers, and
+the figures from those answers by the standard library of each metric, or here.
+"""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sacrebleu
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
+from rouge_score.rouge_scorer import RougeScorer
 
-from export_scripts.convert import ConversionRequest, convert
-from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.evaluation.evaluator import evaluate
-from inference.evaluation.options import EvaluationOptions, LatencyOptions, TextTaskOptions
-from inference.evaluation.record import RunFacts, read_predictions
+from inference.evaluation.options import (
+    EvaluationOptions,
+    LatencyOptions,
+    PromptOptions,
+    TextTaskOptions,
+)
+from inference.evaluation.record import Report, RunFacts, read_predictions
 from inference.serving.server import TritonServer
+from tests.integration.text_models import (
+    ENGLISH,
+    LABELS,
+    PAIRS,
+    PREFIX,
+    TABLE_NAME,
+    VIRTUAL,
+    VOCABULARY,
+    Source,
+    add_model,
+    gpt_source,
+    likelier,
+    t5_source,
+)
 from tests.integration.triton_process import new_server
 
 pytestmark = pytest.mark.triton
 
 START_LIMIT_S = 120
-RECORDED = Path(__file__).with_name("recorded")
-OUTPUT_LEN = 6
-PREFIX = "translate English to German:"
-END_ID = 1
-SPECIAL = ("<pad>", "</s>", "<unk>")
-PAIRS = (
-    ("the cat sees a dog", "die Katze sieht eine Hund"),
-    ("the old house is lost", "die alt Haus ist verloren"),
-    ("a river and a house", "eine Fluss und eine Haus"),
-    ("the dog has lost the river", "die Hund hat die Fluss verloren"),
-)
 
 
-VOCABULARY = (
-    *SPECIAL,
-    *dict.fromkeys(f"{PREFIX} {' '.join(map(' '.join, PAIRS))}".replace(":", " :").split()),
-)
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return t5_source(tmp_path_factory.mktemp("t5_source"))
 
 
-def options(output_dir: Path, server: TritonServer, task: str, **task_options) -> EvaluationOptions:
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return gpt_source(tmp_path_factory.mktemp("gpt_source"))
+
+
+@pytest.fixture(scope="module")
+def server(
+    t5: Source, gpt: Source, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    root = tmp_path_factory.mktemp("text_tasks")
+    repository = root / "repository"
+    add_model(repository, "fastertransformer", t5, tp_size=2)
+    add_model(repository, "gpt", gpt, tp_size=1, ensemble=False, decoupled=True)
+    with new_server(repository, root) as running:
+        running.start(timeout_s=START_LIMIT_S)
+        yield running
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A report and its answers in the order of the data."""
+
+    report: Report
+    answers: list[str]
+
+    @property
+    def values(self) -> dict[str, float]:
+        return {metric.name: metric.value for metric in self.report.metrics}
+
+
+def ask(options: EvaluationOptions) -> Asked:
+    report = evaluate(options, RunFacts(name="tiny"))
+    predictions = read_predictions(options.output_dir / "predictions.jsonl")
+    return Asked(report, [each.answer for each in predictions])
+
+
+def options(
+    folder: Path,
+    server: TritonServer,
+    task: str,
+    rows: Sequence[dict[str, Any]],
+    **task_options: Any,
+) -> EvaluationOptions:
+    """Return options that ask one task of `rows`."""
+    data_path = folder / f"{task}.jsonl"
+    data_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return EvaluationOptions(
-        output_dir=output_dir,
-        data_dir=output_dir,
+        output_dir=folder / "out",
+        data_dir=folder,
         url=server.grpc_url,
         tasks=(task,),
-        text_tasks={task: TextTaskOptions(**task_options)},
+        text_tasks={task: TextTaskOptions(data_path=data_path, **task_options)},
         latency=LatencyOptions(enabled=False),
         concurrency=4,
     )
 
 
-@pytest.fixture(scope="module")
-def gpt_server(
-    sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
-    with new_server(sample_repository(tp_size=1), tmp_path_factory.mktemp("log")) as server:
-        server.start(timeout_s=START_LIMIT_S)
-        yield server
+def share(answers: Sequence[str], targets: Sequence[str]) -> float:
+    """Return how many answers are right; a test with all or none of them would say little."""
+    right = sum(answer == target for answer, target in zip(answers, targets, strict=True))
+    assert 0 < right < len(targets)
+    return right / len(targets)
 
 
-def test_boolq_by_likelihood_equals_the_recorded_answers(
-    gpt_server: TritonServer, tmp_path: Path
-) -> None:
-    asked = options(
-        tmp_path,
-        gpt_server,
-        "boolq",
-        data_path=RECORDED / "boolq.jsonl",
-        method="log_likelihood",
-        reference_path=RECORDED / "boolq_reference.json",
-    )
-    report = evaluate(asked, RunFacts(name="gpt_books_5m"))
-    (compared,) = report.tasks[0].reference.metrics
-    assert (compared.agreeing, compared.disagreeing) == (12, 0)
+TRANSLATIONS = [{"source": source, "target": target} for source, target in PAIRS]
 
 
-@pytest.fixture(scope="module")
-def t5_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a small random T5 as its library saves it, with a tokenizer of whole words."""
-    folder = tmp_path_factory.mktemp("t5_source")
-    torch.manual_seed(8)  # four different answers, one of them ended by the end token
-    model = T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=len(VOCABULARY),
-            d_model=24,
-            d_kv=6,
-            num_heads=4,
-            d_ff=40,
-            num_layers=2,
-            num_decoder_layers=2,
-            initializer_factor=4.0,
-            pad_token_id=0,
-            eos_token_id=END_ID,
-            decoder_start_token_id=0,
-        )
-    )
-    model.save_pretrained(folder)
-    tokenizer = Tokenizer(
-        models.WordLevel({word: index for index, word in enumerate(VOCABULARY)}, unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="$A </s>", special_tokens=[("</s>", END_ID)]
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def t5_server(t5_source: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    root = tmp_path_factory.mktemp("t5")
-    weights = convert(
-        ConversionRequest(
-            checkpoint_path=t5_source,
-            output_dir=root / "weights",
-            tp_size=2,
-            weight_data_type="fp32",
-        )
-    ).ft_dir
-    model_dir = root / "repository" / "fastertransformer"
-    shutil.copytree(weights, model_dir / "1" / weights.name)
-    build_repository(
-        RepositoryRequest(
-            model_dir=model_dir, tp_size=2, pp_size=1, max_batch_size=8, data_type="fp32"
-        )
-    )
-    with new_server(model_dir.parent, root) as server:
-        server.start(timeout_s=START_LIMIT_S)
-        yield server
-
-
-def translated(source: Path) -> list[str]:
-    """Return the library's greedy translations."""
-    model = T5ForConditionalGeneration.from_pretrained(source).eval()
-    tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
-    answers = []
-    for english, _ in PAIRS:
-        ids = tokenizer.encode(f"{PREFIX} {english}").ids
-        found = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=OUTPUT_LEN)
-        answer = [token for token in found[0, 1:].tolist() if token != END_ID]
-        answers.append(tokenizer.decode(answer, skip_special_tokens=False))
-    return answers
-
-
-def test_translation_equals_the_library_s(
-    t5_source: Path, t5_server: TritonServer, tmp_path: Path
-) -> None:
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps({"source": s, "target": t}) + "\n" for s, t in PAIRS))
-    asked = options(tmp_path, t5_server, "translation", data_path=data, output_len=OUTPUT_LEN)
-    report = evaluate(asked, RunFacts(name="t5"))
-    expected = translated(t5_source)
-    predictions = read_predictions(tmp_path / "predictions.jsonl")
+def test_translation_equals_the_library_s(t5: Source, server: TritonServer, tmp_path: Path) -> None:
+    asked = ask(options(tmp_path, server, "translation", TRANSLATIONS, output_len=6))
+    expected = t5.answers([f"{PREFIX} {english}" for english in ENGLISH], output_len=6)
+    assert asked.answers == expected
     assert len(set(expected)) > 1
-    assert [each.answer for each in predictions] == expected
-    (bleu,) = report.metrics
-    assert bleu.value == pytest.approx(
-        sacrebleu.corpus_bleu(expected, [[target for _, target in PAIRS]], force=True).score
+    targets = [target for _, target in PAIRS]
+    assert asked.values == {
+        "translation_bleu": pytest.approx(
+            sacrebleu.corpus_bleu(expected, [targets], force=True).score
+        )
+    }
+    assert asked.report.tasks[0].requests.generated > 0
+
+
+@pytest.mark.parametrize(
+    ("task", "template"),
+    [
+        ("mnli", "mnli hypothesis: {hypothesis} premise: {premise}"),
+        ("xnli", "xnli: premise: {premise} hypothesis: {hypothesis}"),
+    ],
+)
+def test_entailment_equals_the_library_s(
+    task: str, template: str, t5: Source, server: TritonServer, tmp_path: Path
+) -> None:
+    languages = ["de", "fr"] if task == "xnli" else [""]
+    pairs = [{"premise": one, "hypothesis": other} for one in ENGLISH for other in ENGLISH]
+    expected = t5.answers([template.format(**pair) for pair in pairs], output_len=1)
+    rows = [
+        {**pair, "label": LABELS[2 + number % 3], "language": languages[number % len(languages)]}
+        for number, pair in enumerate(pairs)
+    ]
+    asked = ask(options(tmp_path, server, task, rows, output_len=1))
+    assert asked.answers == expected
+    wanted = {f"{task}_accuracy": share(expected, [row["label"] for row in rows])}
+    for language in filter(None, languages):
+        own = [number for number, row in enumerate(rows) if row["language"] == language]
+        right = sum(expected[number] == rows[number]["label"] for number in own)
+        wanted[f"{task}_accuracy_{language}"] = right / len(own)
+    assert asked.values == pytest.approx(wanted)
+
+
+def f1(answer: str, target: str) -> float:
+    shared = (Counter(answer.split()) & Counter(target.split())).total()
+    return 2 * shared / (len(answer.split()) + len(target.split()))
+
+
+def test_squad_equals_the_library_s(t5: Source, server: TritonServer, tmp_path: Path) -> None:
+    prompts = [f"question: {english} context: {english}" for english in ENGLISH]
+    expected = t5.answers(prompts, output_len=4)
+    # One right answer, one that shares its first word, and two of other words.
+    targets = [expected[0], f"{expected[1].split()[0]} river", "cat", "house dog"]
+    rows = [
+        {"context": english, "question": english, "answers": [target]}
+        for english, target in zip(ENGLISH, targets, strict=True)
+    ]
+    asked = ask(options(tmp_path, server, "squad", rows, output_len=4))
+    assert asked.answers == expected
+    overlaps = [f1(*pair) for pair in zip(expected, targets, strict=True)]
+    assert any(0 < overlap < 1 for overlap in overlaps)
+    assert asked.values == pytest.approx(
+        {"squad_exact_match": share(expected, targets), "squad_f1": sum(overlaps) / len(rows)}
     )
-    assert report.tasks[0].requests.generated > 0
+
+
+def test_summaries_equal_the_library_s(t5: Source, server: TritonServer, tmp_path: Path) -> None:
+    articles = [f"{one} {other}" for one, other in zip(ENGLISH, reversed(ENGLISH), strict=True)]
+    expected = t5.answers([f"summarize: {article}" for article in articles], output_len=12)
+    rows = [
+        {"article": article, "highlights": f"the house {answer[:20]} and a river"}
+        for article, answer in zip(articles, expected, strict=True)
+    ]
+    asked = ask(options(tmp_path, server, "summarization", rows, output_len=12))
+    assert asked.answers == expected
+    kinds = ["rouge1", "rouge2", "rougeL", "rougeLsum"]
+    scorer = RougeScorer(kinds, use_stemmer=False)
+    scored = [
+        scorer.score(row["highlights"], f"{answer}.")
+        for row, answer in zip(rows, expected, strict=True)
+    ]
+    assert asked.values == pytest.approx(
+        {
+            f"summarization_{kind}": sum(each[kind].fmeasure for each in scored) / len(rows)
+            for kind in kinds
+        }
+    )
+    assert asked.values["summarization_rouge1"] > 0
+
+
+BOOLQ = [
+    {"passage": f"{one} ", "question": other, "answer": LABELS[number % 2]}
+    for number, (one, other) in enumerate((one, other) for one in ENGLISH for other in ENGLISH)
+]
+BOOLQ_PROMPTS = [row["passage"] + row["question"] for row in BOOLQ]
+BOOLQ_ANSWERS = [row["answer"] for row in BOOLQ]
+
+
+def prompt_options(server: TritonServer, model: str, *, sends_table: bool) -> PromptOptions:
+    (table,) = (Path(server.model_repository) / model / "1").glob(f"*-gpu/{TABLE_NAME}")
+    return PromptOptions(
+        length=VIRTUAL,
+        start_id=len(VOCABULARY),
+        task_id=None if sends_table else 0,
+        table_path=table if sends_table else None,
+    )
+
+
+@pytest.mark.parametrize("sends_table", [False, True])
+@pytest.mark.parametrize("served", ["t5", "gpt"])
+def test_boolq_of_a_tuned_model_equals_the_library_s(
+    served: str,
+    sends_table: bool,
+    server: TritonServer,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """By the id of a table that the server has loaded, and with the table in each request."""
+    source: Source = request.getfixturevalue(served)
+    model = "fastertransformer" if served == "t5" else "gpt"
+    prompt = prompt_options(server, model, sends_table=sends_table)
+    asked = ask(
+        replace(
+            options(tmp_path, server, "boolq", BOOLQ, output_len=1, prompt=prompt),
+            model_name=model,
+            ensemble_name="ensemble" if served == "t5" else None,
+            tokenizer_dir=None if served == "t5" else source.folder,
+        )
+    )
+    expected = source.answers(BOOLQ_PROMPTS, output_len=1, tuned=True)
+    assert asked.answers == expected
+    assert expected != source.answers(BOOLQ_PROMPTS, output_len=1)
+    assert asked.values == {"boolq_accuracy": share(expected, BOOLQ_ANSWERS)}
+
+
+def test_boolq_by_likelihood_equals_the_library_s(
+    gpt: Source, server: TritonServer, tmp_path: Path
+) -> None:
+    asked = ask(
+        replace(
+            options(tmp_path, server, "boolq", BOOLQ, method="log_likelihood"),
+            model_name="gpt",
+            ensemble_name=None,
+            tokenizer_dir=gpt.folder,
+        )
+    )
+    expected = likelier(
+        gpt, [f"{row['passage']}\nQuestion: {row['question']}\nAnswer:" for row in BOOLQ]
+    )
+    assert asked.answers == expected
+    assert asked.values == {"boolq_accuracy": share(expected, BOOLQ_ANSWERS)}
+    assert set(expected) == {"true", "false"}
+
+
+@pytest.mark.parametrize("load_generator", ["client", "perf_analyzer"])
+def test_tokens_of_a_streaming_model_are_timed_as_they_come(
+    load_generator: str, gpt: Source, server: TritonServer, tmp_path: Path
+) -> None:
+    latency = LatencyOptions(
+        shapes=("6+9",), concurrencies=(2,), requests=4, warmup=1, load_generator=load_generator
+    )
+    asked = ask(
+        replace(
+            options(tmp_path, server, "boolq", BOOLQ[:2], output_len=1),
+            model_name="gpt",
+            ensemble_name=None,
+            tokenizer_dir=gpt.folder,
+            latency=latency,
+        )
+    )
+    (point,) = asked.report.latency
+    assert point.streamed
+    assert point.requests == 4
+    assert 0 < point.first_token_ms < point.latency.max_ms
+    assert point.per_token_ms is not None
+    # A request's time is that to its first token and those between the others.
+    assert point.first_token_ms + point.per_token_ms < point.latency.max_ms
+
+
+def test_an_encoder_decoder_is_measured_by_perf_analyzer(
+    server: TritonServer, tmp_path: Path
+) -> None:
+    latency = LatencyOptions(
+        shapes=("6+3",),
+        batch_sizes=(2,),
+        concurrencies=(1,),
+        requests=2,
+        warmup=1,
+        load_generator="perf_analyzer",
+    )
+    asked = ask(
+        replace(
+            options(tmp_path, server, "translation", TRANSLATIONS[:1], output_len=2),
+            latency=latency,
+        )
+    )
+    (point,) = asked.report.latency
+    assert not point.streamed
+    assert point.requests == 2
+    assert 0 < point.generated <= 2 * 2 * 3
 
 
 def test_the_source_checkpoint_is_asked_as_reference(
-    t5_source: Path, t5_server: TritonServer, tmp_path: Path
+    t5: Source, server: TritonServer, tmp_path: Path
 ) -> None:
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps({"source": s, "target": t}) + "\n" for s, t in PAIRS))
-    asked = options(tmp_path, t5_server, "translation", data_path=data, output_len=OUTPUT_LEN)
-    report = evaluate(
-        replace(asked, reference="huggingface", source_path=t5_source, limit=3),
-        RunFacts(name="t5"),
+    asked = ask(
+        replace(
+            options(tmp_path, server, "translation", TRANSLATIONS, output_len=6),
+            reference="huggingface",
+            source_path=t5.folder,
+            limit=3,
+        )
     )
-    assert report.tasks[0].reference.source.startswith("transformers ")
-    (compared,) = report.tasks[0].reference.metrics
+    reference = asked.report.tasks[0].reference
+    assert reference is not None
+    assert reference.source.startswith("transformers ")
+    (compared,) = reference.metrics
     assert compared.difference == 0
     assert compared.largest_difference == 0
 
 
-@pytest.mark.parametrize("served", ["gpt_server", "t5_server"])
-def test_the_ensemble_passes_its_smoke_test(
-    served: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    asked = options(tmp_path, request.getfixturevalue(served), "end_to_end")
-    report = evaluate(asked, RunFacts(name="smoke"))
-    assert {metric.name: metric.value for metric in report.metrics} == {
+def test_the_ensemble_passes_its_smoke_test(server: TritonServer, tmp_path: Path) -> None:
+    asked = ask(replace(options(tmp_path, server, "translation", ()), tasks=("end_to_end",)))
+    assert asked.values == {
         "end_to_end_agreement": 1.0,
         "end_to_end_stop_words": 1.0,
         "end_to_end_bad_words": 1.0,

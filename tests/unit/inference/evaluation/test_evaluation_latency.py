@@ -61,7 +61,40 @@ def test_further_tokens_cost_what_is_left_over_their_number(model):
     assert (one.first_token_ms, one.per_token_ms) == (pytest.approx(10.0), None)
     assert eleven.first_token_ms == pytest.approx(10.0)
     assert eleven.per_token_ms == pytest.approx(2.0)
+    assert not eleven.streamed
     assert eleven.tokens_per_s == pytest.approx(3 * 11 / 0.030)
+
+
+class StreamingClock:
+    """A load generator whose tokens come after 10 ms, and then one every 3 ms."""
+
+    def send(self, load: Load) -> Answered:
+        arrivals_s = [[0.010 + 0.003 * token for token in range(load.shape.output_len)]] * 4
+        ends_s = [each[-1] for each in arrivals_s]
+        return Answered(ends_s, 4 * load.shape.output_len, sum(ends_s), arrivals_s)
+
+
+def test_tokens_of_a_stream_are_timed_as_they_come(fake_model):
+    options = LatencyOptions(shapes=("6+1", "6+5"), concurrencies=(1,))
+    model = fake_model(streams=True)
+    one, five = measure_latency(model, TEXTS, options, generator=StreamingClock())
+    assert (one.first_token_ms, one.per_token_ms) == (pytest.approx(10.0), None)
+    assert (five.first_token_ms, five.first_token_p95_ms) == (pytest.approx(10.0),) * 2
+    assert five.per_token_ms == pytest.approx(3.0)
+    assert five.latency.p50_ms == pytest.approx(22.0)
+    assert one.streamed
+    assert five.streamed
+
+
+def test_a_model_that_streams_is_not_asked_for_single_tokens_besides(fake_model):
+    model = fake_model(streams=True)
+    options = LatencyOptions(
+        shapes=("6+4",), concurrencies=(1,), requests=5, warmup=0, max_point_s=60
+    )
+    (point,) = measure_latency(model, TEXTS, options)
+    assert len(model.requests) == 5
+    assert point.streamed
+    assert 0 < point.first_token_ms < point.latency.p50_ms
 
 
 def test_a_point_ends_when_its_time_is_up(model):

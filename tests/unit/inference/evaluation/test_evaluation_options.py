@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -141,8 +142,10 @@ def test_the_source_must_be_one_that_its_library_reads(tmp_path):
     assert told.startswith("evaluate.reference=huggingface needs a source checkpoint that trans")
     (tmp_path / "config.json").write_text("{}")
     assert problems(reference="huggingface", source_path=tmp_path) == []
+    assert problems(reference=str(tmp_path / "config.json")) == []
     assert problems(reference="source") == [
-        "evaluate.reference='source' is unknown; use none or huggingface."
+        "evaluate.reference=source is no file; use none, huggingface, or the path of a past "
+        "report.json or of recorded figures."
     ]
 
 
@@ -163,6 +166,21 @@ def test_a_bound_on_a_metric_that_is_not_measured_is_told():
         gate={"lambada_last_token": Bound(min=0.1)},
     )
     assert told.startswith("evaluate.gate.lambada_last_token bounds a metric that is not measured")
+
+
+def test_trackers_are_checked_by_name_and_presence():
+    (told,) = problems(trackers=("wandb",))
+    assert told == "unknown tracker 'wandb' in evaluate.trackers; known: mlflow, tensorboard."
+    found = problems(trackers=("mlflow",))
+    missing = "evaluate.trackers has mlflow, which is not installed; install slipway[mlflow]."
+    assert found == ([] if find_spec("mlflow") else [missing])
+
+
+def test_a_load_generator_that_needs_more_requests_is_told():
+    few = LatencyOptions(requests=3, warmup=1, concurrencies=(2, 8), load_generator="perf_analyzer")
+    (told,) = problems(latency=few)
+    assert "fewer than the 8 requests in flight" in told
+    assert problems(latency=replace(few, load_generator="client")) == []
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,20 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from inference.evaluation.charts import (
-    accuracy_chart,
+from inference.evaluation.charts import accuracy_chart, latency_comparison_chart, stages_chart
+from inference.evaluation.gate import Bound
+from inference.evaluation.html_page import render_html
+from inference.evaluation.latency_charts import (
     latency_histogram,
-    stages_chart,
+    sweep_first_token_chart,
     sweep_latency_chart,
+    sweep_per_token_chart,
     sweep_throughput_chart,
     throughput_chart,
 )
-from inference.evaluation.gate import Bound
-from inference.evaluation.html_page import render_html
 from inference.evaluation.measure import distribution
 from inference.evaluation.record import LatencyPoint, RequestStatistics, StageTiming
-from inference.evaluation.svg import nice_ticks
+from inference.evaluation.svg import Frame, legend, legend_height, log_ticks, nice_ticks
 
 _VOID = {"meta", "input", "br"}
 
@@ -156,6 +157,44 @@ def test_sweep_charts_draw_every_point():
     assert len(bars) == 4 + 2  # and the legend
 
 
+def sweep_point(latency_s: float, *, flight: int = 1, further_ms: float | None = 2.0):
+    latency = distribution([latency_s, 1.5 * latency_s])
+    return LatencyPoint(1, 32, 8, flight, 4, 32, latency, 50.0, 9.0, further_ms, 12.0)
+
+
+def test_times_far_apart_are_drawn_on_a_log_scale():
+    near = sweep_latency_chart([sweep_point(0.1), sweep_point(0.2, flight=4)])
+    far = sweep_latency_chart([sweep_point(0.001), sweep_point(0.9, flight=4)])
+    assert "log scale" in far
+    assert "log scale" not in near
+    low, high = (float(each.get("cy")) for each in svg_of(far).findall("circle"))
+    assert high < low
+    assert all(number >= 0 for number in numbers(far))
+
+
+def test_points_without_further_tokens_are_left_out_of_their_chart():
+    points = [sweep_point(0.1), sweep_point(0.1, flight=4, further_ms=None)]
+    assert len(svg_of(sweep_per_token_chart(points)).findall("circle")) == 1
+    assert len(svg_of(sweep_first_token_chart(points)).findall("circle")) == 2
+
+
+def test_a_long_legend_goes_on_in_the_next_line():
+    frame, names = Frame(510, 0), [f"batch 16, {number} in flight" for number in range(5)]
+    assert legend_height(frame, names[:2]) == 18
+    assert legend_height(frame, names) == 3 * 18
+    parts = [ET.fromstring(each) for each in legend(frame, names)]
+    assert all(float(each.get("x")) < 510 - 100 for each in parts)
+    assert len({each.get("class") for each in parts if each.tag == "rect"}) == 5
+
+
+def test_runs_are_compared_point_by_point():
+    pair = (sweep_point(0.1), sweep_point(0.05))
+    root = svg_of(latency_comparison_chart([pair]))
+    first, second = (float(each.get("cx")) for each in root.findall("circle"))
+    assert second < first
+    assert any(each.text == "32 + 8, 1 in flight" for each in root.iter("text"))
+
+
 def test_stages_follow_each_other_unless_they_say_when():
     root = svg_of(
         stages_chart(
@@ -170,6 +209,12 @@ def test_stages_follow_each_other_unless_they_say_when():
     width = float(root.findall("rect")[0].get("width"))
     assert second == pytest.approx(first + width, abs=0.2)
     assert third == pytest.approx(first + width / 2, abs=0.2)
+
+
+def test_log_ticks_reach_around_the_values():
+    assert log_ticks(3, 40) == pytest.approx([2, 5, 10, 20, 50])
+    assert log_ticks(0.2, 0.2) == pytest.approx([0.2, 0.5])
+    assert log_ticks(1, 1000)[-1] == pytest.approx(1000)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ import pytest
 from inference.evaluation.evaluator import evaluate
 from inference.evaluation.files import FILE_NAMES
 from inference.evaluation.gate import Bound
-from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
+from inference.evaluation.options import (
+    EvaluationOptions,
+    LambadaOptions,
+    LatencyOptions,
+    TextTaskOptions,
+)
 from inference.evaluation.record import RunFacts, StageTiming, read_predictions, read_report
 from inference.evaluation.runner import EvaluationError
 
@@ -97,6 +103,14 @@ def test_failed_requests_leave_only_junit(options, fake_model, model, tmp_path):
     assert files(tmp_path / "out") == ["junit.xml"]
 
 
+def test_unusable_data_is_told_in_junit(options, model, passages, tmp_path):
+    passages.write_text("{}\n")
+    with pytest.raises(ValueError, match="is not a data set of this form"):
+        evaluate(options(), FACTS, model=model)
+    assert files(tmp_path / "out") == ["junit.xml"]
+    assert "is not a data set" in (tmp_path / "out" / "junit.xml").read_text()
+
+
 def test_unusable_data_leaves_an_earlier_report_alone(options, model, tmp_path, passages):
     evaluate(options(), FACTS, model=model)
     passages.write_text("{}\n")
@@ -134,6 +148,33 @@ def test_a_past_report_serves_as_reference(options, model, tmp_path, passages):
     assert (words.value, words.reference, words.first_disagreements) == (0.0, 0.25, (0,))
     first = read_predictions(tmp_path / "out" / "predictions.jsonl")[0]
     assert first.reference["lambada_last_word"] == 1.0
+
+
+def test_a_past_report_is_the_reference_of_every_task(options, model, tmp_path):
+    evaluate(options(output_dir=tmp_path / "first"), FACTS, model=model)
+    report = evaluate(
+        options(reference=str(tmp_path / "first" / "report.json")), FACTS, model=model
+    )
+    reference = report.tasks[0].reference
+    assert reference.source.startswith("run sample_")
+    assert [each.disagreeing for each in reference.metrics if each.agreeing is not None] == [0, 0]
+
+
+def test_a_language_has_a_bound_of_its_own(options, model, tmp_path):
+    row = {"premise": "It rains.", "hypothesis": "It is wet.", "label": 0}
+    data = tmp_path / "xnli.jsonl"
+    data.write_text("".join(json.dumps(row | {"language": each}) + "\n" for each in ("de", "fr")))
+    asked = options(
+        tasks=("xnli",),
+        text_tasks={"xnli": TextTaskOptions(data_path=data)},
+        gate={"xnli_accuracy_de": Bound(min=0.5)},
+        latency=LatencyOptions(enabled=False),
+    )
+    report = evaluate(asked, FACTS, model=model)
+    assert [breach.metric for breach in report.gate.breaches] == ["xnli_accuracy_de"]
+    with pytest.raises(ValueError, match=r"xnli_accuracy_es .*: xnli_accuracy, xnli_accuracy_de, "):
+        evaluate(replace(asked, gate={"xnli_accuracy_es": Bound(min=0.5)}), FACTS, model=model)
+    assert len(model.requests) == 2  # nothing was asked for a bound that cannot be applied
 
 
 def test_a_recorded_baseline_trips_the_gate_of_a_worse_run(options, model, tmp_path):

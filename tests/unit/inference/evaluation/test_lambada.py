@@ -73,6 +73,16 @@ def test_last_token_is_given_the_word_s_other_tokens(fake_model):
     assert model.requests == ["The cook lit the la"]
 
 
+@pytest.mark.parametrize(("answer", "right"), [(" me", 1.0), (" we", 0.0)])
+def test_a_word_of_one_token_is_asked_for_once(fake_model, answer, right):
+    model = fake_model({"They asked": (answer,)})
+    sample = Sample(index=0, text="They asked", target="me")
+    score = task(metrics=("lambada_last_word", "lambada_last_token")).score(sample, model)
+    assert score.values == {"lambada_last_word": right, "lambada_last_token": right}
+    assert set(model.requests) == {"They asked"}
+    assert len(model.requests) == 1 + int(right)  # a right answer's spelling is looked at
+
+
 def test_word_log_probability_leaves_the_context_out(fake_model):
     score = task(metrics=("lambada_perplexity",)).score(SAMPLE, fake_model())
     assert score.values == {"lambada_word_log_prob": pytest.approx(-1.0)}  # two tokens of -0.5

@@ -1,0 +1,109 @@
+"""The command: python -m inference.parity."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from export_scripts.commands import complain, say
+from export_scripts.ft.dtypes import WEIGHT_DATA_TYPES
+
+_EQUAL, _DEVIATES, _BAD_INPUT = 0, 1, 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m inference.parity",
+        description=textwrap.dedent(
+            """
+            Compare a checkpoint with the folder of shards made of it, without a server.
+
+            Every file is compared with what the converter would write. A Hugging Face checkpoint
+            is also computed by transformers, one in megatron-core layout by megatron-core, both in
+            fp32, and the folder by the code that serves it, all its ranks in this process:
+            embedding, attention, MLP and output of every layer, final norm and logits. The first
+            layer and the first tensor that deviate are named.
+            """
+        ).strip(),
+        epilog=textwrap.dedent(
+            """
+            exit status: 0 when nothing deviates, 1 when something does, 2 when the two cannot be
+            compared.
+            """
+        ).strip(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--checkpoint-path", type=Path, required=True, metavar="SOURCE",
+        help="the source: a .nemo archive or a folder")  # fmt: skip
+    add("--ft-dir", type=Path, required=True, metavar="DIR", help="a folder such as out/1/2-gpu")
+    add("--data-type", choices=WEIGHT_DATA_TYPES, default="fp32",
+        help="what the folder's model is computed in (default fp32)")  # fmt: skip
+    add("--tolerance", type=float, metavar="X",
+        help="largest error, of the largest value of each part (default by type: fp32 1e-4, "
+        "fp16 1e-2, bf16 8e-2)")  # fmt: skip
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt-ids", type=_ids, default=(), metavar="ID,ID,...",
+        help="token ids to compute (default: 16 from all over the vocabulary)")  # fmt: skip
+    prompt.add_argument("--text", help="text to compute, encoded by the folder's tokenizer")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="given",
+        help="a config.ini value the checkpoint does not tell, as for the conversion")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="write everything as JSON too")
+    return parser
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(each) for each in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write token ids with commas, such as 5,9,2"
+        ) from None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, print the report and return the exit status."""
+    options = _parser().parse_args(arguments)
+    from inference.parity.comparison import ParityRequest, compare
+    from inference.parity.text import report_text
+
+    try:
+        report = compare(
+            ParityRequest(
+                checkpoint=options.checkpoint_path,
+                ft_dir=options.ft_dir,
+                data_type=options.data_type,
+                tolerance=options.tolerance,
+                prompt_ids=_encoded(options) if options.text else options.prompt_ids,
+                given=tuple(_key_and_value(text) for text in options.given),
+            )
+        )
+        if options.json is not None:
+            options.json.write_text(report.to_json() + "\n")
+    except (ValueError, OSError) as error:
+        for line in str(error).split("\n"):
+            complain(f"error: {line}")
+        return _BAD_INPUT
+    say(report_text(report))
+    return _EQUAL if report.equal else _DEVIATES
+
+
+def _encoded(options: argparse.Namespace) -> tuple[int, ...]:
+    from inference.serving.tokenizer import load_tokenizer
+
+    return tuple(load_tokenizer(options.ft_dir).encode(options.text))
+
+
+def _key_and_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ValueError(f"--set {text} is not KEY=VALUE")
+    return key.strip(), value.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

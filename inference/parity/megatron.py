@@ -1,0 +1,246 @@
+"""Run a megatron-core checkpoint with megatron-core's own GPTModel, in fp32 on the CPU.
+
+The model is put together of all training ranks first, so that one process computes it.
+"""
+
+# Shapes: N tokens, H hidden, V vocabulary; megatron-core has (N, 1, H) inside
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._distributed_c10d import HashStore
+from torch.distributed import destroy_process_group, init_process_group
+from torch.nn import functional
+
+from export_scripts.families.gpt_core import core_traits
+from export_scripts.families.megatron_traits import MegatronTraits
+from export_scripts.ft.arrays import float32
+from export_scripts.plan import ConversionPlan
+from inference.parity.activations import (
+    PROMPT_TOKENS,
+    Activations,
+    ModelInputs,
+    Place,
+    input_problems,
+    spread_ids,
+)
+
+# Norms that Transformer Engine fuses into the linear behind them, and their modules without it.
+_UNFUSED = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+}
+_PARTS = {"attention": "self_attention.linear_proj", "mlp": "mlp.linear_fc2"}
+
+
+@dataclass(frozen=True)
+class MegatronSource:
+    """A loaded checkpoint.
+
+    Attributes:
+        config: arguments of TransformerConfig.
+        model: further arguments of GPTModel.
+        state: every tensor, whole, by GPTModel's names.
+    """
+
+    title: str
+    config: Mapping[str, Any]
+    model: Mapping[str, Any]
+    state: Mapping[str, torch.Tensor]
+
+    def default_inputs(self, ids: tuple[int, ...] = ()) -> ModelInputs:
+        """Return `ids`, or ids from all over the vocabulary."""
+        count = min(PROMPT_TOKENS, self.model["max_sequence_length"])
+        return ModelInputs(ids or spread_ids(self.model["vocab_size"], count))
+
+    def run(self, inputs: ModelInputs) -> Activations:
+        """Return what every layer computes, each place (N, H) or (N, V) fp32.
+
+        Raises:
+            ValueError: A token id lies outside the vocabulary, or there are too many of them; or
+                megatron-core does not take such a model.
+        """
+        problems = input_problems(
+            inputs,
+            vocab_size=self.model["vocab_size"],
+            positions=self.model["max_sequence_length"],
+        )
+        if problems:
+            raise ValueError("\n".join(problems))
+        count = len(inputs.ids)
+        noted: dict[Place, torch.Tensor] = {}
+        with _one_rank(), torch.no_grad():
+            network = self._network()
+            _watch(network, noted)
+            later = torch.ones(1, 1, count, count, dtype=torch.bool).triu(1)
+            logits = network(torch.tensor([inputs.ids]), torch.arange(count)[None], later)
+        noted[Place("logits")] = logits[0].float()
+        return noted
+
+    def _network(self) -> Any:
+        """Return GPTModel with the weights."""
+        gpt = importlib.import_module("megatron.core.models.gpt")
+        specs = importlib.import_module("megatron.core.models.gpt.gpt_layer_specs")
+        configs = importlib.import_module("megatron.core.transformer.transformer_config")
+        try:
+            config = configs.TransformerConfig(**self.config)
+            layer = specs.get_gpt_layer_local_spec(normalization=config.normalization)
+            network = gpt.GPTModel(config, layer, **self.model).eval()
+        except TypeError as error:
+            raise ValueError(
+                f"{self.title} has another interface than versions 0.12 to 0.16: {error}"
+            ) from error
+        found = network.load_state_dict(dict(self.state), strict=False)
+        missing = [key for key in found.missing_keys if not key.endswith("_extra_state")]
+        if missing or found.unexpected_keys:
+            raise ValueError(
+                f"{self.title}: GPTModel has tensors {missing} that the checkpoint lacks, and "
+                f"none called {found.unexpected_keys}"
+            )
+        return network
+
+
+@contextmanager
+def _one_rank() -> Iterator[None]:
+    """Let megatron-core find one rank, whose device is the CPU."""
+    parallel = importlib.import_module("megatron.core.parallel_state")
+    chance = importlib.import_module("megatron.core.tensor_parallel.random")
+    chance.initialize_rng_tracker(inference_rng_tracker=True)  # training's are on CUDA
+    # Scratch memory and rotary tables are made on the current CUDA device, wherever weights are.
+    cuda: Any = torch.cuda
+    current_device = cuda.current_device
+    cuda.current_device = lambda: "cpu"
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        parallel.initialize_model_parallel()
+        yield
+    finally:
+        parallel.destroy_model_parallel()
+        destroy_process_group()
+        cuda.current_device = current_device
+
+
+def _watch(network: Any, noted: dict[Place, torch.Tensor]) -> None:
+    """Note the embedding, every layer with its parts, and the final norm."""
+
+    def watch(module: Any, place: Place) -> None:
+        def hook(_module: Any, _inputs: Any, output: Any) -> None:
+            states, extra = output if isinstance(output, tuple) else (output, None)
+            # A linear gives its bias apart, for whoever adds it; a layer gives its context.
+            bias = extra if place.part in _PARTS and extra is not None else 0
+            noted[place] = (states + bias).flatten(0, 1).float()
+
+        module.register_forward_hook(hook)
+
+    watch(network.embedding, Place("embedding"))
+    for number, layer in enumerate(network.decoder.layers):
+        for part, name in _PARTS.items():
+            watch(layer.get_submodule(name), Place(f"layer {number}", part))
+        watch(layer, Place(f"layer {number}"))
+    watch(network.decoder.final_layernorm, Place("final norm"))
+
+
+def load_megatron(plan: ConversionPlan) -> MegatronSource:
+    """Gather a checkpoint of megatron-core's layout; `plan` is how it becomes a folder.
+
+    Raises:
+        ValueError: megatron-core's own modules cannot compute such a model.
+    """
+    traits = core_traits(plan.facts)
+    if traits.source.get("window_size"):
+        raise ValueError("megatron-core's attention has no window without Transformer Engine")
+    state = _state(plan, traits)
+    version = importlib.import_module("megatron.core").__version__
+    return MegatronSource(
+        title=f"megatron-core {version}, GPTModel",
+        config=_config(traits, state),
+        model=_model(plan, traits),
+        state=state,
+    )
+
+
+def _state(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, torch.Tensor]:
+    """Return every tensor that the conversion reads, of all training ranks, in fp32."""
+    cuts = {
+        key.format(**item.index): cut for item in plan.tensors for key, cut in item.source.reads
+    }
+    state = {}
+    for key, cut in cuts.items():
+        name = key.removeprefix(plan.origin.prefix)
+        for fused, apart in _UNFUSED.items():
+            name = name.replace(fused, apart)
+        pieces = [
+            torch.from_numpy(np.array(float32(piece.load(plan.facts.maps))))
+            for piece in plan.facts.pieces(key)
+        ]
+        if ".linear_fc1." in name and traits.gated:
+            # Each training rank holds its share of either half.
+            pieces = [half for rank in zip(*(p.chunk(2) for p in pieces), strict=True)
+                      for half in rank]  # fmt: skip
+        state[name] = pieces[0] if cut is None else torch.cat(pieces, cut)
+        if traits.normalization.endswith("1p") and "layernorm.weight" in name:
+            state[name] += 1
+    return state
+
+
+def _config(traits: MegatronTraits, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return the arguments of TransformerConfig."""
+    layer = "decoder.layers.0."
+    return {
+        "num_layers": traits.num_layer,
+        "hidden_size": traits.hidden,
+        "num_attention_heads": traits.head_num,
+        "num_query_groups": traits.query_groups,
+        "kv_channels": traits.size_per_head,
+        "ffn_hidden_size": traits.inter_size,
+        "layernorm_epsilon": traits.norm_eps,
+        "normalization": "RMSNorm" if traits.normalization.startswith("rmsnorm") else "LayerNorm",
+        "gated_linear_unit": traits.gated,
+        "activation_func": _activation(traits),
+        "add_bias_linear": layer + "self_attention.linear_proj.bias" in state,
+        "add_qkv_bias": layer + "self_attention.linear_qkv.bias" in state,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "use_cpu_initialization": True,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "persist_layer_norm": False,
+    }
+
+
+def _activation(traits: MegatronTraits) -> Any:
+    """Return the activation; trained with its bias fused, as is usual, gelu is the tanh form."""
+    # megatron/core/fusions/fused_bias_gelu.py
+    fused = traits.source.get("bias_activation_fusion", traits.source.get("bias_gelu_fusion"))
+    form = "none" if fused is False and traits.source.get("activation") == "gelu" else "tanh"
+    return {
+        "gelu": functools.partial(functional.gelu, approximate=form),
+        "silu": functional.silu,
+        "relu": functional.relu,
+    }[traits.activation]
+
+
+def _model(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, Any]:
+    """Return the arguments of GPTModel besides its config and layers."""
+    config: Any = plan.config
+    source = traits.source
+    scaled = source.get("scale_positional_embedding") or source.get("use_rope_scaling")
+    return {
+        "vocab_size": config.vocab_size,
+        "max_sequence_length": traits.max_positions,
+        "position_embedding_type": traits.position,
+        "share_embeddings_and_output_weights": config.tie_word_embeddings,
+        "rotary_percent": traits.rotary_fraction,
+        "rotary_base": traits.rotary_base,
+        "rope_scaling": bool(scaled),
+        "rope_scaling_factor": float(source.get("rope_scaling_factor") or 8.0),
+        "seq_len_interpolation_factor": traits.rotary_interpolation,
+    }

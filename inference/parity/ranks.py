@@ -1,0 +1,98 @@
+"""All ranks of a folder as threads of this process, and what each of them notes."""
+
+# Shapes: N tokens, W width of a part
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
+
+import torch
+
+from inference.parallel.linear import AllReduce
+from inference.parity.activations import Activations, Place
+from inference.serving.ranks import threads_per_rank
+
+# How the ranks' tensors of one place make one: all the same, terms of a sum, or some columns each.
+Merge = Literal["same", "sum", "columns"]
+
+
+class Notes:
+    """What one rank computed, place by place; later tokens of a place follow the earlier ones."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.tensors: dict[Place, list[torch.Tensor]] = {}
+        self.merges: dict[Place, Merge] = {}
+
+    def add(self, place: Place, x: torch.Tensor, merge: Merge = "same") -> None:
+        """Keep a copy of x (N, W)."""
+        self.tensors.setdefault(place, []).append(x.to(torch.float32, copy=True))
+        self.merges[place] = merge
+
+
+def on_ranks(tp_size: int, work: Callable[[Notes, AllReduce | None], None]) -> Activations:
+    """Return what the ranks noted, merged.
+
+    Args:
+        tp_size: Number of ranks.
+        work: Runs one rank; is given where to note, and the all-reduce if there are others.
+    """
+    sums = _ThreadSum(tp_size)
+
+    def run(rank: int) -> Notes:
+        torch.set_num_threads(threads_per_rank(tp_size))
+        notes = Notes(rank)
+        try:
+            with torch.inference_mode():
+                work(notes, sums.for_rank(rank) if tp_size > 1 else None)
+        except BaseException:
+            sums.abort()
+            raise
+        return notes
+
+    with ThreadPoolExecutor(tp_size, "rank") as pool:
+        tasks = [pool.submit(run, rank) for rank in range(tp_size)]
+    errors = [error for task in tasks if (error := task.exception()) is not None]
+    if errors:
+        # Ranks that waited for one that failed have nothing to tell.
+        told = (e for e in errors if not isinstance(e, threading.BrokenBarrierError))
+        raise next(told, errors[0])
+    return _merged([task.result() for task in tasks])
+
+
+def _merged(ranks: Sequence[Notes]) -> Activations:
+    merged = {}
+    for place, merge in ranks[0].merges.items():
+        parts = [torch.cat(notes.tensors[place]) for notes in ranks]
+        if merge == "columns":
+            merged[place] = torch.cat(parts, dim=1)
+        else:
+            merged[place] = torch.stack(parts).sum(0) if merge == "sum" else parts[0]
+    return merged
+
+
+class _ThreadSum:
+    """Sums a tensor over the threads that are ranks, on each of them in the order of ranks."""
+
+    def __init__(self, size: int) -> None:
+        self._parts: list[torch.Tensor | None] = [None] * size
+        self._barrier = threading.Barrier(size)
+
+    def for_rank(self, rank: int) -> AllReduce:
+        """Return the all-reduce of one rank."""
+
+        def reduce(x: torch.Tensor) -> torch.Tensor:
+            self._parts[rank] = x
+            self._barrier.wait()
+            total = torch.stack([part for part in self._parts if part is not None]).sum(0)
+            self._barrier.wait()  # nobody offers its next part before all have read this one
+            return total
+
+        return reduce
+
+    def abort(self) -> None:
+        """End the waits of the other ranks."""
+        self._barrier.abort()

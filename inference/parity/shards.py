@@ -1,0 +1,191 @@
+"""Run an FT folder's shards as the runtime does, without a server, noting what every layer gives.
+
+The layers are loaded and run by the code that serves, on the CPU.
+"""
+
+# Shapes: N tokens, E hidden, V vocabulary
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from export_scripts.families.architecture import (
+    DecoderArchitecture,
+    EncoderArchitecture,
+    EncoderDecoderArchitecture,
+)
+from export_scripts.ft.reader import FTReader
+from inference.decoding.kv_cache import CacheShape, KVCache
+from inference.model.decoder_weights import load_decoder
+from inference.model.encoder import Encoder
+from inference.model.encoder_decoder import EncoderBatch, EncoderDecoder, make_decoder_step
+from inference.model.ragged import ragged_rows
+from inference.model.step import Segment, make_step
+from inference.model.weights import RankWeights
+from inference.parallel.layout import ParallelLayout
+from inference.parallel.linear import AllReduce
+from inference.parity.activations import Activations, ModelInputs, Place
+from inference.parity.ranks import Notes, on_ranks
+from inference.parity.taps import (
+    tapped_bert_layer,
+    tapped_decoder_layer,
+    tapped_t5_decoder_layer,
+    tapped_t5_encoder_layer,
+)
+from inference.serving.rank_settings import compute_dtype, matrix_dtype
+
+_CPU = torch.device("cpu")
+
+
+def run_shards(
+    reader: FTReader, inputs: ModelInputs, *, data_type: str, states: torch.Tensor | None = None
+) -> Activations:
+    """Return what the folder's model computes, each place (N, E) or (N, V) fp32.
+
+    Args:
+        reader: The folder; all its ranks run, as threads.
+        inputs: Token ids.
+        data_type: What is computed in: fp32, fp16 or bf16, as the runtime does on a CPU.
+        states: The first layer's input (N, E), for a model whose embeddings run outside.
+
+    Raises:
+        ValueError: The sizes do not divide among the ranks, or a choice is not supported.
+        CheckpointMismatchError: Tensors hold values that are not finite.
+    """
+
+    def run(notes: Notes, reduce: AllReduce | None) -> None:
+        layout = ParallelLayout(notes.rank, reader.tp_size)
+        weights = RankWeights(
+            reader,
+            layout,
+            dtype=compute_dtype(data_type, _CPU),
+            device=_CPU,
+            matrix_dtype=matrix_dtype(data_type, _CPU),
+        )
+        rank = _Rank(weights, reduce, notes)
+        architecture = reader.family.architecture(reader.config)
+        if isinstance(architecture, DecoderArchitecture):
+            rank.run_decoder(architecture, inputs)
+        elif isinstance(architecture, EncoderDecoderArchitecture):
+            rank.run_encoder_decoder(architecture, inputs)
+        else:
+            assert states is not None, "nothing to begin with"
+            rank.run_encoder(architecture, states)
+
+    return on_ranks(reader.tp_size, run)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank: its files, its sums with the others, and where it notes."""
+
+    weights: RankWeights
+    reduce: AllReduce | None
+    notes: Notes
+
+    def run_decoder(self, architecture: DecoderArchitecture, inputs: ModelInputs) -> None:
+        """Run a decoder-only model over all tokens at once."""
+        model = load_decoder(self.weights, architecture, reduce=self.reduce)
+        layers: list[Any] = [
+            tapped_decoder_layer(layer, f"layer {number}", self.notes)
+            for number, layer in enumerate(model.layers)
+        ]
+        model.layers = layers
+        count = len(inputs.ids)
+        step = make_step(
+            torch.tensor(inputs.ids),
+            [Segment(0, 0, count)],
+            torch.arange(count),
+            cache=self._cache(
+                architecture.num_layer,
+                architecture.kv_head_num,
+                architecture.size_per_head,
+                max_len=count,
+            ),
+            rules=model.rules,
+            dtype=model.dtype,
+        )
+        x = model.embed(step)
+        self.notes.add(Place("embedding"), x)
+        x = model.run_layers(x, step)
+        assert model.head is not None, "the whole model is one stage"
+        if model.head.norm is not None:
+            self.notes.add(Place("final norm"), model.head.norm(x))
+        self._note_logits(model.logits(x, step), architecture.vocab_size)
+
+    def run_encoder_decoder(
+        self, architecture: EncoderDecoderArchitecture, inputs: ModelInputs
+    ) -> None:
+        """Run a T5: the encoder over all its tokens, the decoder token by token."""
+        model = EncoderDecoder(self.weights, architecture, reduce=self.reduce)
+        model.encoder = [
+            tapped_t5_encoder_layer(layer, f"encoder layer {number}", self.notes)
+            for number, layer in enumerate(model.encoder)
+        ]
+        rows = ragged_rows([len(inputs.ids)], _CPU)
+        batch = EncoderBatch(torch.tensor(inputs.ids), rows)
+        x = model.embed_rows(batch)
+        self.notes.add(Place("encoder embedding"), x)
+        masks = model.encoder_masks(rows)
+        x = model.run_encoder(x, batch, masks, layers=model.encoder_layers)
+        encoded = model.finish_encoder(x)
+        self.notes.add(Place("encoder final norm"), encoded)
+        if architecture.decoder is not None:
+            self._decode(model, batch, encoded, inputs)
+
+    def _decode(
+        self,
+        model: EncoderDecoder,
+        batch: EncoderBatch,
+        encoded: torch.Tensor,
+        inputs: ModelInputs,
+    ) -> None:
+        stack = model.architecture.decoder
+        assert stack is not None
+        model.decoder = [
+            tapped_t5_decoder_layer(layer, f"decoder layer {number}", self.notes)
+            for number, layer in enumerate(model.decoder)
+        ]
+        sizes = stack.num_layer, stack.head_num, stack.size_per_head
+        cache = self._cache(*sizes, max_len=len(inputs.decoder_ids))
+        cross_cache = self._cache(*sizes, max_len=len(inputs.ids))
+        model.remember(encoded, batch, [[0]], cross_cache)
+        for position, token in enumerate(inputs.decoder_ids):
+            step = make_decoder_step(
+                torch.tensor([token]),
+                [Segment(0, position, 1)],
+                [len(inputs.ids)],
+                cache=cache,
+                rules=model.rules,
+                dtype=model.dtype,
+            )
+            x = model.embed_step(step)
+            self.notes.add(Place("decoder embedding"), x)
+            x = model.run_decoder(x, step, cache, cross_cache)
+            assert model.decoder_norm is not None, "the whole model is one stage"
+            self.notes.add(Place("decoder final norm"), model.decoder_norm(x))
+            self._note_logits(model.logits(x), model.architecture.vocab_size)
+
+    def run_encoder(self, architecture: EncoderArchitecture, states: torch.Tensor) -> None:
+        """Run a BERT over one row of hidden states (N, E)."""
+        model = Encoder(self.weights, architecture, reduce=self.reduce)
+        layers: list[Any] = [
+            tapped_bert_layer(layer, f"layer {number}", self.notes)
+            for number, layer in enumerate(model.layers)
+        ]
+        model.layers = layers
+        self.notes.add(Place("embedding"), states)
+        model.run_layers(states.to(model.dtype), ragged_rows([len(states)], _CPU))
+
+    def _note_logits(self, part: torch.Tensor, vocab_size: int) -> None:
+        """Note this rank's slice of the logits (N, slice), without what fills the last one up."""
+        rows = self.weights.layout.vocab_rows(vocab_size)
+        self.notes.add(Place("logits"), part[:, : len(rows)], "columns")
+
+    def _cache(self, num_layer: int, head_num: int, size_per_head: int, *, max_len: int) -> KVCache:
+        heads = head_num // self.weights.layout.tp_size
+        shape = CacheShape(num_layer, 1, heads, max_len, size_per_head)
+        return KVCache(shape, dtype=self.weights.dtype, device=_CPU)

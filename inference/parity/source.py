@@ -1,0 +1,66 @@
+"""The source model as the library computes it that made it, where that library is at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Protocol
+
+from export_scripts.families.architecture import Architecture
+from export_scripts.families.gpt_core import is_core
+from export_scripts.plan import ConversionPlan
+from inference.parity.activations import Activations, ModelInputs, NoLibraryError
+from inference.parity.huggingface import load_huggingface
+from inference.parity.megatron import load_megatron
+
+# Who computes the formats whose library is not run here.
+_OTHERS: Mapping[str, str] = {
+    "nemo": "NVIDIA's nemo_toolkit",
+    "megatron": "Megatron-LM",
+    "jax": "mesh-transformer-jax",
+    "eleuther": "EleutherAI's gpt-neox",
+}
+
+
+class Source(Protocol):
+    """A loaded source model."""
+
+    @property
+    def title(self) -> str:
+        """Library, version and class, for people."""
+        ...
+
+    def default_inputs(self, ids: tuple[int, ...] = ()) -> ModelInputs:
+        """Return `ids`, or ids from all over the vocabulary, with an answer for a decoder."""
+        ...
+
+    def run(self, inputs: ModelInputs) -> Activations:
+        """Return what every layer computes; raises ValueError for ids that do not fit."""
+        ...
+
+
+def load_source(plan: ConversionPlan, architecture: Architecture) -> Source:
+    """Load a source in fp32.
+
+    Args:
+        plan: How the source becomes the folder; read here only.
+        architecture: What the folder's model is.
+
+    Raises:
+        NoLibraryError: The library is not installed, or is none of those that are run here.
+        ValueError: The library cannot load the source.
+    """
+    kind = plan.facts.reader.format
+    if kind == "huggingface":
+        return load_huggingface(plan.request.checkpoint_path, architecture)
+    if not is_core(plan.facts):
+        raise NoLibraryError(
+            f"this {kind} checkpoint is computed by {_OTHERS[kind]}, which is not run here; its "
+            "tensors were compared"
+        )
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise NoLibraryError(
+            "this checkpoint is computed by megatron-core, which is not installed (pip install "
+            "'megatron-core>=0.12'); its tensors were compared"
+        )
+    return load_megatron(plan)

@@ -1,0 +1,69 @@
+"""Random two-layer models of every family transformers can make, saved as their folders are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+_DECODER = {"vocab_size": 53, "bos_token_id": 1, "eos_token_id": 2}
+_LLAMA = {
+    **_DECODER, "hidden_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_hidden_layers": 2, "intermediate_size": 56, "max_position_embeddings": 40,
+    "tie_word_embeddings": False, "head_dim": 8,
+}  # fmt: skip
+_GPT2 = {**_DECODER, "n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 40}
+_NEOX = {
+    **_DECODER, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2,
+    "intermediate_size": 56, "max_position_embeddings": 40,
+}  # fmt: skip
+_T5 = {
+    "vocab_size": 41, "d_model": 20, "d_kv": 6, "d_ff": 28, "num_layers": 2,
+    "num_decoder_layers": 3, "num_heads": 4, "relative_attention_num_buckets": 8,
+    "decoder_start_token_id": 0,
+}  # fmt: skip
+
+# name -> (class of the model, its settings)
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", _GPT2),
+    "opt": (
+        "OPTForCausalLM",
+        {**_DECODER, "hidden_size": 24, "num_attention_heads": 4, "num_hidden_layers": 2,
+         "ffn_dim": 56, "max_position_embeddings": 40, "word_embed_proj_dim": 16,
+         "do_layer_norm_before": False},
+    ),
+    "bloom": ("BloomForCausalLM", {**_DECODER, "hidden_size": 24, "n_head": 4, "n_layer": 2}),
+    "gptj": ("GPTJForCausalLM", {**_GPT2, "rotary_dim": 4}),
+    "gptneox-parallel": ("GPTNeoXForCausalLM", _NEOX),
+    "gptneox-sequential": ("GPTNeoXForCausalLM", {**_NEOX, "use_parallel_residual": False}),
+    "llama": ("LlamaForCausalLM", _LLAMA),
+    "mistral": ("MistralForCausalLM", {**_LLAMA, "sliding_window": 5}),
+    "qwen2": ("Qwen2ForCausalLM", _LLAMA),
+    "t5": ("T5ForConditionalGeneration", _T5),
+    "mt5": (
+        "MT5ForConditionalGeneration",
+        {**_T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "t5-encoder": ("T5EncoderModel", {**_T5, "feed_forward_proj": "gated-silu"}),
+    "bert": (
+        "BertModel",
+        {"vocab_size": 41, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "intermediate_size": 28, "max_position_embeddings": 30},
+    ),
+}  # fmt: skip
+
+
+def write_model(name: str, folder: Path, **changes: Any) -> Path:
+    """Save a random model whose every parameter matters: none is left at zero or one."""
+    class_name, settings = MODELS[name]
+    kind = getattr(transformers, class_name)
+    torch.manual_seed(1)
+    model = kind(kind.config_class(**{**settings, **changes})).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.15)
+    model.save_pretrained(folder)
+    return folder
