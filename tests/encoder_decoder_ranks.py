@@ -14,8 +14,9 @@ from torch._C._distributed_c10d import HashStore
 from inference.model.step import Segment
 from inference.parallel.groups import RankGroups
 from inference.serving.plan import EncoderRow, StepPlan, pack, unpack
-from inference.serving.rank import RankSettings
-from inference.serving.rank_kinds import AnyRank, make_rank
+from inference.serving.rank_base import RankBase
+from inference.serving.rank_kinds import make_rank
+from inference.serving.rank_settings import RankSettings
 
 _TIMEOUT_S = 60.0
 ResultT = TypeVar("ResultT")
@@ -31,7 +32,7 @@ class Outputs:
 
 def on_ranks(
     ft_dir: Path,
-    work: Callable[[AnyRank], ResultT],
+    work: Callable[[RankBase], ResultT],
     *,
     tp_size: int = 1,
     pp_size: int = 1,
@@ -71,7 +72,7 @@ def encoded_by(
         encoder_ids=list(prompt),
     )
 
-    def work(rank: AnyRank) -> torch.Tensor | None:
+    def work(rank: RankBase) -> torch.Tensor | None:
         result = rank.run(unpack(pack(plan)))
         return None if result is None else result.hidden
 
@@ -92,7 +93,7 @@ def logits_by(
 ) -> torch.Tensor:
     """Return the logits after each decoder token, fed one by one, (tokens, vocabulary) fp32."""
 
-    def work(rank: AnyRank) -> list[torch.Tensor]:
+    def work(rank: RankBase) -> list[torch.Tensor]:
         parts = []
         for position, token in enumerate(decoder_ids):
             first = position == 0
@@ -125,7 +126,7 @@ def states_by(
         encoder_rows=tuple(EncoderRow(length) for length in lengths),
     )
 
-    def work(rank: AnyRank) -> torch.Tensor | None:
+    def work(rank: RankBase) -> torch.Tensor | None:
         result = rank.run(unpack(pack(plan)), inputs.clone())
         return None if result is None else result.hidden
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from export_scripts.families.bert import BERT, BertConfig
 from export_scripts.families.gpt import GPT, GPTConfig
 from export_scripts.families.spec import ModelConfig, ModelFamily
 
@@ -76,3 +77,17 @@ def gpt_config(*, tp_size: int = 1, **changes: Any) -> GPTConfig:
 def write_gpt(target: Path, *, tp_size: int = 1, seed: int = 0, **changes: Any) -> Path:
     """Write a small random GPT."""
     return write_random(GPT, gpt_config(tp_size=tp_size, **changes), target, seed=seed)
+
+
+def write_bert(target: Path, *, tp_size: int = 1) -> Path:
+    """Write a small random BERT."""
+    config = BertConfig(
+        model_name="bert",
+        weight_data_type="fp32",
+        tensor_para_size=tp_size,
+        head_num=4,
+        size_per_head=6,
+        inter_size=28,
+        num_layer=2,
+    )
+    return write_random(BERT, config, target)

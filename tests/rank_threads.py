@@ -12,7 +12,8 @@ from torch._C._distributed_c10d import HashStore
 from inference.model.step import Segment
 from inference.parallel.groups import RankGroups
 from inference.serving.plan import StepPlan, pack, unpack
-from inference.serving.rank import Rank, RankSettings
+from inference.serving.rank import Rank
+from inference.serving.rank_settings import RankSettings
 
 _TIMEOUT_S = 60.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from inference.decoding.results import FinishReason, RowResult
@@ -18,9 +19,16 @@ class Hypothesis:
     reason: FinishReason | None
 
 
+# Natural logarithm of the largest divisor, and below zero of the least: a double holds more.
+_LARGEST_LOG = 300.0
+
+
 def length_divisor(length: int, *, alpha: float) -> float:
     """Return what a sum of log probabilities over `length` tokens is divided by to rank it."""
-    return 1.0 if alpha == 0 or length <= 1 else float(length) ** alpha
+    if alpha == 0 or length <= 1:
+        return 1.0
+    most = _LARGEST_LOG / math.log(length)
+    return math.pow(length, max(-most, min(alpha, most)))
 
 
 class HypothesisPool:

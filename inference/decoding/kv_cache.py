@@ -21,6 +21,11 @@ import torch
 WIPE = -1
 
 
+def prefix_source(task_id: int) -> int:
+    """Return what stands in place of a source lane for the loaded prefix of a prompt task."""
+    return WIPE - 1 - task_id
+
+
 @dataclass(frozen=True)
 class CacheShape:
     """Sizes of one rank's cache."""
@@ -43,8 +48,24 @@ class CacheShape:
 class KVCache:
     """One rank's keys and values."""
 
-    def __init__(self, shape: CacheShape, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: CacheShape,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefixes: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Take the memory.
+
+        Args:
+            shape: Sizes.
+            dtype: Of keys and values.
+            device: Where they lie.
+            prefixes: Of each prompt task, what `copy` may start a lane with: (L, 2, H, tokens, D).
+        """
         self.shape = shape
+        self._prefixes = prefixes
         # One lane more, for tokens that only fill a step of fixed size.
         sizes = (shape.num_layer, shape.lanes + 1, 2, shape.kv_head_num, shape.max_len)
         self._data = _zeros((*sizes, shape.size_per_head), dtype, device)
@@ -82,18 +103,22 @@ class KVCache:
         """Copy tokens among lanes, all at once: (source, target, first token, end) each.
 
         Sources are read before any target is written, so lanes may swap. The source WIPE stands
-        for zeros.
+        for zeros, those of `prefix_source` for a loaded prefix.
         """
-        saved = [
-            None if source == WIPE else self._data[:, source, :, :, start:stop].clone()
-            for source, _, start, stop in moves
-        ]
+        saved = [self._values(source, start, stop) for source, _, start, stop in moves]
         for (_, target, start, stop), values in zip(moves, saved, strict=True):
             room = self._data[:, target, :, :, start:stop]
             if values is None:
                 room.zero_()
             else:
                 room.copy_(values)
+
+    def _values(self, source: int, start: int, stop: int) -> torch.Tensor | None:
+        if source == WIPE:
+            return None
+        if source < WIPE:
+            return self._prefixes[WIPE - 1 - source][:, :, :, start:stop]
+        return self._data[:, source, :, :, start:stop].clone()
 
 
 def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -47,7 +47,7 @@ def process_logits(
     _ban(x, rules)
     apply_temperature(x, rules)
     apply_penalty(x, rules)
-    _forbid(x, rules)
+    _forbid(x, rules, vocab_size)
     return x
 
 
@@ -116,8 +116,13 @@ def _ban(x: torch.Tensor, rules: Sequence[LaneRules]) -> None:
         x[index[:, 0], index[:, 1]] = -torch.inf
 
 
-def _forbid(x: torch.Tensor, rules: Sequence[LaneRules]) -> None:
-    pairs = [(i, r.forbidden_id) for i, r in enumerate(rules) if r.forbidden_id is not None]
+def _forbid(x: torch.Tensor, rules: Sequence[LaneRules], vocab_size: int) -> None:
+    # A model's own end id may lie outside its vocabulary, where it cannot come up anyway.
+    pairs = [
+        (i, r.forbidden_id)
+        for i, r in enumerate(rules)
+        if r.forbidden_id is not None and r.forbidden_id < vocab_size
+    ]
     if pairs:
         index = _to(x, np.asarray(pairs, np.int64))  # (count, 2)
         x[index[:, 0], index[:, 1]] = LOWEST

@@ -38,6 +38,11 @@ class PromptTable:
     task_id: int | None = None
     embedding: Array | None = None
 
+    @property
+    def cached_len(self) -> int:
+        """Cache entries that come before those of the ids: P_TUNING replaces ids instead."""
+        return 0 if self.kind == P_TUNING else self.length
+
 
 def read_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable | None]:
     """Return the virtual prompt of every row; problems go to `fields.problems`."""
@@ -58,7 +63,7 @@ def read_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable 
 
 def _loaded_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable | None]:
     kind = limits.prompt_learning_type
-    if kind not in (PREFIX_PROMPT, P_TUNING):
+    if kind not in ((P_TUNING,) if limits.encoder_decoder else (PREFIX_PROMPT, P_TUNING)):
         fields.problems.append(
             f"{TASK_IDS}: this model has no loaded prompts (prompt_learning_type={kind}); "
             "omit the tensor"

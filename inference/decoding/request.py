@@ -15,7 +15,6 @@ import numpy as np
 from inference.decoding.options import RowOptions, read_options
 from inference.decoding.prompts import (
     P_TUNING,
-    SOFT_PROMPT,
     PromptTable,
     prompt_source,
     read_prompts,
@@ -204,10 +203,15 @@ class _Parser:
         return session_len, memory_len
 
     def _check_special_ids(self, options: list[RowOptions]) -> None:
+        """Check ids that the request states, and a model's start id where it is fed."""
+        assert self.ids is not None
+        checked = set(self.fields.tensors)
+        if self.limits.encoder_decoder or self.ids.shape[1] == 0:
+            checked.add("start_id")
         for name in ("start_id", "end_id"):
             for b, row in enumerate(options):
                 value = getattr(row, name)
-                if name in self.fields.tensors and not 0 <= value < self.limits.vocab_size:
+                if name in checked and not 0 <= value < self.limits.vocab_size:
                     self.problems.append(
                         f"{name}[{b}]={value} outside vocabulary of size {self.limits.vocab_size}"
                     )
@@ -228,11 +232,11 @@ class _Parser:
                 if size > limit:
                     self.problems.append(f"{name}: {size} exceeds max_pos_seq_len ({limit})")
             return
-        soft = [p.length if p and p.kind == SOFT_PROMPT else 0 for p in prompts]
-        need, b = max((s + n, b) for b, (s, n) in enumerate(zip(soft, output_lens, strict=True)))
+        before = [p.cached_len if p else 0 for p in prompts]
+        need, b = max((s + n, b) for b, (s, n) in enumerate(zip(before, output_lens, strict=True)))
         if width + need > limit:
             self.problems.append(
-                f"input_ids: prompt ({width + soft[b]}) + {self.names.output_len} "
+                f"input_ids: prompt ({width + before[b]}) + {self.names.output_len} "
                 f"({output_lens[b]}) exceeds max_pos_seq_len ({limit})"
             )
 

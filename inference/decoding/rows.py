@@ -67,9 +67,8 @@ class RowRequest:
 
     @property
     def context_len(self) -> int:
-        """Cache entries before the first generated token: soft prompt and context."""
-        soft = self.prompt.length if self.prompt and self.prompt.kind == SOFT_PROMPT else 0
-        return soft + len(self.context_ids)
+        """Cache entries before the first generated token: virtual ones and context."""
+        return (self.prompt.cached_len if self.prompt else 0) + len(self.context_ids)
 
 
 @dataclass(frozen=True)

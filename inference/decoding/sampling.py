@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from inference.decoding.candidates import Candidates, GroupKey
+from inference.decoding.candidates import Candidates, GroupKey, top_candidates
 from inference.decoding.nucleus import DescendingMass, draw_from_prefix
-from inference.decoding.processors import LaneRules
+from inference.decoding.processors import LOWEST, LaneRules
 from inference.decoding.random import Xorwow
 from inference.decoding.results import FinishReason, RowResult
 from inference.decoding.rows import RowRequest
@@ -72,8 +73,15 @@ class SamplingRow:
 
     @property
     def is_plain(self) -> bool:
-        """True when this step takes the arg-max of the raw logits and nothing else."""
-        return self._is_bare_greedy and self.generated >= self.options.min_length
+        """True when a step takes the arg-max of the raw logits, the forbidden id aside."""
+        return self._is_bare_greedy
+
+    @property
+    def forbidden_id(self) -> int | None:
+        """The end id while the row is too short to end, if it is one of the vocabulary."""
+        o = self.options
+        too_short = self.generated < o.min_length and o.end_id < self._vocab_size
+        return o.end_id if too_short else None
 
     @property
     def is_nucleus(self) -> bool:
@@ -108,7 +116,7 @@ class SamplingRow:
                 seen=self._seen.ids(generated) if self._seen and penalised else None,
                 repetition_penalty=o.repetition_penalty,
                 presence_penalty=o.presence_penalty,
-                forbidden_id=o.end_id if generated < o.min_length else None,
+                forbidden_id=self.forbidden_id,
             )
         ]
 
@@ -197,8 +205,17 @@ def choose(
             choices.append(_choose_from_all(row, candidates, i, include_boundary))
         else:
             token, value = int(candidates.ids[i, place]), candidates.values[i, place]
+            if token == row.forbidden_id and row.is_plain:
+                token = _best_other(candidates.logits[i], token)
             choices.append(_choice(row, candidates, i, token, float(value), log_kept[i]))
     return choices
+
+
+def _best_other(logits: torch.Tensor, token: int) -> int:
+    """Return the best token of raw logits (V,) but `token`."""
+    logits = logits.clone()
+    logits[token] = LOWEST
+    return int(top_candidates(logits[None], width=1)[1])
 
 
 def _draw(

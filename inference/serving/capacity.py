@@ -2,77 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
 from export_scripts.families.architecture import (
-    Architecture,
     DecoderArchitecture,
-    EncoderArchitecture,
     EncoderDecoderArchitecture,
 )
 from export_scripts.families.spec import ModelConfig, ModelFamily
-from export_scripts.ft.dtypes import WEIGHT_DATA_TYPES, item_size
+from export_scripts.ft.dtypes import item_size
 from inference.decoding.kv_cache import CacheShape
 from inference.decoding.prompts import P_TUNING, SOFT_PROMPT
 from inference.decoding.request import GenerationRequest, ModelLimits
-from inference.model import encoder, t5_weights
-from inference.model.decoder_weights import check_architecture
 from inference.parallel.layout import ParallelLayout
+from inference.serving.engine_options import EngineOptions
+from inference.serving.rank_checks import check_ranks
 
 _DEFAULT_MAX_LEN = 4096
 _CPU_SHARE = 0.25  # of the memory that is available, for keys and values
 _CUDA_SHARE = 0.8  # of the memory that the weights leave
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """Budgets and bounds of an engine.
-
-    Attributes:
-        max_lanes: Most sequences that run at once; a beam search takes one per beam.
-        max_seq_len: Most tokens of one sequence, prompt and answer; None for what the model was
-            made for, at most 4096.
-        kv_cache_bytes: Memory for keys and values on each rank; None for a share of what is free.
-        max_queued_rows: Rows that may wait for lanes before requests are refused.
-        max_stall_s: How long a step may take longer for the sake of other requests' prompts.
-        threads: CPU threads of each rank; None divides the cores among the ranks.
-        shared_memory: Whether the CPU ranks of a node talk through shared memory; else over gloo.
-        rank_timeout_s: How long a rank may take to answer before it counts as hung.
-        start_timeout_s: How long the other ranks may take to load.
-        restart_failed_ranks: Whether ranks are started again after a failure.
-        output_log_probs_mode: As `DecodingConfig` says.
-        nucleus_include_boundary: As `DecodingConfig` says.
-    """
-
-    max_lanes: int = 64
-    max_seq_len: int | None = None
-    kv_cache_bytes: int | None = None
-    max_queued_rows: int = 2048
-    max_stall_s: float = 0.25
-    threads: int | None = None
-    shared_memory: bool = True
-    rank_timeout_s: float = 7.0
-    start_timeout_s: float = 1800.0
-    restart_failed_ranks: bool = False
-    output_log_probs_mode: Literal["renormalized", "full"] = "renormalized"
-    nucleus_include_boundary: bool = False
-
-    def __post_init__(self) -> None:
-        problems = [
-            f"{field.name}={value} must be greater than 0"
-            for field in fields(self)
-            if isinstance(value := getattr(self, field.name), int | float)
-            and not isinstance(value, bool)
-            and value <= 0
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
 
 
 @dataclass(frozen=True)
@@ -99,8 +50,6 @@ class Capacity:
                 f"beam_width={request.beam_width} exceeds the {self.lanes} sequences the cache "
                 "holds; raise max_lanes or kv_cache_bytes"
             )
-        if request.session_len is not None:
-            problems.append("session_len: interactive sessions are not supported")
         return problems
 
     def _too_long(self, request: GenerationRequest) -> list[str]:
@@ -227,89 +176,6 @@ def plan_capacity(
     return _lanes(
         architecture, ft_dir, ParallelLayout(0, tp_size, pp_size), data_type, kind, options
     )
-
-
-def check_ranks(
-    architecture: Architecture,
-    *,
-    tp_size: int,
-    pp_size: int,
-    data_type: str,
-    int8_mode: int,
-    device: str,
-    needed_devices: int | None = None,
-) -> str:
-    """Return the device that the ranks of a model use, after checking sizes and types.
-
-    `needed_devices` is how many GPUs this process must see; None for one for each rank.
-
-    Raises:
-        ValueError: naming everything that does not fit.
-    """
-    problems = []
-    if data_type not in WEIGHT_DATA_TYPES:
-        problems.append(f"data_type={data_type!r} must be one of {', '.join(WEIGHT_DATA_TYPES)}")
-    problems += _int8_problems(architecture, int8_mode, data_type)
-    for check in _checks(architecture, ParallelLayout(0, tp_size, pp_size)):
-        problems += _problems(check)
-    kind, device_problems = _device(device, needed_devices or tp_size * pp_size)
-    problems += device_problems
-    if problems:
-        raise ValueError("\n".join(problems))
-    return kind
-
-
-def _int8_problems(architecture: Architecture, int8_mode: int, data_type: str) -> list[str]:
-    if int8_mode not in (0, 1):
-        return [f"int8_mode={int8_mode} is not supported; use 0, or 1 for weights of 8 bits"]
-    if int8_mode == 0:
-        return []
-    if isinstance(architecture, EncoderArchitecture):
-        return ["int8_mode=1 is not supported for BERT; use 0"]
-    if data_type == "fp32":
-        return ["int8_mode=1 multiplies in 16 bits; set data_type=fp16 or bf16"]
-    return []
-
-
-def _checks(architecture: Architecture, layout: ParallelLayout) -> list[Callable[[], object]]:
-    """Return what raises ValueError where the model does not divide among the ranks."""
-    if isinstance(architecture, DecoderArchitecture):
-        return [
-            lambda: check_architecture(architecture, layout.tp_size),
-            lambda: layout.layers(architecture.num_layer),
-        ]
-    if isinstance(architecture, EncoderArchitecture):
-        return [
-            lambda: encoder.check_architecture(architecture, layout.tp_size),
-            lambda: layout.layers(architecture.num_layer),
-        ]
-    stacks = [stack for stack in (architecture.encoder, architecture.decoder) if stack]
-    return [
-        lambda: t5_weights.check_architecture(architecture, layout.tp_size),
-        *(partial(layout.layers, depth) for depth in {stack.num_layer for stack in stacks}),
-    ]
-
-
-def _problems(check: Callable[[], object]) -> list[str]:
-    try:
-        check()
-    except ValueError as error:
-        return [str(error)]
-    return []
-
-
-def _device(device: str, ranks: int) -> tuple[str, list[str]]:
-    if device not in ("auto", "cpu", "cuda"):
-        return "cpu", [f"device={device!r} must be auto, cpu or cuda"]
-    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return "cpu", []
-    visible = torch.cuda.device_count()
-    if ranks > visible:
-        return "cuda", [
-            f"tensor_para_size * pipeline_para_size = {ranks} ranks need as many GPUs, "
-            f"{visible} are visible; change the sizes or CUDA_VISIBLE_DEVICES, or set device=cpu"
-        ]
-    return "cuda", []
 
 
 def _lanes(

@@ -9,11 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import takewhile
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
+from inference.serving.session_turn import SessionTurn
 from inference.serving.transport import (
     GrpcTransport,
     HttpTransport,
@@ -77,16 +79,22 @@ class TritonClient:
         )
 
     def infer(
-        self, model: str, inputs: Tensors, *, outputs: Sequence[str] | None = None
+        self,
+        model: str,
+        inputs: Tensors,
+        *,
+        outputs: Sequence[str] | None = None,
+        turn: SessionTurn | None = None,
     ) -> Outputs:
         """Send one request and return its outputs by name: `outputs`, or all of them.
 
         Floating-point inputs are sent in the precision that the model declares. Of a streaming
-        model the last response is returned, which holds the whole answer.
+        model the last response is returned, which holds the whole answer. An interactive model
+        needs `turn`, its session.
         """
-        if self._streams(model):
-            return self._last_frame(model, inputs, outputs)
-        return self._transport.infer(model, self._typed(model, inputs), outputs)
+        if self.streams(model):
+            return self._last_frame(model, inputs, outputs, turn)
+        return self._transport.infer(model, self._typed(model, inputs), outputs, turn)
 
     def infer_async(
         self, model: str, inputs: Tensors, *, outputs: Sequence[str] | None = None
@@ -94,7 +102,7 @@ class TritonClient:
         """Send one request without waiting for the answer; blocks while too many are in flight."""
         self._places.acquire()
         try:
-            if self._streams(model):
+            if self.streams(model):
                 future = self._pool.submit(self._last_frame, model, inputs, outputs)
             else:
                 typed = self._typed(model, inputs)
@@ -106,9 +114,16 @@ class TritonClient:
         return future
 
     def stream(
-        self, model: str, inputs: Tensors, *, outputs: Sequence[str] | None = None
+        self,
+        model: str,
+        inputs: Tensors,
+        *,
+        outputs: Sequence[str] | None = None,
+        turn: SessionTurn | None = None,
     ) -> Iterator[Outputs]:
         """Yield each response of one request; closing the iterator cancels the request.
+
+        An interactive model needs `turn`, its session.
 
         Raises:
             ValueError: the protocol is not grpc.
@@ -116,19 +131,26 @@ class TritonClient:
         if self.protocol != "grpc":
             raise ValueError("streaming needs protocol=grpc: HTTP carries one response a request.")
         typed = self._typed(model, inputs)
-        return stream_responses(self.url, self.timeout_s, model, typed, outputs)
+        return stream_responses(self.url, self.timeout_s, model, typed, outputs, turn)
 
     def _typed(self, model: str, inputs: Tensors) -> TypedTensors:
         types = self.input_types(model)
         return {name: typed_tensor(np.asarray(v), types.get(name)) for name, v in inputs.items()}
 
-    def _streams(self, model: str) -> bool:
+    def streams(self, model: str) -> bool:
+        """Return whether `model` answers in several responses, which HTTP cannot carry."""
         if model not in self._decoupled:
             self._decoupled[model] = self._transport.is_decoupled(model)
         return self._decoupled[model] and self.protocol == "grpc"
 
-    def _last_frame(self, model: str, inputs: Tensors, outputs: Sequence[str] | None) -> Outputs:
-        *_, last = self.stream(model, inputs, outputs=outputs)
+    def _last_frame(
+        self,
+        model: str,
+        inputs: Tensors,
+        outputs: Sequence[str] | None,
+        turn: SessionTurn | None = None,
+    ) -> Outputs:
+        *_, last = self.stream(model, inputs, outputs=outputs, turn=turn)
         return last
 
     def input_types(self, model: str) -> Mapping[str, str]:
@@ -197,12 +219,16 @@ class TritonClient:
         if (options or {}).get("beam_width", 1) not in (None, 1):
             raise ValueError("beam_width must be 1 to stream: a better beam replaces text sent.")
         inputs = self.text_request([prompt], output_len=output_len, options=options)
-        shown = ""
+        text = shown = ""
         for frame in self.stream(self.ensemble_name, inputs, outputs=["OUTPUT_0"]):
             text = as_texts(frame["OUTPUT_0"])[0][0]
-            if text != shown:
+            # Servers that do not hold back unfinished characters take them back later.
+            if text != shown and text.startswith(shown):
                 yield text[len(shown) :]
                 shown = text
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, shown, strict=False))
+        if text != shown:
+            yield text[len(list(same)) :]
 
     def encode(self, texts: Sequence[str], *, model: str = "preprocessing") -> list[list[int]]:
         """Return the token ids of each text, as the server's preprocessing or tokenizer makes them.

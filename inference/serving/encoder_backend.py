@@ -13,7 +13,7 @@ from inference.serving.encoder_engine import EncoderEngine
 from inference.serving.encoding import EncodingResult, parse_encoding
 from inference.serving.engine_model import EngineModel, Exchange
 from inference.serving.model_settings import ModelSettings
-from inference.serving.started_rank import started_place
+from inference.serving.started_rank import open_meeting
 from inference.serving.triton_model import hidden_tensor, request_tensors, response
 
 # model_type of config.pbtxt -> the types of weights that can serve it.
@@ -33,11 +33,6 @@ class EncoderModel(EngineModel):
                 f"model_type={settings.model_type}, but {settings.checkpoint_path} holds a "
                 f"{family.model_type} model; export it again."
             )
-        if started_place(settings.tp_size * settings.pp_size) is not None:
-            raise ValueError(
-                f"a {settings.model_type} model is served on one node; lower "
-                f"tensor_para_size={settings.tp_size} or pipeline_para_size={settings.pp_size}"
-            )
         self.engine = EncoderEngine(
             settings.checkpoint_path,
             tp_size=settings.tp_size,
@@ -47,6 +42,9 @@ class EncoderModel(EngineModel):
             device=settings.device,
             remove_padding=settings.is_remove_padding,
             options=settings.engine,
+            meeting=open_meeting(
+                settings.tp_size * settings.pp_size, timeout_s=settings.engine.rank_timeout_s
+            ),
         )
         return self.engine
 

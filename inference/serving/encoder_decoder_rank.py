@@ -9,12 +9,10 @@ decoder over one new token of each lane.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
 from export_scripts.families.architecture import EncoderDecoderArchitecture, StackArchitecture
-from export_scripts.ft.reader import FTReader
 from inference.decoding.kv_cache import WIPE, CacheShape, KVCache
 from inference.model.encoder_decoder import (
     DecoderStep,
@@ -23,22 +21,15 @@ from inference.model.encoder_decoder import (
     make_decoder_step,
 )
 from inference.model.ragged import ragged_rows
-from inference.model.weights import RankWeights
-from inference.parallel.groups import RankGroups
 from inference.parallel.pipeline import run_stage
 from inference.serving.encoder_pass import EncoderPass
 from inference.serving.plan import EncoderRow, ReceivedPlan
-from inference.serving.rank import (
-    RankSettings,
-    StepResult,
-    compute_dtype,
-    gather_slices,
-    rank_device,
-)
+from inference.serving.rank_base import RankBase, StepResult
+from inference.serving.rank_settings import RankSettings
 
 
-class EncoderDecoderRank:
-    """Loads strictly, then runs steps. Ranks other than 0 learn of steps from rank 0."""
+class EncoderDecoderRank(RankBase):
+    """Loads strictly, then runs steps."""
 
     def __init__(self, settings: RankSettings) -> None:
         """Load this rank's part of the model.
@@ -47,50 +38,28 @@ class EncoderDecoderRank:
             CheckpointMismatchError: The folder is not exactly what its config.ini describes.
             ValueError: The model does not divide among the ranks.
         """
-        self.layout = settings.layout
-        self.device = rank_device(settings)
-        self._groups: RankGroups | None = None
-        reader = FTReader(Path(settings.ft_dir))
-        self.family, self.config = reader.family, reader.config
-        architecture = self.family.architecture(self.config)
+        super().__init__(settings)
+        weights, architecture = self.open_weights(settings)
         assert isinstance(architecture, EncoderDecoderArchitecture)
         if settings.encoder_only:
             architecture = replace(architecture, decoder=None)
         self.architecture = architecture
-        dtype = compute_dtype(settings.data_type, self.device)
-        weights = RankWeights(reader, self.layout, dtype=dtype, device=self.device)
-        reduce = self._all_reduce if self.layout.tp_size > 1 else None
         int8 = settings.int8_mode == 1
-        self.model = EncoderDecoder(weights, architecture, reduce=reduce, int8=int8)
+        self.model = EncoderDecoder(weights, architecture, reduce=self.all_reduce, int8=int8)
         if architecture.decoder is not None:
             shape = decoder_cache_shape(architecture.decoder, settings)
-            self.cache = KVCache(shape, dtype=dtype, device=self.device)
-            self.cross_cache = KVCache(shape, dtype=dtype, device=self.device)
+            self.cache = KVCache(shape, dtype=weights.dtype, device=self.device)
+            self.cross_cache = KVCache(shape, dtype=weights.dtype, device=self.device)
         self._lengths = [1] * settings.lanes  # encoder tokens that each lane reads
         self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
         self._tasks = [self._no_task] * settings.lanes
         self._pass: EncoderPass | None = None
         self._rows: tuple[EncoderRow, ...] = ()  # of the pass
 
-    def connect(self, groups: RankGroups) -> None:
-        """Join the other ranks."""
-        self._groups = groups
-
-    def ping(self) -> None:
-        """Return once every rank has answered."""
-        if self._groups is not None:
-            self._groups.meet()
-
     def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
-        """Run one step; rank 0 gets the result.
-
-        Args:
-            plan: What to run.
-            embeddings: (plan.embedding_rows, E) fp32 on rank 0, if there are any; the others
-                receive them.
-        """
+        """Run one step, see `RankBase`."""
         with torch.inference_mode():
-            embeddings = self._share_embeddings(plan, embeddings)
+            embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
             if plan.encoder_rows:
                 self._begin(plan, embeddings)
             if plan.encoder_rows or plan.encoder_layers:
@@ -100,21 +69,6 @@ class EncoderDecoderRank:
             self._move(plan)
             logits = self._decode(plan)
             return None if logits is None else StepResult(logits)
-
-    def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._groups is not None, "ranks are not connected"
-        return self._groups.all_reduce(x)
-
-    def _share_embeddings(
-        self, plan: ReceivedPlan, embeddings: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        if not plan.embedding_rows:
-            return None
-        if embeddings is None:
-            embeddings = torch.empty(plan.embedding_rows, self.architecture.hidden)
-        if self._groups is not None:
-            embeddings = self._groups.share(embeddings)
-        return embeddings.to(self.device)
 
     def _begin(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> None:
         """Start a pass of new rows; one that nobody waits for any more is forgotten."""
@@ -208,15 +162,14 @@ class EncoderDecoderRank:
         part = None
         if hidden:
             part = self.model.logits(hidden[0].index_select(0, plan.output_rows.to(self.device)))
-        vocab_size = self.architecture.vocab_size
-        return gather_slices(part, count, vocab_size, self.layout, self._groups)
+        return self._first_rank_logits(part, count, self.architecture.vocab_size)
 
     def _encoder_result(self) -> StepResult | None:
         """Return on rank 0 what an encoder alone gives, which runs all layers in one step."""
         done, self._pass = self._pass, None
         assert done is not None, "an encoder has nothing else to do"
         room = self.model.room(len(done.batch.ids))
-        hidden = first_rank_hidden(done.output, room, groups=self._groups)
+        hidden = self._first_rank_copy(done.output, room)
         attentions = done.attentions
         if attentions is not None and self._groups is not None:
             attentions = self._joined(self._groups.gather(attentions))
@@ -263,24 +216,3 @@ def decoder_cache_shape(stack: StackArchitecture, settings: RankSettings) -> Cac
         max_len=settings.max_len,
         size_per_head=stack.size_per_head,
     )
-
-
-def first_rank_hidden(
-    output: torch.Tensor | None, room: torch.Tensor, *, groups: RankGroups | None
-) -> torch.Tensor | None:
-    """Return on rank 0 the last stage's output; `room` is of its shape.
-
-    Args:
-        output: On ranks of the last stage.
-        room: Where rank 0 receives it.
-        groups: None for a single rank.
-    """
-    if groups is None or groups.layout.pp_size == 1:
-        is_first = groups is None or groups.layout.rank == 0
-        return output if is_first else None
-    layout = groups.layout
-    source = layout.world_size - layout.tp_size
-    if layout.rank == source:
-        assert output is not None
-        groups.send(output, 0).wait()
-    return groups.receive(room, source) if layout.rank == 0 else None

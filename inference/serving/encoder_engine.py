@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -17,7 +14,6 @@ from export_scripts.families.architecture import (
 )
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.request import RequestError
-from inference.serving.capacity import EngineOptions, check_ranks
 from inference.serving.encoding import (
     EncoderLimits,
     EncodingRequest,
@@ -25,19 +21,20 @@ from inference.serving.encoding import (
     EncodingScheduler,
     RunningEncoding,
 )
+from inference.serving.engine_base import EngineBase, rank_place
 from inference.serving.engine_loop import EngineLoop
+from inference.serving.engine_options import EngineOptions
+from inference.serving.meeting import Meeting
 from inference.serving.plan import EncoderRow, StepPlan
-from inference.serving.rank import RankSettings
-from inference.serving.ranks import threads_per_rank
-
-logger = logging.getLogger(__name__)
+from inference.serving.rank_checks import check_ranks
+from inference.serving.rank_settings import RankSettings
 
 # Most tokens of a row unless max_seq_len says otherwise: attention grows with their square.
 _DEFAULT_MAX_LEN = 4096
 
 
-class EncoderEngine:
-    """Serves one FT folder's encoder. Futures are answered from the engine's own thread."""
+class EncoderEngine(EngineBase):
+    """Serves one FT folder's encoder."""
 
     def __init__(
         self,
@@ -50,6 +47,7 @@ class EncoderEngine:
         device: str = "auto",
         remove_padding: bool = True,
         options: EngineOptions | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
         """Read the folder's description; nothing is loaded before `start`.
 
@@ -62,6 +60,7 @@ class EncoderEngine:
             device: cpu, cuda, or auto for CUDA where there is a device.
             remove_padding: Compute true tokens only (BERT; other encoders always do).
             options: Bounds; those of caches do not apply.
+            meeting: As for `Engine`.
 
         Raises:
             ValueError: Sizes or types do not fit the model or the machine, or it has no encoder.
@@ -76,6 +75,8 @@ class EncoderEngine:
             data_type=data_type,
             int8_mode=int8_mode,
             device=device,
+            # Each process of a launcher sees to its own device.
+            needed_devices=1 if meeting is not None else None,
         )
         self.limits = encoder_limits(self.architecture)
         self.max_len = self.options.max_seq_len or _DEFAULT_MAX_LEN
@@ -89,10 +90,9 @@ class EncoderEngine:
             lanes=1,
             max_len=1,
             int8_mode=int8_mode,
-            threads=self.options.threads or threads_per_rank(tp_size * pp_size),
-            rank_timeout_s=self.options.rank_timeout_s,
             encoder_only=True,
             remove_padding=remove_padding,
+            **rank_place(self.options, tp_size * pp_size, meeting),
         )
         takes_ids = self.limits.vocab_size is not None
         self._loop: EngineLoop[RunningEncoding] = EngineLoop(
@@ -109,36 +109,12 @@ class EncoderEngine:
                 encoder_ids=[0] if takes_ids else [],
             ),
             warm_up_embeddings=None if takes_ids else torch.zeros(1, self.limits.hidden),
+            meeting=meeting,
         )
 
-    def __enter__(self) -> EncoderEngine:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Load the model on every rank; return when it can answer.
-
-        Raises:
-            EngineFailedError: Some rank could not load or connect; every reason is given.
-        """
-        self._loop.start()
-        logger.info("ready: rows of up to %d tokens", self.max_len)
-
-    def stop(self) -> None:
-        """Fail what is in flight and end every rank."""
-        self._loop.stop()
-
-    def healthy(self) -> str | None:
-        """Return None if requests can be answered, else the reason why not."""
-        return self._loop.healthy()
+    def describe(self) -> str:
+        """Return what the engine can hold, in words."""
+        return f"rows of up to {self.max_len} tokens"
 
     def submit(self, request: EncodingRequest) -> Future[EncodingResult]:
         """Queue a request.
@@ -158,10 +134,6 @@ class EncoderEngine:
         future: Future[EncodingResult] = Future()
         self._loop.queue(RunningEncoding(request, future))
         return future
-
-    def cancel(self, future: Future[Any]) -> None:
-        """Give up a request: rows that are not begun never run."""
-        future.cancel()
 
     def encode(self, request: EncodingRequest) -> EncodingResult:
         """Return the result of a request, waiting for it."""

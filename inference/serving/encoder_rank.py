@@ -5,24 +5,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from export_scripts.families.architecture import EncoderArchitecture
-from export_scripts.ft.reader import FTReader
 from inference.model.encoder import Encoder
 from inference.model.ragged import RaggedRows, padded_rows, ragged_rows
-from inference.model.weights import RankWeights
-from inference.parallel.groups import RankGroups
 from inference.parallel.pipeline import run_stage
-from inference.serving.encoder_decoder_rank import first_rank_hidden
 from inference.serving.plan import ReceivedPlan
-from inference.serving.rank import RankSettings, StepResult, compute_dtype, rank_device
+from inference.serving.rank_base import RankBase, StepResult
+from inference.serving.rank_settings import RankSettings
 
 
-class EncoderRank:
-    """Loads strictly, then runs steps. Ranks other than 0 learn of steps from rank 0."""
+class EncoderRank(RankBase):
+    """Loads strictly, then runs steps."""
 
     def __init__(self, settings: RankSettings) -> None:
         """Load this rank's part of the model.
@@ -31,28 +27,12 @@ class EncoderRank:
             CheckpointMismatchError: The folder is not exactly what its config.ini describes.
             ValueError: The model does not divide among the ranks.
         """
-        self.layout = settings.layout
-        self.device = rank_device(settings)
-        self._groups: RankGroups | None = None
+        super().__init__(settings)
         self._remove_padding = settings.remove_padding
-        reader = FTReader(Path(settings.ft_dir))
-        self.family, self.config = reader.family, reader.config
-        architecture = self.family.architecture(self.config)
+        weights, architecture = self.open_weights(settings)
         assert isinstance(architecture, EncoderArchitecture)
         self.architecture = architecture
-        dtype = compute_dtype(settings.data_type, self.device)
-        weights = RankWeights(reader, self.layout, dtype=dtype, device=self.device)
-        reduce = self._all_reduce if self.layout.tp_size > 1 else None
-        self.model = Encoder(weights, architecture, reduce=reduce)
-
-    def connect(self, groups: RankGroups) -> None:
-        """Join the other ranks."""
-        self._groups = groups
-
-    def ping(self) -> None:
-        """Return once every rank has answered."""
-        if self._groups is not None:
-            self._groups.meet()
+        self.model = Encoder(weights, architecture, reduce=self.all_reduce)
 
     def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step; rank 0 gets the hidden states of all rows' tokens.
@@ -71,25 +51,18 @@ class EncoderRank:
             batch = _Batch(rows, self._laid_out(embeddings, rows), tokens)
             hidden = run_stage(_Stage(self.model), [batch], layout=self.layout, groups=self._groups)
             output = hidden[0] if hidden else None
-            output = first_rank_hidden(output, self.model.room(tokens), groups=self._groups)
+            output = self._first_rank_copy(output, self.model.room(tokens))
             if output is None:
                 return None
             return StepResult(torch.empty(0, 0), hidden=_true_tokens(output, rows))
 
-    def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        assert self._groups is not None, "ranks are not connected"
-        return self._groups.all_reduce(x)
-
     def _laid_out(self, inputs: torch.Tensor | None, rows: RaggedRows) -> torch.Tensor | None:
         """Return the tokens to compute, on the ranks of the first stage."""
-        if self._groups is not None:
-            if inputs is None:
-                inputs = torch.empty(sum(rows.lengths), self.architecture.hidden)
-            inputs = self._groups.share(inputs)
+        inputs = self._share(inputs, sum(rows.lengths), self.architecture.hidden)
         if not self.layout.is_first_stage:
             return None
         assert inputs is not None
-        x = inputs.to(device=self.device, dtype=self.model.dtype)
+        x = inputs.to(self.model.dtype)
         if rows.counts == rows.lengths:
             return x
         out = x.new_zeros(sum(rows.counts), x.shape[1])

@@ -6,8 +6,9 @@ time a step may take, since rows of an encoder cannot be cut as prompts of a dec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+from inference.serving.planned_step import EncoderWork
 from inference.serving.running import RunningRequest, RunningRow
 
 
@@ -18,46 +19,43 @@ class EncoderTurn:
         """Start empty; `layers` is the encoder's depth."""
         self._layers = layers
         self._done = 0
-        self.rows: list[RunningRow] = []
+        self._rows: list[RunningRow] = []
 
-    def plan(self, rows: Iterable[RunningRow], room: int) -> int:
-        """Return how many layers the next step runs; a batch of waiting rows begins if none is.
+    def plan(self, rows: Iterable[RunningRow], room: int) -> EncoderWork:
+        """Return what the encoder does in the next step; waiting rows begin if none are in it.
 
         Args:
             rows: All that hold lanes.
             room: Tokens whose whole pass fits in the time a step may take.
         """
-        if not self.rows:
-            self.rows = _take(rows, room)
+        if not self._layers:
+            return EncoderWork()
+        if not self._rows:
+            self._rows = _take(rows, room)
             self._done = 0
-        if not self.rows:
-            return 0
-        share = self._layers * room // _tokens(self.rows)
-        return min(max(share, 1), self._layers - self._done)
+        if not self._rows:
+            return EncoderWork()
+        share = self._layers * room // _tokens(self._rows)
+        layers = min(max(share, 1), self._layers - self._done)
+        return EncoderWork(
+            rows=tuple(self._rows),
+            layers=layers,
+            begins=not self._done,
+            ends=self._done + layers == self._layers,
+            tokens=_tokens(self._rows) * layers // self._layers,
+        )
 
-    def beginning(self, layers: int) -> Sequence[RunningRow]:
-        """Return the rows whose pass begins with a step of so many layers."""
-        return self.rows if layers and not self._done else []
-
-    def ending(self, layers: int) -> Sequence[RunningRow]:
-        """Return the rows whose pass ends with a step of so many layers."""
-        return self.rows if layers and self._done + layers == self._layers else []
-
-    def tokens(self, layers: int) -> int:
-        """Return how many tokens' whole pass a step of so many layers is worth."""
-        return _tokens(self.rows) * layers // self._layers if layers else 0
-
-    def finish(self, layers: int) -> None:
-        """Note that a step of so many layers has run."""
-        for row in (ended := self.ending(layers)):
-            row.is_encoded = True
-        self._done += layers
-        if ended:
-            self.rows = []
+    def finish(self, work: EncoderWork) -> None:
+        """Note that a planned step has run."""
+        self._done += work.layers
+        if work.ends:
+            for row in self._rows:
+                row.is_encoded = True
+            self._rows = []
 
     def drop(self, request: RunningRequest) -> None:
         """Forget the rows of a request; the others go on."""
-        self.rows = [row for row in self.rows if row.owner is not request]
+        self._rows = [row for row in self._rows if row.owner is not request]
 
 
 def _tokens(rows: Iterable[RunningRow]) -> int:

@@ -17,7 +17,7 @@ import torch
 from inference.decoding.request import RequestError
 from inference.decoding.tensor_fields import Array, TensorFields
 from inference.serving.plan import EncoderRow, StepPlan
-from inference.serving.rank import StepResult
+from inference.serving.rank_base import StepResult
 
 # Most tokens of one step; a longer row runs alone.
 _STEP_TOKENS = 4096

@@ -6,19 +6,19 @@ ends or hangs fails the requests in flight with the reason, and the engine says 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from export_scripts.families.architecture import EncoderDecoderArchitecture
+from export_scripts.families.spec import ModelConfig
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
+from inference.decoding.prompts import PREFIX_PROMPT
 from inference.decoding.request import (
     GenerationRequest,
     ModelLimits,
@@ -28,17 +28,18 @@ from inference.decoding.request import (
 from inference.model.step import Segment
 from inference.serving.capacity import (
     Capacity,
-    EngineOptions,
     GeneratorArchitecture,
     generator_of,
     model_limits,
     plan_capacity,
 )
-from inference.serving.engine_loop import EngineBusyError, EngineFailedError, EngineLoop
+from inference.serving.engine_base import EngineBase, rank_place
+from inference.serving.engine_loop import EngineLoop
+from inference.serving.engine_options import EngineOptions
+from inference.serving.errors import EngineBusyError, EngineFailedError
 from inference.serving.meeting import Meeting
 from inference.serving.plan import StepPlan
-from inference.serving.rank import RankSettings
-from inference.serving.ranks import threads_per_rank
+from inference.serving.rank_settings import RankSettings
 from inference.serving.running import (
     GenerationResult,
     GenerationStep,
@@ -47,6 +48,8 @@ from inference.serving.running import (
     make_row,
 )
 from inference.serving.scheduler import Scheduler
+from inference.serving.session_turn import SessionTurn
+from inference.serving.sessions import turn_problems
 
 __all__ = [
     "Engine",
@@ -55,16 +58,12 @@ __all__ = [
     "EngineOptions",
     "GenerationResult",
     "GenerationStep",
+    "SessionTurn",
 ]
 
-logger = logging.getLogger(__name__)
 
-
-class Engine:
-    """Serves one FT folder.
-
-    Futures are answered from the engine's own thread; what they and `on_step` call must be quick.
-    """
+class Engine(EngineBase):
+    """Serves one FT folder with a decoder; what `on_step` calls must be quick."""
 
     def __init__(
         self,
@@ -120,15 +119,9 @@ class Engine:
             device=self.capacity.device,
             lanes=self.capacity.lanes,
             max_len=self.capacity.max_len,
-            threads=self.options.threads
-            or threads_per_rank(meeting.place.local_size if meeting else tp_size * pp_size),
-            device_index=meeting.place.local_rank if meeting else None,
-            shared_memory=self.options.shared_memory,
-            rank_timeout_s=self.options.rank_timeout_s,
+            **rank_place(self.options, tp_size * pp_size, meeting),
         )
-        self._table_rows, table_size = _table_rows(
-            [task.prompt_length for task in self.config.tasks]
-        )
+        self._table_rows, table_size = _table_rows(self.config)
         self._embedding_base = self.architecture.vocab_size + table_size
         self._scheduler: Scheduler | None = None
         self._loop: EngineLoop[RunningRequest] = EngineLoop(
@@ -140,39 +133,9 @@ class Engine:
             meeting=meeting,
         )
 
-    def __enter__(self) -> Engine:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Load the model on every rank; return when it can answer.
-
-        Raises:
-            EngineFailedError: Some rank could not load or connect; every reason is given.
-        """
-        self._loop.start()
-        logger.info("ready: %s", self.capacity.describe())
-
-    def stop(self) -> None:
-        """Fail what is in flight and end every rank."""
-        self._loop.stop()
-
-    def healthy(self) -> str | None:
-        """Return None if requests can be answered, else the reason why not."""
-        return self._loop.healthy()
-
-    @property
-    def queued_rows(self) -> int:
-        """Rows that wait for lanes, of all requests."""
-        return self._loop.queued_rows
+    def describe(self) -> str:
+        """Return what the engine can hold, in words."""
+        return self.capacity.describe()
 
     @property
     def free_lanes(self) -> int:
@@ -180,13 +143,20 @@ class Engine:
         return self._scheduler.free_lanes if self._scheduler is not None else 0
 
     def submit(
-        self, request: GenerationRequest, *, on_step: OnStep | None = None
+        self,
+        request: GenerationRequest,
+        *,
+        on_step: OnStep | None = None,
+        turn: SessionTurn | None = None,
     ) -> Future[GenerationResult]:
         """Queue a request.
 
         Args:
             request: As `parse_request` gives it under this engine's `limits`.
             on_step: Called after each step that gave the request tokens but did not finish it.
+            turn: The session that the request belongs to. What does not fit that session, or finds
+                no lanes beside other sessions, fails the future with one of the errors below. A
+                session's last turn ends it, answered or not.
 
         Raises:
             RequestError: The request does not fit the engine's cache.
@@ -194,23 +164,36 @@ class Engine:
             EngineFailedError: The engine cannot answer.
         """
         problems = self.capacity.problems_of(request)
+        if turn is not None:
+            problems += turn_problems(request, turn, capacity=self.capacity)
+        elif request.session_len is not None:
+            problems.append("session_len: the request belongs to no session; leave it out")
         if problems:
+            self.end_refused(turn)
             raise RequestError(problems)
         future: Future[GenerationResult] = Future()
         running = self._running(request, future)
         lanes = request.beam_width * len(request.rows)
         running.on_step = on_step
         running.lock_step = on_step is not None and lanes <= self.capacity.lanes
-        self._loop.queue(running)
+        running.turn = turn
+        try:
+            self._loop.queue(running)
+        except EngineBusyError:
+            self.end_refused(turn)
+            raise
         return future
 
-    def cancel(self, future: Future[Any]) -> None:
-        """Give up a request: at the next step its work stops and its memory is free."""
-        future.cancel()
+    def end_refused(self, turn: SessionTurn | None) -> None:
+        """End a session whose last turn cannot be submitted; other turns may come again."""
+        if turn is not None and turn.ends and self._scheduler is not None:
+            self._scheduler.forget_session(turn.session_id)
 
-    def generate(self, request: GenerationRequest) -> GenerationResult:
-        """Return the result of a request, waiting for it."""
-        return self.submit(request).result()
+    def generate(
+        self, request: GenerationRequest, *, turn: SessionTurn | None = None
+    ) -> GenerationResult:
+        """Return the result of a request, waiting for it; arguments as of `submit`."""
+        return self.submit(request, turn=turn).result()
 
     def logits(self, input_ids: Sequence[int]) -> torch.Tensor:
         """Return the logits after every token of a prompt, (tokens, vocabulary) fp32.
@@ -238,23 +221,17 @@ class Engine:
 
     def _running(self, request: GenerationRequest, future: Future[Any]) -> RunningRequest:
         running = RunningRequest(request, future, arrival=0)
-        problems = []
-        for index, row in enumerate(request.rows):
-            try:
-                made = make_row(
-                    running,
-                    index,
-                    row,
-                    vocab_size=self.architecture.vocab_size,
-                    table_rows=self._table_rows,
-                    encoder_decoder=self.limits.encoder_decoder,
-                )
-            except ValueError as error:
-                problems.append(f"prompt of row {index}: {error}")
-                continue
-            running.waiting.append(made)
-        if problems:
-            raise RequestError(problems)
+        running.waiting = [
+            make_row(
+                running,
+                index,
+                row,
+                vocab_size=self.architecture.vocab_size,
+                table_rows=self._table_rows,
+                encoder_decoder=self.limits.encoder_decoder,
+            )
+            for index, row in enumerate(request.rows)
+        ]
         running.results = [None] * len(request.rows)
         running.pooled = [None] * len(request.rows)
         return running
@@ -274,6 +251,7 @@ class Engine:
             embedding_base=self._embedding_base,
             stall_bound_s=self.options.max_stall_s,
             encoder_layers=_encoder_layers(self.architecture),
+            session_idle_s=self.options.session_idle_s,
         )
         return self._scheduler
 
@@ -284,10 +262,13 @@ def _encoder_layers(architecture: GeneratorArchitecture) -> int:
     return 0
 
 
-def _table_rows(lengths: Sequence[int]) -> tuple[dict[int, int], int]:
+def _table_rows(config: ModelConfig) -> tuple[dict[int, int], int]:
     """Return the first row of each prompt task's table among all of them, and the total."""
-    first, total = {}, 0
-    for task, length in enumerate(lengths):
-        first[task] = total
-        total += length
+    first: dict[int, int] = {}
+    total = 0
+    if config.prompt_learning_type == PREFIX_PROMPT:
+        return first, total  # prefixes are no embeddings
+    for number, task in enumerate(config.tasks):
+        first[number] = total
+        total += task.prompt_length
     return first, total

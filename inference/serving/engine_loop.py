@@ -16,10 +16,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from inference.serving.capacity import EngineOptions
+from inference.serving.engine_options import EngineOptions
+from inference.serving.errors import EngineBusyError, EngineFailedError
 from inference.serving.meeting import Meeting
 from inference.serving.plan import StepPlan
-from inference.serving.rank import RankSettings, StepResult
+from inference.serving.rank_base import StepResult
+from inference.serving.rank_settings import RankSettings
 from inference.serving.ranks import RankError, Ranks
 
 logger = logging.getLogger(__name__)
@@ -28,14 +30,6 @@ _HEARTBEAT_S = 1.0  # how often idle ranks are asked whether they live
 _WATCH_S = 0.1
 _LOOK_S = 1.0  # a connection breaks a moment before the process at its other end counts as ended
 _RESTART_PAUSE_S = 1.0
-
-
-class EngineBusyError(RuntimeError):
-    """The queue is full; the request may be sent again later."""
-
-
-class EngineFailedError(RuntimeError):
-    """The engine cannot answer: it was stopped, or a rank is gone."""
 
 
 class QueuedRequest(Protocol):
@@ -167,6 +161,7 @@ class EngineLoop(Generic[RequestT]):
             EngineFailedError: Some rank could not load or connect; every reason is given.
         """
         self._thread.start()
+        # Comes: the others have start_timeout_s to load, and every wait among ranks has a limit.
         self._ready.wait()
         if self._failure is not None:
             self._thread.join()
@@ -183,6 +178,7 @@ class EngineLoop(Generic[RequestT]):
             self._thread.join(self._options.rank_timeout_s)
         self._fail("the engine was stopped")
         if self._thread.is_alive():
+            # Ends: what a single rank computes does, and every wait among ranks has a limit.
             self._thread.join()
         if self._watcher.is_alive():
             self._watcher.join()
@@ -231,7 +227,7 @@ class EngineLoop(Generic[RequestT]):
                 self._ranks = ranks
                 self._begin(ranks)
                 self._serve(ranks)
-            except Exception as error:
+            except Exception as error:  # whatever it was ended the ranks, and is their reason
                 if not isinstance(error, RankError):
                     logger.exception("the engine failed")
                 self._fail(_reason(ranks, error))
@@ -269,7 +265,9 @@ class EngineLoop(Generic[RequestT]):
                 ranks.ping()
                 continue
             step = scheduler.plan()
-            self._queued_rows = scheduler.waiting_rows + sum(r.waiting_rows for r in self._inbox)
+            with self._wake:  # other threads add to the inbox
+                coming = sum(request.waiting_rows for request in self._inbox)
+                self._queued_rows = scheduler.waiting_rows + coming
             if step is not None:
                 self._step(ranks, scheduler, step)
         ranks.stop()
@@ -278,11 +276,13 @@ class EngineLoop(Generic[RequestT]):
         self, ranks: Ranks, scheduler: LoopScheduler[RequestT], step: Planned[RequestT]
     ) -> None:
         began = perf_counter()
+        alike = self._settings.layout.world_size == 1
         try:
             result = ranks.run(step.plan, step.embeddings)
+            alike = True
             scheduler.finish(step, result, seconds=perf_counter() - began)
-        except Exception as error:
-            if self._settings.layout.world_size > 1:
+        except Exception as error:  # whatever it was is the answer to the step's requests
+            if not alike:
                 raise  # the ranks no longer agree on what comes next
             logger.exception("a step failed")
             for owner in step.owners:

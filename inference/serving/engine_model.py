@@ -12,39 +12,20 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.validate import validate_directory
-from inference.serving.engine import EngineBusyError, EngineFailedError
+from inference.serving.engine_base import EngineBase
+from inference.serving.errors import EngineBusyError, EngineFailedError
 from inference.serving.model_settings import ModelSettings, read_settings
-from inference.serving.triton_model import ModelArguments, error_response
+from inference.serving.triton_model import ModelArguments, error_response, with_readable_errors
 
 _WATCH_S = 0.1
 _HEALTH_EVERY = 5  # of these
 # Asking whether a client has left takes 0.1 ms; so many requests are asked about at a time.
 _ASKED_AT_ONCE = 64
 _STOP = None
-
-
-class AnyEngine(Protocol):
-    """What the model needs of its engine."""
-
-    def start(self) -> None:
-        """Load the model on every rank."""
-        ...
-
-    def stop(self) -> None:
-        """End every rank."""
-        ...
-
-    def healthy(self) -> str | None:
-        """Return why the engine cannot answer, None if it can."""
-        ...
-
-    def cancel(self, future: Future[Any]) -> None:
-        """Give up a request."""
-        ...
 
 
 class Exchange:
@@ -55,7 +36,6 @@ class Exchange:
         self.sender = request.get_response_sender()
         self.wanted = tuple(request.requested_output_names())
         self._closed = False
-        self._asked = 0  # requests of this round that were asked about
         self._lock = threading.Lock()
 
     def is_cancelled(self) -> bool:
@@ -89,6 +69,7 @@ class Exchange:
 class EngineModel:
     """Base of the models with an engine; they add `make_engine` and `submit`."""
 
+    @with_readable_errors
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the engine (called by Triton).
 
@@ -102,6 +83,7 @@ class EngineModel:
         self.name = args["model_name"]
         self.settings = read_settings(arguments)
         self.decoupled = arguments.decoupled
+        self.interactive = arguments.session_idle_s is not None
         self.bf16_inputs = arguments.bf16_inputs
         for key in self.settings.unknown:
             pb_utils.Logger.log_warn(f"{self.name}: parameter {key} is not known and has no effect")
@@ -110,7 +92,7 @@ class EngineModel:
         self.running_engine.start()
         self._restarts = self.settings.engine.restart_failed_ranks
         self._running: dict[Exchange, Future[Any]] = {}
-        self._asked = 0  # requests of this round that were asked about
+        self._asked = 0  # the place among the running where asking goes on
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -121,7 +103,7 @@ class EngineModel:
         for thread in self._threads:
             thread.start()
 
-    def make_engine(self, settings: ModelSettings) -> AnyEngine:
+    def make_engine(self, settings: ModelSettings) -> EngineBase:
         """Return the engine, not started. Raises ValueError if it cannot serve the weights."""
         raise NotImplementedError
 
@@ -195,9 +177,12 @@ class EngineModel:
                 return
 
     def _drop_cancelled(self) -> None:
+        """Ask about some of the running requests, all of them in turn."""
         with self._lock:
             running = list(self._running.items())
-        for exchange, future in running:
+        first = self._asked if self._asked < len(running) else 0
+        self._asked = first + _ASKED_AT_ONCE
+        for exchange, future in running[first : self._asked]:
             if exchange.is_cancelled():
                 self.running_engine.cancel(future)
 
@@ -228,7 +213,9 @@ def _send_result(exchange: Exchange, future: Future[Any], answer: Callable[[Any]
         answer(future.result())
     except CancelledError:
         exchange.fail("the request was cancelled", "CANCELLED")
-    except EngineFailedError as error:
+    except ValueError as error:  # what only the engine's thread can see, such as an ended session
+        exchange.fail(str(error), "INVALID_ARG")
+    except (EngineBusyError, EngineFailedError) as error:
         exchange.fail(str(error), "UNAVAILABLE")
     except Exception as error:  # whatever went wrong is this request's answer
         exchange.fail(str(error) or type(error).__name__, "INTERNAL")

@@ -12,6 +12,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from inference.serving.plain_path import is_plain
+
 SERVER_VARIABLE = "TRITON_SERVER"
 
 
@@ -141,6 +143,8 @@ def _cache_root() -> Path:
         candidates.append(Path(home) / ".cache")
     for candidate in candidates:
         folder = candidate / "slipway"
+        if not is_plain(folder):
+            continue
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from export_scripts import __version__
 from inference.serving.ports import port_problem
 from inference.serving.process_place import ProcessPlace
-from inference.serving.rank import RankSettings
+from inference.serving.rank_settings import RankSettings
 from inference.serving.rendezvous import failure_of, report_failure
 
 logger = logging.getLogger(__name__)
@@ -34,8 +34,8 @@ _LOOK_S = 0.5
 _POLL_S = 0.1
 _LEAVE_S = 2.0  # for an orderly end that is under way
 _FOREIGN_S = 10.0  # a store of ours says at once whose it is
-JOIN_TIMEOUT_S = 300.0
-_WAIT_FOREVER = timedelta(days=30)
+JOIN_TIMEOUT_S = 240.0  # less than a server is given to load, so that the reason is known
+_WAIT_FOREVER = timedelta(days=30)  # the beat ends a process whose rank 0 is gone
 
 
 class MeetingError(RuntimeError):

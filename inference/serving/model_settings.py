@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from inference.serving.capacity import EngineOptions
+from inference.serving.engine_options import EngineOptions
+from inference.serving.plain_path import native_path
 from inference.serving.triton_model import ModelArguments
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -31,6 +33,16 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError("must be a number of seconds above 0")
+    return value
+
+
 def _flag(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError("must be 0 or 1")
@@ -45,7 +57,7 @@ _REQUIRED: dict[str, Callable[[str], Any]] = {
 }
 _OPTIONAL: dict[str, Callable[[str], Any]] = {
     "model_type": str,
-    "model_checkpoint_path": Path,
+    "model_checkpoint_path": str,
     "int8_mode": _at_least(0),
     "enable_custom_all_reduce": _at_least(0),
     "device": _one_of("auto", "cpu", "cuda"),
@@ -60,15 +72,16 @@ _ENGINE: dict[str, Callable[[str], Any]] = {
     "max_seq_len": _at_least(1),
     "kv_cache_bytes": _at_least(1),
     "max_queued_rows": _at_least(1),
-    "max_stall_s": float,
+    "max_stall_s": _seconds,
     "threads": _at_least(1),
     "shared_memory": _flag,
-    "rank_timeout_s": float,
-    "start_timeout_s": float,
+    "rank_timeout_s": _seconds,
+    "start_timeout_s": _seconds,
     "restart_failed_ranks": _flag,
     "output_log_probs_mode": _one_of("renormalized", "full"),
     "nucleus_include_boundary": _flag,
 }
+PARAMETERS = _REQUIRED | _OPTIONAL | _ENGINE
 _DIRECT = (
     "model_type",
     "int8_mode",
@@ -103,12 +116,11 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
     Raises:
         ValueError: parameters are missing or wrong; all of them are listed.
     """
-    checks = _REQUIRED | _OPTIONAL | _ENGINE
     values: dict[str, Any] = {}
     problems = [
         f"parameter {key} is missing" for key in _REQUIRED if key not in arguments.parameters
     ]
-    for key, check in checks.items():
+    for key, check in PARAMETERS.items():
         if key in arguments.parameters:
             text = arguments.parameters[key]
             try:
@@ -119,13 +131,16 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
         name = arguments.model_folder.name
         raise ValueError("\n".join(f"config.pbtxt of {name}: {problem}" for problem in problems))
     direct = {key: values[key] for key in _DIRECT if key in values}
+    options = {key: values[key] for key in _ENGINE if key in values}
+    if arguments.session_idle_s is not None:
+        options["session_idle_s"] = arguments.session_idle_s
     return ModelSettings(
         checkpoint_path=_checkpoint_path(arguments, values),
         tp_size=values["tensor_para_size"],
         pp_size=values["pipeline_para_size"],
         data_type=values["data_type"],
-        engine=EngineOptions(**{key: values[key] for key in _ENGINE if key in values}),
-        unknown=tuple(sorted(set(arguments.parameters) - set(checks))),
+        engine=EngineOptions(**options),
+        unknown=tuple(sorted(set(arguments.parameters) - set(PARAMETERS))),
         **direct,
     )
 
@@ -138,8 +153,9 @@ def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:
     the script, which does not count.
     """
     if "model_checkpoint_path" in values:
-        return Path(values["model_checkpoint_path"])
+        return native_path(values["model_checkpoint_path"])
     name = str(arguments.config.get("default_model_filename", ""))
     if not name or name.endswith(".py"):
         name = f"{values['tensor_para_size']}-gpu"
-    return arguments.version_folder / name
+    # The repository may be a link of this machine; ranks elsewhere need its own name.
+    return (arguments.version_folder / name).resolve()

@@ -92,6 +92,23 @@ class ReceivedPlan:
     encoder_layers: int
 
 
+def received(plan: StepPlan) -> ReceivedPlan:
+    """Return the plan as a rank reads it: what packing and unpacking gives, for a single rank."""
+    return ReceivedPlan(
+        ids=torch.tensor(plan.ids, dtype=torch.int64),
+        segments=plan.segments,
+        output_rows=torch.tensor(plan.output_rows, dtype=torch.int64),
+        moves=plan.moves,
+        has_virtual=plan.has_virtual,
+        embedding_rows=plan.embedding_rows,
+        pool=plan.pool,
+        encoder_rows=plan.encoder_rows,
+        encoder_ids=torch.tensor(plan.encoder_ids, dtype=torch.int64),
+        attentions=plan.attentions,
+        encoder_layers=plan.encoder_layers,
+    )
+
+
 def pack_command(command: Command) -> torch.Tensor:
     """Return a plan that is only a command."""
     return torch.tensor([command, _HEADER] + [0] * (_HEADER - 2), dtype=torch.int32)

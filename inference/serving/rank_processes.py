@@ -13,7 +13,7 @@ from tempfile import TemporaryFile
 from time import monotonic, sleep
 from typing import IO
 
-from inference.serving.rank import RankSettings
+from inference.serving.rank_settings import RankSettings
 
 _TAIL_BYTES = 4000
 _POLL_S = 0.02

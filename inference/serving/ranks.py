@@ -11,10 +11,11 @@ from torch._C._distributed_c10d import Store
 
 from inference.parallel.groups import RankGroups
 from inference.serving.meeting import Meeting, open_store
-from inference.serving.plan import Command, StepPlan, pack, pack_command, unpack
-from inference.serving.rank import RankSettings, StepResult
-from inference.serving.rank_kinds import AnyRank, make_rank
+from inference.serving.plan import Command, StepPlan, pack, pack_command, received, unpack
+from inference.serving.rank_base import RankBase, StepResult
+from inference.serving.rank_kinds import make_rank
 from inference.serving.rank_processes import RankProcesses
+from inference.serving.rank_settings import RankSettings
 from inference.serving.rendezvous import failure_of, give_go, wait_until_loaded
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class Ranks:
         self._processes: RankProcesses | None = None
         self._store: Store | None = None
         self._groups: RankGroups | None = None
-        self._rank: AnyRank | None = None
+        self._rank: RankBase | None = None
         self._busy_since: float | None = None
 
     def start(self) -> None:
@@ -106,18 +107,20 @@ class Ranks:
             raise RankError(problem)
 
     @property
-    def rank(self) -> AnyRank:
+    def rank(self) -> RankBase:
         """Rank 0."""
         assert self._rank is not None, "ranks are not started"
         return self._rank
 
     def run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult:
         """Run one step on all ranks."""
-        packed = pack(plan)
         self._busy_since = monotonic()
-        if self._groups is not None:
+        if self._groups is None:
+            result = self.rank.run(received(plan), embeddings)
+        else:
+            packed = pack(plan)
             self._groups.send_plan(packed)
-        result = self.rank.run(unpack(packed), embeddings)
+            result = self.rank.run(unpack(packed), embeddings)
         self._busy_since = None
         assert result is not None
         return result
@@ -157,6 +160,7 @@ class Ranks:
         if self._groups is not None:
             try:
                 self._groups.send_plan(pack_command(Command.STOP))
+                self.rank.close()
             except RuntimeError as error:  # a rank that is gone already
                 logger.warning("stopping ranks: %s", error)
         self.end()
@@ -179,7 +183,7 @@ class Ranks:
         return _joined(reasons)
 
 
-def _load(settings: RankSettings) -> AnyRank:
+def _load(settings: RankSettings) -> RankBase:
     try:
         return make_rank(settings)
     except (ValueError, OSError, RuntimeError, MemoryError) as error:

@@ -73,6 +73,9 @@ def give_go(store: Store) -> None:
     store.set(_GO, "")
 
 
-def wait_for_go(store: Store, *, timeout_s: float = 3600.0) -> None:
-    """Wait until every rank has loaded, as slow as the slowest may be."""
+def wait_for_go(store: Store, *, timeout_s: float = 86400.0) -> None:
+    """Wait until every rank has loaded, as slow as the slowest may be.
+
+    Rank 0 gives up earlier, after its start_timeout_s, and this process ends with it.
+    """
     store.wait([_GO], timedelta(seconds=timeout_s))

@@ -5,31 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from inference.decoding.prompts import P_TUNING, SOFT_PROMPT, PromptTable
+from inference.decoding.prompts import P_TUNING, PREFIX_PROMPT, SOFT_PROMPT, PromptTable
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.decoding.results import RowResult
 from inference.decoding.tensor_fields import Array
+from inference.serving.session_turn import SessionTurn
+
+if TYPE_CHECKING:
+    from inference.serving.sessions import Session
 
 
 @dataclass(frozen=True)
 class GenerationStep:
     """What a request has so far: per row its result, None before its first token.
 
-    `context_embeddings` is per row (hidden,) fp32 for rows that asked for them.
+    `context_embeddings` is per row (hidden,) fp32 for rows that asked for them. `request` is what
+    is answered: in a session the prompts are the whole conversation.
     """
 
+    request: GenerationRequest
     rows: tuple[RowResult | None, ...]
     context_embeddings: tuple[Array | None, ...]
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """The finished request, per row; embeddings as in `GenerationStep`."""
+    """The finished request, per row; the rest as in `GenerationStep`."""
 
+    request: GenerationRequest
     rows: tuple[RowResult, ...]
     context_embeddings: tuple[Array | None, ...]
 
@@ -42,7 +49,8 @@ class RunningRow:
     """One row on its way through the engine.
 
     `prompt` holds what the first stage embeds: token ids, ids of loaded virtual tokens from the
-    vocabulary's end on, and -1 - i for row i of embeddings sent with the request.
+    vocabulary's end on, and -1 - i for row i of embeddings sent with the request. Before these
+    come as many places as a loaded prefix of `prefix_task` has, which are cached when it begins.
     """
 
     owner: RunningRequest
@@ -58,6 +66,7 @@ class RunningRow:
     handle: int | None = None  # in the decoder
     next_ids: tuple[int, ...] = ()  # per lane, once it decodes
     pooled: torch.Tensor | None = None  # (hidden,) sum over the prompt
+    prefix_task: int | None = None
     logits: list[torch.Tensor] | None = None  # a probe keeps all of its prompt's
     wipe: bool = False  # the cache holds values that are not finite
 
@@ -86,13 +95,19 @@ class RunningRow:
 
 @dataclass(eq=False)
 class RunningRequest:
-    """One client request. `lock_step` rows start decoding together, so that frames line up."""
+    """One client request.
+
+    `lock_step` rows start decoding together, so that frames line up. `turn` is given for requests
+    of a session; `session` is that session once the turn has begun.
+    """
 
     request: GenerationRequest
     future: Future[Any]
     arrival: int
     on_step: OnStep | None = None
     lock_step: bool = False
+    turn: SessionTurn | None = None
+    session: Session | None = None
     waiting: list[RunningRow] = field(default_factory=list)
     active: list[RunningRow] = field(default_factory=list)
     results: list[RowResult | None] = field(default_factory=list)
@@ -102,6 +117,11 @@ class RunningRequest:
     def waiting_rows(self) -> int:
         """Rows that hold no lanes yet."""
         return len(self.waiting)
+
+    @property
+    def joins_whole(self) -> bool:
+        """Whether all rows must get lanes at once: none of a session's is given back early."""
+        return self.lock_step or self.turn is not None
 
     def fail(self, error: BaseException) -> None:
         """Answer with an error, unless the client has gone."""
@@ -136,9 +156,6 @@ def make_row(
         vocab_size: Ids from here on are virtual.
         table_rows: Task id -> first row of its table among all loaded prompt tables.
         encoder_decoder: Whether the ids are for an encoder.
-
-    Raises:
-        ValueError: The row's prompt is of a kind the model has not.
     """
     ids, prompt = list(request.input_ids), request.prompt
     if prompt is None:
@@ -149,7 +166,10 @@ def make_row(
     elif prompt.kind == P_TUNING:
         ids = [_virtual(i, prompt, vocab_size, table_rows) for i in ids]
     else:
-        raise ValueError(f"request prompts of type {prompt.kind} are not supported by this model")
+        assert prompt.kind == PREFIX_PROMPT, f"prompt of type {prompt.kind}"
+        row = _row(owner, index, request, [0] * prompt.length + ids, encoder_decoder=False)
+        row.prefix_task, row.cached = prompt.task_id, prompt.length
+        return row
     row = _row(owner, index, request, ids, encoder_decoder=encoder_decoder)
     row.has_virtual = any(not 0 <= i < vocab_size for i in ids)
     row.embeddings = prompt.embedding

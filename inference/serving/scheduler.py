@@ -10,70 +10,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from inference.decoding.generate import BatchDecoder
-from inference.decoding.kv_cache import WIPE, LanePool
-from inference.decoding.results import RowResult, RowStep
+from inference.decoding.kv_cache import WIPE, LanePool, prefix_source
+from inference.decoding.request import RequestError
+from inference.decoding.results import RowStep
 from inference.decoding.scoring import context_log_prob
-from inference.decoding.tensor_fields import Array
-from inference.model.step import Segment
-from inference.serving.chunking import ChunkSize
+from inference.serving.chunking import ChunkSize, prompt_work
 from inference.serving.encoder_turn import EncoderTurn
-from inference.serving.plan import EncoderRow, Move, StepPlan
-from inference.serving.rank import StepResult
+from inference.serving.errors import EngineBusyError, RowError
+from inference.serving.plan import Move
+from inference.serving.planned_step import EncoderWork, PlannedStep, RowWork, lay_out
+from inference.serving.rank_base import StepResult
 from inference.serving.running import (
     GenerationResult,
     GenerationStep,
     RunningRequest,
     RunningRow,
 )
+from inference.serving.sessions import Sessions
 
 logger = logging.getLogger(__name__)
-
-
-# Prompt tokens of one row whose logits are kept at a time, for rows that want all of them.
-_MOST_LOGITS = 128
-
-
-class RowError(RuntimeError):
-    """One row could not be decoded; other rows go on."""
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What one row does in a step."""
-
-    row: RunningRow
-    lane: int
-    ids: list[int]
-    outputs: range  # of its tokens here, those whose logits are wanted
-    samples: bool  # whether the last of them is for choosing a token
-
-    @property
-    def segment(self) -> Segment:
-        return Segment(self.lane, self.row.cached, len(self.ids))
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    """A plan with the embeddings that go with it, and whose work it is."""
-
-    plan: StepPlan
-    embeddings: torch.Tensor | None  # (plan.embedding_rows, E) fp32
-    work: tuple[_Work, ...]
-    prompt_tokens: int
-    encoding: tuple[RunningRow, ...] = ()  # rows in the encoder
-    encoder_layers: int = 0  # that they go through in this step
-
-    @property
-    def owners(self) -> list[RunningRequest]:
-        """Requests with work in this step, each once."""
-        rows = [*self.encoding, *(work.row for work in self.work)]
-        return list({id(row.owner): row.owner for row in rows}.values())
 
 
 class Scheduler:
@@ -87,6 +46,7 @@ class Scheduler:
         embedding_base: int,
         stall_bound_s: float,
         encoder_layers: int = 0,
+        session_idle_s: float = 60.0,
     ) -> None:
         """Start empty.
 
@@ -96,6 +56,7 @@ class Scheduler:
             embedding_base: First id that names a row of embeddings sent with a step.
             stall_bound_s: How long a step may delay decoding rows for the sake of prompts.
             encoder_layers: Of an encoder-decoder.
+            session_idle_s: How long a session may pause.
         """
         self._decoder = decoder
         self._lanes = LanePool(lanes)
@@ -104,6 +65,7 @@ class Scheduler:
         self._requests: list[RunningRequest] = []
         self._moves: list[Move] = []
         self._encoder = EncoderTurn(encoder_layers)
+        self._sessions = Sessions(idle_s=session_idle_s, free=self._free)
 
     @property
     def idle(self) -> bool:
@@ -126,14 +88,30 @@ class Scheduler:
         return self._lanes.free
 
     def add(self, request: RunningRequest) -> None:
-        """Take on a request."""
+        """Take on a request, or answer it with why not."""
+        if request.turn is not None:
+            self.drop_cancelled()  # perhaps the last turn of the same session
+            try:
+                self._sessions.enter(request, request.turn)
+            except RequestError as error:
+                if request.turn.ends:
+                    self.forget_session(request.turn.session_id)
+                request.fail(error)
+                return
         self._requests.append(request)
+        for row in [row for row in request.waiting if row.lanes]:
+            self._activate(row)
+
+    def forget_session(self, session_id: int | str) -> None:
+        """End a session whose last turn was refused; may be called from any thread."""
+        self._sessions.forget(session_id)
 
     def drop(self, request: RunningRequest) -> None:
         """Forget a request and free its lanes."""
         for row in request.active:
             self._release(row)
         self._encoder.drop(request)
+        self._sessions.drop(request)
         request.active.clear()
         request.waiting.clear()
         self._requests.remove(request)
@@ -149,20 +127,21 @@ class Scheduler:
         self._admit()
         rows = [row for request in self._requests for row in request.active]
         work = [each for row in rows if row.next_ids for each in _decode(row)]
-        layers = self._encoder.plan(rows, self._chunk.tokens(somebody_waits=bool(work)))
-        encoded = self._encoder.ending(layers)
-        begun = [row for row in rows if not row.next_ids and _may_start(row, encoded)]
-        work += self._prefill(begun, bool(work))
-        if not work and not layers:
+        encoding = self._encoder.plan(rows, self._chunk.tokens(somebody_waits=bool(work)))
+        begun = [row for row in rows if not row.next_ids and _may_start(row, encoding)]
+        work += prompt_work(begun, self._chunk.tokens(somebody_waits=bool(work)))
+        if not work and not encoding.layers:
             assert not rows, "active rows without work"
             return None
-        return self._lay_out(sorted(work, key=lambda each: each.lane), layers)
+        work.sort(key=lambda each: each.lane)
+        moves, self._moves = self._moves, []
+        return lay_out(work, encoding, moves=moves, embedding_base=self._embedding_base)
 
     def finish(self, step: PlannedStep, result: StepResult, *, seconds: float) -> None:
         """Take in what a planned step computed: choose tokens, answer finished requests."""
         if step.prompt_tokens:
             self._chunk.observe(tokens=step.prompt_tokens, seconds=seconds)
-        self._encoder.finish(step.encoder_layers)
+        self._encoder.finish(step.encoding)
         sampling: dict[RunningRow, list[int]] = {}  # row -> its logits, by ascending lane
         first = 0
         for number, work in enumerate(step.work):
@@ -183,92 +162,42 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give lanes to waiting rows: fewest running rows first, then in order of arrival."""
-        while self._lanes.free:
-            waiting = [request for request in self._requests if request.waiting]
-            if not waiting:
-                return
+        self._sessions.expire()
+        while waiting := [request for request in self._requests if request.waiting]:
             request = min(waiting, key=lambda r: (len(r.active), r.arrival))
-            rows = request.waiting if request.lock_step else request.waiting[:1]
+            rows = request.waiting if request.joins_whole else request.waiting[:1]
             beams = request.request.beam_width
             lanes = self._lanes.take(beams * len(rows))
-            if lanes is None:
+            if lanes is not None:
+                for row in list(rows):
+                    row.lanes, lanes = lanes[:beams], lanes[beams:]
+                    self._activate(row)
+            elif beams * len(rows) > self._lanes.total - self._sessions.held_lanes:
+                self._refuse(request)
+            else:
                 return  # nobody overtakes, so that wide requests get their turn
-            for row in list(rows):
-                row.lanes, lanes = lanes[:beams], lanes[beams:]
-                if row.logits is None:
-                    row.handle = self._decoder.add(row.request)
-                request.active.append(row)
-                request.waiting.remove(row)
 
-    def _prefill(self, rows: list[RunningRow], somebody_waits: bool) -> list[_Work]:
-        """Return chunks of prompts for this step."""
-        work: list[_Work] = []
-        room = self._chunk.tokens(somebody_waits=somebody_waits)
-        held = {id(row.owner) for row in rows if row.owner.lock_step and _has_more(row)}
-        for row in rows:
-            # Rows in lock step keep their last token until all have come so far.
-            limit = row.prompt_len - (1 if row.owner.lock_step else 0)
-            if row.owner.lock_step and id(row.owner) not in held:
-                limit = row.prompt_len
-                room = max(room, 1)  # all of them take their last one in the same step
-            count = min(room, limit - row.cached)
-            if row.wants_prompt_logits:
-                count = min(count, _MOST_LOGITS)
-            if count <= 0:
-                continue
-            ids = row.prompt[row.cached : row.cached + count]
-            last = row.cached + count == row.prompt_len and row.handle is not None
-            outputs = range(count - 1 if last else count, count)
-            if row.wants_prompt_logits:
-                outputs = range(count)
-            work.append(_Work(row, row.lanes[0], ids, outputs, samples=last))
-            room -= count
-        return work
+    def _activate(self, row: RunningRow) -> None:
+        """Let a row that has its lanes take part in steps."""
+        if row.logits is None:
+            row.handle = self._decoder.add(row.request)
+        row.owner.waiting.remove(row)
+        row.owner.active.append(row)
+        if row.owner.session is not None:
+            row.owner.session.holds_lanes = True
+        if row.prefix_task is not None:
+            self._moves.append((prefix_source(row.prefix_task), row.lanes[0], 0, row.cached))
 
-    def _lay_out(self, work: list[_Work], encoder_layers: int) -> PlannedStep:
-        ids: list[int] = []
-        outputs: list[int] = []
-        rows: list[Array] = []
-        for each in work:
-            outputs += range(len(ids) + each.outputs.start, len(ids) + each.outputs.stop)
-            ids += self._with_sent(each.row, each.ids, rows)
-        encoder_ids: list[int] = []
-        begins = self._encoder.beginning(encoder_layers)
-        for row in begins:
-            encoder_ids += self._with_sent(row, row.encoder_ids or [], rows)
-        plan = StepPlan(
-            ids=ids,
-            segments=tuple(each.segment for each in work),
-            output_rows=outputs,
-            moves=tuple(self._moves),
-            has_virtual=any(row.has_virtual for row in begins)
-            or any(each.row.has_virtual and not each.row.next_ids for each in work),
-            embedding_rows=len(rows),
-            pool=any(each.row.wants_pooled and not each.row.next_ids for each in work),
-            encoder_rows=tuple(
-                EncoderRow(len(row.encoder_ids or ()), tuple(row.lanes), row.request.ia3_task)
-                for row in begins
-            ),
-            encoder_ids=encoder_ids,
-            encoder_layers=encoder_layers,
+    def _refuse(self, request: RunningRequest) -> None:
+        """Refuse what would wait until a session ends."""
+        held, total = self._sessions.held_lanes, self._lanes.total
+        request.fail(
+            EngineBusyError(
+                f"sessions hold {held} of the {total} sequences that the cache holds; end one, "
+                "wait until one has paused for too long, or raise max_lanes or kv_cache_bytes"
+            )
         )
-        self._moves.clear()
-        embeddings = torch.from_numpy(np.stack(rows)) if rows else None
-        prompt_tokens = sum(len(each.ids) for each in work if not each.row.next_ids)
-        prompt_tokens += self._encoder.tokens(encoder_layers)
-        encoding = tuple(self._encoder.rows) if encoder_layers else ()
-        return PlannedStep(plan, embeddings, tuple(work), prompt_tokens, encoding, encoder_layers)
-
-    def _with_sent(self, row: RunningRow, ids: list[int], rows: list[Array]) -> list[int]:
-        """Return ids with those of sent embeddings named; the embeddings are added to `rows`."""
-        if row.embeddings is None:
-            return ids
-        named = []
-        for token in ids:
-            if token < 0:
-                rows.append(row.embeddings[-1 - token])
-            named.append(token if token >= 0 else self._embedding_base + len(rows) - 1)
-        return named
+        self.drop(request)
 
     def _score_prompt(self, row: RunningRow, logits: torch.Tensor) -> None:
         """Keep or score the logits (n, V) of the prompt tokens that were just computed."""
@@ -299,8 +228,7 @@ class Scheduler:
             row.wipe = True
             return
         if step.finished:
-            assert row.handle is not None
-            self._retire(row, self._decoder.result(row.handle))
+            self._retire(row, step)
             return
         if not row.next_ids:
             # The beams share the prompt that the first lane holds.
@@ -313,20 +241,34 @@ class Scheduler:
             ]
         row.next_ids = step.tokens
 
-    def _retire(self, row: RunningRow, result: RowResult) -> None:
+    def _retire(self, row: RunningRow, step: RowStep) -> None:
+        """Note the result of a row, and free its lanes unless its session goes on."""
+        assert row.handle is not None
+        result = self._decoder.result(row.handle)
         row.owner.results[row.index] = result
         row.owner.active.remove(row)
-        self._release(row)
+        if row.owner.session is None:
+            self._release(row)
+            return
+        if step.parents is not None and step.parents[0] != 0 and row.cached > row.prompt_len:
+            # The conversation goes on in the first lane, from the best beam.
+            best = row.lanes[step.parents[0]]
+            self._moves.append((best, row.lanes[0], row.prompt_len, row.cached))
+        self._decoder.remove(row.handle)
+        self._sessions.remember(row, result)
 
     def _release(self, row: RunningRow) -> None:
-        self._lanes.give_back(row.lanes)
-        targets = set(row.lanes)
-        self._moves = [move for move in self._moves if move[1] not in targets]
+        """Free the lanes of a row and forget it."""
+        self._free(row.lanes)
         if row.wipe:
             length = row.cached + 1
             self._moves += [(WIPE, lane, 0, length) for lane in row.lanes]
         if row.handle is not None:
             self._decoder.remove(row.handle)
+
+    def _free(self, lanes: Sequence[int]) -> None:
+        self._lanes.give_back(lanes)
+        self._moves = [move for move in self._moves if move[1] not in lanes]
 
     def _answer(self, owners: Iterable[RunningRequest]) -> None:
         """Answer requests that have finished, and tell the others' listeners of the step."""
@@ -336,7 +278,9 @@ class Scheduler:
             elif not request.active and not request.waiting:
                 self._requests.remove(request)
                 rows = tuple(row for row in request.results if row is not None)
-                request.succeed(GenerationResult(rows, tuple(request.pooled)))
+                if request.session is not None:
+                    self._sessions.leave(request)
+                request.succeed(GenerationResult(request.request, rows, tuple(request.pooled)))
             elif (probe := request.active[:1]) and probe[0].logits is not None:
                 self._answer_probe(request, probe[0])
             elif request.on_step is not None:
@@ -357,29 +301,25 @@ class Scheduler:
             return
         assert request.on_step is not None
         try:
-            request.on_step(GenerationStep(tuple(rows), tuple(request.pooled)))
+            request.on_step(GenerationStep(request.request, tuple(rows), tuple(request.pooled)))
         except Exception as error:  # the listener's fault costs its own request alone
             logger.exception("a listener failed")
             request.fail(error)
             self.drop(request)
 
 
-def _decode(row: RunningRow) -> list[_Work]:
+def _decode(row: RunningRow) -> list[RowWork]:
     return [
-        _Work(row, lane, [token], range(1), samples=True)
+        RowWork(row, lane, [token], range(1), samples=True)
         for lane, token in zip(row.lanes, row.next_ids, strict=True)
     ]
 
 
-def _may_start(row: RunningRow, encoded: Sequence[RunningRow]) -> bool:
+def _may_start(row: RunningRow, encoding: EncoderWork) -> bool:
     """Whether a row's encoder output is there by now, and its fellows' in lock step."""
     fellows = row.owner.active if row.owner.lock_step else [row]
-    return all(fellow.is_encoded or fellow in encoded for fellow in fellows)
-
-
-def _has_more(row: RunningRow) -> bool:
-    """Whether a row has prompt tokens before its last one to compute."""
-    return row.cached < row.prompt_len - 1
+    ending = encoding.rows if encoding.ends else ()
+    return all(fellow.is_encoded or fellow in ending for fellow in fellows)
 
 
 def _add_pooled(row: RunningRow, pooled: torch.Tensor) -> None:

@@ -4,62 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
 from inference.serving import supervisor
 from inference.serving.installation import find_triton
+from inference.serving.plain_path import PlainFolder
 from inference.serving.ports import pick_free_ports, ports_problems
-from inference.serving.server_log import (
-    ServerLog,
-    errors_of,
-    last_lines,
-    out_of_service,
-    short_reason,
+from inference.serving.server_log import ServerLog, errors_of, last_lines, out_of_service
+from inference.serving.server_options import old_server_options, server_options
+from inference.serving.server_status import (
+    LOG_TAIL_LINES,
+    ModelStatus,
+    ServerStartError,
+    ask,
+    model_statuses,
 )
-from inference.serving.server_options import ADMIN_HEADER, old_server_options, server_options
+
+__all__ = ["LOG_TAIL_LINES", "ModelStatus", "ServerStartError", "TritonServer"]
 
 PORT_NAMES = ("http", "grpc", "metrics")
-LOG_TAIL_LINES = 20
 _POLL_S = 0.1
-_HTTP_TIMEOUT_S = 5.0
 _KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
 _DRAINED = "Found 0 live models"  # what remains is closing idle connections, which takes seconds
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-
-
-class ServerStartError(RuntimeError):
-    """The server did not become ready. `reasons` say why, `log_tail` holds its last lines."""
-
-    def __init__(self, summary: str, *, reasons: Sequence[str], log_path: Path) -> None:
-        self.reasons = tuple(reasons)
-        self.log_path = log_path
-        self.log_tail = tuple(last_lines(log_path, LOG_TAIL_LINES))
-        parts = [summary, *(f"  {reason}" for reason in reasons)]
-        if self.log_tail:
-            parts.append(f"last lines of {log_path}:")
-            parts += [f"  | {line}" for line in self.log_tail]
-        super().__init__("\n".join(parts))
-
-
-@dataclass(frozen=True)
-class ModelStatus:
-    """One line of the server's repository index."""
-
-    name: str
-    state: str  # READY, UNAVAILABLE, LOADING, UNLOADING, or "" if it was never loaded
-    reason: str
 
 
 class TritonServer:
@@ -89,6 +64,7 @@ class TritonServer:
         work_dir: Path | None = None,
     ) -> None:
         self.model_repository = str(model_repository)
+        self._repository = PlainFolder(self.model_repository)
         self.host = host
         self.log_path = Path(log_path)
         self.models: tuple[str, ...] = ()
@@ -152,8 +128,16 @@ class TritonServer:
         """Return a message for every wanted port that cannot be had."""
         return ports_problems(self.host, self._wanted_ports, keys=self._port_keys)
 
-    def start(self, *, timeout_s: float, progress: Callable[[str], None] | None = None) -> None:
+    def start(
+        self,
+        *,
+        timeout_s: float,
+        progress: Callable[[str], None] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Start the server and return once every model is ready.
+
+        `check` is called all the while; what it raises ends the start.
 
         Raises:
             ServerStartError: a port is taken, the server ended, a model failed or time ran out; no
@@ -170,7 +154,7 @@ class TritonServer:
         for attempts_left in (2, 1, 0):
             log = self._spawn()
             try:
-                self._await_ready(log, deadline, timeout_s, progress or _silent)
+                self._await_ready(log, deadline, timeout_s, progress or _silent, check)
             except BaseException as error:
                 self.stop(drain_s=0)
                 chosen = 0 in self._wanted_ports.values()
@@ -212,13 +196,7 @@ class TritonServer:
 
     def index(self) -> list[ModelStatus]:
         """Return the state of every model of the repository. Raises OSError without an answer."""
-        entries = json.loads(self._http("/v2/repository/index", body=b"{}"))
-        return [
-            ModelStatus(
-                entry["name"], entry.get("state", ""), short_reason(entry.get("reason", ""))
-            )
-            for entry in entries
-        ]
+        return model_statuses(self.http_url, admin_key=self._admin_key)
 
     def stop(self, *, drain_s: float = 30.0) -> None:
         """End the server and everything it started; running requests get `drain_s` to finish."""
@@ -238,6 +216,7 @@ class TritonServer:
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
+        self._repository.remove()
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> list[str]:
         """Return the last lines of the server's log."""
@@ -282,15 +261,21 @@ class TritonServer:
 
     def _arguments(self) -> list[str]:
         if self._is_old:
-            return old_server_options(self.model_repository, self._ports)
+            return old_server_options(self._repository.path, self._ports)
         # Loading and unloading stays with us when others can reach the server.
         key = None if self._is_loopback else self._admin_key
-        return server_options(self.model_repository, self._ports, host=self.host, admin_key=key)
+        return server_options(self._repository.path, self._ports, host=self.host, admin_key=key)
 
     def _await_ready(
-        self, log: ServerLog, deadline: float, timeout_s: float, progress: Callable[[str], None]
+        self,
+        log: ServerLog,
+        deadline: float,
+        timeout_s: float,
+        progress: Callable[[str], None],
+        check: Callable[[], None],
     ) -> None:
         while True:
+            check()
             status = self.poll()
             for message in log.read():
                 progress(message)
@@ -321,7 +306,7 @@ class TritonServer:
             log.failures += [f"model {each.name}: {each.reason}" for each in failed]
             if failed or any(each.state != "READY" for each in statuses):
                 return False
-            self._http("/v2/health/ready")
+            ask(self.http_url, "/v2/health/ready", admin_key=self._admin_key)
         except OSError:
             return False
         if not statuses:
@@ -333,15 +318,6 @@ class TritonServer:
     def _fail(self, summary: str, log: ServerLog) -> None:
         unique = list(dict.fromkeys(log.failures)) or errors_of(last_lines(self.log_path, 200))
         raise ServerStartError(summary, reasons=unique, log_path=self.log_path)
-
-    def _http(self, path: str, body: bytes | None = None) -> bytes:
-        request = urllib.request.Request(
-            f"http://{self.http_url}{path}", data=body, headers={ADMIN_HEADER: self._admin_key}
-        )
-        # Never through a proxy: the server is on this machine.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(request, timeout=_HTTP_TIMEOUT_S) as response:
-            return bytes(response.read())
 
     def _drain(self, limit_s: float) -> None:
         """Wait until the server ended or said that nothing is left to end but itself."""

@@ -60,7 +60,7 @@ def open_meeting(world_size: int, *, timeout_s: float) -> Meeting | None:
 
 def main() -> int:
     """Run this process's rank until rank 0 ends; return 1 if it failed."""
-    from inference.serving.capacity import EngineOptions
+    from inference.serving.engine_options import EngineOptions
     from inference.serving.worker import serve_started_rank
 
     place = find_place(os.environ)

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from inference.serving.tokenizer import Tokenizer, load_tokenizer, pad_rows, word_list_tensor
+from inference.serving.text_tensors import pad_rows, word_list_tensor
+from inference.serving.tokenizer import Tokenizer, load_tokenizer
 from inference.serving.triton_model import ModelArguments, TensorModel, Tensors
 
 
@@ -43,7 +44,7 @@ class Preprocessing(TensorModel):
                 problems.append(str(error))
         if problems:
             raise ValueError("\n".join(problems))
-        ids, lengths = self.prompts.encode(texts)
+        ids, lengths = self.prompts.encode(texts, name="QUERY")
         return {
             "INPUT_ID": ids,
             "REQUEST_INPUT_LEN": lengths,
@@ -61,7 +62,7 @@ class QueryTokenizer(TensorModel):
 
     def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
         """Return ids and lengths. Raises ValueError for what is no text."""
-        ids, lengths = self.prompts.encode(row_texts("query", tensors["query"]))
+        ids, lengths = self.prompts.encode(row_texts("query", tensors["query"]), name="query")
         return {"input_ids": ids, "request_input_len": lengths}
 
 
@@ -73,9 +74,20 @@ class _PromptEncoder:
         self._end_id = arguments.integer("end_id")
         self._suffix = [self._end_id] if arguments.flag("append_end_id") else []
 
-    def encode(self, texts: Sequence[str]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return ids padded with the end token, (B, S), and lengths, (B, 1)."""
+    def encode(
+        self, texts: Sequence[str], *, name: str
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return ids padded with the end token, (B, S), and lengths, (B, 1).
+
+        Raises:
+            ValueError: Some texts give no tokens and others do: models take no such batch.
+        """
         rows = [self.tokenizer.encode(text, special=True) + self._suffix for text in texts]
+        if any(rows) and not all(rows):
+            empty = ", ".join(f"{name}[{row}]" for row, ids in enumerate(rows) if not ids)
+            raise ValueError(
+                f"{empty}: an empty text has to be sent alone, in a request of its own"
+            )
         return pad_rows(rows, pad_id=self._end_id)
 
 
@@ -111,10 +123,17 @@ class Postprocessing(TensorModel):
         for b, k in np.ndindex(*texts.shape):
             start = 0 if starts is None else int(starts[b, k])
             ids = [int(index) for index in tokens[b, k, : counts[b, k]]]
+            if self.output_holds_prompt and (marked := self._marked(ids)):
+                ids, start = ids[marked:], max(start - marked, 0)
             answer = _without_end(ids[start:], self.end_id, first=first_end)
             more = self.streaming and not finished[b, k] and len(answer) < room
             texts[b, k] = self._text(ids[:start], answer, partial=bool(more)).encode()
         return {"OUTPUT": texts}
+
+    def _marked(self, ids: Sequence[int]) -> int:
+        """Return how many markers preprocessing has put before the text."""
+        prefix = self.tokenizer.prefix_ids
+        return len(prefix) if tuple(ids[: len(prefix)]) == prefix else 0
 
     def _counts(
         self, tensors: Tensors, starts: np.ndarray[Any, Any] | None, shape: tuple[int, ...]

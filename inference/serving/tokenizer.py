@@ -1,4 +1,4 @@
-"""Text to token ids and back, and the word lists of a request, from files in a repository.
+"""Text to token ids and back, from files in a repository.
 
 Nothing is fetched: a tokenizer is the files beside the model that uses it.
 """
@@ -6,31 +6,44 @@ Nothing is fetched: a tokenizer is the files beside the model that uses it.
 from __future__ import annotations
 
 import codecs
-import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from export_scripts.triton.tokenizer_files import TOKENIZER_KINDS, TokenizerFiles, find_tokenizer
 
 REPLACEMENT = "\ufffd"
-# UTF-8 needs at most three more bytes, so an unfinished character shows as at most three of these.
-_MAX_UNFINISHED = 3
+# The blank that SentencePiece and its likes put before a text.
+_BLANK = "\u2581"
+# Before a word, this gives the tokens that the word has inside a text.
+_BEFORE = "!"
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer(Protocol):
-    """What the text models need of a tokenizer. `special_ids` are markers, not text."""
+    """What the text models need of a tokenizer.
+
+    Attributes:
+        special_ids: markers, not text.
+        prefix_ids: the markers that `encode` puts before a text if `special`.
+    """
 
     vocab_size: int
     special_ids: frozenset[int]
+    prefix_ids: tuple[int, ...]
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of `text`, with the model's own start and end markers if `special`."""
+
+    def word_forms(self, word: str) -> list[list[int]]:
+        """Return the token sequences that are `word` in a text: its own, and that after others.
+
+        The second exists where a tokenizer puts a blank before each text; it differs where the
+        word follows its neighbour without one, as a full stop or a line break does.
+        """
 
     def decode(self, ids: Sequence[int], *, partial: bool = False) -> str:
         """Return the text of `ids`; unknown ids give the replacement character.
@@ -53,7 +66,7 @@ def load_tokenizer(folder: Path, *, kind: str | None = None) -> Tokenizer:
     try:
         return _LOADERS[found.kind](found)
     except (OSError, RuntimeError, KeyError, ValueError) as error:
-        names = ", ".join(path.name for path in found.files)
+        names = ", ".join(path.name for path in found.all_files)
         raise ValueError(f"{names} in {folder} cannot be read as a tokenizer: {error}") from error
 
 
@@ -70,10 +83,24 @@ def _byte_stand_ins() -> dict[int, str]:
     }
 
 
-class ByteLevelBPE:
-    """Byte-level BPE from vocab.json and merges.txt, with GPT-2's splitting of the text."""
+def _start_marker(found: TokenizerFiles) -> str | None:
+    """Return the token that the settings want before every text, as OPT's and Llama's do."""
+    if found.settings is None:
+        return None
+    settings = json.loads(found.settings.read_text(encoding="utf-8"))
+    token = settings.get("bos_token") if settings.get("add_bos_token") else None
+    return token.get("content") if isinstance(token, dict) else token
 
-    def __init__(self, vocab_path: Path, merges_path: Path) -> None:
+
+class ByteLevelBPE:
+    """Byte-level BPE from vocab.json and merges.txt, with GPT-2's splitting of the text.
+
+    `start_marker` is a token that comes before each text; None for none.
+    """
+
+    def __init__(
+        self, vocab_path: Path, merges_path: Path, *, start_marker: str | None = None
+    ) -> None:
         from tokenizers import Tokenizer as Backend
         from tokenizers.models import BPE
         from tokenizers.pre_tokenizers import ByteLevel
@@ -82,6 +109,7 @@ class ByteLevelBPE:
         self._backend = Backend(BPE.from_file(str(vocab_path), str(merges_path)))
         self._backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
         self.vocab_size = len(vocab)
+        self.prefix_ids = tuple(vocab[token] for token in (start_marker,) if token)
         stand_ins = {character: byte for byte, character in _byte_stand_ins().items()}
         self._bytes = {index: _token_bytes(token, stand_ins) for token, index in vocab.items()}
         lines = merges_path.read_text(encoding="utf-8").splitlines()
@@ -91,9 +119,14 @@ class ByteLevelBPE:
             index for token, index in vocab.items() if len(token) > 1 and token not in products
         )
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:  # noqa: ARG002
-        """Return the ids of `text`; a byte-level vocabulary has no markers of its own."""
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the ids of `text`, see `Tokenizer`."""
+        prefix = self.prefix_ids if special else ()
+        return [*prefix, *self._backend.encode(text, add_special_tokens=False).ids]
+
+    def word_forms(self, word: str) -> list[list[int]]:
+        """Return the ids of `word`: no blank is put before it."""
+        return [self.encode(word)]
 
     def decode(self, ids: Sequence[int], *, partial: bool = False) -> str:
         """Return the text of `ids`, see `Tokenizer`."""
@@ -110,20 +143,60 @@ def _token_bytes(token: str, stand_ins: dict[str, int]) -> bytes:
 
 
 class _WholeTextTokenizer:
-    """A library that turns lists of known ids into text, with the unknown ones around it."""
+    """A library that turns lists of known ids into text, with the unknown ones around it.
+
+    `_bytes` are the tokens that stand for one byte each, for characters outside the vocabulary.
+    """
 
     vocab_size: int
+    _bytes: Mapping[int, int]  # id -> byte
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        raise NotImplementedError
+
+    def _piece(self, index: int) -> str:
+        """Return how the vocabulary spells an id."""
+        raise NotImplementedError
 
     def _decode_known(self, ids: list[int]) -> str:
         raise NotImplementedError
 
+    def word_forms(self, word: str) -> list[list[int]]:
+        """Return the token sequences of `word`, see `Tokenizer`."""
+        alone = self.encode(word)
+        before, together = self.encode(_BEFORE), self.encode(_BEFORE + word)
+        adds_blank = bool(before) and self._piece(before[0]).startswith(_BLANK)
+        if not adds_blank or together[: len(before)] != before:
+            return [alone]
+        inside = together[len(before) :]
+        return [alone] if inside in (alone, []) else [alone, inside]
+
     def decode(self, ids: Sequence[int], *, partial: bool = False) -> str:
         """Return the text of `ids`, see `Tokenizer`."""
-        text = "".join(self._pieces(ids))
-        if partial:
-            kept = text.rstrip(REPLACEMENT)
-            return kept if len(text) - len(kept) <= _MAX_UNFINISHED else text
-        return text
+        text = "".join(self._pieces(self._mended(ids, partial=partial)))
+        # A token of several bytes can end within a character; that shows as one of these.
+        return text.removesuffix(REPLACEMENT) if partial else text
+
+    def _mended(self, ids: Sequence[int], *, partial: bool) -> list[int]:
+        """Return `ids` with the byte tokens that are no character made one that says so.
+
+        Libraries give up a whole run of byte tokens for one that is not complete.
+        """
+        if not self._bytes:
+            return list(ids)
+        mended: list[int] = []
+        seen = 0
+        back = {byte: index for index, byte in self._bytes.items()}
+        for is_byte, run in groupby(ids, key=self._bytes.__contains__):
+            group = list(run)
+            seen += len(group)
+            if is_byte:
+                data = bytes(self._bytes[index] for index in group)
+                final = not partial or seen < len(ids)
+                text = codecs.getincrementaldecoder("utf-8")("replace").decode(data, final)
+                group = [back[byte] for byte in text.encode()]
+            mended += group
+        return mended
 
     def _pieces(self, ids: Sequence[int]) -> Iterator[str]:
         for known, run in groupby(ids, key=lambda index: 0 <= index < self.vocab_size):
@@ -132,35 +205,72 @@ class _WholeTextTokenizer:
 
 
 class HuggingFaceTokenizer(_WholeTextTokenizer):
-    """A tokenizer.json of the tokenizers library, whatever its model."""
+    """A tokenizer.json of the tokenizers library, whatever its model.
 
-    def __init__(self, backend: Any) -> None:
+    `start_marker` comes before each text, if the file itself does not put it there.
+    """
+
+    def __init__(self, backend: Any, *, start_marker: str | None = None) -> None:
         self._backend = backend
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
+        self._bytes = _byte_tokens(vocab) if _falls_back_to_bytes(backend) else {}
+        own = list(backend.encode("a", add_special_tokens=True).ids)
+        plain = list(backend.encode("a", add_special_tokens=False).ids)
+        count = next((n for n in range(len(own)) if own[n : n + len(plain)] == plain), 0)
+        self._more: list[int] = []
+        if start_marker is not None and not count:
+            self._more = [vocab[start_marker]]
+        self.prefix_ids = (*self._more, *own[:count])
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """Return the ids of `text`, see `Tokenizer`."""
-        return list(self._backend.encode(text, add_special_tokens=special).ids)
+        ids = self._backend.encode(text, add_special_tokens=special).ids
+        return [*(self._more if special else ()), *ids]
+
+    def _piece(self, index: int) -> str:
+        return str(self._backend.id_to_token(index))
 
     def _decode_known(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=False))
 
 
-class SentencePieceTokenizer(_WholeTextTokenizer):
-    """A SentencePiece model."""
+def _byte_tokens(vocab: Mapping[str, int]) -> dict[int, int]:
+    """Return the tokens that are spelled as a byte, if there is one for each byte."""
+    matches = ((_BYTE_PIECE.fullmatch(token), index) for token, index in vocab.items())
+    found = {index: int(match[1], 16) for match, index in matches if match}
+    return found if len(found) == 256 else {}
 
-    def __init__(self, model_path: Path) -> None:
+
+def _falls_back_to_bytes(backend: Any) -> bool:
+    index = backend.token_to_id("<0x41>")
+    return index is not None and backend.decode([index]) == "A"
+
+
+class SentencePieceTokenizer(_WholeTextTokenizer):
+    """A SentencePiece model. `start_marker` is a token before each text; None for none."""
+
+    def __init__(self, model_path: Path, *, start_marker: str | None = None) -> None:
         from sentencepiece import SentencePieceProcessor
 
         self._backend = SentencePieceProcessor(model_file=str(model_path))
         self.vocab_size = int(self._backend.vocab_size())
-        self.special_ids = frozenset(filter(self._backend.is_control, range(self.vocab_size)))
+        every = range(self.vocab_size)
+        self.special_ids = frozenset(filter(self._backend.is_control, every))
+        self._bytes = _byte_tokens(
+            {self._piece(index): index for index in every if self._backend.is_byte(index)}
+        )
+        self.prefix_ids = tuple(self._backend[token] for token in (start_marker,) if token)
 
-    def encode(self, text: str, *, special: bool = False) -> list[int]:  # noqa: ARG002
-        """Return the ids of `text`; the model file does not say which markers a model wants."""
-        return list(self._backend.encode(text))
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        """Return the ids of `text`, see `Tokenizer`."""
+        prefix = self.prefix_ids if special else ()
+        return [*prefix, *self._backend.encode(text)]
+
+    def _piece(self, index: int) -> str:
+        return str(self._backend.id_to_piece(index))
 
     def _decode_known(self, ids: list[int]) -> str:
         return str(self._backend.decode(ids))
@@ -170,9 +280,18 @@ def _load_hf(found: TokenizerFiles) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
     try:
-        return HuggingFaceTokenizer(Backend.from_file(str(found.files[0])))
+        backend = Backend.from_file(str(found.files[0]))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(str(error)) from error
+    return HuggingFaceTokenizer(backend, start_marker=_start_marker(found))
+
+
+def _load_bpe(found: TokenizerFiles) -> Tokenizer:
+    return ByteLevelBPE(*found.files, start_marker=_start_marker(found))
+
+
+def _load_sentencepiece(found: TokenizerFiles) -> Tokenizer:
+    return SentencePieceTokenizer(found.files[0], start_marker=_start_marker(found))
 
 
 def _load_wordpiece(found: TokenizerFiles) -> Tokenizer:
@@ -190,66 +309,7 @@ def _load_wordpiece(found: TokenizerFiles) -> Tokenizer:
 
 _LOADERS: dict[str, Callable[[TokenizerFiles], Tokenizer]] = {
     "hf": _load_hf,
-    "bpe": lambda found: ByteLevelBPE(*found.files),
-    "sentencepiece": lambda found: SentencePieceTokenizer(found.files[0]),
+    "bpe": _load_bpe,
+    "sentencepiece": _load_sentencepiece,
     "wordpiece": _load_wordpiece,
 }
-
-
-def split_words(text: str) -> list[str]:
-    """Return the words of one CSV record; blanks count, a comma in a word needs quotes.
-
-    Raises:
-        ValueError: there is an unquoted line break inside.
-    """
-    try:
-        # A list of one line: an empty string still is a record, without fields.
-        return next(csv.reader([text]))
-    except csv.Error as error:
-        raise ValueError(f"{text!r} is not one CSV record ({error})") from error
-
-
-def word_list_tensor(
-    rows: Sequence[str], tokenizer: Tokenizer, *, name: str
-) -> npt.NDArray[np.int32]:
-    """Return the (B, 2, W) tensor of the words in each row's CSV record.
-
-    Ids of all words come one after another, above the offset at which each word ends; unused places
-    hold id 0 and offset -1.
-
-    Raises:
-        ValueError: rows that are no CSV record, each named `name[row]`.
-    """
-    problems, flat_rows, offset_rows = [], [], []
-    for row, text in enumerate(rows):
-        flat: list[int] = []
-        offsets: list[int] = []
-        try:
-            for word in split_words(text):
-                if ids := tokenizer.encode(word):
-                    flat += ids
-                    offsets.append(len(flat))
-        except ValueError as error:
-            problems.append(f"{name}[{row}]: {error}")
-        flat_rows.append(flat)
-        offset_rows.append(offsets)
-    if problems:
-        raise ValueError("\n".join(problems))
-    width = max(1, *(len(flat) for flat in flat_rows)) if flat_rows else 1
-    tensor = np.zeros((len(flat_rows), 2, width), dtype=np.int32)
-    tensor[:, 1, :] = -1
-    for row, (flat, offsets) in enumerate(zip(flat_rows, offset_rows, strict=True)):
-        tensor[row, 0, : len(flat)] = flat
-        tensor[row, 1, : len(offsets)] = offsets
-    return tensor
-
-
-def pad_rows(
-    rows: Sequence[Sequence[int]], *, pad_id: int
-) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
-    """Return the rows padded on the right, (B, S), and their lengths, (B, 1)."""
-    lengths = np.array([[len(row)] for row in rows], dtype=np.uint32)  # (B, 1)
-    ids = np.full((len(rows), max(map(len, rows), default=0)), pad_id, dtype=np.uint32)  # (B, S)
-    for target, row in zip(ids, rows, strict=True):
-        target[: len(row)] = row
-    return ids, lengths

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from inference.serving.session_turn import SessionTurn
+
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 Outputs = dict[str, "np.ndarray[Any, Any]"]
 TypedTensors = Mapping[str, tuple["np.ndarray[Any, Any]", str]]  # values and their Triton type
@@ -47,6 +49,17 @@ def _wanted(module: Any, outputs: Sequence[str] | None) -> list[Any] | None:
     return None if outputs is None else [module.InferRequestedOutput(name) for name in outputs]
 
 
+def _sequence(turn: SessionTurn | None) -> dict[str, Any]:
+    """Return the arguments of the client library that name a session."""
+    if turn is None:
+        return {}
+    return {
+        "sequence_id": turn.session_id,
+        "sequence_start": turn.starts,
+        "sequence_end": turn.ends,
+    }
+
+
 def grpc_outputs(result: Any) -> Outputs:
     """Return the outputs of one gRPC response by name."""
     return _arrays(result, [output.name for output in result.get_response().outputs])
@@ -66,7 +79,13 @@ class GrpcTransport:
         self._timeout_s = timeout_s
         self._client = grpc.InferenceServerClient(url, channel_args=_GRPC_OPTIONS)
 
-    def infer(self, model: str, inputs: TypedTensors, outputs: Sequence[str] | None) -> Outputs:
+    def infer(
+        self,
+        model: str,
+        inputs: TypedTensors,
+        outputs: Sequence[str] | None,
+        turn: SessionTurn | None = None,
+    ) -> Outputs:
         """Send one request and return its outputs by name."""
         return grpc_outputs(
             self._client.infer(
@@ -74,6 +93,7 @@ class GrpcTransport:
                 _infer_inputs(self._grpc, inputs),
                 outputs=_wanted(self._grpc, outputs),
                 client_timeout=self._timeout_s,
+                **_sequence(turn),
             )
         )
 
@@ -142,14 +162,25 @@ class HttpTransport:
     @property
     def _client(self) -> Any:
         if not hasattr(self._local, "client"):
-            limits = {"network_timeout": self._timeout_s} if self._timeout_s else {}
-            self._local.client = self._http.InferenceServerClient(self._url, **limits)
+            # None is no limit; left out, the library gives an answer a minute.
+            self._local.client = self._http.InferenceServerClient(
+                self._url, network_timeout=self._timeout_s
+            )
         return self._local.client
 
-    def infer(self, model: str, inputs: TypedTensors, outputs: Sequence[str] | None) -> Outputs:
+    def infer(
+        self,
+        model: str,
+        inputs: TypedTensors,
+        outputs: Sequence[str] | None,
+        turn: SessionTurn | None = None,
+    ) -> Outputs:
         """Send one request and return its outputs by name."""
         result = self._client.infer(
-            model, _infer_inputs(self._http, inputs), outputs=_wanted(self._http, outputs)
+            model,
+            _infer_inputs(self._http, inputs),
+            outputs=_wanted(self._http, outputs),
+            **_sequence(turn),
         )
         return _arrays(result, [output["name"] for output in result.get_response()["outputs"]])
 
@@ -192,6 +223,7 @@ def stream_responses(
     model: str,
     inputs: TypedTensors,
     outputs: Sequence[str] | None,
+    turn: SessionTurn | None = None,
 ) -> Iterator[Outputs]:
     """Yield the responses of one request over a stream of its own."""
     from tritonclient import grpc
@@ -210,6 +242,7 @@ def stream_responses(
             _infer_inputs(grpc, inputs),
             outputs=_wanted(grpc, outputs),
             enable_empty_final_response=True,
+            **_sequence(turn),
         )
         while not done:
             result, error = responses.get()

@@ -6,13 +6,15 @@ it is used.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+Args = Mapping[str, str]
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 
 
@@ -31,6 +33,12 @@ class ModelArguments:
     def decoupled(self) -> bool:
         """Whether the model answers a request with more than one response."""
         return bool(self.config.get("model_transaction_policy", {}).get("decoupled", False))
+
+    @property
+    def session_idle_s(self) -> float | None:
+        """How long a session may pause, None for a model without sessions."""
+        batching = self.config.get("sequence_batching")
+        return None if batching is None else batching["max_sequence_idle_microseconds"] / 1e6
 
     @property
     def bf16_inputs(self) -> frozenset[str]:
@@ -69,6 +77,13 @@ class ModelArguments:
             name = self.model_folder.name
             raise ValueError(f"config.pbtxt of {name}: parameter {key}={value} must be 0 or 1")
         return bool(value)
+
+
+def log_warning(message: str) -> None:
+    """Write to the server's log."""
+    import triton_python_backend_utils as pb_utils
+
+    pb_utils.Logger.log_warn(message)
 
 
 def request_tensors(request: Any, *, bf16: Collection[str] = ()) -> dict[str, np.ndarray[Any, Any]]:
@@ -117,10 +132,28 @@ def error_response(message: str, code: str = "INVALID_ARG") -> Any:
     )
 
 
+def with_readable_errors(load: Callable[[Any, Args], None]) -> Callable[[Any, Args], None]:
+    """Wrap `initialize`: file names in messages as UTF-8, without which the process would end."""
+
+    @functools.wraps(load)
+    def initialize(model: Any, args: Args) -> None:
+        try:
+            load(model, args)
+        except Exception as error:
+            text = str(error)
+            told = text.encode(errors="surrogateescape").decode(errors="replace")
+            if told == text:
+                raise
+            raise ValueError(told) from error
+
+    return initialize
+
+
 class TensorModel:
     """A model that answers each request at once; subclasses add `setup` and `run`."""
 
-    def initialize(self, args: Mapping[str, str]) -> None:
+    @with_readable_errors
+    def initialize(self, args: Args) -> None:
         """Load the model (called by Triton)."""
         self.setup(ModelArguments(args))
 

@@ -23,8 +23,8 @@ from inference.parallel.groups import RankGroups
 from inference.serving.meeting import Guest, MeetingError, device_name
 from inference.serving.plan import Command, command_of, unpack
 from inference.serving.process_place import ProcessPlace
-from inference.serving.rank import RankSettings, rank_device
 from inference.serving.rank_kinds import make_rank
+from inference.serving.rank_settings import RankSettings
 from inference.serving.rendezvous import report_failure, report_loaded, wait_for_go
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     store = TCPStore(*settings.store, timeout=timedelta(seconds=settings.rank_timeout_s))
     try:
         _serve(settings, store)
-    except Exception as error:
+    except Exception as error:  # whatever it was, rank 0 is to hear of it
         traceback.print_exc()
         report_failure(store, settings.rank, error)
         return 1
@@ -83,7 +83,7 @@ def serve_started_rank(place: ProcessPlace, host: str, port: int, *, timeout_s: 
     except MeetingError as error:
         logger.error("%s", error)
         return 1
-    except Exception as error:
+    except Exception as error:  # whatever it was, rank 0 is to hear of it
         traceback.print_exc()
         report_failure(guest.store, place.rank, error)
         return 1
@@ -111,7 +111,7 @@ def _serve(settings: RankSettings, store: Store) -> None:
     groups = RankGroups(
         settings.layout,
         store,
-        device=rank_device(settings),
+        device=rank.device,
         timeout_s=settings.rank_timeout_s,
         shared_memory=settings.shared_memory,
     )
@@ -121,6 +121,7 @@ def _serve(settings: RankSettings, store: Store) -> None:
         packed = groups.receive_plan()
         command = command_of(packed)
         if command == Command.STOP:
+            rank.close()
             return
         if command == Command.PING:
             rank.ping()

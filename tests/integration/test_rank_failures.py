@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,11 +118,21 @@ time.sleep(600)
     assert wait_until_gone(workers, 5) == []
 
 
-def test_stopping_leaves_no_worker(ft_dir: Path) -> None:
+def test_undecodable_request_costs_itself_alone_and_stopping_leaves_no_worker(
+    ft_dir: Path,
+) -> None:
     before = children()
-    with Engine(ft_dir, tp_size=2, device="cpu"):
+    with Engine(ft_dir, tp_size=2, device="cpu") as engine:
         workers = list(children() - before)
         assert len(workers) == 1
+        penalty: Any = "hot"
+        options = RowOptions(end_id=engine.limits.end_id, repetition_penalty=penalty)
+        row = RowRequest((1, 2, 3), 4, options, context_ids=(1, 2, 3))
+        with pytest.raises(ValueError, match="hot"):
+            engine.generate(GenerationRequest((row,), padded_len=3))
+        assert engine.healthy() is None
+        assert len(engine.logits([1, 2, 3])) == 3
+        assert engine.free_lanes == engine.capacity.lanes
     assert wait_until_gone(workers, 0) == []
 
 

@@ -12,15 +12,18 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from inference.serving.encoder_engine import EncoderEngine
+from inference.serving.encoding import parse_encoding
 from inference.serving.engine import Engine, EngineFailedError, EngineOptions
 from inference.serving.meeting import Meeting, MeetingError, open_store
 from inference.serving.ports import pick_free_ports
 from inference.serving.process_place import ProcessPlace
 from tests.conftest import ROOT
-from tests.ft_folders import write_gpt
+from tests.ft_folders import write_bert, write_gpt
 
 PROGRAM = """
 import logging, sys
@@ -101,6 +104,22 @@ def test_started_ranks_compute_what_one_rank_does(tmp_path: Path, start: Start) 
     # Sums in another order.
     assert torch.allclose(logits, expected, atol=1e-5)
     assert [each.wait(NOTICE_S) for each in others] == [0, 0, 0]
+
+
+def test_started_ranks_encode_what_one_rank_does(tmp_path: Path, start: Start) -> None:
+    rows = np.random.default_rng(0).normal(size=(2, 7, 24)).astype(np.float32)
+    lengths = np.array([[7], [3]], np.int32)
+    tensors = {"input_hidden_state": rows, "sequence_lengths": lengths}
+    with EncoderEngine(write_bert(tmp_path / "one"), device="cpu") as engine:
+        expected = engine.encode(parse_encoding(tensors, engine.limits)).hidden
+    meeting, port = meeting_of(2)
+    other = start(1, 2, port)
+    folder = write_bert(tmp_path / "two", tp_size=2)
+    with EncoderEngine(folder, tp_size=2, device="cpu", meeting=meeting) as engine:
+        hidden = engine.encode(parse_encoding(tensors, engine.limits)).hidden
+    # Sums in another order.
+    assert torch.allclose(hidden, expected, atol=1e-4)
+    assert other.wait(NOTICE_S) == 0
 
 
 def test_a_killed_rank_fails_the_engine(tmp_path: Path, start: Start) -> None:

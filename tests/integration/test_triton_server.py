@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -115,6 +116,19 @@ def test_ports_in_use_are_named_with_key_and_holder(tmp_path: Path) -> None:
     assert f"deploy.http_port={port} is in use by process {os.getpid()}" in text
     assert f"deploy.metrics_port={port} is in use" in text
     assert "the ports must differ" in text
+
+
+def test_repository_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "M\u00fcller's $(models) & more"
+    add_model(folder, "double", DOUBLE)
+    (tmp_path / "temporary").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+        with new_server(folder, tmp_path) as server:
+            server.start(timeout_s=60)
+            assert server.models == ("double",)
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert (folder / "double" / "1" / "model.py").exists()
 
 
 def test_server_listens_on_loopback_only_unless_told(tmp_path: Path) -> None:

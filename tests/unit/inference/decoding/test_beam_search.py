@@ -50,6 +50,14 @@ def chain(size: int, **likely: dict[int, float]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("alpha", [3e38, -3e38])
+def test_length_penalty_of_any_size_is_taken(pool: bool, alpha: float) -> None:
+    table = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
+    result = search(table, beam_width=2, output_len=4, pool=pool, len_penalty=alpha)
+    assert all(torch.isfinite(torch.tensor(result.cum_log_probs)))
+
+
+@pytest.mark.parametrize("pool", [False, True])
 def test_wide_enough_search_finds_the_best_of_all_sequences(pool: bool) -> None:
     table = torch.randn(5, 5, generator=torch.Generator().manual_seed(1))
     table[:, END] = -50.0  # all sequences have the full length

@@ -224,6 +224,15 @@ def test_empty_prompt_starts_from_the_start_id_and_returns_nothing() -> None:
     assert request.padded_len == 0
 
 
+def test_start_id_of_the_model_is_checked_where_it_is_fed() -> None:
+    limits = dataclasses.replace(GPT, start_id=99, end_id=99)
+    assert parse_request(gpt(), limits).rows[0].options.start_id == 99
+    empty = gpt(input_ids=np.zeros((2, 0), np.uint32), input_lengths=column(0, 0))
+    assert problems(empty, limits) == [
+        f"start_id[{b}]=99 outside vocabulary of size 52" for b in (0, 1)
+    ]
+
+
 def test_context_outputs_are_unknown_where_the_model_has_none() -> None:
     limits = dataclasses.replace(GPT, context_outputs=False)
     flags = {"is_return_context_embeddings": column(True, True, dtype=np.bool_)}

@@ -100,6 +100,11 @@ def test_minimum_length_bars_the_end_token_but_not_stop_words() -> None:
     assert result.finish_reasons == ("stop",)
 
 
+def test_minimum_length_is_harmless_where_the_end_id_is_outside_the_vocabulary() -> None:
+    row = RowRequest((3, 4), 2, RowOptions(end_id=VOCAB + 60, min_length=2), (3, 4))
+    assert run(row, favouring(7), favouring(8)).output_ids == ((7, 8),)
+
+
 def test_padded_vocabulary_is_never_chosen() -> None:
     logits = torch.nn.functional.pad(favouring(7), (0, 12), value=99.0)
     assert run(request(), logits).output_ids == ((7,),)

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from export_scripts.convert import ConversionRequest, convert
-from export_scripts.families.bert import BERT, BertConfig
 from inference.decoding.request import RequestError
 from inference.serving.encoder_engine import EncoderEngine
 from inference.serving.encoding import EncodingRequest, parse_encoding
 from inference.serving.engine import EngineBusyError, EngineFailedError, EngineOptions
-from tests.ft_folders import write_gpt, write_random
+from tests.ft_folders import write_bert, write_gpt
 from tests.tiny_t5 import Reference, TinyT5, ia3_scalers, t5_tensors, write_ia3, write_t5
 
 MODEL = TinyT5()
@@ -24,22 +23,9 @@ TENSORS = t5_tensors(MODEL)
 TASKS = [ia3_scalers(MODEL, seed=seed) for seed in (1, 2)]
 
 
-def bert_dir(folder: Path, *, tp_size: int = 1) -> Path:
-    config = BertConfig(
-        model_name="bert",
-        weight_data_type="fp32",
-        tensor_para_size=tp_size,
-        head_num=4,
-        size_per_head=6,
-        inter_size=28,
-        num_layer=2,
-    )
-    return write_random(BERT, config, folder)
-
-
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EncoderEngine]:
-    with EncoderEngine(bert_dir(tmp_path_factory.mktemp("bert")), device="cpu") as engine:
+    with EncoderEngine(write_bert(tmp_path_factory.mktemp("bert")), device="cpu") as engine:
         yield engine
 
 
@@ -184,21 +170,21 @@ def test_bad_ids_are_refused(
 
 
 def test_rows_beyond_the_bound_are_refused(tmp_path: Path) -> None:
-    engine = EncoderEngine(bert_dir(tmp_path), device="cpu", options=EngineOptions(max_seq_len=5))
+    engine = EncoderEngine(write_bert(tmp_path), device="cpu", options=EngineOptions(max_seq_len=5))
     with pytest.raises(RequestError, match="row 0 has 6 tokens, the limit is 5"):
         engine.submit(states_request(engine, random_states(1, 6), [6]))
 
 
 def test_a_full_queue_says_so(tmp_path: Path) -> None:
     options = EngineOptions(max_queued_rows=3)
-    with EncoderEngine(bert_dir(tmp_path), device="cpu", options=options) as engine:
+    with EncoderEngine(write_bert(tmp_path), device="cpu", options=options) as engine:
         request = states_request(engine, random_states(4, 2), [2] * 4)
         with pytest.raises(EngineBusyError, match="max_queued_rows=3"):
             engine.submit(request)
 
 
 def test_a_stopped_engine_says_so(tmp_path: Path) -> None:
-    engine = EncoderEngine(bert_dir(tmp_path), device="cpu")
+    engine = EncoderEngine(write_bert(tmp_path), device="cpu")
     engine.start()
     engine.stop()
     with pytest.raises(EngineFailedError, match="stopped"):
@@ -207,12 +193,12 @@ def test_a_stopped_engine_says_so(tmp_path: Path) -> None:
 
 def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"(?s)head_num=4.*inter_size=28.*num_layer=2"):
-        EncoderEngine(bert_dir(tmp_path), tp_size=3, pp_size=3, device="cpu")
+        EncoderEngine(write_bert(tmp_path), tp_size=3, pp_size=3, device="cpu")
 
 
 def test_int8_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="int8_mode=1"):
-        EncoderEngine(bert_dir(tmp_path), int8_mode=1, device="cpu")
+        EncoderEngine(write_bert(tmp_path), int8_mode=1, device="cpu")
 
 
 def test_a_decoder_is_refused(tmp_path: Path) -> None:
@@ -221,7 +207,7 @@ def test_a_decoder_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:
-    folder = bert_dir(tmp_path)
+    folder = write_bert(tmp_path)
     (folder / "model.encoder.layer.1.output.dense.weight.0.bin").unlink()
     with pytest.raises(
         EngineFailedError, match=r"layer\.1\.output\.dense\.weight\.0\.bin is missi"

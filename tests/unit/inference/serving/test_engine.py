@@ -265,7 +265,6 @@ def test_unusable_logits_fail_one_row_and_nothing_else(tmp_path: Path) -> None:
         ({"pp_size": 3}, r"pipeline_para_size=3 does not divide num_layer=2; use 1, 2"),
         ({"data_type": "fp8"}, "data_type='fp8' must be one of fp32, fp16, bf16"),
         ({"int8_mode": 2}, "int8_mode=2 is not supported; use 0, or 1 for weights of 8 bits"),
-        ({"int8_mode": 1}, "int8_mode=1 multiplies in 16 bits; set data_type=fp16 or bf16"),
         ({"device": "tpu"}, "device='tpu' must be auto, cpu or cuda"),
         ({"options": EngineOptions(kv_cache_bytes=1000)}, "kv_cache_bytes=1000 cannot hold one"),
     ],
@@ -301,12 +300,13 @@ def test_weights_that_are_not_finite_fail_the_start(tmp_path: Path) -> None:
     assert "model.layers.1.mlp.dense_h_to_4h.bias holds" in str(error.value)
 
 
-def test_eight_bit_weights_stay_close(tmp_path: Path) -> None:
+@pytest.mark.parametrize("data_type", ["fp32", "bf16"])
+def test_eight_bit_weights_stay_close(tmp_path: Path, data_type: str) -> None:
     ft_dir = write_gpt(tmp_path, size_per_head=8, inter_size=64)
     prompt = [7, 3, 11, 2, 40]
     with (
         Engine(ft_dir, device="cpu") as exact,
-        Engine(ft_dir, device="cpu", data_type="bf16", int8_mode=1) as small,
+        Engine(ft_dir, device="cpu", data_type=data_type, int8_mode=1) as small,
     ):
         expected = exact.logits(prompt)
         error = small.logits(prompt) - expected

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inference.serving.model_settings import ModelSettings, read_settings
+from inference.serving.model_settings import PARAMETERS, ModelSettings, read_settings
 from inference.serving.triton_model import ModelArguments
+from tests.conftest import ROOT
 
 REQUIRED = {"tensor_para_size": "2", "pipeline_para_size": "1", "data_type": "fp16"}
 
@@ -45,12 +47,17 @@ def test_weights_are_looked_for_in_the_contracts_order(
 
 def test_all_missing_and_wrong_parameters_are_listed() -> None:
     with pytest.raises(ValueError, match=r"config\.pbtxt of gpt") as caught:
-        _settings({"tensor_para_size": "0", "data_type": "fp8", "strict_lengths": "true"})
+        _settings(
+            {"tensor_para_size": "0", "data_type": "fp8", "strict_lengths": "true"}
+            | {"max_stall_s": "nan", "rank_timeout_s": "0"}
+        )
     assert str(caught.value).split("\n") == [
         "config.pbtxt of gpt: parameter pipeline_para_size is missing",
         "config.pbtxt of gpt: parameter tensor_para_size='0': must be a whole number of at least 1",
         "config.pbtxt of gpt: parameter data_type='fp8': must be one of fp32, fp16, bf16",
         "config.pbtxt of gpt: parameter strict_lengths='true': must be 0 or 1",
+        "config.pbtxt of gpt: parameter max_stall_s='nan': must be a number of seconds above 0",
+        "config.pbtxt of gpt: parameter rank_timeout_s='0': must be a number of seconds above 0",
     ]
 
 
@@ -66,3 +73,11 @@ def test_engine_bounds_come_from_parameters_of_their_names() -> None:
     assert settings.engine.max_lanes == 3
     assert settings.engine.max_stall_s == 0.5
     assert settings.engine.output_log_probs_mode == "full"
+
+
+def test_the_document_lists_every_parameter() -> None:
+    text = (ROOT / "docs" / "engine.md").read_text()
+    section = text.split("## Parameters")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(names) == sorted(PARAMETERS)

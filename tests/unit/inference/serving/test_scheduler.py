@@ -10,7 +10,7 @@ import torch
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
-from inference.serving.rank import StepResult
+from inference.serving.rank_base import StepResult
 from inference.serving.running import GenerationStep, RunningRequest, make_row
 from inference.serving.scheduler import PlannedStep, Scheduler
 

@@ -86,6 +86,15 @@ def test_every_bad_input_of_a_text_request_is_reported(arguments: dict[str, str]
     assert "STOP_WORDS_DICT[0]" in str(caught.value)
 
 
+def test_an_empty_text_beside_others_is_named_and_alone_is_none(arguments: dict[str, str]) -> None:
+    model = _loaded(Preprocessing(), arguments)
+    lengths = np.array([[1], [1]], np.uint32)
+    with pytest.raises(ValueError, match=r"QUERY\[1\]: an empty text has to be sent alone"):
+        model.run({"QUERY": _column("a", ""), "REQUEST_OUTPUT_LEN": lengths})
+    outputs = model.run({"QUERY": _column("", ""), "REQUEST_OUTPUT_LEN": lengths})
+    assert outputs["INPUT_ID"].shape == (2, 0)
+
+
 def test_encoder_prompts_end_with_the_end_token_where_the_model_wants_it(
     arguments: dict[str, str],
 ) -> None:
@@ -146,6 +155,26 @@ def test_answer_only_keeps_the_blank_the_answer_starts_with(arguments: dict[str,
     model = _loaded(Postprocessing(), arguments, answer_only="1")
     ids = model.tokenizer.encode("up we go")
     assert _texts(model, [[[*ids, END]]], RESPONSE_INPUT_LENGTHS=[[2]]) == [[" we go"]]
+
+
+def test_start_token_that_preprocessing_adds_is_not_part_of_the_text(
+    arguments: dict[str, str],
+) -> None:
+    folder = Path(arguments["model_repository"]) / "1"
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"add_bos_token": True, "bos_token": "<end>"})
+    )
+    before = _loaded(Preprocessing(), arguments)
+    lengths = np.array([[3]], np.uint32)
+    outputs = before.run({"QUERY": _column("ab"), "REQUEST_OUTPUT_LEN": lengths})
+    ids = outputs["INPUT_ID"].tolist()[0]
+    assert ids == [END, *before.prompts.tokenizer.encode("ab")]
+    c = before.prompts.tokenizer.encode("c")
+    for only, expected in (("0", "abc"), ("1", "c")):
+        after = _loaded(Postprocessing(), arguments, answer_only=only)
+        rows = [[[*ids, *c, END]]]
+        assert _texts(after, rows, RESPONSE_INPUT_LENGTHS=[[3]]) == [[expected]]
+        assert _texts(after, rows) == [["abc"]]
 
 
 def test_streamed_frames_show_whole_characters_until_the_answer_is_complete(

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from inference.serving.tokenizer import (
-    Tokenizer,
-    load_tokenizer,
-    pad_rows,
-    split_words,
-    word_list_tensor,
-)
+from inference.serving.text_tensors import pad_rows, split_words, word_list_tensor
+from inference.serving.tokenizer import Tokenizer, load_tokenizer
 
 
 def _byte_vocabulary(folder: Path, merges: list[str], *, newline: bool = True) -> Path:
@@ -110,6 +106,122 @@ def test_sentencepiece_model_round_trips(tmp_path: Path) -> None:
     ids = tokenizer.encode("the lazy fox")
     assert tokenizer.decode(ids) == "the lazy fox"
     assert tokenizer.decode([*ids, tokenizer.vocab_size + 7]) == "the lazy fox\ufffd"
+
+
+# Two families of one emoji, and characters of two, three and four bytes side by side.
+MANY_BYTES = "a\u00e9\u4f60\u597d\u3002 \U0001f469\u200d\U0001f467\U0001f600\U0001f601b"
+
+
+def _llama_json(folder: Path) -> Path:
+    """Write a tokenizer.json like Llama's: blanks as pieces, bytes for what is not in it."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, normalizers, processors
+    from tokenizers.models import BPE
+
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["\u2581", *"abcdefghijklmnopqrstuvwxyz.!", "\u2581a", "\u2581b"]
+    merges = [("\u2581", "a"), ("\u2581", "b")]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    backend = Backend(BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    blanks = normalizers.Replace(" ", "\u2581")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), blanks])
+    unfold = decoders.Replace("\u2581", " ")
+    strip = decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([unfold, decoders.ByteFallback(), decoders.Fuse(), strip])
+    backend.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+    backend.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _llama_sentencepiece(folder: Path) -> Path:
+    import sentencepiece
+
+    corpus = folder / "corpus.txt"
+    corpus.write_text("\n".join(["the quick brown fox. jumps over! the lazy dog"] * 50))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus),
+        model_prefix=str(folder / "tokenizer"),
+        model_type="bpe",
+        byte_fallback=True,
+        vocab_size=320,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    return folder
+
+
+@pytest.mark.parametrize("write", [_llama_json, _llama_sentencepiece])
+def test_characters_of_byte_tokens_are_shown_whole(
+    tmp_path: Path, write: Callable[..., Path]
+) -> None:
+    tokenizer = load_tokenizer(write(tmp_path))
+    ids = tokenizer.encode(MANY_BYTES)
+    shown = [tokenizer.decode(ids[:count], partial=True) for count in range(len(ids) + 1)]
+    assert all(MANY_BYTES.startswith(each) for each in shown)
+    assert shown[-1] == tokenizer.decode(ids) == MANY_BYTES
+
+
+@pytest.mark.parametrize("write", [_llama_json, _llama_sentencepiece])
+def test_bytes_that_are_no_character_spoil_none_beside_them(
+    tmp_path: Path, write: Callable[..., Path]
+) -> None:
+    tokenizer = load_tokenizer(write(tmp_path))
+    whole, other = tokenizer.encode("\u4f60")[-3:], tokenizer.encode("\u597d")[-3:]
+    # Cut short by the limit, and in the middle.
+    assert tokenizer.decode([*whole, *other[:2]]) == "\u4f60\ufffd"
+    assert tokenizer.decode([*whole, *other[:1], *other]) == "\u4f60\ufffd\u597d"
+
+
+def test_words_are_also_listed_as_they_are_within_a_text(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(_llama_json(tmp_path))
+    dot, blank = tokenizer.encode("a.")[-1], tokenizer.encode(" ")[0]
+    assert tokenizer.word_forms(".") == [[blank, dot], [dot]]
+    # With a blank before it, only the second form is what a text holds.
+    assert tokenizer.word_forms(" b")[1] == tokenizer.encode("b")
+    newline = tokenizer.word_forms("\n")[1]
+    assert tokenizer.decode([*tokenizer.encode("a"), *newline]) == "a\n"
+    tensor = word_list_tensor([".,,"], tokenizer, name="X")
+    assert tensor.tolist() == [[[blank, dot, dot], [2, 3, -1]]]
+
+
+def test_words_of_a_byte_level_vocabulary_have_one_form(bpe: Tokenizer) -> None:
+    assert bpe.word_forms(" he") == [bpe.encode(" he")]
+
+
+def _settings(folder: Path, **values: object) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+
+
+def test_settings_put_a_start_token_before_prompts_and_not_before_words(tmp_path: Path) -> None:
+    folder = _byte_vocabulary(tmp_path, [])
+    vocab = json.loads((folder / "vocab.json").read_text())
+    (folder / "vocab.json").write_text(json.dumps({**vocab, "</s>": len(vocab)}))
+    _settings(folder, add_bos_token=True, bos_token={"content": "</s>", "special": True})
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.prefix_ids == (len(vocab),)
+    assert tokenizer.encode("a", special=True) == [len(vocab), *tokenizer.encode("a")]
+    _settings(folder, add_bos_token=False, bos_token="</s>")
+    assert load_tokenizer(folder).prefix_ids == ()
+    _settings(folder, add_bos_token=True, bos_token="<nowhere>")
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json in .* cannot be read"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_start_token_of_a_huggingface_file_is_put_once(tmp_path: Path, configured: bool) -> None:
+    folder = _llama_json(tmp_path)
+    if configured:
+        _settings(folder, add_bos_token=True, bos_token="<s>")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.prefix_ids == (1,)
+    assert tokenizer.encode("a", special=True) == [1, *tokenizer.encode("a")]
+
+
+def test_sentencepiece_model_gets_the_start_token_of_its_settings(tmp_path: Path) -> None:
+    folder = _llama_sentencepiece(tmp_path)
+    _settings(folder, add_bos_token=True, bos_token="<s>")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode("the", special=True) == [1, *tokenizer.encode("the")]
 
 
 def test_folder_without_tokenizer_and_unknown_kind_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""Budgets and bounds of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Budgets and bounds of an engine.
+
+    Attributes:
+        max_lanes: Most sequences that run at once; a beam search takes one per beam.
+        max_seq_len: Most tokens of one sequence, prompt and answer; None for what the model was
+            made for, at most 4096.
+        kv_cache_bytes: Memory for keys and values on each rank; None for a share of what is free.
+        max_queued_rows: Rows that may wait for lanes before requests are refused.
+        session_idle_s: How long an interactive session may pause before its memory is freed.
+        max_stall_s: How long a step may take longer for the sake of other requests' prompts.
+        threads: CPU threads of each rank; None divides the cores among the ranks.
+        shared_memory: Whether the CPU ranks of a node talk through shared memory; else over gloo.
+        rank_timeout_s: How long a rank may take to answer before it counts as hung.
+        start_timeout_s: How long the other ranks may take to load.
+        restart_failed_ranks: Whether ranks are started again after a failure.
+        output_log_probs_mode: As `DecodingConfig` says.
+        nucleus_include_boundary: As `DecodingConfig` says.
+    """
+
+    max_lanes: int = 64
+    max_seq_len: int | None = None
+    kv_cache_bytes: int | None = None
+    max_queued_rows: int = 2048
+    session_idle_s: float = 60.0
+    max_stall_s: float = 0.25
+    threads: int | None = None
+    shared_memory: bool = True
+    rank_timeout_s: float = 7.0
+    start_timeout_s: float = 1800.0
+    restart_failed_ranks: bool = False
+    output_log_probs_mode: Literal["renormalized", "full"] = "renormalized"
+    nucleus_include_boundary: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{field.name}={value} must be greater than 0"
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), int | float)
+            and not isinstance(value, bool)
+            and value <= 0
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))

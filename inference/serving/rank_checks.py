@@ -1,0 +1,97 @@
+"""Whether a model divides among ranks, and whether this machine has what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from export_scripts.families.architecture import (
+    Architecture,
+    DecoderArchitecture,
+    EncoderArchitecture,
+)
+from export_scripts.ft.dtypes import WEIGHT_DATA_TYPES
+from inference.model import encoder, t5_weights
+from inference.model.decoder_weights import check_architecture
+from inference.parallel.layout import ParallelLayout
+
+
+def check_ranks(
+    architecture: Architecture,
+    *,
+    tp_size: int,
+    pp_size: int,
+    data_type: str,
+    int8_mode: int,
+    device: str,
+    needed_devices: int | None = None,
+) -> str:
+    """Return the device that the ranks of a model use, after checking sizes and types.
+
+    `needed_devices` is how many GPUs this process must see; None for one for each rank.
+
+    Raises:
+        ValueError: naming everything that does not fit.
+    """
+    problems = []
+    if data_type not in WEIGHT_DATA_TYPES:
+        problems.append(f"data_type={data_type!r} must be one of {', '.join(WEIGHT_DATA_TYPES)}")
+    problems += _int8_problems(architecture, int8_mode)
+    for check in _checks(architecture, ParallelLayout(0, tp_size, pp_size)):
+        problems += _problems(check)
+    kind, device_problems = _device(device, needed_devices or tp_size * pp_size)
+    problems += device_problems
+    if problems:
+        raise ValueError("\n".join(problems))
+    return kind
+
+
+def _int8_problems(architecture: Architecture, int8_mode: int) -> list[str]:
+    if int8_mode not in (0, 1):
+        return [f"int8_mode={int8_mode} is not supported; use 0, or 1 for weights of 8 bits"]
+    if int8_mode == 1 and isinstance(architecture, EncoderArchitecture):
+        return ["int8_mode=1 is not supported for BERT; use 0"]
+    return []
+
+
+def _checks(architecture: Architecture, layout: ParallelLayout) -> list[Callable[[], object]]:
+    """Return what raises ValueError where the model does not divide among the ranks."""
+    if isinstance(architecture, DecoderArchitecture):
+        return [
+            lambda: check_architecture(architecture, layout.tp_size),
+            lambda: layout.layers(architecture.num_layer),
+        ]
+    if isinstance(architecture, EncoderArchitecture):
+        return [
+            lambda: encoder.check_architecture(architecture, layout.tp_size),
+            lambda: layout.layers(architecture.num_layer),
+        ]
+    stacks = [stack for stack in (architecture.encoder, architecture.decoder) if stack]
+    return [
+        lambda: t5_weights.check_architecture(architecture, layout.tp_size),
+        *(partial(layout.layers, depth) for depth in {stack.num_layer for stack in stacks}),
+    ]
+
+
+def _problems(check: Callable[[], object]) -> list[str]:
+    try:
+        check()
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _device(device: str, ranks: int) -> tuple[str, list[str]]:
+    if device not in ("auto", "cpu", "cuda"):
+        return "cpu", [f"device={device!r} must be auto, cpu or cuda"]
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return "cpu", []
+    visible = torch.cuda.device_count()
+    if ranks > visible:
+        return "cuda", [
+            f"tensor_para_size * pipeline_para_size = {ranks} ranks need as many GPUs, "
+            f"{visible} are visible; change the sizes or CUDA_VISIBLE_DEVICES, or set device=cpu"
+        ]
+    return "cuda", []

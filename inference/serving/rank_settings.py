@@ -1,0 +1,88 @@
+"""What a rank is told before it loads: its place, its budget, and where the others are."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from export_scripts.ft.dtypes import torch_dtype
+from inference.parallel.gemm_cpu import has_fp16_weights, has_onednn
+from inference.parallel.layout import ParallelLayout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """All that a rank must know to load its part and to join the others."""
+
+    ft_dir: str
+    rank: int
+    tp_size: int
+    pp_size: int
+    data_type: str  # fp32, fp16 or bf16
+    device: str  # cpu or cuda
+    lanes: int
+    max_len: int  # tokens a lane holds
+    threads: int  # of the CPU, for this rank
+    int8_mode: int = 0  # 1: the layers' matrices are kept in 8 bits
+    store: tuple[str, int] = ("127.0.0.1", 0)  # host and port of the rendezvous
+    shared_memory: bool = True  # False: CPU ranks talk over gloo even on one host
+    rank_timeout_s: float = 8.0
+    encoder_only: bool = False  # serve the encoder of a whole encoder-decoder
+    remove_padding: bool = True  # encoders: compute true tokens only
+    device_index: int | None = None  # of the visible GPUs, where a launcher numbered the processes
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """This rank's place among the others."""
+        return ParallelLayout(self.rank, self.tp_size, self.pp_size)
+
+    def for_rank(self, rank: int) -> RankSettings:
+        """Return the settings of another rank of the same engine."""
+        return replace(self, rank=rank)
+
+    def at(self, host: str, port: int) -> RankSettings:
+        """Return the same settings with the rendezvous found."""
+        return replace(self, store=(host, port))
+
+    def to_json(self) -> str:
+        """Return the settings as text, for a command line."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankSettings:
+        """Return the settings that `to_json` wrote."""
+        values = json.loads(text)
+        return cls(**{**values, "store": tuple(values["store"])})
+
+
+def rank_device(settings: RankSettings) -> torch.device:
+    """Return the device of a rank; on CUDA the ranks of a node take one each."""
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    place = settings.rank if settings.device_index is None else settings.device_index
+    return torch.device("cuda", place % torch.cuda.device_count())
+
+
+def compute_dtype(data_type: str, device: torch.device) -> torch.dtype:
+    """Return the type a rank computes in.
+
+    A CPU computes in fp32 what it has no fast products of: fp16, and on many CPUs bf16.
+    """
+    dtype = torch_dtype(data_type)
+    if device.type == "cuda" or dtype == torch.float32:
+        return dtype
+    if dtype == torch.bfloat16 and has_onednn(dtype):
+        return dtype
+    logger.warning("data_type=%s: this CPU computes it in fp32", data_type)
+    return torch.float32
+
+
+def matrix_dtype(data_type: str, device: torch.device) -> torch.dtype | None:
+    """Return the type a rank keeps its matrices in where it computes in another, else None."""
+    on_cpu_in_half = device.type == "cpu" and torch_dtype(data_type) == torch.float16
+    return torch.float16 if on_cpu_in_half and has_fp16_weights() else None

@@ -1,0 +1,145 @@
+"""Interactive sessions through a real tritonserver: many at once, streamed, refused, ended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tritonclient.utils import InferenceServerException
+
+from inference.client import main
+from inference.serving.client import TritonClient
+from inference.serving.server import TritonServer
+from inference.serving.session_turn import SessionTurn
+from tests.integration.triton_process import new_server
+
+pytestmark = pytest.mark.triton
+
+MODEL = "fastertransformer"
+STREAMING = "streaming"
+START_LIMIT_S = 120
+SESSION_LEN = 200
+LANES = 4
+
+
+@pytest.fixture(scope="module")
+def server(
+    sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """Return a server with one model for whole answers and one for streams."""
+    options: dict[str, Any] = {"interactive": True, "max_batch_size": 1, "ensemble": False}
+    options["parameters"] = {"max_lanes": str(LANES)}
+    repository = sample_repository(tp_size=2, **options)
+    streaming = sample_repository(tp_size=1, decoupled=True, **options)
+    text = (streaming / MODEL / "config.pbtxt").read_text()
+    (streaming / MODEL / "config.pbtxt").write_text(text.replace(MODEL, STREAMING, 1))
+    (streaming / MODEL).rename(repository / STREAMING)
+    with new_server(repository, tmp_path_factory.mktemp("log")) as running:
+        running.start(timeout_s=START_LIMIT_S)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: TritonServer) -> Iterator[TritonClient]:
+    with TritonClient(server.grpc_url, timeout_s=60) as connected:
+        yield connected
+
+
+def _request(*prompts: Sequence[int], new_tokens: int = 8, **options: Any) -> dict[str, Any]:
+    """Return the tensors of a turn, every shape with a leading axis of size 1."""
+    rows, width = len(prompts), max(map(len, prompts))
+    ids = np.zeros((1, rows, width), np.uint32)
+    for row, prompt in zip(ids[0], prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return {
+        "input_ids": ids,
+        "input_lengths": np.array([[[len(prompt)] for prompt in prompts]], np.uint32),
+        "request_output_len": np.full((1, rows, 1), new_tokens, np.uint32),
+        **{name: np.full((1, rows, 1), value, np.uint32) for name, value in options.items()},
+    }
+
+
+def _whole(outputs: dict[str, Any], row: int = 0) -> list[int]:
+    """Return prompt and answer of a row, without what fills the row up."""
+    tokens: list[int] = outputs["output_ids"][0, row, 0].tolist()
+    return tokens
+
+
+def _talk(client: TritonClient, session: int, turns: Sequence[Sequence[int]]) -> list[int]:
+    """Hold a session and return its last output, the whole conversation."""
+    shown: list[int] = []
+    for number, prompt in enumerate(turns):
+        turn = SessionTurn(session, starts=number == 0, ends=number == len(turns) - 1)
+        shown = _whole(client.infer(MODEL, _request(prompt, session_len=SESSION_LEN), turn=turn))
+    return shown
+
+
+def test_sessions_side_by_side_are_what_each_would_be_as_one_request(
+    client: TritonClient, greedy_cases: list[dict[str, Any]]
+) -> None:
+    prompts = [case["input_ids"] for case in greedy_cases]
+    conversations = [[prompt[:1], prompt[1:2], prompt[-2:]] for prompt in prompts]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        shown = list(pool.map(lambda i: _talk(client, 10 + i, conversations[i]), range(4)))
+    for number, (first, second, third) in enumerate(conversations):
+        whole: list[int] = []
+        for prompt in (first, second, third):
+            request = _request([*whole, *prompt], session_len=SESSION_LEN)
+            turn = SessionTurn(50 + number, starts=True, ends=True)
+            whole = _whole(client.infer(MODEL, request, turn=turn))
+        assert shown[number] == whole
+        assert len(whole) == len(first) + len(second) + len(third) + 3 * 8
+
+
+def test_streamed_turns_end_in_the_answer_that_comes_whole(
+    client: TritonClient, greedy_cases: list[dict[str, Any]]
+) -> None:
+    prompt = greedy_cases[0]["input_ids"]
+    expected = _talk(client, 20, [prompt[:4], prompt[4:6]])
+    first = _request(prompt[:4], session_len=SESSION_LEN)
+    list(client.stream(STREAMING, first, turn=SessionTurn(21, starts=True)))
+    frames = list(client.stream(STREAMING, _request(prompt[4:6]), turn=SessionTurn(21, ends=True)))
+    assert len(frames) == 8
+    counts = [int(frame["sequence_length"][0, 0, 0]) for frame in frames]
+    assert counts == list(range(len(expected) - 7, len(expected) + 1))
+    assert _whole(frames[-1]) == expected
+
+
+def test_http_holds_sessions_too(server: TritonServer, client: TritonClient) -> None:
+    with TritonClient(server.http_url, protocol="http", timeout_s=60) as http:
+        assert _talk(http, 30, [[5, 6, 7], [8]]) == _talk(client, 31, [[5, 6, 7], [8]])
+
+
+def test_request_files_hold_a_session(
+    server: TritonServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "turn.json"
+    for prompt, more in (([5, 6], {"sequence_start": True}), ([7], {"sequence_end": True})):
+        config = {"protocol": "grpc", "url": server.grpc_url, "sequence_id": 60, **more}
+        entries = [
+            {"name": name, "data": value.tolist(), "dtype": "uint32"}
+            for name, value in _request(prompt, session_len=SESSION_LEN).items()
+        ]
+        file.write_text(json.dumps({"config": config, "request": entries}))
+        assert main(["request", str(file)]) == 0
+    # Two prompts and the answers to them: 2 + 8 + 1 come before the last answer.
+    assert "response_input_lengths:\n[[[11]]]\n" in capsys.readouterr().out
+
+
+def test_what_cannot_go_on_is_refused(client: TritonClient) -> None:
+    with pytest.raises(InferenceServerException, match="START"):
+        client.infer(MODEL, _request([5]), turn=SessionTurn(40))
+    with pytest.raises(InferenceServerException, match="session_len: the START request"):
+        client.infer(MODEL, _request([5]), turn=SessionTurn(41, starts=True, ends=True))
+    wide = _request(*[[5]] * LANES, session_len=SESSION_LEN)
+    client.infer(MODEL, wide, turn=SessionTurn(42, starts=True))
+    refused = SessionTurn(43, starts=True, ends=True)
+    with pytest.raises(InferenceServerException, match="sessions hold 4 of the 4 sequences"):
+        client.infer(MODEL, _request([5], session_len=50), turn=refused)
+    client.infer(MODEL, _request(*[[5]] * LANES), turn=SessionTurn(42, ends=True))
+    assert _talk(client, 44, [[5], [6]])
