@@ -86,6 +86,11 @@ def _parser(name: str, text: str, epilog: str = "") -> argparse.ArgumentParser:
     )
 
 
+def usual_workers() -> int:
+    """Return how many workers suit this process: one for each core it may use, up to 8."""
+    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+
+
 def convert_parser() -> argparse.ArgumentParser:
     """Return the arguments of `convert`."""
     parser = _parser(
@@ -105,7 +110,8 @@ def convert_parser() -> argparse.ArgumentParser:
           python -m export_scripts.convert --checkpoint-path hf/gpt2 --output-dir out/1 \\
               --tensor-model-parallel-size 1 --weight-data-type fp32 --processes 4
 
-        exit status: 0 when the folder is whole, 1 when it cannot be (and then there is none).
+        exit status: 0 when the folder is whole; 1 when it cannot be, with every reason told (and
+        then there is none); 2 for wrong options; 130 after Ctrl-C (run it again to go on).
         """,
     )
     add = parser.add_argument
@@ -116,9 +122,9 @@ def convert_parser() -> argparse.ArgumentParser:
     add("--tensor-model-parallel-size", type=int, required=True, metavar="N",
         help="tensor-parallel ranks of inference")  # fmt: skip
     add("--weight-data-type", required=True, choices=WEIGHT_DATA_TYPES, help="type on disk")
-    workers = min(os.cpu_count() or 1, _MOST_WORKERS)
+    workers = usual_workers()
     add("--processes", type=int, default=workers, metavar="N",
-        help=f"workers (default {workers} here)")  # fmt: skip
+        help=f"workers (default: one a core, at most {_MOST_WORKERS}: {workers} here)")  # fmt: skip
     add("--pipeline-model-parallel-size", type=int, default=1, metavar="N",
         help="pipeline stages of inference, to check that they divide the layers")  # fmt: skip
     add("--model-type", metavar="KIND",
@@ -139,7 +145,7 @@ def convert_parser() -> argparse.ArgumentParser:
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="given",
         help="a config.ini value the checkpoint does not tell, such as head_num=16")  # fmt: skip
     add("--allow", action="append", default=[], metavar="PATTERN",
-        help="accept tensors of these names although unknown or not finite")  # fmt: skip
+        help="accept tensors of these names although unknown, damaged or not finite")  # fmt: skip
     add("--overwrite", action="store_true", help="replace a folder that holds something else")
     return parser
 
@@ -257,6 +263,7 @@ def inspect_command(arguments: Sequence[str]) -> int:
         Say what a checkpoint or a converted folder is: format, family, sizes, parallelism, types,
         tokenizer, and for a checkpoint whether it can be converted. Reads no tensor.
         """,
+        "exit status: 0 when it is known what the path is, 1 otherwise.",
     )
     parser.add_argument("path", type=Path, help="a .nemo archive, a checkpoint or an FT folder")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
+import numpy as np
 
+from export_scripts.checkpoints.base import StoredTensor
+from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.shapes import ShapeTensor
 from export_scripts.families.sources import Parts
+from export_scripts.ft.arrays import float32
 from export_scripts.ft.dtypes import LARGEST_FINITE
 from export_scripts.ft.transfer import ValueRange, file_chunks
 from export_scripts.ft.writer import FTWriter
@@ -71,8 +74,6 @@ def write_tensors(
 
     The result of every worker is awaited; the first exception stops the others and is raised.
     """
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(1)
     pool = concurrent.futures.ThreadPoolExecutor(processes, "convert")
     stopping = threading.Event()
     task = _Task(plan, writer, counter, stopping)
@@ -81,11 +82,22 @@ def write_tensors(
         done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
         for future in done:
             future.result()
+        writer.flush()
         return [problem for future in futures for problem in future.result()]
     finally:
         stopping.set()
         pool.shutdown(wait=True, cancel_futures=True)
-        torch.set_num_threads(threads_before)
+
+
+def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
+    """Return a tensor's parts: views of the source's files as far as nothing is computed."""
+
+    def get(key: str) -> list[Any]:
+        return [
+            piece.load(plan.facts.maps) for piece in plan.facts.pieces(key.format(**item.index))
+        ]
+
+    return item.source.build(get, plan.config)
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,12 @@ class _Task:
 
     def write(self, item: TensorPlan) -> list[str]:
         """Write the missing files of one tensor; return what is wrong with its values."""
+        try:
+            return self._write(item)
+        except CheckpointMismatchError as error:
+            return [f"{item.tensor.name}: {problem}" for problem in error.problems]
+
+    def _write(self, item: TensorPlan) -> list[str]:
         tp_size = self.plan.config.tensor_para_size
         kind = item.tensor.dtype or self.plan.config.weight_data_type
         size = item.tensor.file_bytes(tp_size, kind)
@@ -111,7 +129,8 @@ class _Task:
             else:
                 missing.append((tp_rank, name))
         if missing:
-            parts = self._build(item)
+            self._check(item)
+            parts = build_parts(self.plan, item)
             shape, axis = local_fine_shape(parts, item.tensor, tp_size)
             for tp_rank, name in missing:
                 found = ValueRange()
@@ -123,26 +142,40 @@ class _Task:
             self._forget(item)
         if whole.finite or self.plan.request.allows(item.tensor.name):
             return []
-        problem = _value_problem(item.tensor.name, self._build(item), kind)
+        problem = _value_problem(item.tensor.name, build_parts(self.plan, item), kind)
         self._forget(item)
         return [problem]
 
-    def _build(self, item: TensorPlan) -> Parts:
+    def _read(self, item: TensorPlan) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield what is read for a tensor: key and piece; of a replicated key, the first copy."""
+        for pattern, cut in item.source.reads:
+            key = pattern.format(**item.index)
+            pieces = self.plan.facts.pieces(key)
+            yield from ((key, piece) for piece in (pieces[:1] if cut is None else pieces))
+
+    def _check(self, item: TensorPlan) -> None:
+        """Fail if something read for a tensor changed since it was saved.
+
+        Raises:
+            CheckpointMismatchError: It did; every such source is named.
+        """
+        name = item.tensor.name
         maps = self.plan.facts.maps
-
-        def get(key: str) -> list[Any]:
-            pieces = self.plan.facts.pieces(key.format(**item.index))
-            for piece in pieces:
-                maps.prefetch(piece)
-            return [piece.load(maps) for piece in pieces]
-
-        return item.source.build(get, self.plan.config)
+        for _, piece in self._read(item):
+            maps.prefetch(piece)
+        damaged = [
+            f"{key} in {piece.path} does not have the checksum that the archive tells, so it is "
+            f"damaged; copy the file again (--allow '{name}' converts it as it is)"
+            for key, piece in self._read(item)
+            if not self.plan.request.allows(name) and not maps.is_intact(piece)
+        ]
+        if damaged:
+            raise CheckpointMismatchError(damaged)
 
     def _forget(self, item: TensorPlan) -> None:
         """Drop the source's pages, so that memory does not grow with the model."""
-        for key, _ in item.source.reads:
-            for piece in self.plan.facts.pieces(key.format(**item.index)):
-                self.plan.facts.maps.forget(piece)
+        for _, piece in self._read(item):
+            self.plan.facts.maps.forget(piece)
 
     def _chunks(
         self, chunks: Iterator[tuple[memoryview, ValueRange]], found: ValueRange
@@ -188,12 +221,14 @@ def _source_extent(parts: Parts) -> tuple[float, int]:
     for part in parts.tensors:
         if isinstance(part, ShapeTensor):
             continue
-        for piece in part.reshape(-1).split(_SCAN_VALUES):
-            values = piece.double()
-            finite = torch.isfinite(values)
+        flat = part.ravel(order="K")
+        for start in range(0, flat.size, _SCAN_VALUES):
+            values = flat[start : start + _SCAN_VALUES]
+            values = values if values.dtype == np.float64 else float32(values)
+            finite = np.isfinite(values)
             bad += int((~finite).sum())
-            if bool(finite.any()):
-                largest = max(largest, float(values[finite].abs().max()))
+            if finite.any():
+                largest = max(largest, float(abs(values[finite]).max()))
     return largest, bad
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from export_scripts import __version__
 from export_scripts.checkpoints import recognise_format
 from export_scripts.checkpoints.base import fingerprint
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, listed
 from export_scripts.ft.disk import check_space
 from export_scripts.ft.lock import FolderLock
 from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, settle
@@ -75,7 +75,7 @@ class ConversionSummary:
 def check_conversion(
     request: ConversionRequest, *, names: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Return everything that stands against a conversion, without reading tensors or torch.
+    """Return everything that stands against a conversion; no tensor is read, numpy not imported.
 
     Args:
         request: What to convert.
@@ -225,10 +225,11 @@ def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progre
         problems = write_tensors(plan, writer, counter, processes=plan.request.processes)
         if problems:
             writer.discard()
-            raise CheckpointMismatchError(problems)
+            raise CheckpointMismatchError(listed(problems))
         for name, data in plan.extra_files.items():
             if not writer.is_done(name):
                 writer.write(name, len(data), [memoryview(data)])
+        writer.flush()
         writer.finish(_manifest(plan, writer, identity))
     problems = validate_directory(paths.final, checksums=False)
     assert not problems, problems
@@ -245,7 +246,7 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str
 
     request = plan.request
     files = {
-        name: {key: record[key] for key in ("size_bytes", "sha256", "tensor") if key in record}
+        name: {key: record[key] for key in ("size_bytes", "crc32", "tensor") if key in record}
         for name, record in sorted(writer.records.items())
     }
     return {

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+_MOST_LISTED = 20
 
 
 class CheckpointMismatchError(ValueError):
@@ -18,3 +20,10 @@ class CheckpointMismatchError(ValueError):
 
     def __reduce__(self) -> tuple[type[CheckpointMismatchError], tuple[list[str]]]:
         return type(self), (self.problems,)
+
+
+def listed(problems: Sequence[str], prefix: str = "") -> list[str]:
+    """Return problems of one kind: the first ones, each after a prefix, and how many more."""
+    more = len(problems) - _MOST_LISTED
+    shown = [prefix + problem for problem in problems[:_MOST_LISTED]]
+    return shown + ([f"{prefix}... and {more} more like these"] if more > 0 else [])

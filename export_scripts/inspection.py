@@ -1,4 +1,4 @@
-"""Describe checkpoints, converted folders and what can become what; nothing imports torch."""
+"""Describe checkpoints, converted folders and what can become what; nothing imports numpy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Decide a whole conversion before the first byte: origin, config, and each tensor's source.
 
 Everything wrong that can be known from names and shapes is collected here and reported at once.
-Nothing imports torch.
+Nothing imports numpy.
 """
 
 from __future__ import annotations
@@ -27,6 +27,16 @@ from export_scripts.tensor_plan import TensorPlan, plan_tensors
 
 # Keys of config.ini that the request itself decides.
 _ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
+
+
+# Tokens that a config may name, and what becomes of a model without them.
+_NO_START, _NO_END = "it cannot begin without a prompt", "no answer ends before its longest length"
+_SPECIAL_TOKENS = {
+    "start_id": _NO_START,
+    "decoder_start_token_id": _NO_START,
+    "end_id": _NO_END,
+    "eos_token_id": _NO_END,
+}
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,7 @@ def make_plan(
         remarks=(
             *(note for reader in readers for note in reader.notes()),
             *origin.warnings(facts, config),
+            *_tokens_never_said(config, names),
         ),
         source_files=(
             *(file for reader in readers for file in reader.files()),
@@ -95,6 +106,20 @@ def make_plan(
             "config.ini": text.encode(),
         },
     )
+
+
+def _tokens_never_said(config: ModelConfig, names: Mapping[str, str]) -> list[str]:
+    """Return a warning for each special token that the model's vocabulary lacks."""
+    size = getattr(config, "vocab_size", None)
+    if size is None:
+        return []
+    tokens = {name: getattr(config, name, None) for name in _SPECIAL_TOKENS}
+    return [
+        f"{name} = {token} lies outside the vocabulary of {size}: {_SPECIAL_TOKENS[name]}; if it "
+        f"is not the model's, state {names['given']} {name}=.."
+        for name, token in tokens.items()
+        if token is not None and token >= size
+    ]
 
 
 def _config_text(config: ModelConfig, problems: list[str]) -> str:
@@ -250,19 +275,19 @@ def divisibility_problems(
     problems = []
     tp_size, pp_size = request.tp_size, request.pp_size
     model = f"{origin.family.name} model {Path(request.checkpoint_path).name}"
-    for name in origin.family.divisible:
-        size = config.dim(name, {})
-        if size % tp_size:
-            problems.append(
-                f"{names['tp_size']}={tp_size} does not divide {_told(name)}={size} of {model}; "
-                f"use {_alternatives(origin.family.tp_sizes(config))}"
-            )
+    sizes = {_told(name): config.dim(name, {}) for name in origin.family.divisible}
+    odd = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
+    if odd:
+        problems.append(
+            f"{names['tp_size']}={tp_size} does not divide {_listing(odd, 'and')} of {model}; "
+            f"use {_listing(origin.family.tp_sizes(config), 'or')}"
+        )
     for placeholder, name in config.INDICES.items():
         size = len(config.index_values(placeholder))
         if size % pp_size:
             problems.append(
                 f"{names['pp_size']}={pp_size} does not divide {name}={size} of {model}; "
-                f"use {_alternatives([n for n in range(1, size + 1) if size % n == 0])}"
+                f"use {_listing([n for n in range(1, size + 1) if size % n == 0], 'or')}"
             )
     return problems
 
@@ -272,6 +297,6 @@ def _told(name: str) -> str:
     return name.removeprefix("stored_")
 
 
-def _alternatives(sizes: Sequence[int]) -> str:
-    found = [str(n) for n in sizes]
-    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+def _listing(items: Sequence[object], conjunction: str) -> str:
+    found = [str(item) for item in items]
+    return f" {conjunction} ".join(filter(None, (", ".join(found[:-1]), found[-1])))

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from export_scripts.checkpoints.base import FLOATING_TYPES
+from export_scripts.errors import listed
 from export_scripts.families.origin import Facts, Origin
 from export_scripts.families.shapes import ShapeTensor
 from export_scripts.families.sources import Get, Parts, PerIndex, Source
 from export_scripts.families.spec import FTTensor, Index, ModelConfig
 from export_scripts.request import ConversionRequest
-
-_MOST_LISTED = 20
 
 _REMEDY = (
     "fetch the checkpoint again if it is incomplete, or save the whole model if it was saved "
@@ -58,17 +57,23 @@ def plan_tensors(
     unknown = _unknown(origin, facts, config, used, request)
     where = str(facts.reader.path)
     return tuple(plans), [
-        *_listed(f"{where}: ", missing),
-        *([f"{where}: {_REMEDY}"] if missing else []),
-        *_listed(f"{where}: ", shapes),
-        *_listed(f"{where}: ", unknown),
+        *listed(missing, f"{where}: "),
+        *([f"{where}: {_remedy(missing, facts)}"] if missing else []),
+        *listed(shapes, f"{where}: "),
+        *listed(unknown, f"{where}: "),
     ]
 
 
-def _listed(prefix: str, problems: list[str]) -> list[str]:
-    more = len(problems) - _MOST_LISTED
-    shown = [prefix + problem for problem in problems[:_MOST_LISTED]]
-    return shown + ([f"{prefix}... and {more} more like these"] if more > 0 else [])
+def _remedy(missing: list[str], facts: Facts) -> str:
+    """Return what to do about missing tensors: names behind a prefix were saved from a wrapper."""
+    wanted = missing[0].split(" ", 1)[0]
+    for key in facts.keys():  # noqa: SIM118 - not a mapping
+        if key.endswith(f".{wanted}"):
+            return (
+                f"names there begin with {key.removesuffix(wanted)!r}: save the model without what "
+                "wraps it"
+            )
+    return _REMEDY
 
 
 def _unknown(

@@ -6,7 +6,6 @@ Command: python -m export_scripts.validate --help
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
 import sys
 from pathlib import Path
@@ -14,17 +13,16 @@ from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.spec import ModelConfig, ModelFamily
+from export_scripts.ft.checksum import checksum_of
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
-
-_CHUNK_BYTES = 1 << 22
 
 
 def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
     """Return every difference between a folder and what it has to be; empty if it is sound.
 
     Checked are config.ini, the exact set of weight files, each one's exact size, and, where a
-    manifest lies beside the folder, the files it records (their sha256 with `checksums`).
+    manifest lies beside the folder, the files it records (their checksums too with `checksums`).
     """
     ft_dir = Path(ft_dir)
     if not ft_dir.is_dir():
@@ -68,30 +66,22 @@ def _compare_manifest(ft_dir: Path, *, checksums: bool) -> list[str]:
         return []
     try:
         files: dict[str, dict[str, Any]] = json.loads(path.read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return [f"{path} is not a readable manifest: {error}"]
+        facts = [(name, record["size_bytes"], record["crc32"]) for name, record in files.items()]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [
+            f"{path} is not a readable manifest ({error!r}); delete it, or convert again with "
+            "--overwrite"
+        ]
     problems = []
-    for name, record in files.items():
+    for name, size, checksum in facts:
         file = ft_dir / name
         if not file.is_file():
             problems.append(f"{name} is missing, but the manifest records it")
-        elif file.stat().st_size != record["size_bytes"]:
-            problems.append(
-                f"{name} has {file.stat().st_size} bytes, "
-                f"the manifest records {record['size_bytes']}"
-            )
-        elif checksums and sha256_of(file) != record["sha256"]:
-            problems.append(f"{name} has other contents than the manifest records (sha256)")
+        elif file.stat().st_size != size:
+            problems.append(f"{name} has {file.stat().st_size} bytes, the manifest records {size}")
+        elif checksums and checksum_of(file) != checksum:
+            problems.append(f"{name} has other contents than the manifest records (crc32)")
     return problems
-
-
-def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file as hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _main() -> int:

@@ -1,6 +1,6 @@
 """What every source format offers: named tensors as byte ranges of files, read when asked.
 
-No reader holds tensors. An index is built without torch, so that a check on a login node can see
+No reader holds tensors. An index is built without numpy, so that a check on a login node can see
 every name and shape; `StoredTensor.load` maps the bytes when a conversion needs them.
 """
 
@@ -11,7 +11,7 @@ import math
 import mmap
 import os
 import threading
-import warnings
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from export_scripts.errors import CheckpointMismatchError
 
 if TYPE_CHECKING:
-    import torch
+    from export_scripts.ft.arrays import Array
 
 # Bytes of one value, and torch's name, of every type a source may store.
 SOURCE_TYPES: dict[str, tuple[int, str]] = {
@@ -40,6 +40,21 @@ SOURCE_TYPES: dict[str, tuple[int, str]] = {
 FLOATING_TYPES = frozenset({"fp64", "fp32", "fp16", "bf16"})
 
 
+# Checksums are computed piece by piece, so that a large record does not stay in memory.
+_CHECKED_BYTES = 64 << 20
+_COMPARED_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Record:
+    """A byte range of a file whose checksum an archive tells."""
+
+    path: Path
+    offset: int
+    size: int
+    crc32: int
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor as it lies in a file.
@@ -50,6 +65,7 @@ class StoredTensor:
         dtype: Key of SOURCE_TYPES.
         shape: Sizes.
         stride: Steps in elements when the tensor is not contiguous.
+        record: What the tensor is a part of, where an archive tells its checksum.
     """
 
     path: Path
@@ -57,6 +73,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None = None
+    record: Record | None = None
 
     @property
     def span_bytes(self) -> int:
@@ -69,26 +86,30 @@ class StoredTensor:
         steps = ((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         return (sum(steps) + 1) * item
 
-    def load(self, maps: FileMaps) -> torch.Tensor:
+    def load(self, maps: FileMaps) -> Array:
         """Return the tensor as a read-only view of the mapped file; nothing is copied."""
-        import torch
+        import numpy as np
 
-        dtype = getattr(torch, SOURCE_TYPES[self.dtype][1])
+        from export_scripts.ft.arrays import DTYPES
+
+        dtype = DTYPES[self.dtype]
         if 0 in self.shape:
-            return torch.empty(self.shape, dtype=dtype)
-        count = self.span_bytes // SOURCE_TYPES[self.dtype][0]
-        flat = maps.tensor(self.path, self.offset, count, dtype)
-        if self.stride is None:
-            return flat.view(self.shape)
-        return flat.as_strided(self.shape, self.stride)
+            return np.empty(self.shape, dtype)
+        steps = None if self.stride is None else [step * dtype.itemsize for step in self.stride]
+        return np.ndarray(self.shape, dtype, maps.map(self.path), self.offset, steps)
 
     def same_bytes(self, other: StoredTensor, maps: FileMaps) -> bool:
         """Return whether both hold the same values, byte by byte (contiguous tensors only)."""
         if (self.dtype, self.shape, self.stride) != (other.dtype, other.shape, other.stride):
             return False
-        mine = maps.view(self.path)[self.offset : self.offset + self.span_bytes]
-        theirs = maps.view(other.path)[other.offset : other.offset + other.span_bytes]
-        return mine == theirs
+        mine, theirs = maps.view(self.path), maps.view(other.path)
+        return all(
+            # Views are compared value by value, bytes at the speed of memory.
+            bytes(mine[self.offset + at : self.offset + at + size])
+            == bytes(theirs[other.offset + at : other.offset + at + size])
+            for at in range(0, self.span_bytes, _COMPARED_BYTES)
+            for size in (min(_COMPARED_BYTES, self.span_bytes - at),)
+        )
 
 
 class FileMaps:
@@ -96,6 +117,8 @@ class FileMaps:
 
     def __init__(self) -> None:
         self._maps: dict[Path, mmap.mmap] = {}
+        self._intact: dict[Record, bool] = {}
+        self._record_locks: dict[Record, threading.Lock] = {}
         self._lock = threading.Lock()
 
     def map(self, path: Path) -> mmap.mmap:
@@ -114,27 +137,41 @@ class FileMaps:
         """Return the bytes of a whole file."""
         return memoryview(self.map(path))
 
-    def tensor(self, path: Path, offset: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return `count` values from byte `offset` of a file, uncopied where alignment allows."""
-        import torch
+    def is_intact(self, tensor: StoredTensor) -> bool:
+        """Return whether a tensor's bytes have the checksum its archive tells, if it tells one.
 
-        mapped = self.map(path)
-        item = torch.empty((), dtype=dtype).element_size()
-        if offset % item == 0:
-            # A writable map of a large file might not be granted; nothing writes to the tensor.
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset)
-        data = bytearray(memoryview(mapped)[offset : offset + count * item])
-        return torch.frombuffer(data, dtype=dtype)
+        Every record is read once, whoever asks first.
+        """
+        record = tensor.record
+        if record is None:
+            return True
+        with self._lock:
+            lock = self._record_locks.setdefault(record, threading.Lock())
+        with lock:
+            if record not in self._intact:
+                self._intact[record] = self._crc32(record, tensor) == record.crc32
+            return self._intact[record]
+
+    def _crc32(self, record: Record, tensor: StoredTensor) -> int:
+        view = self.view(record.path)
+        found = 0
+        for start in range(record.offset, record.offset + record.size, _CHECKED_BYTES):
+            end = min(start + _CHECKED_BYTES, record.offset + record.size)
+            found = zlib.crc32(view[start:end], found)
+            if record.size > tensor.span_bytes:  # the rest is not read now
+                self._drop(record.path, start, end)
+        return found
 
     def forget(self, tensor: StoredTensor) -> None:
         """Drop a tensor's pages from this process; they stay in the system's cache."""
-        mapped = self._maps.get(tensor.path)
+        self._drop(tensor.path, tensor.offset, tensor.offset + tensor.span_bytes)
+
+    def _drop(self, path: Path, start: int, end: int) -> None:
+        mapped = self._maps.get(path)
         page = mmap.PAGESIZE
-        start = (tensor.offset + page - 1) // page * page
-        end = (tensor.offset + tensor.span_bytes) // page * page
-        if mapped is not None and end > start:
-            mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
+        first, last = (start + page - 1) // page * page, end // page * page
+        if mapped is not None and last > first:
+            mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def prefetch(self, tensor: StoredTensor) -> None:
         """Ask the system to read a tensor's bytes ahead."""
@@ -231,25 +268,6 @@ class TensorIndex:
     def notes(self) -> Sequence[str]:
         """Return remarks worth telling."""
         return self.remarks
-
-
-def read_whole(
-    reader: CheckpointReader, key: str, maps: FileMaps, partition_axis: int | None = None
-) -> torch.Tensor:
-    """Return one whole tensor, gathered over training ranks.
-
-    Args:
-        reader: The checkpoint.
-        key: Logical name.
-        maps: Where the files are mapped.
-        partition_axis: Axis on which training cut it; None takes the first rank's copy.
-    """
-    import torch
-
-    pieces = [piece.load(maps) for piece in reader.pieces(key)]
-    if partition_axis is None or len(pieces) == 1:
-        return pieces[0]
-    return torch.cat(pieces, dim=partition_axis)
 
 
 def fingerprint(files: Sequence[Path]) -> str:

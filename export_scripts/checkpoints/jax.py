@@ -9,13 +9,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-import struct
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from export_scripts.checkpoints.base import StoredTensor, TensorIndex, truncated
+from export_scripts.checkpoints.base import Record, StoredTensor, TensorIndex, truncated
+from export_scripts.checkpoints.torch_archive import zip_data_offset
 from export_scripts.errors import CheckpointMismatchError
 
 FORMAT = "jax"
@@ -40,7 +40,6 @@ _LAST = ("lm_head.bias", "lm_head.weight", "ln_f.bias", "ln_f.weight")
 # numpy knows no bfloat16 and writes its two bytes as a void type.
 _NPY_TYPES = {"|V2": "bf16", "<V2": "bf16", "<f2": "fp16", "<f4": "fp32"}
 _NPY_MAGIC = b"\x93NUMPY"
-_LOCAL_HEADER_BYTES = 30
 
 
 def step_directory(path: Path) -> Path | None:
@@ -175,12 +174,7 @@ def _read_npy(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> StoredTensor
         raise CheckpointMismatchError(
             f"{where} is compressed, so it cannot be mapped; save it again with numpy.savez"
         )
-    file.seek(info.header_offset)
-    header = file.read(_LOCAL_HEADER_BYTES)
-    if len(header) < _LOCAL_HEADER_BYTES:
-        raise truncated(path, f"{info.filename} has no header")
-    name_length, extra_length = struct.unpack("<HH", header[26:30])
-    begin = info.header_offset + _LOCAL_HEADER_BYTES + int(name_length) + int(extra_length)
+    begin = zip_data_offset(path, file, info)
     file.seek(begin)
     fields, offset = _npy_header(file, where)
     dtype = _NPY_TYPES.get(fields.get("descr", ""))
@@ -188,7 +182,8 @@ def _read_npy(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> StoredTensor
         raise CheckpointMismatchError(
             f"{where} has type {fields.get('descr')!r}; expected bfloat16, float16 or float32"
         )
-    tensor = StoredTensor(path, begin + offset, dtype, tuple(fields["shape"]))
+    record = Record(path, begin, info.file_size, info.CRC)
+    tensor = StoredTensor(path, begin + offset, dtype, tuple(fields["shape"]), record=record)
     if offset + tensor.span_bytes > info.file_size:
         raise truncated(path, f"{info.filename} has {info.file_size} bytes")
     return tensor

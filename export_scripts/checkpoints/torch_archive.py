@@ -9,16 +9,18 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from export_scripts.checkpoints.base import SOURCE_TYPES, StoredTensor, truncated
+from export_scripts.checkpoints.base import SOURCE_TYPES, Record, StoredTensor, truncated
 from export_scripts.checkpoints.unpickling import (
     PendingTensor,
     PlainData,
     Storage,
+    UnfoldingError,
     unpickle,
 )
 from export_scripts.errors import CheckpointMismatchError
@@ -27,7 +29,10 @@ from export_scripts.errors import CheckpointMismatchError
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 
+_LOCAL_HEADER = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
+# What torch.serialization.set_crc32_options(False) leaves in place of checksums.
+NO_CRC = 0
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ def read_torch_file(region: Region | Path) -> Any:
     with region.open() as stream:
         start = stream.read(4)
         stream.seek(0)
-        if start == b"PK\x03\x04":
+        if start == _LOCAL_HEADER:
             return _read_zip(region, stream)
         if start[:1] == b"\x80":
             return _read_legacy(region, stream)
@@ -131,14 +136,14 @@ def _read_zip(region: Region, stream: RegionStream) -> Any:
                         "which torch.save never does"
                     )
             prefix = _zip_prefix(members, region)
-            _check_byte_order(archive, members, prefix, region)
-            data = archive.read(f"{prefix}data.pkl")
+        _check_byte_order(region, stream, members.get(f"{prefix}byteorder"))
+        data = _member(region, stream, members[f"{prefix}data.pkl"])
     except (zipfile.BadZipFile, NotImplementedError) as error:
         raise truncated(region.path, f"{region.name or 'the zip archive'}: {error}") from error
     storages: dict[str, Storage] = {}
     tree = unpickle(io.BytesIO(data), source=str(region), storages=storages)
     places = {
-        key: _storage_offset(region, stream, members.get(f"{prefix}data/{key}"), storage)
+        key: _storage_record(region, stream, members.get(f"{prefix}data/{key}"), storage)
         for key, storage in storages.items()
     }
     return _place(tree, region, places)
@@ -153,18 +158,24 @@ def _zip_prefix(members: Mapping[str, zipfile.ZipInfo], region: Region) -> str:
     return pickles[0].removesuffix("data.pkl")
 
 
-def _check_byte_order(
-    archive: zipfile.ZipFile, members: Mapping[str, Any], prefix: str, region: Region
-) -> None:
-    name = f"{prefix}byteorder"
-    if name in members and archive.read(name) != b"little":
+def _check_byte_order(region: Region, stream: RegionStream, info: zipfile.ZipInfo | None) -> None:
+    if info is not None and _member(region, stream, info) != b"little":
         raise CheckpointMismatchError(f"{region} was saved on a big-endian machine")
 
 
-def _storage_offset(
+def _member(region: Region, stream: RegionStream, info: zipfile.ZipInfo) -> bytes:
+    """Return a stored member's contents, after comparing its checksum if it has one."""
+    stream.seek(zip_data_offset(region.path, stream, info))
+    data = stream.read(info.file_size)
+    if info.CRC != NO_CRC and zlib.crc32(data) != info.CRC:
+        raise truncated(region.path, f"{info.filename} does not have the checksum told for it")
+    return data
+
+
+def _storage_record(
     region: Region, stream: RegionStream, info: zipfile.ZipInfo | None, storage: Storage
-) -> int:
-    """Return where a storage's bytes begin in the file."""
+) -> Record:
+    """Return where a storage's bytes lie in the file."""
     wanted = storage.count * SOURCE_TYPES[storage.dtype][0]
     if info is None:
         raise truncated(region.path, f"storage {storage.key} is missing")
@@ -172,15 +183,27 @@ def _storage_offset(
         raise truncated(
             region.path, f"storage {storage.key} has {info.file_size} bytes, needs {wanted}"
         )
+    begin = region.offset + zip_data_offset(region.path, stream, info)
+    return Record(region.path, begin, info.file_size, info.CRC)
+
+
+def zip_data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    """Return where the contents of a stored zip member begin in its stream.
+
+    Raises:
+        CheckpointMismatchError: The stream does not hold the whole member.
+    """
     # The local header repeats the name and may carry padding of another length than the
     # directory's entry.
-    stream.seek(info.header_offset)
-    header = stream.read(_LOCAL_HEADER_BYTES)
-    if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
-        raise truncated(region.path, f"storage {storage.key} has no header")
+    file.seek(info.header_offset)
+    header = file.read(_LOCAL_HEADER_BYTES)
+    if len(header) < _LOCAL_HEADER_BYTES or header[:4] != _LOCAL_HEADER:
+        raise truncated(path, f"{info.filename} has no header")
     name_length, extra_length = struct.unpack("<HH", header[26:30])
     begin = info.header_offset + _LOCAL_HEADER_BYTES + int(name_length) + int(extra_length)
-    return region.offset + begin
+    if begin + info.file_size > file.seek(0, io.SEEK_END):
+        raise truncated(path, f"{info.filename} ends beyond the file")
+    return begin
 
 
 def _read_legacy(region: Region, stream: RegionStream) -> Any:
@@ -197,7 +220,7 @@ def _read_legacy(region: Region, stream: RegionStream) -> Any:
     keys = unpickle(stream, source=source, storages=storages)
     end = stream.seek(0, io.SEEK_CUR)
     size = stream.seek(0, io.SEEK_END)
-    places: dict[str, int] = {}
+    places: dict[str, Record] = {}
     for key in keys:
         storage = storages.get(str(key))
         stream.seek(end)
@@ -205,32 +228,37 @@ def _read_legacy(region: Region, stream: RegionStream) -> Any:
         if storage is None or len(header) < 8:
             raise truncated(region.path, f"storage {key} is missing")
         (count,) = struct.unpack("<q", header)
-        places[str(key)] = region.offset + end + 8
-        end += 8 + count * SOURCE_TYPES[storage.dtype][0]
+        size_bytes = count * SOURCE_TYPES[storage.dtype][0]
+        places[str(key)] = Record(region.path, region.offset + end + 8, size_bytes, NO_CRC)
+        end += 8 + size_bytes
         if count < storage.count or end > size:
             raise truncated(region.path, f"storage {key} ends beyond the file")
     return _place(tree, region, places)
 
 
-def _place(tree: Any, region: Region, places: Mapping[str, int]) -> Any:
+def _place(tree: Any, region: Region, places: Mapping[str, Record]) -> Any:
     """Return plain data with every tensor at its byte range."""
     try:
         return PlainData(lambda tensor: _stored(tensor, region, places))(tree)
     except RecursionError as error:
         raise CheckpointMismatchError(f"{region} is refused: its objects nest too deep") from error
+    except UnfoldingError as error:
+        raise CheckpointMismatchError(f"{region} is refused: {error}") from error
 
 
-def _stored(tensor: PendingTensor, region: Region, places: Mapping[str, int]) -> StoredTensor:
+def _stored(tensor: PendingTensor, region: Region, places: Mapping[str, Record]) -> StoredTensor:
     item = SOURCE_TYPES[tensor.dtype][0]
     storage_bytes = tensor.storage.count * SOURCE_TYPES[tensor.storage.dtype][0]
     if tensor.storage.key not in places:
         raise truncated(region.path, f"storage {tensor.storage.key} is missing")
+    record = places[tensor.storage.key]
     stored = StoredTensor(
         path=region.path,
-        offset=places[tensor.storage.key] + tensor.offset * item,
+        offset=record.offset + tensor.offset * item,
         dtype=tensor.dtype,
         shape=tensor.shape,
         stride=None if _is_contiguous(tensor.shape, tensor.stride) else tensor.stride,
+        record=record if record.crc32 != NO_CRC else None,
     )
     if tensor.offset * item + stored.span_bytes > storage_bytes:
         raise CheckpointMismatchError(

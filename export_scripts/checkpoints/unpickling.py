@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import reprlib
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -112,6 +114,46 @@ class Inert:
         return f"<{self.qualified_name}>"
 
 
+def _check_key(key: Any) -> None:
+    """Fail for a key that could take forever to hash: nested tuples that share their parts.
+
+    Raises:
+        UnpicklingError: The key is neither plain nor a flat tuple of plain values.
+    """
+    for value in key if isinstance(key, tuple) else (key,):
+        if isinstance(value, (tuple, frozenset)):
+            raise pickle.UnpicklingError("a key nests tuples, as in no checkpoint")
+
+
+# Opcodes that hash values on the stack, and which of those since the last mark.
+_HASHED = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(None, None, 2),
+    pickle.DICT: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
+
+
+def _with_checked_keys(code: int, keys: slice) -> Callable[[Any], None]:
+    load = pickle._Unpickler.dispatch[code]  # type: ignore[attr-defined, unused-ignore]
+
+    def checked(unpickler: Any) -> None:
+        for key in unpickler.stack[keys]:
+            _check_key(key)
+        load(unpickler)
+
+    return checked
+
+
+class _Ordered(OrderedDict[Any, Any]):
+    """A dict made by calling its class."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _check_key(key)
+        super().__setitem__(key, value)
+
+
 class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc, unused-ignore]
     """The pure Python unpickler (its memo cannot be made to allocate) with an allow-list.
 
@@ -136,7 +178,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         target = stack[-1]
         if isinstance(target, Inert):
             target.__setstate__(state)
-        elif not isinstance(target, OrderedDict):  # a state dict's _metadata is not wanted
+        elif not isinstance(target, _Ordered):  # a state dict's _metadata is not wanted
             raise CheckpointMismatchError(
                 f"{self._source} is refused: its pickle changes a {type(target).__name__}"
             )
@@ -145,7 +187,10 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         code: function
         for code, function in pickle._Unpickler.dispatch.items()  # type: ignore[attr-defined, unused-ignore]
         if bytes([code]) not in _REFUSED_OPCODES
-    } | {pickle.BUILD[0]: _build}
+    } | {
+        pickle.BUILD[0]: _build,
+        **{code[0]: _with_checked_keys(code[0], keys) for code, keys in _HASHED.items()},
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for a global; nothing is imported."""
@@ -164,7 +209,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
 
     def _known(self, module: str, name: str, qualified: str) -> Any:
         if qualified in ("collections.OrderedDict", "typing.OrderedDict"):
-            return OrderedDict
+            return _Ordered
         if module == "torch._utils" and name in _REBUILDERS:
             return _REBUILDERS[name]
         if module == "torch" and name == "Size":
@@ -178,12 +223,15 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
     def persistent_load(self, pid: Any) -> Storage:
         """Return the storage a persistent id names: (storage, type, key, location, count)."""
         if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] not in ("storage", b"storage"):
-            raise CheckpointMismatchError(
-                f"{self._source} is refused: odd persistent id {pid!r:.80}"
-            )
+            raise pickle.UnpicklingError(f"odd persistent id {reprlib.repr(pid):.80}")
         _, kind, key, _location, count = pid[:5]
-        if not isinstance(kind, StorageType) or not isinstance(count, int) or count < 0:
-            raise CheckpointMismatchError(f"{self._source} is refused: odd storage {pid!r:.80}")
+        if (
+            not isinstance(kind, StorageType)
+            or not isinstance(key, (str, int))
+            or not isinstance(count, int)
+            or count < 0
+        ):
+            raise pickle.UnpicklingError(f"odd storage {reprlib.repr(pid):.80}")
         storage = Storage(str(key), kind.dtype, count)
         self._storages[storage.key] = storage
         return storage
@@ -227,7 +275,7 @@ def _pending(storage: Any, dtype: str, offset: Any, shape: Any, stride: Any) -> 
         or len(sizes) != len(steps)
         or any(not isinstance(n, int) or n < 0 for n in numbers)
     ):
-        raise CheckpointMismatchError(f"a tensor record is malformed: {numbers!r:.80}")
+        raise pickle.UnpicklingError(f"a tensor's record is malformed: {reprlib.repr(numbers):.80}")
     return PendingTensor(storage, dtype, offset, sizes, steps)
 
 
@@ -244,6 +292,13 @@ _REBUILDERS: dict[str, Callable[..., Any]] = {
 }
 
 
+# What the unpickler raises on bytes that are no pickle, or not one of torch.save.
+_DAMAGED = (
+    pickle.UnpicklingError, EOFError, IndexError, AttributeError, TypeError, ValueError,
+    ArithmeticError, struct.error,
+)  # fmt: skip
+
+
 def unpickle(stream: io.BufferedIOBase, *, source: str, storages: dict[str, Storage]) -> Any:
     """Return the object tree of the pickle at the stream's position.
 
@@ -256,15 +311,27 @@ def unpickle(stream: io.BufferedIOBase, *, source: str, storages: dict[str, Stor
         raise
     except (MemoryError, RecursionError) as error:
         raise CheckpointMismatchError(f"{source} is refused: its pickle is a bomb") from error
-    except Exception as error:
-        raise CheckpointMismatchError(f"{source} is not a readable pickle: {error}") from error
+    except KeyError as error:
+        raise CheckpointMismatchError(
+            f"{source} is not a readable pickle: opcode {error} is not one that torch.save writes"
+        ) from error
+    except _DAMAGED as error:
+        reason = str(error) or type(error).__name__
+        raise CheckpointMismatchError(f"{source} is not a readable pickle: {reason}") from error
+
+
+_MOST_VALUES = 20_000_000
+
+
+class UnfoldingError(ValueError):
+    """An object tree shares so much that it would be too large without sharing."""
 
 
 class PlainData:
     """Turn an object tree into dicts, lists and values.
 
-    A shared object is turned once, so that a small pickle cannot unfold into a large tree; a
-    cycle ends in None.
+    A shared object is turned once, and a cycle ends in None. A tree that would be too large if
+    nothing were shared is refused: whoever walks over it would not come to an end.
 
     Args:
         tensor_at: Gives the byte range of a tensor.
@@ -273,6 +340,7 @@ class PlainData:
     def __init__(self, tensor_at: Callable[[PendingTensor], StoredTensor]) -> None:
         self._tensor_at = tensor_at
         self._done: dict[int, Any] = {}
+        self._sizes: dict[int, int] = {}  # values below a container, by the identity of the result
 
     def __call__(self, value: Any) -> Any:
         """Return `value` as plain data."""
@@ -284,8 +352,16 @@ class PlainData:
             return value
         if id(value) not in self._done:
             self._done[id(value)] = None
-            self._done[id(value)] = self._container(value)
+            result = self._done[id(value)] = self._container(value)
+            if isinstance(result, (dict, list)):
+                self._count(result)
         return self._done[id(value)]
+
+    def _count(self, result: dict[Any, Any] | list[Any]) -> None:
+        items = result.values() if isinstance(result, dict) else result
+        size = self._sizes[id(result)] = 1 + sum(self._sizes.get(id(item), 1) for item in items)
+        if size > _MOST_VALUES:
+            raise UnfoldingError(f"its objects unfold to more than {_MOST_VALUES} values")
 
     def _container(self, value: Any) -> Any:
         if isinstance(value, Inert):

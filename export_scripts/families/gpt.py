@@ -6,12 +6,14 @@ ParallelGptDecoderLayerWeight.cc (5.3 line).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from export_scripts.families.architecture import DecoderArchitecture, activation_choice
-from export_scripts.families.spec import ModelConfig, ModelFamily, Sections, WeightSpec
+from export_scripts.families.decoder_config import DecoderConfig
+from export_scripts.families.prompt_layout import PROMPT_WEIGHTS
+from export_scripts.families.spec import ModelFamily, Sections, WeightSpec
 
 LAYER = "model.layers.{layer}."
 HEAD = "model.lm_head.weight"
@@ -21,20 +23,11 @@ UNLIMITED_POSITIONS = 16384
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTConfig(ModelConfig):
+class GPTConfig(DecoderConfig):
     """config.ini [gpt]; absent keys have the loader's defaults."""
 
     SECTION: ClassVar[str] = "gpt"
-    INDICES: ClassVar[Mapping[str, str]] = {"layer": "num_layer"}
 
-    model_name: str
-    head_num: int
-    size_per_head: int
-    inter_size: int
-    num_layer: int
-    vocab_size: int
-    start_id: int
-    end_id: int
     max_pos_seq_len: int | None = None  # None with ALiBi, which has no table
     layernorm_eps: float = 1e-6
     layernorm_type: str = "pre_layernorm"
@@ -50,11 +43,6 @@ class GPTConfig(ModelConfig):
     exact_gelu: bool = False  # not an FT key (FT takes tanh gelu): the source's is by erf
     # Not an FT key: tells a lost model.lm_head.weight.bin from a tied head.
     tie_word_embeddings: bool = True
-
-    @property
-    def hidden(self) -> int:
-        """Width of the residual stream."""
-        return self.head_num * self.size_per_head
 
     @property
     def local_hidden(self) -> int:
@@ -193,7 +181,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *_adapter("after_ffn_adapter"),
     *_norm("model.final_layernorm", when=_has_post_norm),
     WeightSpec(HEAD, ("vocab_size", "hidden"), None, _is_untied),
-    WeightSpec("model.prompt_table.{task}.weight", ("prompt_length", "hidden")),
+    *PROMPT_WEIGHTS,
 )
 
 

@@ -67,7 +67,7 @@ def _core_reasons(facts: Facts) -> list[str]:
 def _core_tied(facts: Facts) -> bool:
     """A tied model trained with pipeline stages keeps a copy of its embedding as output layer."""
     if not facts.has(_CORE_HEAD):
-        return True
+        return core_traits(facts).tied
     return core_traits(facts).tied and facts.same_values(_CORE_HEAD, _CORE_WTE)
 
 

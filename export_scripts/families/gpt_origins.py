@@ -59,6 +59,7 @@ def gpt_config(facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: b
         end_id=end_id,
         layernorm_eps=traits.norm_eps,
         activation_type=_ACTIVATIONS[traits.activation],
+        exact_gelu=traits.exact_gelu,
         has_adapters=traits.project_size > 0,
         adapter_inter_size=traits.project_size,
         tie_word_embeddings=tied,
@@ -179,9 +180,10 @@ def _nemo_reasons(facts: Facts) -> list[str]:
 
 
 def _nemo_config(facts: Facts) -> GPTConfig:
-    tied = not facts.has(_NEMO_HEAD)
-    rows = facts.rows(_NEMO_WTE)
-    return gpt_config(facts, nemo_traits(facts.config), vocab_size=rows, tied=tied)
+    traits, rows = nemo_traits(facts.config), facts.rows(_NEMO_WTE)
+    # A head that is neither stored nor tied is left to be reported as missing.
+    tied = traits.tied and not facts.has(_NEMO_HEAD)
+    return gpt_config(facts, traits, vocab_size=rows, tied=tied)
 
 
 def _nemo_weights(facts: Facts, config: GPTConfig) -> Mapping[str, Source]:  # noqa: ARG001
@@ -259,7 +261,9 @@ def _lm_reasons(facts: Facts) -> list[str]:
 def _lm_config(facts: Facts) -> GPTConfig:
     padded = facts.config.get("padded_vocab_size")
     rows = padded if isinstance(padded, int) else facts.rows(_LM_WTE)
-    return gpt_config(facts, _lm_traits(facts), vocab_size=rows, tied=not facts.has(_LM_HEAD))
+    traits = _lm_traits(facts)
+    tied = traits.tied and not facts.has(_LM_HEAD)
+    return gpt_config(facts, traits, vocab_size=rows, tied=tied)
 
 
 def _lm_weights(facts: Facts, config: GPTConfig) -> Mapping[str, Source]:  # noqa: ARG001

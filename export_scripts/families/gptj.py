@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from export_scripts.families.architecture import DecoderArchitecture, Rotary
+from export_scripts.families.decoder_config import DecoderConfig
 from export_scripts.families.origin import Facts, Origin
+from export_scripts.families.prompt_layout import PROMPT_WEIGHTS
 from export_scripts.families.settings import huggingface_settings, model_name, stored_head
 from export_scripts.families.sources import Copy, Source, StackQKV, Transpose
-from export_scripts.families.spec import ModelConfig, ModelFamily, WeightSpec
+from export_scripts.families.spec import ModelFamily, WeightSpec
 
 LAYER = "model.layers.{layer}."
 
@@ -22,28 +24,14 @@ FT_LAYERNORM_EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTJConfig(ModelConfig):
+class GPTJConfig(DecoderConfig):
     """config.ini [gptj]; absent keys have the loader's defaults."""
 
     SECTION: ClassVar[str] = "gptj"
-    INDICES: ClassVar[Mapping[str, str]] = {"layer": "num_layer"}
 
-    model_name: str
-    head_num: int
-    size_per_head: int
-    inter_size: int
-    num_layer: int
-    vocab_size: int
     rotary_embedding: int  # dimensions of each head that are rotated
-    start_id: int
-    end_id: int
     # Not an FT key (FT_LAYERNORM_EPS is built in there): what the model was trained with.
     layernorm_eps: float = FT_LAYERNORM_EPS
-
-    @property
-    def hidden(self) -> int:
-        """Width of the residual stream."""
-        return self.head_num * self.size_per_head
 
 
 def gptj_architecture(config: GPTJConfig) -> DecoderArchitecture:
@@ -81,7 +69,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.final_layernorm.bias", ("hidden",)),
     WeightSpec("model.lm_head.weight", ("vocab_size", "hidden")),
     WeightSpec("model.lm_head.bias", ("vocab_size",)),
-    WeightSpec("model.prompt_table.{task}.weight", ("prompt_length", "hidden")),
+    *PROMPT_WEIGHTS,
 )
 
 GPTJ = ModelFamily(
@@ -109,6 +97,12 @@ def config_from_huggingface(facts: Facts) -> GPTJConfig:
             f"config.json: activation_function = {name} cannot be represented: FT computes GPT-J "
             "with gelu_new"
         )
+    rotary_dims = settings.integer("rotary_dim", default=size_per_head)
+    if rotary_dims % 2 or rotary_dims > size_per_head:
+        settings.problems.append(
+            f"config.json: rotary_dim = {rotary_dims} is not an even number of at most the head "
+            f"size of {size_per_head}"
+        )
     start_id, end_id = settings.token_ids(facts, bos=50256, eos=50256)
     config = GPTJConfig(
         model_name=model_name(facts.config, "gptj"),
@@ -117,7 +111,7 @@ def config_from_huggingface(facts: Facts) -> GPTJConfig:
         inter_size=settings.integer("n_inner", default=4 * hidden),
         num_layer=settings.integer("n_layer", "num_hidden_layers"),
         vocab_size=settings.integer("vocab_size"),
-        rotary_embedding=settings.integer("rotary_dim", default=size_per_head),
+        rotary_embedding=rotary_dims,
         start_id=start_id,
         end_id=end_id,
         layernorm_eps=settings.number("layer_norm_epsilon", default=1e-5),

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.arithmetic import float32, rounded
 from export_scripts.families.gptj import GPTJ, LAYER, GPTJConfig
 from export_scripts.families.origin import Facts, Origin
 from export_scripts.families.shapes import ShapeTensor
@@ -81,40 +82,40 @@ def warnings_from_jax(facts: Facts, config: GPTJConfig) -> list[str]:
 
 def _rounded(values: Any, config: GPTJConfig) -> Any:  # noqa: ARG001
     """Return values with the precision of fp16, which the released converter gave them."""
-    return values.half().float()
+    return rounded(values, "fp16")
 
 
 def _from_first(config: GPTJConfig, joined: Any, *, rest: float | None, what: str) -> Any:
     """Return shard 0's vector (h,) of S joined ones, after checking the others."""
-    shards = joined.reshape(-1, config.hidden)  # (S, h)
+    shards = float32(joined).reshape(-1, config.hidden)  # (S, h)
     first = shards[0]
     if not isinstance(shards, ShapeTensor):
         expected = first if rest is None else rest
         if not bool((shards[1:] == expected).all()):
             raise CheckpointMismatchError(
-                f"a {what} differs between shards in a way the release never does: shards 1 and "
-                f"up should all hold {'what shard 0 holds' if rest is None else rest}"
+                f"the {what} differs between shards in a way the release never does: shards 1 "
+                f"and up should all hold {'what shard 0 holds' if rest is None else rest}"
             )
-    return first.float()
+    return first
 
 
 def _replicated(config: GPTJConfig, joined: Any) -> Any:
     """Return a bias that every shard added once before the sum over shards: S times one."""
     first = _from_first(config, joined, rest=None, what="replicated bias")
-    return (first * (joined.shape[0] // config.hidden)).half().float()
+    return rounded(first * (joined.shape[0] // config.hidden), "fp16")
 
 
 def _norm_scale(config: GPTJConfig, joined: Any) -> Any:
-    return _from_first(config, joined, rest=1.0, what="layernorm weight").half().float()
+    return rounded(_from_first(config, joined, rest=1.0, what="layernorm weight"), "fp16")
 
 
 def _norm_bias(config: GPTJConfig, joined: Any) -> Any:
-    return _from_first(config, joined, rest=0.0, what="layernorm bias").half().float()
+    return rounded(_from_first(config, joined, rest=0.0, what="layernorm bias"), "fp16")
 
 
 def _embedding(config: GPTJConfig, table: Any, bias: Any) -> Any:
-    """Return the table with the bias every row gets, added in fp16."""
-    return (table.half() + _replicated(config, bias).half()).float()
+    """Return the table with the bias every row gets, both rounded to fp16, and so their sum."""
+    return rounded(rounded(table, "fp16") + _replicated(config, bias), "fp16")
 
 
 _H = "h.{layer}."

@@ -6,12 +6,16 @@ Layout: FasterTransformer, models/gptneox/GptNeoXWeight.cc and GptNeoXDecoderLay
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from export_scripts.families.architecture import DecoderArchitecture, Rotary
+from export_scripts.families.arithmetic import rounded
+from export_scripts.families.decoder_config import DecoderConfig
 from export_scripts.families.origin import Facts, Origin
+from export_scripts.families.prompt_layout import PROMPT_WEIGHTS
 from export_scripts.families.rotary import plain_rotary_dims
 from export_scripts.families.settings import (
     half_precision_warnings,
@@ -20,7 +24,7 @@ from export_scripts.families.settings import (
     stored_head,
 )
 from export_scripts.families.sources import Compute, Copy, Source, SplitQKV, Transpose, Zeros
-from export_scripts.families.spec import ModelConfig, ModelFamily, WeightSpec, ini_field
+from export_scripts.families.spec import ModelFamily, WeightSpec, ini_field
 
 LAYER = "model.layers.{layer}."
 
@@ -29,31 +33,17 @@ FT_LAYERNORM_EPS = 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
-class GPTNeoXConfig(ModelConfig):
+class GPTNeoXConfig(DecoderConfig):
     """config.ini [gptneox]; absent keys have the loader's defaults."""
 
     SECTION: ClassVar[str] = "gptneox"
-    INDICES: ClassVar[Mapping[str, str]] = {"layer": "num_layer"}
 
-    model_name: str
-    head_num: int
-    size_per_head: int
-    inter_size: int
-    num_layer: int
-    vocab_size: int
     rotary_embedding: int  # dimensions of each head that are rotated
-    start_id: int
-    end_id: int
     # The loader reads it as an integer: the word True would count as its default.
     use_gptj_residual: bool = ini_field(True, as_digit=True)
     # Not FT keys, but what the model was trained with: FT takes FT_LAYERNORM_EPS and tanh gelu.
     layernorm_eps: float = FT_LAYERNORM_EPS
     exact_gelu: bool = False
-
-    @property
-    def hidden(self) -> int:
-        """Width of the residual stream."""
-        return self.head_num * self.size_per_head
 
 
 def gptneox_architecture(config: GPTNeoXConfig) -> DecoderArchitecture:
@@ -103,7 +93,7 @@ LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.final_layernorm.weight", ("hidden",)),
     WeightSpec("model.final_layernorm.bias", ("hidden",)),
     WeightSpec("model.lm_head.weight", ("vocab_size", "hidden")),
-    WeightSpec("model.prompt_table.{task}.weight", ("prompt_length", "hidden")),
+    *PROMPT_WEIGHTS,
 )
 
 GPTNEOX = ModelFamily(
@@ -122,9 +112,9 @@ def divided_bias_sum(config: GPTNeoXConfig, *biases: Any) -> Any:
 
     Each is divided and rounded to the type on disk before the sum, as NVIDIA's converter does.
     """
-    cast = {"fp32": "float", "fp16": "half", "bf16": "bfloat16"}[config.weight_data_type]
-    shares = [getattr(bias, cast)() / config.tensor_para_size for bias in biases]
-    return sum(shares[1:], start=shares[0])
+    kind, ranks = config.weight_data_type, config.tensor_para_size
+    shares = [rounded(rounded(bias, kind) / ranks, kind) for bias in biases]
+    return functools.reduce(lambda total, share: rounded(total + share, kind), shares)
 
 
 def config_from_huggingface(facts: Facts) -> GPTNeoXConfig:

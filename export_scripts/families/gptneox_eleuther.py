@@ -14,6 +14,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+from export_scripts.families.arithmetic import float32
 from export_scripts.families.gptneox import GPTNEOX, LAYER, GPTNeoXConfig, divided_bias_sum
 from export_scripts.families.origin import Facts, Origin
 from export_scripts.families.rotary import FT_BASE
@@ -92,7 +93,7 @@ def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
 
 def _per_rank(joined: Any, config: GPTNeoXConfig) -> list[Any]:
     """Return each training rank's vector (h,) of joined ones (S * h,)."""
-    ranks = joined.float().reshape(-1, config.hidden)  # (S, h)
+    ranks = float32(joined).reshape(-1, config.hidden)  # (S, h)
     return [ranks[rank] for rank in range(ranks.shape[0])]
 
 

@@ -6,35 +6,26 @@ it can; docs/llama_layout.md describes it. NVIDIA's FasterTransformer has no suc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from export_scripts.families.architecture import DecoderArchitecture, Rotary, activation_choice
+from export_scripts.families.decoder_config import DecoderConfig
 from export_scripts.families.rotary import RotarySettings
-from export_scripts.families.spec import ModelConfig, ModelFamily, WeightSpec
+from export_scripts.families.spec import ModelFamily, WeightSpec
 
 LAYER = "model.layers.{layer}."
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig(ModelConfig):
+class LlamaConfig(DecoderConfig):
     """config.ini [llama]; no loader but ours reads it."""
 
     SECTION: ClassVar[str] = "llama"
-    INDICES: ClassVar[Mapping[str, str]] = {"layer": "num_layer"}
 
-    model_name: str
-    head_num: int
     kv_head_num: int  # of the model; see stored_kv_head_num
-    size_per_head: int
     hidden_size: int
-    inter_size: int
-    num_layer: int
-    vocab_size: int
     max_pos_seq_len: int
-    start_id: int
-    end_id: int
     layernorm_eps: float
     activation_type: str = "gated-silu"
     tie_word_embeddings: bool = False
@@ -165,13 +156,14 @@ def rotary_fields(rotary: RotarySettings, size_per_head: int) -> dict[str, Any]:
 
 
 def repeated_heads(heads: Any, config: LlamaConfig) -> Any:
-    """Return key or value heads ([h,] k, d), each as often as the folder stores it."""
+    """Return key or value heads (k, d[, h]), each as often as the folder stores it."""
     times = config.stored_kv_head_num // config.kv_head_num
-    if times == 1:
-        return heads
-    *front, count, d = heads.shape
-    wide = heads.unsqueeze(-2).expand(*front, count, times, d)
-    return wide.reshape(*front, count * times, d)
+    return heads if times == 1 else heads.repeat(times, 0)
+
+
+def in_first(heads: Any) -> Any:
+    """Return ([h,] heads, d) of (heads, d[, h])."""
+    return heads.transpose(2, 0, 1) if heads.ndim == 3 else heads
 
 
 LAYOUT: tuple[WeightSpec, ...] = (

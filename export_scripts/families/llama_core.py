@@ -17,6 +17,7 @@ from export_scripts.families.llama import (
     LAYER,
     LLAMA,
     LlamaConfig,
+    in_first,
     repeated_heads,
     rotary_fields,
 )
@@ -75,7 +76,7 @@ def _core_reasons(facts: Facts) -> list[str]:
 
 def _core_tied(facts: Facts) -> bool:
     if not facts.has(_CORE_HEAD):
-        return True
+        return core_traits(facts).tied
     return core_traits(facts).tied and facts.same_values(_CORE_HEAD, _CORE_WTE)
 
 
@@ -144,30 +145,25 @@ def _groups(rows: Any, config: LlamaConfig) -> Any:
     return rows.reshape(rows.shape[0] // (per_group * d), per_group, d, *rows.shape[1:])
 
 
-def _in_first(heads: Any) -> Any:
-    """Return ([h,] heads, d) of (heads, d[, h])."""
-    return heads.permute(2, 0, 1) if heads.ndim == 3 else heads
-
-
 def _core_query(rows: Any, config: LlamaConfig) -> Any:
     groups = _groups(rows, config)
     queries = groups[:, : config.head_num // config.kv_head_num]  # (k, g, d[, h])
     k, g, *rest = queries.shape
-    return _in_first(queries.reshape(k * g, *rest))
+    return in_first(queries.reshape(k * g, *rest))
 
 
 def _core_key(rows: Any, config: LlamaConfig) -> Any:
-    return repeated_heads(_in_first(_groups(rows, config)[:, -2]), config)
+    return in_first(repeated_heads(_groups(rows, config)[:, -2], config))
 
 
 def _core_value(rows: Any, config: LlamaConfig) -> Any:
-    return repeated_heads(_in_first(_groups(rows, config)[:, -1]), config)
+    return in_first(repeated_heads(_groups(rows, config)[:, -1], config))
 
 
 def _half(rows: Any, which: int) -> Any:
     """Return a half of one rank's gated projection (2 * f[, h]) as ([h,] f)."""
     half = rows.reshape(2, rows.shape[0] // 2, *rows.shape[1:])[which]
-    return half.t() if half.ndim == 2 else half
+    return half.T if half.ndim == 2 else half
 
 
 def _activated(rows: Any, config: LlamaConfig) -> Any:  # noqa: ARG001

@@ -11,6 +11,7 @@ from export_scripts.families.llama import (
     LAYER,
     LLAMA,
     LlamaConfig,
+    in_first,
     repeated_heads,
     rotary_fields,
 )
@@ -61,6 +62,12 @@ def config_from_huggingface(facts: Facts) -> LlamaConfig:
     # Qwen2 has no tokens of its own accord.
     ids = {} if facts.config["model_type"] == "qwen2" else {"bos": 1, "eos": 2}
     start_id, end_id = settings.token_ids(facts, **ids)
+    rotary = rotary_settings(settings)
+    if rotary.fraction != 1:
+        settings.problems.append(
+            f"config.json: partial_rotary_factor = {rotary.fraction:g} cannot be represented: "
+            "transformers turns whole heads of these models"
+        )
     first = _HF.format(layer=0)
     config = LlamaConfig(
         model_name=model_name(facts.config, str(facts.config["model_type"])),
@@ -81,7 +88,7 @@ def config_from_huggingface(facts: Facts) -> LlamaConfig:
         has_attention_dense_bias=facts.has(first + "self_attn.o_proj.bias"),
         has_mlp_bias=facts.has(first + "mlp.down_proj.bias"),
         sliding_window=_sliding_window(settings),
-        **rotary_fields(rotary_settings(settings), size_per_head),
+        **rotary_fields(rotary, size_per_head),
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
     )
@@ -123,15 +130,17 @@ def _sliding_window(settings: Settings) -> int | None:
 
 
 def _heads_apart(rows: Any, config: LlamaConfig) -> Any:
-    """Return (h, heads, d) of a projection (heads * d, h), or (heads, d) of its bias."""
+    """Return (heads, d[, h]) of a projection (heads * d, h), or of its bias."""
     d = config.size_per_head
-    if rows.ndim == 1:
-        return rows.reshape(-1, d)
-    return rows.reshape(rows.shape[0] // d, d, rows.shape[1]).permute(2, 0, 1)
+    return rows.reshape(rows.shape[0] // d, d, *rows.shape[1:])
 
 
-def _kv_heads(rows: Any, config: LlamaConfig) -> Any:
-    return repeated_heads(_heads_apart(rows, config), config)
+def _query(rows: Any, config: LlamaConfig) -> Any:
+    return in_first(_heads_apart(rows, config))
+
+
+def _key_or_value(rows: Any, config: LlamaConfig) -> Any:
+    return in_first(repeated_heads(_heads_apart(rows, config), config))
 
 
 def _linear(ours: str, theirs: str) -> dict[str, Source]:
@@ -151,9 +160,9 @@ def _projection(ours: str, theirs: str, function: Any) -> dict[str, Source]:
 HUGGINGFACE_WEIGHTS: Mapping[str, Source] = {
     "model.wte": Copy(WTE),
     LAYER + "input_layernorm.weight": Copy(_HF + "input_layernorm.weight"),
-    **_projection("attention.query", "self_attn.q_proj", _heads_apart),
-    **_projection("attention.key", "self_attn.k_proj", _kv_heads),
-    **_projection("attention.value", "self_attn.v_proj", _kv_heads),
+    **_projection("attention.query", "self_attn.q_proj", _query),
+    **_projection("attention.key", "self_attn.k_proj", _key_or_value),
+    **_projection("attention.value", "self_attn.v_proj", _key_or_value),
     **_linear("attention.dense", "self_attn.o_proj"),
     LAYER + "post_attention_layernorm.weight": Copy(_HF + "post_attention_layernorm.weight"),
     **_linear("mlp.dense_h_to_4h", "mlp.gate_proj"),

@@ -41,6 +41,7 @@ class MegatronTraits:
     normalization: str  # layernorm, layernorm1p, rmsnorm, ...
     activation: str  # gelu, relu, silu; the source's own word when it is none of them
     gated: bool
+    exact_gelu: bool  # the fused kernel computes the tanh form, the plain one gelu by erf
     bias: bool
     tied: bool
     query_groups: int | None
@@ -125,7 +126,10 @@ def nemo_traits(config: Mapping[str, Any]) -> MegatronTraits:
         CheckpointMismatchError: A size in it is none.
     """
     refuse_mistyped(config, "model_config.yaml")
-    activation, gated = _activation(str(config.get("activation") or "gelu"))
+    word = str(config.get("activation") or "gelu")
+    activation, gated = _activation(word)
+    bias = bool(_first(config, "bias", default=True))
+    fused = bias and _first(config, "bias_activation_fusion", "bias_gelu_fusion", default=True)
     return MegatronTraits(
         head_num=config.get("num_attention_heads"),
         hidden=config.get("hidden_size"),
@@ -138,7 +142,8 @@ def nemo_traits(config: Mapping[str, Any]) -> MegatronTraits:
         normalization=str(config.get("normalization") or "layernorm").lower(),
         activation=activation,
         gated=gated,
-        bias=bool(_first(config, "bias", default=True)),
+        exact_gelu=word == "gelu" and not fused and not config.get("openai_gelu"),
+        bias=bias,
         tied=bool(_first(config, "share_embeddings_and_output_weights", default=True)),
         query_groups=config.get("num_query_groups"),
         kv_channels=config.get("kv_channels"),
@@ -165,6 +170,8 @@ def megatron_traits(args: Mapping[str, Any]) -> MegatronTraits:
     refuse_mistyped(args, "the checkpoint's args")
     squared = bool(args.get("squared_relu"))
     activation = "squared_relu" if squared else "silu" if args.get("swiglu") else "gelu"
+    bias = bool(_first(args, "add_bias_linear", default=True))
+    fused = bias and _first(args, "bias_gelu_fusion", default=True)
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     return MegatronTraits(
         head_num=args.get("num_attention_heads"),
@@ -179,7 +186,8 @@ def megatron_traits(args: Mapping[str, Any]) -> MegatronTraits:
         + ("1p" if args.get("apply_layernorm_1p") else ""),
         activation=activation,
         gated=bool(args.get("swiglu")),
-        bias=bool(_first(args, "add_bias_linear", default=True)),
+        exact_gelu=activation == "gelu" and not fused and not args.get("openai_gelu"),
+        bias=bias,
         tied=not args.get("untie_embeddings_and_output_weights"),
         query_groups=groups,
         kv_channels=args.get("kv_channels"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from export_scripts.families.arithmetic import float32
 from export_scripts.families.gpt import GPT, HEAD, LAYER, GPTConfig
 from export_scripts.families.opt_int8 import check_ranges, int8_weights
 from export_scripts.families.origin import Facts, Origin
@@ -76,12 +77,12 @@ def config_from_huggingface(facts: Facts) -> GPTConfig:
 
 def _embed_in(config: GPTConfig, table: Any, project: Any) -> Any:  # noqa: ARG001
     """Return (V, hidden) of a narrower table (V, w) and project_in (hidden, w)."""
-    return table.float() @ project.float().t()
+    return float32(table) @ float32(project).T
 
 
 def _embed_out(config: GPTConfig, table: Any, project: Any) -> Any:  # noqa: ARG001
     """Return (V, hidden) of a narrower table (V, w) and project_out (w, hidden)."""
-    return table.float() @ project.float()
+    return float32(table) @ float32(project)
 
 
 def _without_offset(table: Any, config: GPTConfig) -> Any:  # noqa: ARG001

@@ -7,10 +7,12 @@ as the loader reads them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.arithmetic import constant, float32, stacked
 from export_scripts.families.gpt import LAYER, GPTConfig
 from export_scripts.families.shapes import ShapeTensor
 from export_scripts.families.sources import Compute, PerIndex, Source
@@ -33,7 +35,7 @@ def check_ranges(ranges: Ranges, num_layer: int) -> None:
     """Fail unless every module has both ranges.
 
     Raises:
-        CheckpointMismatchError: Some are missing or not positive; all are named.
+        CheckpointMismatchError: Some are missing, or not positive and finite; all are named.
     """
     problems = []
     for layer in range(num_layer):
@@ -42,7 +44,7 @@ def check_ranges(ranges: Ranges, num_layer: int) -> None:
             for side in ("input", "output"):
                 entry = ranges.get(key)
                 value = entry.get(side) if isinstance(entry, Mapping) else None
-                if not isinstance(value, (int, float)) or not value > 0:
+                if not isinstance(value, (int, float)) or not 0 < value < math.inf:
                     problems.append(f"activation ranges: {key} has {side} = {value!r}")
     if problems:
         raise CheckpointMismatchError(problems)
@@ -79,25 +81,22 @@ def _chooser(modules: tuple[str, ...], ranges: Ranges, kind: Any) -> Any:
 def _quantized(config: GPTConfig, weights: Any, entries: Any) -> Any:  # noqa: ARG001
     """Return round(w * 127 / max |w|), each module by its own largest weight."""
     if isinstance(weights[0], ShapeTensor):
-        return _stacked([weight.t() for weight in weights])
-    return _stacked([(w.float().t() * _weight_scale(w)).round() for w in weights])
+        parts = [weight.T for weight in weights]
+    else:
+        parts = [(float32(w).T * _weight_scale(w)).round() for w in weights]
+    return parts[0] if len(parts) == 1 else stacked(parts, 1)  # (in[, parts], out)
 
 
 def _weight_scale(weight: Any) -> float:
-    """Return 127 / max |w|, divided in fp32 (torch turns number / tensor into a product)."""
-    largest = weight.float().abs().max()
-    return float(largest.new_tensor(_LARGEST) / largest)
+    """Return 127 / max |w|, divided in fp32.
 
-
-def _stacked(parts: list[Any]) -> Any:
-    """Return (in, parts, out) of several (in, out), or the only one."""
-    if len(parts) == 1:
-        return parts[0]
-    if isinstance(parts[0], ShapeTensor):
-        return ShapeTensor((parts[0].shape[0], len(parts), parts[0].shape[1]))
-    import torch
-
-    return torch.stack(parts, dim=1)
+    Raises:
+        CheckpointMismatchError: All weights are zero.
+    """
+    largest = abs(float32(weight)).max()
+    if largest == 0:
+        raise CheckpointMismatchError("weights that are all zero have no int8 scale")
+    return float(constant([_LARGEST])[0] / largest)
 
 
 def _scale(config: GPTConfig, weights: Any, entries: Any) -> Any:  # noqa: ARG001
@@ -124,7 +123,7 @@ def _scale_inter(config: GPTConfig, weights: Any, entries: Any) -> Any:
     values = _tensor(quotients, weights)
     if len(weights) == 1:
         return values
-    return values.unsqueeze(1).expand(len(weights), config.local_hidden)
+    return values[:, None].repeat(config.local_hidden, 1)
 
 
 def _scales(weights: Any, entries: Any, side: str) -> list[float]:
@@ -134,16 +133,12 @@ def _scales(weights: Any, entries: Any, side: str) -> list[float]:
     """
     if len(entries) == 1 or isinstance(weights[0], ShapeTensor):
         return [_LARGEST / entry[side] for entry in entries]
-    import torch
-
-    ranges = torch.tensor([entry[side] for entry in entries], dtype=torch.float32)
-    return [float(value) for value in ranges.new_tensor(_LARGEST) / ranges]
+    quotients = constant([_LARGEST]) / constant([entry[side] for entry in entries])
+    return [float(value) for value in quotients]
 
 
 def _tensor(numbers: list[float], weights: Any) -> Any:
     """Return fp32 values, one per module."""
     if isinstance(weights[0], ShapeTensor):
         return ShapeTensor((len(weights),))
-    import torch
-
-    return torch.tensor(numbers, dtype=torch.float32)
+    return constant(numbers)

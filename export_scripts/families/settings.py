@@ -181,8 +181,10 @@ def _generation_config(facts: Facts) -> Mapping[str, Any]:
 def huggingface_settings(source: Mapping[str, Any]) -> Settings:
     """Start reading a config.json, refusing what no family can represent."""
     settings = Settings(source)
-    if source.get("quantization_config") is not None:
-        method = source["quantization_config"].get("quant_method", "unknown")
+    quantization = source.get("quantization_config")
+    if quantization is not None:
+        told = isinstance(quantization, Mapping)
+        method = quantization.get("quant_method", "unknown") if told else quantization
         settings.problems.append(
             f"config.json: the weights are quantized ({method}); convert the unquantized model"
         )

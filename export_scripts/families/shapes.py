@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ShapeTensor:
-    """A tensor without values: the methods the operations use, for checking shapes.
+    """A tensor without values: the methods of numpy's arrays that operations use, for shapes.
 
     Where values are wanted, one stands for `fill` everywhere.
     """
@@ -22,45 +22,14 @@ class ShapeTensor:
         """Number of axes."""
         return len(self.shape)
 
-    def numel(self) -> int:
-        """Return the number of values."""
+    @property
+    def size(self) -> int:
+        """Number of values."""
         return math.prod(self.shape)
 
-    def size(self, axis: int | None = None) -> Any:
-        """Return the shape, or one size."""
-        return self.shape if axis is None else self.shape[axis]
-
-    def reshape(self, *sizes: Any) -> ShapeTensor:
-        """Return the tensor in another shape.
-
-        Raises:
-            ValueError: The sizes do not hold as many values.
-        """
-        shape = list(sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes)
-        if -1 in shape:
-            rest = math.prod(size for size in shape if size != -1)
-            shape[shape.index(-1)] = self.numel() // rest if rest else 0
-        if math.prod(shape) != self.numel():
-            raise ValueError(f"{list(self.shape)} cannot be viewed as {shape}")
-        return ShapeTensor(shape)
-
-    view = reshape
-
-    def permute(self, *axes: Any) -> ShapeTensor:
-        """Return the axes in another order."""
-        order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
-        if sorted(order) != list(range(self.ndim)):
-            raise ValueError(f"{list(self.shape)} cannot be permuted by {list(order)}")
-        return ShapeTensor([self.shape[axis] for axis in order])
-
-    def transpose(self, first: int, second: int) -> ShapeTensor:
-        """Return two axes exchanged."""
-        order = list(range(self.ndim))
-        order[first], order[second] = order[second], order[first]
-        return self.permute(*order)
-
-    def t(self) -> ShapeTensor:
-        """Return a matrix transposed.
+    @property
+    def T(self) -> ShapeTensor:  # noqa: N802 - numpy's name
+        """A matrix transposed.
 
         Raises:
             ValueError: It is not a matrix.
@@ -69,30 +38,50 @@ class ShapeTensor:
             raise ValueError(f"{list(self.shape)} is not a matrix")
         return ShapeTensor(self.shape[::-1])
 
-    def unsqueeze(self, axis: int) -> ShapeTensor:
-        """Return the tensor with a new axis of one."""
-        at = axis % (self.ndim + 1)
-        return ShapeTensor((*self.shape[:at], 1, *self.shape[at:]))
+    def reshape(self, *sizes: int) -> ShapeTensor:
+        """Return the tensor in another shape.
 
-    def expand(self, *sizes: Any) -> ShapeTensor:
-        """Return the tensor repeated to a shape."""
-        return ShapeTensor(sizes[0] if not isinstance(sizes[0], int) else sizes)
+        Raises:
+            ValueError: The sizes do not hold as many values.
+        """
+        shape = list(sizes)
+        if -1 in shape:
+            rest = math.prod(size for size in shape if size != -1)
+            shape[shape.index(-1)] = self.size // rest if rest else 0
+        if math.prod(shape) != self.size:
+            raise ValueError(f"{list(self.shape)} cannot be viewed as {shape}")
+        return ShapeTensor(shape)
+
+    def transpose(self, *axes: int) -> ShapeTensor:
+        """Return the axes in another order.
+
+        Raises:
+            ValueError: The order does not name every axis once.
+        """
+        if sorted(axes) != list(range(self.ndim)):
+            raise ValueError(f"{list(self.shape)} cannot be permuted by {list(axes)}")
+        return ShapeTensor([self.shape[axis] for axis in axes])
+
+    def repeat(self, times: int, axis: int) -> ShapeTensor:
+        """Return every entry along an axis repeated."""
+        shape = list(self.shape)
+        shape[axis] *= times
+        return ShapeTensor(shape)
 
     def __getitem__(self, index: Any) -> ShapeTensor:
         items = index if isinstance(index, tuple) else (index,)
         shape: list[int] = []
-        for axis, item in enumerate(items):
+        axis = 0
+        for item in items:
+            if item is None:
+                shape.append(1)
+                continue
             if isinstance(item, slice):
                 shape.append(len(range(*item.indices(self.shape[axis]))))
             elif not -self.shape[axis] <= item < self.shape[axis]:
                 raise ValueError(f"axis {axis} of {list(self.shape)} has no index {item}")
-        return ShapeTensor((*shape, *self.shape[len(items) :]))
-
-    def same(self, *_: Any, **__: Any) -> ShapeTensor:
-        """Return a tensor of the same shape."""
-        return ShapeTensor(self.shape)
-
-    float = half = bfloat16 = to = contiguous = clone = round = clamp = abs = same
+            axis += 1
+        return ShapeTensor((*shape, *self.shape[axis:]))
 
     def _combine(self, other: Any) -> ShapeTensor:
         if not isinstance(other, ShapeTensor):

@@ -3,7 +3,7 @@
 An operation rearranges views and computes nothing it need not: the result is a list of parts
 along one axis, which the conversion copies straight into the files. The same code runs on
 `ShapeTensor`, which has a shape and no values, so that every shape is checked before a byte is
-read. Tensors are handled through their methods only; nothing here imports torch at the top.
+read. Tensors are handled through their methods only; nothing here imports numpy.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from export_scripts.families.arithmetic import Tensor, float32, joined
 from export_scripts.families.shapes import ShapeTensor
 
-# A torch.Tensor when converting, a ShapeTensor when checking.
-Tensor = Any
 Get = Callable[[str], Sequence[Tensor]]
 
 
@@ -51,13 +50,7 @@ class Source(Protocol):
 
 def join(pieces: Sequence[Tensor], axis: int | None) -> Tensor:
     """Return one tensor from a key's pieces (the first when they are copies)."""
-    if axis is None or len(pieces) == 1:
-        return pieces[0]
-    if isinstance(pieces[0], ShapeTensor):
-        return ShapeTensor(Parts(axis, tuple(pieces)).shape)
-    import torch
-
-    return torch.cat(list(pieces), dim=axis)
+    return pieces[0] if axis is None or len(pieces) == 1 else joined(pieces, axis)
 
 
 def _taken(pieces: Sequence[Tensor], cut: int | None) -> Sequence[Tensor]:
@@ -97,7 +90,7 @@ class Transpose:
         """Return the pieces transposed."""
         pieces = _taken(get(self.key), self.cut)
         axis = 0 if self.cut is None else 1 - self.cut
-        return Parts(axis, tuple(piece.t() for piece in pieces))
+        return Parts(axis, tuple(piece.T for piece in pieces))
 
 
 @dataclass(frozen=True)
@@ -169,7 +162,7 @@ class SplitQKV:
         tail = tuple(rows.shape[1:])  # (in,) for a weight, () for a bias
         split = rows.reshape(*(sizes[axis] for axis in self.order), *tail)
         order = [self.order.index(axis) for axis in "knd"]
-        split = split.permute(*([3] if tail else []), *order)  # ([in], k, n, d)
+        split = split.transpose(*([3] if tail else []), *order)  # ([in], k, n, d)
         if self.select is None:
             return split
         return split[:, self.select] if tail else split[self.select]
@@ -198,9 +191,9 @@ class StackQKV:
         """Return q, k and v as three parts."""
         wholes = [join(get(key), self.cut) for key, _ in self.reads]
         if wholes[0].ndim == 1:
-            return Parts(0, tuple(whole.unsqueeze(0) for whole in wholes))
-        turned = [whole.t() if self.transposed else whole for whole in wholes]
-        return Parts(1, tuple(whole.unsqueeze(1) for whole in turned))
+            return Parts(0, tuple(whole[None] for whole in wholes))
+        turned = [whole.T if self.transposed else whole for whole in wholes]
+        return Parts(1, tuple(whole[:, None] for whole in turned))
 
 
 @dataclass(frozen=True)
@@ -218,14 +211,14 @@ class Stack:
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
         """Return one part per key."""
         wholes = [join(get(key), self.cut) for key in self.keys]
-        return Parts(0, tuple(whole.unsqueeze(0) for whole in wholes))
+        return Parts(0, tuple(whole[None] for whole in wholes))
 
 
 @dataclass(frozen=True)
 class Compute:
     """`function(config, *wholes)` of gathered tensors, for what is not a rearrangement.
 
-    Arithmetic is the function's: `.float()` what has to be computed in fp32.
+    Arithmetic is the function's, in `float32`.
     """
 
     function: Callable[..., Tensor]
@@ -259,7 +252,7 @@ class Adjusted:
     def build(self, get: Get, config: Any) -> Parts:
         """Return the adjusted parts."""
         parts = self.source.build(get, config)
-        changed = tuple(self.function(part.float(), config) for part in parts.tensors)
+        changed = tuple(self.function(float32(part), config) for part in parts.tensors)
         return Parts(parts.axis, changed)
 
 

@@ -1,7 +1,7 @@
 """The records a family is made of: tensor layout, config.ini fields, and the family itself.
 
 A layout is data: what a file is called, its shape in names of config fields, and the axis that
-tensor-parallel ranks share. Nothing here imports torch.
+tensor-parallel ranks share. Nothing here imports numpy.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader
+from export_scripts.families.arithmetic import Tensor, constant, float32, stacked
 from export_scripts.families.origin import Facts
 from export_scripts.families.shapes import ShapeTensor
 from export_scripts.families.sources import (
@@ -20,7 +21,6 @@ from export_scripts.families.sources import (
     Parts,
     Source,
     Stack,
-    Tensor,
     Transpose,
     join,
 )
@@ -210,9 +210,9 @@ class Scaled:
     def build(self, get: Get, config: Any) -> Parts:
         """Return one scaled part."""
         parts = self.source.build(get, config)
-        whole = join(parts.tensors, parts.axis).float()
+        whole = float32(join(parts.tensors, parts.axis))
         factors = [join(get(key), 0) for key in self.keys]
-        if isinstance(whole, ShapeTensor):
+        if isinstance(whole, ShapeTensor) and not factors:
             return Parts(parts.axis, (whole,))
         return Parts(parts.axis, (whole * self.factor(config, *factors),))
 
@@ -245,27 +245,24 @@ def _scale(table: dict[str, Source], name: str, factor: Callable[..., Tensor], *
 
 
 def _rows(config: Any, scaler: Tensor) -> Tensor:  # noqa: ARG001 - the signature of factors
-    return scaler.float().unsqueeze(1)  # (d_ff, 1)
+    return float32(scaler)[:, None]  # (d_ff, 1)
 
 
 def _heads(config: Any, scaler: Tensor) -> Tensor:
-    return scaler.float().reshape(config.num_heads, config.d_kv)
+    return float32(scaler).reshape(config.num_heads, config.d_kv)
 
 
 def _fused(config: Any, key: Tensor, value: Tensor) -> Tensor:
     """Factors of the fused (..., 3, heads, size) projection: queries stay."""
-    import torch
-
-    rows = [torch.ones(config.inner), key.float(), value.float()]
-    return torch.stack(rows).reshape(3, config.num_heads, config.d_kv)
+    queries = constant([1.0] * config.inner, like=key)
+    rows = [queries, float32(key), float32(value)]
+    return stacked(rows, 0).reshape(3, config.num_heads, config.d_kv)
 
 
 def scale_queries(factor: float) -> Callable[[Any], Tensor]:
     """Return a factor for the fused (..., 3, heads, size) projection that scales queries alone."""
 
     def fused(config: Any) -> Tensor:  # noqa: ARG001 - the signature of factors
-        import torch
-
-        return torch.tensor([factor, 1.0, 1.0]).reshape(3, 1, 1)
+        return constant([factor, 1.0, 1.0]).reshape(3, 1, 1)
 
     return fused

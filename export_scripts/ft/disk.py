@@ -46,7 +46,7 @@ class SequentialFile:
                 _reserve(self._fd, size_bytes)
                 self._set_direct(True)
         except BaseException:
-            os.close(self._fd)
+            self.close()
             raise
 
     def _set_direct(self, wanted: bool) -> None:
@@ -76,13 +76,15 @@ class SequentialFile:
             done += os.write(self._fd, chunk[done:])
         self.written_bytes += done
 
-    def __enter__(self) -> SequentialFile:
-        """Return the open file."""
-        return self
+    def close(self) -> None:
+        """Close the file, unless it is closed.
 
-    def __exit__(self, *_: object) -> None:
-        """Close the file."""
-        os.close(self._fd)
+        Raises:
+            OSError: The file system tells only now that something could not be written.
+        """
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _reserve(fd: int, size_bytes: int) -> None:
@@ -105,12 +107,13 @@ def telling_full_disk(folder: Path, what: str, needed_bytes: int) -> Iterator[No
 
     Raises:
         ValueError: The disk, or the user's share of it, is full.
+        OSError: Any other error, with what was being written.
     """
     try:
         yield
     except OSError as error:
         if error.errno not in _FULL:
-            raise
+            raise OSError(error.errno, f"{what} under {folder}: {error.strerror}") from error
         free = shutil.disk_usage(folder).free
         raise ValueError(
             f"the disk is full: {what} under {folder} needs {needed_bytes} bytes, {free} are free; "
@@ -131,12 +134,18 @@ def check_space(folder: Path, needed_bytes: int) -> str | None:
 
 
 def sync_file_system(folder: Path) -> None:
-    """Bring everything written to the folder's file system to disk, in one call."""
+    """Bring everything written to the folder's file system to disk, in one call.
+
+    Raises:
+        OSError: Something could not be written.
+    """
     fd = os.open(folder, os.O_RDONLY)
     try:
         syncfs = getattr(_libc, "syncfs", None)
-        if syncfs is None or syncfs(fd) != 0:
+        if syncfs is None:
             os.sync()
+        elif syncfs(fd) != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(folder))
     finally:
         os.close(fd)
 

@@ -5,27 +5,30 @@ Shapes: P rows of the file chunk, R the product of its other axes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from export_scripts.families.shapes import ShapeTensor
 from export_scripts.families.sources import Parts
+from export_scripts.ft.arrays import DTYPES, Array, bits, store
 from export_scripts.ft.disk import BLOCK_BYTES
-from export_scripts.ft.dtypes import item_size, torch_dtype
 
 # A chunk of a file: large enough that system calls do not count, small enough for several workers.
 CHUNK_BYTES = 8 << 20
 
-# A transposed tile (fits the second-level cache, both ways).
-_TILE_COLUMNS = 1024
+# A transposed tile: it fits the second-level cache, the lines of its rows nearly the first.
 _TILE_ROWS = 512
+_TILE_COLUMNS = 512
+# Rows are apart by an odd number of cache lines: by a power of two, they would share a few sets.
+_TILE_GAP_BYTES = 64
 # Below this the plain strided copy is as fast.
 _SMALL = 4096
 
@@ -59,22 +62,40 @@ class ValueRange:
 
 @dataclass
 class Workspace:
-    """One worker's buffers, allocated once."""
+    """One worker's buffers, allocated once.
 
-    chunk: npt.NDArray[np.uint8] = field(default_factory=lambda: _aligned(CHUNK_BYTES))
-    tiles: torch.Tensor = field(
-        default_factory=lambda: torch.empty(2, _TILE_COLUMNS * _TILE_ROWS * 4, dtype=torch.uint8)
+    Chunks alternate between two: one is written to disk while the next is made.
+    """
+
+    chunk_bytes: int = CHUNK_BYTES
+    _chunks: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    _tile: npt.NDArray[np.uint8] = field(
+        default_factory=lambda: np.empty(
+            _TILE_ROWS * (_TILE_COLUMNS * 4 + _TILE_GAP_BYTES), np.uint8
+        )
     )
 
-    def tile(self, number: int, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return scratch `number` as a (rows, columns) matrix."""
-        count = rows * columns * dtype.itemsize
-        return self.tiles[number, :count].view(dtype).view(rows, columns)
+    def next_chunk(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return the buffer that was not given out last, for `size_bytes`."""
+        chunk = self._chunks.pop(0) if len(self._chunks) == 2 else _aligned(self.chunk_bytes)
+        if len(chunk) < size_bytes:
+            chunk = _aligned(size_bytes)
+        self._chunks.append(chunk)
+        return chunk[:size_bytes]
+
+    def tile(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return scratch of a shape (..., columns)."""
+        pitch = _TILE_COLUMNS * dtype.itemsize + _TILE_GAP_BYTES
+        rows = self._tile[: math.prod(shape[:-1]) * pitch].view(dtype).reshape(*shape[:-1], -1)
+        return rows[..., : shape[-1]]
 
 
 def _aligned(size_bytes: int) -> npt.NDArray[np.uint8]:
     """Return memory that begins at a page, as direct writes want it."""
-    return np.frombuffer(mmap.mmap(-1, size_bytes), np.uint8)
+    memory = mmap.mmap(-1, size_bytes)
+    with contextlib.suppress(AttributeError, OSError):  # a system without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8)
 
 
 def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
@@ -101,7 +122,7 @@ def file_chunks(
 ) -> Iterator[tuple[memoryview, ValueRange]]:
     """Yield the contents of one rank's file, with the range of each chunk's values.
 
-    A chunk is valid until the next one is asked for.
+    A chunk is valid until the next but one is asked for.
 
     Args:
         parts: The whole tensor.
@@ -111,16 +132,14 @@ def file_chunks(
         data_type: Type on disk.
     """
     space = workspace()
-    dtype = torch_dtype(data_type)
-    row = math.prod(shape[1:]) * item_size(data_type)
-    if row > len(space.chunk):
-        space.chunk = _aligned(row)
-    step = _rows_per_chunk(row, len(space.chunk))
+    dtype = DTYPES[data_type]
+    row = math.prod(shape[1:]) * dtype.itemsize
+    step = _rows_per_chunk(row, space.chunk_bytes)
     start = tp_rank * shape[split_axis] if split_axis >= 0 else 0
     for first in range(0, shape[0], step):
         rows = min(step, shape[0] - first)
-        raw = space.chunk[: rows * row]
-        out = torch.from_numpy(raw).view(dtype).view(rows, *shape[1:])
+        raw = space.next_chunk(rows * row)
+        out = raw.view(dtype).reshape(rows, *shape[1:])
         window = [(0, size) for size in shape]
         window[0] = (first, first + rows)
         if split_axis >= 0:
@@ -130,9 +149,7 @@ def file_chunks(
         yield raw.data, value_range(raw, data_type)
 
 
-def _gather(
-    out: torch.Tensor, parts: Parts, window: list[tuple[int, int]], space: Workspace
-) -> None:
+def _gather(out: Array, parts: Parts, window: list[tuple[int, int]], space: Workspace) -> None:
     """Fill `out` with the window (low, high per axis) of the whole tensor."""
     offset = 0
     low, high = window[parts.axis]
@@ -140,57 +157,50 @@ def _gather(
         size = part.shape[parts.axis]
         begin, end = max(low, offset), min(high, offset + size)
         if begin < end:
-            target = out.narrow(parts.axis, begin - low, end - begin)
+            place = [slice(None)] * out.ndim
+            place[parts.axis] = slice(begin - low, end - low)
+            taken = [slice(first, last) for first, last in window]
+            taken[parts.axis] = slice(begin - offset, end - offset)
+            target = out[tuple(place)]
             if isinstance(part, ShapeTensor):
-                target.fill_(part.fill)
+                store(target, np.broadcast_to(np.float32(part.fill), target.shape))
             else:
-                source = part
-                for axis, (first, last) in enumerate(window):
-                    if axis == parts.axis:
-                        first, last = begin - offset, end - offset
-                    source = source.narrow(axis, first, last - first)
-                _copy(target, source, space)
+                _copy(target, part[tuple(taken)], space)
         offset += size
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, space: Workspace) -> None:
+def _copy(target: Array, source: Array, space: Workspace) -> None:
+    item = source.itemsize
     if (
         source.ndim < 2
-        or source.numel() < _SMALL
-        or source.stride(0) != 1
-        or source.stride(-1) == 1
+        or source.size < _SMALL
+        or source.strides[0] != item
+        or source.strides[-1] == item
     ):
-        target.copy_(source)
+        store(target, source)
     else:
-        _transpose(target, source.movedim(0, -1), space)
+        _transpose(target, np.moveaxis(source, 0, -1), space)
 
 
-def _transpose(target: torch.Tensor, rows: torch.Tensor, space: Workspace) -> None:
+def _transpose(target: Array, rows: Array, space: Workspace) -> None:
     """Copy `rows` (R..., P), contiguous along P, into `target` (P, R...).
 
-    Tiles pass through scratch memory: a cast row copy, then torch's blocked transposition, which
-    needs both sides contiguous.
+    Tiles pass through scratch memory: a cast row copy, then a strided one that stays in the cache.
     """
     inner = math.prod(rows.shape[1:-1])
-    group = max(1, _TILE_COLUMNS // inner)
-    if rows.ndim > 2 and inner > _TILE_COLUMNS:
+    if rows.ndim > 2 and inner > _TILE_ROWS:
         for i in range(rows.shape[0]):
             _transpose(target[:, i], rows[i], space)
         return
+    group = max(1, _TILE_ROWS // inner)
     for first in range(0, rows.shape[0], group):
         block = rows[first : first + group]  # (r, ..., P)
-        for start in range(0, rows.shape[-1], _TILE_ROWS):
-            piece = block[..., start : start + _TILE_ROWS]
-            place = target[start : start + _TILE_ROWS, first : first + group]
-            width, height = piece.shape[-1], piece.numel() // piece.shape[-1]
-            straight = space.tile(0, height, width, target.dtype)
-            straight.view(piece.shape).copy_(piece)
-            if place.is_contiguous():
-                place.view(width, height).copy_(straight.t())
-                continue
-            turned = space.tile(1, width, height, target.dtype)
-            turned.copy_(straight.t())
-            place.copy_(turned.view(place.shape))
+        for start in range(0, rows.shape[-1], _TILE_COLUMNS):
+            piece = block[..., start : start + _TILE_COLUMNS]
+            place = target[start : start + _TILE_COLUMNS, first : first + group]
+            straight = space.tile(piece.shape, target.dtype)
+            store(straight, piece)
+            np.copyto(bits(place), bits(np.moveaxis(straight, -1, 0)))
 
 
 def value_range(raw: npt.NDArray[np.uint8], data_type: str) -> ValueRange:

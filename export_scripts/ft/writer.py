@@ -6,7 +6,7 @@ journal beside it lists the complete ones.
 
 from __future__ import annotations
 
-import hashlib
+import functools
 import json
 import os
 import shutil
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.checksum import Checksum, checksum_of
 from export_scripts.ft.disk import (
     SequentialFile,
     sync_file_system,
@@ -25,6 +26,7 @@ from export_scripts.ft.disk import (
     telling_full_disk,
 )
 from export_scripts.ft.layout import ft_directory, manifest_path, staging_directory
+from export_scripts.ft.write_behind import WriteBehind
 
 _TEMPORARY_SUFFIX = ".writing"
 
@@ -58,6 +60,41 @@ class WorkPaths:
         )
 
 
+class _PartialFile:
+    """A file under its temporary name; made and written by one thread at a time."""
+
+    def __init__(self, folder: Path, name: str, size: int) -> None:
+        self.name = name
+        self._folder = folder
+        self._size = size
+        self._temporary = folder / (name + _TEMPORARY_SUFFIX)
+        self._file: SequentialFile | None = None
+
+    def append(self, chunk: memoryview) -> None:
+        try:
+            with telling_full_disk(self._folder, f"writing {self.name}", self._size):
+                self._opened().write(chunk)
+        except BaseException:
+            self.close()  # nothing follows a step that failed
+            raise
+
+    def _opened(self) -> SequentialFile:
+        if self._file is None:
+            self._file = SequentialFile(self._temporary, self._size)
+        return self._file
+
+    def close(self) -> None:
+        if self._file is not None:
+            with telling_full_disk(self._folder, f"writing {self.name}", self._size):
+                self._file.close()
+
+    def finish(self) -> None:
+        written = self._opened().written_bytes
+        self.close()
+        assert written == self._size, f"{self.name}: wrote {written} of {self._size} bytes"
+        self._temporary.rename(self._folder / self.name)
+
+
 class FTWriter:
     """The files of one folder while they are written. Use within a `FolderLock`.
 
@@ -71,6 +108,8 @@ class FTWriter:
         self.paths = paths
         self._identity = identity
         self._lock = threading.Lock()
+        self._own = threading.local()
+        self._queues: list[WriteBehind] = []
         self.records: dict[str, dict[str, Any]] = {}
         self._journal_fd = -1
 
@@ -95,6 +134,8 @@ class FTWriter:
         trace: TracebackType | None,
     ) -> None:
         """Close the journal; what is complete stays for the next run."""
+        for queue in self._queues:
+            queue.close()
         os.close(self._journal_fd)
 
     def _continue(self) -> bool:
@@ -129,32 +170,58 @@ class FTWriter:
         *,
         facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """Write one file; it gets its name when complete. Any thread may call this.
+        """Write one file; it gets its name once it is complete. Any thread may call this.
+
+        The last chunk may still be on its way when this returns: see `flush`.
 
         Args:
             name: File name.
             size: Exact bytes.
-            chunks: Contents in order.
+            chunks: Contents in order; each stays as it is until the next but one is asked for.
             facts: Called after the last chunk; what to record besides size and checksum.
 
         Raises:
             ValueError: The disk is full.
         """
-        temporary = self.paths.staging / (name + _TEMPORARY_SUFFIX)
-        digest = hashlib.sha256()
-        with (
-            telling_full_disk(self.paths.staging, f"writing {name}", size),
-            SequentialFile(temporary, size) as file,
-        ):
-            for chunk in chunks:
-                digest.update(chunk)
-                file.write(chunk)
-        assert file.written_bytes == size, f"{name}: wrote {file.written_bytes} of {size} bytes"
-        temporary.rename(self.paths.staging / name)
-        record = {"file": name, "size_bytes": size, "sha256": digest.hexdigest(), **facts()}
+        queue = self._queue()
+        checksum = Checksum()
+        with telling_full_disk(self.paths.staging, f"writing {name}", size):
+            file = _PartialFile(self.paths.staging, name, size)
+            try:
+                for chunk in chunks:
+                    queue.run(functools.partial(file.append, chunk))
+                    checksum.add(chunk)
+                record = {"file": name, "size_bytes": size, "crc32": checksum.text(), **facts()}
+            except BaseException:
+                queue.settle()
+                file.close()
+                raise
+        queue.run_next(functools.partial(self._complete, file, record))
+
+    def _complete(self, file: _PartialFile, record: dict[str, Any]) -> None:
+        file.finish()
         with self._lock:
             self._append(record)
-            self.records[name] = record
+            self.records[file.name] = record
+
+    def _queue(self) -> WriteBehind:
+        """Return the calling thread's queue."""
+        if not hasattr(self._own, "queue"):
+            self._own.queue = WriteBehind()
+            with self._lock:
+                self._queues.append(self._own.queue)
+        queue = self._own.queue
+        assert isinstance(queue, WriteBehind)
+        return queue
+
+    def flush(self) -> None:
+        """Wait until every file handed over has its name. No thread may be writing.
+
+        Raises:
+            ValueError: The disk is full.
+        """
+        for queue in self._queues:
+            queue.wait()
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
         """Make the folder appear: contents to disk, then the manifest, then one rename.
@@ -226,13 +293,7 @@ def _is_intact(folder: Path, record: Mapping[str, Any], *, trusted: bool) -> boo
     path = folder / str(record.get("file"))
     if not path.is_file() or path.stat().st_size != record.get("size_bytes"):
         return False
-    if trusted:
-        return True
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest() == record.get("sha256")
+    return trusted or checksum_of(path) == record.get("crc32")
 
 
 def _boot_id() -> str:

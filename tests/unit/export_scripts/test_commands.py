@@ -43,6 +43,18 @@ def test_convert_validate_and_inspect_a_folder(tmp_path: Path) -> None:
     assert "is already there: nothing left to do" in again.stdout
 
 
+def test_a_conversion_imports_no_torch(tmp_path: Path) -> None:
+    """Its import takes longer than a small conversion."""
+    source = write_nemo(tmp_path / "x.nemo")
+    command = [sys.executable, "-X", "importtime", "-m", "export_scripts.convert"]
+    command += ["--checkpoint-path", str(source), "--output-dir", str(tmp_path / "out")]
+    command += ["--tensor-model-parallel-size", "1", "--weight-data-type", "bf16"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}
+    assert "numpy" in loaded
+    assert not loaded & {"torch", "transformers", "safetensors"}
+
+
 def test_a_refused_conversion_exits_1_with_the_reasons(tmp_path: Path) -> None:
     source = write_nemo(tmp_path / "x.nemo", config={"activation": "swiglu", "headscale": True})
     result = convert(source, tmp_path / "out")

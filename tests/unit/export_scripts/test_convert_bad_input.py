@@ -164,3 +164,13 @@ def test_the_newest_of_several_last_checkpoints_is_taken(tmp_path: Path, by_name
     found = FTReader(done.ft_dir).read("model.final_layernorm.bias")
     assert torch.equal(found, expected)
     assert "of step 10, the newest of several" in done.remarks[0]
+
+
+def test_token_ids_outside_the_vocabulary_are_warned_of(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "x.nemo")
+    given = (("start_id", "0"), ("end_id", "50256"))
+    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32", given=given))
+    told = [remark for remark in done.remarks if "outside the vocabulary" in remark]
+    assert len(told) == 1
+    assert told[0].startswith("end_id = 50256 lies outside the vocabulary of ")
+    assert "--set end_id=.." in told[0]

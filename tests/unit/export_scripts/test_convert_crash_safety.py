@@ -62,7 +62,7 @@ def started(source: Path, output_dir: Path) -> int:
 def files_in(folder: Path) -> int:
     """Return how many files a folder holds; the last rename may take it away at any moment."""
     try:
-        return len(os.listdir(folder))
+        return sum(1 for _ in folder.iterdir())
     except FileNotFoundError:
         return 0
 

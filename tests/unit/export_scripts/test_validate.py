@@ -49,7 +49,7 @@ def test_changed_contents_are_found_by_checksum_only(folder: Path) -> None:
     (folder / QKV).write_bytes(data)
     assert validate_directory(folder, checksums=False) == []
     assert validate_directory(folder) == [
-        f"{QKV} has other contents than the manifest records (sha256)"
+        f"{QKV} has other contents than the manifest records (crc32)"
     ]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from export_scripts.checkpoints.base import FileMaps
 from export_scripts.checkpoints.eleuther import layer_directory, open_eleuther
 from export_scripts.errors import CheckpointMismatchError
+from tests.arrays import loaded
 
 
 def write_layers(folder: Path, *, ranks: int = 2, numbers: tuple[int, ...] = (2, 3, 4)) -> Path:
@@ -31,7 +31,7 @@ def test_layers_are_numbered_from_the_first_transformer_file(tmp_path: Path) -> 
     write_layers(tmp_path)
     index = open_eleuther(tmp_path)
     pieces = index.pieces("layers.1.attention.query_key_value.weight")
-    values = [float(piece.load(FileMaps())[0]) for piece in pieces]
+    values = [float(loaded(piece)[0]) for piece in pieces]
     assert values == pytest.approx([3.0, 3.1])
 
 

@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.checkpoints.base import FileMaps, read_whole
 from export_scripts.errors import CheckpointMismatchError
+from tests.arrays import loaded
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b.c": torch.ones(5, dtype=torch.bfloat16)}
 
@@ -37,8 +37,7 @@ def index_of(shards: dict[str, dict[str, torch.Tensor]]) -> dict[str, Any]:
 
 def values(path: Path) -> dict[str, torch.Tensor]:
     reader = open_checkpoint(path)
-    maps = FileMaps()
-    return {key: read_whole(reader, key, maps) for key in reader.keys()}  # noqa: SIM118
+    return {key: loaded(reader.pieces(key)[0]) for key in reader.keys()}  # noqa: SIM118
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])

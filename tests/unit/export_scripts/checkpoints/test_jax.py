@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export_scripts.checkpoints.base import FileMaps
 from export_scripts.checkpoints.jax import open_jax, step_directory
 from export_scripts.errors import CheckpointMismatchError
+from tests.arrays import loaded
 
 LAYERS = 12
 ARRAYS = 6 + 10 * LAYERS
@@ -30,10 +30,9 @@ def write_release(folder: Path, *, shards: int = 2, arrays: int = ARRAYS, parts:
 
 def test_arrays_are_named_by_their_place_with_layers_sorted_as_text(tmp_path: Path) -> None:
     index = open_jax(write_release(tmp_path))
-    maps = FileMaps()
 
     def first(key: str, shard: int = 0) -> float:
-        return float(index.pieces(key)[shard].load(maps)[0])
+        return float(loaded(index.pieces(key)[shard])[0])
 
     assert first("wte.bias") == 0
     assert first("h.0.q.weight") == 2
@@ -53,7 +52,7 @@ def test_two_byte_void_arrays_are_bfloat16(tmp_path: Path) -> None:
     bits = torch.tensor([1.5, -2.0], dtype=torch.bfloat16).view(torch.int16).numpy()
     np.savez(step / "0.npz", *[bits.view("V2")] * 16)
 
-    tensor = open_jax(tmp_path).pieces("wte.bias")[0].load(FileMaps())
+    tensor = loaded(open_jax(tmp_path).pieces("wte.bias")[0])
 
     assert tensor.dtype == torch.bfloat16
     assert tensor.tolist() == [1.5, -2.0]

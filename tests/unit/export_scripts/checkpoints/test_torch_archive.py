@@ -18,19 +18,15 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.checkpoints.base import FileMaps, StoredTensor
 from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.torch_archive import Region, read_torch_file
 from export_scripts.errors import CheckpointMismatchError
+from tests.arrays import loaded
 
 
 def save(path: Path, value: Any, *, legacy: bool = False) -> Path:
     torch.save(value, path, _use_new_zipfile_serialization=not legacy)
     return path
-
-
-def load(stored: StoredTensor) -> torch.Tensor:
-    return stored.load(FileMaps())
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -43,8 +39,8 @@ def test_tensors_come_out_as_torch_loads_them(
 ) -> None:
     tensor = (torch.arange(35).reshape(5, 7) * 3).to(dtype)
     tree = read_torch_file(save(tmp_path / "x.pt", {"a": {"b": tensor}}, legacy=legacy))
-    assert torch.equal(load(tree["a"]["b"]), tensor)
-    assert load(tree["a"]["b"]).dtype == dtype
+    assert torch.equal(loaded(tree["a"]["b"]), tensor)
+    assert loaded(tree["a"]["b"]).dtype == dtype
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -59,7 +55,7 @@ def test_views_keep_their_strides_and_offsets(tmp_path: Path, legacy: bool) -> N
     }
     tree = read_torch_file(save(tmp_path / "x.pt", views, legacy=legacy))
     for name, view in views.items():
-        assert torch.equal(load(tree[name]), view), name
+        assert torch.equal(loaded(tree[name]), view), name
 
 
 def test_parameters_namespaces_and_ordered_dicts_are_plain_data(tmp_path: Path) -> None:
@@ -74,7 +70,7 @@ def test_parameters_namespaces_and_ordered_dicts_are_plain_data(tmp_path: Path) 
     tree = read_torch_file(save(tmp_path / "x.pt", value))
     assert tree["args"] == {"heads": 4, "nested": {"eps": 1e-5}}
     assert tree["ordered"] == {"a": 1}
-    assert torch.equal(load(tree["parameter"]), torch.ones(2))
+    assert torch.equal(loaded(tree["parameter"]), torch.ones(2))
     assert (tree["dtype"], tree["size"], tree["defaults"]) == ("bf16", [2, 3], {"x": [1]})
 
 
@@ -96,7 +92,7 @@ def test_tensors_saved_on_a_gpu_need_none(tmp_path: Path) -> None:
                 assert b"\x03\x00\x00\x00cpu" in data
                 data = data.replace(b"\x03\x00\x00\x00cpu", b"\x06\x00\x00\x00cuda:7")
             target.writestr(info.filename, data)
-    assert torch.equal(load(read_torch_file(tmp_path / "gpu.pt")), torch.ones(3))
+    assert torch.equal(loaded(read_torch_file(tmp_path / "gpu.pt")), torch.ones(3))
 
 
 def test_a_file_inside_a_tar_is_read_in_place(tmp_path: Path) -> None:
@@ -106,7 +102,7 @@ def test_a_file_inside_a_tar_is_read_in_place(tmp_path: Path) -> None:
     region = open_container(tmp_path / "x.nemo").members["model_weights.ckpt"]
     stored = read_torch_file(region)["w"]
     assert stored.path == tmp_path / "x.nemo"
-    assert torch.equal(load(stored), torch.arange(1000.0))
+    assert torch.equal(loaded(stored), torch.arange(1000.0))
 
 
 class Evil:
@@ -153,8 +149,8 @@ def test_random_states_and_enums_of_a_training_run_do_no_harm(tmp_path: Path) ->
         "w": torch.ones(2),
     }
     tree = read_torch_file(save(tmp_path / "x.pt", value))
-    assert torch.equal(load(tree["w"]), torch.ones(2))
-    assert torch.equal(load(tree["rng"][0]["torch"]), torch.get_rng_state())
+    assert torch.equal(loaded(tree["w"]), torch.ones(2))
+    assert torch.equal(loaded(tree["rng"][0]["torch"]), torch.get_rng_state())
 
 
 @pytest.mark.parametrize(
@@ -194,13 +190,20 @@ def test_a_pickle_that_asks_for_a_huge_buffer_is_refused(tmp_path: Path) -> None
         read_torch_file(zip_with(tmp_path / "x.pt", bomb))
 
 
-def test_shared_objects_do_not_unfold(tmp_path: Path) -> None:
-    """Sixty lists, each holding the next twice: 2**60 leaves when unfolded."""
+def test_objects_may_be_shared(tmp_path: Path) -> None:
+    shared = [1, 2]
+    tree = read_torch_file(zip_with(tmp_path / "x.pt", pickle.dumps([shared, shared], protocol=2)))
+    assert tree == [[1, 2], [1, 2]]
+    assert tree[0] is tree[1]
+
+
+def test_sharing_that_unfolds_without_end_is_refused(tmp_path: Path) -> None:
+    """Sixty lists, each holding the next twice: 2**60 leaves for whoever walks over them."""
     value: Any = [1]
     for _ in range(60):
         value = [value, value]
-    tree = read_torch_file(zip_with(tmp_path / "x.pt", pickle.dumps(value, protocol=2)))
-    assert tree[0] is tree[1]
+    with pytest.raises(CheckpointMismatchError, match="unfold to more than"):
+        read_torch_file(zip_with(tmp_path / "x.pt", pickle.dumps(value, protocol=2)))
 
 
 def test_deep_nesting_is_refused(tmp_path: Path) -> None:
@@ -265,3 +268,32 @@ def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(CheckpointMismatchError, match="decompression bomb"):
         open_container(tmp_path / "x.nemo", scratch_dir=tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["x.nemo"]
+
+
+# A tuple that holds itself twice, and so on: 2 ** 24 values, of which 24 are stored.
+NESTED = b")" + b"2\x86" * 24
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"\x80\x02}" + NESTED + b"K\x01s.", "a key nests tuples"),
+        (b"\x80\x02}(" + NESTED + b"K\x01u.", "a key nests tuples"),
+        (b"\x80\x02(" + NESTED + b"K\x01d.", "a key nests tuples"),
+        (b"\x80\x04\x8f(" + NESTED + b"\x90.", "a key nests tuples"),
+        (b"\x80\x04(" + NESTED + b"\x91.", "a key nests tuples"),
+        (b"\x80\x02ccollections\nOrderedDict\n](" + NESTED + b"K\x01\x86e\x85R.", "a key nests"),
+        (b"\x80\x02" + NESTED + b"Q.", "odd persistent id"),
+        (b"\x80\x02}K\x01" + NESTED + b"s.", "is refused: its objects unfold to more than"),
+        (b"\x80\x02(K\x01i.", "opcode 105 is not one"),
+        (b"\x80\x02", "EOFError"),
+    ],
+)  # fmt: skip
+def test_a_pickle_that_would_keep_its_reader_busy_is_refused(
+    tmp_path: Path, data: bytes, told: str
+) -> None:
+    path = zip_with(tmp_path / "x.pt", data)
+    with pytest.raises(CheckpointMismatchError, match=told) as caught:
+        read_torch_file(path)
+    assert str(path) in str(caught.value)
+    assert len(str(caught.value)) < 500

@@ -13,7 +13,14 @@ import torch
 from export_scripts.convert import ConversionRequest, convert
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.reader import FTReader
-from tests.tiny import NEMO, TinyGPT, gpt_tensors, write_megatron, write_nemo
+from tests.tiny import (
+    NEMO,
+    TinyGPT,
+    gpt_tensors,
+    nemo_members,
+    write_megatron,
+    write_nemo,
+)
 
 MODEL = TinyGPT()
 LAYER = NEMO + "encoder.layers.{}."
@@ -73,6 +80,22 @@ def test_a_lost_head_is_noticed(tmp_path: Path) -> None:
     (ft.path / "model.lm_head.weight.bin").unlink()
     with pytest.raises(ValueError, match=r"model\.lm_head\.weight\.bin is missing"):
         FTReader(ft.path)
+
+
+def test_a_head_that_is_neither_stored_nor_tied_is_missing(tmp_path: Path) -> None:
+    config = {"share_embeddings_and_output_weights": False}
+    source = write_nemo(tmp_path / "x.nemo", config=config)
+    with pytest.raises(ValueError, match=r"output_layer\.weight is missing"):
+        reader(source, tmp_path)
+
+
+def test_tokenizer_files_of_the_archive_a_run_began_with_may_be_absent(tmp_path: Path) -> None:
+    members = nemo_members(gpt_tensors())
+    run = tmp_path / "run"
+    run.mkdir()
+    for name in ("model_config.yaml", "model_weights.ckpt"):
+        (run / name).write_bytes(members[name])
+    assert reader(run, tmp_path, given=(("end_id", "5"),)).config.end_id == 5
 
 
 def test_the_last_stage_copy_of_the_embedding_is_ignored(tmp_path: Path) -> None:
@@ -266,3 +289,34 @@ def test_the_same_task_from_two_archives_is_refused(shared: Path, tmp_path: Path
     )
     with pytest.raises(ValueError, match="was already added"):
         convert(request)
+
+
+@pytest.mark.parametrize(
+    ("config", "exact"),
+    [
+        ({}, False),
+        ({"bias_activation_fusion": False}, True),
+        ({"bias_gelu_fusion": False}, True),
+        ({"bias_activation_fusion": False, "openai_gelu": True}, False),
+        ({"bias_activation_fusion": False, "activation": "openai-gelu"}, False),
+        ({"bias_activation_fusion": False, "activation": "relu"}, False),
+    ],
+)
+def test_gelu_of_nemo_is_by_erf_unless_it_is_fused(
+    tmp_path: Path, config: dict[str, Any], exact: bool
+) -> None:
+    source = write_nemo(tmp_path / "x.nemo", config=config)
+    folder = convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).ft_dir
+    assert f"exact_gelu = {exact}" in (folder / "config.ini").read_text()
+
+
+@pytest.mark.parametrize(
+    ("args", "exact"),
+    [({}, False), ({"bias_gelu_fusion": False}, True), ({"bias_gelu_fusion": True}, False)],
+)
+def test_gelu_of_megatron_is_by_erf_unless_it_is_fused(
+    tmp_path: Path, args: dict[str, Any], exact: bool
+) -> None:
+    source = write_megatron(tmp_path / "m", gpt_tensors(), args=args)
+    folder = convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).ft_dir
+    assert f"exact_gelu = {exact}" in (folder / "config.ini").read_text()

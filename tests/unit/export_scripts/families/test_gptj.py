@@ -62,6 +62,15 @@ def test_another_activation_is_refused(hugging_face: Path, tmp_path: Path) -> No
     assert "activation_function = relu cannot be represented" in check_conversion(request)[0]
 
 
+@pytest.mark.parametrize("dims", [3, 10])
+def test_rotary_dimensions_that_a_head_lacks_are_refused(
+    hugging_face: Path, tmp_path: Path, dims: int
+) -> None:
+    source = copy_of(hugging_face, tmp_path / "s", config={"rotary_dim": dims})
+    request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
+    assert f"rotary_dim = {dims} is not an even number" in check_conversion(request)[0]
+
+
 def edit(release: Path, shard: int, name: str, value: float) -> None:
     """Set the first value of an array of the first part, by its place there."""
     file = release / f"step_383500/shard_{shard}/0.npz"
@@ -99,7 +108,7 @@ def test_model_configuration_beside_the_release_is_taken(release: Path, tmp_path
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("wte.bias", "a replicated bias differs"), ("h.0.ln_1.weight", "a layernorm weight differs")],
+    [("wte.bias", "replicated bias differs"), ("h.0.ln_1.weight", "layernorm weight differs")],
 )
 def test_shards_that_break_the_releases_rule_are_refused(
     release: Path, tmp_path: Path, name: str, words: str

@@ -129,6 +129,7 @@ def test_a_name_with_a_percent_sign_does_not_spoil_the_configuration(
         ("gpt2/tiny", {"bos_token_id": "</s>"}, "bos_token_id = '</s>' is not a token id"),
         ("opt/pre_ln", {"activation_function": "swiglu"}, "activation_function = swiglu"),
         ("bloom/tiny", {"quantization_config": {"quant_method": "gptq"}}, "quantized (gptq)"),
+        ("bloom/tiny", {"quantization_config": "int8"}, "quantized (int8)"),
     ],
 )
 def test_what_the_layout_cannot_hold_is_refused(
@@ -150,6 +151,12 @@ def test_token_ids_left_out_are_the_librarys_own(golden: Path, tmp_path: Path) -
     source = copy_of(golden / "bloom/tiny/source", tmp_path / "s", config=settings)
     config = converted(source, tmp_path).config
     assert (config.start_id, config.end_id) == (1, 7)
+
+
+def test_an_end_token_outside_the_vocabulary_is_warned_about(golden: Path, tmp_path: Path) -> None:
+    source = copy_of(golden / "gpt2/tiny/source", tmp_path / "s", config={"eos_token_id": 50256})
+    remarks = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32")).remarks
+    assert [text for text in remarks if text.startswith("end_id = 50256 lies outside")]
 
 
 def test_bloom_post_is_not_for_fastertransformer(golden: Path, tmp_path: Path) -> None:

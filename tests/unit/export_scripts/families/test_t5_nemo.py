@@ -316,11 +316,12 @@ def test_strange_tensors_of_an_archive_are_refused(tmp_path: Path) -> None:
     assert "layers.9:mlp_infused_adapter.scalers" in text
 
 
-def test_archives_of_another_model_are_refused_by_shape(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_archives_of_another_model_are_refused_by_shape(tmp_path: Path, in_place: bool) -> None:
     wide = replace(MODEL, inter_size=36)
     archive = write_ia3(tmp_path / "ia3.nemo", ia3_scalers(wide), wide)
-    text = refusal(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,))
-    assert "DenseReluDense.ia3.weight" in text
+    text = refusal(nemo(tmp_path), tmp_path, ia3_checkpoints=(archive,), ia3_in_place=in_place)
+    assert f"DenseReluDense.{'wo' if in_place else 'ia3'}.weight" in text
     assert "[36]" in text
 
 

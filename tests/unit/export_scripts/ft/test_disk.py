@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -21,7 +22,7 @@ def write(path: Path, sizes: list[int], *, aligned: bool = True) -> bytes:
     buffer = mmap.mmap(-1, max(sizes) + 1)
     view = memoryview(buffer)[0 if aligned else 1 :]
     expected = b""
-    with SequentialFile(path, sum(sizes)) as file:
+    with contextlib.closing(SequentialFile(path, sum(sizes))) as file:
         for number, size in enumerate(sizes):
             data = random.Random(number).randbytes(size)
             view[:size] = data
@@ -71,8 +72,11 @@ def test_a_full_disk_is_told_with_what_was_needed(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_other_errors_pass_through(tmp_path: Path) -> None:
-    with pytest.raises(PermissionError), telling_full_disk(tmp_path, "writing a", 12):
+def test_other_errors_pass_through_with_what_was_written(tmp_path: Path) -> None:
+    with (
+        pytest.raises(PermissionError, match=r"writing a under .*: no"),
+        telling_full_disk(tmp_path, "writing a", 12),
+    ):
         raise PermissionError(errno.EACCES, "no")
 
 

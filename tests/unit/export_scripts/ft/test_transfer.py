@@ -12,6 +12,7 @@ from export_scripts.families.sources import Parts
 from export_scripts.ft import transfer
 from export_scripts.ft.dtypes import torch_dtype
 from export_scripts.ft.transfer import file_chunks, value_range
+from tests.arrays import as_array
 
 TYPES = ["fp32", "fp16", "bf16"]
 
@@ -73,28 +74,46 @@ def written(parts: Parts, shape: tuple[int, ...], axis: int, rank: int, kind: st
 @pytest.mark.parametrize("cut", [0, 1, 2, 3])
 @pytest.mark.parametrize("split", [-1, 1, 2, 3])
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0), (1, 0, 3, 2)])
+@pytest.mark.parametrize(("stored", "kind"), [("fp32", "fp16"), ("bf16", "bf16")])
 def test_any_cut_any_split_any_order_of_axes(
-    monkeypatch: pytest.MonkeyPatch, cut: int, split: int, order: tuple[int, ...]
+    monkeypatch: pytest.MonkeyPatch,
+    cut: int,
+    split: int,
+    order: tuple[int, ...],
+    stored: str,
+    kind: str,
 ) -> None:
     """Small chunks and tiles, so that every border is crossed."""
     monkeypatch.setattr(transfer, "_TILE_COLUMNS", 8)
     monkeypatch.setattr(transfer, "_TILE_ROWS", 5)
     monkeypatch.setattr(transfer, "_SMALL", 1)
-    space = transfer.Workspace(chunk=np.empty(1500, np.uint8))
+    space = transfer.Workspace(chunk_bytes=1500)
     monkeypatch.setattr(transfer, "workspace", lambda: space)
     shape = (14, 6, 4, 10)
-    base = torch.randn([shape[order.index(axis)] for axis in range(4)])
+    base = torch.randn([shape[order.index(axis)] for axis in range(4)]).to(torch_dtype(stored))
     whole = base.permute(order)
     assert tuple(whole.shape) == shape
-    parts = Parts(cut, tuple(whole.split([shape[cut] // 2 + 1, shape[cut] // 2 - 1], cut)))
+    halves = whole.split([shape[cut] // 2 + 1, shape[cut] // 2 - 1], cut)
+    parts = Parts(cut, tuple(as_array(half) for half in halves))
     local = tuple(size // 2 if axis == split else size for axis, size in enumerate(shape))
     for rank in range(2 if split >= 0 else 1):
         expected = whole if split < 0 else whole.chunk(2, split)[rank]
-        assert torch.equal(written(parts, local, split, rank, "fp16"), expected.half())
+        assert torch.equal(written(parts, local, split, rank, kind), expected.to(torch_dtype(kind)))
 
 
 def test_a_row_larger_than_a_chunk_is_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    space = transfer.Workspace(chunk=np.empty(100, np.uint8))
+    space = transfer.Workspace(chunk_bytes=100)
     monkeypatch.setattr(transfer, "workspace", lambda: space)
     tensor = torch.randn(3, 500)
-    assert torch.equal(written(Parts(0, (tensor,)), (3, 500), -1, 0, "fp32"), tensor)
+    assert torch.equal(written(Parts(0, (tensor.numpy(),)), (3, 500), -1, 0, "fp32"), tensor)
+
+
+def test_a_chunk_stays_until_the_next_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = transfer.Workspace(chunk_bytes=8)
+    monkeypatch.setattr(transfer, "workspace", lambda: space)
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    chunks = (chunk for chunk, _ in file_chunks(Parts(0, (values,)), (3, 2), -1, 0, "fp32"))
+    first = next(chunks)
+    second = next(chunks)
+    assert bytes(first) == values[0].tobytes()
+    assert bytes(second) == values[1].tobytes()

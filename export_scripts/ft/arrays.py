@@ -1,0 +1,132 @@
+"""Weights as numpy arrays: their types, and conversions that round as torch does.
+
+numpy has no bfloat16. Arrays of it have the void type `BF16`: they can be cut, turned and joined
+like any other, and arithmetic on them fails instead of going wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+BF16 = np.dtype("V2")
+
+# By the names of SOURCE_TYPES (checkpoints/base.py).
+DTYPES: dict[str, np.dtype[Any]] = {
+    "fp64": np.dtype("<f8"),
+    "fp32": np.dtype("<f4"),
+    "fp16": np.dtype("<f2"),
+    "bf16": BF16,
+    "int64": np.dtype("<i8"),
+    "int32": np.dtype("<i4"),
+    "int16": np.dtype("<i2"),
+    "int8": np.dtype("i1"),
+    "uint8": np.dtype("u1"),
+    "bool": np.dtype("?"),
+    "complex64": np.dtype("<c8"),
+    "complex128": np.dtype("<c16"),
+}
+_FP32, _FP16 = DTYPES["fp32"], DTYPES["fp16"]
+
+# Intermediate results of a conversion stay in the second-level cache.
+_BLOCK_VALUES = 1 << 16
+_WORTH_A_TABLE = 1 << 12
+
+_BF16_NAN = 0x7FC0
+
+
+def store(target: Array, values: Array) -> None:
+    """Copy values into an array of the same shape and any type, rounding to nearest, ties to even.
+
+    fp64 is rounded to fp32 first, as torch does. What is too large becomes infinite.
+    """
+    if target.dtype == values.dtype:
+        np.copyto(bits(target), bits(values))
+        return
+    if not values.ndim:
+        target, values = target[None], values[None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        for block in _blocks(values.shape):
+            _store_block(target[block], values[block])
+
+
+def bits(array: Array) -> Array:
+    """Return bf16 as integers, which numpy copies faster; other arrays as they are."""
+    return array.view(np.uint16) if array.dtype == BF16 else array
+
+
+def _blocks(shape: tuple[int, ...]) -> Iterator[tuple[Any, ...]]:
+    """Yield indices that cut a shape along its first axes into blocks of bounded size."""
+    inner = math.prod(shape[1:])
+    if inner > _BLOCK_VALUES:
+        for first in range(shape[0]):
+            yield from ((first, *rest) for rest in _blocks(shape[1:]))
+        return
+    step = max(1, _BLOCK_VALUES // max(1, inner))
+    for first in range(0, shape[0], step):
+        yield (slice(first, first + step),)
+
+
+def _store_block(target: Array, values: Array) -> None:
+    if values.dtype == BF16 and target.dtype == _FP32:
+        # The upper half of an fp32: exact.
+        wide = target.view(np.uint32)
+        np.copyto(wide, values.view(np.uint16))
+        np.left_shift(wide, 16, out=wide)
+    elif values.dtype in (_FP16, BF16) and values.size >= _WORTH_A_TABLE:
+        table = _table(values.dtype, target.dtype)
+        np.copyto(bits(target), np.take(table, values.view(np.uint16), mode="clip"))
+    elif target.dtype == BF16:
+        _round_to_bf16(target.view(np.uint16), float32(values))
+    else:
+        np.copyto(target, float32(values), casting="unsafe")
+
+
+@functools.cache
+def _table(stored: np.dtype[Any], wanted: np.dtype[Any]) -> Array:
+    """Return what each of the 65536 values of a type becomes: looking up beats converting."""
+    table = np.empty(1 << 16, wanted)
+    every = np.arange(1 << 16, dtype=np.uint16).view(stored)
+    step = _WORTH_A_TABLE // 2
+    for first in range(0, len(table), step):
+        store(table[first : first + step], every[first : first + step])
+    return bits(table)
+
+
+def _round_to_bf16(target: Array, values: Array) -> None:
+    pattern = values.view(np.uint32)
+    rounded = pattern >> 16
+    rounded &= 1
+    rounded += 0x7FFF
+    rounded += pattern
+    rounded >>= 16
+    odd = np.isnan(values)
+    if odd.any():
+        rounded[odd] = _BF16_NAN
+    np.copyto(target, rounded, casting="unsafe")
+
+
+def float32(values: Array) -> Array:
+    """Return values as fp32: exact for fp16 and bf16, rounded for fp64."""
+    if values.dtype == _FP32:
+        return values
+    if values.dtype == BF16:
+        out = np.empty(values.shape, _FP32)
+        store(out, values)
+        return out
+    with np.errstate(over="ignore"):
+        return values.astype(_FP32)
+
+
+def rounded(values: Array, data_type: str) -> Array:
+    """Return values as fp32 with the precision of a type of DTYPES."""
+    narrow = np.empty(values.shape, DTYPES[data_type])
+    store(narrow, values)
+    return float32(narrow)

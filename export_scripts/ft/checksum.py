@@ -1,0 +1,32 @@
+"""Checksums of files: CRC-32 as zip and gzip have it. It finds damage, at the speed of a disk."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+_PIECE_BYTES = 1 << 22
+
+
+class Checksum:
+    """The checksum of bytes added one piece after the other."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def add(self, piece: bytes | memoryview) -> None:
+        """Go on with a piece."""
+        self._value = zlib.crc32(piece, self._value)
+
+    def text(self) -> str:
+        """Return the checksum so far as 8 hexadecimal digits."""
+        return f"{self._value:08x}"
+
+
+def checksum_of(path: Path) -> str:
+    """Return the checksum of a file."""
+    checksum = Checksum()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            checksum.add(piece)
+    return checksum.text()
