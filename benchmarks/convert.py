@@ -4,8 +4,9 @@
     python -m benchmarks.convert --work-dir DIR --memory-curve 0.1 1 3
 
 A random fp16 GPT is written as a NeMo archive. Each round then times, as whole processes and in
-turn, `cp` followed by `sync -f`, this project's converter, and the peer's at each number of worker
-processes asked for. The source is in the page cache for all of them alike.
+turn, `cp` followed by `sync -f`, this project's converter (which syncs too), and the peer's (which
+does not) at each number of worker processes asked for. The source is in the page cache for all of
+them alike. Memory is watched in one more run of each, since watching costs time.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import yaml
 
+from export_scripts.commands import usual_workers
+
 ROOT = Path(__file__).resolve().parents[1]
-SAMPLE_S = 0.02
+SAMPLE_S = 0.01
+COPY, OURS, PEER = "cp + sync", "slipway", "NVIDIA"
 
 
 @dataclass(frozen=True)
@@ -169,17 +173,27 @@ def _rollup(pid: int) -> dict[str, int]:
     return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
 
 
-@dataclass(frozen=True)
-class Run:
-    """One timed process."""
+@dataclass
+class Result:
+    """What was measured of one contender."""
 
-    seconds: float
-    resident_bytes: int
-    anonymous_bytes: int
+    seconds: list[float] = field(default_factory=list)
+    resident_bytes: int = 0
+    anonymous_bytes: int = 0
+
+    @property
+    def median_s(self) -> float:
+        """Median time of a run."""
+        return statistics.median(self.seconds)
 
 
-def timed(command: list[str], log: Path) -> Run:
-    """Run a command to its end and return its wall time and peak memory.
+def run(command: list[str], log: Path, *, memory: Result | None = None) -> float:
+    """Run a command to its end and return its wall time in seconds.
+
+    Args:
+        command: What to run.
+        log: Where its output goes.
+        memory: Takes its peak memory; watching a process slows it down.
 
     Raises:
         RuntimeError: The command failed; its last lines are shown.
@@ -187,16 +201,20 @@ def timed(command: list[str], log: Path) -> Run:
     with log.open("w") as output:
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
-        memory = PeakMemory(process.pid)
-        memory.start()
+        watch = PeakMemory(process.pid)
+        if memory is not None:
+            watch.start()
         status = process.wait()
         seconds = time.perf_counter() - start
-        memory.done.set()
-        memory.join()
+    if memory is not None:
+        watch.done.set()
+        watch.join()
+        memory.resident_bytes = max(memory.resident_bytes, watch.resident_bytes)
+        memory.anonymous_bytes = max(memory.anonymous_bytes, watch.anonymous_bytes)
     if status:
         tail = "\n".join(log.read_text().splitlines()[-15:])
         raise RuntimeError(f"{' '.join(command)} exited with {status}:\n{tail}")
-    return Run(seconds, memory.resident_bytes, memory.anonymous_bytes)
+    return seconds
 
 
 def copy_command(source: Path, target: Path) -> list[str]:
@@ -228,12 +246,12 @@ def peer_command(peer: Path, source: Path, target: Path, tp: int, processes: int
 def commands(args: argparse.Namespace, source: Path, target: Path) -> dict[str, list[str]]:
     """Return the command of each contender."""
     table = {
-        "cp + sync": copy_command(source, target),
-        f"slipway, {args.processes} workers": our_command(source, target, args.tp, args.processes),
+        COPY: copy_command(source, target),
+        f"{OURS}, {args.processes} workers": our_command(source, target, args.tp, args.processes),
     }
     if args.peer_path:
         for processes in args.peer_processes:
-            table[f"NVIDIA, {processes} workers"] = peer_command(
+            table[f"{PEER}, {processes} workers"] = peer_command(
                 args.peer_path, source, target, args.tp, processes
             )
     return table
@@ -248,43 +266,51 @@ def remove(path: Path) -> None:
     subprocess.run(["sync", "-f", str(path.parent)], check=True)
 
 
-def measure(args: argparse.Namespace, size_gb: float) -> dict[str, list[Run]]:
-    """Time every contender `repeats` times, in turn, on one checkpoint."""
-    shape = shape_for(size_gb)
+def measure(args: argparse.Namespace, size_gb: float) -> dict[str, Result]:
+    """Measure every contender on one checkpoint: `repeats` rounds in turn, then their memory."""
     source = args.work_dir / f"gpt_{size_gb:g}gb.nemo"
     if not source.exists():
-        write_checkpoint(source, shape, args.training_tp)
-    target = args.work_dir / "output"
-    runs: dict[str, list[Run]] = {}
-    for round_number in range(args.repeats):
-        for name, command in commands(args, source, target).items():
+        write_checkpoint(source, shape_for(size_gb), args.training_tp)
+    target, log = args.work_dir / "output", args.work_dir / "last.log"
+    table = commands(args, source, target)
+    results = {name: Result() for name in table}
+    for number in range(args.repeats):
+        for name, command in table.items():
             remove(target)
-            run = timed(command, args.work_dir / "last.log")
-            runs.setdefault(name, []).append(run)
-            print(f"round {round_number + 1}: {name}: {run.seconds:.2f} s", file=sys.stderr)
+            results[name].seconds.append(run(command, log))
+            print(f"round {number + 1}: {name}: {results[name].seconds[-1]:.2f} s", file=sys.stderr)
+    for name, command in table.items():
+        remove(target)
+        run(command, log, memory=results[name])
     remove(target)
-    report(name=source, runs=runs)
+    report(source, results)
     if not args.keep:
         remove(source)
-    return runs
+    return results
 
 
-def report(*, name: Path, runs: dict[str, list[Run]]) -> None:
-    """Print the table of one checkpoint."""
-    size_bytes = name.stat().st_size
-    reference = statistics.median(run.seconds for run in runs["cp + sync"])
-    print(f"\n{name.name}: {size_bytes / 1e9:.2f} GB, fp16")
-    print("| | median s | min..max s | MB/s | times cp | peak memory MB | of it anonymous MB |")
-    print("|---|---|---|---|---|---|---|")
-    for contender, results in runs.items():
-        seconds = [run.seconds for run in results]
-        median = statistics.median(seconds)
+def report(source: Path, results: dict[str, Result]) -> None:
+    """Print the table of one checkpoint, and what it comes to."""
+    size_bytes = source.stat().st_size
+    print(f"\n{source.name}: {size_bytes / 1e9:.2f} GB, fp16, whole processes, source cached")
+    print("| | median s | min..max s | MB/s | peak memory MB | of it anonymous MB |")
+    print("|---|---|---|---|---|---|")
+    for name, result in results.items():
         print(
-            f"| {contender} | {median:.2f} | {min(seconds):.2f}..{max(seconds):.2f} "
-            f"| {size_bytes / 1e6 / median:.0f} | {reference / median:.2f} "
-            f"| {max(run.resident_bytes for run in results) / 1e6:.0f} "
-            f"| {max(run.anonymous_bytes for run in results) / 1e6:.0f} |"
+            f"| {name} | {result.median_s:.2f} | {min(result.seconds):.2f}.."
+            f"{max(result.seconds):.2f} | {size_bytes / 1e6 / result.median_s:.0f} "
+            f"| {result.resident_bytes / 1e6:.0f} | {result.anonymous_bytes / 1e6:.0f} |"
         )
+    ours = _fastest(results, OURS)
+    print(f"\nslipway works at {results[COPY].median_s / ours:.0%} of the speed of {COPY}")
+    if any(name.startswith(PEER) for name in results):
+        peer = _fastest(results, PEER)
+        print(f"slipway is {peer / ours:.1f} times as fast as the peer in its better setting")
+
+
+def _fastest(results: dict[str, Result], contender: str) -> float:
+    """Return the least median time of a contender's settings."""
+    return min(result.median_s for name, result in results.items() if name.startswith(contender))
 
 
 def main() -> None:
@@ -299,7 +325,9 @@ def main() -> None:
     parser.add_argument("--memory-curve", type=float, nargs="+", help="several sizes instead")
     parser.add_argument("--training-tp", type=int, default=2)
     parser.add_argument("--tp", type=int, default=2, help="inference tensor-parallel size")
-    parser.add_argument("--processes", type=int, default=2, help="workers of this project")
+    parser.add_argument(
+        "--processes", type=int, default=usual_workers(), help="workers of this project"
+    )
     parser.add_argument("--peer-path", type=Path, help="checkout of FasterTransformer")
     parser.add_argument("--peer-processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--repeats", type=int, default=3)
@@ -310,7 +338,7 @@ def main() -> None:
     results = {str(gb): measure(args, gb) for gb in args.memory_curve or [args.size_gb]}
     if args.json:
         plain = {
-            size: {name: [dataclasses.asdict(run) for run in runs] for name, runs in table.items()}
+            size: {name: dataclasses.asdict(result) for name, result in table.items()}
             for size, table in results.items()
         }
         args.json.write_text(json.dumps(plain, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """Speed of T5 (generation) and BERT (hidden states), beside transformers on the same weights.
 
-    python -m benchmarks.encoders --work-dir DIR [--batch 1 8]
+    python -m benchmarks.encoders --work-dir DIR [--batch 1 8] [--device cuda --data-type fp16]
 
 Random t5-small and BERT-base are converted. In each round every contender does the same work for
 the same random input. T5 generates greedily and without an end token, the encoder's pass included;
@@ -11,129 +11,107 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
-from functools import partial
+import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
-from benchmarks.decode import Contender, StepClock, convert, run_batches
-from benchmarks.models import write_bert, write_t5
+from benchmarks.contenders import (
+    Contender,
+    Prompts,
+    hugging_face,
+    measure,
+    percentile,
+    reference,
+    slipway,
+)
+from benchmarks.models import Model, convert, write_bert, write_t5
+from export_scripts.ft.dtypes import torch_dtype
 
-
-def slipway_t5(ft_dir: Path) -> Contender:
-    """Return this project's engine on a T5."""
-    from inference.decoding.options import RowOptions
-    from inference.decoding.request import GenerationRequest, RowRequest
-    from inference.serving.engine import Engine
-
-    engine = Engine(ft_dir)
-    engine.start()
-    step_times: list[float] = []
-
-    def generate(prompts: Sequence[Sequence[int]], tokens: int) -> Sequence[Sequence[int]]:
-        options = RowOptions(start_id=0, end_id=engine.limits.vocab_size + 1)
-        rows = tuple(
-            RowRequest(input_ids=tuple(ids), output_len=tokens, options=options, context_ids=(0,))
-            for ids in prompts
-        )
-        request = GenerationRequest(
-            rows=rows, padded_len=max(map(len, prompts)), encoder_decoder=True
-        )
-        future = engine.submit(request, on_step=StepClock(step_times))
-        return [row.output_ids[0] for row in future.result().rows]
-
-    return Contender("slipway fp32", generate, step_times, close=engine.stop)
+_VOCABULARY = 30000  # ids that both models have
 
 
-def transformers_t5(folder: Path) -> Contender:
-    """Return transformers' own generate."""
-    import transformers
-
-    model = transformers.T5ForConditionalGeneration.from_pretrained(folder).eval()
-    step_times: list[float] = []
-
-    class Clock(transformers.LogitsProcessor):
-        def __init__(self) -> None:
-            self.clock = StepClock(step_times)
-
-        def __call__(self, input_ids: object, scores: object) -> object:
-            self.clock(input_ids)
-            return scores
-
-    def generate(prompts: Sequence[Sequence[int]], tokens: int) -> Sequence[Sequence[int]]:
-        ids = torch.tensor(prompts)
-        with torch.inference_mode():
-            output = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=False,
-                eos_token_id=None,
-                decoder_start_token_id=0,
-                pad_token_id=0,
-                logits_processor=transformers.LogitsProcessorList([Clock()]),
-            )
-        return output[:, 1:].tolist()
-
-    return Contender(f"transformers {transformers.__version__} fp32", generate, step_times)
+def t5_contenders(args: argparse.Namespace) -> list[Contender]:
+    """Return the contenders on t5-small."""
+    folder = args.work_dir / "t5"
+    write_t5(folder)
+    model = Model(convert(folder, args.work_dir / "t5_ft"), folder, None, _VOCABULARY)
+    found = []
+    room = {"lanes": max(args.batch), "max_len": max(args.input_len, args.output_len) + 1}
+    for data_type in args.data_type:
+        ours = slipway(model.ft_dir, data_type, args.device, encoder_decoder=True, **room)
+        found.append(ours)
+        theirs = transformers.T5ForConditionalGeneration
+        found.append(hugging_face(theirs, model, data_type, args.device))
+    return found
 
 
-def states_of(prompts: Sequence[Sequence[int]], hidden: int) -> torch.Tensor:
+def bert_contenders(args: argparse.Namespace) -> list[Contender]:
+    """Return the contenders on BERT-base."""
+    folder = args.work_dir / "bert"
+    write_bert(folder)
+    ft_dir = convert(folder, args.work_dir / "bert_ft")
+    found = []
+    for data_type in args.data_type:
+        found.append(slipway_bert(ft_dir, data_type, args.device))
+        found.append(transformers_bert(folder, data_type, args.device))
+    return found
+
+
+def states_of(prompts: Prompts, hidden: int) -> torch.Tensor:
     """Return made-up input states (rows, tokens, hidden) for rows of one length."""
     generator = torch.Generator().manual_seed(len(prompts))
     return torch.randn(len(prompts), len(prompts[0]), hidden, generator=generator)
 
 
-def slipway_bert(ft_dir: Path) -> Contender:
+def slipway_bert(ft_dir: Path, data_type: str, device: str) -> Contender:
     """Return this project's engine on a BERT."""
     from inference.serving.encoder_engine import EncoderEngine
     from inference.serving.encoding import EncodingRequest, EncodingRow
 
-    engine = EncoderEngine(ft_dir)
+    engine = EncoderEngine(ft_dir, data_type=data_type, device=device)
     engine.start()
 
-    def encode(prompts: Sequence[Sequence[int]], _: int) -> Any:
+    def encode(prompts: Prompts, _: int) -> Any:
         states = states_of(prompts, engine.limits.hidden).numpy()
         rows = tuple(EncodingRow((), row) for row in states)
         return engine.encode(EncodingRequest(rows, states.shape[1])).hidden
 
-    return Contender("slipway fp32", encode, close=engine.stop)
+    return Contender(f"slipway {data_type}", encode, close=engine.stop)
 
 
-def transformers_bert(folder: Path) -> Contender:
-    """Return transformers' encoder layers."""
-    import transformers
+def transformers_bert(folder: Path, data_type: str, device: str) -> Contender:
+    """Return transformers' encoder layers, from and to states on the host as ours."""
+    dtype = torch_dtype(data_type)
+    model = transformers.BertModel.from_pretrained(folder, dtype=dtype).to(device).eval()
 
-    model = transformers.BertModel.from_pretrained(folder).eval()
-
-    def encode(prompts: Sequence[Sequence[int]], _: int) -> Any:
-        states = states_of(prompts, model.config.hidden_size)
+    def encode(prompts: Prompts, _: int) -> Any:
+        states = states_of(prompts, model.config.hidden_size).to(device, dtype)
         with torch.inference_mode():
-            return model.encoder(states).last_hidden_state
+            return model.encoder(states).last_hidden_state.float().cpu()
 
-    return Contender(f"transformers {transformers.__version__} fp32", encode)
-
-
-Contenders = Callable[[], list[Contender]]
+    return Contender(f"transformers {transformers.__version__} {data_type}", encode)
 
 
-def t5_contenders(work_dir: Path) -> list[Contender]:
-    """Return the contenders on t5-small."""
-    folder = work_dir / "t5"
-    write_t5(folder)
-    ft_dir = convert(folder, work_dir / "t5_ft")
-    return [slipway_t5(ft_dir), transformers_t5(folder)]
-
-
-def bert_contenders(work_dir: Path) -> list[Contender]:
-    """Return the contenders on BERT-base."""
-    folder = work_dir / "bert"
-    write_bert(folder)
-    ft_dir = convert(folder, work_dir / "bert_ft")
-    return [slipway_bert(ft_dir), transformers_bert(folder)]
+def report(table: Sequence[Contender], title: str, tokens: int) -> None:
+    """Print one model at one batch size; `tokens` are those of a round."""
+    base = reference(table)
+    print(f"\n{title}")
+    print(
+        f"| | tokens/s | min..max | times {base.name} | ms per token p50 | p99 |\n"
+        "|---|---|---|---|---|---|"
+    )
+    for each in table:
+        seconds = statistics.median(each.seconds)
+        print(
+            f"| {each.name} | {tokens / seconds:.1f} "
+            f"| {tokens / max(each.seconds):.1f}..{tokens / min(each.seconds):.1f} "
+            f"| {statistics.median(base.seconds) / seconds:.2f} "
+            f"| {percentile(each.step_times, 50)} | {percentile(each.step_times, 99)} |"
+        )
 
 
 def main() -> None:
@@ -142,6 +120,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work-dir", type=Path, required=True, help="keeps the models")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--data-type", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=32)
@@ -149,16 +129,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    kinds: dict[str, Contenders] = {
-        "T5": partial(t5_contenders, args.work_dir),
-        "BERT": partial(bert_contenders, args.work_dir),
-    }
-    for name, contenders in kinds.items():
-        print(f"\n# {name}")
-        table = contenders()
-        if name == "BERT":  # tokens are those put in
-            args.output_len = args.input_len
-        run_batches(table, args, vocab_size=30000)
+    generator = torch.Generator().manual_seed(1)
+    for name, contenders in {"T5": t5_contenders, "BERT": bert_contenders}.items():
+        table = contenders(args)
+        for batch in args.batch:
+            shape = (batch, args.input_len)
+            prompts = torch.randint(1, _VOCABULARY, shape, generator=generator).tolist()
+            measure(table, prompts, args.output_len, args.repeats)
+            each = args.output_len if name == "T5" else args.input_len
+            title = f"{name}, batch {batch}, {args.input_len} tokens in, {args.device}"
+            report(table, title, batch * each)
+        for contender in table:
+            contender.close()
 
 
 if __name__ == "__main__":

@@ -1,11 +1,59 @@
-"""Random models of real sizes, written as Hugging Face checkpoints, for benchmarks."""
+"""Random models of real sizes for benchmarks, as Hugging Face checkpoints or as FT folders."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+
+from export_scripts.families.gptj import GPTJ, GPTJConfig
+from export_scripts.ft.config_ini import CONFIG_NAME, format_ini
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model for every contender.
+
+    `checkpoint` is a folder of transformers, None where only the size is shared: `config` then
+    says what transformers builds with random weights of its own, which take as long.
+    """
+
+    ft_dir: Path
+    checkpoint: Path | None
+    config: Any
+    vocab_size: int
+
+
+def decoder_model(name: str, work_dir: Path, device: str) -> Model:
+    """Return the model called `name`, written to `work_dir` if it is not there yet."""
+    if name == "gpt2":
+        folder = work_dir / "gpt2"
+        write_gpt2(folder)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        return Model(convert(folder, work_dir / "gpt2_ft"), folder, config, config.vocab_size)
+    ft_dir = work_dir / "gptj_6b_ft" / "1-gpu"
+    write_gptj_6b(ft_dir, device)
+    config = transformers.GPTJConfig(bos_token_id=0, eos_token_id=0)
+    return Model(ft_dir, None, config, config.vocab_size)
+
+
+def convert(folder: Path, output_dir: Path) -> Path:
+    """Convert a checkpoint to fp32 shards for one rank."""
+    command = [
+        *(sys.executable, "-m", "export_scripts.convert"),
+        *("--checkpoint-path", str(folder), "--output-dir", str(output_dir)),
+        *("--tensor-model-parallel-size", "1", "--weight-data-type", "fp32"),
+    ]
+    if not (output_dir / "1-gpu").exists():
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    return output_dir / "1-gpu"
 
 
 def write_gpt2(folder: Path, *, hidden: int = 768, num_layer: int = 12, head_num: int = 12) -> None:
@@ -27,6 +75,31 @@ def write_t5(folder: Path, *, hidden: int = 512, num_layer: int = 6, head_num: i
 def write_bert(folder: Path) -> None:
     """Write a BERT-base with random weights."""
     _save(transformers.BertModel, transformers.BertConfig(), folder)
+
+
+def write_gptj_6b(ft_dir: Path, device: str) -> None:
+    """Write an FT folder of GPT-J-6B's size in fp16 (12 GB) with random weights."""
+    config = GPTJConfig(
+        model_name="gptj-6b",
+        head_num=16,
+        size_per_head=256,
+        inter_size=16384,
+        num_layer=28,
+        vocab_size=50400,
+        rotary_embedding=64,
+        start_id=0,
+        end_id=0,
+        weight_data_type="fp16",
+    )
+    if (ft_dir / CONFIG_NAME).exists():
+        return
+    ft_dir.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator(device).manual_seed(0)
+    for tensor in GPTJ.tensors(config):
+        values = torch.randn(tensor.shape, generator=generator, device=device).mul_(0.02)
+        values.half().cpu().numpy().tofile(ft_dir / tensor.file_name(0))
+    # Last, as it says that the folder is whole.
+    (ft_dir / CONFIG_NAME).write_text(format_ini(config.sections()))
 
 
 def _save(model_class: type, config: transformers.PretrainedConfig, folder: Path) -> None:

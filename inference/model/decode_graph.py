@@ -17,6 +17,7 @@ import torch
 
 from inference.decoding.kv_cache import KVCache
 from inference.model.decoder import Decoder
+from inference.model.layers import cuda_kernels
 from inference.model.step import AttentionGroup, Segment, Step, attention_bias
 
 _LEAST_LENGTH = 256
@@ -31,16 +32,17 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """The graphs of one rank that holds the whole model."""
+    """The graphs of one rank of a model in one stage; the sums over its ranks are part of them."""
 
     def __init__(self, model: Decoder, cache: KVCache) -> None:
         self._model = model
         self._cache = cache
         self._graphs: dict[tuple[int, int], _Graph] = {}
         self._pool: Any = None  # memory that all graphs share
+        self._kernels = cuda_kernels()
 
     def run(self, ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
-        """Return the logits of one new token per lane, (segments, V) fp32, in their order.
+        """Return this rank's logits of one new token per lane, (segments, V) fp32, in their order.
 
         The result is overwritten by the next call.
         """
@@ -80,23 +82,33 @@ class DecodeGraphs:
                 self._forward(inputs, length)
         torch.cuda.current_stream(self._model.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):
+        # Threads of NCCL look at their events meanwhile, which must not end the recording.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
+        ):
             logits = self._forward(inputs, length)
         self._pool = graph.pool()
         return _Graph(graph, inputs, logits)
 
     def _forward(self, inputs: torch.Tensor, length: int) -> torch.Tensor:
         ids, positions, lanes = inputs.unbind(0)
-        bias = attention_bias(positions, 1, length, self._model.rules).to(self._model.dtype)
-        count = len(ids)
-        group = AttentionGroup(slice(0, count), 0, count, 1, length, bias, causal=False)
+        count, rules = len(ids), self._model.rules
+        cache_rows = self._cache.token_rows(lanes, positions)
+        groups: tuple[AttentionGroup, ...] = ()
+        fused = None
+        if self._kernels is not None:
+            fused = self._kernels.FusedAttention(positions, cache_rows, length, rules)
+        else:
+            bias = attention_bias(positions, 1, length, rules).to(self._model.dtype)
+            groups = (AttentionGroup(slice(0, count), 0, count, 1, length, bias, causal=False),)
         step = Step(
             ids=ids,
             positions=positions,
             cache=self._cache,
-            cache_rows=self._cache.token_rows(lanes, positions),
-            groups=(group,),
+            cache_rows=cache_rows,
+            groups=groups,
             output_rows=torch.arange(count, device=ids.device),
+            fused=fused,
         )
         return self._model.logits(self._model.run_layers(self._model.embed(step), step), step)
 

@@ -140,8 +140,8 @@ class Decoder:
         self.dtype, self.device = dtype, device
         self.rules = rules
         self._embedding = embedding
-        self._layers = layers
-        self._head = head
+        self.layers = list(layers)
+        self.head = head
         self._rotary = rotary
 
     def embed(self, step: Step) -> torch.Tensor:
@@ -157,11 +157,11 @@ class Decoder:
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last layer (N, E)."""
         angles = self._rotary(step.positions) if self._rotary is not None else None
-        for layer, run in enumerate(self._layers):
+        for layer, run in enumerate(self.layers):
             x = run(x, step, layer, angles)
         return x
 
     def logits(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return this rank's slice of the logits of the wanted tokens, (n, slice) fp32."""
-        assert self._head is not None, "only the last stage has a head"
-        return self._head(x.index_select(0, step.output_rows))
+        assert self.head is not None, "only the last stage has a head"
+        return self.head(x.index_select(0, step.output_rows))

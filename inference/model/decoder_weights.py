@@ -6,18 +6,13 @@ import torch
 
 from export_scripts.families.architecture import DecoderArchitecture
 from inference.model.decoder import Decoder, DecoderLayer, Embedding, Head
-from inference.model.layers import MLP, Attention, Normalise, alibi_slopes, make_norm
+from inference.model.layer_loader import LayerLoader
+from inference.model.layers import MLP, Attention, alibi_slopes
 from inference.model.rotary import RotaryTable
 from inference.model.step import AttentionRules
 from inference.model.weights import RankWeights
-from inference.parallel.gemm import GemmActivation, gemm_activation
-from inference.parallel.linear import (
-    AllReduce,
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabEmbedding,
-    VocabParallelHead,
-)
+from inference.parallel.gemm import gemm_activation
+from inference.parallel.linear import AllReduce
 
 
 def load_decoder(
@@ -91,9 +86,15 @@ class _Loader:
         int8: bool,
     ) -> None:
         self.weights = weights
-        self.int8 = int8
         self.architecture = architecture
         self.reduce = reduce
+        self.parts = LayerLoader(
+            weights,
+            norm=architecture.norm,
+            norm_eps=architecture.norm_eps,
+            reduce=reduce,
+            int8=int8,
+        )
         rotary = architecture.rotary
         self.rotary: RotaryTable | None = None
         if rotary is not None:
@@ -117,42 +118,27 @@ class _Loader:
 
     def embedding(self) -> Embedding:
         """Return the input side, of the first stage."""
-        weights, vocab_size = self.weights, self.architecture.vocab_size
-        if weights.device.type == "cpu":
-            # The mapped table costs no memory of its own and is shared by the ranks of a node.
-            tokens = VocabEmbedding(weights.mapped("model.wte"))
-        else:
-            rows = weights.layout.vocab_rows(vocab_size)
-            table = weights.rows("model.wte", rows)
-            tokens = VocabEmbedding(table, first_row=rows.start, reduce=self.reduce)
-        prompts = [
-            weights.tensor(f"model.prompt_table.{task.task_name}.weight")
-            for task in weights.reader.config.tasks
-        ]
-        learned = self.architecture.position == "learned"
+        choice = self.architecture
+        norm = "model.pre_decoder_layernorm"
+        learned = choice.position == "learned"
         return Embedding(
-            tokens=tokens,
-            vocab_size=vocab_size,
-            positions=weights.tensor("model.wpe") if learned else None,
-            prompts=torch.cat(prompts) if prompts else None,
-            norm=self._norm("model.pre_decoder_layernorm")
-            if self.architecture.pre_decoder_norm
-            else None,
-            dtype=weights.dtype,
+            tokens=self.parts.tokens("model.wte", choice.vocab_size),
+            vocab_size=choice.vocab_size,
+            positions=self.weights.tensor("model.wpe") if learned else None,
+            prompts=self.parts.prompts(),
+            norm=self.parts.norm(norm) if choice.pre_decoder_norm else None,
+            dtype=self.weights.dtype,
         )
 
     def head(self) -> Head:
         """Return the output side, of the last stage."""
-        weights, layout = self.weights, self.weights.layout
-        rows = layout.vocab_rows(self.architecture.vocab_size)
-        name = "model.lm_head.weight" if self.architecture.untied_head else "model.wte"
-        table = weights.rows(name, rows)
-        bias = weights.rows("model.lm_head.bias", rows) if self.architecture.head_bias else None
-        width = layout.vocab_rows_per_rank(self.architecture.vocab_size)
-        has_norm = self.architecture.post_decoder_norm
+        choice = self.architecture
+        table = "model.lm_head.weight" if choice.untied_head else "model.wte"
+        bias = "model.lm_head.bias" if choice.head_bias else None
+        norm = "model.final_layernorm"
         return Head(
-            norm=self._norm("model.final_layernorm") if has_norm else None,
-            slice=VocabParallelHead(table, bias, width=width),
+            norm=self.parts.norm(norm) if choice.post_decoder_norm else None,
+            slice=self.parts.head(table, bias, choice.vocab_size),
         )
 
     def layer(self, number: int) -> DecoderLayer:
@@ -166,8 +152,8 @@ class _Loader:
         reduce = None if parallel else self.reduce
         return DecoderLayer(
             architecture=choice,
-            attention_norm=self._norm(prefix + "input_layernorm"),
-            mlp_norm=None if shared else self._norm(prefix + "post_attention_layernorm"),
+            attention_norm=self.parts.norm(prefix + "input_layernorm"),
+            mlp_norm=None if shared else self.parts.norm(prefix + "post_attention_layernorm"),
             attention=self._attention(
                 prefix + "attention.", None if late else attention_out, reduce
             ),
@@ -189,17 +175,17 @@ class _Loader:
             self.weights.optional(prefix + "mlp.dense_4h_to_h.bias"),
         )
 
-    def _norm(self, name: str) -> Normalise:
-        weight, bias = self.weights.tensor(f"{name}.weight"), self.weights.optional(f"{name}.bias")
-        return make_norm(self.architecture.norm, weight, bias, eps=self.architecture.norm_eps)
-
     def _attention(
         self, prefix: str, out_bias: torch.Tensor | None, reduce: AllReduce | None
     ) -> Attention:
         tp_size = self.weights.layout.tp_size
+        # One linear for queries, keys and values, fused on disk or not.
+        names = ["query_key_value"]
+        if self.architecture.separate_qkv:
+            names = ["query", "key", "value"]
         return Attention(
-            self._qkv(prefix),
-            self._row(prefix + "dense", out_bias, reduce),
+            self.parts.column(*(prefix + name for name in names)),
+            self.parts.row_with(prefix + "dense", out_bias, reduce),
             heads=(
                 self.architecture.head_num // tp_size,
                 self.architecture.kv_head_num // tp_size,
@@ -207,17 +193,6 @@ class _Loader:
             ),
             rotary=self.rotary,
         )
-
-    def _qkv(self, prefix: str) -> ColumnParallelLinear:
-        """Return one linear for queries, keys and values, fused on disk or not."""
-        names = [prefix + "query_key_value"]
-        if self.architecture.separate_qkv:
-            names = [prefix + part for part in ("query", "key", "value")]
-        weight = torch.cat([self.weights.matrix(f"{name}.weight") for name in names], dim=1)
-        biases = [self.weights.optional(f"{name}.bias") for name in names]
-        parts = [bias.flatten() for bias in biases if bias is not None]
-        bias = torch.cat(parts) if parts else None
-        return ColumnParallelLinear(weight, bias, int8=self.int8)
 
     def _mlp(
         self,
@@ -231,24 +206,10 @@ class _Loader:
             self.architecture.activation, exact_gelu=self.architecture.exact_gelu
         )
         return MLP(
-            self._column(prefix + "dense_h_to_4h", activation),
-            self._row(prefix + "dense_4h_to_h", out_bias, reduce),
-            linear_up=self._column(prefix + "dense_h_to_4h_2", None) if gated else None,
+            self.parts.column(prefix + "dense_h_to_4h", activation=activation),
+            self.parts.row_with(prefix + "dense_4h_to_h", out_bias, reduce),
+            linear_up=self.parts.column(prefix + "dense_h_to_4h_2") if gated else None,
         )
-
-    def _column(self, name: str, activation: GemmActivation | None) -> ColumnParallelLinear:
-        return ColumnParallelLinear(
-            self.weights.matrix(f"{name}.weight"),
-            self.weights.optional(f"{name}.bias"),
-            activation=activation,
-            int8=self.int8,
-        )
-
-    def _row(
-        self, name: str, bias: torch.Tensor | None, reduce: AllReduce | None
-    ) -> RowParallelLinear:
-        weight = self.weights.matrix(f"{name}.weight")
-        return RowParallelLinear(weight, bias, reduce=reduce, int8=self.int8)
 
     def _adapter(self, prefix: str) -> MLP | None:
         if not self.architecture.adapter_inter_size:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from export_scripts.families.architecture import EncoderArchitecture
-from inference.model.layers import Normalise, make_norm
+from inference.model.layer_loader import LayerLoader
+from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows, attend
 from inference.model.weights import RankWeights
 from inference.parallel.gemm import gemm_activation
@@ -65,9 +66,10 @@ class Encoder:
         self.architecture = architecture
         self.dtype, self.device = weights.dtype, weights.device
         self.layer_numbers = weights.layout.layers(architecture.num_layer)
-        self._layers = [
-            _layer(weights, architecture, number, reduce) for number in self.layer_numbers
-        ]
+        parts = LayerLoader(
+            weights, norm="layernorm", norm_eps=architecture.norm_eps, reduce=reduce
+        )
+        self.layers = [_layer(parts, architecture, number) for number in self.layer_numbers]
         weights.check()
 
     def room(self, tokens: int) -> torch.Tensor:
@@ -78,7 +80,7 @@ class Encoder:
     def run_layers(self, x: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
         """Return the output of this stage's last layer (N, E) for its first layer's input."""
         masks = [group.mask(None, self.dtype) for group in rows.groups]
-        for layer in self._layers:
+        for layer in self.layers:
             x = layer(x, rows, masks)
         return x
 
@@ -98,37 +100,17 @@ def check_architecture(architecture: EncoderArchitecture, tp_size: int) -> None:
         raise ValueError("\n".join(problems))
 
 
-def _layer(
-    weights: RankWeights,
-    architecture: EncoderArchitecture,
-    number: int,
-    reduce: AllReduce | None,
-) -> EncoderLayer:
+def _layer(parts: LayerLoader, architecture: EncoderArchitecture, number: int) -> EncoderLayer:
     prefix = f"model.encoder.layer.{number}."
     projections = [prefix + f"attention.self.{name}" for name in ("query", "key", "value")]
-
-    def norm(name: str) -> Normalise:
-        weight, bias = weights.tensor(f"{name}.weight"), weights.tensor(f"{name}.bias")
-        return make_norm("layernorm", weight, bias, eps=architecture.norm_eps)
-
-    def row(name: str) -> RowParallelLinear:
-        weight, bias = weights.matrix(f"{name}.weight"), weights.tensor(f"{name}.bias")
-        return RowParallelLinear(weight, bias, reduce=reduce)
-
+    activation = gemm_activation(architecture.activation, exact_gelu=architecture.exact_gelu)
     return EncoderLayer(
-        qkv=ColumnParallelLinear(
-            torch.cat([weights.matrix(f"{name}.weight") for name in projections], dim=1),
-            torch.cat([weights.tensor(f"{name}.bias") for name in projections]),
-        ),
-        attention_out=row(prefix + "attention.output.dense"),
-        attention_norm=norm(prefix + "attention.output.LayerNorm"),
-        up=ColumnParallelLinear(
-            weights.matrix(prefix + "intermediate.dense.weight"),
-            weights.tensor(prefix + "intermediate.dense.bias"),
-            activation=gemm_activation(architecture.activation, exact_gelu=architecture.exact_gelu),
-        ),
-        down=row(prefix + "output.dense"),
-        mlp_norm=norm(prefix + "output.LayerNorm"),
-        heads=architecture.head_num // weights.layout.tp_size,
+        qkv=parts.column(*projections),
+        attention_out=parts.row(prefix + "attention.output.dense"),
+        attention_norm=parts.norm(prefix + "attention.output.LayerNorm"),
+        up=parts.column(prefix + "intermediate.dense", activation=activation),
+        down=parts.row(prefix + "output.dense"),
+        mlp_norm=parts.norm(prefix + "output.LayerNorm"),
+        heads=architecture.head_num // parts.weights.layout.tp_size,
         scale=1 / (math.sqrt(architecture.size_per_head) * architecture.q_scaling),
     )

@@ -114,20 +114,20 @@ class EncoderDecoder:
         self.encoder_layers = layout.layers(architecture.encoder.num_layer)
         loader = T5Loader(weights, architecture, reduce, int8=int8)
         self._embedding = loader.embedding() if layout.is_first_stage else None
-        self._encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
+        self.encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
         self._encoder_bias = loader.relative_bias("encoder")  # (H, offsets)
         self._encoder_norm = loader.final_norm("encoder") if layout.is_last_stage else None
         self.decoder_layers = range(0)
-        self._decoder: list[DecoderLayer] = []
-        self._decoder_norm: Normalise | None = None
+        self.decoder: list[DecoderLayer] = []
+        self.decoder_norm: Normalise | None = None
         self._head: VocabParallelHead | None = None
         self.rules = AttentionRules()
         if architecture.decoder is not None:
             self.decoder_layers = layout.layers(architecture.decoder.num_layer)
-            self._decoder = [loader.decoder_layer(number) for number in self.decoder_layers]
+            self.decoder = [loader.decoder_layer(number) for number in self.decoder_layers]
             self.rules = AttentionRules(distance_bias=loader.relative_bias("decoder"))
             if layout.is_last_stage:
-                self._decoder_norm = loader.final_norm("decoder")
+                self.decoder_norm = loader.final_norm("decoder")
                 self._head = loader.head()
         weights.check()
 
@@ -177,7 +177,7 @@ class EncoderDecoder:
         """
         for number in layers:
             index = number - self.encoder_layers.start
-            layer = self._encoder[index]
+            layer = self.encoder[index]
             weights_out = None if attentions is None else attentions[:, index]
             x = self._bounded(layer.attend(x, batch.rows, masks, batch.tasks, weights_out))
             x = self._bounded(layer.transform(x, batch.tasks))
@@ -203,7 +203,7 @@ class EncoderDecoder:
             # Rows with fewer lanes write their last one again.
             chosen = [row[min(nth, len(row) - 1)] for row in lanes]
             cache_rows = cross_cache.token_rows(batch.rows.per_token(chosen), batch.rows.positions)
-            for index, layer in enumerate(self._decoder):
+            for index, layer in enumerate(self.decoder):
                 layer.cross.remember(
                     encoded, cache_rows, cross_cache, layer=index, tasks=batch.tasks
                 )
@@ -217,7 +217,7 @@ class EncoderDecoder:
         self, x: torch.Tensor, inputs: DecoderStep, cache: KVCache, cross_cache: KVCache
     ) -> torch.Tensor:
         """Return the output of this stage's last decoder layer (N, E)."""
-        for index, layer in enumerate(self._decoder):
+        for index, layer in enumerate(self.decoder):
             x = self._bounded(layer.attend(x, inputs.step, cache, index, inputs.tasks))
             x = self._bounded(layer.consult(x, inputs.cross, cross_cache, index))
             x = self._bounded(layer.transform(x, inputs.tasks))
@@ -225,9 +225,9 @@ class EncoderDecoder:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of the logits (N, slice) fp32 for the last layer's output."""
-        assert self._decoder_norm is not None, "only the last stage has a head"
+        assert self.decoder_norm is not None, "only the last stage has a head"
         assert self._head is not None
-        x = self._decoder_norm(x)
+        x = self.decoder_norm(x)
         if self.architecture.scale_logits:
             x = x * self.architecture.hidden**-0.5
         return self._head(x)

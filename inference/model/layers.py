@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch.nn import functional
@@ -25,10 +26,27 @@ def make_norm(
 ) -> Normalise:
     """Return a LayerNorm or RMSNorm over the last axis."""
     shape = list(weight.shape)
-    if kind == "rmsnorm":
-        assert bias is None
-        return lambda x: functional.rms_norm(x, shape, weight, eps)
-    return lambda x: functional.layer_norm(x, shape, weight, bias, eps)
+    kernels = cuda_kernels() if weight.is_cuda else None
+
+    def normalise(x: torch.Tensor) -> torch.Tensor:
+        if kernels is not None and len(x) <= kernels.NORM_MOST_ROWS:
+            y: torch.Tensor = kernels.norm(x, weight, bias, eps=eps, centred=kind == "layernorm")
+            return y
+        if kind == "layernorm":
+            return functional.layer_norm(x, shape, weight, bias, eps)
+        return functional.rms_norm(x, shape, weight, eps)
+
+    assert bias is None or kind == "layernorm"
+    return normalise
+
+
+def cuda_kernels() -> ModuleType | None:
+    """Return the kernels of decoding on a GPU, None where torch came without Triton."""
+    try:
+        from inference.model import decoding_cuda
+    except ImportError:
+        return None
+    return decoding_cuda
 
 
 def alibi_slopes(head_num: int) -> torch.Tensor:
@@ -71,6 +89,16 @@ class Attention:
         """Return (N, E) for normalised x (N, E); `layer` numbers the cache's layers."""
         H, K, D = self._heads, self._kv_heads, self._head_size  # noqa: N806 - the shape legend
         qkv = self._qkv(x).view(-1, H + 2 * K, D)  # (N, H+2K, D)
+        if step.fused is not None:
+            interleaved = self._rotary is not None and self._rotary.interleaved
+            mixed = step.fused(
+                *(qkv, step.cache),
+                layer=layer,
+                heads=(H, K),
+                angles=angles,
+                interleaved=interleaved,
+            )
+            return self._out(mixed, residual)
         query, keys_values = qkv[:, :H], qkv[:, H:]
         if self._rotary is not None and angles is not None:
             turned = self._rotary.rotate(qkv[:, : H + K], angles)

@@ -37,13 +37,13 @@ class RotaryTable:
         """
         frequencies, self._scale = _frequencies(rotary)
         self._frequencies = frequencies.to(device)  # (R/2,)
-        self._interleaved = interleaved
+        self.interleaved = interleaved
         self._dtype = dtype
 
     def __call__(self, positions: torch.Tensor) -> Angles:
         """Return the angles at `positions` (N,)."""
         angles = positions.unsqueeze(1).float() * self._frequencies  # (N, R/2)
-        if self._interleaved:
+        if self.interleaved:
             angles = angles.repeat_interleave(2, dim=1)  # (N, R)
         else:
             angles = torch.cat((angles, angles), dim=1)
@@ -58,7 +58,7 @@ class RotaryTable:
         return result if width == x.shape[-1] else torch.cat((result, x[..., width:]), dim=-1)
 
     def _quarter_turn(self, x: torch.Tensor) -> torch.Tensor:
-        if self._interleaved:
+        if self.interleaved:
             return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
         first, second = x.chunk(2, dim=-1)
         return torch.cat((-second, first), dim=-1)

@@ -10,10 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from inference.decoding.kv_cache import KVCache
+
+if TYPE_CHECKING:
+    from inference.model.decoding_cuda import FusedAttention
 
 # Lanes of unequal length share one attention call while the padded work stays below this multiple
 # of the true work, and below this many padded tokens anyway (a call costs about as much).
@@ -58,6 +62,7 @@ class Step:
 
     `output_rows` are the tokens whose logits are wanted. With `has_virtual`, ids from the
     vocabulary's end on name rows of the loaded prompt tables and, after those, of `embeddings`.
+    `fused`, if given, does all of the attention in place of `groups`.
     """
 
     ids: torch.Tensor  # (N,)
@@ -68,6 +73,7 @@ class Step:
     output_rows: torch.Tensor  # (n,)
     has_virtual: bool = False
     embeddings: torch.Tensor | None = None  # (rows, hidden)
+    fused: FusedAttention | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""FT files to one rank's tensors: only this rank's part, in the computed type, on its device."""
+"""FT files to one rank's tensors: only this rank's part, in its type, on its device."""
 
 from __future__ import annotations
 
@@ -16,9 +16,22 @@ class RankWeights:
     """
 
     def __init__(
-        self, reader: FTReader, layout: ParallelLayout, *, dtype: torch.dtype, device: torch.device
+        self,
+        reader: FTReader,
+        layout: ParallelLayout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        matrix_dtype: torch.dtype | None = None,
     ) -> None:
         """Bind the folder to a rank.
+
+        Args:
+            reader: The folder.
+            layout: The rank's place.
+            dtype: What is computed in.
+            device: Where tensors go.
+            matrix_dtype: What matrices are kept in; None for `dtype`.
 
         Raises:
             CheckpointMismatchError: The folder was cut for another number of ranks.
@@ -33,6 +46,7 @@ class RankWeights:
         self.layout = layout
         self.dtype = dtype
         self.device = device
+        self._matrix_dtype = matrix_dtype or dtype
         self._unusable: list[str] = []
 
     def has(self, name: str) -> bool:
@@ -41,7 +55,7 @@ class RankWeights:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return this rank's part of a tensor in the computed type."""
-        return self._checked(name, self.reader.read(name, self.layout.tp_rank))
+        return self._checked(name, self.reader.read(name, self.layout.tp_rank), self.dtype)
 
     def optional(self, name: str) -> torch.Tensor | None:
         """Return this rank's part of a tensor that not every model has."""
@@ -49,11 +63,17 @@ class RankWeights:
 
     def matrix(self, name: str) -> torch.Tensor:
         """Return a weight as (in, out), axes after the first joined."""
-        return self.tensor(name).flatten(1)
+        part = self.reader.read(name, self.layout.tp_rank)
+        return self._checked(name, part, self._matrix_dtype).flatten(1)
 
     def rows(self, name: str, rows: range) -> torch.Tensor:
-        """Return some rows of a whole table in the computed type."""
-        return self._checked(name, self.reader.read(name, 0)[rows.start : rows.stop])
+        """Return some rows of a whole table, or of a vector, in the computed type."""
+        return self._checked(name, self.reader.read(name, 0)[rows.start : rows.stop], self.dtype)
+
+    def matrix_rows(self, name: str, rows: range) -> torch.Tensor:
+        """Return some rows of a whole table that is multiplied by."""
+        part = self.reader.read(name, 0)[rows.start : rows.stop]
+        return self._checked(name, part, self._matrix_dtype)
 
     def mapped(self, name: str) -> torch.Tensor:
         """Return a whole table as it lies on disk, mapped and unchanged; nothing is read yet."""
@@ -72,9 +92,9 @@ class RankWeights:
                 for name in self._unusable
             )
 
-    def _checked(self, name: str, values: torch.Tensor) -> torch.Tensor:
+    def _checked(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # One pass that reads what is read anyway: a sum shows NaN and infinities.
         total = values.sum(dtype=torch.float32)
         if not torch.isfinite(total) and not torch.isfinite(values).all():
             self._unusable.append(name)
-        return values.to(device=self.device, dtype=self.dtype)
+        return values.to(device=self.device, dtype=dtype)

@@ -32,6 +32,12 @@ class _Group(Protocol):
     def recv(self, tensors: list[torch.Tensor], rank: int, tag: int, /) -> Work: ...
 
 
+class _NcclGroup(_Group, Protocol):
+    """A group that is to be left in order."""
+
+    def shutdown(self) -> None: ...
+
+
 class Sending:
     """A tensor on its way; it is kept until it has left."""
 
@@ -44,13 +50,13 @@ class Sending:
         self._work.wait()
 
 
-def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> _Group:
+def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> _NcclGroup:
     # Builds of torch without CUDA have no such class to import.
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return cast(_Group, ProcessGroupNCCL(store, place, size, options))
+    return cast(_NcclGroup, ProcessGroupNCCL(store, place, size, options))
 
 
 class RankGroups:
@@ -86,6 +92,7 @@ class RankGroups:
         self._timeout = timedelta(seconds=timeout_s)
         self._tries_memory = shared_memory
         self._shared: list[SharedMemoryGroup] = []
+        self._nccl: list[_NcclGroup] = []
         everyone = list(range(layout.world_size))
         self._control = self._group("control", everyone, store, torch.device("cpu"))
         self._stage = None
@@ -97,7 +104,8 @@ class RankGroups:
         store = PrefixStore(name, store)
         place = ranks.index(self.layout.rank)
         if device.type == "cuda":
-            return _nccl(store, place, len(ranks), self._timeout)
+            self._nccl.append(_nccl(store, place, len(ranks), self._timeout))
+            return self._nccl[-1]
         if self._tries_memory:
             timeout_s = self._timeout.total_seconds()
             if shared := open_group(store, place, len(ranks), timeout_s=timeout_s):
@@ -109,6 +117,17 @@ class RankGroups:
         """End the waits of this process where possible; may be called from any thread."""
         for group in self._shared:
             group.abort()
+
+    def close(self) -> None:
+        """Leave in order, as every rank does after its last step.
+
+        No CUDA graph with a sum in it may be left: NCCL would wait for its end.
+        """
+        if self._nccl:
+            torch.cuda.synchronize(self._device)
+        for group in self._nccl:
+            group.shutdown()
+        self._nccl.clear()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks of this stage, in place."""

@@ -15,6 +15,8 @@ from export_scripts.families.llama import LLAMA, LlamaConfig
 from export_scripts.families.spec import ModelConfig, ModelFamily
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
+from inference.parallel.epilogue import GemmActivation, finish
+from inference.parallel.gemm import make_gemm
 from inference.serving.engine import Engine, EngineOptions
 from tests.ft_folders import gpt_config, write_random
 
@@ -123,3 +125,24 @@ def test_eight_bit_weights_stay_close(data_type: str, tmp_path: Path) -> None:
             # Some 1% from each of 12 quantised products, and 8 bits of bf16 between them.
             assert error.norm() / expected[:length].norm() < 0.1
         assert len(small.generate(request).rows) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu_erf", "relu", "silu"])
+@pytest.mark.parametrize("inputs", [40, 1500])  # less and more than one tile
+def test_product_of_one_row_equals_that_of_single_precision(
+    inputs: int, activation: GemmActivation | None, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(inputs)
+    x, bias = torch.randn(1, inputs, generator=generator), torch.randn(51, generator=generator)
+    weight = torch.randn(inputs, 51, generator=generator) / inputs**0.5
+    residual = torch.randn(1, 51, generator=generator)
+    x, weight, bias, residual = (value.to(dtype) for value in (x, weight, bias, residual))
+    wide = finish(x.float() @ weight.float() + bias.float(), activation=activation)
+    gemm = make_gemm(weight.cuda(), bias.cuda(), activation=activation)
+    rounding = 2e-3 if dtype == torch.float16 else 2e-2  # of the result
+    y = gemm(x.cuda(), residual.cuda()).float().cpu()
+    torch.testing.assert_close(y, wide + residual.float(), rtol=rounding, atol=rounding)
+    plain = make_gemm(weight.cuda(), activation=activation)(x.cuda()).float().cpu()
+    wide = finish(x.float() @ weight.float(), activation=activation)
+    torch.testing.assert_close(plain, wide, rtol=rounding, atol=rounding)

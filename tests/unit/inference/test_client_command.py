@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from export_scripts.triton.signature import MODEL_SIGNATURES, ensemble
-from inference.client import file_tensors, main, merged
+from inference.client import main
+from inference.request_file import file_tensors, merged
 from inference.serving.client import TritonClient, as_tensor, as_texts
 from inference.serving.ports import pick_free_ports
 
@@ -50,10 +53,17 @@ def test_all_bad_entries_of_a_request_file_are_named() -> None:
                 {"name": "a", "data": [1]},
                 {"name": "b", "data": ["x"], "dtype": "int32"},
                 {"name": "c", "data": [1], "dtype": "quaternion"},
+                {"name": "d", "data": [[1], [1, 2]], "dtype": "int32"},
+                {"name": "e", "data": [[2, -1]], "dtype": "uint32"},
+                {"name": "f", "data": [1.5], "dtype": "int32"},
             ]
         )
-    assert "request[1] (b)" in str(caught.value)
-    assert "request[2] (c)" in str(caught.value)
+    told = str(caught.value)
+    assert "request[1] (b)" in told
+    assert "request[2] (c)" in told
+    assert "request[3] (d): rows differ in length; pad them" in told
+    assert "request[4] (e): -1 is no uint32" in told
+    assert "request[5] (f): 1.5 is no int32" in told
 
 
 @pytest.mark.parametrize(
@@ -89,6 +99,33 @@ def test_absent_server_is_said_in_one_line(
     error = capsys.readouterr().err
     assert error.startswith(f"error: {url}: no server answers there; is it running, and are host")
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("url", ["https://localhost:8000", "grpc://localhost:8001"])
+def test_url_of_another_protocol_is_refused(capsys: pytest.CaptureFixture[str], url: str) -> None:
+    assert main(["health", "--url", url, "--protocol", "http"]) == 1
+    assert f"--url={url}: write host:port, http://host:port or grpc" in capsys.readouterr().err
+
+
+def test_host_that_is_none_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["health", "--url", "http://nowhere.invalid"]) == 1
+    assert "nowhere.invalid:8000: there is no such host" in capsys.readouterr().err
+
+
+def test_stream_that_takes_characters_back_is_shown_once_it_is_sure() -> None:
+    frames = ["a", "a\ufffd", "a\u4f60", "a\u4f60b"]
+
+    class Streaming(TritonClient):
+        def text_request(self, *_: object, **__: object) -> dict[str, Any]:
+            return {}
+
+        def stream(self, *_: object, **__: object) -> Iterator[dict[str, Any]]:
+            return ({"OUTPUT_0": np.array([[text.encode()]], object)} for text in frames)
+
+    with Streaming("127.0.0.1:1") as client:
+        assert list(client.stream_text("x", output_len=3)) == ["a", "\ufffd", "\u4f60b"]
+        frames[:] = ["ab", "a", "abc"]
+        assert list(client.stream_text("x", output_len=3)) == ["ab", "c"]
 
 
 def test_generating_without_a_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

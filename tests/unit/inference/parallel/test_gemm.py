@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from inference.parallel.gemm import GemmActivation, Int8Gemm, make_gemm
+from inference.parallel.gemm import GemmActivation, make_gemm
+from inference.parallel.int8 import Int8Gemm, quantise
 
 ACTIVATIONS = {
     None: lambda y: y,
@@ -53,19 +54,62 @@ def test_transposed_weight_gives_the_same_product() -> None:
     assert make_gemm(weight.t().contiguous().t())(x).equal(make_gemm(weight)(x))
 
 
+@pytest.mark.parametrize("rows", [1, 8, 40])
+def test_weights_of_half_precision_multiply_rows_of_single(rows: int) -> None:
+    x, weight, bias = operands(rows, torch.float32)
+    half, residual = weight.half(), torch.full((rows, 56), 3.0)
+    y = make_gemm(half, bias)(x, residual)
+    assert y.dtype == torch.float32
+    # Only the order of the sums differs: the weights keep their values.
+    torch.testing.assert_close(y, x @ half.float() + bias + 3, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 8])
+def test_row_does_not_depend_on_how_many_there_are(rows: int) -> None:
+    x, weight, bias = operands(8, torch.float32)
+    for int8 in (False, True):
+        gemm = make_gemm(weight, bias, int8=int8)
+        torch.testing.assert_close(gemm(x[:rows]), gemm(x)[:rows], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2, 17, 100])
+def test_eight_bit_product_is_that_of_the_rounded_weights(rows: int, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(rows, dtype)
+    x[0] *= 100  # rows of other sizes do not matter
+    numbers, scale = quantise(weight)
+    expected = x.float() @ (numbers * scale[:, None]).t() + bias.float()
+    y = make_gemm(weight, bias, int8=True)(x)
+    assert y.dtype == dtype
+    # Rows of fp32 keep 15 bits and a sign of their largest value, bf16 rounds the result.
+    tolerance = 2e-4 if dtype == torch.float32 else 1e-2
+    error = (y.float() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.max() < tolerance
+
+
+def test_eight_bit_product_of_nothing_is_the_bias_and_of_nan_not_finite() -> None:
+    x, weight, bias = operands(3, torch.float32)
+    x[0] = 0
+    x[1, 5] = torch.nan
+    y = make_gemm(weight, bias, int8=True)(x)
+    assert y[0].equal(bias)
+    assert y[1].isnan().all()
+    assert y[2].isfinite().all()
+
+
 @pytest.mark.parametrize("inputs", [24, 64])
-@pytest.mark.parametrize("rows", [1, 16, 17, 100])
-def test_eight_bit_weights_lose_under_two_percent(rows: int, inputs: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    x, weight = torch.randn(rows, inputs, generator=generator), torch.randn(inputs, 56)
+def test_eight_bit_weights_lose_under_two_percent(inputs: int) -> None:
+    generator = torch.Generator().manual_seed(inputs)
+    x, weight = torch.randn(7, inputs, generator=generator), torch.randn(inputs, 56)
     bias = torch.randn(56)
     exact = make_gemm(weight, bias)(x)
-    error = make_gemm(weight, bias, int8=True)(x) - exact
-    assert 0 < error.norm() / exact.norm() < 0.02
+    for gemm in (make_gemm(weight, bias, int8=True), Int8Gemm(weight, bias)):
+        error = gemm(x) - exact
+        assert 0 < error.norm() / exact.norm() < 0.02
 
 
 def test_eight_bit_scale_is_the_largest_value_over_128() -> None:
     weight = torch.tensor([[1.0, 0.0, -2.0], [-0.5, 0.0, 0.3]])
-    gemm = Int8Gemm(weight, None)
-    torch.testing.assert_close(gemm.scale, torch.tensor([1 / 128, 0, 2 / 128]))
-    assert gemm.weight.tolist() == [[127, -64], [0, 0], [-128, 19]]
+    numbers, scale = quantise(weight)
+    torch.testing.assert_close(scale, torch.tensor([1 / 128, 0, 2 / 128]))
+    assert numbers.tolist() == [[127, -64], [0, 0], [-128, 19]]

@@ -1,0 +1,63 @@
+"""What decoding cannot be faster than: the bytes a step reads over the memory's bandwidth."""
+
+from __future__ import annotations
+
+import time
+from math import prod
+from pathlib import Path
+
+import torch
+
+from export_scripts.families.architecture import DecoderArchitecture
+from export_scripts.ft.config_ini import read_config
+
+_BYTES = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}
+_ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+_ROUNDS = 7
+
+
+def measured_bandwidth(device: str) -> float:
+    """Return bytes/s of the best of some readings of memory, by as many threads as torch uses."""
+    values = torch.ones(_BYTES[device] // 4, device=device)
+
+    def read() -> None:
+        # Of torch's reductions these are the fastest.
+        if device == "cpu":
+            torch.dot(values, values)
+        else:
+            values.sum()
+            torch.cuda.synchronize()
+
+    read()
+    seconds = []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        read()
+        seconds.append(time.perf_counter() - start)
+    return values.nbytes / min(seconds)
+
+
+def step_bytes(ft_dir: Path, data_type: str, *, int8: bool, batch: int, length: int) -> int:
+    """Return the bytes of weights, keys and values that one decoding step reads.
+
+    Args:
+        ft_dir: A decoder-only model.
+        data_type: What is computed in.
+        int8: Whether the layers' matrices are kept in 8 bits.
+        batch: Sequences.
+        length: Tokens that each has cached.
+    """
+    family, config = read_config(ft_dir)
+    architecture = family.architecture(config)
+    assert isinstance(architecture, DecoderArchitecture)
+    item = _ITEM_BYTES[data_type]
+    # Of the embedding one row is read per token, unless it is the head as well.
+    unread = {"model.wpe", "model.wte" if architecture.untied_head else ""}
+    weights = 0
+    for tensor in family.tensors(config):
+        if tensor.name in unread:
+            continue
+        in_layer = tensor.name.startswith("model.layers.") and len(tensor.shape) > 1
+        weights += prod(tensor.shape) * (1 if int8 and in_layer else item)
+    head_bytes = architecture.kv_head_num * architecture.size_per_head * item
+    return weights + batch * length * 2 * architecture.num_layer * head_bytes

@@ -1,0 +1,257 @@
+"""Programs that generate, alike to use: our engine and bare loop, transformers, CTranslate2."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bandwidth import step_bytes
+from benchmarks.models import Model
+
+Prompts = Sequence[Sequence[int]]
+# (sequences, cached tokens of each) -> bytes that a step reads
+StepBytes = Callable[[int, int], int]
+
+
+@dataclass
+class Contender:
+    """One program that generates; `step_times` receives the seconds between tokens."""
+
+    name: str
+    generate: Callable[[Prompts, int], Any]
+    step_times: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    close: Callable[[], None] = lambda: None
+    step_bytes: StepBytes | None = None
+
+
+class StepClock:
+    """Records the time between calls."""
+
+    def __init__(self, into: list[float]) -> None:
+        self._into = into
+        self._last: float | None = None
+
+    def __call__(self, *_: object) -> None:
+        """Note one generated token."""
+        now = time.perf_counter()
+        if self._last is not None:
+            self._into.append(now - self._last)
+        self._last = now
+
+
+def percentile(values: Sequence[float], percent: int) -> str:
+    """Return a percentile of seconds in ms, as text."""
+    if len(values) < 2:
+        return "-"
+    return f"{statistics.quantiles(values, n=100)[percent - 1] * 1e3:.2f}"
+
+
+def measure(table: Sequence[Contender], prompts: Prompts, output_len: int, repeats: int) -> None:
+    """Time every contender in turn, after one round that is not counted."""
+    for each in table:
+        each.generate(prompts, output_len)
+        each.seconds.clear()
+        each.step_times.clear()
+    for _ in range(repeats):
+        for each in table:
+            start = time.perf_counter()
+            each.generate(prompts, output_len)
+            each.seconds.append(time.perf_counter() - start)
+
+
+def reference(table: Sequence[Contender]) -> Contender:
+    """Return what the others are compared with: the first of transformers, else the first."""
+    return next((each for each in table if each.name.startswith("transformers")), table[0])
+
+
+def slipway(
+    ft_dir: Path,
+    data_type: str,
+    device: str,
+    *,
+    lanes: int,
+    max_len: int,
+    int8: bool = False,
+    encoder_decoder: bool = False,
+) -> Contender:
+    """Return this project's engine on one rank, with room for `lanes` times `max_len` tokens."""
+    from inference.decoding.options import RowOptions
+    from inference.decoding.request import GenerationRequest, RowRequest
+    from inference.serving.engine import Engine, EngineOptions
+
+    options = EngineOptions(max_lanes=lanes, max_seq_len=max_len)
+    engine = Engine(
+        ft_dir, data_type=data_type, int8_mode=int(int8), device=device, options=options
+    )
+    engine.start()
+    step_times: list[float] = []
+
+    def generate(prompts: Prompts, tokens: int) -> Sequence[Sequence[int]]:
+        never = engine.limits.vocab_size + 1
+        start = {"context_ids": (0,)} if encoder_decoder else {}
+        rows = tuple(
+            RowRequest(
+                input_ids=tuple(ids),
+                output_len=tokens,
+                options=RowOptions(start_id=0, end_id=never),
+                **start,
+            )
+            for ids in prompts
+        )
+        request = GenerationRequest(
+            rows=rows, padded_len=max(map(len, prompts)), encoder_decoder=encoder_decoder
+        )
+        future = engine.submit(request, on_step=StepClock(step_times))
+        return [row.output_ids[0] for row in future.result().rows]
+
+    name = _name("slipway", data_type, int8=int8)
+    read = None if encoder_decoder else _step_bytes(ft_dir, data_type, int8=int8)
+    return Contender(name, generate, step_times, close=engine.stop, step_bytes=read)
+
+
+def bare_loop(
+    ft_dir: Path, data_type: str, device: str, *, int8: bool, lanes: int, max_len: int
+) -> Contender:
+    """Return the model and the best token of each row in a loop, without the engine."""
+    import torch
+
+    from inference.model.step import Segment
+    from inference.serving.plan import StepPlan, pack, unpack
+    from inference.serving.rank import Rank
+    from inference.serving.rank_settings import RankSettings
+
+    rank = Rank(
+        RankSettings(
+            ft_dir=str(ft_dir),
+            rank=0,
+            tp_size=1,
+            pp_size=1,
+            data_type=data_type,
+            device=device,
+            lanes=lanes,
+            max_len=max_len,
+            threads=torch.get_num_threads(),
+            int8_mode=int(int8),
+        )
+    )
+    step_times: list[float] = []
+
+    def best(segments: tuple[Segment, ...], ids: Sequence[int], outputs: Sequence[int]) -> Any:
+        result = rank.run(unpack(pack(StepPlan(ids, segments, outputs))))
+        assert result is not None
+        if device == "cpu":  # numpy's is many times as fast as torch's
+            return result.logits.numpy().argmax(-1).tolist()
+        return result.logits.argmax(-1).tolist()
+
+    def generate(prompts: Prompts, tokens: int) -> None:
+        clock = StepClock(step_times)
+        counts = [len(ids) for ids in prompts]
+        segments = tuple(Segment(lane, 0, count) for lane, count in enumerate(counts))
+        ends = [sum(counts[: lane + 1]) - 1 for lane in range(len(counts))]
+        ids = best(segments, [token for row in prompts for token in row], ends)
+        clock()
+        for step in range(tokens - 1):
+            segments = tuple(Segment(lane, n + step, 1) for lane, n in enumerate(counts))
+            ids = best(segments, ids, range(len(ids)))
+            clock()
+
+    name = _name("slipway bare loop", data_type, int8=int8)
+    return Contender(
+        name, generate, step_times, step_bytes=_step_bytes(ft_dir, data_type, int8=int8)
+    )
+
+
+def _name(program: str, data_type: str, *, int8: bool) -> str:
+    return f"{program} {'int8' if int8 else data_type}"
+
+
+def _step_bytes(ft_dir: Path, data_type: str, *, int8: bool) -> StepBytes:
+    return lambda batch, length: step_bytes(
+        ft_dir, data_type, int8=int8, batch=batch, length=length
+    )
+
+
+def hugging_face(model_class: Any, model: Model, data_type: str, device: str) -> Contender:
+    """Return transformers' own generate."""
+    import torch
+    import transformers
+
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[data_type]
+    if model.checkpoint is not None:
+        theirs = model_class.from_pretrained(model.checkpoint, dtype=dtype).to(device)
+    else:
+        with torch.device(device):
+            theirs = model_class.from_config(model.config, dtype=dtype)
+    theirs.eval()
+    step_times: list[float] = []
+
+    class Clock(transformers.LogitsProcessor):
+        def __init__(self) -> None:
+            self.clock = StepClock(step_times)
+
+        def __call__(self, input_ids: object, scores: object) -> object:
+            self.clock(input_ids)
+            return scores
+
+    def generate(prompts: Prompts, tokens: int) -> Sequence[Sequence[int]]:
+        ids = torch.tensor(prompts, device=device)
+        with torch.inference_mode():
+            output = theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=None,
+                decoder_start_token_id=0,
+                logits_processor=transformers.LogitsProcessorList([Clock()]),
+            )
+        return output[:, -tokens:].tolist()
+
+    return Contender(f"transformers {transformers.__version__} {data_type}", generate, step_times)
+
+
+def ctranslate(folder: Path, work_dir: Path, data_type: str, threads: int) -> Contender:
+    """Return CTranslate2's generator on CPU."""
+    import ctranslate2
+    import tokenizers
+    import transformers
+
+    # The converter asks for the vocabulary of a tokenizer; random weights have none.
+    size = transformers.AutoConfig.from_pretrained(folder).vocab_size
+    words = {f"t{i}": i for i in range(size)}
+    words["<|endoftext|>"] = words.pop("t0")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<|endoftext|>"))
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<|endoftext|>",
+        bos_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+    ).save_pretrained(folder)
+    kind = {"fp32": "float32", "int8": "int8"}[data_type]
+    target = work_dir / f"ctranslate2_{kind}"
+    if not target.exists():
+        converter = ctranslate2.converters.TransformersConverter(str(folder))
+        converter.convert(str(target), quantization=kind)
+    generator = ctranslate2.Generator(
+        str(target), device="cpu", compute_type=kind, intra_threads=threads, inter_threads=1
+    )
+
+    def generate(prompts: Prompts, tokens: int) -> Sequence[Sequence[int]]:
+        texts = [[f"t{i}" for i in ids] for ids in prompts]
+        results = generator.generate_batch(
+            texts,
+            max_length=tokens,
+            min_length=tokens,
+            sampling_topk=1,
+            include_prompt_in_result=False,
+        )
+        return [result.sequences_ids[0] for result in results]
+
+    return Contender(f"CTranslate2 {ctranslate2.__version__} {data_type}", generate)

@@ -1,0 +1,98 @@
+"""What the models' layers are loaded by: norms, linears, and the two ends of the vocabulary."""
+
+# Shapes: E hidden, V vocabulary
+
+from __future__ import annotations
+
+import torch
+
+from export_scripts.families.architecture import Norm
+from inference.model.layers import Normalise, make_norm
+from inference.model.weights import RankWeights
+from inference.parallel.gemm import GemmActivation
+from inference.parallel.linear import (
+    AllReduce,
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabEmbedding,
+    VocabParallelHead,
+)
+
+
+class LayerLoader:
+    """Makes parts of layers of one rank's tensors.
+
+    `reduce` sums over the ranks of the stage, None for a single one; with `int8` matrices are kept
+    in 8 bits, the head's excepted.
+    """
+
+    def __init__(
+        self,
+        weights: RankWeights,
+        *,
+        norm: Norm,
+        norm_eps: float,
+        reduce: AllReduce | None,
+        int8: bool = False,
+    ) -> None:
+        self.weights = weights
+        self.reduce = reduce
+        self._norm, self._norm_eps = norm, norm_eps
+        self._int8 = int8
+
+    def norm(self, name: str, *, kind: Norm | None = None) -> Normalise:
+        """Return a norm, of the model's kind unless told otherwise."""
+        weight, bias = self.weights.tensor(f"{name}.weight"), self.weights.optional(f"{name}.bias")
+        return make_norm(kind or self._norm, weight, bias, eps=self._norm_eps)
+
+    def column(self, *names: str, activation: GemmActivation | None = None) -> ColumnParallelLinear:
+        """Return column-parallel linears as one, their outputs side by side."""
+        matrices = [self.weights.matrix(f"{name}.weight") for name in names]
+        biases = [self.weights.optional(f"{name}.bias") for name in names]
+        present = [bias.flatten() for bias in biases if bias is not None]
+        return ColumnParallelLinear(
+            torch.cat(matrices, dim=1) if len(matrices) > 1 else matrices[0],
+            torch.cat(present) if present else None,
+            activation=activation,
+            int8=self._int8,
+        )
+
+    def row(self, name: str) -> RowParallelLinear:
+        """Return a row-parallel linear with its own bias and all-reduce."""
+        return self.row_with(name, self.weights.optional(f"{name}.bias"), self.reduce)
+
+    def row_with(
+        self, name: str, bias: torch.Tensor | None, reduce: AllReduce | None
+    ) -> RowParallelLinear:
+        """Return a row-parallel linear with the given bias and all-reduce."""
+        weight = self.weights.matrix(f"{name}.weight")
+        return RowParallelLinear(weight, bias, reduce=reduce, int8=self._int8)
+
+    def tokens(self, name: str, vocab_size: int) -> VocabEmbedding:
+        """Return the embedding of tokens by the table `name` (V, E)."""
+        weights = self.weights
+        if weights.device.type == "cpu":
+            # The mapped table costs no memory of its own and is shared by the ranks of a node.
+            return VocabEmbedding(weights.mapped(name))
+        rows = weights.layout.vocab_rows(vocab_size)
+        table = weights.rows(name, rows)
+        return VocabEmbedding(table, first_row=rows.start, reduce=self.reduce)
+
+    def prompts(self) -> torch.Tensor | None:
+        """Return all prompt tables, one after the other (rows, E), None without any."""
+        names = [
+            f"model.prompt_table.{task.task_name}.weight"
+            for task in self.weights.reader.config.tasks
+        ]
+        tables = [self.weights.tensor(name) for name in names if self.weights.has(name)]
+        return torch.cat(tables) if tables else None
+
+    def head(self, name: str, bias: str | None, vocab_size: int) -> VocabParallelHead:
+        """Return the linear from hidden states to logits by the table `name` (V, E)."""
+        weights, layout = self.weights, self.weights.layout
+        rows = layout.vocab_rows(vocab_size)
+        return VocabParallelHead(
+            weights.matrix_rows(name, rows),
+            weights.rows(bias, rows) if bias is not None else None,
+            width=layout.vocab_rows_per_rank(vocab_size),
+        )

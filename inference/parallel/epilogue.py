@@ -1,0 +1,43 @@
+"""What follows a matrix product: its bias, its activation, the residual."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from export_scripts.families.architecture import Activation
+
+GemmActivation = Literal["gelu_tanh", "gelu_erf", "relu", "silu"]
+
+
+def gemm_activation(activation: Activation, *, exact_gelu: bool = False) -> GemmActivation:
+    """Return the form of an architecture's activation that a product can apply."""
+    if activation == "gelu":
+        return "gelu_erf" if exact_gelu else "gelu_tanh"
+    return activation
+
+
+def activate(x: torch.Tensor, activation: GemmActivation) -> torch.Tensor:
+    """Return the activation of `x`, which may be overwritten."""
+    if activation == "relu":
+        return functional.relu_(x)
+    if activation == "silu":
+        return functional.silu(x, inplace=True)
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def finish(
+    y: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    activation: GemmActivation | None = None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return activation(y + bias) + residual, (N, O); `y` is overwritten."""
+    if bias is not None:
+        y = y.add_(bias)
+    if activation is not None:
+        y = activate(y, activation)
+    return y if residual is None else y.add_(residual)

@@ -1,0 +1,52 @@
+"""A rank's tensors come in the type they are computed in, matrices in the one they are kept in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from export_scripts.ft.reader import FTReader
+from inference.model.decoder_weights import load_decoder
+from inference.model.weights import RankWeights
+from inference.parallel.layout import ParallelLayout
+from tests.ft_folders import write_gpt
+
+CPU = torch.device("cpu")
+
+
+def open_weights(ft_dir: Path, matrix_dtype: torch.dtype | None) -> RankWeights:
+    return RankWeights(
+        FTReader(ft_dir),
+        ParallelLayout(),
+        dtype=torch.float32,
+        device=CPU,
+        matrix_dtype=matrix_dtype,
+    )
+
+
+def test_only_matrices_take_the_type_they_are_kept_in(tmp_path: Path) -> None:
+    weights = open_weights(write_gpt(tmp_path), torch.float16)
+    layer = "model.layers.0."
+    matrix = weights.matrix(layer + "attention.query_key_value.weight")
+    assert matrix.shape == (24, 72)
+    assert matrix.dtype == torch.float16
+    assert weights.matrix_rows("model.wte", range(3, 9)).dtype == torch.float16
+    assert weights.tensor(layer + "mlp.dense_h_to_4h.bias").dtype == torch.float32
+    assert weights.rows("model.wte", range(3, 9)).dtype == torch.float32
+
+
+def test_every_type_is_the_computed_one_by_default(tmp_path: Path) -> None:
+    weights = open_weights(write_gpt(tmp_path), None)
+    assert weights.matrix("model.layers.1.mlp.dense_4h_to_h.weight").dtype == torch.float32
+
+
+def test_decoder_with_half_matrices_computes_in_single(tmp_path: Path) -> None:
+    ft_dir = write_gpt(tmp_path)
+    for matrix_dtype in (None, torch.float16):
+        weights = open_weights(ft_dir, matrix_dtype)
+        architecture = weights.reader.family.architecture(weights.reader.config)
+        decoder = load_decoder(weights, architecture, reduce=None)
+        assert decoder.dtype == torch.float32
+        assert decoder.head is not None
+        assert decoder.head(torch.ones(2, 24)).dtype == torch.float32
