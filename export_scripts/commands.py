@@ -88,7 +88,9 @@ def _parser(name: str, text: str, epilog: str = "") -> argparse.ArgumentParser:
 
 def usual_workers() -> int:
     """Return how many workers suit this process: one for each core it may use, up to 8."""
-    return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    return min(cores, _MOST_WORKERS)
 
 
 def convert_parser() -> argparse.ArgumentParser:

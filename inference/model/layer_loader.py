@@ -95,4 +95,5 @@ class LayerLoader:
             weights.matrix_rows(name, rows),
             weights.rows(bias, rows) if bias is not None else None,
             width=layout.vocab_rows_per_rank(vocab_size),
+            int8=self._int8,
         )

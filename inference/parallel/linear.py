@@ -95,10 +95,15 @@ class VocabParallelHead:
     """Hidden states to this rank's slice of the logits, in fp32."""
 
     def __init__(
-        self, table: torch.Tensor, bias: torch.Tensor | None = None, *, width: int
+        self,
+        table: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        width: int,
+        int8: bool = False,
     ) -> None:
         """Take this rank's `table` (rows, H); `width` >= rows is the width of every slice."""
-        self._gemm = make_gemm(table.t(), bias) if len(table) else None
+        self._gemm = make_gemm(table.t(), bias, int8=int8) if len(table) else None
         self._rows = len(table)
         self._width = width
 
