@@ -37,13 +37,13 @@ def measured_bandwidth(device: str) -> float:
     return values.nbytes / min(seconds)
 
 
-def step_bytes(ft_dir: Path, data_type: str, *, int8: bool, batch: int, length: int) -> int:
+def step_bytes(ft_dir: Path, data_type: str, int8: bool, batch: int, length: int) -> int:
     """Return the bytes of weights, keys and values that one decoding step reads.
 
     Args:
         ft_dir: A decoder-only model.
         data_type: What is computed in.
-        int8: Whether the layers' matrices are kept in 8 bits.
+        int8: Whether matrices are kept in 8 bits.
         batch: Sequences.
         length: Tokens that each has cached.
     """
@@ -57,7 +57,7 @@ def step_bytes(ft_dir: Path, data_type: str, *, int8: bool, batch: int, length: 
     for tensor in family.tensors(config):
         if tensor.name in unread:
             continue
-        in_layer = tensor.name.startswith("model.layers.") and len(tensor.shape) > 1
-        weights += prod(tensor.shape) * (1 if int8 and in_layer else item)
+        is_matrix = len(tensor.shape) > 1
+        weights += prod(tensor.shape) * (1 if int8 and is_matrix else item)
     head_bytes = architecture.kv_head_num * architecture.size_per_head * item
     return weights + batch * length * 2 * architecture.num_layer * head_bytes

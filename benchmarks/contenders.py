@@ -6,8 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from benchmarks.bandwidth import step_bytes
 from benchmarks.models import Model
@@ -118,8 +121,6 @@ def bare_loop(
     ft_dir: Path, data_type: str, device: str, *, int8: bool, lanes: int, max_len: int
 ) -> Contender:
     """Return the model and the best token of each row in a loop, without the engine."""
-    import torch
-
     from inference.model.step import Segment
     from inference.serving.plan import StepPlan, pack, unpack
     from inference.serving.rank import Rank
@@ -171,14 +172,11 @@ def _name(program: str, data_type: str, *, int8: bool) -> str:
 
 
 def _step_bytes(ft_dir: Path, data_type: str, *, int8: bool) -> StepBytes:
-    return lambda batch, length: step_bytes(
-        ft_dir, data_type, int8=int8, batch=batch, length=length
-    )
+    return partial(step_bytes, ft_dir, data_type, int8)
 
 
 def hugging_face(model_class: Any, model: Model, data_type: str, device: str) -> Contender:
     """Return transformers' own generate."""
-    import torch
     import transformers
 
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[data_type]

@@ -8,7 +8,9 @@ In each round every contender generates the same number of tokens for the same r
 greedily and without an end token; prefill is part of the time, as it is for a user. Tokens/s counts
 generated tokens of the whole batch. The bare loop is the model without the engine. "of bandwidth"
 is the time to read a step's weights, keys and values once, by the memory bandwidth measured in the
-same run, over the median time of a step. int8 computes in fp32 on CPU and in fp16 on CUDA.
+same run, over the median time of a step. On CPU every contender brings threads of its own, and with
+more threads than cores OpenMP lets them sleep at each wait: leave others out (--no-...) to see what
+one program does alone. int8 computes in fp32 on CPU and in fp16 on CUDA.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
         int8 = kind == "int8"
         data_type = _COMPUTED_WITH_INT8[args.device] if int8 else kind
         found.append(slipway(model.ft_dir, data_type, args.device, int8=int8, **room))
-        found.append(bare_loop(model.ft_dir, data_type, args.device, int8=int8, **room))
+        if not args.no_bare_loop:
+            found.append(bare_loop(model.ft_dir, data_type, args.device, int8=int8, **room))
         if not int8 and not args.no_transformers:
             causal = transformers.AutoModelForCausalLM
             found.append(hugging_face(causal, model, data_type, args.device))
@@ -120,6 +123,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-ctranslate2", action="store_true")
     parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--no-bare-loop", action="store_true")
     return parser.parse_args(argv)
 
 

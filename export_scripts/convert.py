@@ -97,9 +97,9 @@ def check_conversion(
 
 
 def _too_large_to_peek(path: Path) -> bool:
-    recognise_format(path)
     if not path.is_file() or path.stat().st_size <= _QUICK_GZIP_BYTES:
         return False
+    recognise_format(path)
     with path.open("rb") as file:
         return file.read(2) == b"\x1f\x8b"
 

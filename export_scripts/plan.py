@@ -22,8 +22,10 @@ from export_scripts.families.origin import Facts, Origin
 from export_scripts.families.prompts import prompt_tensors
 from export_scripts.families.spec import ModelConfig, parse_value
 from export_scripts.ft.config_ini import config_text
+from export_scripts.ft.layout import ft_directory
 from export_scripts.request import MODEL_TYPES, ConversionRequest
 from export_scripts.tensor_plan import TensorPlan, plan_tensors
+from export_scripts.triton.tokenizer_files import TOKENIZER_CHOICES, makes_tokenizer
 
 # Keys of config.ini that the request itself decides.
 _ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
@@ -82,6 +84,7 @@ def make_plan(
     )
     problems += tensor_problems
     text = _config_text(config, problems)
+    problems += _tokenizer_problems(request, facts, names)
     if problems:
         raise CheckpointMismatchError(problems)
     readers = (facts.reader, *facts.prompts, *facts.ia3, *facts.adapters)
@@ -119,6 +122,26 @@ def _tokens_never_said(config: ModelConfig, names: Mapping[str, str]) -> list[st
         f"is not the model's, state {names['given']} {name}=.."
         for name, token in tokens.items()
         if token is not None and token >= size
+    ]
+
+
+def _tokenizer_problems(
+    request: ConversionRequest, facts: Facts, names: Mapping[str, str]
+) -> list[str]:
+    """Return a problem if text models would find no tokenizer in the folder."""
+    # A folder that is converted already may have been given one by hand.
+    there = ft_directory(request.output_dir, request.tp_size).glob("*")
+    carried = [file.name for file in facts.tokenizer]
+    if (
+        not request.for_text
+        or makes_tokenizer(carried)
+        or makes_tokenizer(path.name for path in there)
+    ):
+        return []
+    return [
+        f"{facts.reader.path} comes with no tokenizer ({TOKENIZER_CHOICES}), which the models that "
+        f"take text need; name its files in {names['vocab_path']} and {names['merges_path']}, or "
+        f"do without these models: {names['for_text']}=false"
     ]
 
 

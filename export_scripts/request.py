@@ -37,6 +37,7 @@ class ConversionRequest:
         model_type: Kind the user expects ("gpt3", "t5", "mt5", a family); None for any.
         pp_size: Pipeline stages of inference; must divide the layers.
         given: (config key, value) pairs the source does not tell.
+        for_text: Whether models that take text need a tokenizer among the folder's files.
     """
 
     checkpoint_path: Path
@@ -56,6 +57,7 @@ class ConversionRequest:
     model_type: str | None = None
     pp_size: int = 1
     given: tuple[tuple[str, str], ...] = ()
+    for_text: bool = False
 
     def allows(self, name: str) -> bool:
         """Return whether the user accepts a tensor that would otherwise be an error."""
@@ -79,6 +81,7 @@ OPTION_NAMES: Mapping[str, str] = {
     "merges_path": "--merges-path",
     "given": "--set",
     "overwrite": "--overwrite",
+    "for_text": "for_text",  # no option: this command serves nothing
 }
 
 

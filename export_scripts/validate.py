@@ -32,55 +32,58 @@ def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
     except CheckpointMismatchError as error:
         return error.problems
     problems = _compare_files(ft_dir, family, config)
-    return problems + _compare_manifest(ft_dir, checksums=checksums)
+    for name, problem in _compare_manifest(ft_dir, checksums=checksums).items():
+        problems.setdefault(name, problem)  # each file's first
+    return list(problems.values())
 
 
-def _compare_files(ft_dir: Path, family: ModelFamily, config: ModelConfig) -> list[str]:
+def _compare_files(ft_dir: Path, family: ModelFamily, config: ModelConfig) -> dict[str, str]:
+    """Return what is wrong with each file; the folder itself stands under its path."""
     tp_size = config.tensor_para_size
     try:
         expected = expected_files(family, config, tp_size)
     except ValueError as error:
-        return [str(error)]
+        return {str(ft_dir): str(error)}
     found = {entry.name: entry for entry in ft_dir.iterdir()}
-    problems = []
+    problems = {}
     for name, size in expected.items():
         entry = found.pop(name, None)
         if entry is None:
-            problems.append(f"{name} is missing (expected {size} bytes)")
+            problems[name] = f"{name} is missing (expected {size} bytes)"
         elif not entry.is_file():
-            problems.append(f"{name} is not a regular file")
+            problems[name] = f"{name} is not a regular file"
         elif (actual := entry.stat().st_size) != size:
-            problems.append(f"{name} has {actual} bytes, expected {size}")
+            problems[name] = f"{name} has {actual} bytes, expected {size}"
     tolerated = (*EXTRA_FILES, *family.unread)
-    problems += [
-        f"{name} is not expected in a {family.name} folder of {tp_size} ranks"
+    return problems | {
+        name: f"{name} is not expected in a {family.name} folder of {tp_size} ranks"
         for name in sorted(found)
         if not any(fnmatch.fnmatchcase(name, pattern) for pattern in tolerated)
-    ]
-    return problems
+    }
 
 
-def _compare_manifest(ft_dir: Path, *, checksums: bool) -> list[str]:
+def _compare_manifest(ft_dir: Path, *, checksums: bool) -> dict[str, str]:
+    """Return what is wrong with each file; the manifest itself stands under its path."""
     path = manifest_path(ft_dir)
     if not path.exists():
-        return []
+        return {}
     try:
         files: dict[str, dict[str, Any]] = json.loads(path.read_text())["files"]
         facts = [(name, record["size_bytes"], record["crc32"]) for name, record in files.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [
-            f"{path} is not a readable manifest ({error!r}); delete it, or convert again with "
-            "--overwrite"
-        ]
-    problems = []
+        return {
+            str(path): f"{path} is not a readable manifest ({error!r}); delete it, or convert "
+            "again with --overwrite"
+        }
+    problems = {}
     for name, size, checksum in facts:
         file = ft_dir / name
         if not file.is_file():
-            problems.append(f"{name} is missing, but the manifest records it")
+            problems[name] = f"{name} is missing, but the manifest records it"
         elif file.stat().st_size != size:
-            problems.append(f"{name} has {file.stat().st_size} bytes, the manifest records {size}")
+            problems[name] = f"{name} has {file.stat().st_size} bytes, the manifest records {size}"
         elif checksums and checksum_of(file) != checksum:
-            problems.append(f"{name} has other contents than the manifest records (crc32)")
+            problems[name] = f"{name} has other contents than the manifest records (crc32)"
     return problems
 
 

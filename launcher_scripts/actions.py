@@ -16,7 +16,7 @@ from launcher_scripts.config import Config
 from launcher_scripts.console import Console, table
 from launcher_scripts.run import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from stages import STAGES, record
-from stages.progress import read_json, read_progress, write_json
+from stages.progress import DamagedFileError, read_json, read_progress, write_json
 
 LAST_RUN = "last_run.json"
 _POLL_S = 0.3
@@ -74,10 +74,14 @@ def _run_dirs(config: Config) -> list[Path]:
     """Return the results folders that are meant: of a sweep there are several."""
     if config.run_dir is not None:
         return [Path(config.run_dir)]
-    last = read_json(Path(config.base_results_dir) / LAST_RUN)
+    path = Path(config.base_results_dir) / LAST_RUN
+    last = read_json(path)
     if last is None:
         return []
-    return [Path(each) for each in last.get("results_dirs", [last["results_dir"]])]
+    try:
+        return [Path(each) for each in last.get("results_dirs", [last["results_dir"]])]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise DamagedFileError(path, "it names no results folder") from error
 
 
 def _read(results_dir: Path, stage: str) -> record.JobRecord | None:

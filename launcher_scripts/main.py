@@ -6,11 +6,18 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 if str(CHECKOUT) not in sys.path:  # started as launcher_scripts/main.py
     sys.path.insert(0, str(CHECKOUT))
+
+if missing := [name for name in ("hydra", "submitit", "yaml") if find_spec(name) is None]:
+    sys.exit(
+        f"{sys.executable} lacks {', '.join(missing)}; make the environment with `make setup` and "
+        f"use {CHECKOUT / '.venv' / 'bin' / 'python'}"
+    )
 
 from launcher_scripts.arguments import Arguments, read_arguments  # noqa: E402
 from launcher_scripts.compose import (  # noqa: E402
@@ -22,6 +29,7 @@ from launcher_scripts.compose import (  # noqa: E402
 from launcher_scripts.config import Config  # noqa: E402
 from launcher_scripts.console import Console  # noqa: E402
 from launcher_scripts.diagnosis import CONFIG_DIR  # noqa: E402
+from stages.progress import DamagedFileError  # noqa: E402
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
@@ -32,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
+    except DamagedFileError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_FAILED
     except BrokenPipeError:
         # Whoever read the output has left; nothing is left to flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

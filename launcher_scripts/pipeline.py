@@ -77,7 +77,8 @@ def make_plan(config: Config, context: Context) -> Plan:
     """Return what would be done, without doing anything."""
     asked = [*config.stages, "evaluate"] if _measures_export(config) else config.stages
     requested, problems = read_stages(asked)
-    context = replace(context, deploys="deploy" in requested)
+    exports = any(_uses_export(name, config) for name in requested if name != "convert")
+    context = replace(context, deploys="deploy" in requested, exports=exports)
     if {"deploy", "evaluate"} <= set(requested) and config.evaluate.server is not None:
         problems.append(
             f"evaluate.server={config.evaluate.server} names a server, and stages asks for another "

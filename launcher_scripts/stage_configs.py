@@ -28,7 +28,7 @@ from launcher_scripts.server_config import deploy_resources, server_config, serv
 from launcher_scripts.suggest import did_you_mean
 from launcher_scripts.time_limit import minutes
 from stages.base import JobSettings, Resources, Stage
-from stages.convert import ConvertStage
+from stages.convert import ConvertStage, find_checkpoint
 from stages.deploy import ENDPOINT_NAME, DeployConfig, DeployStage
 from stages.evaluate import EvaluateConfig, EvaluateStage
 from stages.export import ExportStage
@@ -50,10 +50,12 @@ class Context:
 
     Attributes:
         deploys: whether the same pipeline deploys a server.
+        exports: whether what it converts is exported and served.
         command: the command line.
     """
 
     deploys: bool = False
+    exports: bool = False
     command: str = ""
     git_revision: str = ""
 
@@ -114,7 +116,6 @@ def _resources(name: str, config: Config) -> Resources:
 
 
 def _convert(config: Config, job: JobSettings, context: Context) -> Stage:
-    del context
     model = config.export.model
     extra = config.convert
     return ConvertStage(
@@ -136,6 +137,7 @@ def _convert(config: Config, job: JobSettings, context: Context) -> Stage:
             merges_path=_path(extra.merges_path),
             allow=tuple(extra.allow),
             given=tuple((name, str(value)) for name, value in extra.given.items()),
+            for_text=context.exports and len(_model_folders(config)) > 1,
         ),
     )
 
@@ -175,10 +177,14 @@ def _parameter(value: object) -> str:
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
+def _model_folders(config: Config) -> list[Path]:
+    """Return the folders of the exported repository: the model, and those that take text."""
+    return repository_models(_repository(config), kind=config.export.run.model_type)
+
+
 def _has_ensemble(config: Config) -> bool:
     """Whether the exported repository answers text with text."""
-    folders = repository_models(_repository(config), kind=config.export.run.model_type)
-    return any(folder.name == ENSEMBLE for folder in folders)
+    return any(folder.name == ENSEMBLE for folder in _model_folders(config))
 
 
 def _deploy(config: Config, job: JobSettings, context: Context) -> Stage:
@@ -198,7 +204,7 @@ def _evaluate(config: Config, job: JobSettings, context: Context) -> Stage:
         # The conversion puts the tokenizer's files among the shards.
         tokenizer_dir=None if evaluate.server else _weights_dir(server),
         weights_dir=None if evaluate.server else _weights_dir(server),
-        source_path=Path(config.export.model.checkpoint_path),
+        source_path=find_checkpoint(Path(config.export.model.checkpoint_path)),
         lambada=_options(LambadaOptions, evaluate.lambada),
         text_tasks={name: _text_task(getattr(evaluate, name)) for name in TEXT_TASKS},
         identity=_identity(config),

@@ -31,9 +31,10 @@ KEYS: Mapping[str, str] = {
     "allow": "convert.allow",
     "given": "convert.given",
     "overwrite": "overwrite",
+    "for_text": "export.triton_deployment.ensemble",
 }
 # Fields that do not decide the bytes of the shards.
-_WITHOUT_EFFECT = ("output_dir", "processes", "overwrite", "pp_size")
+_WITHOUT_EFFECT = ("output_dir", "processes", "overwrite", "pp_size", "for_text")
 # The two places where training leaves its checkpoints.
 _CHECKPOINT_FOLDERS = (Path("checkpoints"), Path("results", "checkpoints"))
 
@@ -51,7 +52,7 @@ class ConvertStage(Stage):
 
     @property
     def checkpoint_path(self) -> Path:
-        """The configured checkpoint, or the same one in training's other habitual folder."""
+        """The configured checkpoint, or what `find_checkpoint` finds in its place."""
         return find_checkpoint(self.request.checkpoint_path)
 
     @property
@@ -63,7 +64,11 @@ class ConvertStage(Stage):
         """Return the problems of checkpoint, sizes and destination."""
         from export_scripts.convert import check_conversion
 
-        return check_conversion(self._found(), names=KEYS)
+        request = self._found()
+        if self.marker_path().exists():
+            # What the folder of an earlier run holds is compared, and told, by `finding`.
+            request = replace(request, overwrite=True)
+        return check_conversion(request, names=KEYS)
 
     def outputs(self) -> list[Path]:
         """Return the folder of shards."""
@@ -104,13 +109,12 @@ class ConvertStage(Stage):
         return [f"{self.ft_dir} is damaged: {problem}; {remedy}" for problem in problems]
 
     def notes(self) -> list[str]:
-        """Say which of training's two habitual folders was taken."""
-        if self.checkpoint_path == self.request.checkpoint_path:
+        """Say which folder was taken in place of the configured one."""
+        asked = self.request.checkpoint_path
+        if self.checkpoint_path == asked:
             return []
-        return [
-            f"{KEYS['checkpoint_path']}={self.request.checkpoint_path} does not exist; "
-            f"taking {self.checkpoint_path}"
-        ]
+        why = "holds a snapshot" if asked.exists() else "does not exist"
+        return [f"{KEYS['checkpoint_path']}={asked} {why}; taking {self.checkpoint_path}"]
 
     def run(self, progress: Progress) -> Summary:
         """Convert. Raises CheckpointMismatchError when the checkpoint is not what it has to be."""
@@ -138,10 +142,13 @@ class ConvertStage(Stage):
 def find_checkpoint(path: Path) -> Path:
     """Return `path`, or its twin `checkpoints` <-> `results/checkpoints` when only that exists.
 
-    Guides of the NeMo launcher name the first, its shipped configuration the second.
+    Guides of the NeMo launcher name the first, its shipped configuration the second. The root of a
+    Hugging Face cache folder stands for the snapshot in it.
     """
     if path.exists():
-        return path
+        from export_scripts.checkpoints.huggingface import snapshot_folder
+
+        return snapshot_folder(path)
     near, far = _CHECKPOINT_FOLDERS
     if path.parts[-2:] == far.parts:
         twin = path.parents[1] / near

@@ -16,7 +16,9 @@ from export_scripts.triton.repository import (
     check_repository,
     repository_models,
 )
+from export_scripts.triton.tokenizer_files import TOKENIZER_CHOICES, makes_tokenizer
 from stages.base import Finding, JobSettings, Stage, StageError, Standing, Summary, as_json
+from stages.convert import KEYS as CONVERT_KEYS
 from stages.progress import Progress
 
 KEYS: Mapping[str, str] = {
@@ -80,13 +82,26 @@ class ExportStage(Stage):
 
     def check(self) -> list[str]:
         """Return the problems of sizes, types and destination."""
-        problems = check_repository(self.request, names=KEYS)
+        problems = [*check_repository(self.request, names=KEYS), *self._tokenizer_problems()]
         if self.publish_to is not None and find_spec("boto3") is None:
             problems.append(
                 "deploy.repository is an object store, which needs boto3; install the extra 's3' "
                 "(pip install 'slipway[s3]')."
             )
         return problems
+
+    def _tokenizer_problems(self) -> list[str]:
+        """Return a problem if shards that are there, and stay, lack what the text models need."""
+        has_text_models = len(self.model_folders()) > 1
+        if self.job.overwrite or not has_text_models or not self.ft_dir.is_dir():
+            return []
+        if makes_tokenizer(path.name for path in self.ft_dir.iterdir()):
+            return []
+        return [
+            f"{self.ft_dir} holds no tokenizer ({TOKENIZER_CHOICES}), which the models that take "
+            f"text need; put its files there, convert with {CONVERT_KEYS['vocab_path']}, or set "
+            f"{KEYS['ensemble']}=false."
+        ]
 
     def outputs(self) -> list[Path]:
         """Return the configuration of each model in the repository."""

@@ -16,6 +16,16 @@ from typing import Any
 _MIN_INTERVAL_S = 0.1
 
 
+class DamagedFileError(ValueError):
+    """A file that a run left behind does not hold what it should."""
+
+    def __init__(self, path: Path, reason: object) -> None:
+        super().__init__(
+            f"{path} is damaged ({reason}); put a copy back, or delete it: what it records is "
+            "forgotten then."
+        )
+
+
 @dataclass(frozen=True)
 class ProgressState:
     """One moment of a job.
@@ -54,7 +64,10 @@ class Progress:
 def read_progress(path: Path) -> ProgressState:
     """Return what the job wrote last, or an empty state before its first word."""
     values = read_json(path) or {}
-    return ProgressState(**values)
+    try:
+        return ProgressState(**values)
+    except TypeError as error:
+        raise DamagedFileError(path, "it does not tell a job's progress") from error
 
 
 def write_json(path: Path, values: Any) -> None:
@@ -66,8 +79,14 @@ def write_json(path: Path, values: Any) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """Return the content of a JSON file, or None when there is no such file."""
+    """Return the content of a JSON file, or None when there is no such file.
+
+    Raises:
+        DamagedFileError: it is not JSON.
+    """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except ValueError as error:
+        raise DamagedFileError(path, error) from error

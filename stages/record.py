@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from stages.progress import read_json, write_json
+from stages.progress import DamagedFileError, read_json, write_json
 
 RECORD_NAME = "job.json"
 
@@ -72,14 +72,21 @@ def write_record(path: Path, record: JobRecord) -> None:
 
 
 def read_record(path: Path) -> JobRecord | None:
-    """Return the record at `path`, or None when there is none; unknown keys are ignored."""
+    """Return the record at `path`, or None when there is none; unknown keys are ignored.
+
+    Raises:
+        DamagedFileError: it is no record.
+    """
     values = read_json(path)
     if values is None:
         return None
     known = {each.name for each in fields(JobRecord)}
-    values = {key: value for key, value in values.items() if key in known}
-    values["outputs"] = tuple(values.get("outputs", ()))
-    return JobRecord(**values)
+    try:
+        values = {key: value for key, value in values.items() if key in known}
+        values["outputs"] = tuple(values.get("outputs", ()))
+        return JobRecord(**values)
+    except (AttributeError, TypeError) as error:
+        raise DamagedFileError(path, "it is not the record of a job") from error
 
 
 def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:

@@ -7,7 +7,12 @@ from pathlib import Path
 
 from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.checkpoints.eleuther import layer_directory, open_eleuther
-from export_scripts.checkpoints.huggingface import is_huggingface, open_huggingface
+from export_scripts.checkpoints.huggingface import (
+    is_huggingface,
+    open_huggingface,
+    snapshot_folder,
+    snapshots,
+)
 from export_scripts.checkpoints.jax import open_jax, step_directory
 from export_scripts.checkpoints.megatron import is_megatron, open_megatron
 from export_scripts.checkpoints.nemo import is_nemo, open_nemo
@@ -44,6 +49,11 @@ def recognise_format(path: Path) -> str:
     for name, (recognise, _) in FORMATS.items():
         if recognise(path):
             return name
+    if found := snapshots(path):
+        raise ValueError(
+            f"{path} is the root of a Hugging Face cache folder; give a snapshot in it: "
+            + ", ".join(map(str, found))
+        )
     raise ValueError(
         f"{path} is not a checkpoint of a known format ({', '.join(FORMATS)}); expected a .nemo "
         "archive, a folder with config.json and weights, or one with mp_rank_* folders"
@@ -54,14 +64,14 @@ def open_checkpoint(path: Path | str, *, scratch_dir: Path | None = None) -> Che
     """Return the index of a checkpoint; no tensor is read.
 
     Args:
-        path: File or folder.
+        path: File or folder; the root of a Hugging Face cache folder stands for its snapshot.
         scratch_dir: Where a gzip archive is unpacked while the reader is in use.
 
     Raises:
         ValueError: The path does not exist, or is no known checkpoint.
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
     """
-    path = Path(path)
+    path = snapshot_folder(Path(path))
     _, open_format = FORMATS[recognise_format(path)]
     try:
         return open_format(path, scratch_dir)

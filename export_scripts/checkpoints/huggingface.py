@@ -40,6 +40,26 @@ def is_huggingface(path: Path) -> bool:
     return path.is_dir() and (path / CONFIG_NAME).is_file()
 
 
+def snapshots(path: Path) -> list[Path]:
+    """Return the models in the root of a Hugging Face cache folder (models--<org>--<name>)."""
+    if is_huggingface(path):
+        return []
+    return sorted(each for each in path.glob("snapshots/*") if is_huggingface(each))
+
+
+def snapshot_folder(path: Path) -> Path:
+    """Return the model that the root of a cache folder stands for, any other path as it is.
+
+    Of several snapshots it is the one that refs/main names; without that, none.
+    """
+    found = snapshots(path)
+    main = path / "refs" / "main"
+    if found and main.is_file():
+        name = main.read_text(errors="replace").strip()
+        found = [each for each in found if each.name == name] or found
+    return found[0] if len(found) == 1 else path
+
+
 def open_huggingface(path: Path) -> TensorIndex:
     """Return the index of a Hugging Face folder.
 

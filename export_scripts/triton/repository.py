@@ -28,7 +28,12 @@ from export_scripts.triton.model_folders import (
     text_models,
 )
 from export_scripts.triton.repository_request import VERSION, RepositoryRequest
-from export_scripts.triton.tokenizer_files import SETTINGS_FILE, TOKENIZER_KINDS, find_tokenizer
+from export_scripts.triton.tokenizer_files import (
+    SETTINGS_FILE,
+    TOKENIZER_CHOICES,
+    TOKENIZER_KINDS,
+    find_tokenizer,
+)
 
 __all__ = [
     "CONFIG_FILE",
@@ -53,8 +58,8 @@ _INTERACTIVE_TYPES = {
 }
 _ALSO_SERVED_AS = {"T5": ("T5-Encoder",)}
 _NO_TOKENIZER = (
-    "{} holds no tokenizer (tokenizer.json, vocab.json with merges.txt, tokenizer.model or "
-    "vocab.txt), which the text models need; convert with one, or build without the ensemble."
+    f"{{}} holds no tokenizer ({TOKENIZER_CHOICES}), which the text models need; convert with one, "
+    "or build without the ensemble."
 )
 
 

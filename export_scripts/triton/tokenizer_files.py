@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +33,16 @@ TOKENIZER_KINDS: dict[str, tuple[str, ...]] = {
     "sentencepiece": ("*.model",),
     "wordpiece": ("vocab.txt",),
 }
+TOKENIZER_CHOICES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt"
+
+
+def makes_tokenizer(names: Iterable[str]) -> bool:
+    """Return whether files of these names are enough for a tokenizer of some kind."""
+    found = list(names)
+    return any(
+        all(fnmatch.filter(found, pattern) for pattern in patterns)
+        for patterns in TOKENIZER_KINDS.values()
+    )
 
 
 def find_tokenizer(folder: Path, *, kind: str | None = None) -> TokenizerFiles | None:

@@ -28,7 +28,7 @@ def load_decoder(
         weights: This rank's files.
         architecture: The choices.
         reduce: Sums over the ranks of the stage; None for a single rank.
-        int8: Whether the layers' matrices are kept in 8 bits.
+        int8: Whether matrices are kept in 8 bits.
 
     Raises:
         ValueError: The sizes do not divide among the ranks, or a choice is not supported.

@@ -101,7 +101,7 @@ class EncoderDecoder:
             weights: This rank's files.
             architecture: The choices; `decoder` None loads the encoder of a whole model alone.
             reduce: Sums over the ranks of the stage; None for a single rank.
-            int8: Whether the layers' matrices are kept in 8 bits.
+            int8: Whether matrices are kept in 8 bits.
 
         Raises:
             ValueError: The sizes do not divide among the ranks.

@@ -23,7 +23,7 @@ class LayerLoader:
     """Makes parts of layers of one rank's tensors.
 
     `reduce` sums over the ranks of the stage, None for a single one; with `int8` matrices are kept
-    in 8 bits, the head's excepted.
+    in 8 bits, the head's too.
     """
 
     def __init__(

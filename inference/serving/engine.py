@@ -84,7 +84,7 @@ class Engine(EngineBase):
             tp_size: Tensor-parallel size.
             pp_size: Pipeline-parallel size; divides the layers.
             data_type: What is computed in: fp32, fp16 or bf16.
-            int8_mode: 1 to keep the layers' matrices in 8 bits, quantised at load.
+            int8_mode: 1 to keep matrices in 8 bits, quantised at load.
             device: cpu, cuda, or auto for CUDA where there is a device.
             options: Budgets and bounds.
             meeting: Where ranks other than 0 come, if a launcher started them, perhaps on several

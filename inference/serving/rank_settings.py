@@ -28,7 +28,7 @@ class RankSettings:
     lanes: int
     max_len: int  # tokens a lane holds
     threads: int  # of the CPU, for this rank
-    int8_mode: int = 0  # 1: the layers' matrices are kept in 8 bits
+    int8_mode: int = 0  # 1: matrices are kept in 8 bits
     store: tuple[str, int] = ("127.0.0.1", 0)  # host and port of the rendezvous
     shared_memory: bool = True  # False: CPU ranks talk over gloo even on one host
     rank_timeout_s: float = 8.0

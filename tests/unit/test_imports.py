@@ -61,6 +61,17 @@ def test_login_node_loads_nothing_heavy(name: str, tmp_path: Path) -> None:
     assert not loaded & set(HEAVY)
 
 
+@pytest.mark.parametrize("script", ["main.py", "launcher_scripts/main.py"])
+def test_python_without_the_packages_is_told_in_one_line(script: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-E", "-S", script, "--help"],  # -S: no installed packages
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "lacks hydra, submitit, yaml; make the environment with `make setup`" in line
+
+
 def test_both_entries_are_the_same_command() -> None:
     one, other = (
         subprocess.run(

@@ -83,3 +83,11 @@ def test_a_reader_names_what_it_lacks(folder: Path) -> None:
         reader.read("model.lm_head.weight")
     with pytest.raises(CheckpointMismatchError, match="for 2 ranks; there is no rank 2"):
         reader.read("model.wte", 2)
+
+
+def test_each_damaged_file_is_told_once(folder: Path) -> None:
+    (folder / QKV).unlink()
+    (folder / "model.wpe.bin").write_bytes(b"short")
+    problems = validate_directory(folder)
+    assert len(problems) == 2
+    assert sum(QKV in text for text in problems) == 1

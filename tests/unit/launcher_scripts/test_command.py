@@ -210,6 +210,20 @@ def test_output_that_nobody_reads_any_more_is_no_error(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize("text", ["{", "{}", "[]"])
+@pytest.mark.parametrize("name", ["last_run.json", "export/job.json"])
+def test_damaged_files_of_a_run_are_named_with_the_way_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str
+) -> None:
+    (tmp_path / "export").mkdir()
+    (tmp_path / name).write_text(text)
+    where = "base_results_dir" if name == "last_run.json" else "run_dir"
+    assert main(["action=status", f"{where}={tmp_path}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path / name} is damaged (")
+    assert "delete it" in line
+
+
 def test_status_without_any_run_says_what_to_give(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

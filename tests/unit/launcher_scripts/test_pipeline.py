@@ -13,6 +13,7 @@ from launcher_scripts.compose import CHECKOUT, compose_config
 from launcher_scripts.pipeline import Plan, make_plan, read_stages
 from launcher_scripts.stage_configs import Context
 from stages.convert import ConvertStage, find_checkpoint
+from tests.tiny_text_gpt2 import write_tiny_gpt2
 
 SAMPLE = CHECKOUT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
@@ -128,10 +129,20 @@ def test_damaged_shards_are_not_taken_for_finished(tmp_path: Path) -> None:
     stage()
     with (stage.ft_dir / "model.wpe.bin").open("r+b") as file:
         file.truncate(100)
-    made = plan(tmp_path, "stages=[export]")
-    assert any(
-        "model.wpe.bin has 100 bytes" in text and "overwrite=true" in text for text in made.problems
-    )
+    (problem,) = plan(tmp_path, "stages=[export]").problems
+    assert "model.wpe.bin has 100 bytes" in problem
+    assert "overwrite=true" in problem
+
+
+def test_each_setting_that_differs_from_converted_shards_is_told_once(finished: Path) -> None:
+    shards = f"{finished}/gpt_books_5m/export_tp2_pp1_fp16_fp32/model_repo/fastertransformer"
+    (problem,) = plan(
+        finished,
+        "stages=[convert]",
+        "export.model.weight_data_type=fp32",
+        f"export.triton_deployment.triton_model_dir={shards}",
+    ).problems
+    assert "export.model.weight_data_type=fp32 differs from fp16" in problem
 
 
 def test_changed_checkpoint_is_noticed(tmp_path: Path) -> None:
@@ -236,3 +247,67 @@ def test_both_habitual_checkpoint_folders_are_looked_into(
 
 def test_a_checkpoint_that_is_nowhere_keeps_its_name(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def textless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without its tokenizer, which lies in `files` beside it."""
+    folder = write_tiny_gpt2(tmp_path_factory.mktemp("textless") / "model")
+    files = folder.parent / "files"
+    files.mkdir()
+    for name in ("vocab.json", "merges.txt"):
+        (folder / name).rename(files / name)
+    return folder
+
+
+def words_for(checkpoint: Path) -> tuple[str, ...]:
+    return (f"export.model.checkpoint_path={checkpoint}", "stages=[export]")
+
+
+def test_text_models_without_a_tokenizer_are_refused_with_the_keys_that_help(
+    tmp_path: Path, textless: Path
+) -> None:
+    (problem,) = plan(tmp_path, *words_for(textless)).problems
+    assert f"{textless} comes with no tokenizer" in problem
+    assert "convert.vocab_path and convert.merges_path" in problem
+    assert "export.triton_deployment.ensemble=false" in problem
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("export.triton_deployment.ensemble=false",),
+        ("stages=[convert]",),
+        ("convert.vocab_path={files}/vocab.json", "convert.merges_path={files}/merges.txt"),
+    ],
+)
+def test_checkpoint_without_a_tokenizer_is_taken_where_none_is_needed_or_one_is_given(
+    tmp_path: Path, textless: Path, words: tuple[str, ...]
+) -> None:
+    given = [word.format(files=textless.parent / "files") for word in words]
+    kept = [word for word in words_for(textless) if not word.startswith(given[0].split("=")[0])]
+    assert plan(tmp_path, *kept, *given).problems == ()
+
+
+def test_tokenizer_may_be_put_among_converted_shards(tmp_path: Path, textless: Path) -> None:
+    words = words_for(textless)
+    stage = plan(tmp_path, words[0], "stages=[convert]").to_run[0].stage
+    assert isinstance(stage, ConvertStage)
+    stage()
+    (problem,) = plan(tmp_path, *words).problems
+    assert f"{stage.ft_dir} holds no tokenizer" in problem
+    for file in (textless.parent / "files").iterdir():
+        (stage.ft_dir / file.name).write_bytes(file.read_bytes())
+    made = plan(tmp_path, *words)
+    assert (made.problems, names(made)) == ((), ["export"])
+
+
+def test_root_of_a_hugging_face_cache_stands_for_its_snapshot(
+    tmp_path: Path, textless: Path
+) -> None:
+    root = tmp_path / "models--org--name"
+    (root / "snapshots").mkdir(parents=True)
+    (root / "snapshots" / "abc").symlink_to(textless)
+    made = plan(tmp_path / "results", f"export.model.checkpoint_path={root}", "stages=[convert]")
+    assert made.problems == ()
+    assert any(f"taking {root}/snapshots/abc" in note for note in made.notes)

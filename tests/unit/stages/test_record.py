@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from stages.progress import DamagedFileError
 from stages.record import LOST, RUNNING, JobRecord, correct_record, read_record, write_record
 
 
@@ -25,3 +28,11 @@ def test_record_that_cannot_be_written_is_corrected_for_the_reader(tmp_path: Pat
     assert corrected is not None
     assert corrected.state == LOST
     assert read_record(path) == found
+
+
+@pytest.mark.parametrize("text", ["", "{", "\0\0", "\xff", "{}", "[]", "7", '{"outputs": 3}'])
+def test_damaged_record_is_named(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "job.json"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(DamagedFileError, match=r"job\.json is damaged \(.+\); put a copy back, or"):
+        read_record(path)

@@ -132,3 +132,33 @@ def test_tokenizer_files_are_found_under_their_target_names(tmp_path: Path) -> N
     files = {"model.safetensors": TENSORS, "spiece.model": "x", "tokenizer_config.json": {}}
     names = [file.name for file in open_checkpoint(folder(tmp_path / "m", files)).tokenizer_files()]
     assert sorted(names) == ["tokenizer.model", "tokenizer_config.json"]
+
+
+def cache(root: Path, *names: str, main: str | None = None) -> Path:
+    for name in names:
+        (root / "snapshots" / name).mkdir(parents=True)
+        folder(root / "snapshots" / name, {"model.safetensors": {name: torch.ones(1)}})
+    if main is not None:
+        (root / "refs").mkdir()
+        (root / "refs" / "main").write_text(main)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("names", "main", "taken"),
+    [(("a",), None, "a"), (("a",), "gone", "a"), (("a", "b"), "b", "b"), (("a", "b"), "a\n", "a")],
+)
+def test_root_of_a_cache_stands_for_its_main_or_only_snapshot(
+    tmp_path: Path, names: tuple[str, ...], main: str | None, taken: str
+) -> None:
+    assert set(values(cache(tmp_path / "models--org--name", *names, main=main))) == {taken}
+
+
+@pytest.mark.parametrize("main", [None, "gone", "../../elsewhere"])
+def test_root_of_a_cache_with_several_snapshots_names_them(
+    tmp_path: Path, main: str | None
+) -> None:
+    root = cache(tmp_path / "models--org--name", "a", "b", main=main)
+    with pytest.raises(ValueError, match="give a snapshot in it") as caught:
+        open_checkpoint(root)
+    assert f"{root}/snapshots/a, {root}/snapshots/b" in str(caught.value)
