@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +24,66 @@ StepBytes = Callable[[int, int], int]
 
 
 @dataclass
-class Contender:
+class Program:
     """One program that generates; `step_times` receives the seconds between tokens."""
 
     name: str
     generate: Callable[[Prompts, int], Any]
     step_times: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
     close: Callable[[], None] = lambda: None
     step_bytes: StepBytes | None = None
+
+
+class Contender:
+    """A program in a process of its own, and what was measured of it.
+
+    In one process each program would have its own threads, and OpenMP lets threads wait asleep
+    where there are more than processors: every one of them would take up to twice as long.
+    """
+
+    def __init__(self, make: Callable[[], Program], *, threads: int) -> None:
+        """Start the process; `make` travels there."""
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run_program, args=(make, threads, theirs))
+        self._process.start()
+        theirs.close()
+        self.name: str
+        self.step_bytes: StepBytes | None
+        self.name, self.step_bytes = self._pipe.recv()
+        self.seconds: list[float] = []
+        self.step_times: list[float] = []
+
+    def generate(self, prompts: Prompts, output_len: int) -> None:
+        """Generate once and note the times."""
+        self._pipe.send((prompts, output_len))
+        seconds, step_times = self._pipe.recv()
+        self.seconds.append(seconds)
+        self.step_times += step_times
+
+    def forget(self) -> None:
+        """Drop what was measured so far."""
+        self.seconds.clear()
+        self.step_times.clear()
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        self._process.join()
+
+
+def _run_program(make: Callable[[], Program], threads: int, pipe: Connection) -> None:
+    torch.set_num_threads(threads)
+    program = make()
+    pipe.send((program.name, program.step_bytes))
+    with contextlib.suppress(EOFError):  # the other end is closed: nothing more to do
+        while True:
+            prompts, output_len = pipe.recv()
+            program.step_times.clear()
+            start = time.perf_counter()
+            program.generate(prompts, output_len)
+            pipe.send((time.perf_counter() - start, program.step_times))
+    program.close()
 
 
 class StepClock:
@@ -58,13 +112,10 @@ def measure(table: Sequence[Contender], prompts: Prompts, output_len: int, repea
     """Time every contender in turn, after one round that is not counted."""
     for each in table:
         each.generate(prompts, output_len)
-        each.seconds.clear()
-        each.step_times.clear()
+        each.forget()
     for _ in range(repeats):
         for each in table:
-            start = time.perf_counter()
             each.generate(prompts, output_len)
-            each.seconds.append(time.perf_counter() - start)
 
 
 def reference(table: Sequence[Contender]) -> Contender:
@@ -81,7 +132,7 @@ def slipway(
     max_len: int,
     int8: bool = False,
     encoder_decoder: bool = False,
-) -> Contender:
+) -> Program:
     """Return this project's engine on one rank, with room for `lanes` times `max_len` tokens."""
     from inference.decoding.options import RowOptions
     from inference.decoding.request import GenerationRequest, RowRequest
@@ -114,12 +165,12 @@ def slipway(
 
     name = _name("slipway", data_type, int8=int8)
     read = None if encoder_decoder else _step_bytes(ft_dir, data_type, int8=int8)
-    return Contender(name, generate, step_times, close=engine.stop, step_bytes=read)
+    return Program(name, generate, step_times, close=engine.stop, step_bytes=read)
 
 
 def bare_loop(
     ft_dir: Path, data_type: str, device: str, *, int8: bool, lanes: int, max_len: int
-) -> Contender:
+) -> Program:
     """Return the model and the best token of each row in a loop, without the engine."""
     from inference.model.step import Segment
     from inference.serving.plan import StepPlan, pack, unpack
@@ -162,9 +213,7 @@ def bare_loop(
             clock()
 
     name = _name("slipway bare loop", data_type, int8=int8)
-    return Contender(
-        name, generate, step_times, step_bytes=_step_bytes(ft_dir, data_type, int8=int8)
-    )
+    return Program(name, generate, step_times, step_bytes=_step_bytes(ft_dir, data_type, int8=int8))
 
 
 def _name(program: str, data_type: str, *, int8: bool) -> str:
@@ -175,7 +224,7 @@ def _step_bytes(ft_dir: Path, data_type: str, *, int8: bool) -> StepBytes:
     return partial(step_bytes, ft_dir, data_type, int8)
 
 
-def hugging_face(model_class: Any, model: Model, data_type: str, device: str) -> Contender:
+def hugging_face(model_class: Any, model: Model, data_type: str, device: str) -> Program:
     """Return transformers' own generate."""
     import transformers
 
@@ -212,10 +261,10 @@ def hugging_face(model_class: Any, model: Model, data_type: str, device: str) ->
             )
         return output[:, -tokens:].tolist()
 
-    return Contender(f"transformers {transformers.__version__} {data_type}", generate, step_times)
+    return Program(f"transformers {transformers.__version__} {data_type}", generate, step_times)
 
 
-def ctranslate(folder: Path, work_dir: Path, data_type: str, threads: int) -> Contender:
+def ctranslate(folder: Path, work_dir: Path, data_type: str, threads: int) -> Program:
     """Return CTranslate2's generator on CPU."""
     import ctranslate2
     import tokenizers
@@ -252,4 +301,4 @@ def ctranslate(folder: Path, work_dir: Path, data_type: str, threads: int) -> Co
         )
         return [result.sequences_ids[0] for result in results]
 
-    return Contender(f"CTranslate2 {ctranslate2.__version__} {data_type}", generate)
+    return Program(f"CTranslate2 {ctranslate2.__version__} {data_type}", generate)

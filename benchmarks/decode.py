@@ -19,12 +19,14 @@ import argparse
 import itertools
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.bandwidth import measured_bandwidth
 from benchmarks.contenders import (
     Contender,
+    Program,
     bare_loop,
     ctranslate,
     hugging_face,
@@ -39,24 +41,25 @@ DATA_TYPES = {"cpu": ["fp32", "int8", "bf16"], "cuda": ["fp16", "int8", "bf16"]}
 _COMPUTED_WITH_INT8 = {"cpu": "fp32", "cuda": "fp16"}
 
 
-def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
-    """Return every contender for every type it has."""
+def programs(model: Model, args: argparse.Namespace) -> list[Callable[[], Program]]:
+    """Return what makes every program for every type it has."""
     import transformers
 
-    found = []
+    found: list[Callable[[], Program]] = []
     room = {"lanes": max(args.batch), "max_len": args.input_len + args.output_len}
     for kind in args.data_type or DATA_TYPES[args.device]:
         int8 = kind == "int8"
         data_type = _COMPUTED_WITH_INT8[args.device] if int8 else kind
-        found.append(slipway(model.ft_dir, data_type, args.device, int8=int8, **room))
+        ours = (model.ft_dir, data_type, args.device)
+        found.append(partial(slipway, *ours, int8=int8, **room))
         if not args.no_bare_loop:
-            found.append(bare_loop(model.ft_dir, data_type, args.device, int8=int8, **room))
+            found.append(partial(bare_loop, *ours, int8=int8, **room))
         if not int8 and not args.no_transformers:
             causal = transformers.AutoModelForCausalLM
-            found.append(hugging_face(causal, model, data_type, args.device))
+            found.append(partial(hugging_face, causal, model, data_type, args.device))
         peer = args.device == "cpu" and kind in ("fp32", "int8") and not args.no_ctranslate2
         if peer and model.checkpoint is not None:
-            found.append(ctranslate(model.checkpoint, args.work_dir, kind, args.threads))
+            found.append(partial(ctranslate, model.checkpoint, args.work_dir, kind, args.threads))
     return found
 
 
@@ -135,7 +138,7 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     model = decoder_model(args.model, args.work_dir, args.device)
-    table = contenders(model, args)
+    table = [Contender(make, threads=args.threads) for make in programs(model, args)]
     # Ids that every contender's vocabulary has.
     run(table, args, vocab_size=model.vocab_size - 300)
     for each in table:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import transformers
 
 from benchmarks.contenders import (
     Contender,
+    Program,
     Prompts,
     hugging_face,
     measure,
@@ -34,30 +36,30 @@ from export_scripts.ft.dtypes import torch_dtype
 _VOCABULARY = 30000  # ids that both models have
 
 
-def t5_contenders(args: argparse.Namespace) -> list[Contender]:
-    """Return the contenders on t5-small."""
+def t5_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
+    """Return what makes the programs on t5-small."""
     folder = args.work_dir / "t5"
     write_t5(folder)
     model = Model(convert(folder, args.work_dir / "t5_ft"), folder, None, _VOCABULARY)
-    found = []
+    found: list[Callable[[], Program]] = []
     room = {"lanes": max(args.batch), "max_len": max(args.input_len, args.output_len) + 1}
     for data_type in args.data_type:
-        ours = slipway(model.ft_dir, data_type, args.device, encoder_decoder=True, **room)
-        found.append(ours)
+        ours = (model.ft_dir, data_type, args.device)
+        found.append(partial(slipway, *ours, encoder_decoder=True, **room))
         theirs = transformers.T5ForConditionalGeneration
-        found.append(hugging_face(theirs, model, data_type, args.device))
+        found.append(partial(hugging_face, theirs, model, data_type, args.device))
     return found
 
 
-def bert_contenders(args: argparse.Namespace) -> list[Contender]:
-    """Return the contenders on BERT-base."""
+def bert_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
+    """Return what makes the programs on BERT-base."""
     folder = args.work_dir / "bert"
     write_bert(folder)
     ft_dir = convert(folder, args.work_dir / "bert_ft")
-    found = []
+    found: list[Callable[[], Program]] = []
     for data_type in args.data_type:
-        found.append(slipway_bert(ft_dir, data_type, args.device))
-        found.append(transformers_bert(folder, data_type, args.device))
+        found.append(partial(slipway_bert, ft_dir, data_type, args.device))
+        found.append(partial(transformers_bert, folder, data_type, args.device))
     return found
 
 
@@ -67,7 +69,7 @@ def states_of(prompts: Prompts, hidden: int) -> torch.Tensor:
     return torch.randn(len(prompts), len(prompts[0]), hidden, generator=generator)
 
 
-def slipway_bert(ft_dir: Path, data_type: str, device: str) -> Contender:
+def slipway_bert(ft_dir: Path, data_type: str, device: str) -> Program:
     """Return this project's engine on a BERT."""
     from inference.serving.encoder_engine import EncoderEngine
     from inference.serving.encoding import EncodingRequest, EncodingRow
@@ -80,10 +82,10 @@ def slipway_bert(ft_dir: Path, data_type: str, device: str) -> Contender:
         rows = tuple(EncodingRow((), row) for row in states)
         return engine.encode(EncodingRequest(rows, states.shape[1])).hidden
 
-    return Contender(f"slipway {data_type}", encode, close=engine.stop)
+    return Program(f"slipway {data_type}", encode, close=engine.stop)
 
 
-def transformers_bert(folder: Path, data_type: str, device: str) -> Contender:
+def transformers_bert(folder: Path, data_type: str, device: str) -> Program:
     """Return transformers' encoder layers, from and to states on the host as ours."""
     dtype = torch_dtype(data_type)
     model = transformers.BertModel.from_pretrained(folder, dtype=dtype).to(device).eval()
@@ -93,7 +95,7 @@ def transformers_bert(folder: Path, data_type: str, device: str) -> Contender:
         with torch.inference_mode():
             return model.encoder(states).last_hidden_state.float().cpu()
 
-    return Contender(f"transformers {transformers.__version__} {data_type}", encode)
+    return Program(f"transformers {transformers.__version__} {data_type}", encode)
 
 
 def report(table: Sequence[Contender], title: str, tokens: int) -> None:
@@ -130,8 +132,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     generator = torch.Generator().manual_seed(1)
-    for name, contenders in {"T5": t5_contenders, "BERT": bert_contenders}.items():
-        table = contenders(args)
+    for name, programs in {"T5": t5_programs, "BERT": bert_programs}.items():
+        table = [Contender(make, threads=args.threads) for make in programs(args)]
         for batch in args.batch:
             shape = (batch, args.input_len)
             prompts = torch.randint(1, _VOCABULARY, shape, generator=generator).tolist()

@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ import transformers
 
 from benchmarks.contenders import (
     Contender,
+    Program,
     hugging_face,
     measure,
     percentile,
@@ -30,14 +32,14 @@ from benchmarks.models import Model, decoder_model
 DATA_TYPES = {"cpu": ["fp32", "bf16"], "cuda": ["fp16", "bf16"]}
 
 
-def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
-    """Return our engine and transformers for every type."""
+def programs(model: Model, args: argparse.Namespace) -> list[Callable[[], Program]]:
+    """Return what makes our engine and transformers for every type."""
     causal = transformers.AutoModelForCausalLM
-    found = []
+    found: list[Callable[[], Program]] = []
     room = {"lanes": max(args.batch), "max_len": max(args.input_len) + 1}
     for data_type in args.data_type or DATA_TYPES[args.device]:
-        found.append(slipway(model.ft_dir, data_type, args.device, **room))
-        found.append(hugging_face(causal, model, data_type, args.device))
+        found.append(partial(slipway, model.ft_dir, data_type, args.device, **room))
+        found.append(partial(hugging_face, causal, model, data_type, args.device))
     return found
 
 
@@ -75,7 +77,7 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     model = decoder_model(args.model, args.work_dir, args.device)
-    table = contenders(model, args)
+    table = [Contender(make, threads=args.threads) for make in programs(model, args)]
     generator = torch.Generator().manual_seed(1)
     for batch in args.batch:
         for length in args.input_len:

@@ -92,7 +92,8 @@ def test_requests_of_one_call_are_answered_apart(service: TextService) -> None:
     apart = [*service.infer([first]), *service.infer([second])]
     for outputs, alone in zip(together, apart, strict=True):
         assert sentences(outputs) == sentences(alone)
-        assert np.array_equal(outputs["cum_log_probs"], alone["cum_log_probs"])
+        # The order of summation follows the number of rows: the last digits of fp32.
+        np.testing.assert_allclose(outputs["cum_log_probs"], alone["cum_log_probs"], rtol=1e-5)
 
 
 def test_long_prompts_lose_what_leaves_no_room_for_the_answer(service: TextService) -> None:
