@@ -11,13 +11,13 @@ import math
 import mmap
 import os
 import threading
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.checksum import crc32
 
 if TYPE_CHECKING:
     from export_scripts.ft.arrays import Array
@@ -157,7 +157,7 @@ class FileMaps:
         found = 0
         for start in range(record.offset, record.offset + record.size, _CHECKED_BYTES):
             end = min(start + _CHECKED_BYTES, record.offset + record.size)
-            found = zlib.crc32(view[start:end], found)
+            found = crc32(view[start:end], found)
             if record.size > tensor.span_bytes:  # the rest is not read now
                 self._drop(record.path, start, end)
         return found
