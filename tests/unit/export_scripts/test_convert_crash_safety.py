@@ -80,12 +80,13 @@ def killed_after(files: int, source: Path, output_dir: Path, pause_s: float) -> 
     return False
 
 
+@pytest.mark.soak
 def test_runs_killed_at_random_moments_end_with_the_same_bytes(
-    source: Path, expected: dict[str, bytes], tmp_path: Path
+    source: Path, expected: dict[str, bytes], tmp_path: Path, soak: int
 ) -> None:
     chance = random.Random(11)
     cut_off = 0
-    for number in range(KILLS):
+    for number in range(KILLS * soak):
         output = tmp_path / str(number)
         files = chance.randrange(len(expected) + 2)
         cut_off += killed_after(files, source, output, chance.random() * 0.003)
@@ -95,7 +96,7 @@ def test_runs_killed_at_random_moments_end_with_the_same_bytes(
         assert contents(summary.ft_dir) == expected
         assert sorted(path.name for path in output.iterdir()) == ["3-gpu", "3-gpu.manifest.json"]
         shutil.rmtree(output)
-    assert cut_off > KILLS // 2, f"only {cut_off} of {KILLS} kills came in time"
+    assert cut_off > KILLS * soak // 2, f"only {cut_off} of {KILLS * soak} kills came in time"
 
 
 class StopConversionError(Exception):
