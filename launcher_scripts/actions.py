@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from launcher_scripts.config import Config
-from launcher_scripts.console import Console, table
-from launcher_scripts.run import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from launcher_scripts.console import Console
+from launcher_scripts.exit_status import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from launcher_scripts.launchers import queue_of
 from stages import STAGES, record
 from stages.progress import DamagedFileError, read_json, read_progress, write_json
 
@@ -90,10 +91,8 @@ def _read(results_dir: Path, stage: str) -> record.JobRecord | None:
     found = record.read_record(path)
     if found is None or found.is_final:
         return found
-    if found.cluster == "bcm":
-        from launcher_scripts.launchers.slurm_state import settle
-
-        return settle(path)
+    if (queue := queue_of(found.cluster)) is not None:
+        return queue.settle(path)
     if _is_here(found) and found.process is not None and not _is_process_of(found, path.parent):
         return record.correct_record(
             path,
@@ -119,7 +118,7 @@ def _is_process_of(found: record.JobRecord, folder: Path) -> bool:
 
 def _status(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
     rows = [_row(each) for each in records]
-    console.say(table(("stage", "job", "state", "node", "elapsed", "exit"), rows))
+    console.say(console.table(("stage", "job", "state", "node", "elapsed", "exit"), rows))
     for each in records:
         if text := each.error or _doing(each, results_dir):
             console.say(f"{each.stage}: {text}")
@@ -138,12 +137,10 @@ def _doing(found: record.JobRecord, results_dir: Path) -> str:
     """Return what a job that has not ended is doing, or waits for."""
     if found.is_final:
         return ""
-    if found.cluster == "bcm":
-        from launcher_scripts.launchers.slurm_state import waiting_for
-
-        if reason := waiting_for(found.job_id):
-            after = f" ({found.dependency})" if found.dependency and reason == "Dependency" else ""
-            return f"in the queue: {reason}{after}"
+    queue = queue_of(found.cluster)
+    if queue is not None and (reason := queue.waiting_for(found.job_id)):
+        after = f" ({found.dependency})" if found.dependency and reason == "Dependency" else ""
+        return f"in the queue: {reason}{after}"
     return read_progress(results_dir / found.stage / "progress.json").phase
 
 
@@ -199,10 +196,8 @@ def _cancel(results_dir: Path, records: list[record.JobRecord], console: Console
 
 def _cancel_one(found: record.JobRecord, results_dir: Path) -> str:
     """Ask a job to end; return why it cannot be asked, empty if it was."""
-    if found.cluster == "bcm":
-        from launcher_scripts.launchers.slurm_state import cancel
-
-        return cancel(found.job_id)
+    if (queue := queue_of(found.cluster)) is not None:
+        return queue.cancel(found.job_id)
     if not _is_here(found):
         return f"it runs on {found.host}; give the command there"
     if found.process is not None and _is_process_of(found, results_dir / found.stage):

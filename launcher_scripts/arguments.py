@@ -14,6 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from launcher_scripts.cluster_config import CLUSTERS, ClusterConfig
+from launcher_scripts.diagnosis import likely_key
 from launcher_scripts.option import keys_of
 from launcher_scripts.suggest import did_you_mean
 
@@ -59,7 +60,13 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     parser = get_args_parser()
     known, unknown = parser.parse_known_intermixed_args(list(argv))
     problems = [
-        f"unknown argument {each}; run with --help to see what there is." for each in unknown
+        f"unknown argument {each}{likely_key(each)}; run with --help to see what there is."
+        for each in unknown
+    ]
+    problems += [
+        f"{each!a} is not UTF-8, in which configurations are written; rename what it names."
+        for each in argv
+        if not each.isascii() and not _is_utf8(each)
     ]
     words = _with_runs(known.overrides)
     extra_dir = _folder(known.config_dir)
@@ -74,9 +81,18 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         config_name=known.config_name,
         extra_dir=extra_dir,
         multirun=bool(known.multirun),
-        wants_help=bool(known.help),
+        wants_help=bool(known.help) or "help" in known.overrides,
         hydra_flags=tuple(_hydra_flags(known)),
     )
+
+
+def _is_utf8(word: str) -> bool:
+    """Whether a word was UTF-8; Python stands surrogates for bytes that are not."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _with_runs(words: Sequence[str]) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from launcher_scripts.config import Config
+from launcher_scripts.stage_table import STAGE_TABLE
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "CREDENTIAL")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -20,13 +22,15 @@ def problems_of_settings(config: Config) -> list[str]:
     return [*_names(config), *_variables(config), *_places(config)]
 
 
+def nearest_that_exists(path: Path) -> Path:
+    """Return `path`, or the lowest of the folders above it that can be seen from here."""
+    return next(each for each in (path, *path.parents) if os.access(each, os.F_OK))
+
+
 def _names(config: Config) -> Iterator[str]:
     """Refuse names of jobs that cannot be names of files."""
-    names = {
-        "export.run.name": config.export.run.name,
-        "deploy.name": config.deploy.name,
-        "evaluate.name": config.evaluate.name,
-    }
+    keys = dict.fromkeys(f"{row.settings}.name" for row in STAGE_TABLE.values())
+    names = {key: operator.attrgetter(key)(config) for key in keys}
     for key, name in names.items():
         if not name:
             yield f"{key} is empty; give the job a name."
@@ -63,6 +67,6 @@ def _places(config: Config) -> Iterator[str]:
             "that name in your checkout."
         )
     results = Path(config.base_results_dir)
-    there = next(each for each in (results, *results.parents) if each.exists())
+    there = nearest_that_exists(results)
     if not there.is_dir() or not os.access(there, os.W_OK):
         yield f"base_results_dir={results}: {there} cannot be written to; choose a folder of yours."

@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from launcher_scripts.launchers import LAUNCHERS
 from launcher_scripts.option import option
 
-CLUSTERS = ("local", "bcm", "bcp")
+CLUSTERS = tuple(LAUNCHERS)
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import os
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,9 +21,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from launcher_scripts.checkout import CHECKOUT, CONFIG_DIR
 from launcher_scripts.config import GROUPS, Config
 from launcher_scripts.diagnosis import (
-    CONFIG_DIR,
     KEYS,
     InvalidValueError,
     check_names,
@@ -31,9 +33,8 @@ from launcher_scripts.diagnosis import (
     told,
 )
 from launcher_scripts.option import Key
-from launcher_scripts.suggest import did_you_mean
+from launcher_scripts.suggest import closest, did_you_mean
 
-CHECKOUT = Path(__file__).resolve().parents[1]
 CONFIG_NAME = "config"
 
 
@@ -130,7 +131,11 @@ class _Composer:
         return typed
 
     def compose_what_works(self, overrides: Sequence[str]) -> tuple[DictConfig | None, list[str]]:
-        """Return the configuration without the overrides that are wrong, and their problems."""
+        """Return the configuration without the overrides that are wrong, and their problems.
+
+        Without a file that was asked for there is no configuration: what other checks would say
+        of the default file in its place is of no use to anybody.
+        """
         try:
             return self.compose(overrides), []
         except _OBJECTIONS:
@@ -142,14 +147,16 @@ class _Composer:
         good: list[str] = []
         problems: list[str] = []
         # A file is chosen before its keys are set, as Hydra does it.
+        lacks_file = False
         for override in sorted(overrides, key=lambda each: not _is_group_choice(each)):
             composed, problem = self._try(good, override)
             if composed is None:
                 problems.append(problem)
+                lacks_file |= _is_group_choice(override)
             else:
                 config = composed
                 good.append(override)
-        return config, problems
+        return None if lacks_file else config, problems
 
     def _try(self, good: Sequence[str], override: str) -> tuple[DictConfig | None, str]:
         try:
@@ -195,9 +202,10 @@ def _check_values(config: DictConfig) -> None:
                 f"{key.name}={shown(value)}: {key.text}{did_you_mean(str(value), known)}; "
                 f"use one of {', '.join(dict.fromkeys(known))}."
             )
-        if key.minimum is not None and value is not None and value < key.minimum:
+        if key.minimum is not None and value is not None and not key.minimum <= value < math.inf:
+            kind = "" if math.isfinite(value) else "a finite number of "
             raise InvalidValueError(
-                f"{key.name}={shown(value)}: {key.text}; must be at least {key.minimum:g}."
+                f"{key.name}={shown(value)}: {key.text}; must be {kind}at least {key.minimum:g}."
             )
 
 
@@ -213,14 +221,23 @@ def _make_absolute(config: DictConfig) -> None:
         if isinstance(value, str) and "://" in value:
             continue  # in an object store
         if isinstance(value, str):
-            parent[leaf] = _absolute(value)
+            parent[leaf] = _absolute(value, key.name)
         elif value:
-            parent[leaf] = [_absolute(each) for each in value]
+            parent[leaf] = [_absolute(each, key.name) for each in value]
 
 
-def _absolute(text: str) -> str:
-    """Return one name for a path wherever it is written; links are kept but before '..'."""
-    path = Path(text).expanduser().absolute()
+def _absolute(text: str, key: str) -> str:
+    """Return one name for a path wherever it is written; links are kept but before '..'.
+
+    `~` and variables of the environment are replaced where the shell has not done so.
+    """
+    path = Path(os.path.expandvars(text))
+    if unset := [part for part in path.parts if part.startswith("$")]:
+        raise InvalidValueError(f"{key}={text}: {unset[0]} is not set; give the path.")
+    try:
+        path = path.expanduser().absolute()
+    except RuntimeError as error:
+        raise InvalidValueError(f"{key}={text}: there is no such user; give the path.") from error
     return str(path.resolve() if ".." in path.parts else path)
 
 
@@ -242,7 +259,9 @@ def _missing_text(key: Key) -> str:
 
 
 def _is_group_choice(override: str) -> bool:
-    return override.partition("=")[0].lstrip("+~") in GROUPS
+    """Whether a file is chosen, or was meant to be."""
+    name = override.partition("=")[0].lstrip("+~")
+    return name in GROUPS or (name not in KEYS and closest(name, GROUPS) is not None)
 
 
 @contextmanager

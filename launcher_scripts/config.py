@@ -9,13 +9,12 @@ the key. The texts are printed by `--help` and quoted by error messages.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from launcher_scripts.cluster_config import CLUSTERS, ClusterConfig
 from launcher_scripts.option import Key, keys_of, option
 
-WEIGHT_TYPES = ("fp32", "fp16", "bf16")
 DATA_TYPES = ("fp32", "fp16", "bf16")
 
 
@@ -46,7 +45,7 @@ class ModelConfig:
     tensor_model_parallel_size: int = option(
         "GPUs that share each layer when serving; must divide the heads", minimum=1
     )
-    weight_data_type: str = option("stored type of the weights", choices=WEIGHT_TYPES)
+    weight_data_type: str = option("stored type of the weights", choices=DATA_TYPES)
     processes: int = option("processes that convert in parallel", minimum=1)
     load_checkpoints_to_cpu: bool = option(
         "accepted for compatibility: checkpoints are always read on the CPU", False
@@ -84,13 +83,16 @@ class TritonDeploymentConfig:
 
 @dataclass
 class BenchmarkConfig:
-    """`export.benchmark`: sizes of a performance measurement."""
+    """`export.benchmark`: how long to wait for the server; `evaluate.latency` does the rest."""
 
-    input_len: int = option("tokens of the prompt", 60, minimum=1)
-    output_len: int = option("tokens to generate", 20, minimum=1)
-    batch_sizes: list[int] = option("batch sizes to measure", [1, 2, 4, 8, 16, 32, 64, 128, 256])
+    input_len: int = option("accepted for compatibility: see evaluate.latency.shapes", 60)
+    output_len: int = option("accepted for compatibility: see evaluate.latency.shapes", 20)
+    batch_sizes: list[int] = option(
+        "accepted for compatibility: see evaluate.latency.batch_sizes",
+        [1, 2, 4, 8, 16, 32, 64, 128, 256],
+    )
     triton_wait_time_s: float = option("seconds to wait for the server", 300, minimum=0)
-    vocab_size: int = option("random tokens are below this number", 51200, minimum=1)
+    vocab_size: int = option("accepted for compatibility: prompts are real text", 51200)
 
 
 @dataclass
@@ -192,8 +194,8 @@ class LambadaConfig:
 class PromptConfig:
     """`evaluate.<task>.prompt`: virtual tokens of a model tuned by p-tuning."""
 
-    length: int = option("virtual tokens ahead of every prompt", 0)
-    start_id: int = option("id of the first, prompt_learning_start_id of config.ini", 0)
+    length: int = option("virtual tokens ahead of every prompt", 0, minimum=0)
+    start_id: int = option("id of the first, prompt_learning_start_id of config.ini", 0, minimum=0)
     task_id: int | None = option("prompt table that the server has loaded", None)
     table_path: str | None = option("prompt table to send with every request", None, path=True)
     append_ids: list[int] = option("token ids after every prompt", [])
@@ -311,7 +313,8 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
 
-GROUPS = ("cluster", "export", "convert", "deploy", "evaluate")
+# The sections that are chosen as files.
+GROUPS = tuple(each.name for each in fields(Config) if is_dataclass(each.default_factory))
 
 
 def keys() -> Iterator[Key]:

@@ -1,27 +1,42 @@
-"""What the command shows: lines, one live line on a terminal, and the table at the end."""
+"""What the command shows: lines, one live line on a terminal, tables, and the list of problems."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
+from stages import record
 from stages.progress import ProgressState
 
 _BAR_WIDTH = 24
 _FRAME_S = 0.1
 # Without a terminal a line appears when the phase changes, and then this often while it goes on.
 _SPARSE_S = 15.0
+_GREEN, _YELLOW, _RED = "32", "33", "31"
+_COLOURS = {
+    record.COMPLETED: _GREEN,
+    record.CANCELLED: _YELLOW,
+    record.FAILED: _RED,
+    record.LOST: _RED,
+}
 
 
 class Console:
-    """Writes to a stream; a terminal gets a line that moves, anything else a line now and then."""
+    """Writes to a stream; a terminal gets a line that moves, anything else a line now and then.
+
+    States have colours on a terminal, unless NO_COLOR is set (no-color.org).
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        self._live = self._stream.isatty()
+        # A dumb terminal, such as that of an editor, can neither erase a line nor show colours.
+        self._live = self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._coloured = self._live and not os.environ.get("NO_COLOR")
         self._shown_at = 0.0
         self._phase = ""
         self._state = ProgressState()
@@ -44,8 +59,7 @@ class Console:
         if self._live:
             if now - self._shown_at > _FRAME_S:
                 self._shown_at = now
-                width = shutil.get_terminal_size().columns - 1
-                self._stream.write("\r\x1b[K" + text[:width])
+                self._stream.write("\r\x1b[K" + text[: self._columns()])
                 self._stream.flush()
                 self._is_line_open = True
             return
@@ -55,6 +69,36 @@ class Console:
             self._phase, self._state = phase, state
             self._shown_at = now
             self.say(f"  {text}")
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+        """Return rows as aligned columns under a header, states in their colours."""
+        return table(header, rows, paint=self._painted)
+
+    def refuse(self, problems: Sequence[str]) -> None:
+        """Write every problem once; on a terminal lines are broken between words."""
+        unique = list(dict.fromkeys(each.removesuffix(".") for each in problems))
+        count = "one problem" if len(unique) == 1 else f"{len(unique)} problems"
+        self.say(f"{count} found; nothing was started:")
+        for each in unique:
+            self.say(self._item(each) if self._live else f"  - {each}")
+
+    def _item(self, text: str) -> str:
+        return textwrap.fill(
+            text,
+            self._columns(),
+            initial_indent="  - ",
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
+    def _painted(self, cell: str) -> str:
+        colour = _COLOURS.get(cell.strip()) if self._coloured else None
+        return f"\x1b[{colour}m{cell}\x1b[0m" if colour else cell
+
+    def _columns(self) -> int:
+        """Return how much of a line may be written without the terminal's breaking it."""
+        return shutil.get_terminal_size().columns - 1
 
     def _erase(self) -> None:
         if self._is_line_open:
@@ -76,15 +120,18 @@ def progress_text(state: ProgressState) -> str:
     return f"[{bar}] {share:4.0%}  {figures}  {state.phase}"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as aligned columns under a header."""
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], *, paint: Callable[[str], str] = str
+) -> str:
+    """Return rows as aligned columns under a header; `paint` is given each cell with its blanks."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     texts = [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        "  ".join(paint(cell.ljust(width)) for cell, width in zip(line, widths, strict=True))
         for line in lines
     ]
-    return "\n".join([texts[0], "  ".join("-" * width for width in widths), *texts[1:]])
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join(text.rstrip() for text in (texts[0], rule, *texts[1:]))
 
 
 def _size(size_bytes: float) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -13,11 +12,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from launcher_scripts.checkout import CONFIG_DIR
 from launcher_scripts.config import GROUPS, keys
 from launcher_scripts.option import Key
-from launcher_scripts.suggest import did_you_mean
+from launcher_scripts.suggest import closest, did_you_mean
+from stages import STAGES
 
-CONFIG_DIR = Path(__file__).resolve().parents[1] / "conf"
 KEYS: Mapping[str, Key] = {key.name: key for key in keys()}
 _SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, name.count(".") + 1)}
 
@@ -65,11 +65,7 @@ def diagnose(override: str, error: Exception) -> str:
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
-        return (
-            f"{override!r} cannot be read as key=value; lists are written "
-            "'stages=[convert,export]' and values with blanks 'key=\"a b\"', in quotes for the "
-            "shell."
-        )
+        return _unreadable(override)
     key = parsed.key_or_group
     if isinstance(error, InvalidValueError):
         return str(error)
@@ -85,6 +81,23 @@ def diagnose(override: str, error: Exception) -> str:
             f"{key}=[{override.partition('=')[2]}]."
         )
     return _wrong_type(parsed, KEYS.get(key), error)
+
+
+def _unreadable(override: str) -> str:
+    if override in STAGES:
+        return f"{override!r} is a stage; write 'stages=[{override}]'."
+    if "=" not in override:
+        return f"{override!r} is not of the form key=value{likely_key(override)}."
+    return (
+        f"{override!r} cannot be read as key=value; lists are written 'stages=[convert,export]' "
+        "and values with blanks 'key=\"a b\"', in quotes for the shell."
+    )
+
+
+def likely_key(word: str) -> str:
+    """Return ` (did you mean key=<value>?)` for a word without a value, or an empty text."""
+    key = closest(word.strip("-").replace("-", "_"), KEYS)
+    return f" (did you mean {key}=<value>?)" if key else ""
 
 
 def _unknown_choice(group: str, value: str) -> str:

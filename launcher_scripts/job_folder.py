@@ -14,11 +14,11 @@ import yaml
 
 from launcher_scripts.config import Config
 from launcher_scripts.launchers.base import Job
+from launcher_scripts.stage_table import STAGE_TABLE
 from stages import record
 from stages.base import Stage
 
 _KEPT = ("job.json", "progress.json")
-_SECTIONS = {"convert": "export", "export": "export", "deploy": "deploy", "evaluate": "evaluate"}
 
 
 def make_job(
@@ -33,9 +33,8 @@ def make_job(
 
     `whole_config` is what `repeatable` makes of `resolved`, the same for all jobs of a run.
     """
-    section = dict(resolved[_SECTIONS[stage.name]])
-    if stage.name == "convert":
-        section["convert"] = resolved["convert"]
+    first, *further = STAGE_TABLE[stage.name].saved
+    section = {**resolved[first], **{name: resolved[name] for name in further}}
     return Job(
         stage=stage,
         prefix=config.cluster.job_name_prefix,

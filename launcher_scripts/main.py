@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ if missing := [name for name in ("hydra", "submitit", "yaml") if find_spec(name)
     )
 
 from launcher_scripts.arguments import Arguments, read_arguments  # noqa: E402
+from launcher_scripts.checkout import CONFIG_DIR  # noqa: E402
 from launcher_scripts.compose import (  # noqa: E402
     CONFIG_NAME,
     Composition,
@@ -28,14 +30,19 @@ from launcher_scripts.compose import (  # noqa: E402
 )
 from launcher_scripts.config import Config  # noqa: E402
 from launcher_scripts.console import Console  # noqa: E402
-from launcher_scripts.diagnosis import CONFIG_DIR  # noqa: E402
+from launcher_scripts.exit_status import (  # noqa: E402
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    EXIT_USAGE,
+)
 from stages.progress import DamagedFileError  # noqa: E402
-
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    if argv is None:
+        _speak_utf8()
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -49,6 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
 
 
+def _speak_utf8() -> None:
+    """Start anew with UTF-8 where the locale has another encoding; never fail at output.
+
+    Otherwise names of files could neither be written to the configuration of jobs nor be shown.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"  # for the jobs, too
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def _run(words: Sequence[str]) -> int:
     """Do what the words of a command line say and return the exit status."""
     arguments = read_arguments(words)
@@ -57,7 +76,7 @@ def _run(words: Sequence[str]) -> int:
         from launcher_scripts.help import help_text
 
         console.say(help_text())
-        return 0
+        return EXIT_OK
     if arguments.multirun and not arguments.hydra_flags:
         return _sweep(arguments, words, console)
     composition = _compose(arguments, arguments.overrides)
@@ -72,7 +91,7 @@ def _run(words: Sequence[str]) -> int:
         return look_after(composition.config, console)
     if (other := _other_replica(composition.config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
-        return 0
+        return EXIT_OK
     from launcher_scripts.session import Session
 
     session = Session(composition.config, composition.resolved, words, console)
@@ -105,7 +124,7 @@ def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
             if config.action != "run":
                 found.append("--multirun runs; leave action out, or leave --multirun out.")
             if _other_replica(config):
-                return 0
+                return EXIT_OK
             session = Session(config, composition.resolved, words, console, each.label)
             run = session.prepare(found)
             sessions.append(session)
@@ -137,7 +156,7 @@ def _answer_by_hydra(arguments: Arguments) -> int:
         config_path=str(root),
         config_name=arguments.config_name or CONFIG_NAME,
     )(_nothing)()
-    return 0
+    return EXIT_OK
 
 
 def _nothing(config: object) -> None:
@@ -147,11 +166,7 @@ def _nothing(config: object) -> None:
 
 def _report(problems: Sequence[str]) -> int:
     """Print every problem and return the exit status."""
-    unique = list(dict.fromkeys(problems))
-    count = "one problem" if len(unique) == 1 else f"{len(unique)} problems"
-    sys.stderr.write(f"{count} found; nothing was started:\n")
-    for problem in unique:
-        sys.stderr.write(f"  - {problem}\n")
+    Console(sys.stderr).refuse(problems)
     return EXIT_USAGE
 
 

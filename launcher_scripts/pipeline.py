@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from launcher_scripts.config import Config
-from launcher_scripts.stage_configs import TIME_LIMIT_KEYS, Context, build_stage
+from launcher_scripts.stage_table import STAGE_TABLE, Context, build_stage
 from launcher_scripts.suggest import did_you_mean
 from launcher_scripts.time_limit import minutes
 from stages import STAGES
@@ -17,8 +17,6 @@ from stages.convert import ConvertStage
 
 # Names that the NeMo launcher gives to the same work.
 STAGE_ALIASES = {"conversion": "convert", "evaluation": "evaluate"}
-# What each stage needs to be there.
-_NEEDS = {"export": "convert", "deploy": "export", "evaluate": "export"}
 
 
 @dataclass(frozen=True)
@@ -103,23 +101,28 @@ def make_plan(config: Config, context: Context) -> Plan:
                 planned[stage.name] = _planned(stage, planned, needed_by)
     stages = [planned[name] for name in STAGES if name in planned]
     stages = [_without_purpose(each, planned, config) for each in stages]
-    notes = [
-        f"{each.needed_by} needs {each.stage.outputs()[0]}, which is missing: "
-        f"{each.name} runs first"
-        for each in stages
-        if each.needed_by and each.runs
-    ]
-    for each in (each for each in stages if each.runs):
-        notes += [
-            f"{each.name} runs again: {change} it was done" for change in each.finding.changes[:3]
-        ]
+    to_run = [each for each in stages if each.runs]
+    for each in to_run:
         problems += [*each.finding.problems, *each.stage.check()]
-        notes += each.stage.notes()
-    return Plan(tuple(stages), tuple(dict.fromkeys(problems)), tuple(notes))
+    return Plan(tuple(stages), tuple(dict.fromkeys(problems)), tuple(_notes(to_run)))
+
+
+def _notes(to_run: Sequence[PlannedStage]) -> Iterator[str]:
+    """Yield why stages run that nobody asked for, or that were done before, and what they say."""
+    for each in to_run:
+        if each.needed_by:
+            yield (
+                f"{each.needed_by} needs {each.stage.outputs()[0]}, which is missing: "
+                f"{each.name} runs first"
+            )
+    for each in to_run:
+        for change in each.finding.changes[:3]:
+            yield f"{each.name} runs again: {change} it was done"
+        yield from each.stage.notes()
 
 
 def _time_limit_problems(config: Config, names: Sequence[str]) -> list[str]:
-    found = [_time_limit_problem(config, TIME_LIMIT_KEYS[name]) for name in names]
+    found = [_time_limit_problem(config, STAGE_TABLE[name].time_limit_key) for name in names]
     return list(dict.fromkeys(problem for problem in found if problem))
 
 
@@ -132,10 +135,10 @@ def _time_limit_problem(config: Config, key: str) -> str | None:
 
 
 def _without_time_limits(config: Config) -> Config:
-    """Return the configuration with limits of one minute: the other checks need readable ones."""
+    """Return the configuration with limits of a day: the other checks need readable ones."""
     copied = copy.deepcopy(config)
-    for section in (copied.export.run, copied.deploy, copied.evaluate):
-        section.time_limit = 1
+    for row in STAGE_TABLE.values():
+        operator.attrgetter(row.settings)(copied).time_limit = "1-00:00:00"
     return copied
 
 
@@ -150,7 +153,7 @@ def _with_needs(
     stage = build(name)
     if stage is None:
         return []
-    needed = _NEEDS.get(name)
+    needed = STAGE_TABLE[name].needs
     if needed is None or needed in requested or not _uses_export(name, config):
         return [(stage, None)]
     before = [

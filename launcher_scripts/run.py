@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from launcher_scripts import job_folder
-from launcher_scripts.console import Console, table
+from launcher_scripts.console import Console
+from launcher_scripts.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.launchers.base import (
     AFTER_START,
     AFTER_SUCCESS,
@@ -20,13 +22,12 @@ from launcher_scripts.launchers.base import (
     SubmissionError,
 )
 from launcher_scripts.pipeline import PlannedStage
+from launcher_scripts.summary import metrics, summary
 from stages import record
 from stages.progress import ProgressState, read_json, read_progress
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 _POLL_S = 0.1
 _LOG_TAIL_LINES = 20
-_STOP_ATTEMPTS = 3
 _LOOK_AFTER = "the jobs go on by themselves; action=status, logs or cancel looks after them"
 # Invented in a dry run, so that the chain of dependencies can be read.
 _FIRST_DRY_ID = 10001
@@ -58,7 +59,8 @@ class Run:
             for path in job_folder.write_files(job, script):
                 if path != job.whole_config_path:
                     self.console.say(f"# {path}\n{path.read_text(encoding='utf-8')}")
-        self.console.say(f"dry run: {len(self.jobs)} jobs written, nothing started")
+        count = "one job" if len(self.jobs) == 1 else f"{len(self.jobs)} jobs"
+        self.console.say(f"dry run: {count} written, nothing started")
 
     def run_all(self, *, wait: bool) -> int:
         """Start every job and return the exit status.
@@ -116,25 +118,26 @@ class Run:
         if not self.launcher.in_foreground:
             self.console.say(_LOOK_AFTER)
             return EXIT_INTERRUPTED
-        self.console.say("stopping")
         # Ctrl-C is how a server that was asked for alone is meant to end.
         only_serving = all(
             name in self.handles
-            and (self._is_server(name) or self.handles[name].poll() == record.COMPLETED)
+            and (_is_ready(self.handles[name]) or self.handles[name].poll() == record.COMPLETED)
             for name in self.jobs
         )
+        self.console.say("stopping; Ctrl-C again leaves no time for that")
         return EXIT_OK if only_serving else EXIT_INTERRUPTED
 
     def summary(self) -> str:
-        """Return the table of stages, and below it what the evaluation found."""
-        rows = []
-        found: list[str] = []
-        for each in self.planned:
-            state, seconds, outputs = self._row(each)
-            rows.append((each.name, state, seconds, outputs))
-            found += self._findings(each)
-        lines = [table(("stage", "state", "seconds", "outputs"), rows), *found]
-        return "\n" + "\n".join(lines)
+        """Return the table of stages, and below it what they found."""
+        return summary(self.planned, self.records(), self.console)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the figures that the stages found, by name."""
+        return metrics(self.planned, self.records())
+
+    def records(self) -> dict[str, record.JobRecord | None]:
+        """Return the records of the jobs that were submitted, by stage name."""
+        return {name: record.read_record(self.jobs[name].record_path) for name in self.handles}
 
     def _submit(self, name: str) -> JobHandle:
         job = self.jobs[name]
@@ -190,7 +193,7 @@ class Run:
             if state is not None:
                 self._tell_end(handle, state)
                 return _exit_status(handle, state)
-            if until_ready and _is_ready(stage.readiness_path(), handle.job_id):
+            if until_ready and _is_ready(handle):
                 record.update_record(handle.job.record_path, handle.job_id, state=record.READY)
                 self.console.say(f"{stage.name}: {read_progress(stage.job.progress_path).phase}")
                 return EXIT_OK
@@ -215,8 +218,12 @@ class Run:
         if not logs:
             self.console.say(f"nothing was written to {handle.log_path}")
         for path in logs:
+            lines = _tail(path)
+            if all(line.strip() in cause for line in lines):
+                self.console.say(f"log: {path}")  # it says no more than that
+                continue
             self.console.say(f"last lines of {path}:")
-            self.console.say("\n".join(f"  | {line}" for line in _tail(path)))
+            self.console.say("\n".join(f"  | {line}" for line in lines))
 
     def _explain_failures(self) -> None:
         for handle in self.handles.values():
@@ -228,55 +235,20 @@ class Run:
                     self.console.say(f"see also {path}")
 
     def stop_all(self) -> None:
-        """End whatever still runs, the last started first."""
-        for handle in reversed(list(self.handles.values())):
-            for _ in range(_STOP_ATTEMPTS):
-                if handle.poll() is None:
-                    self._stop(handle)
+        """End whatever still runs, the last started first; after a further Ctrl-C by force."""
+        running = [each for each in reversed(self.handles.values()) if each.poll() is None]
+        try:
+            for handle in running:
+                handle.stop(handle.job.stage.stop_grace_s())
+        except KeyboardInterrupt:
+            with _uninterrupted():
+                for handle in running:
+                    handle.stop(0)
+        for handle in running:
             if handle.poll() is None:
                 self.console.say(
                     f"{handle.job.stage.name}: job {handle.job_id} does not end; see action=status"
                 )
-
-    def _stop(self, handle: JobHandle) -> None:
-        try:
-            handle.stop(handle.job.stage.stop_grace_s())
-        except KeyboardInterrupt:
-            self.console.say("still stopping; the server may be finishing requests")
-
-    def _row(self, each: PlannedStage) -> tuple[str, str, str]:
-        outputs = ", ".join(str(path) for path in _shortened(each.stage.outputs())) or "-"
-        if not each.runs:
-            return each.state, "-", outputs
-        if each.name not in self.handles:
-            return "not started", "-", "-"
-        found = record.read_record(self.jobs[each.name].record_path)
-        state = found.state if found else record.LOST
-        seconds = "-" if found is None or found.seconds is None else f"{found.seconds:.1f}"
-        return state, seconds, outputs if state == record.COMPLETED else "-"
-
-    def metrics(self) -> dict[str, float]:
-        """Return the figures that the stages found, by name."""
-        found: dict[str, float] = {}
-        for each in self.planned:
-            found |= self._summary_of(each).get("metrics", {})
-        return found
-
-    def _summary_of(self, each: PlannedStage) -> dict[str, Any]:
-        if not each.runs:
-            return dict(each.finding.marker["summary"]) if each.finding.marker else {}
-        handle = self.handles.get(each.name)
-        found = record.read_record(self.jobs[each.name].record_path) if handle else None
-        return found.summary if found else {}
-
-    def _findings(self, each: PlannedStage) -> list[str]:
-        """Return what the stage's own summary has to say to a reader."""
-        summary = self._summary_of(each)
-        lines = [f"{each.name}: {remark}" for remark in summary.get("remarks", ())]
-        lines += [f"{name}: {value:.4g}" for name, value in summary.get("metrics", {}).items()]
-        if "report" in summary:
-            lines.append(f"report: {summary['report']}")
-        return lines
 
 
 def _exit_status(handle: JobHandle, state: str) -> int:
@@ -286,10 +258,11 @@ def _exit_status(handle: JobHandle, state: str) -> int:
     return (found.exit_code if found else None) or EXIT_FAILED
 
 
-def _is_ready(path: Path | None, job_id: str) -> bool:
+def _is_ready(handle: JobHandle) -> bool:
     """Whether the file that announces readiness is there and is this job's."""
+    path = handle.job.stage.readiness_path()
     values = None if path is None else read_json(path)
-    return values is not None and values.get("job_id") == job_id
+    return values is not None and values.get("job_id") == handle.job_id
 
 
 def _logs_of(log_path: Path) -> list[Path]:
@@ -299,16 +272,18 @@ def _logs_of(log_path: Path) -> list[Path]:
 
 
 def _tail(path: Path) -> list[str]:
-    text = path.read_text(encoding="utf-8", errors="replace")
-    return text.splitlines()[-_LOG_TAIL_LINES:]
+    """Return the last lines of a log without those that submitit adds to every one."""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line for line in lines if not line.startswith("submitit ")][-_LOG_TAIL_LINES:]
 
 
-def _shortened(paths: Sequence[Path]) -> list[Path]:
-    """Return one folder instead of several files in it."""
-    if len(paths) < 2:
-        return list(paths)
-    parents = {path.parent for path in paths}
-    if len(parents) == 1:
-        return [parents.pop()]
-    grandparents = {path.parent.parent for path in paths}
-    return [grandparents.pop()] if len(grandparents) == 1 else list(paths)
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Leave signals that ask for the end unheard."""
+    chosen = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in chosen}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from export_scripts.triton.object_store import StoreLocation
 from launcher_scripts.config import Config
+from launcher_scripts.switches import only_writes
 from stages.base import Resources
 from stages.deploy_config import PYTORCH, DeployConfig, GemmTuning, store_location
 from stages.placement import Placement, place
@@ -29,6 +30,7 @@ def server_config(config: Config) -> DeployConfig:
         if deploy.repository and store is None
         else model_dir.parent,
         model_name=model_dir.name,
+        is_from_elsewhere=deploy.repository is not None,
         store=store,
         tp_size=config.export.model.tensor_model_parallel_size,
         pp_size=config.export.triton_deployment.pipeline_model_parallel_size,
@@ -45,6 +47,7 @@ def server_config(config: Config) -> DeployConfig:
         nodes=placement.nodes if placement else 1,
         is_mpi_step=config.cluster_type == "bcm" and config.cluster.mpi is not None,
         visible_devices=_visible_devices(config, placement, shown),
+        serves_here=config.cluster_type != "bcm" and not only_writes(config),
         local_gpus=None if shown is None else len(shown),
         gemm_tuning=_gemm_tuning(config),
         remarks=(placement.warning,) if placement and placement.warning else (),

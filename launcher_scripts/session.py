@@ -15,16 +15,17 @@ from typing import Any
 
 from launcher_scripts import job_folder
 from launcher_scripts.actions import note_last_run
+from launcher_scripts.checkout import CHECKOUT
 from launcher_scripts.checks import problems_of_settings
-from launcher_scripts.compose import CHECKOUT
 from launcher_scripts.config import Config
 from launcher_scripts.console import Console
+from launcher_scripts.exit_status import EXIT_FAILED, EXIT_OK
 from launcher_scripts.launchers import make_launcher
 from launcher_scripts.pipeline import make_plan
-from launcher_scripts.run import EXIT_FAILED, EXIT_OK, Run
-from launcher_scripts.stage_configs import Context, results_dir
+from launcher_scripts.run import Run
+from launcher_scripts.stage_table import Context, results_dir
 from launcher_scripts.sweep import SUMMARY_NAME, Outcome, comparison, run_sweep, save
-from launcher_scripts.switches import DEBUG, FULL_ERROR, MEMORY_MEASURE, is_set
+from launcher_scripts.switches import FULL_ERROR, MEMORY_MEASURE, is_set, only_writes
 from stages import record
 
 
@@ -43,18 +44,19 @@ class Session:
         config = self.config
         command = shlex.join(["python", "main.py", *self.words])
         revision = job_folder.git_revision(CHECKOUT)
-        plan = make_plan(config, Context(command=command, git_revision=revision))
-        problems += [*plan.problems, *problems_of_settings(config)]
+        problems += problems_of_settings(config)
         try:
-            launcher = make_launcher(config)
-            problems += launcher.check([each.stage for each in plan.to_run])
-            notes = launcher.notes([each.stage for each in plan.to_run])
-        except ValueError as error:
-            problems.append(str(error))
+            plan = make_plan(config, Context(command=command, git_revision=revision))
+        except OSError as error:  # a folder that may not be entered, a name that is too long
+            problems.append(f"{error.filename}: {error.strerror}.")
+            return None
+        stages = [each.stage for each in plan.to_run]
+        launcher = make_launcher(config)
+        problems += [*plan.problems, *launcher.check(stages)]
         if problems:
             return None
         finished = [f"{each.name}: {each.reason}" for each in plan.stages if not each.runs]
-        for note in (*plan.notes, *notes, *_ignored(config), *finished):
+        for note in (*plan.notes, *launcher.notes(stages), *_ignored(config), *finished):
             self.console.say(f"{self.label}: {note}" if self.label else note)
         whole = job_folder.repeatable(self.resolved)
         jobs = {
@@ -69,7 +71,7 @@ class Session:
         """Write the jobs' files, start the jobs and return the exit status."""
         with self._errors() as told:
             self.begin(run)
-            if self.only_writes():
+            if only_writes(self.config):
                 run.render()
                 return EXIT_OK
             _end_in_order()
@@ -82,12 +84,8 @@ class Session:
         if run.jobs:
             arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
             job_folder.note_command(results, arguments, at=record.now())
-        if not self.only_writes():
+        if not only_writes(self.config):
             note_last_run(Path(self.config.base_results_dir), results)
-
-    def only_writes(self) -> bool:
-        """Whether scripts are written and nothing is started."""
-        return self.config.dry_run or is_set(DEBUG)
 
     @contextmanager
     def _errors(self) -> Iterator[list[int]]:
@@ -112,16 +110,16 @@ def run_all(sessions: Sequence[Session], outcomes: Sequence[Outcome], console: C
         for session, outcome in zip(sessions, outcomes, strict=True):
             assert outcome.run is not None
             session.begin(outcome.run)
-            if session.only_writes():
+            if only_writes(session.config):
                 outcome.run.render()
-        if first.only_writes():
+        if only_writes(first.config):
             return EXIT_OK
         _end_in_order()
         base = Path(first.config.base_results_dir)
         note_last_run(base, *(each.results_dir for each in outcomes))
         folder = base / f"sweep_{datetime.now():%m%d_%H%M%S}"
         status = run_sweep(outcomes, wait=first.config.wait, console=console, folder=folder)
-        console.say(comparison(outcomes))
+        console.say(comparison(outcomes, console))
         path = base / SUMMARY_NAME
         save(outcomes, path)
         console.say(f"comparison: {path}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 
@@ -15,11 +16,12 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def closest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name most like `name`.
 
-    Of dotted names the last part counts too: the right key in the wrong group is a close match.
+    Of names with dots or slashes the last part counts too: the right key in the wrong group is a
+    close match.
     """
     names = list(known)
-    last = name.rpartition(".")[2]
-    same_leaf = [each for each in names if each.rpartition(".")[2] == last and each != name]
+    last = _last_part(name)
+    same_leaf = [each for each in names if _last_part(each) == last and each != name]
     if same_leaf:
         return max(same_leaf, key=lambda each: _likeness(name, each))
     if sorted(name) in (anagrams := [sorted(each) for each in names]):
@@ -27,11 +29,13 @@ def closest(name: str, known: Iterable[str]) -> str | None:
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
     if matches:
         return matches[0]
-    leaves = difflib.get_close_matches(
-        last, [each.rpartition(".")[2] for each in names], n=1, cutoff=0.75
-    )
-    candidates = [each for each in names if leaves and each.rpartition(".")[2] == leaves[0]]
+    leaves = difflib.get_close_matches(last, [_last_part(each) for each in names], n=1, cutoff=0.75)
+    candidates = [each for each in names if leaves and _last_part(each) == leaves[0]]
     return max(candidates, key=lambda each: _likeness(name, each), default=None)
+
+
+def _last_part(name: str) -> str:
+    return re.split("[./]", name)[-1]
 
 
 def _likeness(one: str, other: str) -> float:

@@ -19,7 +19,8 @@ from hydra.errors import HydraException
 
 from launcher_scripts.compose import Composition
 from launcher_scripts.config import Config
-from launcher_scripts.console import Console, table
+from launcher_scripts.console import Console
+from launcher_scripts.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.launchers.base import (
     AFTER_TWIN,
     Dependency,
@@ -27,7 +28,7 @@ from launcher_scripts.launchers.base import (
     JobHandle,
     SubmissionError,
 )
-from launcher_scripts.run import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, Run
+from launcher_scripts.run import Run
 from stages import record
 from stages.progress import write_json
 
@@ -200,7 +201,7 @@ def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Consol
     return True
 
 
-def comparison(outcomes: Sequence[Outcome]) -> str:
+def comparison(outcomes: Sequence[Outcome], console: Console) -> str:
     """Return the table that compares the combinations."""
     names = list(dict.fromkeys(name for each in outcomes for name in each.metrics))
     keys = list(outcomes[0].combination.values)
@@ -215,7 +216,7 @@ def comparison(outcomes: Sequence[Outcome]) -> str:
         for each in outcomes
     ]
     header = (*(key.rpartition(".")[2] for key in keys), "state", "seconds", *names, "results")
-    return "\n" + table(header, rows)
+    return "\n" + console.table(header, rows)
 
 
 def save(outcomes: Sequence[Outcome], path: Path) -> None:
@@ -244,8 +245,7 @@ def _look(outcome: Outcome) -> None:
     run = outcome.run
     if run is None:
         return
-    found = [record.read_record(run.jobs[name].record_path) for name in run.handles]
-    known = [each for each in found if each is not None]
+    known = [each for each in run.records().values() if each is not None]
     outcome.state = _state([each.state for each in known], outcome.status)
     outcome.seconds = sum(each.seconds or 0.0 for each in known) or None
     outcome.metrics = run.metrics()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from launcher_scripts.config import Config
+
 # Write scripts and start nothing.
 DEBUG = "NEMO_LAUNCHER_DEBUG"
 # Put all output of a job into one file.
@@ -13,6 +15,11 @@ MEMORY_MEASURE = "NEMO_LAUNCHER_MEMORY_MEASURE"
 # Hydra's own: show tracebacks.
 FULL_ERROR = "HYDRA_FULL_ERROR"
 _TRUTHY = ("true", "t", "1")
+
+
+def only_writes(config: Config) -> bool:
+    """Whether scripts are written and nothing is started."""
+    return config.dry_run or is_set(DEBUG)
 
 
 def is_set(variable: str) -> bool:

@@ -7,9 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.layout import ft_directory
 from export_scripts.request import ConversionRequest
-from stages.base import JobSettings, Stage, Summary, as_json
+from stages.base import JobSettings, Stage, StageError, Summary, as_json
 from stages.progress import Progress
 
 # Words of the configuration, for messages.
@@ -117,14 +118,24 @@ class ConvertStage(Stage):
         return [f"{KEYS['checkpoint_path']}={asked} {why}; taking {self.checkpoint_path}"]
 
     def run(self, progress: Progress) -> Summary:
-        """Convert. Raises CheckpointMismatchError when the checkpoint is not what it has to be."""
+        """Convert.
+
+        Raises:
+            CheckpointMismatchError: the checkpoint is not what it has to be.
+            StageError: it cannot be read, or there is no room for the shards.
+        """
         from export_scripts.convert import convert
 
         def report(done_bytes: int, total_bytes: int) -> None:
             progress.update("converting", done=done_bytes, total=total_bytes, unit="bytes")
 
         self.request.output_dir.mkdir(parents=True, exist_ok=True)
-        done = convert(self._found(), progress=report, names=KEYS)
+        try:
+            done = convert(self._found(), progress=report, names=KEYS)
+        except CheckpointMismatchError:
+            raise
+        except ValueError as error:  # checkpoint, sizes, or too little room
+            raise StageError(str(error)) from error
         return {
             "tensors": done.tensors,
             "files": done.files,

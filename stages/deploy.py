@@ -10,33 +10,13 @@ from typing import Any
 from inference.serving.process_place import ProcessPlace
 from stages.base import JobSettings, Stage, StageError, Summary
 from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
-from stages.endpoint import (
-    ENDPOINT_NAME,
-    JOB_ID_VARIABLE,
-    STOP_NAME,
-    Endpoint,
-    job_id_here,
-    read_endpoint,
-    server_log,
-)
+from stages.endpoint import ENDPOINT_NAME, STOP_NAME, server_log
 from stages.gemm_tuning import tuning_command
+from stages.own_job import job_id_here
 from stages.progress import Progress
 from stages.ranks_meeting import end_meetings, rank_command, take_part
 from stages.service import Service
-from stages.serving import server_environment, server_prefix, serving
-
-__all__ = [
-    "ENDPOINT_NAME",
-    "JOB_ID_VARIABLE",
-    "STOP_NAME",
-    "DeployConfig",
-    "DeployStage",
-    "Endpoint",
-    "check_deploy",
-    "read_endpoint",
-    "server_log",
-    "serving",
-]
+from stages.serving import server_environment, server_prefix
 
 # Besides the time to drain: the models unload.
 _UNLOAD_S = 20.0

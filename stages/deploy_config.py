@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from export_scripts.ft.layout import ft_directory
 from export_scripts.triton.object_store import StoreLocation, parse_location
+from inference.serving.ports import port_problem, ports_problems
 
 PORT_KEYS = {
     "http": "deploy.http_port",
@@ -13,7 +15,6 @@ PORT_KEYS = {
     "metrics": "deploy.metrics_port",
 }
 PYTORCH, FASTERTRANSFORMER = "pytorch", "fastertransformer"
-ENGINES = (PYTORCH, FASTERTRANSFORMER)
 STORE_SCHEME = "s3://"
 
 
@@ -39,6 +40,7 @@ class DeployConfig:
     Attributes:
         repository: folder of the Triton repository.
         model_name: the model that takes token ids.
+        is_from_elsewhere: no stage makes the repository, so it has to be there already.
         store: the place in an object store that is served instead of `repository`; None for the
             folder.
         data_type: what is computed in; only the tuning asks.
@@ -51,6 +53,7 @@ class DeployConfig:
         nodes: nodes that share the model.
         is_mpi_step: the scheduler starts the server's process so that MPI finds it.
         visible_devices: CUDA_VISIBLE_DEVICES of the server; None leaves it as it is.
+        serves_here: this machine will serve, so that its ports can be looked at beforehand.
         local_gpus: GPUs that this machine shows, where it is known that it will serve; else None.
         gemm_tuning: of the fastertransformer engine; None for none.
         remarks: what users should know before the start.
@@ -58,6 +61,7 @@ class DeployConfig:
 
     repository: Path
     model_name: str
+    is_from_elsewhere: bool = False
     store: StoreLocation | None = None
     tp_size: int = 1
     pp_size: int = 1
@@ -74,6 +78,7 @@ class DeployConfig:
     nodes: int = 1
     is_mpi_step: bool = False
     visible_devices: str | None = None
+    serves_here: bool = False
     local_gpus: int | None = None
     gemm_tuning: GemmTuning | None = None
     remarks: tuple[str, ...] = ()
@@ -81,7 +86,7 @@ class DeployConfig:
     @property
     def weights_dir(self) -> Path:
         """The folder of shards, on this machine's disk."""
-        return self.repository / self.model_name / "1" / f"{self.tp_size}-gpu"
+        return ft_directory(self.repository / self.model_name / "1", self.tp_size)
 
     @property
     def source(self) -> str:
@@ -131,25 +136,7 @@ def store_location(repository: str | None, endpoint_url: str | None) -> StoreLoc
 
 def check_deploy(config: DeployConfig) -> list[str]:
     """Return the problems of a server's configuration."""
-    problems = []
-    if config.engine not in ENGINES:
-        problems.append(
-            f"deploy.engine={config.engine} is unknown; use one of {', '.join(ENGINES)}."
-        )
-    problems += _port_problems(config)
-    if config.ready_timeout_s <= 0:
-        problems.append(
-            f"deploy.ready_timeout_s={config.ready_timeout_s} must be positive (seconds)."
-        )
-    problems += [
-        f"deploy.{name}={value} must not be negative{unit}."
-        for name, value, unit in (
-            ("drain_s", config.drain_s, " (seconds)"),
-            ("restart_backoff_s", config.restart_backoff_s, " (seconds)"),
-            ("max_restarts", config.max_restarts, ""),
-        )
-        if value < 0
-    ]
+    problems = [*_repository_problems(config), *_port_problems(config)]
     world_size = config.tp_size * config.pp_size
     if config.local_gpus is not None and config.local_gpus < world_size:
         problems.append(
@@ -166,15 +153,35 @@ def check_deploy(config: DeployConfig) -> list[str]:
     return problems
 
 
+def _repository_problems(config: DeployConfig) -> list[str]:
+    is_made_here = config.store is not None or not config.is_from_elsewhere
+    if is_made_here or any(config.repository.glob("*/config.pbtxt")):
+        return []
+    return [
+        f"deploy.repository={config.repository} holds no model (<name>/config.pbtxt); give the "
+        "folder above the models of a Triton repository, or null for the exported one."
+    ]
+
+
 def _port_problems(config: DeployConfig) -> list[str]:
-    ports = {key: getattr(config, f"{name}_port") for name, key in PORT_KEYS.items()}
+    names = {name: getattr(config, f"{name}_port") for name in PORT_KEYS}
+    ports = {PORT_KEYS[name]: port for name, port in names.items()}
     problems = [
         f"{key}={port} is not a port; use 1 to 65535, or 0 for any free one."
         for key, port in ports.items()
         if not 0 <= port <= 65535
     ]
+    if problems:
+        return problems
     chosen = [port for port in ports.values() if port]
     if len(set(chosen)) < len(chosen):
         told = ", ".join(f"{key}={port}" for key, port in ports.items())
-        problems.append(f"{told}: the three ports must differ; 0 takes any free one.")
-    return problems
+        return [f"{told}: the three ports must differ; 0 takes any free one."]
+    if not config.serves_here:
+        return []
+    if (problem := port_problem(config.host, 0)) is not None:
+        return [
+            f"deploy.host={config.host}: ports {problem}; give an address of this machine, such as "
+            "127.0.0.1, or 0.0.0.0 for all."
+        ]
+    return ports_problems(config.host, names, keys=PORT_KEYS)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +12,6 @@ from stages.progress import read_json
 ENDPOINT_NAME = "endpoint.json"
 # Appears beside the address when nobody needs the server any more.
 STOP_NAME = "stop_requested"
-# Names the job to everything it starts; the launcher sets it.
-JOB_ID_VARIABLE = "SLIPWAY_JOB_ID"
 
 
 @dataclass(frozen=True)
@@ -65,18 +60,3 @@ def withdraw(path: Path, job_id: str) -> None:
 def server_log(folder: Path, job_id: str) -> Path:
     """Return where the server of a job writes its log."""
     return folder / f"tritonserver-{job_id}.log"
-
-
-def job_id_here() -> str:
-    """Return the id of the job that this process belongs to."""
-    return os.environ.get(JOB_ID_VARIABLE, str(os.getpid()))
-
-
-def node_address() -> str | None:
-    """Return a name of this node that can be looked up: the scheduler's, else the host's own."""
-    node = os.environ.get("SLURMD_NODENAME", "")
-    for name in (node, socket.gethostname()):
-        with contextlib.suppress(OSError):
-            if name and socket.getaddrinfo(name, None):
-                return name
-    return None

@@ -14,17 +14,11 @@ from inference.evaluation.checks import check_evaluation
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
 from stages.base import JobSettings, Stage, StageError, Summary, as_json
-from stages.deploy import (
-    STOP_NAME,
-    DeployConfig,
-    Endpoint,
-    check_deploy,
-    read_endpoint,
-    server_log,
-    serving,
-)
+from stages.deploy_config import DeployConfig, check_deploy
+from stages.endpoint import STOP_NAME, Endpoint, read_endpoint, server_log
 from stages.progress import Progress
 from stages.record import RECORD_NAME, JobRecord, now, read_record
+from stages.serving import serving
 
 if TYPE_CHECKING:
     from inference.evaluation.runner import EvaluationProgress
@@ -105,8 +99,7 @@ class EvaluateStage(Stage):
         if self.config.server:
             return []
         deploy = self.config.deploy
-        weights = deploy.repository / deploy.model_name / "1" / f"{deploy.tp_size}-gpu"
-        return [weights, *sorted(deploy.repository.glob("*/config.pbtxt"))]
+        return [deploy.weights_dir, *sorted(deploy.repository.glob("*/config.pbtxt"))]
 
     def marker_path(self) -> Path:
         """Return the marker beside the report."""
@@ -200,8 +193,12 @@ class EvaluateStage(Stage):
         """Wait for the address that the deploy job publishes."""
         deadline = time.monotonic() + self.config.deploy.ready_timeout_s
         progress.update("waiting for the server")
-        while (endpoint := read_endpoint(path)) is None:
+        while True:
+            endpoint = read_endpoint(path)
             record = read_record(path.with_name(RECORD_NAME))
+            # One of an earlier job, which was killed, is no address.
+            if endpoint is not None and (record is None or record.job_id == endpoint.job_id):
+                return endpoint
             if record is not None and record.is_final:
                 cause = f": {record.error.splitlines()[0]}" if record.error else ""
                 raise NotEvaluatedError(
@@ -213,7 +210,6 @@ class EvaluateStage(Stage):
                     f"deploy.ready_timeout_s={self.config.deploy.ready_timeout_s:g} s"
                 )
             time.sleep(_POLL_S)
-        return endpoint
 
     def _address(self, endpoint: Endpoint) -> str:
         port = endpoint.http if self.config.options.protocol == "http" else endpoint.grpc

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -24,7 +23,7 @@ from inference.serving.process_place import ProcessPlace, find_place
 from inference.serving.server import ServerStartError
 from stages import record
 from stages.base import Stage, StageError, Summary
-from stages.deploy import JOB_ID_VARIABLE
+from stages.own_job import JOB_ID_VARIABLE, job_id_here, node_name
 from stages.step import Step, run_in_step
 
 # The process whose end ends a job that runs in its foreground: "<pid>:<start time in ticks>".
@@ -69,7 +68,7 @@ class StageJob(Checkpointable):
         )
         logging.getLogger("submitit").propagate = False  # it writes its own lines
         self._note(
-            state=record.RUNNING, started_at=record.now(), ended_at="", host=_host(), error=""
+            state=record.RUNNING, started_at=record.now(), ended_at="", host=node_name(), error=""
         )
         try:
             with stop_signals() as stopped, _watching_owner():
@@ -96,8 +95,7 @@ class StageJob(Checkpointable):
     def _run(self) -> Summary:
         if self.step is None:
             return self.stage()
-        job_id = os.environ.get(JOB_ID_VARIABLE, str(os.getpid()))
-        folder = self.record_path.parent / "submitit" / f"step-{job_id}"
+        folder = self.record_path.parent / "submitit" / f"step-{job_id_here()}"
         return run_in_step(self.stage, self.step, folder=folder)
 
     def checkpoint(self) -> DelayedSubmission:
@@ -142,11 +140,6 @@ def assist(stage: Stage, place: ProcessPlace) -> Summary:
     with stop_signals(), contextlib.suppress(StopRequested):
         stage.assist(place)
     return {}
-
-
-def _host() -> str:
-    """Return the node's name; several nodes of a test cluster may share one host name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def cause_of(error: BaseException) -> str:

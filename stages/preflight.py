@@ -18,6 +18,7 @@ from typing import Any
 
 from inference.serving.process_place import find_place
 from stages.base import StageError
+from stages.own_job import node_name
 from stages.progress import read_json, write_json
 
 # A node may first have to fetch the container.
@@ -41,17 +42,31 @@ def check_mpi(kind: str | None) -> None:
     if kind is None:
         return
     try:
-        done = subprocess.run(
-            ["srun", "--mpi=list"], capture_output=True, text=True, timeout=_ASK_S, check=False
-        )
+        problem = mpi_problem(kind, timeout_s=_ASK_S)
     except subprocess.TimeoutExpired as error:
         raise StageError(f"srun --mpi=list did not answer within {_ASK_S:g} s") from error
+    if problem is not None:
+        raise StageError(problem)
+
+
+def mpi_problem(kind: str, *, timeout_s: float) -> str | None:
+    """Return a problem if this cluster's srun says that it lacks the MPI.
+
+    Raises:
+        OSError: there is no srun.
+        subprocess.TimeoutExpired: it does not answer.
+    """
+    done = subprocess.run(
+        ["srun", "--mpi=list"], capture_output=True, text=True, timeout=timeout_s, check=False
+    )
     listed = (done.stdout + done.stderr).split()
-    if done.returncode == 0 and kind not in listed:
-        known = [each for each in listed if each in ("none", *_MPI_VARIABLES)]
-        raise StageError(
-            f"cluster.mpi={kind}: this Slurm does not have it; it has {', '.join(known)}."
-        )
+    if done.returncode != 0 or kind in listed:
+        return None
+    known = [each for each in listed if each in ("none", *_MPI_VARIABLES)]
+    return (
+        f"cluster.mpi={kind}: this Slurm does not have it, and without it every rank believes it "
+        f"is alone; it has {', '.join(known) or 'none'}."
+    )
 
 
 def ping(prefix: Sequence[str], python: str, *, ranks: int, mpi: str | None, folder: Path) -> None:
@@ -81,7 +96,7 @@ def ping(prefix: Sequence[str], python: str, *, ranks: int, mpi: str | None, fol
 def main(folder: Path, ranks: int, mpi: str) -> int:
     """Be one rank of a ping and return its exit status."""
     place = find_place(os.environ)
-    name = f"rank {place.rank} on {os.environ.get('SLURMD_NODENAME') or socket.gethostname()}"
+    name = f"rank {place.rank} on {node_name()}"
     variable = _MPI_VARIABLES.get(mpi)
     if place.world_size != ranks:
         sys.stderr.write(f"{name} sees {place.world_size} ranks instead of {ranks}\n")
@@ -104,9 +119,8 @@ def main(folder: Path, ranks: int, mpi: str) -> int:
 def _answer(folder: Path, ranks: int) -> None:
     """Wait until every other rank has called."""
     with socket.create_server(("", 0)) as server:
-        names = [os.environ.get("SLURMD_NODENAME", ""), socket.gethostname(), socket.getfqdn()]
-        values = {"hosts": [each for each in names if each], "port": server.getsockname()[1]}
-        write_json(folder / "ping.json", values)
+        hosts = list(dict.fromkeys((node_name(), socket.gethostname(), socket.getfqdn())))
+        write_json(folder / "ping.json", {"hosts": hosts, "port": server.getsockname()[1]})
         deadline = time.monotonic() + _START_S
         for number in range(1, ranks):
             server.settimeout(max(deadline - time.monotonic(), _POLL_S))

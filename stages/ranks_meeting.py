@@ -20,7 +20,7 @@ from pathlib import Path
 
 from inference.serving.process_place import find_place
 from stages.base import StageError
-from stages.endpoint import node_address
+from stages.own_job import node_address, node_name
 from stages.progress import read_json, write_json
 
 MEETING_NAME = "meeting.json"
@@ -163,8 +163,7 @@ def _tell_loss(folder: Path, job_id: str, number: int, status: int) -> None:
 
 
 def _who() -> str:
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return f"rank {find_place(os.environ).rank} on {node}"
+    return f"rank {find_place(os.environ).rank} on {node_name()}"
 
 
 def _start(

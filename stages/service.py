@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
-from stages.endpoint import job_id_here, withdraw
+from stages.endpoint import withdraw
+from stages.own_job import job_id_here
 from stages.progress import Progress, write_json
 from stages.ranks_meeting import call_off, losses
 from stages.serving import serving

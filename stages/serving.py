@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from stages.base import StageError
 from stages.deploy_config import FASTERTRANSFORMER, PORT_KEYS, DeployConfig
-from stages.endpoint import Endpoint, job_id_here, node_address, server_log
+from stages.endpoint import Endpoint, server_log
 from stages.gemm_tuning import tune
+from stages.own_job import job_id_here, node_address
 from stages.probe import ProbeError, probe
 from stages.progress import Progress
 from stages.ranks_meeting import MEETING_VARIABLE, call_meeting

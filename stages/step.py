@@ -16,9 +16,10 @@ import shlex
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from inference.serving.process_place import LAUNCHER_VARIABLE, find_place
 from stages.base import Stage, StageError, Summary
@@ -89,12 +90,8 @@ def run_in_step(stage: Stage, step: Step, *, folder: Path) -> Summary:
             _end(process, stage)
             raise
     result = read_json(result_path)
-    ended_badly = result is None or "error" in result or result.get("was_stopped", False)
-    if ended_badly and not was_asked and (loss := heard.loss()) is not None:
-        raise StageError(loss)  # srun then stops the first rank, which may have ended in order
-    failure = heard.failure()
-    if failure is not None and (result is None or "error" in result):
-        raise StageError(failure)
+    if (fault := _fault_of_others(result, heard, was_asked=was_asked)) is not None:
+        raise StageError(fault)
     if result is None:
         raise StageError(
             f"the step ended with status {status} and without a result; its output is in the log. "
@@ -105,6 +102,17 @@ def run_in_step(stage: Stage, step: Step, *, folder: Path) -> Summary:
         error.exit_code = int(result["exit_code"])
         raise error
     return dict(result["summary"])
+
+
+def _fault_of_others(
+    result: Mapping[str, Any] | None, heard: _Listener, *, was_asked: bool
+) -> str | None:
+    """Return which node or rank beside the first is to blame for an end that was not in order."""
+    ended_badly = result is None or "error" in result or result.get("was_stopped", False)
+    # srun stops the first rank after the loss of another, and it may have ended in order.
+    if ended_badly and not was_asked and (loss := heard.loss()) is not None:
+        return loss
+    return heard.failure() if result is None or "error" in result else None
 
 
 def _wait(process: subprocess.Popen[str]) -> int:
@@ -140,8 +148,7 @@ class _Listener:
             code = how.rpartition(" ")[2]
             if task == "0" or code in _CONSEQUENCES or how in ("Terminated", "Killed"):
                 continue
-            lines = "\n".join(f"  | {line}" for line in self._said.get(task, ()))
-            return f"rank {task} on {node} ended: {how}; its last lines:\n{lines}"
+            return self._told(node, task, how)
         return None
 
     def loss(self) -> str | None:
@@ -151,10 +158,10 @@ class _Listener:
         if not self._bad_ends:
             return None
         node, task, how = self._bad_ends[0]  # others may follow from it
-        first = re.split("[-,]", task)[0]
-        if first == "0":
-            return None
-        lines = "".join(f"\n  | {line}" for line in self._said.get(first, ()))
+        return None if _first_of(task) == "0" else self._told(node, task, how)
+
+    def _told(self, node: str, task: str, how: str) -> str:
+        lines = "".join(f"\n  | {line}" for line in self._said.get(_first_of(task), ()))
         return f"rank {task} on {node} ended: {how}; its last lines:{lines}"
 
     def _listen(self) -> None:
@@ -169,6 +176,11 @@ class _Listener:
             elif label := _LABEL.match(text):
                 empty: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
                 self._said.setdefault(label[1], empty).append(label[2])
+
+
+def _first_of(tasks: str) -> str:
+    """Return the first number of a list of tasks as srun writes it, such as `1-3,5`."""
+    return re.split("[-,]", tasks)[0]
 
 
 def _end(process: subprocess.Popen[str], stage: Stage) -> int:

@@ -1,26 +1,24 @@
-"""The clusters that jobs can be sent to."""
+"""The clusters that jobs can be sent to. What a cluster needs is imported when it is chosen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from launcher_scripts.config import Config
-from launcher_scripts.launchers.base import Launcher
+if TYPE_CHECKING:
+    from launcher_scripts.config import Config
+    from launcher_scripts.launchers.base import Launcher, Queue
 
 
 def make_launcher(config: Config) -> Launcher:
-    """Return the launcher for `cluster_type`.
+    """Return the launcher for `cluster_type`."""
+    return LAUNCHERS[config.cluster_type](config)
 
-    Raises:
-        ValueError: there is no launcher for it.
-    """
-    make = LAUNCHERS.get(config.cluster_type)
-    if make is None:
-        raise ValueError(
-            f"cluster_type={config.cluster_type} is not available in this version; "
-            f"use one of {', '.join(LAUNCHERS)}."
-        )
-    return make(config)
+
+def queue_of(cluster: str) -> Queue | None:
+    """Return who knows what became of a cluster's jobs; None where they are mere processes."""
+    find = _QUEUES.get(cluster)
+    return find() if find is not None else None
 
 
 def _local(config: Config) -> Launcher:
@@ -42,4 +40,12 @@ def _bcp(config: Config) -> Launcher:
     return BcpLauncher(config)
 
 
+def _slurm_queue() -> Queue:
+    from launcher_scripts.launchers import slurm_state
+
+    return slurm_state
+
+
 LAUNCHERS: dict[str, Callable[[Config], Launcher]] = {"local": _local, "bcm": _slurm, "bcp": _bcp}
+# Only of clusters whose jobs outlive the command.
+_QUEUES: dict[str, Callable[[], Queue]] = {"bcm": _slurm_queue}

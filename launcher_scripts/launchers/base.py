@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Protocol
 
 from stages.base import Stage
-from stages.record import RECORD_NAME
+from stages.record import RECORD_NAME, JobRecord
 
-# What a job waits for: success of another, its end, or only its start.
-AFTER_SUCCESS, AFTER_END, AFTER_START = "afterok", "afterany", "after"
+# What a job waits for: success of another, or only its start.
+AFTER_SUCCESS, AFTER_START = "afterok", "after"
 # Of an array: each job waits for the one with its own number.
 AFTER_TWIN = "aftercorr"
 # Left by an enclosing job or launcher; they would bind ours to the wrong resources.
@@ -22,8 +22,6 @@ _FOREIGN_NAMES = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
 )  # fmt: skip
-
-
 # How to reach the scheduler, not which job we are in.
 _KEPT_NAMES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 
@@ -72,7 +70,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Dependency:
-    """What a job waits for: `kind` is one of AFTER_SUCCESS, AFTER_END and AFTER_START."""
+    """What a job waits for: `kind` is one of AFTER_SUCCESS, AFTER_START and AFTER_TWIN."""
 
     job_id: str
     kind: str = AFTER_SUCCESS
@@ -120,6 +118,19 @@ class Launcher(Protocol):
         Raises:
             SubmissionError: the cluster refuses it.
         """
+
+
+class Queue(Protocol):
+    """Knows what becomes of jobs that outlive the command."""
+
+    def settle(self, record_path: Path) -> JobRecord | None:
+        """Return a job's record after asking, corrected when the job ended unnoticed."""
+
+    def waiting_for(self, job_id: str) -> str:
+        """Return why a job is still in the queue; empty when it is not there."""
+
+    def cancel(self, job_id: str) -> str:
+        """Take a job out of the queue, or end it; return what stands against that, or nothing."""
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

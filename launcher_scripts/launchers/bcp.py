@@ -19,10 +19,11 @@ from launcher_scripts.launchers.base import Dependency, Job, clean_environment
 from launcher_scripts.launchers.bcp_executor import TIMED_OUT, BcpExecutor, BcpJob, task_command
 from launcher_scripts.launchers.bcp_script import MPIRUN, Tasks, is_mpi_array, job_script, runner
 from launcher_scripts.launchers.local import LocalHandle, new_id
+from launcher_scripts.switches import only_writes
 from stages import record
 from stages.base import Resources, Stage
-from stages.deploy import JOB_ID_VARIABLE
 from stages.job import LOG_LEVEL_VARIABLE, MARK_VARIABLE, StageJob
+from stages.own_job import JOB_ID_VARIABLE
 
 # Each replica has its own; the others do not see it.
 _PRIVATE_RESULTS = Path("/results")
@@ -59,11 +60,11 @@ class BcpLauncher:
             f"{stage.name} needs {stage.resources().nodes} nodes, and this job has {count} "
             "(NGC_ARRAY_SIZE); start it with more replicas, or lower the parallel sizes."
             for stage in stages
-            if stage.resources().nodes > count and not self._config.dry_run
+            if stage.resources().nodes > count and not only_writes(self._config)
         ]
         if count > 1:
             problems += self._private_places()
-        if not self._config.dry_run and runner(self._config.cluster.bcprun) is None:
+        if not only_writes(self._config) and runner(self._config.cluster.bcprun) is None:
             problems.append(
                 f"cluster_type=bcp needs {self._config.cluster.bcprun} or {MPIRUN}, and neither is "
                 "on PATH; run inside a Base Command job, or use cluster_type=local."

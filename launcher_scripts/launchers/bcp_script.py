@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.serving.process_place import LAUNCHER_VARIABLE
+from launcher_scripts.checkout import CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 ID_VARIABLE = "SUBMITIT_BCP_JOB_ID"
 MPIRUN = "mpirun"
 _AS_ROOT = ("--allow-run-as-root",)

@@ -20,10 +20,10 @@ from submitit.core.core import Job as SubmittedJob
 from submitit.core.utils import pickle_load
 from submitit.local.local import LocalExecutor, LocalJob
 
+from launcher_scripts.checkout import CHECKOUT
 from launcher_scripts.launchers.base import Dependency, Job, clean_environment
 from stages import record
 from stages.base import Stage
-from stages.deploy import JOB_ID_VARIABLE
 from stages.job import (
     MARK_VARIABLE,
     OWNER_VARIABLE,
@@ -31,8 +31,8 @@ from stages.job import (
     end_processes_of_job,
     owner_of_this_process,
 )
+from stages.own_job import JOB_ID_VARIABLE
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 _SIGNAL_DELAY_S = 30
 _ASK_AGAIN_S = 1.0
 _RESULT_WAIT_S = 2.0
@@ -127,6 +127,7 @@ class LocalHandle:
         self._mark = mark
         self._process_id = process_id
         self._state: str | None = None
+        self._was_stopped = False
 
     @property
     def log_path(self) -> Path:
@@ -142,6 +143,7 @@ class LocalHandle:
 
     def stop(self, grace_s: float) -> None:
         """Ask politely for `grace_s`, then end every process of the job."""
+        self._was_stopped = True
         deadline = time.monotonic() + grace_s
         while not self._submitted.done() and time.monotonic() < deadline:
             # Asked again because a process that is just starting may not listen yet.
@@ -163,12 +165,7 @@ class LocalHandle:
         elif found is not None and found.job_id == self.job_id and found.is_final:
             state = found.state
         else:
-            state = record.LOST if result is None else record.FAILED
-            error = (
-                "the job ended without a result: killed, or out of memory"
-                if result is None
-                else "the job failed before the stage began"
-            )
+            state, error = self._unexplained_end(result)
             record.update_record(
                 self.job.record_path,
                 self.job_id,
@@ -178,6 +175,14 @@ class LocalHandle:
                 error=error,
             )
         return state
+
+    def _unexplained_end(self, result: str | None) -> tuple[str, str]:
+        """Return state and reason of a job that has not noted its end."""
+        if self._was_stopped:
+            return record.CANCELLED, "stopped"
+        if result is None:
+            return record.LOST, "the job ended without a result: killed, or out of memory"
+        return record.FAILED, "the job failed before the stage began"
 
     def _result(self) -> str | None:
         """Return `success` or `error`, or None when the job left no result."""

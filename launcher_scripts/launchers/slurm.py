@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,8 @@ class SlurmLauncher:
             StageJob(job.stage, job.record_path, step_of(job, config)) for job, config in jobs
         ]
         try:
-            with _environment_of_a_login_shell():
+            # What sbatch objects to is part of the error; submitit prints it besides.
+            with _environment_of_a_login_shell(), redirect_stderr(io.StringIO()):
                 return [each.job_id for each in executor.submit_array(payloads)]
         except (FailedJobError, FailedSubmissionError) as error:
             raise SubmissionError(str(error).strip()) from error

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from launcher_scripts.checks import nearest_that_exists
 from launcher_scripts.config import Config
 from launcher_scripts.launchers.slurm_options import images_of, problems_of_options
+from launcher_scripts.switches import only_writes
 from stages.base import Stage
+from stages.preflight import mpi_problem
 
 # An ext4 or xfs disk may be exported to the nodes; these cannot be.
 _OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
@@ -26,7 +29,7 @@ _UNSEEN = "unseen:"
 def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return why the stages cannot run, as far as the cluster can be asked from here."""
     problems = problems_of_options(config, stages)
-    if config.dry_run:
+    if only_writes(config):
         return problems
     if shutil.which("sbatch") is None:
         return [
@@ -45,8 +48,7 @@ def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
 
 def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:
     """Run one small step on as many nodes as the largest job gets."""
-    results = Path(config.base_results_dir)
-    there = next(each for each in (results, *results.parents) if each.exists())
+    there = nearest_that_exists(Path(config.base_results_dir))
     cluster = config.cluster
     chosen = {"partition": cluster.partition, "account": cluster.account, "qos": cluster.qos}
     flags = [f"--{name}={value}" for name, value in chosen.items() if value is not None]
@@ -79,15 +81,11 @@ def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:
 
 
 def _problems_of_mpi(config: Config) -> list[str]:
-    kind = config.cluster.mpi
-    listed = _answer(["srun", "--mpi=list"], with_errors=True)
-    if kind is None or listed is None or kind in listed.split():
-        return []
-    known = [each for each in listed.split() if each in ("none", "pmi2", "pmix")]
-    return [
-        f"cluster.mpi={kind}: this Slurm does not have it, and without it every rank believes "
-        f"it is alone; it has {', '.join(known) or 'none'}."
-    ]
+    problem = None
+    with suppress(OSError, subprocess.TimeoutExpired):
+        if config.cluster.mpi is not None:
+            problem = mpi_problem(config.cluster.mpi, timeout_s=_ASK_S)
+    return [] if problem is None else [problem]
 
 
 def _problems_of_partition(config: Config) -> list[str]:
@@ -118,7 +116,7 @@ def _problems_of_pyxis(config: Config, stages: Sequence[Stage]) -> list[str]:
 
 def own_file_system(path: Path) -> str | None:
     """Return the kind of file system where `path` lies, if other machines cannot have it too."""
-    there = next(each for each in (path, *path.parents) if each.exists()).resolve()
+    there = nearest_that_exists(path).resolve()
     kinds: dict[str, str] = {}
     with suppress(OSError):
         for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
@@ -128,14 +126,11 @@ def own_file_system(path: Path) -> str | None:
     return kind if kind in _OWN_FILE_SYSTEMS else None
 
 
-def _answer(
-    command: list[str], *, with_errors: bool = False, timeout_s: float = _ASK_S
-) -> str | None:
+def _answer(command: list[str], *, timeout_s: float = _ASK_S) -> str | None:
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    text = done.stdout + (done.stderr if with_errors else "")
-    return text if done.returncode == 0 else None
+    return done.stdout if done.returncode == 0 else None

@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher_scripts.checkout import CHECKOUT
 from launcher_scripts.config import Config
 from launcher_scripts.launchers.base import Dependency, Job
 from launcher_scripts.server_config import image_of
 from launcher_scripts.switches import CI, MEMORY_MEASURE, is_set
 from launcher_scripts.time_limit import slurm_notation
-from stages.deploy import JOB_ID_VARIABLE
 from stages.deploy_config import PYTORCH
 from stages.job import MARK_VARIABLE
+from stages.own_job import JOB_ID_VARIABLE
 from stages.step import Step
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 # Cluster keys that go to sbatch under their own name.
 _SAME_NAME = (
     "account", "comment", "constraint", "exclude", "exclusive", "gres", "nodelist", "overcommit",

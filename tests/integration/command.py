@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 FREE_PORTS = ("deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0")
@@ -40,19 +42,29 @@ def finish(command: subprocess.Popen[str], *, timeout_s: float = 120) -> str:
     return text
 
 
+def processes_of(results: Path) -> dict[int, str]:
+    """Return the command lines of processes that work below a results folder, by their ids."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if str(results) in command and int(entry.name) != os.getpid():
+                found[int(entry.name)] = command
+    return found
+
+
 def endpoint_of(
     path: Path, command: subprocess.Popen[str], *, restarts: int = 0, timeout_s: float = 120
 ) -> dict[str, Any]:
     """Return the address that a server publishes after so many restarts."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        if path.exists():
-            endpoint: dict[str, Any] = json.loads(path.read_text())
-            if endpoint["restarts"] >= restarts:
-                return endpoint
+
+    def is_there() -> bool:
         assert command.poll() is None, command.stdout.read() if command.stdout else ""
-        assert time.monotonic() < deadline, f"{path} did not appear"
-        time.sleep(0.05)
+        return path.exists() and json.loads(path.read_text())["restarts"] >= restarts
+
+    until(is_there, f"the appearance of {path}", limit_s=timeout_s)
+    endpoint: dict[str, Any] = json.loads(path.read_text())
+    return endpoint
 
 
 @contextmanager

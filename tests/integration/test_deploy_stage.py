@@ -16,8 +16,8 @@ from stages.base import StageError
 from stages.deploy_config import DeployConfig
 from stages.progress import Progress
 from stages.service import Service
-from tests.integration.command import FREE_PORTS, endpoint_of, finish, served, start
-from tests.integration.triton_process import until
+from tests.integration.command import FREE_PORTS, endpoint_of, finish, processes_of, served, start
+from tests.waiting import until
 
 pytestmark = pytest.mark.triton
 RESULTS = Path("gpt_books_5m", "export_tp2_pp1_fp16_fp32")
@@ -38,15 +38,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def one_process(results: Path, *texts: str) -> int:
-    """Return the process whose command line holds all texts and which belongs to this run."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if str(results) in command and all(text in command for text in texts):
-            return int(entry.name)
-    raise AssertionError(f"no process with {texts}")
+    """Return the process of this run whose command line holds all texts."""
+    found = processes_of(results)
+    return next(pid for pid, line in found.items() if all(text in line for text in texts))
 
 
 def answer(endpoint: dict[str, Any]) -> str:
@@ -85,7 +79,7 @@ def test_server_that_is_still_loading_ends_when_it_is_asked_to(exported: Path, b
     progress = folder / "progress.json"
     progress.unlink(missing_ok=True)
     command = start(*words(exported, "stages=[deploy]"))
-    until(lambda: progress.exists() and "loading " in progress.read_text(), limit_s=60)
+    until(lambda: progress.exists() and "loading " in progress.read_text())
     if by == "file":
         (folder / "stop_requested").touch()
     else:

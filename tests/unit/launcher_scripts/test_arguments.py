@@ -1,3 +1,5 @@
+"""What the words of a command line are taken for, before any file is read."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -44,7 +46,16 @@ def test_options_may_stand_between_overrides() -> None:
 
 def test_unknown_option_is_a_problem_and_not_an_exit() -> None:
     (problem,) = read_arguments(["--dry-run"]).problems
-    assert "--dry-run" in problem
+    assert problem.startswith("unknown argument --dry-run (did you mean dry_run=<value>?)")
+
+
+def test_help_may_be_asked_for_without_dashes() -> None:
+    assert read_arguments(["help"]).wants_help
+
+
+def test_name_that_is_not_utf8_is_refused() -> None:
+    (problem,) = read_arguments(["base_results_dir=/r/\udce9"]).problems
+    assert problem.startswith("'base_results_dir=/r/\\udce9' is not UTF-8")
 
 
 def test_names_beside_compare_are_the_runs() -> None:

@@ -26,8 +26,9 @@ from launcher_scripts.run import Run
 from stages.base import Resources, Stage
 from stages.record import JobRecord, read_record
 from tests.bcprun_stand_in import become_replica
-from tests.unit.launcher_scripts.test_run import is_alive, until, wait_for
+from tests.unit.launcher_scripts.test_run import wait_for
 from tests.unit.launcher_scripts.toy_stages import RanksStage, SleepStage, WriteStage, settings
+from tests.waiting import lives, until
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -87,7 +88,7 @@ def test_job_that_is_stopped_leaves_no_process_behind(tmp_path: Path) -> None:
     assert handle.poll() is None
     handle.stop(20)
     assert handle.poll() == "cancelled"
-    assert not is_alive(int((tmp_path / "out" / "target.pid").read_text()))
+    assert not lives(int((tmp_path / "out" / "target.pid").read_text()))
 
 
 def test_time_limit_ends_the_job_and_is_named(tmp_path: Path) -> None:
@@ -96,7 +97,7 @@ def test_time_limit_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert run.run_all(wait=False) == 1
     assert "sleep failed: the time limit of 0.06 minutes has passed" in shown.getvalue()
     assert record(tmp_path, "sleep").state == "failed"
-    assert not is_alive(int((tmp_path / "out" / "target.pid").read_text()))
+    assert not lives(int((tmp_path / "out" / "target.pid").read_text()))
 
 
 def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
@@ -113,7 +114,7 @@ def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
     command.kill()
     command.wait()
     until(lambda: record(tmp_path, "sleep").state == "cancelled")
-    until(lambda: not is_alive(int(pid_file.read_text())))
+    until(lambda: not lives(int(pid_file.read_text())))
 
 
 def test_array_for_mpi_is_started_through_mpirun(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,8 @@ from launcher_scripts.actions import clock, look_after
 from launcher_scripts.arguments import read_arguments
 from launcher_scripts.compose import compose_config
 from launcher_scripts.config import Config
-from launcher_scripts.console import Console, progress_text, table
+from launcher_scripts.console import Console
 from launcher_scripts.main import main
-from stages.progress import ProgressState
 from stages.record import JobRecord, read_record, write_record
 from tests.unit.launcher_scripts.test_run import make_run, wait_for
 from tests.unit.launcher_scripts.toy_stages import WriteStage, settings
@@ -96,6 +98,74 @@ def test_launcher_scripts_path_has_to_end_in_its_name(
     assert "does not end in /launcher_scripts" in text
 
 
+def test_wrong_file_is_the_only_problem_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "export=gpt3/samplo").startswith("one problem found")
+
+
+def test_folder_with_a_name_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "File name too long" in refused(capsys, SAMPLE, f"base_results_dir=/tmp/{'a' * 300}")
+
+
+def write_truncated(path: Path) -> None:
+    path.write_bytes((ROOT / "examples/gpt_books_5m/gpt_books_5m.nemo").read_bytes()[:3_000_000])
+
+
+def write_foreign(path: Path) -> None:
+    path.write_text("no archive")
+
+
+def write_escaping(path: Path) -> None:
+    with tarfile.open(path, "w") as archive:
+        archive.addfile(tarfile.TarInfo("../outside"))
+
+
+@pytest.mark.parametrize(
+    ("write", "told"),
+    [
+        (write_truncated, "is truncated or damaged: member"),
+        (write_foreign, "is not a checkpoint of a known format"),
+        (write_escaping, "is refused: member '../outside' leads outside its folder"),
+    ],
+)
+def test_archive_that_cannot_be_used_is_named_with_its_key(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    write: Callable[[Path], None],
+    told: str,
+) -> None:
+    path = tmp_path / "model.nemo"
+    write(path)
+    words = (f"base_results_dir={tmp_path}/r", f"export.model.checkpoint_path={path}")
+    text = refused(capsys, SAMPLE, *words, "stages=[export]")
+    assert f"  - export.model.checkpoint_path={path} {told}" in text
+    assert not (tmp_path / "r").exists()
+
+
+def test_taken_port_is_told_before_anything_is_converted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        words = (SAMPLE, f"base_results_dir={tmp_path}", "stages=[deploy]")
+        text = refused(capsys, *words, f"deploy.grpc_port={port}")
+    assert f"deploy.grpc_port={port} is in use by process {os.getpid()}" in text
+    assert not any(tmp_path.iterdir())
+
+
+def test_names_of_files_work_in_every_locale(tmp_path: Path) -> None:
+    command = [
+        sys.executable, "main.py", SAMPLE, f"base_results_dir={tmp_path}/\xe9", "stages=[convert]",
+        "dry_run=true",
+    ]  # fmt: skip
+    narrow = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    for environment in (narrow, {"PYTHONIOENCODING": "ascii"}):
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | environment, capture_output=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr.decode()
+    assert (tmp_path / "\xe9" / "gpt_books_5m").is_dir()
+
+
 def test_slurm_without_sbatch_is_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,8 +178,11 @@ def test_debug_switch_of_the_launcher_is_a_dry_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NEMO_LAUNCHER_DEBUG", "1")
-    assert main([SAMPLE, f"base_results_dir={tmp_path}", "stages=[convert]"]) == 0
-    assert "nothing started" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", "")
+    for cluster in ("local", "bcm", "bcp"):
+        words = [SAMPLE, f"cluster={cluster}", f"base_results_dir={tmp_path}", "stages=[convert]"]
+        assert main(words) == 0
+        assert "one job written, nothing started" in capsys.readouterr().out
     assert not list(tmp_path.rglob("job.json"))
 
 
@@ -232,13 +305,11 @@ def test_status_without_any_run_says_what_to_give(
 
 
 def test_logs_are_printed_to_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stage = WriteStage(settings(tmp_path, "convert"))
-    type(stage).name = "convert"
-    try:
-        run, _ = make_run(stage)
-        assert run.run_all(wait=False) == 0
-    finally:
-        type(stage).name = "write"
+    class NamedStage(WriteStage):
+        name = "convert"
+
+    run, _ = make_run(NamedStage(settings(tmp_path, "convert")))
+    assert run.run_all(wait=False) == 0
     assert look_after(action("logs", tmp_path, f"run_dir={tmp_path}"), Console()) == 0
     assert "working" in capsys.readouterr().out
 
@@ -266,16 +337,3 @@ def test_cancel_ends_a_running_job_of_another_command(tmp_path: Path) -> None:
     record = read_record(tmp_path / "convert" / "job.json")
     assert record is not None
     assert record.state == "cancelled"
-
-
-def test_table_aligns_its_columns() -> None:
-    assert table(("a", "bb"), [("ccc", "d")]) == "a    bb\n---  --\nccc  d"
-
-
-def test_progress_shows_a_bar_with_figures() -> None:
-    text = progress_text(ProgressState("converting", 5e6, 1e7, "bytes"))
-    assert text == "[############------------]  50%  5 MB of 10 MB  converting"
-
-
-def test_progress_without_an_end_shows_the_phase() -> None:
-    assert progress_text(ProgressState("loading")) == "loading"

@@ -1,3 +1,5 @@
+"""What the words of a command line become, and what is said of those that are wrong."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -17,16 +19,13 @@ from inference.evaluation.options import (
     PromptOptions,
     TextTaskOptions,
 )
-from inference.evaluation.text_task import TEXT_TASKS
+from inference.evaluation.text_tasks import TEXT_TASKS
 from launcher_scripts import config as schema
 from launcher_scripts.arguments import read_arguments
-from launcher_scripts.compose import (
-    CHECKOUT,
-    Composition,
-    compose_config,
-)
+from launcher_scripts.checkout import CHECKOUT, CONFIG_DIR
+from launcher_scripts.compose import Composition, compose_config
 from launcher_scripts.config import keys as all_keys
-from launcher_scripts.diagnosis import CONFIG_DIR, files_of_group
+from launcher_scripts.diagnosis import files_of_group
 from stages import convert, export
 
 
@@ -124,10 +123,20 @@ def test_empty_path_is_not_the_current_folder() -> None:
     assert "base_results_dir= is empty" in problem("base_results_dir=")
 
 
-def test_unknown_file_lists_the_files() -> None:
-    text = problem("export=gpt3/samplo")
+@pytest.mark.parametrize("choice", ["gpt3/samplo", "sample"])
+def test_unknown_file_lists_the_files(choice: str) -> None:
+    text = problem(f"export={choice}")
     assert "did you mean gpt3/sample?" in text
     assert "gpt3/export_gpt3" in text
+
+
+@pytest.mark.parametrize("word", ["export=gpt3/samplo", "exprt=gpt3/sample"])
+def test_without_the_file_that_was_meant_there_is_no_configuration(word: str) -> None:
+    composition = compose(word, "export.model.processes=many")
+    assert composition.config is None
+    assert [text.partition(":")[0] for text in composition.problems] == [
+        word, "export.model.processes=many",
+    ]  # fmt: skip
 
 
 def test_list_without_brackets_is_shown_with_them() -> None:
@@ -142,8 +151,16 @@ def test_section_as_value_lists_its_keys() -> None:
     assert "export.model.processes" in problem("export.model=3")
 
 
-def test_unreadable_override_is_quoted() -> None:
-    assert problem("export.model processes").startswith("'export.model processes' cannot be read")
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("dry-run", "'dry-run' is not of the form key=value (did you mean dry_run=<value>?)."),
+        ("convert", "'convert' is a stage; write 'stages=[convert]'."),
+        ("zzz", "'zzz' is not of the form key=value."),
+    ],
+)
+def test_word_without_a_value_is_answered_with_what_to_write(word: str, told: str) -> None:
+    assert problem(word) == told
 
 
 def test_unknown_key_with_a_plus_is_refused_too() -> None:
@@ -164,6 +181,9 @@ def test_unknown_key_with_a_plus_is_refused_too() -> None:
         ("stages=[convert", "'stages=[convert' cannot be read as key=value"),
         ("stages=[[convert]]", "stages=[['convert']]: expected a list of single values"),
         ("cluster.gpus_per_node=-2", "must be at least 0"),
+        ("deploy.drain_s=nan", "must be a finite number of at least 0"),
+        ("deploy.drain_s=inf", "must be a finite number of at least 0"),
+        ("evaluate.boolq.prompt.length=-1", "must be at least 0"),
     ],
 )
 def test_strange_overrides_are_answered_with_what_to_write(word: str, told: str) -> None:
@@ -210,6 +230,22 @@ def test_relative_paths_are_made_absolute(tmp_path: Path, monkeypatch: pytest.Mo
     assert config.base_results_dir == str(tmp_path / "out")
     assert config.export.run.results_dir.startswith(str(tmp_path / "out"))
     assert config.export.model.checkpoint_path == str(tmp_path / "a.nemo")
+
+
+def test_home_and_variables_in_paths_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/h")
+    monkeypatch.setenv("SCRATCH", "/scratch")
+    config = compose("data_dir=~/data", "base_results_dir=$SCRATCH/r").config
+    assert config is not None
+    assert (config.data_dir, config.base_results_dir) == ("/h/data", "/scratch/r")
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [("$NOWHERE/r", "$NOWHERE is not set"), ("~nobody7/r", "there is no such user")],
+)
+def test_paths_that_lead_nowhere_are_refused(path: str, told: str) -> None:
+    assert problem(f"base_results_dir={path}") == f"base_results_dir={path}: {told}; give the path."
 
 
 def test_a_folder_has_one_name_however_it_is_written(
@@ -307,6 +343,6 @@ def test_every_key_has_a_text() -> None:
     assert all(key.text for key in all_keys())
 
 
-def test_configuration_holds_no_more_than_the_schema() -> None:
+def test_every_configuration_file_says_what_it_is() -> None:
     for path in CONFIG_DIR.rglob("*.yaml"):
-        assert path.read_text().startswith("#"), f"{path} does not say what it is"
+        assert path.read_text().startswith("# "), path

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.arguments import read_arguments
-from launcher_scripts.compose import CHECKOUT, compose_config
+from launcher_scripts.checkout import CHECKOUT
+from launcher_scripts.compose import compose_config
 from launcher_scripts.pipeline import Plan, make_plan, read_stages
-from launcher_scripts.stage_configs import Context
+from launcher_scripts.stage_table import STAGE_TABLE, Context
+from stages import STAGES
 from stages.convert import ConvertStage, find_checkpoint
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 
@@ -45,6 +47,10 @@ def test_stages_come_in_pipeline_order_under_either_name() -> None:
         ["convert", "export", "evaluate"],
         [],
     )
+
+
+def test_launcher_knows_every_stage() -> None:
+    assert list(STAGE_TABLE) == list(STAGES)
 
 
 def test_unknown_stage_is_answered_with_the_likely_one() -> None:
@@ -186,6 +192,7 @@ def test_an_unreadable_time_limit_hides_no_other_problem(tmp_path: Path) -> None
     assert "export.model.checkpoint_path=/nowhere.nemo does not exist" in text
     assert "deploy.time_limit=0 leaves no time" in text
     assert "deploy.http_port=99999 is not a port" in text
+    assert len(made.problems) == 4  # and no further one of the limits that were not given
 
 
 def test_data_of_the_evaluation_is_looked_for(tmp_path: Path) -> None:

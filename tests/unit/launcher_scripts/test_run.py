@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,9 +25,11 @@ from tests.unit.launcher_scripts.toy_stages import (
     EnvironmentStage,
     ServeStage,
     SleepStage,
+    StubbornStage,
     WriteStage,
     settings,
 )
+from tests.waiting import lives, until
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {"PYTHONPATH": str(HERE), "GREETING": "it's a $test"}
@@ -42,20 +43,6 @@ def make_run(*stages: Stage) -> tuple[Run, io.StringIO]:
     }
     planned = [PlannedStage(stage, stage.finding()) for stage in stages]
     return Run(LocalLauncher(), Console(shown), planned, jobs), shown
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def wait_for(path: Path) -> None:
@@ -75,7 +62,9 @@ def test_finished_job_leaves_record_log_script_and_configuration(tmp_path: Path)
     assert (folder / "write_hydra.yaml").read_text() == "a: 1\n"
     assert (folder / "write_submission.sh").read_text().startswith("#!/bin/bash\n")
     assert record.job_id in (folder / "launcher.log").read_text()
-    assert "completed" in shown.getvalue()
+    assert "write  completed" in shown.getvalue()
+    assert "out/target.txt\n" in shown.getvalue()  # below the folder that is told once
+    assert f"results: {tmp_path}\n" in shown.getvalue()
     assert "lines: 1" in shown.getvalue()
 
 
@@ -154,11 +143,58 @@ def test_interrupt_ends_the_job_and_what_it_started(tmp_path: Path) -> None:
     thread.start()
     assert run.run_all(wait=False) == 130
     thread.join()
-    assert not is_alive(int(pid_file.read_text()))
+    assert not lives(int(pid_file.read_text()))
     record = read_record(tmp_path / "sleep" / "job.json")
     assert record is not None
     assert record.state == "cancelled"
     assert "cancelled" in shown.getvalue()
+
+
+def test_second_interrupt_leaves_a_job_no_time_to_end(tmp_path: Path) -> None:
+    stage = StubbornStage(settings(tmp_path, "stubborn"))
+    run, shown = make_run(stage)
+    pid_file = tmp_path / "out" / "target.pid"
+
+    def interrupt_twice() -> None:
+        wait_for(pid_file)
+        os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: "stopping" in shown.getvalue())
+        time.sleep(0.5)  # so that the first one is no longer being dealt with
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt_twice)
+    started = time.monotonic()
+    thread.start()
+    assert run.run_all(wait=False) == 130
+    thread.join()
+    assert time.monotonic() - started < stage.stop_grace_s()
+    assert not lives(int(pid_file.read_text()))
+    assert "stubborn  cancelled" in shown.getvalue()
+
+
+def test_job_that_is_stopped_before_its_first_word_is_cancelled(tmp_path: Path) -> None:
+    run, _ = make_run(WriteStage(settings(tmp_path, "write")))
+    run.announce("write", ())
+    handle = run.launcher.submit(run.jobs["write"], ())
+    handle.stop(0)
+    assert handle.poll() == "cancelled"
+    record = read_record(tmp_path / "write" / "job.json")
+    assert record is not None
+    assert record.state == "cancelled"
+
+
+def test_server_that_was_never_ready_was_not_stopped_in_order(tmp_path: Path) -> None:
+    class LoadingStage(SleepStage):
+        def readiness_path(self) -> Path:
+            return self.job.folder / "endpoint.json"
+
+    run, _ = make_run(LoadingStage(settings(tmp_path, "sleep")))
+    thread = threading.Thread(
+        target=lambda: (wait_for(tmp_path / "out" / "target.pid"), os.kill(os.getpid(), 2))
+    )
+    thread.start()
+    assert run.run_all(wait=False) == 130
+    thread.join()
 
 
 def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
@@ -184,7 +220,7 @@ def test_job_ends_when_the_command_is_killed(tmp_path: Path) -> None:
         return record is not None and record.state == "cancelled"
 
     until(is_cancelled)
-    until(lambda: not is_alive(int(pid_file.read_text())))
+    until(lambda: not lives(int(pid_file.read_text())))
 
 
 def test_finished_work_is_not_done_again(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from launcher_scripts.compose import compose_config
 from launcher_scripts.config import Config
 from launcher_scripts.server_config import deploy_resources, image_of, server_config
-from launcher_scripts.stage_configs import Context, build_stage
+from launcher_scripts.stage_table import Context, build_stage
 
 TP = "export.model.tensor_model_parallel_size"
 PP = "export.triton_deployment.pipeline_model_parallel_size"
@@ -60,7 +60,8 @@ def test_local_gpus_are_counted_and_the_rest_hidden(monkeypatch: pytest.MonkeyPa
     found = server_config(configure(f"{TP}=2"))
     assert (found.local_gpus, found.visible_devices) == (3, "3,5")
     assert build_stage("deploy", configure(f"{TP}=4"), Context()).check()
-    on_cpu = configure(f"{TP}=4", "+export.triton_deployment.parameters.device=cpu")
+    ports = (f"deploy.{name}_port=0" for name in ("http", "grpc", "metrics"))
+    on_cpu = configure(f"{TP}=4", "+export.triton_deployment.parameters.device=cpu", *ports)
     assert build_stage("deploy", on_cpu, Context()).check() == []
 
 

@@ -156,3 +156,13 @@ def test_probe_tells_what_the_nodes_do_not_see(tmp_path: Path, slurm: Path) -> N
     assert "cannot import submitit on the nodes" in python
     assert folder.startswith("base_results_dir is not seen by the nodes")
     assert not list(tmp_path.glob(".probe-*"))
+
+
+def test_refusal_of_sbatch_is_told_once(
+    tmp_path: Path, slurm: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    programs(slurm, sbatch="echo 'sbatch: error: no such account' >&2; exit 1")
+    words = ["export=gpt3/sample", "cluster=bcm", f"base_results_dir={tmp_path}/r"]
+    assert main([*words, "stages=[convert]"]) == 1
+    seen = capfd.readouterr()
+    assert (seen.out + seen.err).count("no such account") == 1

@@ -16,7 +16,7 @@ from launcher_scripts.launchers.slurm_script import (
     sbatch_options,
     step_of,
 )
-from launcher_scripts.stage_configs import Context, build_stage
+from launcher_scripts.stage_table import Context, build_stage
 
 
 def configure(*words: str) -> Config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 from inference.serving.process_place import ProcessPlace
 from stages.base import JobSettings, Resources, Stage, StageError, Summary
 from stages.convert import ConvertStage
-from stages.deploy import JOB_ID_VARIABLE
+from stages.own_job import JOB_ID_VARIABLE
 from stages.progress import Progress, write_json
 
 
@@ -134,6 +135,17 @@ class _StuckProgress(Progress):
             if 4 * done >= quarter * total > 0 and not path.exists():
                 path.touch()
                 time.sleep(300)
+
+
+class StubbornStage(SleepStage):
+    """Does not listen when it is asked to end."""
+
+    name = "stubborn"
+
+    def run(self, progress: Progress) -> Summary:
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(each, signal.SIG_IGN)
+        return super().run(progress)
 
 
 class ServeStage(WriteStage):

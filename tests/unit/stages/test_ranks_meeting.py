@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,15 +22,7 @@ from stages.ranks_meeting import (
     read_meeting,
     take_part,
 )
-
-LIMIT_S = 30.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "condition was not met in time"
-        time.sleep(0.02)
+from tests.waiting import LIMIT_S, until
 
 
 @contextmanager

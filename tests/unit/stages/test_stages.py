@@ -14,9 +14,10 @@ import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
 from stages import STAGES
-from stages.base import JobSettings, Resources, Stage, StageError, Standing, Summary
-from stages.deploy import DeployConfig, DeployStage, check_deploy, read_endpoint
-from stages.deploy_config import GemmTuning
+from stages.base import JobSettings, Stage, StageError, Standing, Summary
+from stages.deploy import DeployStage
+from stages.deploy_config import DeployConfig, GemmTuning, check_deploy
+from stages.endpoint import read_endpoint
 from stages.evaluate import EvaluateConfig, EvaluateStage, NotEvaluatedError
 from stages.progress import Progress, read_progress, write_json
 from stages.record import JobRecord, read_record, update_record, write_record
@@ -177,15 +178,18 @@ def test_step_without_a_result_names_its_command(stage: CopyStage) -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"engine": "other"}, "deploy.engine=other is unknown; use one of pytorch, fastertr"),
-        ({"max_restarts": -1}, "deploy.max_restarts=-1 must not be negative"),
-        ({"restart_backoff_s": -1.0}, "deploy.restart_backoff_s=-1.0 must not be negative"),
         ({"tp_size": 4, "pp_size": 2, "local_gpus": 4}, "need 8 GPUs, and this machine shows 4"),
         ({"gemm_tuning": GemmTuning()}, "it needs deploy.engine=fastertransformer"),
         ({"http_port": 70000}, "deploy.http_port=70000 is not a port"),
         ({"grpc_port": 8000}, "the three ports must differ"),
-        ({"drain_s": -1.0}, "deploy.drain_s=-1.0 must not be negative"),
-        ({"ready_timeout_s": 0.0}, "deploy.ready_timeout_s=0.0 must be positive"),
+        (
+            {"is_from_elsewhere": True},
+            "holds no model (<name>/config.pbtxt); give the folder above",
+        ),
+        (
+            {"serves_here": True, "host": "192.0.2.1"},
+            "deploy.host=192.0.2.1: ports cannot be opened on 192.0.2.1: ",
+        ),
     ],
 )
 def test_server_configuration_is_checked(
@@ -193,6 +197,12 @@ def test_server_configuration_is_checked(
 ) -> None:
     (problem,) = check_deploy(server(tmp_path, **changes))
     assert text in problem
+
+
+def test_repository_from_elsewhere_needs_no_more_than_a_model(tmp_path: Path) -> None:
+    (tmp_path / "any").mkdir()
+    (tmp_path / "any" / "config.pbtxt").touch()
+    assert check_deploy(server(tmp_path, is_from_elsewhere=True)) == []
 
 
 def test_free_ports_may_be_asked_for_three_times(tmp_path: Path) -> None:
@@ -210,8 +220,14 @@ def test_address_of_a_server_has_a_host_and_a_port(tmp_path: Path, text: str) ->
     assert "write host:port" in problem
 
 
-def test_evaluation_waits_for_the_published_address_only_so_long(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_stale", [False, True])
+def test_evaluation_waits_for_the_published_address_only_so_long(
+    tmp_path: Path, is_stale: bool
+) -> None:
     stage = evaluation(tmp_path, endpoint_path=tmp_path / "endpoint.json")
+    if is_stale:
+        write_record(tmp_path / "job.json", JobRecord("7", "deploy", "d", "running"))
+        write_json(tmp_path / "endpoint.json", {"job_id": "6", "host": "127.0.0.1", "grpc": 9})
     stage.config = replace(stage.config, deploy=server(tmp_path, ready_timeout_s=0.2))
     started = time.monotonic()
     with pytest.raises(NotEvaluatedError, match=r"deploy\.ready_timeout_s=0\.2"):
@@ -263,7 +279,3 @@ def test_report_of_another_configuration_is_set_aside(tmp_path: Path) -> None:
 
 def test_no_address_is_no_endpoint(tmp_path: Path) -> None:
     assert read_endpoint(tmp_path / "endpoint.json") is None
-
-
-def test_resources_leave_the_choice_to_the_cluster_by_default() -> None:
-    assert Resources() == Resources(1, 1, None, None, None, 120)

@@ -1,0 +1,77 @@
+"""From the configuration to the exported model: what is converted, what the repository says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from export_scripts.request import ConversionRequest
+from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
+from launcher_scripts.config import Config
+
+
+def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
+    """Return what to convert; `exports` says whether a repository is built around the shards."""
+    model = config.export.model
+    extra = config.convert
+    return ConversionRequest(
+        checkpoint_path=Path(model.checkpoint_path),
+        output_dir=Path(config.export.triton_deployment.triton_model_dir) / "1",
+        tp_size=model.tensor_model_parallel_size,
+        pp_size=config.export.triton_deployment.pipeline_model_parallel_size,
+        weight_data_type=model.weight_data_type,
+        processes=model.processes,
+        model_type=config.export.run.model_type,
+        prompt_checkpoints=tuple(Path(each) for each in extra.prompt_checkpoints),
+        ia3_checkpoints=tuple(Path(each) for each in extra.ia3_checkpoints),
+        ia3_in_place=extra.ia3_in_place,
+        adapter_checkpoints=tuple(Path(each) for each in extra.adapter_checkpoints),
+        activation_ranges=_path(extra.activation_ranges),
+        vocab_path=_path(extra.vocab_path),
+        merges_path=_path(extra.merges_path),
+        allow=tuple(extra.allow),
+        given=tuple((name, str(value)) for name, value in extra.given.items()),
+        for_text=exports and len(_model_folders(config)) > 1,
+    )
+
+
+def repository_request(config: Config) -> RepositoryRequest:
+    """Return what the Triton repository says."""
+    triton = config.export.triton_deployment
+    return RepositoryRequest(
+        model_dir=Path(triton.triton_model_dir),
+        tp_size=config.export.model.tensor_model_parallel_size,
+        pp_size=triton.pipeline_model_parallel_size,
+        max_batch_size=triton.max_batch_size,
+        data_type=triton.data_type,
+        int8_mode=int(triton.int8_mode),
+        enable_custom_all_reduce=int(triton.enable_custom_all_reduce),
+        engine=config.deploy.engine,
+        decoupled=triton.decoupled,
+        ensemble=triton.ensemble,
+        portable=triton.portable,
+        interactive=triton.interactive,
+        answer_only=triton.answer_only,
+        max_queue_delay_us=triton.max_queue_delay_us,
+        instance_count=triton.instance_count,
+        model_type=triton.model_type,
+        parameters={name: _parameter(value) for name, value in triton.parameters.items()},
+    )
+
+
+def has_ensemble(config: Config) -> bool:
+    """Whether the exported repository answers text with text."""
+    return any(folder.name == ENSEMBLE for folder in _model_folders(config))
+
+
+def _model_folders(config: Config) -> list[Path]:
+    """Return the folders of the exported repository: the model, and those that take text."""
+    return repository_models(repository_request(config), kind=config.export.run.model_type)
+
+
+def _parameter(value: object) -> str:
+    """Return a parameter of config.pbtxt as text; truth values are digits there."""
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _path(text: str | None) -> Path | None:
+    return Path(text) if text else None

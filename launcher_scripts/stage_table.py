@@ -1,0 +1,179 @@
+"""The stages as the launcher sees them: how each is made, and where its settings stand."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher_scripts.config import Config
+from launcher_scripts.evaluation_config import evaluation_config
+from launcher_scripts.export_config import conversion_request, repository_request
+from launcher_scripts.server_config import deploy_resources, server_config, server_store
+from launcher_scripts.time_limit import minutes
+from stages.base import JobSettings, Resources, Stage
+from stages.convert import ConvertStage
+from stages.deploy import DeployStage
+from stages.evaluate import EvaluateStage
+from stages.export import ExportStage
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a stage is told about the run that is not in the configuration.
+
+    Attributes:
+        deploys: whether the same pipeline deploys a server.
+        exports: whether what it converts is exported and served.
+        command: the command line.
+    """
+
+    deploys: bool = False
+    exports: bool = False
+    command: str = ""
+    git_revision: str = ""
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """What the launcher knows of a stage.
+
+    Attributes:
+        make: makes it from the configuration.
+        resources: what its job asks of a cluster, given its time limit in minutes.
+        settings: section of the configuration with the `name` and `time_limit` of its job.
+        saved: sections that are saved beside its job; further ones become part of the first.
+        needs: the stage whose outputs it works on.
+    """
+
+    make: Callable[[Config, JobSettings, Context], Stage]
+    resources: Callable[[Config, int], Resources]
+    settings: str
+    saved: tuple[str, ...]
+    needs: str | None = None
+
+    @property
+    def time_limit_key(self) -> str:
+        """Where its time limit stands."""
+        return f"{self.settings}.time_limit"
+
+
+def results_dir(config: Config) -> Path:
+    """Return the folder in which each stage has its own."""
+    return Path(config.export.run.results_dir)
+
+
+def build_stage(name: str, config: Config, context: Context) -> Stage:
+    """Return a stage with its part of the configuration, as plain data.
+
+    Raises:
+        ValueError: the time limit is not one, or the cluster has no place for the stage.
+    """
+    row = STAGE_TABLE[name]
+    key = row.time_limit_key
+    limit_min = minutes(operator.attrgetter(key)(config), key=key)
+    job = JobSettings(
+        name=operator.attrgetter(row.settings)(config).name,
+        folder=results_dir(config) / name,
+        resources=row.resources(config, limit_min),
+        overwrite=config.overwrite,
+        warning_s=_warning_s(config),
+    )
+    return row.make(config, job, context)
+
+
+def _warning_s(config: Config) -> float:
+    """Return how long before its time limit a server stops."""
+    if config.cluster_type == "local":
+        return 45.0
+    # Slurm's signal may come up to a minute early.
+    return config.cluster.signal_delay_s + 60.0
+
+
+def _convert(config: Config, job: JobSettings, context: Context) -> Stage:
+    return ConvertStage(job, conversion_request(config, exports=context.exports))
+
+
+def _export(config: Config, job: JobSettings, context: Context) -> Stage:
+    del context
+    return ExportStage(
+        job,
+        repository_request(config),
+        kind=config.export.run.model_type,
+        publish_to=server_store(config),
+    )
+
+
+def _deploy(config: Config, job: JobSettings, context: Context) -> Stage:
+    del context
+    return DeployStage(job, server_config(config))
+
+
+def _evaluate(config: Config, job: JobSettings, context: Context) -> Stage:
+    return EvaluateStage(
+        job,
+        evaluation_config(
+            config,
+            deploys=context.deploys,
+            command=context.command,
+            git_revision=context.git_revision,
+        ),
+    )
+
+
+def _convert_resources(config: Config, limit_min: int) -> Resources:
+    return _export_run_resources(config, limit_min, cpus=config.export.model.processes)
+
+
+def _export_resources(config: Config, limit_min: int) -> Resources:
+    return _export_run_resources(config, limit_min, cpus=1)
+
+
+def _export_run_resources(config: Config, limit_min: int, *, cpus: int) -> Resources:
+    run = config.export.run
+    return Resources(
+        gpus_per_node=run.gpus_per_node,
+        cpus_per_task=run.cpus_per_task or cpus,
+        mem_gb=run.mem_gb,
+        time_limit_min=limit_min,
+    )
+
+
+def _evaluate_resources(config: Config, limit_min: int) -> Resources:
+    return Resources(
+        cpus_per_task=config.evaluate.cpus_per_task,
+        mem_gb=config.evaluate.mem_gb,
+        time_limit_min=limit_min,
+    )
+
+
+STAGE_TABLE: dict[str, StageRow] = {
+    "convert": StageRow(
+        make=_convert,
+        resources=_convert_resources,
+        settings="export.run",
+        saved=("export", "convert"),
+    ),
+    "export": StageRow(
+        make=_export,
+        resources=_export_resources,
+        settings="export.run",
+        saved=("export",),
+        needs="convert",
+    ),
+    "deploy": StageRow(
+        make=_deploy,
+        resources=deploy_resources,
+        settings="deploy",
+        saved=("deploy",),
+        needs="export",
+    ),
+    "evaluate": StageRow(
+        make=_evaluate,
+        resources=_evaluate_resources,
+        settings="evaluate",
+        saved=("evaluate",),
+        needs="export",
+    ),
+}

@@ -1,0 +1,87 @@
+"""What came of a pipeline, for whoever reads the output of the command."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.console import Console
+from launcher_scripts.pipeline import PlannedStage
+from stages import record
+from stages.base import Stage
+
+# Of the jobs that were submitted, by stage name.
+Records = Mapping[str, record.JobRecord | None]
+
+
+def summary(planned: Sequence[PlannedStage], records: Records, console: Console) -> str:
+    """Return the table of stages, and below it what they found."""
+    rows = [(each.name, *_row(each, records)) for each in planned]
+    lines = ["", console.table(("stage", "state", "seconds", "outputs"), rows)]
+    lines += [f"results: {_results_dir(each.stage)}" for each in planned[:1]]
+    for each in planned:
+        lines += _findings(each.name, _found_by(each, records))
+    return "\n".join(lines)
+
+
+def metrics(planned: Sequence[PlannedStage], records: Records) -> dict[str, float]:
+    """Return the figures that the stages found, by name."""
+    found: dict[str, float] = {}
+    for each in planned:
+        found |= _found_by(each, records).get("metrics", {})
+    return found
+
+
+def _row(each: PlannedStage, records: Records) -> tuple[str, str, str]:
+    """Return state, seconds and outputs."""
+    outputs = _shown_outputs(each.stage)
+    if not each.runs:
+        return each.state, "-", outputs
+    if each.name not in records:
+        return "not started", "-", "-"
+    found = records[each.name]
+    state = found.state if found else record.LOST
+    seconds = "-" if found is None or found.seconds is None else f"{found.seconds:.1f}"
+    return state, seconds, outputs if state == record.COMPLETED else "-"
+
+
+def _found_by(each: PlannedStage, records: Records) -> dict[str, Any]:
+    """Return the stage's own summary of its result."""
+    if not each.runs:
+        return dict(each.finding.marker["summary"]) if each.finding.marker else {}
+    found = records.get(each.name)
+    return found.summary if found else {}
+
+
+def _findings(name: str, found: Mapping[str, Any]) -> list[str]:
+    """Return what the stage's own summary has to say to a reader."""
+    lines = [f"{name}: {remark}" for remark in found.get("remarks", ())]
+    lines += [f"{metric}: {value:.4g}" for metric, value in found.get("metrics", {}).items()]
+    if "report" in found:
+        lines.append(f"report: {found['report']}")
+    return lines
+
+
+def _results_dir(stage: Stage) -> Path:
+    """Return the folder in which each stage has its own."""
+    return stage.job.folder.parent
+
+
+def _shown_outputs(stage: Stage) -> str:
+    """Return where a stage's outputs lie in the results folder."""
+    base = _results_dir(stage)
+    paths = _shortened(stage.outputs())
+    shown = (path.relative_to(base) if path.is_relative_to(base) else path for path in paths)
+    return ", ".join(map(str, shown)) or "-"
+
+
+def _shortened(paths: Sequence[Path]) -> list[Path]:
+    """Return one folder instead of several files in it."""
+    if len(paths) < 2:
+        return list(paths)
+    parents = {path.parent for path in paths}
+    if len(parents) == 1:
+        return [parents.pop()]
+    grandparents = {path.parent.parent for path in paths}
+    return [grandparents.pop()] if len(grandparents) == 1 else list(paths)
