@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from export_scripts.commands import run_command, say
+from export_scripts.commands import command_parser, run_command, say
 from export_scripts.triton.model_folders import ENGINES
 from export_scripts.triton.object_store import parse_location, publish_repository
 from export_scripts.triton.repository import (
@@ -82,8 +82,14 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m export_scripts.build_repository", description=__doc__
+    parser = command_parser(
+        "build_repository",
+        """
+        Write a Triton model repository around converted weights: the model's configuration, and
+        unless --no-ensemble the text models and the ensemble around it. The weights lie where the
+        repository keeps them, at MODEL_DIR/1/<N>-gpu; built again, it changes nothing.
+        """,
+        "exit status: 0 when it is built, 1 with every problem told.",
     )
     parser.add_argument(
         "model_dir",

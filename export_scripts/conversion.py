@@ -17,8 +17,8 @@ import numpy as np
 
 from export_scripts.checkpoints.base import StoredTensor
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.shapes import ShapeTensor
 from export_scripts.families.sources import Parts
+from export_scripts.families.tensors import ShapeTensor
 from export_scripts.ft.arrays import float32
 from export_scripts.ft.dtypes import LARGEST_FINITE
 from export_scripts.ft.transfer import ValueRange, file_chunks
@@ -78,12 +78,18 @@ def write_tensors(
     stopping = threading.Event()
     task = _Task(plan, writer, counter, stopping)
     try:
-        futures = [pool.submit(task.write, item) for item in plan.tensors]
-        done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+        # The source is read forward; and a layer's small tensors lie among its large ones, so that
+        # some worker always has something for the disk.
+        ordered = sorted(plan.tensors, key=task.place)
+        futures = {item.tensor.name: pool.submit(task.write, item) for item in ordered}
+        done, _ = concurrent.futures.wait(
+            futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION
+        )
         for future in done:
             future.result()
         writer.flush()
-        return [problem for future in futures for problem in future.result()]
+        names = (item.tensor.name for item in plan.tensors)
+        return [problem for name in names for problem in futures[name].result()]
     finally:
         stopping.set()
         pool.shutdown(wait=True, cancel_futures=True)
@@ -92,10 +98,9 @@ def write_tensors(
 def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
     """Return a tensor's parts: views of the source's files as far as nothing is computed."""
 
-    def get(key: str) -> list[Any]:
-        return [
-            piece.load(plan.facts.maps) for piece in plan.facts.pieces(key.format(**item.index))
-        ]
+    def get(key: str, cut: int | None = None, unit: int = 1) -> list[Any]:
+        pieces = plan.facts.pieces(key.format(**item.index))
+        return [slab.load(plan.facts.maps) for piece in pieces for slab in piece.slabs(cut, unit)]
 
     return item.source.build(get, plan.config)
 
@@ -108,6 +113,10 @@ class _Task:
     writer: FTWriter
     counter: Counter
     stopping: threading.Event
+
+    def place(self, item: TensorPlan) -> tuple[str, int]:
+        """Return where in the source a tensor begins: file and offset."""
+        return next(((str(stored.path), stored.offset) for _, stored in self._read(item)), ("", 0))
 
     def write(self, item: TensorPlan) -> list[str]:
         """Write the missing files of one tensor; return what is wrong with its values."""
@@ -147,11 +156,12 @@ class _Task:
         return [problem]
 
     def _read(self, item: TensorPlan) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield what is read for a tensor: key and piece; of a replicated key, the first copy."""
+        """Yield what is read for a tensor: key and part; of a replicated key, the first copy."""
         for pattern, cut in item.source.reads:
             key = pattern.format(**item.index)
             pieces = self.plan.facts.pieces(key)
-            yield from ((key, piece) for piece in (pieces[:1] if cut is None else pieces))
+            for piece in pieces[:1] if cut is None else pieces:
+                yield from ((key, stored) for stored in piece.stored)
 
     def _check(self, item: TensorPlan) -> None:
         """Fail if something read for a tensor changed since it was saved.

@@ -11,7 +11,7 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,11 +89,21 @@ def check_conversion(
         if not _too_large_to_peek(Path(request.checkpoint_path)):
             make_plan(request, names=names)
     except CheckpointMismatchError as error:
-        return error.problems
+        return _under_key(error.problems, request, names)
     except ValueError as error:
-        return str(error).split("\n")
+        return _under_key(str(error).split("\n"), request, names)
     paths = WorkPaths.of(Path(request.output_dir), request.tp_size)
     return _folder_problems(request, paths, _identity(request), names)
+
+
+def _under_key(
+    problems: Sequence[str], request: ConversionRequest, names: Mapping[str, str]
+) -> list[str]:
+    """Return problems; those that begin with the checkpoint's path name its key too."""
+    path = str(request.checkpoint_path)
+    return [
+        f"{names['checkpoint_path']}={each}" if each.startswith(path) else each for each in problems
+    ]
 
 
 def _too_large_to_peek(path: Path) -> bool:
@@ -288,9 +298,9 @@ def _summary(paths: WorkPaths, started: float, *, written_bytes: int | None) -> 
 
 
 def _main() -> int:
-    from export_scripts.commands import convert_command
+    from export_scripts.convert_command import main
 
-    return convert_command(sys.argv[1:])
+    return main(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -18,10 +18,8 @@ from export_scripts.families.origin import Facts, Origin
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
 from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
 from export_scripts.plan import find_origin
+from export_scripts.triton.model_folders import ENGINES
 from export_scripts.validate import validate_directory
-
-# Engines that serve converted folders: this project's, and NVIDIA's C++ backend.
-ENGINES = ("pytorch", "fastertransformer")
 
 
 def describe(path: Path, *, tensors: bool = False) -> dict[str, Any]:
@@ -155,14 +153,15 @@ def support_table() -> list[dict[str, Any]]:
 
 
 def _support_row(origin: Origin) -> dict[str, Any]:
-    engines = ENGINES if origin.family.ft_backend else ENGINES[:1]
     return {
         "source": origin.title,
         "format": origin.format,
         "family": origin.family.name,
         "model_type": origin.family.model_type,
         "adds": [kind.replace("_", " ") for kind in origin.accepts],
-        "engines": list(engines),
+        "engines": [
+            name for name in ENGINES if name != "fastertransformer" or origin.family.ft_backend
+        ],
     }
 
 

@@ -18,9 +18,9 @@ from export_scripts.checkpoints.base import TokenizerFile
 from export_scripts.checkpoints.tokenizers import given_files
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families import ORIGINS
+from export_scripts.families.config import ModelConfig, parse_value
 from export_scripts.families.origin import Facts, Origin
 from export_scripts.families.prompts import prompt_tensors
-from export_scripts.families.spec import ModelConfig, parse_value
 from export_scripts.ft.config_ini import config_text
 from export_scripts.ft.layout import ft_directory
 from export_scripts.request import MODEL_TYPES, ConversionRequest
@@ -121,7 +121,7 @@ def _tokens_never_said(config: ModelConfig, names: Mapping[str, str]) -> list[st
         f"{name} = {token} lies outside the vocabulary of {size}: {_SPECIAL_TOKENS[name]}; if it "
         f"is not the model's, state {names['given']} {name}=.."
         for name, token in tokens.items()
-        if token is not None and token >= size
+        if token is not None and not 0 <= token < size
     ]
 
 

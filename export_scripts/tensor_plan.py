@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from export_scripts.checkpoints.base import FLOATING_TYPES
 from export_scripts.errors import listed
+from export_scripts.families.config import Index, ModelConfig
 from export_scripts.families.origin import Facts, Origin
-from export_scripts.families.shapes import ShapeTensor
 from export_scripts.families.sources import Get, Parts, PerIndex, Source
-from export_scripts.families.spec import FTTensor, Index, ModelConfig
+from export_scripts.families.spec import FTTensor
+from export_scripts.families.tensors import ShapeTensor
 from export_scripts.request import ConversionRequest
 
 _REMEDY = (
@@ -113,7 +114,10 @@ def _shape_problems(
                     f"{list(first)}"
                 )
         if pieces[0].dtype not in FLOATING_TYPES:
-            problems.append(f"{key} is stored as {pieces[0].dtype}, expected a floating type")
+            problems.append(
+                f"{key} is stored as {pieces[0].dtype}, expected a floating type; quantised "
+                "checkpoints have to be dequantised first"
+            )
     if problems:
         return problems
     try:
@@ -121,14 +125,17 @@ def _shape_problems(
         local_fine_shape(parts, plan.tensor, tp_size)
     except (ValueError, IndexError, ZeroDivisionError) as error:
         stored = ", ".join(f"{key} {list(facts.pieces(key)[0].shape)}" for key, _ in keys)
-        return [f"{stored} does not make {plan.tensor.name}: {error}"]
+        reason = "it has too few axes" if isinstance(error, IndexError) else error
+        return [f"{stored} does not make {plan.tensor.name}: {reason}"]
     return []
 
 
 def _shapes_of(plan: TensorPlan, facts: Facts) -> Get:
     """Return what `Source.build` reads pieces with while only shapes are wanted."""
-    return lambda key: [
-        ShapeTensor(piece.shape) for piece in facts.pieces(key.format(**plan.index))
+    return lambda key, cut=None, unit=1: [
+        ShapeTensor(slab.shape)
+        for piece in facts.pieces(key.format(**plan.index))
+        for slab in piece.slabs(cut, unit)
     ]
 
 

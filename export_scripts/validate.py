@@ -5,14 +5,18 @@ Command: python -m export_scripts.validate --help
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from export_scripts.commands import command_parser, run_command, say
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.spec import ModelConfig, ModelFamily
+from export_scripts.families.config import ModelConfig
+from export_scripts.families.spec import ModelFamily
 from export_scripts.ft.checksum import checksum_of
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
@@ -87,11 +91,39 @@ def _compare_manifest(ft_dir: Path, *, checksums: bool) -> dict[str, str]:
     return problems
 
 
-def _main() -> int:
-    from export_scripts.commands import validate_command
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return the exit status."""
+    parser = command_parser(
+        "validate",
+        """
+        Compare a converted folder with what its config.ini and its manifest say: the exact set of
+        files, each one's exact size, and (unless --quick) every checksum.
+        """,
+        "exit status: 0 when sound, 1 with every difference listed.",
+    )
+    parser.add_argument("folder", type=Path, help="a folder such as out/1/2-gpu")
+    parser.add_argument("--quick", action="store_true", help="do not compute checksums")
 
-    return validate_command(sys.argv[1:])
+    def handler(options: argparse.Namespace) -> int:
+        problems = validate_directory(options.folder, checksums=not options.quick)
+        if problems:
+            say(f"{options.folder} is not sound:")
+            for problem in problems:
+                say(f"  {problem}")
+            return 1
+        family, config = read_config(options.folder)
+        files = expected_files(family, config, config.tensor_para_size)
+        manifest = manifest_path(options.folder).exists()
+        how = "sizes" if options.quick or not manifest else "sizes and checksums"
+        say(
+            f"{options.folder} is sound: {family.name}, {config.tensor_para_size} ranks, "
+            f"{config.weight_data_type}, {len(files)} weight files, {sum(files.values()):,} bytes; "
+            f"{how} agree" + ("" if manifest else " (no manifest lies beside it)")
+        )
+        return 0
+
+    return run_command(parser, handler, arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(main(sys.argv[1:]))

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from export_scripts.families.bert import BERT, BertConfig
+from export_scripts.families.config import ModelConfig
 from export_scripts.families.gpt import GPT, GPTConfig
-from export_scripts.families.spec import ModelConfig, ModelFamily
+from export_scripts.families.spec import ModelFamily
 
 
 def unpack_case(case: Path, target: Path, *, tp_size: int, data_type: str = "fp32") -> Path:

@@ -1,21 +1,61 @@
-"""All ranks of a model as threads of this process, talking over gloo: the logits of a prompt."""
+"""All ranks of a model as threads of this process, talking over gloo: what they compute."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_c10d import HashStore
 
 from inference.model.step import Segment
 from inference.parallel.groups import RankGroups
-from inference.serving.plan import StepPlan, pack, unpack
-from inference.serving.rank import Rank
+from inference.serving.plan import EncoderRow, StepPlan, pack, unpack
+from inference.serving.rank_base import RankBase
+from inference.serving.rank_kinds import make_rank
 from inference.serving.rank_settings import RankSettings
 
 _TIMEOUT_S = 60.0
+ResultT = TypeVar("ResultT")
+
+
+def on_ranks(
+    ft_dir: Path,
+    work: Callable[[RankBase], ResultT],
+    *,
+    tp_size: int = 1,
+    pp_size: int = 1,
+    shared_memory: bool = True,
+    **settings: Any,
+) -> ResultT:
+    """Return what `work` gives on rank 0, with all ranks doing it at the same time."""
+    world_size = tp_size * pp_size
+    store = HashStore()
+    values = {"data_type": "fp32", "device": "cpu", "lanes": 4, "max_len": 64, "threads": 1}
+
+    def run(number: int) -> ResultT:
+        torch.set_num_threads(1)
+        place = RankSettings(
+            ft_dir=str(ft_dir), rank=number, tp_size=tp_size, pp_size=pp_size, **(values | settings)
+        )
+        rank = make_rank(place)
+        if world_size > 1:
+            groups = RankGroups(
+                place.layout,
+                store,
+                device=torch.device("cpu"),
+                timeout_s=_TIMEOUT_S,
+                shared_memory=shared_memory,
+            )
+            rank.connect(groups)
+        return work(rank)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        tasks = [pool.submit(run, number) for number in range(world_size)]
+        results = [task.result(_TIMEOUT_S) for task in tasks]
+    return results[0]
 
 
 def logits_of(
@@ -24,37 +64,12 @@ def logits_of(
     *,
     tp_size: int,
     pp_size: int,
-    data_type: str = "fp32",
     chunks: Sequence[int] = (),
-    shared_memory: bool = True,
+    **settings: Any,
 ) -> torch.Tensor:
-    """Return (tokens, vocabulary) fp32, the prompt cut into `chunks` if given."""
-    world_size = tp_size * pp_size
-    store = HashStore()
+    """Return a decoder's (tokens, vocabulary) fp32, the prompt cut into `chunks` if given."""
 
-    def run(number: int) -> torch.Tensor | None:
-        torch.set_num_threads(1)
-        settings = RankSettings(
-            ft_dir=str(ft_dir),
-            rank=number,
-            tp_size=tp_size,
-            pp_size=pp_size,
-            data_type=data_type,
-            device="cpu",
-            lanes=2,
-            max_len=len(prompt),
-            threads=1,
-        )
-        rank = Rank(settings)
-        if world_size > 1:
-            groups = RankGroups(
-                settings.layout,
-                store,
-                device=torch.device("cpu"),
-                timeout_s=_TIMEOUT_S,
-                shared_memory=shared_memory,
-            )
-            rank.connect(groups)
+    def work(rank: Any) -> torch.Tensor | None:
         parts, start = [], 0
         for count in chunks or (len(prompt),):
             plan = StepPlan(
@@ -64,16 +79,90 @@ def logits_of(
             )
             start += count
             result = rank.run(unpack(pack(plan)))
-            parts.append(result and result.logits)
-        if number == 0:
-            vocab_size = rank.architecture.vocab_size
-            return torch.cat([part[:, :vocab_size] for part in parts if part is not None])
-        return None
+            if result is not None:
+                parts.append(result.logits[:, : rank.architecture.vocab_size])
+        return torch.cat(parts) if parts else None
 
-    with ThreadPoolExecutor(world_size) as pool:
-        results = [
-            task.result(_TIMEOUT_S) for task in [pool.submit(run, n) for n in range(world_size)]
-        ]
-    logits = results[0]
+    logits = on_ranks(
+        ft_dir, work, tp_size=tp_size, pp_size=pp_size, lanes=2, max_len=len(prompt), **settings
+    )
     assert logits is not None
     return logits
+
+
+def encoded_by(
+    ft_dir: Path, prompt: Sequence[int], *, task: int | None = None, **settings: Any
+) -> torch.Tensor:
+    """Return the encoder's output (tokens, hidden)."""
+    plan = StepPlan(
+        ids=[],
+        segments=(),
+        output_rows=[],
+        encoder_rows=(EncoderRow(len(prompt), task=task),),
+        encoder_ids=list(prompt),
+    )
+
+    def work(rank: RankBase) -> torch.Tensor | None:
+        result = rank.run(unpack(pack(plan)))
+        return None if result is None else result.hidden
+
+    hidden = on_ranks(ft_dir, work, encoder_only=True, **settings)
+    assert hidden is not None
+    return hidden
+
+
+def logits_by(
+    ft_dir: Path,
+    prompt: Sequence[int],
+    decoder_ids: Sequence[int],
+    *,
+    vocab_size: int,
+    task: int | None = None,
+    has_virtual: bool = False,
+    **settings: Any,
+) -> torch.Tensor:
+    """Return an encoder-decoder's logits after each token, fed one by one, (tokens, vocabulary)."""
+
+    def work(rank: RankBase) -> list[torch.Tensor]:
+        parts = []
+        for position, token in enumerate(decoder_ids):
+            first = position == 0
+            plan = StepPlan(
+                ids=[token],
+                segments=(Segment(1, position, 1),),
+                output_rows=[0],
+                has_virtual=has_virtual and first,
+                encoder_rows=(EncoderRow(len(prompt), (1,), task),) if first else (),
+                encoder_ids=list(prompt) if first else [],
+            )
+            result = rank.run(unpack(pack(plan)))
+            if result is not None:
+                parts.append(result.logits[:, :vocab_size])
+        return parts
+
+    return torch.cat(on_ranks(ft_dir, work, **settings))
+
+
+def states_by(
+    ft_dir: Path, states: torch.Tensor, lengths: Sequence[int], **settings: Any
+) -> torch.Tensor:
+    """Return a BERT's output for padded hidden states (rows, S, hidden), zero where padded."""
+    inputs = torch.cat([row[:length] for row, length in zip(states, lengths, strict=True)])
+    plan = StepPlan(
+        ids=[],
+        segments=(),
+        output_rows=[],
+        embedding_rows=len(inputs),
+        encoder_rows=tuple(EncoderRow(length) for length in lengths),
+    )
+
+    def work(rank: RankBase) -> torch.Tensor | None:
+        result = rank.run(unpack(pack(plan)), inputs.clone())
+        return None if result is None else result.hidden
+
+    hidden = on_ranks(ft_dir, work, **settings)
+    assert hidden is not None
+    out = torch.zeros(states.shape)
+    for row, part in enumerate(hidden.split(list(lengths))):
+        out[row, : len(part)] = part
+    return out

@@ -8,6 +8,7 @@ from pathlib import Path
 from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.checkpoints.eleuther import layer_directory, open_eleuther
 from export_scripts.checkpoints.huggingface import (
+    foreign_weights,
     is_huggingface,
     open_huggingface,
     snapshot_folder,
@@ -33,8 +34,8 @@ FORMATS: dict[str, tuple[Recognise, Open]] = {
         lambda path: layer_directory(path) is not None,
         lambda path, _: open_eleuther(path),
     ),
-    "megatron": (is_megatron, lambda path, _: open_megatron(path)),
     "nemo": (is_nemo, lambda path, scratch_dir: open_nemo(path, scratch_dir=scratch_dir)),
+    "megatron": (is_megatron, lambda path, _: open_megatron(path)),
 }
 
 
@@ -56,7 +57,9 @@ def recognise_format(path: Path) -> str:
         )
     raise ValueError(
         f"{path} is not a checkpoint of a known format ({', '.join(FORMATS)}); expected a .nemo "
-        "archive, a folder with config.json and weights, or one with mp_rank_* folders"
+        "archive, a folder with config.json and weights, one with mp_rank_* folders, or one with "
+        "the metadata.json of a distributed checkpoint"
+        + (f" ({foreign})" if (foreign := foreign_weights(path)) else "")
     )
 
 

@@ -55,6 +55,40 @@ class Record:
     crc32: int
 
 
+class Piece(Protocol):
+    """What a training rank held of a tensor: a `StoredTensor`, or one in several chunks."""
+
+    @property
+    def dtype(self) -> str:
+        """Key of SOURCE_TYPES."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes."""
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes from the first element to the end of the last one."""
+
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """What lies in files."""
+
+    def load(self, maps: FileMaps) -> Array:
+        """Return the values: a read-only view of a file where nothing has to be gathered."""
+
+    def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:
+        """Return consecutive parts along an axis that need less gathering than the whole.
+
+        Args:
+            axis: The axis; None for the whole.
+            unit: How many of its entries belong together.
+        """
+
+    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
+        """Return whether both are known to hold the same values, byte by byte."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """One tensor as it lies in a file.
@@ -86,6 +120,15 @@ class StoredTensor:
         steps = ((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         return (sum(steps) + 1) * item
 
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """The tensor itself."""
+        return (self,)
+
+    def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:  # noqa: ARG002
+        """Return the tensor itself."""
+        return (self,)
+
     def load(self, maps: FileMaps) -> Array:
         """Return the tensor as a read-only view of the mapped file; nothing is copied."""
         import numpy as np
@@ -98,8 +141,10 @@ class StoredTensor:
         steps = None if self.stride is None else [step * dtype.itemsize for step in self.stride]
         return np.ndarray(self.shape, dtype, maps.map(self.path), self.offset, steps)
 
-    def same_bytes(self, other: StoredTensor, maps: FileMaps) -> bool:
+    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
         """Return whether both hold the same values, byte by byte (contiguous tensors only)."""
+        if not isinstance(other, StoredTensor):
+            return False
         if (self.dtype, self.shape, self.stride) != (other.dtype, other.shape, other.stride):
             return False
         mine, theirs = maps.view(self.path), maps.view(other.path)
@@ -213,13 +258,17 @@ class CheckpointReader(Protocol):
     def path(self) -> Path:
         """What was opened."""
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether it holds whole tensors, layers numbered over all stages, not those of ranks."""
+
     def config(self) -> Mapping[str, Any]:
         """Return the model's configuration as the source wrote it."""
 
     def keys(self) -> Collection[str]:
         """Return the logical names of all tensors."""
 
-    def pieces(self, key: str) -> Sequence[StoredTensor]:
+    def pieces(self, key: str) -> Sequence[Piece]:
         """Return a tensor's pieces in order of training tensor-parallel rank."""
 
     def tokenizer_files(self) -> Sequence[TokenizerFile]:
@@ -239,11 +288,12 @@ class TensorIndex:
     format: str
     path: Path
     source_config: Mapping[str, Any]
-    tensors: Mapping[str, tuple[StoredTensor, ...]]
+    tensors: Mapping[str, tuple[Piece, ...]]
     source_files: tuple[Path, ...]
     tokenizer: tuple[TokenizerFile, ...] = ()
     remarks: tuple[str, ...] = ()
     kept: tuple[Any, ...] = field(default=(), compare=False)  # objects whose files must stay
+    is_distributed: bool = False
 
     def config(self) -> Mapping[str, Any]:
         """Return the model's configuration as the source wrote it."""
@@ -253,7 +303,7 @@ class TensorIndex:
         """Return the logical names of all tensors."""
         return self.tensors.keys()
 
-    def pieces(self, key: str) -> Sequence[StoredTensor]:
+    def pieces(self, key: str) -> Sequence[Piece]:
         """Return a tensor's pieces in order of training tensor-parallel rank."""
         return self.tensors[key]
 

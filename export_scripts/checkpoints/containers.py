@@ -25,6 +25,7 @@ from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.disk import telling_full_disk
 
 _COPY_BYTES = 1 << 22
+_MAX_YAML_BYTES = 8 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 
 # Weights barely compress: what grows beyond both is not a checkpoint.
@@ -67,6 +68,23 @@ class Container:
     def top_level(self) -> set[str]:
         """Return the names of the folders and files directly inside."""
         return {name.split("/", 1)[0] for name in self.members}
+
+
+def read_yaml(container: Container, name: str) -> dict[str, Any]:
+    """Return the table in a member.
+
+    Raises:
+        CheckpointMismatchError: It is no YAML, or no table.
+    """
+    import yaml
+
+    try:
+        table = yaml.safe_load(container.read(name, limit_bytes=_MAX_YAML_BYTES))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise CheckpointMismatchError(f"{container.path}: {name}: {error}") from error
+    if not isinstance(table, dict):
+        raise CheckpointMismatchError(f"{container.path}: {name} is not a table")
+    return table
 
 
 def open_container(path: Path, *, scratch_dir: Path | None = None) -> Container:

@@ -35,7 +35,7 @@ def layer_directory(path: Path) -> Path | None:
     candidates = [path]
     latest = path / "latest"
     if latest.is_file():
-        candidates.append(path / Path(latest.read_text().strip()).name)
+        candidates.append(path / Path(latest.read_text(errors="replace").strip()).name)
     else:
         candidates += sorted(path.glob("global_step*"), key=_step, reverse=True)
     for folder in candidates:
@@ -168,7 +168,7 @@ def _model_config(folder: Path) -> tuple[list[Path], dict[str, Any]]:
         for file in files:
             try:
                 config = yaml.safe_load(file.read_text())
-            except yaml.YAMLError as error:
+            except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
                 raise CheckpointMismatchError(f"{file} is not YAML: {error}") from error
             if isinstance(config, Mapping):
                 merged |= {str(key).replace("_", "-"): value for key, value in config.items()}

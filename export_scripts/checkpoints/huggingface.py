@@ -27,6 +27,7 @@ _SAFETENSORS_TYPES = {
     "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
 }  # fmt: skip
 _MAX_HEADER_BYTES = 100_000_000
+_GIT_LFS = b"version https://git-lfs"
 
 # Preferred first; each with the index that names its shards and the pattern of lone shards.
 _WEIGHTS = (
@@ -34,10 +35,34 @@ _WEIGHTS = (
     ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin"),
 )
 
+# Weights in forms that are not read, and what makes them readable.
+_RESAVE = "load it with a release of transformers that reads it, and save_pretrained"
+_MERGE = "merge it into its base model (peft: merge_and_unload) and save_pretrained the result"
+_FOREIGN = {
+    "tf_model*.h5": f"TensorFlow weights: {_RESAVE}",
+    "*.ckpt.index": f"TensorFlow weights: {_RESAVE}",
+    "flax_model*.msgpack": f"Flax weights: {_RESAVE}",
+    "*.gguf": f"weights of llama.cpp: {_RESAVE}, or fetch the original",
+    "*.onnx": "an exported graph: fetch the model it was made from",
+    "consolidated*": "the publisher's own layout: fetch the model's Hugging Face form",
+    "adapter_model.*": f"an adapter without its model: {_MERGE}",
+}
+
 
 def is_huggingface(path: Path) -> bool:
     """Return whether a folder holds a Hugging Face model."""
     return path.is_dir() and (path / CONFIG_NAME).is_file()
+
+
+def foreign_weights(path: Path) -> str:
+    """Return what a folder (or a file) holds in forms that are not read, and what to do, if any."""
+    found = [
+        f"{file.name} is {what}"
+        for pattern, what in _FOREIGN.items()
+        for file in ([path] if path.is_file() else sorted(path.glob(pattern))[:1])
+        if file.match(pattern)
+    ]
+    return "; ".join(found)
 
 
 def snapshots(path: Path) -> list[Path]:
@@ -92,7 +117,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         data = json.loads(path.read_text())
     except OSError as error:
         raise CheckpointMismatchError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointMismatchError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise CheckpointMismatchError(f"{path} is not a JSON object")
@@ -111,6 +136,7 @@ def _weight_files(path: Path) -> list[Path]:
     raise CheckpointMismatchError(
         f"{path} has a {CONFIG_NAME} but no weights; expected one of "
         "model.safetensors, pytorch_model.bin, or either's index with its shards"
+        + (f" ({foreign})" if (foreign := foreign_weights(path)) else "")
     )
 
 
@@ -144,10 +170,15 @@ def index_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name.
 
     Raises:
-        CheckpointMismatchError: The header is damaged, or a tensor lies outside the file.
+        CheckpointMismatchError: The header is damaged, or its tensors are not what the file holds.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
+        if file.read(len(_GIT_LFS)) == _GIT_LFS:
+            raise CheckpointMismatchError(
+                f"{path} is a Git LFS pointer and not the weights: fetch them with git lfs pull"
+            )
+        file.seek(0)
         head = file.read(8)
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if length > min(_MAX_HEADER_BYTES, size - 8):
@@ -155,11 +186,30 @@ def index_safetensors(path: Path) -> dict[str, StoredTensor]:
         try:
             header = json.loads(file.read(length))
             entries = {k: v for k, v in header.items() if k != "__metadata__"}
-            return {key: _entry(path, key, e, 8 + length, size) for key, e in entries.items()}
+            found = {key: _entry(path, key, e, 8 + length, size) for key, e in entries.items()}
         except CheckpointMismatchError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise truncated(path, f"its header is not a table of tensors: {error}") from error
+    _check_cover(path, found, 8 + length, size)
+    return found
+
+
+def _check_cover(path: Path, tensors: Mapping[str, StoredTensor], begin: int, size: int) -> None:
+    """Fail unless the tensors fill the file from `begin` on: else bytes were lost or added.
+
+    Raises:
+        CheckpointMismatchError: There is a gap, an overlap or a rest.
+    """
+    end = begin
+    for key, tensor in sorted(
+        tensors.items(), key=lambda item: (item[1].offset, item[1].span_bytes)
+    ):
+        if tensor.offset != end:
+            raise truncated(path, f"tensor {key} begins at byte {tensor.offset}, expected {end}")
+        end += tensor.span_bytes
+    if end != size:
+        raise truncated(path, f"its tensors end at byte {end}, the file at {size}")
 
 
 def _entry(path: Path, key: str, entry: Mapping[str, Any], base: int, size: int) -> StoredTensor:

@@ -151,7 +151,7 @@ def _model_config(step: Path) -> tuple[Path | None, dict[str, Any]]:
         for file in sorted(folder.glob("*.json")):
             try:
                 config = json.loads(file.read_text())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise CheckpointMismatchError(f"{file} is not JSON: {error}") from error
             if isinstance(config, dict) and "n_heads" in config:
                 return file, config
@@ -164,7 +164,7 @@ def _read_npz(path: Path) -> list[StoredTensor]:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             members = sorted(archive.infolist(), key=lambda info: _number(info.filename))
             return [_read_npy(path, file, info) for info in members]
-    except (zipfile.BadZipFile, NotImplementedError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError, OSError) as error:
         raise truncated(path, str(error)) from error
 
 

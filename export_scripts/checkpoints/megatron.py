@@ -1,4 +1,4 @@
-"""Megatron-LM checkpoints: model_optim_rng.pt in one folder per training rank.
+"""Megatron-LM checkpoints: a model_optim_rng.pt for each training rank, or a distributed one.
 
 Layout: NVIDIA/Megatron-LM, megatron/checkpointing.py (get_checkpoint_names, checkpoint versions).
 """
@@ -16,12 +16,15 @@ from export_scripts.checkpoints.base import (
     TensorIndex,
     TokenizerFile,
 )
+from export_scripts.checkpoints.containers import open_container
+from export_scripts.checkpoints.distributed import is_distributed, read_distributed
 from export_scripts.checkpoints.partitioned import (
     RankName,
     check_ranks,
     count_of,
     flatten,
     join_ranks,
+    layers_before,
     parse_rank_folder,
 )
 from export_scripts.checkpoints.torch_archive import read_torch_file
@@ -36,7 +39,9 @@ def is_megatron(path: Path) -> bool:
     """Return whether a path looks like a Megatron-LM checkpoint."""
     if path.is_file():
         return path.name in FILE_NAMES
-    return path.is_dir() and (bool(_rank_files(path)) or (path / _LATEST).is_file())
+    return path.is_dir() and (
+        bool(_rank_files(path)) or (path / _LATEST).is_file() or is_distributed(path)
+    )
 
 
 def open_megatron(path: Path) -> TensorIndex:
@@ -48,10 +53,13 @@ def open_megatron(path: Path) -> TensorIndex:
         CheckpointMismatchError: The checkpoint is damaged or incomplete.
     """
     root, remarks = _iteration_folder(path)
+    if is_distributed(root):
+        return _open_distributed(path, root, remarks)
     files = _rank_files(root)
     if not files:
         raise CheckpointMismatchError(
-            f"{root} has no {FILE_NAMES[0]} in mp_rank_<TP>[_<PP>] folders or itself"
+            f"{root} has no {FILE_NAMES[0]} in mp_rank_<TP>[_<PP>] folders or itself, and no "
+            "metadata.json of a distributed checkpoint"
         )
     trees = {rank: _read(file) for rank, file in files.items()}
     first = trees[min(trees, key=lambda rank: (rank.pp_rank, rank.tp_rank))]
@@ -67,7 +75,7 @@ def open_megatron(path: Path) -> TensorIndex:
     states = {place: _state(trees[rank], root) for place, rank in by_rank.items()}
     tensors = join_ranks(
         states,
-        layer_offset=lambda _, pp_rank: pp_rank * count_of(config, "num_layers") // pp_size,
+        layer_offset=layers_before(states),
         maps=FileMaps(),
         where=str(root),
     )
@@ -79,6 +87,27 @@ def open_megatron(path: Path) -> TensorIndex:
         source_files=tuple(sorted(files.values())),
         tokenizer=_tokenizer_files(root),
         remarks=remarks,
+    )
+
+
+def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> TensorIndex:
+    found = read_distributed(open_container(root))
+    config = _config(found.common)
+    if "args" not in found.common:
+        bridge = (root / "run_config.yaml").is_file()
+        raise CheckpointMismatchError(
+            f"{root} does not tell its model's sizes: expected Megatron-LM's args in it"
+            + ("; Megatron Bridge wrote it: export it to Hugging Face's layout" if bridge else "")
+        )
+    return TensorIndex(
+        format="megatron",
+        path=path,
+        source_config=config,
+        tensors=found.tensors,
+        source_files=found.files,
+        tokenizer=_tokenizer_files(root),
+        remarks=remarks,
+        is_distributed=True,
     )
 
 

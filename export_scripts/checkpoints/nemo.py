@@ -1,25 +1,32 @@
 """NeMo checkpoints: a .nemo archive, the folder it unpacks to, or a run's checkpoints folder.
 
 Layout rules: NeMo 1.x, core/connectors/save_restore_connector.py and the checkpoint folders of
-its Megatron models.
+its Megatron models. NeMo 2's are told apart here and read in nemo2.py.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import FileMaps, StoredTensor, TensorIndex, TokenizerFile
-from export_scripts.checkpoints.containers import Container, is_tar, open_container
+from export_scripts.checkpoints.base import FileMaps, StoredTensor, TensorIndex
+from export_scripts.checkpoints.containers import Container, is_tar, open_container, read_yaml
+from export_scripts.checkpoints.distributed import (
+    METADATA_NAME,
+    is_distributed,
+    read_distributed,
+)
+from export_scripts.checkpoints.nemo2 import CONTEXT, WEIGHTS, is_nemo2, open_nemo2
+from export_scripts.checkpoints.nemo_tokenizer import tokenizer_files
 from export_scripts.checkpoints.partitioned import (
     RankName,
     check_ranks,
     count_of,
     flatten,
     join_ranks,
+    layers_before,
     parse_rank_folder,
 )
 from export_scripts.checkpoints.torch_archive import Region, read_torch_file
@@ -28,11 +35,9 @@ from export_scripts.errors import CheckpointMismatchError
 CONFIG_NAME = "model_config.yaml"
 WEIGHTS_NAME = "model_weights.ckpt"
 
-_MAX_CONFIG_BYTES = 8 << 20
+# Where an archive keeps a distributed checkpoint.
+_DISTRIBUTED = "model_weights/"
 _STEP = re.compile(r"step=(\d+)")
-# Relative tokenizer paths in a run's configuration start from where it was launched: look in the
-# working directory, then from the checkpoint's folder upwards.
-_ANCESTORS_SEARCHED = 4
 
 _Tree = Mapping[str, Any]
 
@@ -44,6 +49,8 @@ def is_nemo(path: Path) -> bool:
     if not path.is_dir():
         return False
     if (path / CONFIG_NAME).is_file() or any(path.glob("*.ckpt")):
+        return True
+    if _is_distributed_nemo(_model_folder(path)) or _last_folders(path):
         return True
     ranks = [entry for entry in path.iterdir() if parse_rank_folder(entry.name)]
     return any(any(rank.glob("*.ckpt")) for rank in ranks)
@@ -65,10 +72,15 @@ def open_nemo(
     Raises:
         CheckpointMismatchError: The checkpoint is unsafe, damaged or incomplete.
     """
-    container = open_container(path, scratch_dir=scratch_dir)
-    trees = _TreeCache()
     remarks: list[str] = []
+    container = open_container(_chosen_folder(path, remarks), scratch_dir=scratch_dir)
+    if is_nemo2(container):
+        return open_nemo2(container, tuple(remarks))
     config = _read_config(container)
+    for folder in (_DISTRIBUTED, ""):
+        if container.find(folder + METADATA_NAME):
+            return _open_distributed(container, folder, config, remarks)
+    trees = _TreeCache()
     ranks, weights = _find_weights(container, config, trees, remarks)
     if config is None:
         config = _config_of_checkpoint(trees(next(iter(weights.values()))), path)
@@ -80,7 +92,9 @@ def open_nemo(
     maps = FileMaps()
     tensors = join_ranks(
         states,
-        layer_offset=_layer_offset({**(depths or {}), **config}, pp_size),
+        layer_offset=_layer_offset({**depths, **config}, pp_size)
+        if depths
+        else layers_before(states),
         maps=maps,
         where=str(path),
     )
@@ -90,10 +104,69 @@ def open_nemo(
         source_config=config,
         tensors=tensors,
         source_files=_source_files(container, weights),
-        tokenizer=_tokenizer_files(container, config),
+        tokenizer=tokenizer_files(container, config),
         remarks=tuple(remarks),
         kept=container.kept,
     )
+
+
+def _open_distributed(
+    container: Container, folder: str, config: dict[str, Any] | None, remarks: list[str]
+) -> TensorIndex:
+    found = read_distributed(container, folder)
+    if config is None:
+        config = _config_of_checkpoint(found.common, container.path)
+    return TensorIndex(
+        format="nemo",
+        path=container.path,
+        source_config=config,
+        tensors=found.tensors,
+        source_files=(container.path,) if container.path.is_file() else found.files,
+        tokenizer=tokenizer_files(container, config),
+        remarks=tuple(remarks),
+        kept=container.kept,
+        is_distributed=True,
+    )
+
+
+def _model_folder(path: Path) -> Path:
+    """Return the checkpoint's folder, which is the one above where its weights were named."""
+    beside = {WEIGHTS: CONTEXT, _DISTRIBUTED: CONFIG_NAME}.get(f"{path.name}/")
+    return path.parent if beside and (path.parent / beside).exists() else path
+
+
+def _is_distributed_nemo(path: Path) -> bool:
+    """Return whether a folder is a distributed checkpoint of NeMo, not of Megatron-LM."""
+    if is_distributed(path / WEIGHTS) or is_distributed(path / _DISTRIBUTED):
+        return True
+    common = path / "common.pt"
+    if not is_distributed(path) or not common.is_file():
+        return False
+    tree = read_torch_file(common)
+    return isinstance(tree, Mapping) and "hyper_parameters" in tree
+
+
+def _last_folders(path: Path) -> list[Path]:
+    """Return the distributed checkpoints of a run that are its last ones and were finished."""
+    return [
+        folder
+        for folder in sorted(path.glob("*last"))
+        if _is_distributed_nemo(folder)
+        and not folder.with_name(f"{folder.name}-unfinished").exists()
+    ]
+
+
+def _chosen_folder(path: Path, remarks: list[str]) -> Path:
+    """Return the checkpoint itself, or the newest of those that a run's folder holds."""
+    if not path.is_dir() or not (found := _last_folders(path)):
+        return _model_folder(path)
+    newest = max(found, key=lambda folder: (_step_told(folder.name) or -1, folder.name))
+    if len(found) > 1:
+        others = ", ".join(folder.name for folder in found if folder != newest)
+        remarks.append(
+            f"took {newest.name}, the newest of several last checkpoints (left: {others})"
+        )
+    return newest
 
 
 class _TreeCache:
@@ -126,15 +199,7 @@ def _read_config(container: Container) -> dict[str, Any] | None:
         raise CheckpointMismatchError(
             f"{container.path} holds several {CONFIG_NAME}: {', '.join(sorted(names))}; keep one"
         )
-    import yaml
-
-    try:
-        config = yaml.safe_load(container.read(names[0], limit_bytes=_MAX_CONFIG_BYTES))
-    except yaml.YAMLError as error:
-        raise CheckpointMismatchError(f"{container.path}: {names[0]}: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointMismatchError(f"{container.path}: {names[0]} is not a table")
-    return config
+    return read_yaml(container, names[0])
 
 
 def _config_of_checkpoint(tree: _Tree, path: Path) -> dict[str, Any]:
@@ -154,11 +219,6 @@ def _find_weights(
     ranks = [rank for name in container.top_level() if (rank := parse_rank_folder(name))]
     if not ranks:
         ranks = [RankName("", 0, 0)]
-    if any(name.startswith("model_weights/") for name in container.members):
-        raise CheckpointMismatchError(
-            f"{container.path} holds a distributed checkpoint (model_weights/); "
-            f"expected {WEIGHTS_NAME}: save it from NeMo without dist_ckpt"
-        )
     name = _weights_name(container, ranks, trees, remarks)
     found = {r.folder: container.find(_joined(r.folder, name)) for r in ranks}
     lost = sorted(folder for folder, region in found.items() if region is None)
@@ -177,16 +237,21 @@ def _weights_name(
     if any(container.find(_joined(rank.folder, WEIGHTS_NAME)) for rank in ranks):
         return WEIGHTS_NAME
     folders = {rank.folder for rank in ranks}
-    found = {
+    every = {
         PurePosixPath(name).name: region
         for name, region in sorted(container.members.items())
-        if name.rpartition("/")[0] in folders and name.endswith("last.ckpt")
+        if name.rpartition("/")[0] in folders and name.endswith(".ckpt")
     }
+    found = {name: region for name, region in every.items() if name.endswith("last.ckpt")}
     if not found:
         raise CheckpointMismatchError(
             f"{container.path} has no weights: expected {WEIGHTS_NAME} or *last.ckpt"
             + (" in each rank's folder" if ranks[0].folder else "")
+            + (f"; of {', '.join(every)} give one such a name" if every else "")
         )
+    averaged = [name for name in every if name.endswith("last-EMA.ckpt")]
+    if averaged:
+        remarks.append(f"left {', '.join(averaged)}, the weights averaged over training")
     if len(found) == 1:
         return next(iter(found))
     steps = {name: _step(name, region, trees) for name, region in found.items()}
@@ -201,9 +266,14 @@ def _weights_name(
 
 def _step(name: str, region: Region, trees: _TreeCache) -> int:
     """Return the training step a checkpoint's name tells, or else the file itself."""
-    match = _STEP.search(name)
-    step = int(match[1]) if match else trees(region).get("global_step")
+    step = _step_told(name)
+    step = trees(region).get("global_step") if step is None else step
     return step if isinstance(step, int) else -1
+
+
+def _step_told(name: str) -> int | None:
+    match = _STEP.search(name)
+    return int(match[1]) if match else None
 
 
 def _joined(folder: str, name: str) -> str:
@@ -242,50 +312,3 @@ def _source_files(container: Container, weights: Mapping[str, Region]) -> tuple[
     if container.path.is_file():
         return (container.path,)
     return tuple(sorted({region.path for region in weights.values()}))
-
-
-def _tokenizer_files(container: Container, config: Mapping[str, Any]) -> tuple[TokenizerFile, ...]:
-    settings = config.get("tokenizer")
-    if not isinstance(settings, Mapping):
-        return ()
-    kinds = (
-        ("model", "tokenizer", "*.model"),
-        ("vocab_file", "vocab", "*vocab*"),
-        ("merge_file", "merges", "*merge*.txt"),
-    )
-    found = []
-    for key, stem, pattern in kinds:
-        region = _tokenizer_region(container, settings.get(key), pattern)
-        if region is not None:
-            suffix = PurePosixPath(region.name or region.path.name).suffix
-            found.append(TokenizerFile(f"{stem}{suffix}", region.path, region.offset, region.size))
-    return tuple(found)
-
-
-def _tokenizer_region(container: Container, value: Any, pattern: str) -> Region | None:
-    """Return where a tokenizer file lies: in the root of the checkpoint, or at its own path."""
-    if not isinstance(value, str) or not value:
-        return None
-    inside = value.startswith(("nemo:", "/artifacts/"))
-    wanted = f"*{PurePosixPath(value.removeprefix('nemo:')).name}" if inside else pattern
-    root = [name for name in container.members if "/" not in name]
-    hits = sorted(name for name in root if fnmatch.fnmatchcase(name, wanted))
-    if len(hits) > 1:
-        raise CheckpointMismatchError(
-            f"{container.path} has several files for tokenizer {value!r}: {', '.join(hits)}"
-        )
-    if hits:
-        return container.members[hits[0]]
-    # A run that began with an archive names the archive's files, which its own folder lacks.
-    if inside and container.path.is_file():
-        raise CheckpointMismatchError(f"{container.path} lacks its tokenizer file {value!r}")
-    return _outside_file(container.path, Path(value))
-
-
-def _outside_file(checkpoint: Path, value: Path) -> Region | None:
-    bases = [Path(), checkpoint, *list(checkpoint.resolve().parents)[:_ANCESTORS_SEARCHED]]
-    for base in bases:
-        file = base / value
-        if file.is_file():
-            return Region(file, 0, file.stat().st_size)
-    return None

@@ -16,6 +16,9 @@ from export_scripts.errors import CheckpointMismatchError
 
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 
+# Not an adapter's `module.0`.
+_WRAPPED = re.compile(r"^(model\.)?(?:module\.)+(?=[a-z])")
+
 _MOST_LISTED = 8
 # A damaged number would otherwise have its missing ranks listed until memory ends.
 _MOST_RANKS = 100_000
@@ -113,6 +116,27 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
+def layers_before(
+    states: Mapping[tuple[int, int], Mapping[str, StoredTensor]],
+) -> Callable[[str, int], int]:
+    """Return the rule for the global number of a stage's first layer, from a key and the stage.
+
+    It is how many layers the stages before it hold, which need not be equally deep.
+    """
+    held: dict[tuple[str, int], set[str]] = {}
+    for (_, pp_rank), state in states.items():
+        for key in state:
+            if match := _LAYER.match(key):
+                held.setdefault((match[1], pp_rank), set()).add(match[2])
+
+    def offset(key: str, pp_rank: int) -> int:
+        match = _LAYER.match(key)
+        stack = match[1] if match else ""
+        return sum(len(held.get((stack, stage), ())) for stage in range(pp_rank))
+
+    return offset
+
+
 def join_ranks(
     states: Mapping[tuple[int, int], Mapping[str, StoredTensor]],
     *,
@@ -181,7 +205,10 @@ def _equal(
 
 
 def flatten(tree: Any) -> dict[str, StoredTensor]:
-    """Return the tensors of nested dicts under their joined keys; other values are left out."""
+    """Return the tensors of nested dicts under their joined keys; other values are left out.
+
+    The `module.` that mixed precision and data parallelism put before a model's names is left out.
+    """
     flat: dict[str, StoredTensor] = {}
     stack: list[tuple[str, Any, int]] = [("", tree, 0)]
     while stack:
@@ -191,4 +218,5 @@ def flatten(tree: Any) -> dict[str, StoredTensor]:
         elif isinstance(node, Mapping) and depth < 12:
             items = [(f"{prefix}.{k}" if prefix else str(k), v) for k, v in node.items()]
             stack += [(name, value, depth + 1) for name, value in reversed(items)]
-    return flat
+    bare = {_WRAPPED.sub(r"\1", name): tensor for name, tensor in flat.items()}
+    return bare if len(bare) == len(flat) else flat

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from export_scripts.checkpoints.base import TokenizerFile
 from export_scripts.errors import CheckpointMismatchError
@@ -57,17 +58,41 @@ def special_ids(files: Sequence[TokenizerFile]) -> SpecialIds | None:
         lines = by_name["vocab.txt"].read().decode(errors="replace").split("\n")
         ids = {line.rstrip("\r"): i for i, line in reversed(list(enumerate(lines)))}
         return SpecialIds(ids.get("[CLS]"), ids.get("[SEP]"), ids.get("[PAD]"))
+    if "tokenizer.json" in by_name and "tokenizer_config.json" in by_name:
+        return _added_ids(by_name["tokenizer.json"], by_name["tokenizer_config.json"])
     return None
 
 
-def _json_vocabulary(file: TokenizerFile) -> dict[str, int]:
+def _added_ids(tokenizer: TokenizerFile, settings: TokenizerFile) -> SpecialIds | None:
+    """Return the ids of the tokens that a Hugging Face tokenizer's settings name."""
+    added = _json_table(tokenizer).get("added_tokens")
+    ids = {
+        item.get("content"): item.get("id")
+        for item in (added if isinstance(added, list) else [])
+        if isinstance(item, dict) and isinstance(item.get("id"), int)
+    }
+    names = _json_table(settings)
+
+    def known(key: str) -> int | None:
+        token = names.get(key)
+        return ids.get(token.get("content") if isinstance(token, dict) else token)
+
+    found = SpecialIds(known("bos_token"), known("eos_token"), known("pad_token"))
+    return None if found.bos is None and found.eos is None else found
+
+
+def _json_table(file: TokenizerFile) -> dict[str, Any]:
     try:
-        vocabulary = json.loads(file.read())
+        table = json.loads(file.read())
     except ValueError as error:
         raise CheckpointMismatchError(f"{file.path}: {file.name} is not JSON: {error}") from error
-    if not isinstance(vocabulary, dict):
-        raise CheckpointMismatchError(f"{file.path}: {file.name} is not a table of token ids")
-    return {str(k): int(v) for k, v in vocabulary.items() if isinstance(v, int)}
+    if not isinstance(table, dict):
+        raise CheckpointMismatchError(f"{file.path}: {file.name} is not a table")
+    return table
+
+
+def _json_vocabulary(file: TokenizerFile) -> dict[str, int]:
+    return {k: v for k, v in _json_table(file).items() if isinstance(v, int)}
 
 
 def _sentencepiece_ids(file: TokenizerFile) -> SpecialIds:

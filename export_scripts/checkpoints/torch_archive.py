@@ -16,13 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from export_scripts.checkpoints.base import SOURCE_TYPES, Record, StoredTensor, truncated
-from export_scripts.checkpoints.unpickling import (
-    PendingTensor,
-    PlainData,
-    Storage,
-    UnfoldingError,
-    unpickle,
-)
+from export_scripts.checkpoints.plain_data import PlainData, UnfoldingError
+from export_scripts.checkpoints.unpickling import PendingTensor, Storage, unpickle
 from export_scripts.errors import CheckpointMismatchError
 
 # torch/serialization.py
@@ -138,7 +133,7 @@ def _read_zip(region: Region, stream: RegionStream) -> Any:
             prefix = _zip_prefix(members, region)
         _check_byte_order(region, stream, members.get(f"{prefix}byteorder"))
         data = _member(region, stream, members[f"{prefix}data.pkl"])
-    except (zipfile.BadZipFile, NotImplementedError) as error:
+    except (zipfile.BadZipFile, NotImplementedError, UnicodeDecodeError) as error:
         raise truncated(region.path, f"{region.name or 'the zip archive'}: {error}") from error
     storages: dict[str, Storage] = {}
     tree = unpickle(io.BytesIO(data), source=str(region), storages=storages)

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from export_scripts.families.bert import BERT
-from export_scripts.families.bert_origins import HUGGINGFACE_BERT
+from export_scripts.families.bert import BERT, BERT_HUGGINGFACE
 from export_scripts.families.bloom import BLOOM_HUGGINGFACE
 from export_scripts.families.gpt import GPT
 from export_scripts.families.gpt2 import GPT2_HUGGINGFACE
 from export_scripts.families.gpt_core import GPT_CORE_ORIGINS
-from export_scripts.families.gpt_origins import GPT_ORIGINS
+from export_scripts.families.gpt_megatron import GPT_MEGATRON_ORIGINS
 from export_scripts.families.gptj import GPTJ, GPTJ_HUGGINGFACE
 from export_scripts.families.gptj_jax import GPTJ_JAX
 from export_scripts.families.gptneox import GPTNEOX, GPTNEOX_HUGGINGFACE
 from export_scripts.families.gptneox_eleuther import GPTNEOX_ELEUTHER
 from export_scripts.families.llama import LLAMA
-from export_scripts.families.llama_core import CORE_LLAMA_ORIGINS
+from export_scripts.families.llama_core import LLAMA_CORE_ORIGINS
 from export_scripts.families.llama_huggingface import LLAMA_HUGGINGFACE
 from export_scripts.families.opt import OPT_HUGGINGFACE
 from export_scripts.families.origin import Origin
 from export_scripts.families.spec import ModelFamily
 from export_scripts.families.t5 import T5, T5_ENCODER
-from export_scripts.families.t5_huggingface import HUGGINGFACE_T5, HUGGINGFACE_T5_ENCODER
-from export_scripts.families.t5_nemo import NEMO_T5
+from export_scripts.families.t5_huggingface import T5_ENCODER_HUGGINGFACE, T5_HUGGINGFACE
+from export_scripts.families.t5_nemo import T5_NEMO
 
 FAMILIES: dict[str, ModelFamily] = {
     "gpt": GPT,
@@ -43,13 +42,13 @@ ORIGINS: tuple[Origin, ...] = (
     GPTNEOX_HUGGINGFACE,
     GPTNEOX_ELEUTHER,
     LLAMA_HUGGINGFACE,
-    *CORE_LLAMA_ORIGINS,
-    *GPT_ORIGINS,
+    *LLAMA_CORE_ORIGINS,
+    *GPT_MEGATRON_ORIGINS,
     *GPT_CORE_ORIGINS,
-    HUGGINGFACE_T5,
-    HUGGINGFACE_T5_ENCODER,
-    NEMO_T5,
-    HUGGINGFACE_BERT,
+    T5_HUGGINGFACE,
+    T5_ENCODER_HUGGINGFACE,
+    T5_NEMO,
+    BERT_HUGGINGFACE,
 )
 
 

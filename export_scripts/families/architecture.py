@@ -6,7 +6,7 @@ family it serves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 Position = Literal["learned", "alibi", "rotary_interleaved", "rotary_half", "none"]
@@ -143,11 +143,3 @@ class EncoderArchitecture:
 
 
 Architecture = DecoderArchitecture | EncoderDecoderArchitecture | EncoderArchitecture
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptTask:
-    """One p-tuned task: its table holds `prompt_length` virtual-token embeddings."""
-
-    task_name: str
-    prompt_length: int = field(default=0)

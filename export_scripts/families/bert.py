@@ -1,15 +1,21 @@
-"""The BERT layout: transformer layers only; embeddings, pooler and heads run outside.
+"""The BERT layout and Hugging Face's BERT: transformer layers; all around them runs outside.
 
-Layout: FasterTransformer, models/bert/BertWeight.h and BertLayerWeight.cc (5.3 line).
+Layout: FasterTransformer, models/bert/BertWeight.h and BertLayerWeight.cc (5.3 line). Source names:
+transformers, models/bert/modeling_bert.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from export_scripts.families.architecture import EncoderArchitecture, activation_choice
-from export_scripts.families.spec import ModelConfig, ModelFamily, WeightSpec
+from export_scripts.families.config import ModelConfig
+from export_scripts.families.origin import Facts, Origin
+from export_scripts.families.settings import huggingface_settings, model_name
+from export_scripts.families.sources import Copy, Source, Transpose
+from export_scripts.families.spec import ModelFamily, WeightSpec
 
 LAYER = "model.encoder.layer.{layer}."
 
@@ -74,14 +80,14 @@ def _norm(name: str) -> tuple[WeightSpec, ...]:
 
 def _column(name: str, width: str) -> tuple[WeightSpec, ...]:
     return (
-        WeightSpec(f"{LAYER}{name}.weight", ("hidden", width), 1),
-        WeightSpec(f"{LAYER}{name}.bias", (width,), 0),
+        WeightSpec(f"{LAYER}{name}.weight", ("hidden", width), split=1),
+        WeightSpec(f"{LAYER}{name}.bias", (width,), split=0),
     )
 
 
 def _row(name: str, width: str) -> tuple[WeightSpec, ...]:
     return (
-        WeightSpec(f"{LAYER}{name}.weight", (width, "hidden"), 0),
+        WeightSpec(f"{LAYER}{name}.weight", (width, "hidden"), split=0),
         WeightSpec(f"{LAYER}{name}.bias", ("hidden",)),
     )
 
@@ -103,4 +109,83 @@ BERT = ModelFamily(
     config=BertConfig,
     architecture=bert_architecture,
     layout=LAYOUT,
+)
+
+
+_PREFIX = "bert."
+_HF = _PREFIX + "encoder.layer.{layer}."
+_LINEARS = (
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "intermediate.dense",
+    "output.dense",
+)
+_NORMS = ("attention.output.LayerNorm", "output.LayerNorm")
+
+# Everything around the layers, and the heads of tasks.
+_IGNORED = (
+    "*embeddings.*",
+    "*pooler.*",
+    "cls.*",
+    "classifier.*",
+    "qa_outputs.*",
+)
+
+
+def _is_bert(facts: Facts) -> bool:
+    return facts.config.get("model_type") == "bert"
+
+
+def _config(facts: Facts) -> BertConfig:
+    source = facts.config
+    settings = huggingface_settings(source)
+    settings.expect("is_decoder", False, why="FT's BERT attends both ways")
+    settings.expect("position_embedding_type", "absolute", why="FT's BERT has no position bias")
+    hidden = settings.integer("hidden_size")
+    heads = settings.integer("num_attention_heads")
+    activation, exact_gelu = settings.activation("hidden_act", default="gelu")
+    config = BertConfig(
+        model_name=model_name(source, "bert"),
+        weight_data_type=facts.weight_data_type,
+        tensor_para_size=facts.tp_size,
+        head_num=heads,
+        size_per_head=settings.divide(hidden, heads, "hidden_size by num_attention_heads"),
+        inter_size=settings.integer("intermediate_size"),
+        num_layer=settings.integer("num_hidden_layers"),
+        activation_type=activation.lower(),
+        exact_gelu=exact_gelu,
+        position_embedding_type="absolute",
+        hidden_size=hidden,
+        max_position_embeddings=settings.integer("max_position_embeddings", default=512),
+        layer_norm_eps=settings.number("layer_norm_eps", default=1e-12),
+    )
+    settings.finish()
+    return config
+
+
+def _weights(facts: Facts, _: BertConfig) -> Mapping[str, Source]:
+    table: dict[str, Source] = {}
+    for name in _LINEARS:
+        table[f"{LAYER}{name}.weight"] = Transpose(f"{_HF}{name}.weight")
+        table[f"{LAYER}{name}.bias"] = Copy(f"{_HF}{name}.bias")
+    # Files written by the first ports of BERT call the parameters of a norm gamma and beta.
+    old = facts.has(f"{_HF.format(layer=0)}{_NORMS[0]}.gamma")
+    for name in _NORMS:
+        table[f"{LAYER}{name}.weight"] = Copy(f"{_HF}{name}.{'gamma' if old else 'weight'}")
+        table[f"{LAYER}{name}.bias"] = Copy(f"{_HF}{name}.{'beta' if old else 'bias'}")
+    return table
+
+
+BERT_HUGGINGFACE = Origin(
+    name="huggingface-bert",
+    title="Hugging Face BERT (layers; embeddings, pooler and heads run outside)",
+    family=BERT,
+    format="huggingface",
+    matches=_is_bert,
+    config=_config,
+    weights=_weights,
+    ignored=_IGNORED,
+    prefix=_PREFIX,
 )

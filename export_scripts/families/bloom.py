@@ -13,7 +13,7 @@ WTE = "transformer.word_embeddings.weight"
 LM_HEAD = "lm_head.weight"
 
 
-def config_from_huggingface(facts: Facts) -> GPTConfig:
+def _config(facts: Facts) -> GPTConfig:
     """Return the GPT config of a BLOOM.
 
     Raises:
@@ -81,7 +81,7 @@ BLOOM_HUGGINGFACE = Origin(
     family=GPT,
     format="huggingface",
     matches=lambda facts: facts.config.get("model_type") == "bloom",
-    config=config_from_huggingface,
+    config=_config,
     weights=lambda *_: WEIGHTS,
     copies=lambda _, config: (LM_HEAD,) if config.tie_word_embeddings else (),
     prefix="transformer.",

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from export_scripts.families.architecture import DecoderArchitecture, activation_choice
-from export_scripts.families.decoder_config import DecoderConfig
-from export_scripts.families.prompt_layout import PROMPT_WEIGHTS
-from export_scripts.families.spec import ModelFamily, Sections, WeightSpec
+from export_scripts.families.config import Sections
+from export_scripts.families.decoder import PROMPT_WEIGHTS, DecoderConfig
+from export_scripts.families.spec import ModelFamily, WeightSpec
 
 LAYER = "model.layers.{layer}."
 HEAD = "model.lm_head.weight"
@@ -103,84 +103,61 @@ def gpt_architecture(config: GPTConfig) -> DecoderArchitecture:
     )
 
 
-def _has_positions(config: GPTConfig) -> bool:
-    return config.has_positional_encoding
-
-
-def _has_pre_norm(config: GPTConfig) -> bool:
-    return config.has_pre_decoder_layernorm
-
-
-def _has_post_norm(config: GPTConfig) -> bool:
-    return config.has_post_decoder_layernorm
-
-
-def _is_untied(config: GPTConfig) -> bool:
-    return config.untied_head
-
-
-def _has_adapters(config: GPTConfig) -> bool:
-    return config.has_adapters
-
-
-def _has_int8(config: GPTConfig) -> bool:
-    return bool(config.int8)
-
-
-def _norm(name: str, **options: Any) -> tuple[WeightSpec, ...]:
+def _norm(name: str, when: tuple[str, ...] = ()) -> tuple[WeightSpec, ...]:
     return (
-        WeightSpec(f"{name}.weight", ("hidden",), **options),
-        WeightSpec(f"{name}.bias", ("hidden",), **options),
+        WeightSpec(f"{name}.weight", ("hidden",), when=when),
+        WeightSpec(f"{name}.bias", ("hidden",), when=when),
     )
 
 
 def _adapter(name: str) -> tuple[WeightSpec, ...]:
-    width = "adapter_inter_size"
+    width, when = "adapter_inter_size", ("has_adapters",)
     name = f"{LAYER}{name}."
     return (
-        WeightSpec(f"{name}dense_h_to_4h.weight", ("hidden", width), 1, _has_adapters),
-        WeightSpec(f"{name}dense_h_to_4h.bias", (width,), 0, _has_adapters),
-        WeightSpec(f"{name}dense_4h_to_h.weight", (width, "hidden"), 0, _has_adapters),
-        WeightSpec(f"{name}dense_4h_to_h.bias", ("hidden",), None, _has_adapters),
+        WeightSpec(f"{name}dense_h_to_4h.weight", ("hidden", width), split=1, when=when),
+        WeightSpec(f"{name}dense_h_to_4h.bias", (width,), split=0, when=when),
+        WeightSpec(f"{name}dense_4h_to_h.weight", (width, "hidden"), split=0, when=when),
+        WeightSpec(f"{name}dense_4h_to_h.bias", ("hidden",), when=when),
     )
 
 
 def _int8(
-    name: str, shape: tuple[str | int, ...], split: int, *, parts: int = 1
+    name: str, shape: tuple[str | int, ...], *, split: int, parts: int = 1
 ) -> tuple[WeightSpec, ...]:
     """Static int8 twin of one GEMM weight; its scales are always fp32 (QKV: one per part)."""
     name = LAYER + name
     inter: tuple[str | int, ...] = (1,) if parts == 1 else (parts, "local_hidden")
+    when = ("int8",)
     return (
-        WeightSpec(f"{name}.weight.int8", shape, split, _has_int8, "int8"),
-        WeightSpec(f"{name}.scale", (parts,), None, _has_int8, "fp32"),
-        WeightSpec(f"{name}.scale_inter", inter, None, _has_int8, "fp32"),
-        WeightSpec(f"{name}.scale_out", (parts,), None, _has_int8, "fp32"),
+        WeightSpec(f"{name}.weight.int8", shape, split=split, when=when, dtype="int8"),
+        WeightSpec(f"{name}.scale", (parts,), when=when, dtype="fp32"),
+        WeightSpec(f"{name}.scale_inter", inter, when=when, dtype="fp32"),
+        WeightSpec(f"{name}.scale_out", (parts,), when=when, dtype="fp32"),
     )
 
 
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
-    WeightSpec("model.wpe", ("max_pos_seq_len", "hidden"), None, _has_positions),
-    *_norm("model.pre_decoder_layernorm", when=_has_pre_norm),
+    WeightSpec("model.wpe", ("max_pos_seq_len", "hidden"), when=("has_positional_encoding",)),
+    *_norm("model.pre_decoder_layernorm", when=("has_pre_decoder_layernorm",)),
     *_norm(LAYER + "input_layernorm"),
-    WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), 2),
-    WeightSpec(LAYER + "attention.query_key_value.bias", (3, "hidden"), 1),
-    WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), 0),
+    WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), split=2),
+    WeightSpec(LAYER + "attention.query_key_value.bias", (3, "hidden"), split=1),
+    WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), split=0),
     WeightSpec(LAYER + "attention.dense.bias", ("hidden",)),
     *_norm(LAYER + "post_attention_layernorm"),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), 1),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), 0),
-    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), 0),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), split=1),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), split=0),
+    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), split=0),
     WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",)),
-    *_int8("attention.query_key_value", ("hidden", 3, "hidden"), 2, parts=3),
-    *_int8("attention.dense", ("hidden", "hidden"), 0),
-    *_int8("mlp.dense_h_to_4h", ("hidden", "inter_size"), 1),
-    *_int8("mlp.dense_4h_to_h", ("inter_size", "hidden"), 0),
+    *_int8("attention.query_key_value", ("hidden", 3, "hidden"), split=2, parts=3),
+    *_int8("attention.dense", ("hidden", "hidden"), split=0),
+    *_int8("mlp.dense_h_to_4h", ("hidden", "inter_size"), split=1),
+    *_int8("mlp.dense_4h_to_h", ("inter_size", "hidden"), split=0),
     *_adapter("after_attention_adapter"),
     *_adapter("after_ffn_adapter"),
-    *_norm("model.final_layernorm", when=_has_post_norm),
-    WeightSpec(HEAD, ("vocab_size", "hidden"), None, _is_untied),
+    *_norm("model.final_layernorm", when=("has_post_decoder_layernorm",)),
+    WeightSpec(HEAD, ("vocab_size", "hidden"), when=("untied_head",)),
     *PROMPT_WEIGHTS,
 )
 

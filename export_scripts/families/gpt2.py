@@ -14,7 +14,7 @@ WTE = "transformer.wte.weight"
 LM_HEAD = "lm_head.weight"
 
 
-def config_from_huggingface(facts: Facts) -> GPTConfig:
+def _config(facts: Facts) -> GPTConfig:
     """Return the GPT config of a GPT-2.
 
     Raises:
@@ -86,7 +86,7 @@ GPT2_HUGGINGFACE = Origin(
     family=GPT,
     format="huggingface",
     matches=lambda facts: facts.config.get("model_type") == "gpt2",
-    config=config_from_huggingface,
+    config=_config,
     weights=lambda *_: WEIGHTS,
     ignored=("*.attn.bias", "*.attn.masked_bias"),  # masks kept as buffers
     copies=lambda _, config: (LM_HEAD,) if config.tie_word_embeddings else (),

@@ -1,14 +1,16 @@
-"""megatron-core origins of the GPT layout, saved by NeMo or by Megatron-LM.
+"""megatron-core origins of the GPT layout, saved by NeMo or by Megatron-LM, distributed or not.
 
 Names: NVIDIA/Megatron-LM, megatron/core/models/gpt/gpt_model.py and its layer specs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from export_scripts.families.gpt import GPT, HEAD, LAYER, GPTConfig
-from export_scripts.families.gpt_origins import (
+from export_scripts.families.gpt_limits import not_gpt
+from export_scripts.families.gpt_megatron import (
     assumed_tokens_warning,
     gpt_config,
     linear_sources,
@@ -20,10 +22,13 @@ from export_scripts.families.megatron_traits import (
     MegatronTraits,
     megatron_traits,
     nemo_traits,
-    not_gpt,
 )
+from export_scripts.families.nemo2_traits import nemo2_traits, unknown_model
 from export_scripts.families.origin import Facts, Origin
 from export_scripts.families.sources import Copy, Source, SplitQKV
+
+# Format -> how its configuration is read.
+_TRAITS = {"nemo": nemo_traits, "megatron": megatron_traits, "nemo2": nemo2_traits}
 
 _CORE = "model."
 _CORE_LAYER = _CORE + "decoder.layers.{layer}."
@@ -57,11 +62,15 @@ def is_core(facts: Facts) -> bool:
 
 def core_traits(facts: Facts) -> MegatronTraits:
     """Return the traits of a megatron-core checkpoint, saved by NeMo or by Megatron-LM."""
-    return (nemo_traits if facts.reader.format == "nemo" else megatron_traits)(facts.config)
+    traits = _TRAITS[facts.reader.format](facts.config)
+    if facts.reader.is_distributed:
+        # Its layers are numbered over all stages, whatever these were.
+        return dataclasses.replace(traits, virtual_pp=1)
+    return traits
 
 
 def _core_reasons(facts: Facts) -> list[str]:
-    return not_gpt(core_traits(facts)) + tuned_keys(facts)
+    return not_gpt(core_traits(facts)) + tuned_keys(facts) + unknown_model(facts.config)
 
 
 def _core_tied(facts: Facts) -> bool:
@@ -79,7 +88,7 @@ def _core_config(facts: Facts) -> GPTConfig:
 def _core_weights(facts: Facts, config: GPTConfig) -> Mapping[str, Source]:  # noqa: ARG001
     qkv = _CORE_LAYER + "self_attention.linear_qkv"
     table: dict[str, Source] = {
-        "model.wte": Copy(_CORE_WTE, 0),
+        "model.wte": Copy(_CORE_WTE, cut=0),
         "model.wpe": Copy(_CORE + "embedding.position_embeddings.weight"),
         LAYER + "attention.query_key_value.weight": SplitQKV(f"{qkv}.weight"),
         LAYER + "attention.query_key_value.bias": SplitQKV(f"{qkv}.bias"),
@@ -93,7 +102,7 @@ def _core_weights(facts: Facts, config: GPTConfig) -> Mapping[str, Source]:  # n
             LAYER + "mlp.dense_4h_to_h", _CORE_LAYER + "mlp.linear_fc2", row_split=True
         ),
         **norm_sources("model.final_layernorm", _CORE + "decoder.final_layernorm"),
-        HEAD: Copy(_CORE_HEAD, 0),
+        HEAD: Copy(_CORE_HEAD, cut=0),
     }
     for target, source in core_norm_keys(facts).items():
         for part in ("weight", "bias"):
@@ -127,6 +136,7 @@ NEMO_CORE_GPT = _core_origin("nemo-core-gpt", "NeMo GPT in megatron-core layout"
 MEGATRON_CORE_GPT = _core_origin(
     "megatron-core-gpt", "Megatron-LM GPT in megatron-core layout", "megatron"
 )
+NEMO2_CORE_GPT = _core_origin("nemo2-core-gpt", "NeMo 2 GPT", "nemo2")
 
 
-GPT_CORE_ORIGINS: tuple[Origin, ...] = (NEMO_CORE_GPT, MEGATRON_CORE_GPT)
+GPT_CORE_ORIGINS: tuple[Origin, ...] = (NEMO_CORE_GPT, MEGATRON_CORE_GPT, NEMO2_CORE_GPT)

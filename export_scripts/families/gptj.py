@@ -10,10 +10,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from export_scripts.families.architecture import DecoderArchitecture, Rotary
-from export_scripts.families.decoder_config import DecoderConfig
+from export_scripts.families.decoder import PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.origin import Facts, Origin
-from export_scripts.families.prompt_layout import PROMPT_WEIGHTS
-from export_scripts.families.settings import huggingface_settings, model_name, stored_head
+from export_scripts.families.settings import (
+    Settings,
+    huggingface_settings,
+    model_name,
+    stored_head,
+)
 from export_scripts.families.sources import Copy, Source, StackQKV, Transpose
 from export_scripts.families.spec import ModelFamily, WeightSpec
 
@@ -59,11 +63,11 @@ LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
     WeightSpec(LAYER + "input_layernorm.weight", ("hidden",)),
     WeightSpec(LAYER + "input_layernorm.bias", ("hidden",)),
-    WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), 2),
-    WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), 0),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), 1),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), 0),
-    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), 0),
+    WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), split=2),
+    WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), split=0),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), split=1),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), split=0),
+    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), split=0),
     WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",)),
     WeightSpec("model.final_layernorm.weight", ("hidden",)),
     WeightSpec("model.final_layernorm.bias", ("hidden",)),
@@ -81,7 +85,16 @@ GPTJ = ModelFamily(
 )
 
 
-def config_from_huggingface(facts: Facts) -> GPTJConfig:
+def check_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -> None:
+    """Note a problem unless so many dimensions of a head can be turned, two at a time."""
+    if dims % 2 or dims > size_per_head:
+        settings.problems.append(
+            f"{settings.origin}: {name} = {dims} is not an even number of at most the head size of "
+            f"{size_per_head}"
+        )
+
+
+def _config(facts: Facts) -> GPTJConfig:
     """Return the config of a Hugging Face GPT-J.
 
     Raises:
@@ -97,12 +110,8 @@ def config_from_huggingface(facts: Facts) -> GPTJConfig:
             f"config.json: activation_function = {name} cannot be represented: FT computes GPT-J "
             "with gelu_new"
         )
-    rotary_dims = settings.integer("rotary_dim", default=size_per_head)
-    if rotary_dims % 2 or rotary_dims > size_per_head:
-        settings.problems.append(
-            f"config.json: rotary_dim = {rotary_dims} is not an even number of at most the head "
-            f"size of {size_per_head}"
-        )
+    rotary_dims = settings.integer("rotary_dim", default=size_per_head, least=2)
+    check_rotary(settings, "rotary_dim", rotary_dims, size_per_head)
     start_id, end_id = settings.token_ids(facts, bos=50256, eos=50256)
     config = GPTJConfig(
         model_name=model_name(facts.config, "gptj"),
@@ -126,7 +135,7 @@ _H = "transformer.h.{layer}."
 WTE = "transformer.wte.weight"
 
 
-def weights_from_huggingface(facts: Facts, config: GPTJConfig) -> Mapping[str, Source]:  # noqa: ARG001
+def _weights(facts: Facts, _: GPTJConfig) -> Mapping[str, Source]:
     """Return where each tensor lies; a tied head may be stored as the embedding alone."""
     q, k, v = (f"{_H}attn.{part}_proj.weight" for part in "qkv")
     return {
@@ -152,8 +161,8 @@ GPTJ_HUGGINGFACE = Origin(
     family=GPTJ,
     format="huggingface",
     matches=lambda facts: facts.config.get("model_type") == "gptj",
-    config=config_from_huggingface,
-    weights=weights_from_huggingface,
+    config=_config,
+    weights=_weights,
     ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions"),
     prefix="transformer.",
 )

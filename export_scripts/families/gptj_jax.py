@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.arithmetic import float32, rounded
-from export_scripts.families.gptj import GPTJ, LAYER, GPTJConfig
+from export_scripts.families.gptj import GPTJ, LAYER, GPTJConfig, check_rotary
 from export_scripts.families.origin import Facts, Origin
-from export_scripts.families.shapes import ShapeTensor
+from export_scripts.families.settings import Settings
 from export_scripts.families.sources import (
     Adjusted,
     Compute,
@@ -24,26 +23,32 @@ from export_scripts.families.sources import (
     StackQKV,
     Transpose,
 )
+from export_scripts.families.tensors import ShapeTensor, float32, rounded
 
 # The one model that was released; its files tell neither of the first two.
 _RELEASED = {"head_num": 16, "rotary_embedding": 64, "hidden": 4096}
 _END_OF_TEXT = 50256
 
 
-def config_from_jax(facts: Facts) -> GPTJConfig:
+def _config(facts: Facts) -> GPTJConfig:
     """Return the config of a release: sizes from its arrays, heads stated or the 6B model's.
 
     Raises:
-        CheckpointMismatchError: The number of heads does not fit the width.
+        CheckpointMismatchError: Heads or positions do not fit the width, or have no place.
     """
+    settings = Settings(facts.config, "the model's JSON configuration, or --set")
+    settings.expect("pe", "rotary", why="FT's GPT-J has rotary positions")
     hidden = facts.pieces("wte.bias")[0].shape[0]
-    head_num = _stated(facts, "head_num", "n_heads")
+    head_num = _stated(facts, settings, "head_num", "n_heads")
     if hidden % head_num:
         raise CheckpointMismatchError(
             f"hidden size {hidden} does not divide by {head_num} heads: state --set head_num=.."
         )
     size_per_head = hidden // head_num
-    rotary = min(_stated(facts, "rotary_embedding", "pe_rotary_dims"), size_per_head)
+    rotary = min(_stated(facts, settings, "rotary_embedding", "pe_rotary_dims"), size_per_head)
+    if "rotary_embedding" in facts.given or "pe_rotary_dims" in facts.config:
+        check_rotary(settings, "rotary_embedding (pe_rotary_dims)", rotary, size_per_head)
+    settings.finish()
     ids, keys = facts.special_ids(), facts.keys()
     return GPTJConfig(
         model_name="gptj-6B" if hidden == _RELEASED["hidden"] else "gptj",
@@ -61,13 +66,15 @@ def config_from_jax(facts: Facts) -> GPTJConfig:
     )
 
 
-def _stated(facts: Facts, name: str, theirs: str) -> int:
+def _stated(facts: Facts, settings: Settings, name: str, theirs: str) -> int:
     """Return a size the user states, or the JSON beside the weights, or the released model's."""
     given = facts.given_int(name)
-    return given if given is not None else int(facts.config.get(theirs, _RELEASED[name]))
+    if given is not None:
+        return Settings({name: given}, "stated", settings.problems).integer(name)
+    return settings.integer(theirs, default=_RELEASED[name])
 
 
-def warnings_from_jax(facts: Facts, config: GPTJConfig) -> list[str]:
+def _warnings(facts: Facts, config: GPTJConfig) -> list[str]:
     """Return a warning where a model of another size is taken to have the 6B model's heads."""
     known = "head_num" in facts.given or "n_heads" in facts.config
     if known or config.hidden == _RELEASED["hidden"]:
@@ -80,7 +87,7 @@ def warnings_from_jax(facts: Facts, config: GPTJConfig) -> list[str]:
     ]
 
 
-def _rounded(values: Any, config: GPTJConfig) -> Any:  # noqa: ARG001
+def _rounded(values: Any, _: GPTJConfig) -> Any:
     """Return values with the precision of fp16, which the released converter gave them."""
     return rounded(values, "fp16")
 
@@ -122,26 +129,26 @@ _H = "h.{layer}."
 
 
 def _on_every_shard(function: Any, key: str) -> Source:
-    return Compute(function, (key,), (0,))
+    return Compute(function, (key,), cuts=(0,))
 
 
 WEIGHTS: Mapping[str, Source] = {
-    "model.wte": Compute(_embedding, ("wte.weight", "wte.bias"), (0, 0)),
+    "model.wte": Compute(_embedding, ("wte.weight", "wte.bias"), cuts=(0, 0)),
     LAYER + "input_layernorm.weight": _on_every_shard(_norm_scale, _H + "ln_1.weight"),
     LAYER + "input_layernorm.bias": _on_every_shard(_norm_bias, _H + "ln_1.bias"),
     LAYER + "attention.query_key_value.weight": Adjusted(
         StackQKV(_H + "q.weight", _H + "k.weight", _H + "v.weight", transposed=False, cut=1),
         _rounded,
     ),
-    LAYER + "attention.dense.weight": Adjusted(Copy(_H + "out_proj.weight", 0), _rounded),
-    LAYER + "mlp.dense_h_to_4h.weight": Adjusted(Copy(_H + "c_fc.weight", 1), _rounded),
-    LAYER + "mlp.dense_h_to_4h.bias": Adjusted(Copy(_H + "c_fc.bias", 0), _rounded),
-    LAYER + "mlp.dense_4h_to_h.weight": Adjusted(Copy(_H + "c_proj.weight", 0), _rounded),
+    LAYER + "attention.dense.weight": Adjusted(Copy(_H + "out_proj.weight", cut=0), _rounded),
+    LAYER + "mlp.dense_h_to_4h.weight": Adjusted(Copy(_H + "c_fc.weight", cut=1), _rounded),
+    LAYER + "mlp.dense_h_to_4h.bias": Adjusted(Copy(_H + "c_fc.bias", cut=0), _rounded),
+    LAYER + "mlp.dense_4h_to_h.weight": Adjusted(Copy(_H + "c_proj.weight", cut=0), _rounded),
     LAYER + "mlp.dense_4h_to_h.bias": _on_every_shard(_replicated, _H + "c_proj.bias"),
     "model.final_layernorm.weight": _on_every_shard(_norm_scale, "ln_f.weight"),
     "model.final_layernorm.bias": _on_every_shard(_norm_bias, "ln_f.bias"),
-    "model.lm_head.weight": Adjusted(Transpose("lm_head.weight", 1), _rounded),
-    "model.lm_head.bias": Adjusted(Copy("lm_head.bias", 0), _rounded),
+    "model.lm_head.weight": Adjusted(Transpose("lm_head.weight", cut=1), _rounded),
+    "model.lm_head.bias": Adjusted(Copy("lm_head.bias", cut=0), _rounded),
 }
 
 GPTJ_JAX = Origin(
@@ -150,7 +157,7 @@ GPTJ_JAX = Origin(
     family=GPTJ,
     format="jax",
     matches=lambda facts: facts.has("wte.bias"),
-    config=config_from_jax,
+    config=_config,
     weights=lambda *_: WEIGHTS,
-    warnings=warnings_from_jax,
+    warnings=_warnings,
 )

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from export_scripts.families.architecture import DecoderArchitecture, Rotary
-from export_scripts.families.arithmetic import rounded
-from export_scripts.families.decoder_config import DecoderConfig
+from export_scripts.families.config import ini_field
+from export_scripts.families.decoder import PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.origin import Facts, Origin
-from export_scripts.families.prompt_layout import PROMPT_WEIGHTS
 from export_scripts.families.rotary import plain_rotary_dims
 from export_scripts.families.settings import (
     half_precision_warnings,
@@ -24,7 +23,8 @@ from export_scripts.families.settings import (
     stored_head,
 )
 from export_scripts.families.sources import Compute, Copy, Source, SplitQKV, Transpose, Zeros
-from export_scripts.families.spec import ModelFamily, WeightSpec, ini_field
+from export_scripts.families.spec import ModelFamily, WeightSpec
+from export_scripts.families.tensors import rounded
 
 LAYER = "model.layers.{layer}."
 
@@ -44,6 +44,11 @@ class GPTNeoXConfig(DecoderConfig):
     # Not FT keys, but what the model was trained with: FT takes FT_LAYERNORM_EPS and tanh gelu.
     layernorm_eps: float = FT_LAYERNORM_EPS
     exact_gelu: bool = False
+
+    @property
+    def has_sequential_residual(self) -> bool:
+        """Whether the MLP comes after attention, not beside it."""
+        return not self.use_gptj_residual
 
 
 def gptneox_architecture(config: GPTNeoXConfig) -> DecoderArchitecture:
@@ -66,30 +71,22 @@ def gptneox_architecture(config: GPTNeoXConfig) -> DecoderArchitecture:
     )
 
 
-def _is_parallel(config: GPTNeoXConfig) -> bool:
-    return config.use_gptj_residual
-
-
-def _is_sequential(config: GPTNeoXConfig) -> bool:
-    return not config.use_gptj_residual
-
-
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
     WeightSpec(LAYER + "input_layernorm.weight", ("hidden",)),
     WeightSpec(LAYER + "input_layernorm.bias", ("hidden",)),
-    WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), 2),
-    WeightSpec(LAYER + "attention.query_key_value.bias", (3, "hidden"), 1),
-    WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), 0),
-    WeightSpec(LAYER + "attention.dense.bias", ("hidden",), None, _is_sequential),
+    WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), split=2),
+    WeightSpec(LAYER + "attention.query_key_value.bias", (3, "hidden"), split=1),
+    WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), split=0),
+    WeightSpec(LAYER + "attention.dense.bias", ("hidden",), when=("has_sequential_residual",)),
     WeightSpec(LAYER + "post_attention_layernorm.weight", ("hidden",)),
     WeightSpec(LAYER + "post_attention_layernorm.bias", ("hidden",)),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), 1),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), 0),
-    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), 0),
-    WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",), None, _is_sequential),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), split=1),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), split=0),
+    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), split=0),
+    WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",), when=("has_sequential_residual",)),
     # Both output biases over the ranks: each rank adds it before the all-reduce.
-    WeightSpec(LAYER + "mlp.attention.bias.sum", ("hidden",), None, _is_parallel),
+    WeightSpec(LAYER + "mlp.attention.bias.sum", ("hidden",), when=("use_gptj_residual",)),
     WeightSpec("model.final_layernorm.weight", ("hidden",)),
     WeightSpec("model.final_layernorm.bias", ("hidden",)),
     WeightSpec("model.lm_head.weight", ("vocab_size", "hidden")),
@@ -117,7 +114,7 @@ def divided_bias_sum(config: GPTNeoXConfig, *biases: Any) -> Any:
     return functools.reduce(lambda total, share: rounded(total + share, kind), shares)
 
 
-def config_from_huggingface(facts: Facts) -> GPTNeoXConfig:
+def _config(facts: Facts) -> GPTNeoXConfig:
     """Return the config of a Hugging Face GPT-NeoX.
 
     Raises:
@@ -160,7 +157,7 @@ EMBEDDING = "gpt_neox.embed_in.weight"
 HEADS = ("embed_out.weight", "lm_head.weight")
 
 
-def weights_from_huggingface(facts: Facts, config: GPTNeoXConfig) -> Mapping[str, Source]:  # noqa: ARG001
+def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, Source]:
     """Return where each tensor lies."""
     has_bias = facts.config.get("attention_bias", True)
     mlp_out = _L + "mlp.dense_4h_to_h"
@@ -198,8 +195,8 @@ GPTNEOX_HUGGINGFACE = Origin(
     family=GPTNEOX,
     format="huggingface",
     matches=lambda facts: facts.config.get("model_type") == "gpt_neox",
-    config=config_from_huggingface,
-    weights=weights_from_huggingface,
+    config=_config,
+    weights=_weights,
     ignored=(
         "*.attention.bias",
         "*.attention.masked_bias",

@@ -14,12 +14,12 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.arithmetic import float32
 from export_scripts.families.gptneox import GPTNEOX, LAYER, GPTNeoXConfig, divided_bias_sum
 from export_scripts.families.origin import Facts, Origin
 from export_scripts.families.rotary import FT_BASE
 from export_scripts.families.settings import Settings, half_precision_warnings
 from export_scripts.families.sources import Compute, Copy, Source, SplitQKV, Transpose
+from export_scripts.families.tensors import float32
 
 WTE = "embedding.word_embeddings.weight"
 HEAD = "final.final_linear.weight"
@@ -30,7 +30,7 @@ _L = "layers.{layer}."
 _START_ID, _END_ID = 0, 2
 
 
-def config_from_eleuther(facts: Facts) -> GPTNeoXConfig:
+def _config(facts: Facts) -> GPTNeoXConfig:
     """Return the config of a release: sizes from its tensors, the rest from configs/*.yml.
 
     Raises:
@@ -39,6 +39,7 @@ def config_from_eleuther(facts: Facts) -> GPTNeoXConfig:
     """
     settings = Settings(facts.config, origin="configs/*.yml")
     _refuse_other_models(settings)
+    assumed = not _is_whole(settings.source)
     hidden = facts.pieces(WTE)[0].shape[1]
     given_heads = facts.given_int("head_num")
     heads = given_heads if given_heads is not None else settings.integer("num-attention-heads")
@@ -54,10 +55,10 @@ def config_from_eleuther(facts: Facts) -> GPTNeoXConfig:
         rotary_embedding=_rotary_dims(facts, settings, size_per_head),
         start_id=ids.bos if ids and ids.bos is not None else _START_ID,
         end_id=ids.eos if ids and ids.eos is not None else _END_ID,
-        use_gptj_residual=settings.flag("gpt-j-residual", default=True),
+        use_gptj_residual=settings.flag("gpt-j-residual", default=assumed),
         layernorm_eps=settings.number("layernorm-epsilon", default=1e-5),
         # The fused kernel computes the tanh form.
-        exact_gelu=settings.flag("bias-gelu-fusion", default=True) is False,
+        exact_gelu=not settings.flag("bias-gelu-fusion", default=assumed),
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
     )
@@ -65,11 +66,23 @@ def config_from_eleuther(facts: Facts) -> GPTNeoXConfig:
     return config
 
 
+def _is_whole(config: Mapping[str, Any]) -> bool:
+    """Return whether a configuration is a training run's, in which absent keys have defaults.
+
+    Rotary positions are none: a run has to name them. A shorter file is a release's, which leaves
+    out what GPT-NeoX-20B has. Defaults: EleutherAI/gpt-neox, megatron/neox_arguments/neox_args.py.
+    """
+    return "pos-emb" in config
+
+
 def _refuse_other_models(settings: Settings) -> None:
     settings.expect("pos-emb", "rotary", why="FT's GPT-NeoX has rotary positions")
     settings.expect("norm", "layernorm", why="FT's GPT-NeoX has layernorm")
     settings.expect("activation", "gelu", why="FT computes GPT-NeoX with gelu")
     settings.expect("rotary-emb-base", FT_BASE, why=f"FT's rotary base is {FT_BASE:g}")
+    settings.expect(
+        "gpt-j-tied", False, why="FT's GPT-NeoX has a norm for attention and one for MLP"
+    )
     settings.expect("use-qk-layernorm", False, why="FT does not normalise queries and keys")
     heads = settings.source.get("num-attention-heads")
     settings.expect("num-kv-heads", None, heads, why="FT has one key/value head per head")
@@ -82,13 +95,13 @@ def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
         return given
     if facts.has(_FREQUENCIES):
         return 2 * facts.pieces(_FREQUENCIES)[0].shape[0]
-    if "rotary-pct" not in settings.source:
+    if "rotary-pct" not in settings.source and not _is_whole(settings.source):
         settings.problems.append(
             f"{settings.origin} has no rotary-pct and the layers hold no rotary_emb.inv_freq: "
             "state --set rotary_embedding=.."
         )
         return 1
-    return int(size_per_head * settings.number("rotary-pct"))
+    return int(size_per_head * settings.number("rotary-pct", default=1.0))
 
 
 def _per_rank(joined: Any, config: GPTNeoXConfig) -> list[Any]:
@@ -111,7 +124,7 @@ def _divided_sum(config: GPTNeoXConfig, *joined: Any) -> Any:
 
 
 def _everywhere(function: Any, *keys: str) -> Source:
-    return Compute(function, keys, (0,) * len(keys))
+    return Compute(function, keys, cuts=(0,) * len(keys))
 
 
 _NORMS = {
@@ -124,8 +137,8 @@ _ATTENTION_BIAS = _L + "attention.dense.bias"
 _MLP_BIAS = _L + "mlp.dense_4h_to_h.bias"
 
 WEIGHTS: Mapping[str, Source] = {
-    "model.wte": Copy(WTE, 0),
-    "model.lm_head.weight": Copy(HEAD, 0),
+    "model.wte": Copy(WTE, cut=0),
+    "model.lm_head.weight": Copy(HEAD, cut=0),
     **{
         f"{ours}.{kind}": _everywhere(_mean, f"{theirs}.{kind}")
         for ours, theirs in _NORMS.items()
@@ -133,27 +146,28 @@ WEIGHTS: Mapping[str, Source] = {
     },
     LAYER + _QKV + "weight": SplitQKV(_L + _QKV + "weight"),
     LAYER + _QKV + "bias": SplitQKV(_L + _QKV + "bias"),
-    LAYER + "attention.dense.weight": Transpose(_L + "attention.dense.weight", 1),
+    LAYER + "attention.dense.weight": Transpose(_L + "attention.dense.weight", cut=1),
     LAYER + "attention.dense.bias": _everywhere(_sum, _ATTENTION_BIAS),
-    LAYER + "mlp.dense_h_to_4h.weight": Transpose(_L + "mlp.dense_h_to_4h.weight", 0),
-    LAYER + "mlp.dense_h_to_4h.bias": Copy(_L + "mlp.dense_h_to_4h.bias", 0),
-    LAYER + "mlp.dense_4h_to_h.weight": Transpose(_L + "mlp.dense_4h_to_h.weight", 1),
+    LAYER + "mlp.dense_h_to_4h.weight": Transpose(_L + "mlp.dense_h_to_4h.weight", cut=0),
+    LAYER + "mlp.dense_h_to_4h.bias": Copy(_L + "mlp.dense_h_to_4h.bias", cut=0),
+    LAYER + "mlp.dense_4h_to_h.weight": Transpose(_L + "mlp.dense_4h_to_h.weight", cut=1),
     LAYER + "mlp.dense_4h_to_h.bias": _everywhere(_sum, _MLP_BIAS),
     LAYER + "mlp.attention.bias.sum": _everywhere(_divided_sum, _ATTENTION_BIAS, _MLP_BIAS),
 }
 
 
-def weights_from_eleuther(facts: Facts, config: GPTNeoXConfig) -> Mapping[str, Source]:  # noqa: ARG001
+def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, Source]:
     """Return where each tensor lies; a model with tied weights has no head of its own."""
-    if facts.has(HEAD) or facts.config.get("no-weight-tying") is not False:
+    untied = facts.config.get("no-weight-tying", not _is_whole(facts.config))
+    if facts.has(HEAD) or untied is not False:
         return WEIGHTS
-    return {**WEIGHTS, "model.lm_head.weight": Copy(WTE, 0)}
+    return {**WEIGHTS, "model.lm_head.weight": Copy(WTE, cut=0)}
 
 
-def warnings_from_eleuther(facts: Facts, config: GPTNeoXConfig) -> list[str]:
+def _warnings(facts: Facts, config: GPTNeoXConfig) -> list[str]:
     """Return what was assumed, and the limits of fp16."""
     assumed = []
-    if "gpt-j-residual" not in facts.config:
+    if "gpt-j-residual" not in facts.config and not _is_whole(facts.config):
         assumed.append(
             "configs/*.yml does not set gpt-j-residual; the parallel residual of GPT-NeoX-20B is "
             "assumed (--set use_gptj_residual=0 for the other)"
@@ -167,8 +181,8 @@ GPTNEOX_ELEUTHER = Origin(
     family=GPTNEOX,
     format="eleuther",
     matches=lambda facts: facts.has(WTE),
-    config=config_from_eleuther,
-    weights=weights_from_eleuther,
+    config=_config,
+    weights=_weights,
     ignored=("*.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
-    warnings=warnings_from_eleuther,
+    warnings=_warnings,
 )

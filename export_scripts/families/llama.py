@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from export_scripts.families.architecture import DecoderArchitecture, Rotary, activation_choice
-from export_scripts.families.decoder_config import DecoderConfig
+from export_scripts.families.decoder import DecoderConfig
 from export_scripts.families.rotary import RotarySettings
 from export_scripts.families.spec import ModelFamily, WeightSpec
 
 LAYER = "model.layers.{layer}."
+
+# Activation of a gated MLP -> activation_type.
+GATED = {"silu": "gated-silu", "gelu": "geglu", "relu": "reglu"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +31,7 @@ class LlamaConfig(DecoderConfig):
     max_pos_seq_len: int
     layernorm_eps: float
     activation_type: str = "gated-silu"
+    exact_gelu: bool = False  # geglu's gelu is by erf, not tanh
     tie_word_embeddings: bool = False
     has_qkv_bias: bool = False
     has_attention_dense_bias: bool = False
@@ -49,6 +53,11 @@ class LlamaConfig(DecoderConfig):
     def hidden(self) -> int:
         """Width of the residual stream."""
         return self.hidden_size
+
+    @property
+    def untied_head(self) -> bool:
+        """Whether the folder holds its own LM head."""
+        return not self.tie_word_embeddings
 
     @property
     def attention_width(self) -> int:
@@ -98,12 +107,13 @@ def llama_architecture(config: LlamaConfig) -> DecoderArchitecture:
         norm="rmsnorm",
         norm_eps=config.layernorm_eps,
         activation=activation,
+        exact_gelu=config.exact_gelu,
         gated=True,
         separate_qkv=True,
         qkv_bias=config.has_qkv_bias,
         attention_out_bias=config.has_attention_dense_bias,
         mlp_bias=config.has_mlp_bias,
-        untied_head=not config.tie_word_embeddings,
+        untied_head=config.untied_head,
         sliding_window=config.sliding_window,
     )
 
@@ -126,22 +136,6 @@ def _scaling(config: LlamaConfig) -> tuple[tuple[str, str], ...]:
     values = {name: getattr(config, f"rotary_{name}") for name in _SCALING_FIELDS}
     known = ((name, str(value)) for name, value in values.items() if value is not None)
     return (("type", config.rotary_scaling_type), *known)
-
-
-def _has_qkv_bias(config: LlamaConfig) -> bool:
-    return config.has_qkv_bias
-
-
-def _has_dense_bias(config: LlamaConfig) -> bool:
-    return config.has_attention_dense_bias
-
-
-def _has_mlp_bias(config: LlamaConfig) -> bool:
-    return config.has_mlp_bias
-
-
-def _is_untied(config: LlamaConfig) -> bool:
-    return not config.tie_word_embeddings
 
 
 def rotary_fields(rotary: RotarySettings, size_per_head: int) -> dict[str, Any]:
@@ -169,24 +163,28 @@ def in_first(heads: Any) -> Any:
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.wte", ("vocab_size", "hidden")),
     WeightSpec(LAYER + "input_layernorm.weight", ("hidden",)),
-    WeightSpec(LAYER + "attention.query.weight", ("hidden", "attention_width"), 1),
-    WeightSpec(LAYER + "attention.query.bias", ("attention_width",), 0, _has_qkv_bias),
-    WeightSpec(LAYER + "attention.key.weight", ("hidden", "kv_width"), 1),
-    WeightSpec(LAYER + "attention.key.bias", ("kv_width",), 0, _has_qkv_bias),
-    WeightSpec(LAYER + "attention.value.weight", ("hidden", "kv_width"), 1),
-    WeightSpec(LAYER + "attention.value.bias", ("kv_width",), 0, _has_qkv_bias),
-    WeightSpec(LAYER + "attention.dense.weight", ("attention_width", "hidden"), 0),
-    WeightSpec(LAYER + "attention.dense.bias", ("hidden",), None, _has_dense_bias),
+    WeightSpec(LAYER + "attention.query.weight", ("hidden", "attention_width"), split=1),
+    WeightSpec(
+        LAYER + "attention.query.bias", ("attention_width",), split=0, when=("has_qkv_bias",)
+    ),
+    WeightSpec(LAYER + "attention.key.weight", ("hidden", "kv_width"), split=1),
+    WeightSpec(LAYER + "attention.key.bias", ("kv_width",), split=0, when=("has_qkv_bias",)),
+    WeightSpec(LAYER + "attention.value.weight", ("hidden", "kv_width"), split=1),
+    WeightSpec(LAYER + "attention.value.bias", ("kv_width",), split=0, when=("has_qkv_bias",)),
+    WeightSpec(LAYER + "attention.dense.weight", ("attention_width", "hidden"), split=0),
+    WeightSpec(LAYER + "attention.dense.bias", ("hidden",), when=("has_attention_dense_bias",)),
     WeightSpec(LAYER + "post_attention_layernorm.weight", ("hidden",)),
     # The activated half of the gated MLP, then the linear one.
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), 1),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), 0, _has_mlp_bias),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h_2.weight", ("hidden", "inter_size"), 1),
-    WeightSpec(LAYER + "mlp.dense_h_to_4h_2.bias", ("inter_size",), 0, _has_mlp_bias),
-    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), 0),
-    WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",), None, _has_mlp_bias),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), split=1),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), split=0, when=("has_mlp_bias",)),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h_2.weight", ("hidden", "inter_size"), split=1),
+    WeightSpec(
+        LAYER + "mlp.dense_h_to_4h_2.bias", ("inter_size",), split=0, when=("has_mlp_bias",)
+    ),
+    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), split=0),
+    WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",), when=("has_mlp_bias",)),
     WeightSpec("model.final_layernorm.weight", ("hidden",)),
-    WeightSpec("model.lm_head.weight", ("vocab_size", "hidden"), None, _is_untied),
+    WeightSpec("model.lm_head.weight", ("vocab_size", "hidden"), when=("untied_head",)),
 )
 
 LLAMA = ModelFamily(

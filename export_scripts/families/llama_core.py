@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gpt_core import core_norm_keys, core_traits, is_core
-from export_scripts.families.gpt_origins import assumed_tokens_warning, start_and_end
+from export_scripts.families.gpt_megatron import assumed_tokens_warning, start_and_end
 from export_scripts.families.llama import (
+    GATED,
     LAYER,
     LLAMA,
     LlamaConfig,
@@ -21,26 +22,28 @@ from export_scripts.families.llama import (
     repeated_heads,
     rotary_fields,
 )
-from export_scripts.families.megatron_traits import MegatronTraits
+from export_scripts.families.megatron_traits import MegatronTraits, foreign_settings
+from export_scripts.families.nemo2_traits import unknown_model
 from export_scripts.families.origin import Facts, Origin
 from export_scripts.families.rotary import RotarySettings
-from export_scripts.families.sources import Adjusted, Copy, Mapped, Source, Transpose
+from export_scripts.families.sources import Adjusted, Copy, Half, Mapped, Source, Transpose
 
 _CORE = "model.decoder.layers.{layer}."
 _CORE_WTE = "model.embedding.word_embeddings.weight"
 _CORE_HEAD = "model.output_layer.weight"
 _QKV = _CORE + "self_attention.linear_qkv."
 _FC1 = _CORE + "mlp.linear_fc1."
-_GATED = {"silu": "gated-silu", "gelu": "geglu", "relu": "reglu"}
 
-# NeMo's scale_positional_embedding and Megatron-LM's use_rope_scaling apply Llama 3.1's numbers.
+# NeMo's scale_positional_embedding and Megatron-LM's use_rope_scaling are Llama 3.1's scaling: what
+# it needs, under which names either library states it, and its value where neither does.
+# NeMo 1.x, megatron_gpt_model.py, mcore_model_customize;
 # megatron/core/models/common/embeddings/rotary_pos_embedding.py, _apply_scaling
-_LLAMA31 = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_LLAMA31: tuple[tuple[str, tuple[str, ...], float], ...] = (
+    ("factor", ("scale_factor", "rope_scaling_factor"), 8.0),
+    ("low_freq_factor", ("low_freq_factor",), 1.0),
+    ("high_freq_factor", ("high_freq_factor",), 4.0),
+    ("original_max_position_embeddings", ("old_context_len",), 8192),
+)
 
 
 def _is_core_llama(facts: Facts) -> bool:
@@ -62,7 +65,7 @@ def _core_reasons(facts: Facts) -> list[str]:
         ),
         (traits.max_positions is None, "max_position_embeddings is missing"),
         (not traits.gated, f"activation = {traits.activation}: expected a gated one"),
-        (traits.activation not in _GATED, f"activation = {traits.activation} is unknown"),
+        (traits.activation not in GATED, f"activation = {traits.activation} is unknown"),
         (traits.expert_num > 1, f"{traits.expert_num} experts: there is no mixture of experts"),
         (traits.qk_norm, "qk_layernorm = true: queries and keys are not normalised"),
         (traits.virtual_pp > 1, "an interleaved pipeline schedule's layer order cannot be told"),
@@ -71,7 +74,9 @@ def _core_reasons(facts: Facts) -> list[str]:
         (bool(source.get("rotary_interleaved")), "rotary_interleaved = true"),
         (bool(source.get("multi_latent_attention")), "multi_latent_attention = true"),
     )
-    return [reason for applies, reason in checks if applies]
+    return [reason for applies, reason in checks if applies] + (
+        foreign_settings(traits) + unknown_model(facts.config)
+    )
 
 
 def _core_tied(facts: Facts) -> bool:
@@ -102,7 +107,8 @@ def config_from_core(facts: Facts) -> LlamaConfig:
         start_id=start_id,
         end_id=end_id,
         layernorm_eps=traits.norm_eps,
-        activation_type=_GATED[traits.activation],
+        activation_type=GATED[traits.activation],
+        exact_gelu=traits.exact_gelu,
         tie_word_embeddings=_core_tied(facts),
         has_qkv_bias=facts.has(_QKV.format(layer=0) + "bias"),
         has_attention_dense_bias=facts.has(
@@ -131,18 +137,26 @@ def _core_rotary(traits: MegatronTraits) -> RotarySettings:
     base, fraction = traits.rotary_base, traits.rotary_fraction
     source = traits.source
     if source.get("scale_positional_embedding") or source.get("use_rope_scaling"):
-        factor = float(source.get("rope_scaling_factor") or _LLAMA31["factor"])
-        return RotarySettings("llama3", base, fraction, {**_LLAMA31, "factor": factor})
+        scaling = {
+            name: type(usual)(next((source[key] for key in keys if source.get(key)), usual))
+            for name, keys, usual in _LLAMA31
+        }
+        return RotarySettings("llama3", base, fraction, scaling)
     if traits.rotary_interpolation not in (None, 1):
         return RotarySettings("linear", base, fraction, {"factor": traits.rotary_interpolation})
     return RotarySettings("default", base, fraction)
 
 
+def _group_rows(config: LlamaConfig) -> int:
+    """Return the rows of one group: its queries, its key and its value."""
+    return (config.head_num // config.kv_head_num + 2) * config.size_per_head
+
+
 def _groups(rows: Any, config: LlamaConfig) -> Any:
     """Return one rank's rows as (k, g + 2, d[, h]): per group its queries, its key, its value."""
-    per_group = config.head_num // config.kv_head_num + 2
     d = config.size_per_head
-    return rows.reshape(rows.shape[0] // (per_group * d), per_group, d, *rows.shape[1:])
+    per_group = _group_rows(config)
+    return rows.reshape(rows.shape[0] // per_group, per_group // d, d, *rows.shape[1:])
 
 
 def _core_query(rows: Any, config: LlamaConfig) -> Any:
@@ -174,11 +188,25 @@ def _linear_half(rows: Any, config: LlamaConfig) -> Any:  # noqa: ARG001
     return _half(rows, 1)
 
 
-def _cut(ours: str, theirs: str, function: Any) -> dict[str, Source]:
+def _cut(ours: str, theirs: str, function: Any, unit: Any = None) -> dict[str, Source]:
     """A weight and a bias whose rows training ranks share."""
     return {
-        f"{LAYER}{ours}.weight": Mapped(f"{theirs}weight", function, cut=0, axis=1),
-        f"{LAYER}{ours}.bias": Mapped(f"{theirs}bias", function, cut=0, axis=0),
+        f"{LAYER}{ours}.weight": Mapped(f"{theirs}weight", function, cut=0, axis=1, unit=unit),
+        f"{LAYER}{ours}.bias": Mapped(f"{theirs}bias", function, cut=0, axis=0, unit=unit),
+    }
+
+
+def _gated(facts: Facts) -> dict[str, Source]:
+    """The activated and the linear half of the gated projection, of each rank or of the whole."""
+    if not facts.reader.is_distributed:
+        return {
+            **_cut("mlp.dense_h_to_4h", _FC1, _activated),
+            **_cut("mlp.dense_h_to_4h_2", _FC1, _linear_half),
+        }
+    return {
+        f"{LAYER}{ours}.{part}": Half(f"{_FC1}{part}", which)
+        for which, ours in enumerate(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"))
+        for part in ("weight", "bias")
     }
 
 
@@ -187,26 +215,26 @@ def weights_from_core(facts: Facts, config: LlamaConfig) -> Mapping[str, Source]
     norms = {LAYER + ours: theirs for ours, theirs in core_norm_keys(facts).items()}
     norms["model.final_layernorm"] = "model.decoder.final_layernorm."
     return {
-        "model.wte": Copy(_CORE_WTE, 0),
+        "model.wte": Copy(_CORE_WTE, cut=0),
         **{f"{ours}.weight": _core_norm(facts, f"{key}weight") for ours, key in norms.items()},
-        **_cut("attention.query", _QKV, _core_query),
-        **_cut("attention.key", _QKV, _core_key),
-        **_cut("attention.value", _QKV, _core_value),
-        LAYER + "attention.dense.weight": Transpose(_CORE + "self_attention.linear_proj.weight", 1),
+        **_cut("attention.query", _QKV, _core_query, _group_rows),
+        **_cut("attention.key", _QKV, _core_key, _group_rows),
+        **_cut("attention.value", _QKV, _core_value, _group_rows),
+        LAYER + "attention.dense.weight": Transpose(
+            _CORE + "self_attention.linear_proj.weight", cut=1
+        ),
         LAYER + "attention.dense.bias": Copy(_CORE + "self_attention.linear_proj.bias"),
-        **_cut("mlp.dense_h_to_4h", _FC1, _activated),
-        **_cut("mlp.dense_h_to_4h_2", _FC1, _linear_half),
-        LAYER + "mlp.dense_4h_to_h.weight": Transpose(_CORE + "mlp.linear_fc2.weight", 1),
+        **_gated(facts),
+        LAYER + "mlp.dense_4h_to_h.weight": Transpose(_CORE + "mlp.linear_fc2.weight", cut=1),
         LAYER + "mlp.dense_4h_to_h.bias": Copy(_CORE + "mlp.linear_fc2.bias"),
-        "model.lm_head.weight": Copy(_CORE_HEAD, 0),
+        "model.lm_head.weight": Copy(_CORE_HEAD, cut=0),
     }
 
 
 def _core_norm(facts: Facts, key: str) -> Source:
     """Return a norm's scale; some models store how far it is from 1."""
     traits = core_traits(facts)
-    centred = traits.source.get("layernorm_zero_centered_gamma")
-    if centred or traits.normalization.endswith("1p"):
+    if traits.normalization.endswith("1p"):
         return Adjusted(Copy(key), lambda part, _: part + 1)
     return Copy(key)
 
@@ -228,7 +256,8 @@ def _core_origin(source_format: str, title: str) -> Origin:
     )
 
 
-CORE_LLAMA_ORIGINS: tuple[Origin, ...] = (
+LLAMA_CORE_ORIGINS: tuple[Origin, ...] = (
     _core_origin("nemo", "NeMo Llama-style decoder in megatron-core layout"),
     _core_origin("megatron", "Megatron-LM Llama-style decoder in megatron-core layout"),
+    _core_origin("nemo2", "NeMo 2 Llama-style decoder"),
 )

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.llama import (
+    GATED,
     LAYER,
     LLAMA,
     LlamaConfig,
@@ -29,22 +30,12 @@ from export_scripts.families.sources import Copy, Mapped, Source, Transpose
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2")
 
-# Hugging Face activations -> activation_type; only forms whose arithmetic is the runtime's.
-_ACTIVATIONS = {
-    "silu": "gated-silu",
-    "swish": "gated-silu",
-    "gelu_pytorch_tanh": "geglu",
-    "gelu_new": "geglu",
-    "relu": "reglu",
-}
-
-
 WTE = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 _HF = "model.layers.{layer}."
 
 
-def config_from_huggingface(facts: Facts) -> LlamaConfig:
+def _config(facts: Facts) -> LlamaConfig:
     """Return the config of a Hugging Face Llama, Mistral or Qwen2.
 
     Raises:
@@ -62,6 +53,7 @@ def config_from_huggingface(facts: Facts) -> LlamaConfig:
     # Qwen2 has no tokens of its own accord.
     ids = {} if facts.config["model_type"] == "qwen2" else {"bos": 1, "eos": 2}
     start_id, end_id = settings.token_ids(facts, **ids)
+    activation, exact_gelu = settings.activation("hidden_act", default="silu")
     rotary = rotary_settings(settings)
     if rotary.fraction != 1:
         settings.problems.append(
@@ -82,7 +74,8 @@ def config_from_huggingface(facts: Facts) -> LlamaConfig:
         start_id=start_id,
         end_id=end_id,
         layernorm_eps=settings.number("rms_norm_eps", default=1e-6),
-        activation_type=_gated_activation(settings),
+        activation_type=GATED[activation.lower()],
+        exact_gelu=exact_gelu,
         tie_word_embeddings=head_is_tied(facts, settings, LM_HEAD, WTE, default=False),
         has_qkv_bias=facts.has(first + "self_attn.q_proj.bias"),
         has_attention_dense_bias=facts.has(first + "self_attn.o_proj.bias"),
@@ -94,17 +87,6 @@ def config_from_huggingface(facts: Facts) -> LlamaConfig:
     )
     settings.finish()
     return config
-
-
-def _gated_activation(settings: Settings) -> str:
-    name = settings.value("hidden_act", default="silu")
-    if not isinstance(name, str) or name not in _ACTIVATIONS:
-        settings.problems.append(
-            f"{settings.origin}: hidden_act = {name} cannot be represented; known: "
-            + ", ".join(_ACTIVATIONS)
-        )
-        return "gated-silu"
-    return _ACTIVATIONS[name]
 
 
 def _sliding_window(settings: Settings) -> int | None:
@@ -157,7 +139,7 @@ def _projection(ours: str, theirs: str, function: Any) -> dict[str, Source]:
     }
 
 
-HUGGINGFACE_WEIGHTS: Mapping[str, Source] = {
+WEIGHTS: Mapping[str, Source] = {
     "model.wte": Copy(WTE),
     LAYER + "input_layernorm.weight": Copy(_HF + "input_layernorm.weight"),
     **_projection("attention.query", "self_attn.q_proj", _query),
@@ -173,7 +155,7 @@ HUGGINGFACE_WEIGHTS: Mapping[str, Source] = {
 }
 
 
-def _huggingface_warnings(facts: Facts, config: LlamaConfig) -> list[str]:
+def _warnings(facts: Facts, config: LlamaConfig) -> list[str]:
     # Llama and Mistral are served in fp16 everywhere; Qwen2's activations are known to overflow.
     qwen = facts.config["model_type"] == "qwen2"
     overflow = half_precision_warnings(facts, config, WTE) if qwen else []
@@ -186,10 +168,10 @@ LLAMA_HUGGINGFACE = Origin(
     family=LLAMA,
     format="huggingface",
     matches=lambda facts: facts.config.get("model_type") in _MODEL_TYPES,
-    config=config_from_huggingface,
-    weights=lambda *_: HUGGINGFACE_WEIGHTS,
+    config=_config,
+    weights=lambda *_: WEIGHTS,
     ignored=("*rotary_emb.inv_freq",),
     copies=lambda _, config: (LM_HEAD,) if config.tie_word_embeddings else (),
     prefix="model.",
-    warnings=_huggingface_warnings,
+    warnings=_warnings,
 )

@@ -35,13 +35,13 @@ class MegatronTraits:
     inter_size: int | None
     num_layer: int | None
     max_positions: int | None
-    pp_size: int
     norm_eps: float
     position: str  # learned_absolute, rope, alibi, ...
     normalization: str  # layernorm, layernorm1p, rmsnorm, ...
     activation: str  # gelu, relu, silu; the source's own word when it is none of them
     gated: bool
-    exact_gelu: bool  # the fused kernel computes the tanh form, the plain one gelu by erf
+    fused_gelu: bool  # one kernel adds the bias and computes gelu, in its tanh form
+    exact_gelu: bool  # gelu by erf
     bias: bool
     tied: bool
     query_groups: int | None
@@ -127,22 +127,23 @@ def nemo_traits(config: Mapping[str, Any]) -> MegatronTraits:
     """
     refuse_mistyped(config, "model_config.yaml")
     word = str(config.get("activation") or "gelu")
-    activation, gated = _activation(word)
+    activation, gated = _activation(word, openai_gelu=bool(config.get("openai_gelu")))
     bias = bool(_first(config, "bias", default=True))
-    fused = bias and _first(config, "bias_activation_fusion", "bias_gelu_fusion", default=True)
+    # Without a gate the fused kernel needs a bias to add.
+    fused = nemo_fuses_activation(config) and (bias or gated) and activation == "gelu"
     return MegatronTraits(
         head_num=config.get("num_attention_heads"),
         hidden=config.get("hidden_size"),
         inter_size=_first(config, "ffn_hidden_size", default=_four_times(config)),
         num_layer=config.get("num_layers"),
         max_positions=_first(config, "max_position_embeddings", "encoder_seq_length"),
-        pp_size=config.get("pipeline_model_parallel_size") or 1,
         norm_eps=float(_first(config, "layernorm_epsilon", default=1e-5)),
         position=str(config.get("position_embedding_type") or "learned_absolute"),
-        normalization=str(config.get("normalization") or "layernorm").lower(),
+        normalization=_normalization(config, "layernorm_zero_centered_gamma"),
         activation=activation,
         gated=gated,
-        exact_gelu=word == "gelu" and not fused and not config.get("openai_gelu"),
+        fused_gelu=fused,
+        exact_gelu=not fused and nemo_gelu_is_exact(config),
         bias=bias,
         tied=bool(_first(config, "share_embeddings_and_output_weights", default=True)),
         query_groups=config.get("num_query_groups"),
@@ -168,10 +169,9 @@ def megatron_traits(args: Mapping[str, Any]) -> MegatronTraits:
         CheckpointMismatchError: A size in them is none.
     """
     refuse_mistyped(args, "the checkpoint's args")
-    squared = bool(args.get("squared_relu"))
-    activation = "squared_relu" if squared else "silu" if args.get("swiglu") else "gelu"
+    activation = _megatron_activation(args)
     bias = bool(_first(args, "add_bias_linear", default=True))
-    fused = bias and _first(args, "bias_gelu_fusion", default=True)
+    fused = activation == "gelu" and bias and bool(_first(args, "bias_gelu_fusion", default=True))
     groups = args.get("num_query_groups") if args.get("group_query_attention") else None
     return MegatronTraits(
         head_num=args.get("num_attention_heads"),
@@ -179,13 +179,12 @@ def megatron_traits(args: Mapping[str, Any]) -> MegatronTraits:
         inter_size=_first(args, "ffn_hidden_size", default=_four_times(args)),
         num_layer=args.get("num_layers"),
         max_positions=args.get("max_position_embeddings"),
-        pp_size=args.get("pipeline_model_parallel_size") or 1,
         norm_eps=float(_first(args, "layernorm_epsilon", "norm_epsilon", default=1e-5)),
         position=_megatron_position(args),
-        normalization=str(args.get("normalization") or "layernorm").lower()
-        + ("1p" if args.get("apply_layernorm_1p") else ""),
+        normalization=_normalization(args, "apply_layernorm_1p"),
         activation=activation,
-        gated=bool(args.get("swiglu")),
+        gated=bool(args.get("swiglu") or args.get("quick_geglu")),
+        fused_gelu=fused,
         exact_gelu=activation == "gelu" and not fused and not args.get("openai_gelu"),
         bias=bias,
         tied=not args.get("untie_embeddings_and_output_weights"),
@@ -226,84 +225,70 @@ def _megatron_position(args: Mapping[str, Any]) -> str:
     return str(args.get("position_embedding_type") or "learned_absolute")
 
 
-def _activation(word: str) -> tuple[str, bool]:
-    bare = word.lower().removeprefix("fast-").removeprefix("fast_")
+def _normalization(config: Mapping[str, Any], zero_centred: str) -> str:
+    """Return the norm's word, ending in 1p where scales are stored as their distance from 1."""
+    word = str(config.get("normalization") or "layernorm").lower()
+    return word if word.endswith("1p") or not config.get(zero_centred) else f"{word}1p"
+
+
+def _activation(word: str, *, openai_gelu: bool) -> tuple[str, bool]:
+    """Return (kind, gated); NeMo's openai_gelu takes the place of whatever `activation` says."""
+    bare = _bare(word)
     if bare in _GATED:
-        return _GATED[bare], True
-    return _PLAIN.get(bare, word), False
+        return "gelu" if openai_gelu else _GATED[bare], True
+    kind = _PLAIN.get(bare, word)
+    return "gelu" if openai_gelu and bare in _PLAIN else kind, False
 
 
-def not_gpt(traits: MegatronTraits) -> list[str]:
-    """Return every reason why the FT GPT layout cannot hold such a model."""
+def _bare(word: str) -> str:
+    return word.lower().removeprefix("fast-").removeprefix("fast_")
+
+
+def _megatron_activation(args: Mapping[str, Any]) -> str:
+    for flag, word in (("squared_relu", "squared_relu"), ("quick_geglu", "quick_gelu")):
+        if args.get(flag):
+            return word
+    return "silu" if args.get("swiglu") else "gelu"
+
+
+def nemo_fuses_activation(config: Mapping[str, Any]) -> bool:
+    """Return whether a NeMo configuration asks for the kernel that fuses bias and activation."""
+    return bool(_first(config, "bias_activation_fusion", "bias_gelu_fusion", default=True))
+
+
+def nemo_gelu_is_exact(config: Mapping[str, Any]) -> bool:
+    """Return whether a NeMo model computes gelu by erf where no kernel fuses it with its bias.
+
+    NeMo 1.x, nlp/modules/common/megatron/mlp.py. The fused kernels, there and in megatron-core
+    (megatron/core/fusions), compute the tanh form, with a gate and without.
+    """
+    word = _bare(str(config.get("activation") or "gelu"))
+    return word in ("gelu", "geglu") and not config.get("openai_gelu")
+
+
+# Settings that change what a model computes and leave no trace in its tensors.
+# NeMo 1.x, megatron_gpt_model.py; megatron/core/transformer/transformer_config.py.
+_FOREIGN = {
+    "apply_embedding_scaling": "the embedding is multiplied by sqrt(hidden_size)",
+    "mcore_customization_config": "megatron-core's layers are changed",
+    "drop_layers": "layers are left out",
+    "no_rope_freq": "only some layers have rotary positions",
+    "window_attn_skip_freq": "only some layers attend in a window",
+    "qk_l2_norm": "queries and keys are normalised",
+    "softmax_scale": "scores are divided by another number than sqrt(size_per_head)",
+    "glu_linear_offset": "the linear half of the gate has an offset",
+    "activation_func_clamp_value": "activations are clamped",
+}
+
+
+def foreign_settings(traits: MegatronTraits) -> list[str]:
+    """Return every reason why no layout can hold a model, of those its tensors do not tell."""
     reasons = [
-        f"{key} = {traits.source.get(key)!r}: a GPT folder needs {key}"
-        for key, value in (
-            ("num_attention_heads", traits.head_num),
-            ("hidden_size", traits.hidden),
-            ("num_layers", traits.num_layer),
-            ("ffn_hidden_size", traits.inter_size),
-        )
-        if not isinstance(value, int) or value < 1
+        f"{key} = {traits.source[key]!r}: {what}, which no layout has"
+        for key, what in _FOREIGN.items()
+        if traits.source.get(key)
     ]
-    checks = (
-        (
-            traits.position != "learned_absolute",
-            f"position_embedding_type = {traits.position}: FT's GPT has only learned_absolute",
-        ),
-        (
-            traits.normalization not in ("layernorm", "layernorm1p"),
-            f"normalization = {traits.normalization}: FT's GPT has only layernorm",
-        ),
-        (
-            traits.gated,
-            f"activation = {traits.source.get('activation', 'swiglu')}: FT's GPT has no gated "
-            "activation",
-        ),
-        (
-            not traits.gated and traits.activation not in ("gelu", "relu", "silu"),
-            f"activation = {traits.activation}: FT's GPT has gelu, relu and silu",
-        ),
-        (
-            traits.virtual_pp > 1,
-            f"virtual_pipeline_model_parallel_size = {traits.virtual_pp}: an interleaved "
-            "schedule's layer order cannot be told",
-        ),
-        (
-            traits.query_groups not in (None, traits.head_num),
-            f"num_query_groups = {traits.query_groups}: FT's GPT has one key/value head per head",
-        ),
-        (
-            bool(traits.source.get("multi_query_attention")),
-            "multi_query_attention = true: FT's GPT has one key/value head per head",
-        ),
-        (traits.qk_norm, "qk_layernorm = true: FT's GPT does not normalise queries and keys"),
-        (
-            traits.block_type != "pre_ln",
-            f"transformer_block_type = {traits.block_type}: only pre_ln is converted",
-        ),
-        (traits.headscale, "headscale = true: FT's GPT does not scale heads"),
-        (
-            not traits.normalized_scores,
-            "normalize_attention_scores = false: FT's GPT divides scores by sqrt(size_per_head)",
-        ),
-        (traits.expert_num > 1, f"{traits.expert_num} experts: FT's GPT has no mixture of experts"),
-    )
-    reasons += [text for applies, text in checks if applies]
-    return reasons + _uneven_sizes(traits)
-
-
-def _uneven_sizes(traits: MegatronTraits) -> list[str]:
-    reasons = []
-    heads, hidden, depth = traits.head_num, traits.hidden, traits.num_layer
-    width = (traits.size_per_head or 0) * (heads or 0)
-    if isinstance(heads, int) and isinstance(hidden, int) and width != hidden:
-        reasons.append(
-            f"{heads} heads of {traits.size_per_head} do not make hidden_size = {hidden}: FT's "
-            "GPT needs kv_channels x num_attention_heads = hidden_size"
-        )
-    if isinstance(depth, int) and depth % traits.pp_size:
-        reasons.append(
-            f"num_layers = {depth} does not divide by the training pipeline size {traits.pp_size}: "
-            "stages of unequal depth cannot be told apart"
-        )
+    softmax = traits.source.get("softmax_type") or "vanilla"
+    if softmax != "vanilla":
+        reasons.append(f"softmax_type = {softmax}: attention has only the plain softmax")
     return reasons

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.arithmetic import float32
 from export_scripts.families.gpt import GPT, HEAD, LAYER, GPTConfig
 from export_scripts.families.opt_int8 import check_ranges, int8_weights
 from export_scripts.families.origin import Facts, Origin
@@ -21,6 +20,7 @@ from export_scripts.families.sources import (
     Transpose,
     Zeros,
 )
+from export_scripts.families.tensors import float32
 
 # OPT has no key for it: transformers builds its layernorms with torch's default.
 LAYERNORM_EPS = 1e-5
@@ -34,7 +34,7 @@ PROJECT_OUT = "model.decoder.project_out.weight"
 LM_HEAD = "lm_head.weight"
 
 
-def config_from_huggingface(facts: Facts) -> GPTConfig:
+def _config(facts: Facts) -> GPTConfig:
     """Return the GPT config of an OPT.
 
     Its folder always holds a head of its own, as NVIDIA's converter writes it.
@@ -75,17 +75,17 @@ def config_from_huggingface(facts: Facts) -> GPTConfig:
     return config
 
 
-def _embed_in(config: GPTConfig, table: Any, project: Any) -> Any:  # noqa: ARG001
+def _embed_in(_: GPTConfig, table: Any, project: Any) -> Any:
     """Return (V, hidden) of a narrower table (V, w) and project_in (hidden, w)."""
     return float32(table) @ float32(project).T
 
 
-def _embed_out(config: GPTConfig, table: Any, project: Any) -> Any:  # noqa: ARG001
+def _embed_out(_: GPTConfig, table: Any, project: Any) -> Any:
     """Return (V, hidden) of a narrower table (V, w) and project_out (w, hidden)."""
     return float32(table) @ float32(project)
 
 
-def _without_offset(table: Any, config: GPTConfig) -> Any:  # noqa: ARG001
+def _without_offset(table: Any, _: GPTConfig) -> Any:
     return table[POSITION_OFFSET:]
 
 
@@ -102,7 +102,7 @@ _LINEAR = {
 }
 
 
-def weights_from_huggingface(facts: Facts, config: GPTConfig) -> Mapping[str, Source | PerIndex]:  # noqa: ARG001
+def _weights(facts: Facts, _: GPTConfig) -> Mapping[str, Source | PerIndex]:
     """Return where each GPT tensor lies."""
     bias = facts.config.get("enable_bias", True)
     affine = facts.config.get("layer_norm_elementwise_affine", True)
@@ -156,8 +156,8 @@ OPT_HUGGINGFACE = Origin(
     family=GPT,
     format="huggingface",
     matches=lambda facts: facts.config.get("model_type") == "opt",
-    config=config_from_huggingface,
-    weights=weights_from_huggingface,
+    config=_config,
+    weights=_weights,
     ignored=("*decoder.version",),
     copies=lambda facts, _: (LM_HEAD,) if _is_tied(facts) else (),
     prefix="model.",

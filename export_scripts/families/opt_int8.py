@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.arithmetic import constant, float32, stacked
 from export_scripts.families.gpt import LAYER, GPTConfig
-from export_scripts.families.shapes import ShapeTensor
 from export_scripts.families.sources import Compute, PerIndex, Source
+from export_scripts.families.tensors import ShapeTensor, constant, float32, stacked
 
 _LARGEST = 127.0
 
@@ -78,7 +77,7 @@ def _chooser(modules: tuple[str, ...], ranges: Ranges, kind: Any) -> Any:
     return choose
 
 
-def _quantized(config: GPTConfig, weights: Any, entries: Any) -> Any:  # noqa: ARG001
+def _quantized(_config: GPTConfig, weights: Any, _entries: Any) -> Any:
     """Return round(w * 127 / max |w|), each module by its own largest weight."""
     if isinstance(weights[0], ShapeTensor):
         parts = [weight.T for weight in weights]
@@ -99,12 +98,12 @@ def _weight_scale(weight: Any) -> float:
     return float(constant([_LARGEST])[0] / largest)
 
 
-def _scale(config: GPTConfig, weights: Any, entries: Any) -> Any:  # noqa: ARG001
+def _scale(_: GPTConfig, weights: Any, entries: Any) -> Any:
     """Return 127 / max |input|."""
     return _tensor(_scales(weights, entries, "input"), weights)
 
 
-def _scale_out(config: GPTConfig, weights: Any, entries: Any) -> Any:  # noqa: ARG001
+def _scale_out(_: GPTConfig, weights: Any, entries: Any) -> Any:
     """Return max |output| / 127."""
     return _tensor([entry["output"] / _LARGEST for entry in entries], weights)
 

@@ -10,12 +10,13 @@ from typing import Any
 from export_scripts.checkpoints.base import (
     CheckpointReader,
     FileMaps,
-    StoredTensor,
+    Piece,
     TokenizerFile,
 )
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
+from export_scripts.families.config import ModelConfig
 from export_scripts.families.sources import PerIndex, Source
-from export_scripts.families.spec import ModelConfig, ModelFamily
+from export_scripts.families.spec import ModelFamily
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Facts:
     ia3_in_place: bool = False
     adapters: tuple[CheckpointReader, ...] = ()
     activation_ranges: Mapping[str, Any] | None = None
-    extra: Mapping[str, tuple[StoredTensor, ...]] = field(default_factory=dict)
+    extra: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
     prefix: str = ""
     maps: FileMaps = field(default_factory=FileMaps)
 
@@ -79,7 +80,7 @@ class Facts:
         """Return whether a stored name matches a shell pattern."""
         return any(fnmatch.fnmatchcase(key, pattern) for key in self.keys())
 
-    def pieces(self, key: str) -> Sequence[StoredTensor]:
+    def pieces(self, key: str) -> Sequence[Piece]:
         """Return a tensor's pieces, one per training rank.
 
         Raises:

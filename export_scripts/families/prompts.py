@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from export_scripts.checkpoints.base import CheckpointReader, StoredTensor
+from export_scripts.checkpoints.base import CheckpointReader, Piece
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.architecture import PromptTask
+from export_scripts.families.config import PromptTask
 from export_scripts.families.origin import Facts
 from export_scripts.families.sources import Copy, Source
 
@@ -28,13 +28,13 @@ _TASK_NAME = re.compile(r"[\w][\w\- ]*")
 
 def prompt_tensors(
     archives: Sequence[CheckpointReader],
-) -> dict[str, tuple[StoredTensor, ...]]:
+) -> dict[str, tuple[Piece, ...]]:
     """Return the tables as "prompt:<task>" and whatever else the archives hold by full name.
 
     Raises:
         CheckpointMismatchError: Two archives hold the same task, or a name cannot be a file's.
     """
-    tensors: dict[str, tuple[StoredTensor, ...]] = {}
+    tensors: dict[str, tuple[Piece, ...]] = {}
     for number, archive in enumerate(archives):
         for key in archive.keys():  # noqa: SIM118 - a reader is not a mapping
             match = _TABLE.search(key)

@@ -7,25 +7,29 @@ that wrote it.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.config import ModelConfig
 from export_scripts.families.origin import Facts
-from export_scripts.families.spec import ModelConfig
 
 _REQUIRED = object()
 
+_MOST_NAME_BYTES = 120
+
 # Names of Hugging Face activations -> spelling in config.ini, and whether its gelu is by erf.
-# transformers, activations.py: gelu_fast and gelu_pytorch_tanh are the tanh form as gelu_new is.
-_ACTIVATIONS: dict[str, tuple[str, bool]] = {
+# transformers, activations.py
+HUGGINGFACE_ACTIVATIONS: dict[str, tuple[str, bool]] = {
     "gelu": ("Gelu", True),
     "gelu_python": ("Gelu", True),
     "gelu_new": ("Gelu", False),
     "gelu_fast": ("Gelu", False),
     "gelu_pytorch_tanh": ("Gelu", False),
     "gelu_accurate": ("Gelu", False),
+    "gelu_python_tanh": ("Gelu", False),
     "relu": ("Relu", False),
     "silu": ("Silu", False),
     "swish": ("Silu", False),
@@ -70,12 +74,19 @@ class Settings:
         return value
 
     def number(self, *names: str, default: Any = _REQUIRED) -> float:
-        """Return a real number; 1.0 stands in where a problem was noted."""
+        """Return a number greater than 0; 1.0 stands in where a problem was noted."""
         value = self.value(*names, default=default)
         if value is None:
             return 1.0
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self.problems.append(f"{self.origin}: {names[0]} = {value!r} is not a number")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 < value < sys.float_info.max
+        ):
+            self.problems.append(
+                f"{self.origin}: {names[0]} = {value!r} cannot be meant; expected a number greater "
+                "than 0"
+            )
             return 1.0
         return float(value)
 
@@ -90,13 +101,13 @@ class Settings:
     def activation(self, *names: str, default: str) -> tuple[str, bool]:
         """Return (spelling in config.ini, whether gelu is by erf)."""
         name = self.value(*names, default=default)
-        if not isinstance(name, str) or name not in _ACTIVATIONS:
-            known = ", ".join(_ACTIVATIONS)
+        if not isinstance(name, str) or name not in HUGGINGFACE_ACTIVATIONS:
+            known = ", ".join(HUGGINGFACE_ACTIVATIONS)
             self.problems.append(
                 f"{self.origin}: {names[0]} = {name} cannot be represented; known: {known}"
             )
             return "Gelu", False
-        return _ACTIVATIONS[name]
+        return HUGGINGFACE_ACTIVATIONS[name]
 
     def expect(self, name: str, *allowed: Any, why: str) -> None:
         """Note a problem unless a key is absent or has one of the allowed values."""
@@ -181,16 +192,20 @@ def _generation_config(facts: Facts) -> Mapping[str, Any]:
 def huggingface_settings(source: Mapping[str, Any]) -> Settings:
     """Start reading a config.json, refusing what no family can represent."""
     settings = Settings(source)
-    quantization = source.get("quantization_config")
-    if quantization is not None:
-        told = isinstance(quantization, Mapping)
-        method = quantization.get("quant_method", "unknown") if told else quantization
-        settings.problems.append(
-            f"config.json: the weights are quantized ({method}); convert the unquantized model"
-        )
+    settings.problems += quantization_reasons(source)
     settings.expect("is_encoder_decoder", False, why="expected a decoder alone")
     settings.expect("add_cross_attention", False, why="there is no cross attention")
     return settings
+
+
+def quantization_reasons(source: Mapping[str, Any]) -> list[str]:
+    """Return a reason if a config.json says that the weights are quantized."""
+    quantization = source.get("quantization_config")
+    if quantization is None:
+        return []
+    told = isinstance(quantization, Mapping)
+    method = quantization.get("quant_method", "unknown") if told else quantization
+    return [f"config.json: the weights are quantized ({method}); convert the unquantized model"]
 
 
 def head_is_tied(
@@ -224,8 +239,10 @@ def stored_head(facts: Facts, names: Sequence[str], embedding: str) -> str:
 def model_name(source: Mapping[str, Any], family: str) -> str:
     """Return the name for config.ini: the source's own without folders, or the family's."""
     name = str(source.get("_name_or_path") or source.get("name_or_path") or "")
-    name = name.rstrip("/").rsplit("/", 1)[-1].replace("%", "")
-    return name.strip() or family
+    name = name.rstrip("/").rsplit("/", 1)[-1]
+    # config.ini has a place for one short line without the characters that mean something there.
+    name = "".join(each for each in name if each.isprintable() and each not in "%;")
+    return name.encode()[:_MOST_NAME_BYTES].decode(errors="ignore").strip() or family
 
 
 def half_precision_warnings(facts: Facts, config: ModelConfig, embedding: str) -> list[str]:

@@ -12,10 +12,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from export_scripts.families.arithmetic import Tensor, float32, joined
-from export_scripts.families.shapes import ShapeTensor
+from export_scripts.families.tensors import ShapeTensor, Tensor, float32, joined
 
-Get = Callable[[str], Sequence[Tensor]]
+
+class Get(Protocol):
+    """Gives the pieces of a key, one per training rank."""
+
+    def __call__(self, key: str, cut: int | None = None, unit: int = 1) -> Sequence[Tensor]:
+        """Return the pieces.
+
+        Args:
+            key: Source key.
+            cut: Axis on which they may be cut once more, where that saves gathering them.
+            unit: How many entries of that axis belong together.
+        """
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class Copy:
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
         """Return the pieces as they are."""
-        return Parts(self.cut or 0, tuple(_taken(get(self.key), self.cut)))
+        return Parts(self.cut or 0, tuple(_taken(get(self.key, self.cut), self.cut)))
 
 
 @dataclass(frozen=True)
@@ -88,7 +98,7 @@ class Transpose:
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
         """Return the pieces transposed."""
-        pieces = _taken(get(self.key), self.cut)
+        pieces = _taken(get(self.key, self.cut), self.cut)
         axis = 0 if self.cut is None else 1 - self.cut
         return Parts(axis, tuple(piece.T for piece in pieces))
 
@@ -102,12 +112,15 @@ class Mapped:
         function: Gives the piece in FT layout.
         cut: Axis on which training ranks cut the source.
         axis: Axis of the result along which the pieces follow each other.
+        unit: Gives how many entries of the cut axis `function` needs together; without it, those
+            of a training rank.
     """
 
     key: str
     function: Callable[[Tensor, Any], Tensor]
     cut: int | None = None
     axis: int = 0
+    unit: Callable[[Any], int] | None = None
 
     @property
     def reads(self) -> tuple[tuple[str, int | None], ...]:
@@ -116,8 +129,42 @@ class Mapped:
 
     def build(self, get: Get, config: Any) -> Parts:
         """Return the mapped pieces."""
-        pieces = _taken(get(self.key), self.cut)
+        found = get(self.key, self.cut, self.unit(config)) if self.unit else get(self.key)
+        pieces = _taken(found, self.cut)
         return Parts(self.axis, tuple(self.function(piece, config) for piece in pieces))
+
+
+@dataclass(frozen=True)
+class Half:
+    """A half of the rows of a whole tensor, transposed if it is a weight: (2 * f[, in]).
+
+    Args:
+        key: Source key, of a checkpoint that keeps whole tensors.
+        which: 0 for the first half, 1 for the second.
+    """
+
+    key: str
+    which: int
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """The one key."""
+        return ((self.key, 0),)
+
+    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
+        """Return the rows of the half, as far apart as they are stored."""
+        pieces = get(self.key, 0)
+        rows = sum(piece.shape[0] for piece in pieces)
+        low, high = (rows * i // 2 for i in (self.which, self.which + 1))
+        parts = []
+        begin = 0
+        for piece in pieces:
+            end = begin + piece.shape[0]
+            part = piece[max(low - begin, 0) : max(min(high, end) - begin, 0)]
+            if part.shape[0]:
+                parts.append(part.T if part.ndim == 2 else part)
+            begin = end
+        return Parts(parts[0].ndim - 1, tuple(parts))
 
 
 # Row order of a fused projection on one training rank: n heads, k parts (q, k, v), d per head.
@@ -152,8 +199,10 @@ class SplitQKV:
     def build(self, get: Get, config: Any) -> Parts:
         """Return each rank's heads, parts first."""
         assert self.order in ORDERS, self.order
-        pieces = _taken(get(self.key), self.cut)
-        out = tuple(self._split(piece, getattr(config, self.head_size)) for piece in pieces)
+        d = getattr(config, self.head_size)
+        # Heads may only be told apart where they are the outermost.
+        found = get(self.key, self.cut, self.parts * d) if self.order[0] == "n" else get(self.key)
+        out = tuple(self._split(piece, d) for piece in _taken(found, self.cut))
         return Parts(out[0].ndim - 2, out)
 
     def _split(self, rows: Tensor, d: int) -> Tensor:

@@ -6,12 +6,13 @@ weights (5.3 line). Encoder and decoder layers are counted apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from export_scripts.families.spec import ModelFamily, Sections, WeightSpec, always
+from export_scripts.families.config import Sections
+from export_scripts.families.spec import ModelFamily, WeightSpec
 from export_scripts.families.t5_config import (
     FT_MAX_DISTANCE,
+    FT_NORM_EPS,
     HEAD,
     T5Config,
     t5_architecture,
@@ -19,81 +20,41 @@ from export_scripts.families.t5_config import (
 
 ENCODER = "encoder.block.{encoder_layer}."
 DECODER = "decoder.block.{decoder_layer}."
+# What a model has when these of its config's fields are true; they are joined with +.
+_BIAS = ("t5_with_bias",)
+_DECODER = ("num_decoder_layers",)
+_RELATIVE = ("is_relative",)
+_GATED = ("use_gated_activation",)
+_ADAPTERS = ("adapter_inter_size",)
+_IA3 = ("ia3_num_tasks",)
+When = tuple[str, ...]
+
 RELATIVE_BIAS = "{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
-def _has_bias(config: T5Config) -> bool:
-    return config.t5_with_bias
-
-
-def _has_decoder(config: T5Config) -> bool:
-    return not config.is_encoder_only
-
-
-def _has_head(config: T5Config) -> bool:
-    return config.has_lm_head and not config.is_encoder_only
-
-
-def _has_head_bias(config: T5Config) -> bool:
-    return config.t5_with_bias and not config.is_encoder_only
-
-
-def _is_relative(config: T5Config) -> bool:
-    return config.is_relative
-
-
-def _is_relative_decoder(config: T5Config) -> bool:
-    return config.is_relative and not config.is_encoder_only
-
-
-def _is_absolute(config: T5Config) -> bool:
-    return not config.is_relative
-
-
-def _is_gated(config: T5Config) -> bool:
-    return config.use_gated_activation
-
-
-def _is_gated_with_bias(config: T5Config) -> bool:
-    return config.use_gated_activation and config.t5_with_bias
-
-
-def _has_adapters(config: T5Config) -> bool:
-    return config.adapter_inter_size > 0
-
-
-def _has_ia3(config: T5Config) -> bool:
-    return config.ia3_num_tasks > 0
-
-
-When = Callable[[Any], bool]
-
-
-def _norm(name: str, when: When = always, bias_when: When = _has_bias) -> tuple[WeightSpec, ...]:
+def _norm(name: str, when: When = (), bias_when: When = _BIAS) -> tuple[WeightSpec, ...]:
     return (
-        WeightSpec(f"{name}.weight", ("d_model",), None, when),
-        WeightSpec(f"{name}.bias", ("d_model",), None, bias_when),
+        WeightSpec(f"{name}.weight", ("d_model",), when=when),
+        WeightSpec(f"{name}.bias", ("d_model",), when=when + bias_when),
     )
 
 
-def _column(
-    name: str, width: str, *, when: When = always, bias_when: When = _has_bias
-) -> tuple[WeightSpec, ...]:
+def _column(name: str, width: str, when: When = ()) -> tuple[WeightSpec, ...]:
     return (
-        WeightSpec(f"{name}.weight", ("d_model", width), 1, when),
-        WeightSpec(f"{name}.bias", (width,), 0, bias_when),
+        WeightSpec(f"{name}.weight", ("d_model", width), split=1, when=when),
+        WeightSpec(f"{name}.bias", (width,), split=0, when=when + _BIAS),
     )
 
 
 def _row(name: str, width: str) -> tuple[WeightSpec, ...]:
     return (
-        WeightSpec(f"{name}.weight", (width, "d_model"), 0),
-        WeightSpec(f"{name}.bias", ("d_model",), None, _has_bias),
+        WeightSpec(f"{name}.weight", (width, "d_model"), split=0),
+        WeightSpec(f"{name}.bias", ("d_model",), when=_BIAS),
     )
 
 
 def _ia3(name: str, width: str) -> WeightSpec:
-    return WeightSpec(f"{name}.ia3.weight", ("ia3_num_tasks", width), 1, _has_ia3)
+    return WeightSpec(f"{name}.ia3.weight", ("ia3_num_tasks", width), split=1, when=_IA3)
 
 
 def _attention(name: str) -> tuple[WeightSpec, ...]:
@@ -112,7 +73,7 @@ def _mlp(name: str) -> tuple[WeightSpec, ...]:
     """The MLP; of a gated one wi is the activated half and wi2 the linear half."""
     return (
         *_column(f"{name}.wi", "d_ff"),
-        *_column(f"{name}.wi2", "d_ff", when=_is_gated, bias_when=_is_gated_with_bias),
+        *_column(f"{name}.wi2", "d_ff", _GATED),
         *_row(f"{name}.wo", "d_ff"),
         _ia3(name, "d_ff"),
     )
@@ -122,38 +83,36 @@ def _adapters(block: str) -> tuple[WeightSpec, ...]:
     width = "adapter_inter_size"
     specs: list[WeightSpec] = []
     for place in ("after_attention_adapter", "after_ffn_adapter"):
+        mlp = f"{block}{place}.DenseSiluDense"
         specs += [
-            *_norm(f"{block}{place}.layer_norm", _has_adapters, _has_adapters),
-            WeightSpec(
-                f"{block}{place}.DenseSiluDense.wi.weight", ("d_model", width), 1, _has_adapters
-            ),
-            WeightSpec(
-                f"{block}{place}.DenseSiluDense.wo.weight", (width, "d_model"), 0, _has_adapters
-            ),
+            *_norm(f"{block}{place}.layer_norm", _ADAPTERS, ()),
+            WeightSpec(f"{mlp}.wi.weight", ("d_model", width), split=1, when=_ADAPTERS),
+            WeightSpec(f"{mlp}.wo.weight", (width, "d_model"), split=0, when=_ADAPTERS),
         ]
     return tuple(specs)
 
 
 def _relative_bias(side: str, when: When) -> WeightSpec:
-    return WeightSpec(RELATIVE_BIAS.format(side=side), ("num_heads", "positions"), 0, when)
+    name = RELATIVE_BIAS.format(side=side)
+    return WeightSpec(name, ("num_heads", "positions"), split=0, when=when)
 
 
 _SELF = DECODER + "layer.0.SelfAttention"
 
 LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("shared.weight_T", ("vocab_size", "d_model")),
-    WeightSpec("shared.ape", ("positions", "d_model"), None, _is_absolute),
-    _relative_bias("encoder", _is_relative),
+    WeightSpec("shared.ape", ("positions", "d_model"), when=("is_absolute",)),
+    _relative_bias("encoder", _RELATIVE),
     *_norm(ENCODER + "layer.0.layer_norm"),
     *_attention(ENCODER + "layer.0.SelfAttention"),
     *_norm(ENCODER + "layer.1.layer_norm"),
     *_mlp(ENCODER + "layer.1.DenseReluDense"),
     *_adapters(ENCODER),
     *_norm("encoder.final_layer_norm"),
-    _relative_bias("decoder", _is_relative_decoder),
+    _relative_bias("decoder", _RELATIVE + _DECODER),
     *_norm(DECODER + "layer.0.layer_norm"),
-    WeightSpec(f"{_SELF}.qkv.weight", ("d_model", 3, "inner"), 2),
-    WeightSpec(f"{_SELF}.qkv.bias", (3, "inner"), 1, _has_bias),
+    WeightSpec(f"{_SELF}.qkv.weight", ("d_model", 3, "inner"), split=2),
+    WeightSpec(f"{_SELF}.qkv.bias", (3, "inner"), split=1, when=_BIAS),
     *_row(f"{_SELF}.o", "inner"),
     _ia3(f"{_SELF}.k", "inner"),
     _ia3(f"{_SELF}.v", "inner"),
@@ -162,9 +121,9 @@ LAYOUT: tuple[WeightSpec, ...] = (
     *_norm(DECODER + "layer.2.layer_norm"),
     *_mlp(DECODER + "layer.2.DenseReluDense"),
     *_adapters(DECODER),
-    *_norm("decoder.final_layer_norm", _has_decoder, _has_head_bias),
-    WeightSpec(HEAD, ("vocab_size", "d_model"), None, _has_head),
-    WeightSpec("shared.bias", ("vocab_size",), None, _has_head_bias),
+    *_norm("decoder.final_layer_norm", _DECODER),
+    WeightSpec(HEAD, ("vocab_size", "d_model"), when=("has_lm_head", *_DECODER)),
+    WeightSpec("shared.bias", ("vocab_size",), when=_BIAS + _DECODER),
     WeightSpec("model.prompt_table.{task}.weight", ("prompt_length", "d_model")),
 )
 
@@ -214,3 +173,25 @@ T5_ENCODER = ModelFamily(
     ft_limits=_ft_limits,
     owns=_owns_encoder,
 )
+
+
+def t5_warnings(_: Any, config: T5Config) -> list[str]:
+    """Return what converts but may disappoint, with the remedy."""
+    warnings = []
+    if config.weight_data_type == "fp16":
+        warnings.append(
+            "T5 and flan-T5 were trained in bf16: in fp16 their activations are known to overflow "
+            "(answers of NaN or nonsense); convert with weight_data_type bf16 or fp32 and serve "
+            "with data_type bf16 or fp32"
+        )
+    if config.is_relative and config.relative_attention_max_distance != FT_MAX_DISTANCE:
+        warnings.append(
+            f"relative_attention_max_distance = {config.relative_attention_max_distance}: NVIDIA's "
+            f"FasterTransformer always takes {FT_MAX_DISTANCE}; serve with the pytorch engine"
+        )
+    if config.layer_norm_epsilon != FT_NORM_EPS:
+        warnings.append(
+            f"layer_norm_epsilon = {config.layer_norm_epsilon}: NVIDIA's FasterTransformer always "
+            f"takes {FT_NORM_EPS}; the pytorch engine takes the model's"
+        )
+    return warnings

@@ -11,7 +11,7 @@ from export_scripts.families.architecture import (
     StackArchitecture,
     activation_choice,
 )
-from export_scripts.families.spec import ModelConfig, Sections, ini_field
+from export_scripts.families.config import ModelConfig, Sections, ini_field
 
 HEAD = "lm_head.weight"
 
@@ -85,6 +85,11 @@ class T5Config(ModelConfig):
     def is_relative(self) -> bool:
         """Whether positions are relative; the loader takes any other word as absolute."""
         return self.position_embedding_type == "relative"
+
+    @property
+    def is_absolute(self) -> bool:
+        """Whether there is a table of positions."""
+        return not self.is_relative
 
     @property
     def is_encoder_only(self) -> bool:

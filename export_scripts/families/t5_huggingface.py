@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.origin import Facts, Origin
-from export_scripts.families.settings import Settings, model_name
+from export_scripts.families.settings import Settings, model_name, quantization_reasons
 from export_scripts.families.sources import Copy, Source, StackQKV, Transpose
-from export_scripts.families.t5 import DECODER, ENCODER, RELATIVE_BIAS, T5, T5_ENCODER
+from export_scripts.families.t5 import DECODER, ENCODER, RELATIVE_BIAS, T5, T5_ENCODER, t5_warnings
 from export_scripts.families.t5_config import HEAD, T5Config
-from export_scripts.families.t5_traits import t5_warnings
 
 _EMBEDDING = "shared.weight"
 # Copies of the embedding that a file may hold besides, or instead of, shared.weight.
@@ -54,32 +53,29 @@ def _embedding_key(facts: Facts) -> str:
 
 
 def _reasons(facts: Facts) -> list[str]:
-    settings = Settings(facts.config)
-    method = facts.config.get("quantization_config")
-    if method is not None:
-        settings.problems.append(
-            "config.json: the weights are quantized; convert the unquantized model"
-        )
-    proj = str(settings.value("feed_forward_proj", default="relu"))
+    reasons = quantization_reasons(facts.config)
+    proj = _feed_forward(facts)
     if proj not in _FEED_FORWARD:
-        settings.problems.append(
+        reasons.append(
             f"config.json: feed_forward_proj = {proj} cannot be represented; known: "
             f"{', '.join(_FEED_FORWARD)}"
         )
     whole = _embedding_key(facts)
-    settings.problems += [
+    return reasons + [
         f"{key} differs from {whole}: FT's T5 has one embedding for both stacks"
         for key in _COPIES
         if facts.has(whole) and facts.has(key) and not facts.same_values(key, whole)
     ]
-    return settings.problems
+
+
+def _feed_forward(facts: Facts) -> str:
+    return str(facts.config.get("feed_forward_proj") or "relu")
 
 
 def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
     source = facts.config
     settings = Settings(source)
-    proj = str(settings.value("feed_forward_proj", default="relu"))
-    spelling, exact_gelu = _FEED_FORWARD[proj]
+    spelling, exact_gelu = _FEED_FORWARD[_feed_forward(facts)]
     layers = settings.integer("num_layers")
     pad = settings.integer("pad_token_id", default=0, least=0)
     start = settings.integer("decoder_start_token_id", default=pad, least=0)
@@ -200,7 +196,7 @@ _SHARED_IGNORED = (
     "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
 )
 
-HUGGINGFACE_T5 = Origin(
+T5_HUGGINGFACE = Origin(
     name="huggingface-t5",
     title="Hugging Face T5, T5-v1.1, flan-T5, mT5, UL2",
     family=T5,
@@ -213,7 +209,7 @@ HUGGINGFACE_T5 = Origin(
     warnings=t5_warnings,
 )
 
-HUGGINGFACE_T5_ENCODER = Origin(
+T5_ENCODER_HUGGINGFACE = Origin(
     name="huggingface-t5-encoder",
     title="Hugging Face T5EncoderModel, or the encoder of a whole T5",
     family=T5_ENCODER,

@@ -20,9 +20,9 @@ from export_scripts.families.sources import (
     Transpose,
     Zeros,
 )
-from export_scripts.families.t5 import DECODER, ENCODER, LAYOUT, RELATIVE_BIAS, T5
+from export_scripts.families.t5 import DECODER, ENCODER, LAYOUT, RELATIVE_BIAS, T5, t5_warnings
 from export_scripts.families.t5_config import HEAD, T5Config
-from export_scripts.families.t5_traits import NemoT5, nemo_t5, not_t5, t5_warnings
+from export_scripts.families.t5_nemo_traits import NemoT5, nemo_t5, not_t5
 from export_scripts.families.t5_tuning import (
     Scaled,
     adapter_fields,
@@ -102,6 +102,7 @@ def _config(facts: Facts) -> T5Config:
         num_layers=_size(encoder.size("num_layers")),
         num_decoder_layers=_size(traits.decoder.size("num_layers")),
         feed_forward_proj=traits.feed_forward_proj,
+        exact_gelu=traits.exact_gelu,
         relative_attention_num_buckets_or_max_pos_seq_len=traits.positions,
         relative_attention_max_distance=traits.max_distance,
         layer_norm_epsilon=traits.norm_eps,
@@ -163,14 +164,14 @@ def _norm(target: str, source: str) -> dict[str, Source]:
 
 def _column(target: str, source: str) -> dict[str, Source]:
     return {
-        f"{target}.weight": Transpose(f"{source}.weight", 0),
-        f"{target}.bias": Copy(f"{source}.bias", 0),
+        f"{target}.weight": Transpose(f"{source}.weight", cut=0),
+        f"{target}.bias": Copy(f"{source}.bias", cut=0),
     }
 
 
 def _row(target: str, source: str) -> dict[str, Source]:
     return {
-        f"{target}.weight": Transpose(f"{source}.weight", 1),
+        f"{target}.weight": Transpose(f"{source}.weight", cut=1),
         f"{target}.bias": Copy(f"{source}.bias"),
     }
 
@@ -238,13 +239,13 @@ def _weights(facts: Facts, config: T5Config) -> Mapping[str, Source]:
     traits = nemo_t5(facts.config)
     order = "knd" if traits.legacy else "nkd"
     table: dict[str, Source] = {
-        "shared.weight_T": Copy(_EMBEDDING, 0),
+        "shared.weight_T": Copy(_EMBEDDING, cut=0),
         "shared.ape": Copy(_POSITIONS),
         **_encoder_table(order),
         **_decoder_table(order),
         # Decided once for the whole model, whatever stages hold.
-        HEAD: Copy(_HEAD if facts.has(_HEAD) else _EMBEDDING, 0),
-        "shared.bias": Copy(_HEAD_BIAS, 0),
+        HEAD: Copy(_HEAD if facts.has(_HEAD) else _EMBEDDING, cut=0),
+        "shared.bias": Copy(_HEAD_BIAS, cut=0),
     }
     table = _scaled_queries(table, traits, config)
     if facts.ia3_in_place and facts.ia3:
@@ -295,7 +296,7 @@ def _with_bias_and_norm(
     return out
 
 
-NEMO_T5 = Origin(
+T5_NEMO = Origin(
     name="nemo-t5",
     title="NeMo T5 (.nemo, unpacked, checkpoint folder), with adapters, IA3 and prompt tables",
     family=T5,

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.checkpoints.base import CheckpointReader
-from export_scripts.families.arithmetic import Tensor, constant, float32, stacked
 from export_scripts.families.origin import Facts
-from export_scripts.families.shapes import ShapeTensor
 from export_scripts.families.sources import (
     Copy,
     Get,
@@ -25,6 +23,7 @@ from export_scripts.families.sources import (
     join,
 )
 from export_scripts.families.t5 import DECODER, ENCODER
+from export_scripts.families.tensors import ShapeTensor, Tensor, constant, float32, stacked
 
 _SIDE_LAYER = r"\.(?P<side>encoder|decoder)\.model\.layers\.(?P<layer>\d+)"
 _IA3 = re.compile(
@@ -153,8 +152,8 @@ def adapter_sources(facts: Facts) -> dict[str, Source]:
         sources |= {
             f"{name}layer_norm.weight": Copy(f"{stem}0.weight"),
             f"{name}layer_norm.bias": Copy(f"{stem}0.bias"),
-            f"{name}DenseSiluDense.wi.weight": Transpose(f"{stem}1.weight", 0),
-            f"{name}DenseSiluDense.wo.weight": Transpose(f"{stem}3.weight", 1),
+            f"{name}DenseSiluDense.wi.weight": Transpose(f"{stem}1.weight", cut=0),
+            f"{name}DenseSiluDense.wo.weight": Transpose(f"{stem}3.weight", cut=1),
         }
     return sources
 
@@ -181,7 +180,7 @@ def ia3_sources(scalers: Scalers) -> dict[str, Source]:
     """Return the sources of the stored scalers of both stacks, one row per task."""
     return {
         f"{_BLOCKS[side]}{name}.ia3.weight": Stack(
-            tuple(scalers.key(task, side, kind) for task in range(scalers.task_num)), 0
+            tuple(scalers.key(task, side, kind) for task in range(scalers.task_num)), cut=0
         )
         for side, names in _SCALED.items()
         for name, kind in names.items()
@@ -244,7 +243,7 @@ def _scale(table: dict[str, Source], name: str, factor: Callable[..., Tensor], *
         table[name] = Scaled(table[name], factor, keys)
 
 
-def _rows(config: Any, scaler: Tensor) -> Tensor:  # noqa: ARG001 - the signature of factors
+def _rows(_: Any, scaler: Tensor) -> Tensor:
     return float32(scaler)[:, None]  # (d_ff, 1)
 
 
@@ -262,7 +261,7 @@ def _fused(config: Any, key: Tensor, value: Tensor) -> Tensor:
 def scale_queries(factor: float) -> Callable[[Any], Tensor]:
     """Return a factor for the fused (..., 3, heads, size) projection that scales queries alone."""
 
-    def fused(config: Any) -> Tensor:  # noqa: ARG001 - the signature of factors
+    def fused(_: Any) -> Tensor:
         return constant([factor, 1.0, 1.0]).reshape(3, 1, 1)
 
     return fused

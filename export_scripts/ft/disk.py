@@ -13,8 +13,8 @@ from pathlib import Path
 
 # Direct writes need memory, offsets and lengths in multiples of the disk's block: this suits all.
 BLOCK_BYTES = 4096
-# Smaller files are not worth the calls.
-_LARGE_BYTES = 1 << 20
+# Smaller files are not worth the calls, nor a thread that writes them in the background.
+LARGE_BYTES = 1 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -42,7 +42,7 @@ class SequentialFile:
         self.written_bytes = 0
         self._direct = False
         try:
-            if size_bytes >= _LARGE_BYTES:
+            if size_bytes >= LARGE_BYTES:
                 _reserve(self._fd, size_bytes)
                 self._set_direct(True)
         except BaseException:
@@ -128,8 +128,8 @@ def check_space(folder: Path, needed_bytes: int) -> str | None:
     if free >= needed_bytes:
         return None
     return (
-        f"{folder} has {free} bytes free ({free / 1e9:.1f} GB), the conversion needs "
-        f"{needed_bytes} ({needed_bytes / 1e9:.1f} GB); free space or choose another folder"
+        f"{folder} has {free:,} bytes free, the conversion needs {needed_bytes:,}; free space or "
+        "choose another folder"
     )
 
 

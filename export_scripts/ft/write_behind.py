@@ -50,3 +50,16 @@ class WriteBehind:
     def close(self) -> None:
         """Wait for all steps, whatever became of them, and end the thread."""
         self._thread.shutdown(wait=True)
+
+
+class AtOnce:
+    """In place of `WriteBehind` for what is too little to hand over: every step runs when given."""
+
+    def run(self, step: Step) -> None:
+        """Run a step."""
+        step()
+
+    run_next = run
+
+    def settle(self) -> None:
+        """Nothing is on its way."""

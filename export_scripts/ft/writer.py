@@ -20,13 +20,14 @@ from typing import Any
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.checksum import Checksum, checksum_of
 from export_scripts.ft.disk import (
+    LARGE_BYTES,
     SequentialFile,
     sync_file_system,
     sync_folder,
     telling_full_disk,
 )
 from export_scripts.ft.layout import ft_directory, manifest_path, staging_directory
-from export_scripts.ft.write_behind import WriteBehind
+from export_scripts.ft.write_behind import AtOnce, WriteBehind
 
 _TEMPORARY_SUFFIX = ".writing"
 
@@ -172,18 +173,20 @@ class FTWriter:
     ) -> None:
         """Write one file; it gets its name once it is complete. Any thread may call this.
 
-        The last chunk may still be on its way when this returns: see `flush`.
+        Large files are written in the background; the last chunk may still be on its way when this
+        returns: see `flush`. Small ones overtake them.
 
         Args:
             name: File name.
             size: Exact bytes.
-            chunks: Contents in order; each stays as it is until the next but one is asked for.
+            chunks: Contents in order. Of a file of LARGE_BYTES or more, each stays as it is until
+                the thread asks for the next but one.
             facts: Called after the last chunk; what to record besides size and checksum.
 
         Raises:
             ValueError: The disk is full.
         """
-        queue = self._queue()
+        queue = self._queue() if size >= LARGE_BYTES else AtOnce()
         checksum = Checksum()
         with telling_full_disk(self.paths.staging, f"writing {name}", size):
             file = _PartialFile(self.paths.staging, name, size)

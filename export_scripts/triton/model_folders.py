@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from export_scripts.families.spec import ModelConfig, ModelFamily
+from export_scripts.families.config import ModelConfig
+from export_scripts.families.spec import ModelFamily
 from export_scripts.triton import signature
 from export_scripts.triton.graph import ensemble_steps
 from export_scripts.triton.model_config import TritonModelConfig

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from export_scripts.families import FAMILIES
-from export_scripts.families.spec import ModelConfig, ModelFamily
+from export_scripts.families.config import ModelConfig
+from export_scripts.families.spec import ModelFamily
 from export_scripts.ft.config_ini import read_config
 from export_scripts.triton.model_folders import (
     ENGINES,

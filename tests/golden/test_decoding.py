@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from inference.decoding.generate import BatchDecoder, DecodingConfig
-from inference.decoding.options import RowOptions, normalise_decay, normalise_selection
+from inference.decoding.options import (
+    DEFAULT_TOP_P_MIN,
+    RowOptions,
+    normalise_decay,
+    normalise_selection,
+)
 from inference.decoding.outputs import assemble_outputs
 from inference.decoding.processors import LaneRules, apply_penalty, process_logits
 from inference.decoding.random import Xorwow
@@ -50,7 +55,7 @@ def test_generator_gives_the_recorded_words_and_uniforms(case: Case) -> None:
 
 @pytest.mark.parametrize("case", cases("topk_topp_arguments"))
 def test_selection_arguments_are_normalised(case: Case) -> None:
-    k, p, _ = normalise_selection(case["runtime_top_k"], case["runtime_top_p"])
+    k, p, _ = normalise_selection(case["runtime_top_k"] or 0, case["runtime_top_p"] or 0.0)
     assert (k, p) == (case["k"], case["p"])
     assert ("top_k" if k > 0 else "top_p") == case["path"]
 
@@ -96,16 +101,17 @@ def test_end_token_is_barred_until_the_minimum_length(case: Case) -> None:
 
 @pytest.mark.parametrize("case", cases("top_p_decay"))
 def test_nucleus_shrinks_and_resets(case: Case) -> None:
-    decay, minimum, reset_id = normalise_decay(
-        case["top_p_decay"], case["top_p_min"], case["top_p_reset_ids"]
-    )
+    # None: the request does not say.
+    given = {"top_p_decay": 1.0, "top_p_min": DEFAULT_TOP_P_MIN, "top_p_reset_ids": -1}
+    given |= {name: case[name] for name in given if case[name] is not None}
+    decay, minimum = normalise_decay(given["top_p_decay"], given["top_p_min"])
     options = RowOptions(
         end_id=19,
         top_k=0,
         top_p=float(np.float32(case["top_p"])),
         top_p_decay=decay,
         top_p_min=minimum,
-        top_p_reset_id=reset_id,
+        top_p_reset_id=int(given["top_p_reset_ids"]),
     )
     decoder = BatchDecoder(DecodingConfig(vocab_size=20))
     handle = decoder.add(row(options, output_len=len(case["tokens"]) + 1))
@@ -120,7 +126,7 @@ def test_nucleus_shrinks_and_resets(case: Case) -> None:
 @pytest.mark.parametrize("case", cases("sampling"))
 @pytest.mark.parametrize("mode", ["renormalized", "full"])
 def test_sampled_tokens_and_log_probs(case: Case, mode: Any) -> None:
-    k, p, _ = normalise_selection(case["runtime_top_k"], case["runtime_top_p"])
+    k, p, _ = normalise_selection(case["runtime_top_k"] or 0, case["runtime_top_p"] or 0.0)
     options = RowOptions(
         end_id=case["vocab"],
         top_k=k,

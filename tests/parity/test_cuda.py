@@ -8,15 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from export_scripts.families.config import ModelConfig
 from export_scripts.families.gpt import GPT
 from export_scripts.families.gptj import GPTJ, GPTJConfig
 from export_scripts.families.gptneox import GPTNEOX, GPTNeoXConfig
 from export_scripts.families.llama import LLAMA, LlamaConfig
-from export_scripts.families.spec import ModelConfig, ModelFamily
+from export_scripts.families.spec import ModelFamily
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.parallel.epilogue import GemmActivation, finish
 from inference.parallel.gemm import make_gemm
+from inference.parallel.int8 import quantise
 from inference.serving.engine import Engine, EngineOptions
 from tests.ft_folders import gpt_config, write_random
 
@@ -129,20 +131,34 @@ def test_eight_bit_weights_stay_close(data_type: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu_erf", "relu", "silu"])
-@pytest.mark.parametrize("inputs", [40, 1500])  # less and more than one tile
-def test_product_of_one_row_equals_that_of_single_precision(
-    inputs: int, activation: GemmActivation | None, dtype: torch.dtype
+@pytest.mark.parametrize("inputs", [40, 2500])  # less and more than one tile
+@pytest.mark.parametrize("rows", [1, 5, 20])  # a kernel for one, one for some, and cuBLAS
+@pytest.mark.parametrize("int8", [False, True])
+def test_products_equal_those_of_single_precision(
+    rows: int, inputs: int, activation: GemmActivation | None, dtype: torch.dtype, int8: bool
 ) -> None:
     generator = torch.Generator().manual_seed(inputs)
-    x, bias = torch.randn(1, inputs, generator=generator), torch.randn(51, generator=generator)
+    x, bias = torch.randn(rows, inputs, generator=generator), torch.randn(51, generator=generator)
     weight = torch.randn(inputs, 51, generator=generator) / inputs**0.5
-    residual = torch.randn(1, 51, generator=generator)
+    residual = torch.randn(rows, 51, generator=generator)
     x, weight, bias, residual = (value.to(dtype) for value in (x, weight, bias, residual))
-    wide = finish(x.float() @ weight.float() + bias.float(), activation=activation)
-    gemm = make_gemm(weight.cuda(), bias.cuda(), activation=activation)
-    rounding = 2e-3 if dtype == torch.float16 else 2e-2  # of the result
-    y = gemm(x.cuda(), residual.cuda()).float().cpu()
-    torch.testing.assert_close(y, wide + residual.float(), rtol=rounding, atol=rounding)
-    plain = make_gemm(weight.cuda(), activation=activation)(x.cuda()).float().cpu()
-    wide = finish(x.float() @ weight.float(), activation=activation)
-    torch.testing.assert_close(plain, wide, rtol=rounding, atol=rounding)
+    wide = weight.float()
+    if int8:
+        numbers, scale = quantise(weight)
+        wide = (numbers.float() * scale[:, None]).t()
+    # The numbers that are added up, and those in between where a product is several kernels.
+    rounding = 4e-3 if dtype == torch.float16 else 4e-2
+
+    def check(first: int) -> None:
+        expected = finish(
+            x.float() @ wide + bias.float(), activation=activation, first_activated=first
+        )
+        gemm = make_gemm(
+            *(weight.cuda(), bias.cuda()), activation=activation, first_activated=first, int8=int8
+        )
+        y = gemm(x.cuda(), residual.cuda()).float().cpu()
+        expected += residual.float()
+        torch.testing.assert_close(y, expected, rtol=rounding, atol=rounding)
+
+    check(0)
+    check(20)

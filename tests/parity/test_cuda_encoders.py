@@ -15,18 +15,10 @@ from inference.decoding.request import GenerationRequest, parse_request
 from inference.serving.encoder_engine import EncoderEngine
 from inference.serving.encoding import parse_encoding
 from inference.serving.engine import Engine, EngineOptions
-from tests.encoder_decoder_ranks import logits_by
 from tests.ft_folders import write_random
-from tests.tiny_t5 import (
-    BARE,
-    TinyT5,
-    adapter_tensors,
-    ia3_scalers,
-    t5_tensors,
-    write_adapter,
-    write_ia3,
-    write_t5,
-)
+from tests.rank_threads import logits_by
+from tests.tiny_t5 import BARE, TinyT5, t5_tensors, write_t5
+from tests.tiny_t5_tuning import adapter_tensors, ia3_scalers, write_adapter, write_ia3
 
 pytestmark = pytest.mark.gpu
 
@@ -48,7 +40,8 @@ def _needs_cuda() -> None:
         pytest.skip("no CUDA device is visible")
 
 
-def t5_folder(path: Path, model: TinyT5) -> Path:
+def t5_folder(path: Path, model: TinyT5, tp_size: int = 1) -> Path:
+    path.mkdir(exist_ok=True)
     source = write_t5(path / "t5.nemo", t5_tensors(model), model)
     tuned: dict[str, Any] = {
         "ia3_checkpoints": tuple(
@@ -56,7 +49,7 @@ def t5_folder(path: Path, model: TinyT5) -> Path:
         ),
         "adapter_checkpoints": (write_adapter(path / "a.nemo", adapter_tensors(model), model),),
     }
-    return convert(ConversionRequest(source, path / "out", 1, "fp32", **tuned)).ft_dir
+    return convert(ConversionRequest(source, path / "out", tp_size, "fp32", **tuned)).ft_dir
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:

@@ -11,6 +11,8 @@ import torch
 from inference.serving.engine import Engine, EngineOptions
 from tests.ft_folders import write_random
 from tests.parity.test_cuda import MODELS, make_request
+from tests.parity.test_cuda_encoders import MODELS as T5_MODELS
+from tests.parity.test_cuda_encoders import request_of, t5_folder
 
 pytestmark = pytest.mark.gpu
 
@@ -37,5 +39,23 @@ def test_tokens_over_several_gpus_equal_those_of_the_cpu(
         Engine(parts, device="cuda", tp_size=tp_size, pp_size=pp_size, options=options) as cuda,
     ):
         for request in (make_request([3, 20, 7, 11, 1, 30, 5, 9]), make_request([12, 9], 3)):
+            expected, rows = cpu.generate(request).rows, cuda.generate(request).rows
+            assert [row.output_ids for row in rows] == [row.output_ids for row in expected]
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(2, 1), (1, 2)])
+def test_t5_tokens_over_two_gpus_equal_those_of_the_cpu(
+    tp_size: int, pp_size: int, tmp_path: Path
+) -> None:
+    _needs_gpus(2)
+    whole = t5_folder(tmp_path / "whole", T5_MODELS["relative"])
+    parts = t5_folder(tmp_path / "parts", T5_MODELS["relative"], tp_size)
+    options = EngineOptions(max_lanes=6)
+    with (
+        Engine(whole, device="cpu", options=options) as cpu,
+        Engine(parts, device="cuda", tp_size=tp_size, pp_size=pp_size, options=options) as cuda,
+    ):
+        for more in ({}, {"ia3_tasks": 1}):
+            request = request_of(cpu, 9, **more)
             expected, rows = cpu.generate(request).rows, cuda.generate(request).rows
             assert [row.output_ids for row in rows] == [row.output_ids for row in expected]

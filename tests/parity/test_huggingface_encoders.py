@@ -14,7 +14,7 @@ import transformers
 from export_scripts.convert import ConversionRequest, convert
 from inference.serving.encoder_engine import EncoderEngine
 from inference.serving.encoding import EncodingResult, parse_encoding
-from tests.encoder_decoder_ranks import logits_by, states_by
+from tests.rank_threads import logits_by, states_by
 
 # Of the largest value, in fp32: another order of summation.
 TOLERANCE = 1e-4

@@ -14,7 +14,10 @@ import torch
 import transformers
 
 from export_scripts.convert import ConversionRequest, convert
+from export_scripts.families.architecture import activation_choice
+from export_scripts.families.settings import HUGGINGFACE_ACTIVATIONS
 from export_scripts.ft.reader import FTReader
+from inference.parallel.epilogue import activate, gemm_activation
 from tests.rank_threads import logits_of
 
 IDS = [3, 17, 41, 5, 5, 29, 11, 50, 2, 8, 33, 19, 44, 7, 1, 23, 36, 14]
@@ -84,6 +87,8 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "llama-no-groups": ("LlamaConfig", {**LLAMA, "num_key_value_heads": 4}),
     "llama-tied": ("LlamaConfig", {**LLAMA, "tie_word_embeddings": True}),
     "llama-biases": ("LlamaConfig", {**LLAMA, "attention_bias": True, "mlp_bias": True}),
+    "llama-exact-gelu": ("LlamaConfig", {**LLAMA, "hidden_act": "gelu"}),
+    "llama-tanh-gelu": ("LlamaConfig", {**LLAMA, "hidden_act": "gelu_pytorch_tanh"}),
     "llama-base": ("LlamaConfig", {**LLAMA, **rope("default", rope_theta=500.0)}),
     "llama-linear": ("LlamaConfig", {**LLAMA, **rope("linear", factor=3.0)}),
     "llama-dynamic": ("LlamaConfig", {**LLAMA, **rope("dynamic", factor=3.0)}),
@@ -180,6 +185,17 @@ def test_model_saved_without_its_head_class_is_read(name: str, tmp_path: Path) -
     model = build(name)
     model.base_model.save_pretrained(tmp_path / "source")
     check(model, tmp_path / "source", tmp_path / "ft")
+
+
+@pytest.mark.parametrize("name", HUGGINGFACE_ACTIVATIONS)
+def test_activation_is_the_one_that_transformers_computes(name: str) -> None:
+    spelling, exact_gelu = HUGGINGFACE_ACTIVATIONS[name]
+    x = torch.linspace(-6, 6, 1001)
+    ours = activate(
+        x.clone(), gemm_activation(activation_choice(spelling)[0], exact_gelu=exact_gelu)
+    )
+    # The two forms of gelu are up to 5e-4 apart; rounding of fp32 is far below.
+    assert float((ours - transformers.activations.ACT2FN[name](x)).abs().max()) < 1e-6
 
 
 def test_key_heads_are_repeated_for_more_ranks_than_heads(tmp_path: Path) -> None:

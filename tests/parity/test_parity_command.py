@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from export_scripts.convert import ConversionRequest, convert
 from inference.parity.__main__ import main
 from inference.parity.comparison import ParityReport, ParityRequest, compare
 from tests.ft_folders import unpack_case
 from tests.tiny import write_nemo
+from tests.tiny_megatron_core import core_state, write_core
 from tests.tiny_transformers import MODELS, write_model
 
 
@@ -215,6 +217,26 @@ def test_megatron_core_checkpoint_is_computed_by_its_own_library(
     place = found(source, ft_dir).first_place
     assert place is not None
     assert str(place.place) == "layer 1, attention"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bias_activation_fusion": True},
+        {"bias_activation_fusion": False},
+        {"bias_activation_fusion": False, "openai_gelu": True},
+    ],
+    ids=["fused", "by erf", "OpenAI's"],
+)
+def test_gated_gelu_has_the_form_that_megatron_core_computes(
+    settings: dict[str, bool], tmp_path: Path
+) -> None:
+    pytest.importorskip("megatron.core", reason="pip install 'megatron-core>=0.12'")
+    torch.manual_seed(0)
+    source = write_core(tmp_path / "model.nemo", core_state(), activation="geglu", **settings)
+    report = found(source, convert_to(source, tmp_path))
+    # Sums in another order; the other form of gelu is some 1e-4 away.
+    assert max(each.relative for each in report.activations) < 1e-5
 
 
 def test_missing_library_is_named_and_the_weights_are_compared(

@@ -12,19 +12,16 @@ import torch
 
 from export_scripts.convert import ConversionRequest, convert
 from tests.conftest import SHARED
-from tests.encoder_decoder_ranks import encoded_by, logits_by
 from tests.ft_folders import unpack_case
-from tests.tiny_t5 import (
-    BARE,
-    Reference,
-    TinyT5,
+from tests.rank_threads import encoded_by, logits_by
+from tests.t5_reference import Reference
+from tests.tiny_t5 import BARE, TinyT5, t5_tensors, write_t5
+from tests.tiny_t5_tuning import (
     adapter_tensors,
     ia3_scalers,
-    t5_tensors,
     write_adapter,
     write_ia3,
     write_prompts,
-    write_t5,
 )
 
 # Of the largest value. fp32: another order of summation. fp16: weights rounded to 11 bits.
@@ -137,6 +134,9 @@ RULES = {
         bias=False, normalization="rmsnorm", normalised_scores=False, head_bias=False
     ),
     "bare with scaled scores": TinyT5(bias=False, normalization="rmsnorm", head_bias=False),
+    "gelu by erf where it is not fused": TinyT5(fused_activation=False),
+    "geglu by erf where it is not fused": TinyT5(activation="geglu", fused_activation=False),
+    "OpenAI's gelu": TinyT5(fused_activation=False, openai_gelu=True),
     "biases with unscaled scores": TinyT5(normalised_scores=False),
     "layernorm without biases": TinyT5(bias=False, head_bias=False),
     "layernorm without biases but a head's": TinyT5(bias=False),

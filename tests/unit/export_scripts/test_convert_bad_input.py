@@ -12,7 +12,7 @@ import torch
 from export_scripts.convert import ConversionRequest, check_conversion, convert
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.reader import FTReader
-from tests.tiny import gpt_tensors, nemo_members, write_megatron, write_nemo
+from tests.tiny import gpt_tensors, nemo_config, nemo_members, write_megatron, write_nemo
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_absurdly_many_training_ranks_are_refused(tmp_path: Path, key: str) -> N
     ("args", "told"),
     [
         ({"tensor_model_parallel_size": "2"}, "tensor_model_parallel_size is '2'; expected"),
-        ({"num_layers": 2.5}, "num_layers is 2.5; expected a positive whole number"),
+        ({"num_layers": 2.5}, "num_layers = 2.5 is not a positive whole number"),
         ({"project_size": [3]}, "project_size = [3] is not a positive whole number"),
     ],
 )
@@ -69,12 +69,6 @@ def test_sizes_in_megatron_arguments_that_are_no_sizes_are_told(
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert len(problems) == 1
     assert told in problems[0]
-
-
-def test_stages_without_a_known_depth_are_refused(tmp_path: Path) -> None:
-    source = write_megatron(tmp_path / "m", gpt_tensors(), pp=2, version=0)
-    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert problems == ["the checkpoint's num_layers is None; expected a positive whole number"]
 
 
 def test_added_files_that_do_not_exist_are_named_with_their_options(tmp_path: Path) -> None:
@@ -166,11 +160,24 @@ def test_the_newest_of_several_last_checkpoints_is_taken(tmp_path: Path, by_name
     assert "of step 10, the newest of several" in done.remarks[0]
 
 
-def test_token_ids_outside_the_vocabulary_are_warned_of(tmp_path: Path) -> None:
+def test_averaged_weights_that_are_left_are_told(tmp_path: Path) -> None:
+    source = tmp_path / "checkpoints"
+    source.mkdir()
+    content = {"state_dict": gpt_tensors(), "hyper_parameters": {"cfg": nemo_config()}}
+    torch.save(content, source / "gpt-step=9-last-EMA.ckpt")
+    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert "of gpt-step=9-last-EMA.ckpt give one such a name" in problems[0]
+    torch.save(content, source / "gpt-step=9-last.ckpt")
+    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert done.remarks[0].startswith("left gpt-step=9-last-EMA.ckpt")
+
+
+@pytest.mark.parametrize("end_id", ["50256", "-1"])
+def test_token_ids_outside_the_vocabulary_are_warned_of(tmp_path: Path, end_id: str) -> None:
     source = write_nemo(tmp_path / "x.nemo")
-    given = (("start_id", "0"), ("end_id", "50256"))
+    given = (("start_id", "0"), ("end_id", end_id))
     done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32", given=given))
     told = [remark for remark in done.remarks if "outside the vocabulary" in remark]
     assert len(told) == 1
-    assert told[0].startswith("end_id = 50256 lies outside the vocabulary of ")
+    assert told[0].startswith(f"end_id = {end_id} lies outside the vocabulary of ")
     assert "--set end_id=.." in told[0]

@@ -250,7 +250,7 @@ def test_too_small_a_disk_is_told_before_writing(
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(ValueError, match=r"has 1000 bytes free .* the conversion needs \d+"):
+    with pytest.raises(ValueError, match=r"has 1,000 bytes free, the conversion needs \d+"):
         convert(request(source, tmp_path))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,44 @@ def test_every_training_layout_gives_the_same_bytes(
     parts = write_nemo(tmp_path / "parts.nemo", tp=train_tp, pp=train_pp)
     expected = contents(folder(whole, tmp_path / "whole", tp_size))
     assert contents(folder(parts, tmp_path / "parts", tp_size)) == expected
+
+
+@pytest.mark.parametrize("depths", [(1, 3), (3, 1), (1, 1, 2), (0, 2, 2)])
+def test_stages_of_unequal_depth_are_joined_in_order(
+    tmp_path: Path, depths: tuple[int, ...]
+) -> None:
+    whole = write_megatron(tmp_path / "whole", gpt_tensors())
+    parts = write_megatron(tmp_path / "parts", gpt_tensors(), pp=4)
+    _merge_stages(parts, depths)
+    expected = contents(folder(whole, tmp_path / "a", 2))
+    assert contents(folder(parts, tmp_path / "b", 2)) == expected
+
+
+def _merge_stages(source: Path, depths: tuple[int, ...]) -> None:
+    """Give a checkpoint of four stages with one layer each as many stages of these depths."""
+    files = sorted(source.glob("mp_rank_*/model_optim_rng.pt"))
+    trees = [torch.load(file, weights_only=False) for file in files]
+    models = [tree["model"]["language_model"] for tree in trees]
+    layers = [
+        {k.removeprefix("layers.0."): v for k, v in model["encoder"].items() if "layers" in k}
+        for model in models
+    ]
+    final = {k: v for k, v in models[-1]["encoder"].items() if "layers" not in k}
+    first = models[0]["embedding"]
+    for stage, depth in enumerate(depths):
+        begin = sum(depths[:stage])
+        stack = {
+            f"layers.{i}.{k}": v
+            for i, layer in enumerate(layers[begin : begin + depth])
+            for k, v in layer.items()
+        }
+        last = stage == len(depths) - 1
+        models[stage]["encoder"] = stack | (final if last else {})
+        models[stage]["embedding"] = {} if stage else first
+        trees[stage]["args"].pipeline_model_parallel_size = len(depths)
+        torch.save(trees[stage], files[stage])
+    for file in files[len(depths) :]:
+        shutil.rmtree(file.parent)
 
 
 @pytest.mark.parametrize("tp_size", [2, 3])

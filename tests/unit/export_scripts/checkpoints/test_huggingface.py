@@ -101,6 +101,64 @@ def test_a_truncated_safetensors_file_names_the_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("tf_model.h5", "tf_model.h5 is TensorFlow weights: load it"),
+        ("model.Q4_K_M.gguf", "weights of llama.cpp"),
+        ("consolidated.00.pth", "the publisher's own layout"),
+        ("adapter_model.safetensors", r"merge it into its base model \(peft"),
+    ],
+)
+@pytest.mark.parametrize("configured", [True, False])
+def test_weights_in_another_form_are_named_with_the_remedy(
+    tmp_path: Path, name: str, words: str, configured: bool
+) -> None:
+    path = folder(tmp_path / "m", {})
+    (path / name).write_bytes(b"x")
+    if not configured:
+        (path / "config.json").unlink()
+    with pytest.raises(ValueError, match=words):
+        open_checkpoint(path)
+
+
+def test_a_git_lfs_pointer_is_told(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", {}) / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5\n")
+    with pytest.raises(CheckpointMismatchError, match=r"Git LFS pointer .* git lfs pull"):
+        values(path.parent)
+
+
+@pytest.mark.parametrize(("place", "words"), [(-1, "the file at"), (-20, "the file at")])
+def test_bytes_that_no_tensor_claims_are_told(tmp_path: Path, place: int, words: str) -> None:
+    path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[:place] + bytes(2) + data[place:])
+    with pytest.raises(CheckpointMismatchError, match=words):
+        values(path.parent)
+
+
+@pytest.mark.parametrize("offsets", [(4, 8), (0, 4)])
+def test_a_gap_or_an_overlap_between_tensors_is_told(
+    tmp_path: Path, offsets: tuple[int, int]
+) -> None:
+    entries = {"a": (0, 4), "b": offsets, "c": (12, 16)}
+    header = json.dumps(
+        {k: {"dtype": "F32", "shape": [1], "data_offsets": v} for k, v in entries.items()}
+    ).encode()
+    path = folder(tmp_path / "m", {}) / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    with pytest.raises(CheckpointMismatchError, match="begins at byte"):
+        values(path.parent)
+
+
+def test_a_configuration_nested_without_end_is_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", {"model.safetensors": TENSORS})
+    (path / "config.json").write_text('{"x":' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(CheckpointMismatchError, match=r"config\.json is not JSON"):
+        values(path)
+
+
+@pytest.mark.parametrize(
     "data",
     [b"", b"abc", struct.pack("<Q", 1 << 60), struct.pack("<Q", 4) + b"nope",
      struct.pack("<Q", 2) + b"[]"],

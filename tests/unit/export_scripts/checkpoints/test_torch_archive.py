@@ -252,6 +252,23 @@ def test_a_truncated_file_is_told(tmp_path: Path, legacy: bool, kept: float) -> 
         read_torch_file(path)
 
 
+def test_a_damaged_name_in_the_directory_names_the_file(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.pt", {"w": torch.ones(5)})
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(b"PK\x01\x02")  # the directory's last entry
+    data[entry + 9] |= 8  # its name is UTF-8
+    data[entry + 46] = 0xFF
+    path.write_bytes(data)
+    with pytest.raises(CheckpointMismatchError, match=r"x\.pt is truncated or damaged"):
+        read_torch_file(path)
+
+
+def test_tensors_of_few_bits_are_refused_by_their_type(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.pt", {"w": torch.ones(5).to(torch.float8_e4m3fn)})
+    with pytest.raises(CheckpointMismatchError, match=r"torch\.float8_e4m3fn; quantised"):
+        read_torch_file(path)
+
+
 def test_a_git_lfs_pointer_is_told(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(CheckpointMismatchError, match="Git LFS pointer"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,6 +70,23 @@ def test_rotary_dimensions_that_a_head_lacks_are_refused(
     source = copy_of(hugging_face, tmp_path / "s", config={"rotary_dim": dims})
     request = ConversionRequest(source, tmp_path / "out", 1, "fp32")
     assert f"rotary_dim = {dims} is not an even number" in check_conversion(request)[0]
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"n_heads": 0}, "n_heads = 0 is not a count"),
+        ({"n_heads": [16]}, "n_heads = [16] is not a count"),
+        ({"n_heads": 16, "pe_rotary_dims": 1}, "rotary_embedding (pe_rotary_dims) = 1 is not an"),
+        ({"n_heads": 16, "pe": "t5"}, "pe = 't5' cannot be represented"),
+    ],
+)
+def test_a_release_whose_configuration_cannot_be_is_refused(
+    release: Path, tmp_path: Path, told: dict[str, Any], words: str
+) -> None:
+    (release / "model.json").write_text(json.dumps(told))
+    request = ConversionRequest(release / "step_383500", tmp_path / "out", 1, "fp32")
+    assert words in "\n".join(check_conversion(request))
 
 
 def edit(release: Path, shard: int, name: str, value: float) -> None:

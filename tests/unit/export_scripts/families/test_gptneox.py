@@ -105,6 +105,23 @@ def test_sizes_of_layer_files_are_read_from_their_tensors(release: Path, tmp_pat
     assert config.rotary_embedding == 8  # two per stored frequency
 
 
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("", (True, False)),  # the release's own file leaves out what GPT-NeoX-20B has
+        ("pos-emb: rotary\n", (False, True)),  # a training run's has the library's defaults
+        ("pos-emb: rotary\ngpt-j-residual: true\nbias-gelu-fusion: true\n", (True, False)),
+    ],
+)
+def test_absent_settings_of_layer_files_have_the_defaults_of_their_kind_of_file(
+    release: Path, tmp_path: Path, lines: str, expected: tuple[bool, bool]
+) -> None:
+    with (release / "configs/20B.yml").open("a") as file:
+        file.write(lines)
+    config = converted(release, tmp_path / "out").config
+    assert (config.use_gptj_residual, config.exact_gelu) == expected
+
+
 def test_settings_of_layer_files_are_read_in_either_spelling(release: Path, tmp_path: Path) -> None:
     with (release / "configs/20B.yml").open("a") as file:
         file.write("gpt_j_residual: false\nlayernorm-epsilon: 0.001\n")

@@ -104,13 +104,20 @@ def test_bloom_has_a_name_and_no_table_of_positions(golden: Path, tmp_path: Path
     assert not reader.has("model.wpe")
 
 
-def test_a_name_with_a_percent_sign_does_not_spoil_the_configuration(
-    golden: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("/a/100%best", "100best"),
+        ("one ; two\n[gpt]", "one  two[gpt]"),
+        ("x" * 300, "x" * 120),
+        (";%", "gpt"),
+    ],
+)
+def test_a_name_does_not_spoil_the_configuration(
+    golden: Path, tmp_path: Path, name: str, kept: str
 ) -> None:
-    source = copy_of(
-        golden / "gpt2/tiny/source", tmp_path / "s", config={"_name_or_path": "/a/100%best"}
-    )
-    assert converted(source, tmp_path).config.model_name == "100best"
+    source = copy_of(golden / "gpt2/tiny/source", tmp_path / "s", config={"_name_or_path": name})
+    assert converted(source, tmp_path).config.model_name == kept
 
 
 @pytest.mark.parametrize(
@@ -124,6 +131,9 @@ def test_a_name_with_a_percent_sign_does_not_spoil_the_configuration(
         ("gpt2/tiny", {"n_layer": None}, "has no n_layer"),
         ("gpt2/tiny", {"vocab_size": "many"}, "vocab_size = 'many' is not a count"),
         ("gpt2/tiny", {"n_layer": 0}, "n_layer = 0 is not a count"),
+        ("gpt2/tiny", {"layer_norm_epsilon": float("nan")}, "layer_norm_epsilon = nan cannot be"),
+        ("gpt2/tiny", {"layer_norm_epsilon": 1e400}, "layer_norm_epsilon = inf cannot be"),
+        ("gpt2/tiny", {"layer_norm_epsilon": -1e-5}, "expected a number greater than 0"),
         ("gpt2/tiny", {"activation_function": ["relu"]}, "activation_function = ['relu'] cannot"),
         ("gpt2/tiny", {"eos_token_id": {"id": 2}}, "eos_token_id = {'id': 2} is not a token id"),
         ("gpt2/tiny", {"bos_token_id": "</s>"}, "bos_token_id = '</s>' is not a token id"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,9 +16,10 @@ import torch
 from export_scripts import families, plan
 from export_scripts.convert import ConversionRequest, convert
 from export_scripts.families.architecture import DecoderArchitecture
+from export_scripts.families.config import ModelConfig, ini_field
 from export_scripts.families.origin import Facts, Origin
 from export_scripts.families.sources import Copy, Source, StackQKV, Transpose
-from export_scripts.families.spec import ModelConfig, ModelFamily, WeightSpec, ini_field
+from export_scripts.families.spec import ModelFamily, WeightSpec
 from export_scripts.ft.reader import FTReader
 from export_scripts.validate import validate_directory
 
@@ -48,8 +50,8 @@ TOY = ModelFamily(
     architecture=toy_architecture,
     layout=(
         WeightSpec("model.wte", ("vocab_size", "hidden")),
-        WeightSpec("model.layers.{layer}.qkv.weight", ("hidden", 3, "hidden"), 2),
-        WeightSpec("model.layers.{layer}.out.weight", ("hidden", "hidden"), 0),
+        WeightSpec("model.layers.{layer}.qkv.weight", ("hidden", 3, "hidden"), split=2),
+        WeightSpec("model.layers.{layer}.out.weight", ("hidden", "hidden"), split=0),
     ),
     divisible=("head_num",),
 )
@@ -102,10 +104,18 @@ def test_a_new_family_needs_only_its_record_and_two_rows(
     assert torch.equal(reader.read("model.layers.1.out.weight", 1), tensors["1.o"].t()[3:])
 
 
-def test_every_origin_covers_its_layout() -> None:
-    """Names of a layout are either in an origin's table for some model, or the family's alone."""
+def test_origins_have_names_of_their_own_and_a_listed_family() -> None:
     names = [origin.name for origin in families.ORIGINS]
     assert len(set(names)) == len(names)
     for origin in families.ORIGINS:
         assert families.FAMILIES[origin.family.name] is origin.family
-        assert origin.accepts == tuple(dict.fromkeys(origin.accepts))
+
+
+@pytest.mark.parametrize("family", families.FAMILIES.values(), ids=families.FAMILIES)
+def test_a_layout_names_fields_and_properties_of_its_config(family: ModelFamily) -> None:
+    fields = {field.name for field in dataclasses.fields(family.config)}
+    for spec in family.layout:
+        for name in (*spec.shape, *spec.when):
+            assert isinstance(name, int) or name in fields or hasattr(family.config, name), spec
+        assert spec.split is None or 0 <= spec.split < len(spec.shape), spec
+    assert len({spec.name for spec in family.layout}) == len(family.layout)

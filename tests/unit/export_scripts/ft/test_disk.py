@@ -84,4 +84,4 @@ def test_space_is_judged_where_the_folder_will_be(tmp_path: Path) -> None:
     assert check_space(tmp_path / "not" / "yet", 1) is None
     problem = check_space(tmp_path / "not" / "yet", 1 << 62)
     assert problem is not None
-    assert f"the conversion needs {1 << 62}" in problem
+    assert f"the conversion needs {1 << 62:,}" in problem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -117,3 +118,17 @@ def test_a_chunk_stays_until_the_next_but_one(monkeypatch: pytest.MonkeyPatch) -
     second = next(chunks)
     assert bytes(first) == values[0].tobytes()
     assert bytes(second) == values[1].tobytes()
+
+
+def test_buffers_lie_in_private_memory_from_a_large_page_on() -> None:
+    """Shared memory gets no large pages, without which direct writes take twice as long."""
+    chunk = transfer.Workspace().next_chunk(1 << 20)
+    address = chunk.ctypes.data
+    assert address % (2 << 20) == 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, *_ = line.split()
+        low, high = (int(end, 16) for end in span.split("-"))
+        if low <= address < high:
+            assert permissions == "rw-p"
+            return
+    pytest.fail("the buffer is in no mapping")

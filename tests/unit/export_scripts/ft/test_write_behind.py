@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from export_scripts.ft.write_behind import WriteBehind
+from export_scripts.ft.write_behind import AtOnce, WriteBehind
 
 
 @pytest.fixture
@@ -57,3 +57,12 @@ def test_settling_hides_a_failure_that_is_known(queue: WriteBehind) -> None:
     queue.run(fail)
     queue.settle()
     queue.wait()
+
+
+def test_a_step_at_once_has_run_and_told_its_failure_when_it_returns() -> None:
+    done: list[int] = []
+    AtOnce().run(lambda: done.append(1))
+    AtOnce().run_next(lambda: done.append(2))
+    assert done == [1, 2]
+    with pytest.raises(OSError, match="broken"):
+        AtOnce().run(fail)

@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from export_scripts.families.megatron_traits import refuse_mistyped
-from export_scripts.families.origin import Facts
-from export_scripts.families.t5_config import FT_MAX_DISTANCE, FT_NORM_EPS, T5Config
+from export_scripts.families.megatron_traits import (
+    nemo_fuses_activation,
+    nemo_gelu_is_exact,
+    refuse_mistyped,
+)
+from export_scripts.families.t5_config import FT_MAX_DISTANCE, FT_NORM_EPS
 
 # NeMo's activations -> the loader's spelling. The fast- variants fuse both halves of a gate into
 # one matrix, under the names of the plain one.
@@ -33,7 +36,7 @@ _COMMON_CHOICES = (
     "activation", "bias", "normalization", "position_embedding_type", "transformer_block_type",
     "normalize_attention_scores", "layernorm_epsilon", "megatron_legacy",
     "relative_attention_num_buckets", "relative_attention_max_distance",
-    "max_position_embeddings",
+    "max_position_embeddings", "bias_activation_fusion", "bias_gelu_fusion", "openai_gelu",
 )  # fmt: skip
 
 
@@ -81,6 +84,12 @@ class NemoT5:
     def feed_forward_proj(self) -> str:
         """The loader's word."""
         return _ACTIVATIONS[self.activation]
+
+    @property
+    def exact_gelu(self) -> bool:
+        """Whether gelu is by erf; every archive of NeMo states whether its activation is fused."""
+        config = self.encoder.source
+        return nemo_gelu_is_exact(config) and not nemo_fuses_activation(config)
 
     @property
     def normalization(self) -> str:
@@ -182,6 +191,10 @@ def not_t5(traits: NemoT5) -> list[str]:
             f"activation = {traits.activation}: FT's T5 has {', '.join(_ACTIVATIONS)}",
         ),
         (
+            bool(encoder.get("openai_gelu")) and traits.activation not in ("gelu", "geglu"),
+            f"openai_gelu = true takes the place of activation = {traits.activation}",
+        ),
+        (
             traits.position not in _POSITIONS.values(),
             f"position_embedding_type = {traits.position}: FT's T5 has learned_absolute and "
             "relative",
@@ -231,32 +244,4 @@ def _stage_reasons(traits: NemoT5) -> list[str]:
             f"pipeline_model_parallel_size = {traits.pp_size}: expected a stage between, where the "
             "decoder begins"
         ]
-    stages = {"encoder": traits.split_rank, "decoder": traits.pp_size - traits.split_rank}
-    return [
-        f"{side.name}: num_layers = {depth} does not divide by its {stages[side.name]} stages: "
-        "stages of unequal depth cannot be told apart"
-        for side in (traits.encoder, traits.decoder)
-        if (depth := side.size("num_layers")) is not None and depth % stages[side.name]
-    ]
-
-
-def t5_warnings(facts: Facts, config: T5Config) -> list[str]:
-    """Return what converts but may disappoint, with the remedy."""
-    warnings = []
-    if facts.weight_data_type == "fp16":
-        warnings.append(
-            "T5 and flan-T5 were trained in bf16: in fp16 their activations are known to overflow "
-            "(answers of NaN or nonsense); convert with weight_data_type bf16 or fp32 and serve "
-            "with data_type bf16 or fp32"
-        )
-    if config.is_relative and config.relative_attention_max_distance != FT_MAX_DISTANCE:
-        warnings.append(
-            f"relative_attention_max_distance = {config.relative_attention_max_distance}: NVIDIA's "
-            f"FasterTransformer always takes {FT_MAX_DISTANCE}; serve with the pytorch engine"
-        )
-    if config.layer_norm_epsilon != FT_NORM_EPS:
-        warnings.append(
-            f"layer_norm_epsilon = {config.layer_norm_epsilon}: NVIDIA's FasterTransformer always "
-            f"takes {FT_NORM_EPS}; the pytorch engine takes the model's"
-        )
-    return warnings
+    return []

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.convert import ConversionRequest, check_conversion, convert
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.reader import FTReader
 from tests.tiny import (
@@ -320,3 +320,27 @@ def test_gelu_of_megatron_is_by_erf_unless_it_is_fused(
     source = write_megatron(tmp_path / "m", gpt_tensors(), args=args)
     folder = convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).ft_dir
     assert f"exact_gelu = {exact}" in (folder / "config.ini").read_text()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"apply_embedding_scaling": True}, "the embedding is multiplied by sqrt(hidden_size)"),
+        ({"drop_layers": [1]}, "drop_layers = [1]: layers are left out"),
+        ({"softmax_scale": 0.5}, "scores are divided by another number"),
+        ({"window_size": [4, 0]}, "window_size: FT's GPT attends to all positions"),
+    ],
+)
+def test_settings_that_no_tensor_tells_are_refused(
+    tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
+    source = write_nemo(tmp_path / "x.nemo", config=config)
+    problems = check_conversion(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
+    assert any(words in problem for problem in problems)
+
+
+@pytest.mark.parametrize("flag", ["squared_relu", "quick_geglu"])
+def test_activations_of_megatron_that_ft_lacks_are_refused(tmp_path: Path, flag: str) -> None:
+    source = write_megatron(tmp_path / "m", gpt_tensors(), args={flag: True})
+    problems = check_conversion(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
+    assert any("activation" in problem for problem in problems)

@@ -1,4 +1,4 @@
-"""NeMo, Megatron-LM and megatron-core origins of the GPT layout.
+"""NeMo 1.x and Megatron-LM origins of the GPT layout, in the names before megatron-core.
 
 Each table is a layout record's name -> where the tensor lies in the source.
 """
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gpt import GPT, HEAD, LAYER, LAYOUT, GPTConfig
+from export_scripts.families.gpt_limits import not_gpt
 from export_scripts.families.megatron_traits import (
     MegatronTraits,
     megatron_traits,
     nemo_traits,
-    not_gpt,
 )
 from export_scripts.families.origin import Facts, Origin
 from export_scripts.families.prompts import PROMPT_SOURCES, prompt_fields
@@ -23,6 +23,7 @@ from export_scripts.families.sources import Adjusted, Copy, Source, SplitQKV, Tr
 
 # GPT-2's end of text, which Megatron's converters assume when no vocabulary lies at hand.
 _GPT2_END_OF_TEXT = 50256
+_GPT2_TOKENIZER = "GPT2BPETokenizer"
 
 _ACTIVATIONS = {"gelu": "Gelu", "relu": "Relu", "silu": "Silu"}
 _NORM_SCALES = ("layernorm.weight",)
@@ -90,8 +91,9 @@ def start_and_end(facts: Facts) -> tuple[int, int]:
 
 def _assumes_gpt2(facts: Facts) -> bool:
     settings = facts.config.get("tokenizer")
-    kind = settings.get("type") if isinstance(settings, Mapping) else "GPT2BPETokenizer"
-    return str(kind) == "GPT2BPETokenizer"
+    if isinstance(settings, Mapping):
+        return settings.get("type") == _GPT2_TOKENIZER
+    return facts.config.get("tokenizer_type") in (_GPT2_TOKENIZER, None)
 
 
 def assumed_tokens_warning(facts: Facts, config: Any) -> list[str]:
@@ -123,8 +125,8 @@ def with_bias_and_norm(
 def linear_sources(target: str, source: str, *, row_split: bool) -> dict[str, Source]:
     """Return the sources of a weight (out, in) and its bias, which is whole when rows are split."""
     return {
-        f"{target}.weight": Transpose(f"{source}.weight", 1 if row_split else 0),
-        f"{target}.bias": Copy(f"{source}.bias", None if row_split else 0),
+        f"{target}.weight": Transpose(f"{source}.weight", cut=1 if row_split else 0),
+        f"{target}.bias": Copy(f"{source}.bias", cut=None if row_split else 0),
     }
 
 
@@ -151,11 +153,11 @@ _NEMO = "model.language_model."
 _NEMO_WTE = _NEMO + "embedding.word_embeddings.weight"
 _NEMO_HEAD = _NEMO + "output_layer.weight"
 _NEMO_TABLE: Mapping[str, Source] = {
-    "model.wte": Copy(_NEMO_WTE, 0),
+    "model.wte": Copy(_NEMO_WTE, cut=0),
     "model.wpe": Copy(_NEMO + "embedding.position_embeddings.weight"),
     **layer_table(_NEMO + "encoder.layers.{layer}.", "self_attention", "nkd"),
     **norm_sources("model.final_layernorm", _NEMO + "encoder.final_layernorm"),
-    HEAD: Copy(_NEMO_HEAD, 0),
+    HEAD: Copy(_NEMO_HEAD, cut=0),
 }
 
 
@@ -270,11 +272,11 @@ def _lm_weights(facts: Facts, config: GPTConfig) -> Mapping[str, Source]:  # noq
     stack = f"{_LM}{_stack_name(facts)}."
     layer = stack + "layers.{layer}."
     table: dict[str, Source] = {
-        "model.wte": Copy(_LM_WTE, 0),
+        "model.wte": Copy(_LM_WTE, cut=0),
         "model.wpe": Copy(_LM + "embedding.position_embeddings.weight"),
         **layer_table(layer, _attention_name(facts), _QKV_ORDER[_lm_version(facts)]),
         **norm_sources("model.final_layernorm", stack + "final_layernorm"),
-        HEAD: Copy(_LM_HEAD, 0),
+        HEAD: Copy(_LM_HEAD, cut=0),
     }
     for target, source in (
         ("after_attention_adapter", "adaptor1"),
@@ -300,4 +302,4 @@ MEGATRON_GPT = Origin(
     warnings=assumed_tokens_warning,
 )
 
-GPT_ORIGINS: tuple[Origin, ...] = (NEMO_GPT, MEGATRON_GPT)
+GPT_MEGATRON_ORIGINS: tuple[Origin, ...] = (NEMO_GPT, MEGATRON_GPT)

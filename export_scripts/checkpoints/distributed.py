@@ -1,0 +1,175 @@
+"""Distributed checkpoints of megatron-core: whole tensors in chunks, whatever ranks saved them.
+
+NeMo and Megatron-LM share this; what is around such a folder is theirs. Layout: megatron-core,
+dist_checkpointing/serialization.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from export_scripts.checkpoints.base import Piece
+from export_scripts.checkpoints.chunks import ChunkedTensor, stacked
+from export_scripts.checkpoints.containers import Container
+from export_scripts.checkpoints.torch_archive import read_torch_file
+from export_scripts.checkpoints.torch_dist import INDEX_NAME, TorchDistFolder
+from export_scripts.checkpoints.zarr import zarr_tensors
+from export_scripts.errors import CheckpointMismatchError, listed
+
+METADATA_NAME = "metadata.json"
+_COMMON_NAME = "common.pt"
+_MAX_METADATA_BYTES = 1 << 20
+_BACKENDS = ("torch_dist", "zarr")
+
+# A model's tensors are behind what wrapped it; the optimizer's repeat their names behind its own.
+_WRAPPERS = re.compile(r"^(?:(?:model|module)\.)+")
+_OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
+
+# Layers that are alike are stacked into one tensor, whose first axis counts them.
+_STACKED = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
+_MOST_LAYERS = 10_000
+
+# The halves of a gated projection, which some versions store apart.
+_HALVES = ("_w", "_v")
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """A distributed checkpoint.
+
+    Attributes:
+        common: What it keeps besides tensors: the arguments of Megatron-LM, for example.
+        tensors: megatron-core's names without what wrapped the model, layers numbered -> the
+            tensor as a single piece.
+        files: What it consists of, as far as the model is concerned.
+    """
+
+    common: Mapping[str, Any]
+    tensors: Mapping[str, tuple[Piece, ...]]
+    files: tuple[Path, ...]
+
+
+def is_distributed(path: Path) -> bool:
+    """Return whether a folder holds a distributed checkpoint."""
+    return (path / METADATA_NAME).is_file() or (path / INDEX_NAME).is_file()
+
+
+def read_distributed(container: Container, folder: str = "") -> Distributed:
+    """Return a distributed checkpoint that lies in a folder of an archive or on disk.
+
+    Args:
+        container: What the folder lies in.
+        folder: Its name with a slash at the end; empty for the container itself.
+
+    Raises:
+        CheckpointMismatchError: It is damaged, incomplete or unsafe.
+    """
+    where = f"{container.path}:{folder}" if folder else str(container.path)
+    backend = _backend(container, folder)
+    common: Any = None
+    if backend == "zarr":
+        found = zarr_tensors(container, folder, _is_of_model)
+    else:
+        index = TorchDistFolder(container, folder)
+        common = index.common()
+        found = index.tensors(_is_of_model)
+    if common is None:
+        region = container.find(folder + _COMMON_NAME)
+        if region is None:
+            raise CheckpointMismatchError(
+                f"{container.path} lacks {folder}{_COMMON_NAME}, which tells what was saved"
+            )
+        common = read_torch_file(region)
+    if not isinstance(common, Mapping):
+        raise CheckpointMismatchError(f"{where}: {_COMMON_NAME} does not hold a checkpoint")
+    tensors = _as_pieces(_with_joined_halves(_layers(found, where)), where)
+    stored = {values.path for (piece,) in tensors.values() for values in piece.stored}
+    own = (container.find(folder + n) for n in (METADATA_NAME, INDEX_NAME, _COMMON_NAME))
+    files = stored | {region.path for region in own if region is not None}
+    return Distributed(common, tensors, tuple(sorted(files)))
+
+
+def _is_of_model(name: str) -> bool:
+    return not _OPTIMIZER.match(name) and not name.endswith("._extra_state")
+
+
+def _backend(container: Container, folder: str) -> str:
+    """Return the backend that `metadata.json` names.
+
+    Raises:
+        CheckpointMismatchError: There is none, or one that is not known.
+    """
+    name = folder + METADATA_NAME
+    if container.find(name) is None:
+        raise CheckpointMismatchError(
+            f"{container.path} has {folder}{INDEX_NAME} but no {name}: it was saved by "
+            "torch.distributed.checkpoint without megatron-core, or not to the end; save it with "
+            "--ckpt-format torch_dist"
+        )
+    try:
+        metadata = json.loads(container.read(name, limit_bytes=_MAX_METADATA_BYTES))
+    except ValueError as error:
+        raise CheckpointMismatchError(f"{container.path}: {name} is not JSON: {error}") from error
+    backend = metadata.get("sharded_backend") if isinstance(metadata, Mapping) else None
+    if backend not in _BACKENDS:
+        raise CheckpointMismatchError(
+            f"{container.path}: {name}: sharded_backend = {backend!r}; known: "
+            f"{', '.join(_BACKENDS)}"
+        )
+    return str(backend)
+
+
+def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, ChunkedTensor]:
+    """Return the tensors by their logical names, stacks of layers taken apart.
+
+    Raises:
+        CheckpointMismatchError: Two tensors have one name.
+    """
+    tensors: dict[str, ChunkedTensor] = {}
+    twice: list[str] = []
+    for full_name, tensor in found.items():
+        name = _WRAPPERS.sub("", full_name)
+        match = _STACKED.match(name)
+        if match is None or not tensor.shape or tensor.shape[0] > _MOST_LAYERS:
+            named = {name: tensor}
+        else:
+            depth = tensor.shape[0]
+            named = {f"{match[1]}.{i}.{match[2]}": tensor.select(i) for i in range(depth)}
+        twice += [
+            f"{each} is there twice, once in {full_name}" for each in named if each in tensors
+        ]
+        tensors |= named
+    if twice:
+        raise CheckpointMismatchError(listed(twice, f"{where}: "))
+    return tensors
+
+
+def _with_joined_halves(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
+    """Return the tensors with the halves of each gated projection joined to one, as elsewhere."""
+    gate, linear = _HALVES
+    joined = dict(tensors)
+    for name, half in tensors.items():
+        bare = name.removesuffix(gate)
+        other = tensors.get(bare + linear) if name.endswith(gate) else None
+        if other is not None and (other.dtype, other.shape) == (half.dtype, half.shape):
+            joined[bare] = stacked(joined.pop(name), joined.pop(bare + linear))
+    return joined
+
+
+def _as_pieces(tensors: Mapping[str, ChunkedTensor], where: str) -> dict[str, tuple[Piece, ...]]:
+    """Return each tensor as its only piece.
+
+    Raises:
+        CheckpointMismatchError: Chunks overlap or are missing.
+    """
+    problems = [
+        f"{name}: {problem}" for name, each in tensors.items() for problem in each.problems()
+    ]
+    if problems:
+        raise CheckpointMismatchError(listed(problems, f"{where}: "))
+    return {name: (tensor.simplest(),) for name, tensor in tensors.items()}

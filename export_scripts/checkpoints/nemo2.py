@@ -1,0 +1,83 @@
+"""NeMo 2 checkpoints: a distributed checkpoint in weights/, and what it is in context/.
+
+Layout: NVIDIA/NeMo 2, nemo/lightning/ckpt_utils.py and nemo/lightning/io/mixin.py (io_dump).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from export_scripts.checkpoints.base import TensorIndex, TokenizerFile
+from export_scripts.checkpoints.containers import Container, read_yaml
+from export_scripts.checkpoints.distributed import METADATA_NAME, read_distributed
+from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
+from export_scripts.errors import CheckpointMismatchError
+
+WEIGHTS = "weights/"
+CONTEXT = "context/"
+_MODEL = CONTEXT + "model.yaml"
+# Where the files of a Hugging Face tokenizer lie, and those that came with the model.
+_TOKENIZER_FOLDERS = (CONTEXT + "nemo_tokenizer/", CONTEXT + "artifacts/")
+
+
+def is_nemo2(container: Container) -> bool:
+    """Return whether an archive or folder is a NeMo 2 checkpoint."""
+    return container.find(WEIGHTS + METADATA_NAME) is not None
+
+
+def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> TensorIndex:
+    """Return the index of a NeMo 2 checkpoint.
+
+    The configuration is that of its model, with the classes of both as `model_class` and
+    `config_class`.
+
+    Raises:
+        CheckpointMismatchError: The checkpoint is unsafe, damaged or incomplete.
+    """
+    if container.find(_MODEL) is None:
+        raise CheckpointMismatchError(
+            f"{container.path} lacks {_MODEL}, which tells its model's sizes; copy its context/ "
+            "folder too, or save it with NeMo 2.0 or newer"
+        )
+    model = read_yaml(container, _MODEL)
+    config = model.get("config")
+    if not isinstance(config, Mapping):
+        raise CheckpointMismatchError(f"{container.path}: {_MODEL} has no config of a model")
+    found = read_distributed(container, WEIGHTS)
+    return TensorIndex(
+        format="nemo2",
+        path=container.path,
+        source_config={
+            **config,
+            "model_class": _class_name(model),
+            "config_class": _class_name(config),
+            "tokenizer": model.get("tokenizer") or {},
+        },
+        tensors=found.tensors,
+        source_files=(container.path,) if container.path.is_file() else found.files,
+        tokenizer=_tokenizer_files(container, model.get("tokenizer")),
+        remarks=remarks,
+        kept=container.kept,
+        is_distributed=True,
+    )
+
+
+def _class_name(value: Mapping[str, Any]) -> str:
+    return str(value.get("_target_") or "").rpartition(".")[2]
+
+
+def _tokenizer_files(container: Container, settings: Any) -> tuple[TokenizerFile, ...]:
+    found: dict[str, TokenizerFile] = {}
+    for folder in _TOKENIZER_FOLDERS:
+        for theirs, ours in HUGGINGFACE_FILES.items():
+            region = container.find(folder + theirs)
+            if region is not None and ours not in found:
+                found[ours] = TokenizerFile(ours, region.path, region.offset, region.size)
+    path = settings.get("model_path") if isinstance(settings, Mapping) else None
+    region = container.find(CONTEXT + PurePosixPath(str(path)).name) if path else None
+    if region is not None:
+        name = "tokenizer.model"
+        found[name] = TokenizerFile(name, region.path, region.offset, region.size)
+    return tuple(found.values())

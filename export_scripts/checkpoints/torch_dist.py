@@ -1,0 +1,231 @@
+"""The `torch_dist` backend of megatron-core: `.metadata` indexes files of torch.save archives.
+
+Layout: pytorch, torch/distributed/checkpoint/metadata.py and filesystem.py; megatron-core,
+dist_checkpointing/strategies/torch.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from export_scripts.checkpoints.base import StoredTensor
+from export_scripts.checkpoints.chunks import Chunk, ChunkedTensor
+from export_scripts.checkpoints.containers import Container
+from export_scripts.checkpoints.torch_archive import Region, read_torch_file
+from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
+from export_scripts.errors import CheckpointMismatchError, listed
+
+INDEX_NAME = ".metadata"
+# Newer versions of megatron-core keep here what older ones keep in common.pt.
+_COMMON_KEY = "common_state/shard_0_1"
+
+_MODULE = "torch.distributed.checkpoint.metadata"
+# The index itself; some versions of megatron-core add notes on the optimizer to it.
+_METADATA = (
+    f"{_MODULE}.Metadata",
+    "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",
+)
+_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+
+
+class _OddIndexError(ValueError):
+    """The index holds something that torch does not write."""
+
+
+# (name of a tensor or object, where a chunk of it begins; None for an object)
+_Place = tuple[str, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Where the archive of a chunk or an object lies."""
+
+    file: str
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A tensor of the index: its whole shape, and where its chunks begin -> their shapes.
+
+    The type is empty where it is none that is read.
+    """
+
+    dtype: str
+    whole: tuple[int, ...]
+    chunks: Mapping[tuple[int, ...], tuple[int, ...]]
+
+
+class TorchDistFolder:
+    """The index of a folder in an archive or on disk.
+
+    Args:
+        container: What the folder lies in.
+        folder: Its name with a slash at the end; empty for the container itself.
+
+    Raises:
+        CheckpointMismatchError: The index is missing, damaged or unsafe.
+    """
+
+    def __init__(self, container: Container, folder: str) -> None:
+        self._container = container
+        self._folder = folder
+        region = container.find(folder + INDEX_NAME)
+        if region is None:
+            raise CheckpointMismatchError(
+                f"{container.path} lacks {folder}{INDEX_NAME}, the index of a distributed "
+                "checkpoint; copy it again with its hidden files"
+            )
+        self._source = str(region)
+        with region.open() as stream:
+            tree = unpickle(stream, source=self._source, storages={})
+        try:
+            self._tensors = dict(_tensors(tree))
+            self._entries = dict(_entries(tree))
+        except (_OddIndexError, KeyError, TypeError) as error:
+            raise CheckpointMismatchError(
+                f"{self._source} is not the index of a distributed checkpoint: {error}"
+            ) from error
+
+    def common(self) -> Any:
+        """Return what the index keeps besides tensors, or None where common.pt has it."""
+        entry = self._entries.get((_COMMON_KEY, None))
+        if entry is None:
+            return None
+        objects = read_torch_file(self._region(entry, _COMMON_KEY))
+        return objects[0] if isinstance(objects, list) and len(objects) == 1 else objects
+
+    def tensors(self, wanted: Callable[[str], bool]) -> dict[str, ChunkedTensor]:
+        """Return the tensors whose name is wanted, whether or not their chunks fit together.
+
+        Raises:
+            CheckpointMismatchError: Files are missing or truncated, or hold something else.
+        """
+        names = [name for name in self._tensors if wanted(name)]
+        problems = [
+            f"{self._source}: {name} is of a type that is not read; save the model in bf16 or fp32"
+            for name in names
+            if not self._tensors[name].dtype
+        ]
+        problems += self._lost(names)
+        if problems:
+            raise CheckpointMismatchError(problems)
+        found = {name: self._read(name, problems) for name in names}
+        if problems:
+            raise CheckpointMismatchError(listed(problems))
+        return found
+
+    def _lost(self, names: list[str]) -> list[str]:
+        """Return which files of some tensors are missing or end too early."""
+        homeless: list[str] = []
+        held: dict[str, list[_Entry]] = {}
+        for name in names:
+            for begin in self._tensors[name].chunks:
+                entry = self._entries.get((name, begin))
+                if entry is None:
+                    homeless.append(f"the chunk of {name} at {list(begin)} is in no file")
+                else:
+                    held.setdefault(entry.file, []).append(entry)
+        problems = listed(homeless, f"{self._source}: ")
+        for file, entries in sorted(held.items()):
+            region = self._container.find(self._folder + file)
+            end = max(entry.offset + entry.size for entry in entries)
+            if region is None:
+                problems.append(
+                    f"{self._container.path} lacks {self._folder}{file}, which holds "
+                    f"{len(entries)} chunks of the model"
+                )
+            elif region.size < end:
+                problems.append(
+                    f"{region} is truncated: it has {region.size} bytes, its chunks end at {end}; "
+                    "copy it again"
+                )
+        return problems
+
+    def _region(self, entry: _Entry, name: str) -> Region:
+        file = self._container.find(self._folder + entry.file)
+        if file is None or entry.offset + entry.size > file.size:
+            raise CheckpointMismatchError(
+                f"{self._container.path} lacks {self._folder}{entry.file}, or its end"
+            )
+        shown = f"{file.name}:{name}" if file.name else name
+        return Region(file.path, file.offset + entry.offset, entry.size, shown)
+
+    def _read(self, name: str, problems: list[str]) -> ChunkedTensor:
+        """Return a tensor without the chunks that are not what the index says."""
+        shape = self._tensors[name]
+        chunks = []
+        for begin, size in shape.chunks.items():
+            region = self._region(self._entries[name, begin], name)
+            values = read_torch_file(region)
+            if not isinstance(values, StoredTensor):
+                problems.append(f"{region} does not hold a tensor")
+            elif (values.shape, values.dtype) != (size, shape.dtype):
+                problems.append(
+                    f"{region} holds {values.dtype} {list(values.shape)}, its index says "
+                    f"{shape.dtype} {list(size)}"
+                )
+            else:
+                chunks.append(Chunk(begin, values))
+        return ChunkedTensor(shape.dtype, shape.whole, tuple(chunks))
+
+
+def _state(value: Any, *qualified_names: str) -> Mapping[str, Any]:
+    """Return the attributes of an object of the index, which is of some class."""
+    if (
+        not isinstance(value, Inert)
+        or value.qualified_name not in qualified_names
+        or not isinstance(value.state, Mapping)
+    ):
+        raise _OddIndexError(f"{value!r:.80} in place of a {qualified_names[0]}")
+    return value.state
+
+
+def _table(state: Mapping[str, Any], key: str) -> Mapping[Any, Any]:
+    if not isinstance(state.get(key), Mapping):
+        raise _OddIndexError(f"{key} is no table")
+    return state[key]  # type: ignore[no-any-return]
+
+
+def _numbers(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, tuple) or any(type(n) is not int or n < 0 for n in value):
+        raise _OddIndexError(f"{value!r:.80} in place of sizes")
+    return value
+
+
+def _tensors(tree: Any) -> Iterator[tuple[str, _Shape]]:
+    for name, value in _table(_state(tree, *_METADATA), "state_dict_metadata").items():
+        if getattr(value, "qualified_name", "") == f"{_MODULE}.BytesStorageMetadata":
+            continue
+        state = _state(value, f"{_MODULE}.TensorStorageMetadata")
+        properties = getattr(state["properties"], "state", None)
+        kind = properties[0] if isinstance(properties, tuple) and properties else None
+        dtype = kind.dtype if isinstance(kind, StorageType) else ""
+        if not isinstance(name, str):
+            raise _OddIndexError(f"{name!r:.80} in place of a name")
+        whole = _numbers(state["size"])
+        chunks: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for chunk in state["chunks"]:
+            box = _state(chunk, f"{_MODULE}.ChunkStorageMetadata")
+            begin, size = _numbers(box["offsets"]), _numbers(box["sizes"])
+            if not len(begin) == len(size) == len(whole):
+                raise _OddIndexError(f"a chunk of {name} has other axes than the whole")
+            if chunks.setdefault(begin, size) != size:
+                raise _OddIndexError(f"{name} has two chunks at {list(begin)}")
+        yield name, _Shape(dtype, whole, chunks)
+
+
+def _entries(tree: Any) -> Iterator[tuple[_Place, _Entry]]:
+    for index, value in _table(_state(tree, *_METADATA), "storage_data").items():
+        place = _state(index, f"{_MODULE}.MetadataIndex")
+        state = _state(value, _STORAGE_INFO)
+        name, begin = place["fqn"], place.get("offset")
+        file, numbers = state["relative_path"], _numbers((state["offset"], state["length"]))
+        if not isinstance(name, str) or not isinstance(file, str):
+            raise _OddIndexError(f"{name!r:.80} lies in no file")
+        if state.get("transform_descriptors"):
+            raise _OddIndexError(f"{name} is compressed or otherwise transformed")
+        yield (name, None if begin is None else _numbers(begin)), _Entry(file, *numbers)

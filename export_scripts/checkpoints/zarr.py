@@ -1,0 +1,152 @@
+"""The `zarr` backend of megatron-core: a folder for each tensor, a file for each chunk.
+
+Layout: zarr's storage specification, version 2; megatron-core before 0.16,
+dist_checkpointing/strategies/zarr.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from export_scripts.checkpoints.base import SOURCE_TYPES, StoredTensor
+from export_scripts.checkpoints.chunks import Chunk, ChunkedTensor
+from export_scripts.checkpoints.containers import Container
+from export_scripts.checkpoints.torch_archive import Region
+from export_scripts.errors import CheckpointMismatchError, listed
+
+_HEADER_NAME = ".zarray"
+_MAX_HEADER_BYTES = 1 << 20
+_MOST = 1_000_000
+
+# megatron-core writes bfloat16, which numpy lacks, by name.
+_TYPES = {
+    "<f8": "fp64", "<f4": "fp32", "<f2": "fp16", "bfloat16": "bf16", "<i8": "int64",
+    "<i4": "int32", "<i2": "int16", "|i1": "int8", "|u1": "uint8", "|b1": "bool",
+}  # fmt: skip
+# Key of a header -> what it may be, None standing for an absent key.
+_EXPECTED: Mapping[str, tuple[Any, ...]] = {
+    "zarr_format": (2,),
+    "order": ("C",),
+    "compressor": (None,),
+    "filters": (None, []),
+    "dimension_separator": (".", "/", None),
+    "dtype": tuple(_TYPES),
+}
+
+
+@dataclass(frozen=True)
+class _Array:
+    """What the header of an array says."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]
+    separator: str
+
+
+_NOTHING = _Array("fp32", (0,), (1,), ".")
+
+
+def zarr_tensors(
+    container: Container, folder: str, wanted: Callable[[str], bool]
+) -> dict[str, ChunkedTensor]:
+    """Return the tensors of a folder whose name is wanted.
+
+    Args:
+        container: What the folder lies in.
+        folder: Its name with a slash at the end; empty for the container itself.
+        wanted: Whether to read a tensor of some name.
+
+    Raises:
+        CheckpointMismatchError: Chunks are missing, truncated or compressed.
+    """
+    end = f"/{_HEADER_NAME}"
+    names = [
+        name.removeprefix(folder).removesuffix(end)
+        for name in container.members
+        if name.startswith(folder) and name.endswith(end)
+    ]
+    problems: list[str] = []
+    tensors = {
+        name: _read(container, f"{folder}{name}/", problems)
+        for name in filter(wanted, sorted(names))
+    }
+    if problems:
+        raise CheckpointMismatchError(listed(problems, f"{container.path}: "))
+    return tensors
+
+
+def _read(container: Container, folder: str, problems: list[str]) -> ChunkedTensor:
+    """Return an array, with no chunks where there is a problem with it."""
+    array = _header(container, folder + _HEADER_NAME, problems)
+    full_bytes = math.prod(array.chunk) * SOURCE_TYPES[array.dtype][0]
+    chunks: list[Chunk] = []
+    counts = (-(-size // step) for size, step in zip(array.shape, array.chunk, strict=True))
+    for place in itertools.product(*map(range, counts)):
+        name = folder + (array.separator.join(map(str, place)) or "0")
+        region = container.find(name)
+        if region is None:
+            problems.append(f"{name} is missing")
+        elif region.size != full_bytes:
+            problems.append(f"{name} has {region.size} bytes; expected {full_bytes}")
+        else:
+            chunks.append(_chunk(array, place, region))
+    return ChunkedTensor(array.dtype, array.shape, tuple(chunks))
+
+
+def _chunk(array: _Array, place: tuple[int, ...], region: Region) -> Chunk:
+    """Return a chunk; the last ones of an axis are stored whole and reach beyond its end."""
+    begin = tuple(i * step for i, step in zip(place, array.chunk, strict=True))
+    shape = tuple(
+        min(step, size - b) for step, size, b in zip(array.chunk, array.shape, begin, strict=True)
+    )
+    stride = tuple(math.prod(array.chunk[axis + 1 :]) for axis in range(len(shape)))
+    return Chunk(
+        begin,
+        StoredTensor(
+            path=region.path,
+            offset=region.offset,
+            dtype=array.dtype,
+            shape=shape,
+            stride=None if shape == array.chunk else stride,
+        ),
+    )
+
+
+def _header(container: Container, name: str, problems: list[str]) -> _Array:
+    """Return what a header says, or an empty array where megatron-core writes no such header."""
+    try:
+        header = json.loads(container.read(name, limit_bytes=_MAX_HEADER_BYTES))
+    except ValueError as error:
+        problems.append(f"{name} is not JSON: {error}")
+        return _NOTHING
+    found = [f"{name} is not a table"] if not isinstance(header, dict) else _oddities(header, name)
+    problems += found
+    if found:
+        return _NOTHING
+    separator = header.get("dimension_separator") or "."
+    shape, chunk = tuple(header["shape"]), tuple(header["chunks"])
+    return _Array(_TYPES[header["dtype"]], shape, chunk, separator)
+
+
+def _oddities(header: Mapping[str, Any], name: str) -> list[str]:
+    problems = [
+        f"{name}: {key} = {header.get(key)!r}; expected {choices[0]!r}, as megatron-core writes it"
+        for key, choices in _EXPECTED.items()
+        if header.get(key) not in choices
+    ]
+    shape, chunk = header.get("shape"), header.get("chunks")
+    if not _are_sizes(shape) or not _are_sizes(chunk) or len(shape) != len(chunk):
+        problems.append(f"{name}: shape = {shape!r}, chunks = {chunk!r}; expected sizes")
+    elif math.prod(-(-size // step) for size, step in zip(shape, chunk, strict=True)) > _MOST:
+        problems.append(f"{name}: more than {_MOST} chunks")
+    return problems
+
+
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(size) is int and size > 0 for size in value)

@@ -1,0 +1,235 @@
+"""Distributed checkpoints saved by megatron-core itself, by several gloo processes on the CPU.
+
+Run as a program with a plan and a rank, it is one of those processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+WORLD_SIZE = 4
+ITERATION = 100
+DEADLINE_S = 240
+
+
+@dataclass(frozen=True)
+class Save:
+    """One checkpoint to save.
+
+    Attributes:
+        archive: A .nemo archive of one training rank, whose weights the model gets. The first
+            checkpoint of an archive is to be saved by one rank; megatron-core cuts the others.
+        folder: Where the checkpoint goes.
+        tp_size: Tensor-parallel ranks that save it.
+        pp_size: Pipeline stages that save it.
+        metadata: How megatron-core names and cuts tensors.
+        prefix: What stands before the model's names.
+        with_optimizer: Also save what else training leaves: optimizer state, random states.
+    """
+
+    archive: str
+    folder: str
+    tp_size: int = 1
+    pp_size: int = 1
+    metadata: Mapping[str, bool] | None = None
+    prefix: str = ""
+    with_optimizer: bool = False
+
+
+def save_all(saves: Sequence[Save], work_dir: Path) -> None:
+    """Save checkpoints in processes of their own, which end when all is saved."""
+    plan = work_dir / "plan.json"
+    plan.write_text(json.dumps([asdict(save) for save in saves]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.megatron_core_checkpoints", str(plan)]
+    logs = [work_dir / f"rank_{rank}.log" for rank in range(WORLD_SIZE)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as out:
+            ranks.append(
+                subprocess.Popen(
+                    [*command, str(rank)], cwd=ROOT, env=environment, stdout=out, stderr=out
+                )
+            )
+    try:
+        # A rank that fails leaves the others waiting for it.
+        deadline = time.monotonic() + DEADLINE_S
+        while None in codes(ranks) and not any(codes(ranks)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert codes(ranks) == [0] * WORLD_SIZE, "".join(log.read_text()[-3000:] for log in logs)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def codes(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Return the exit status of processes, None while they run."""
+    return [process.poll() for process in ranks]
+
+
+def nemo_config(archive: Path) -> dict[str, Any]:
+    """Return the configuration in a .nemo archive."""
+    with tarfile.open(archive) as tar:
+        member = tar.extractfile("./model_config.yaml")
+        assert member is not None
+        config = yaml.safe_load(member)
+    assert isinstance(config, dict)
+    return config
+
+
+def megatron_args(config: Mapping[str, Any], save: Save) -> argparse.Namespace:
+    """Return what Megatron-LM would have called the settings of a NeMo configuration."""
+    rope = config["position_embedding_type"] == "rope"
+    groups = config["num_query_groups"]
+    return argparse.Namespace(
+        num_layers=config["num_layers"],
+        hidden_size=config["hidden_size"],
+        num_attention_heads=config["num_attention_heads"],
+        ffn_hidden_size=config["ffn_hidden_size"],
+        max_position_embeddings=config["max_position_embeddings"],
+        norm_epsilon=config["layernorm_epsilon"],
+        position_embedding_type=config["position_embedding_type"],
+        use_rotary_position_embeddings=rope,
+        normalization="RMSNorm" if config["normalization"] == "rmsnorm" else "LayerNorm",
+        swiglu=config["activation"] == "fast-swiglu",
+        add_bias_linear=config["bias"],
+        bias_gelu_fusion=True,
+        group_query_attention=groups is not None,
+        num_query_groups=groups or 1,
+        untie_embeddings_and_output_weights=not config["share_embeddings_and_output_weights"],
+        tensor_model_parallel_size=save.tp_size,
+        pipeline_model_parallel_size=save.pp_size,
+        params_dtype=torch.float32,
+    )
+
+
+def _archive_weights(archive: Path) -> dict[str, torch.Tensor]:
+    with tarfile.open(archive) as tar:
+        member = tar.extractfile("./model_weights.ckpt")
+        assert member is not None
+        state = torch.load(io.BytesIO(member.read()), weights_only=True)
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def _model(config: Mapping[str, Any], rows: int, save: Save) -> Any:
+    """Return this rank's share of megatron-core's GPTModel."""
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    gated = config["activation"] == "fast-swiglu"
+    functional = torch.nn.functional
+    normalization = "RMSNorm" if config["normalization"] == "rmsnorm" else "LayerNorm"
+    settings = TransformerConfig(
+        num_layers=config["num_layers"],
+        hidden_size=config["hidden_size"],
+        num_attention_heads=config["num_attention_heads"],
+        num_query_groups=config["num_query_groups"],
+        ffn_hidden_size=config["ffn_hidden_size"],
+        normalization=normalization,
+        gated_linear_unit=gated,
+        activation_func=functional.silu if gated else functional.gelu,
+        add_bias_linear=config["bias"],
+        tensor_model_parallel_size=save.tp_size,
+        pipeline_model_parallel_size=save.pp_size,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+    )
+    return GPTModel(
+        settings,
+        get_gpt_layer_local_spec(normalization=normalization),
+        vocab_size=rows,
+        max_sequence_length=config["max_position_embeddings"],
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type=config["position_embedding_type"],
+        share_embeddings_and_output_weights=config["share_embeddings_and_output_weights"],
+    )
+
+
+def _other_state() -> dict[str, Any]:
+    """Return what training saves besides the model: an optimizer's tensors, random states."""
+    from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+    key = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"
+    rank = torch.distributed.get_rank()
+    return {
+        "optimizer": ShardedTensor.from_rank_offsets(key, torch.ones(8), (0, rank, WORLD_SIZE)),
+        "rng_state": ShardedObject("rng_state", {"seed": 1}, (1,), (0,), replica_id=rank),
+    }
+
+
+def _save(save: Save, whole: Save | None) -> None:
+    """Save one checkpoint, of the archive's weights or of those in the checkpoint `whole`."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    config = nemo_config(Path(save.archive))
+    weights = _archive_weights(Path(save.archive))
+    if torch.distributed.get_rank() == 0:
+        Path(save.folder).mkdir(parents=True)
+    torch.distributed.barrier()
+    parallel_state.initialize_model_parallel(save.tp_size, save.pp_size)
+    model = _model(config, weights["embedding.word_embeddings.weight"].shape[0], save)
+    if whole is not None:
+        wanted = {"model": model.sharded_state_dict(prefix=whole.prefix)}
+        loaded = dist_checkpointing.load(wanted, whole.folder)["model"]
+        weights = {name.removeprefix(whole.prefix): value for name, value in loaded.items()}
+    model.load_state_dict(weights, strict=False)
+    state = {
+        "model": model.sharded_state_dict(prefix=save.prefix, metadata=save.metadata),
+        "args": megatron_args(config, save),
+        "checkpoint_version": 3.0,
+        "iteration": ITERATION,
+        **(_other_state() if save.with_optimizer else {}),
+    }
+    dist_checkpointing.save(state, save.folder)
+    parallel_state.destroy_model_parallel()
+
+
+def main() -> None:
+    """Be one rank of those that save a plan's checkpoints."""
+    plan, rank = Path(sys.argv[1]), int(sys.argv[2])
+    # megatron-core asks for CUDA's device, and puts a tied head there, wherever its weights are.
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: "cpu"
+    cuda.synchronize = lambda *_: None
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *_: self
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{plan.parent}/rendezvous", rank=rank, world_size=WORLD_SIZE
+    )
+    from megatron.core import tensor_parallel
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    filesystem_async._process_memory = lambda: 0  # only logged, and asks for psutil
+    tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
+    whole: dict[str, Save] = {}
+    for item in json.loads(plan.read_text()):
+        save = Save(**item)
+        _save(save, whole.get(save.archive))
+        whole.setdefault(save.archive, save)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

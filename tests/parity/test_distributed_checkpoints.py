@@ -1,0 +1,76 @@
+"""Distributed checkpoints saved by megatron-core's own ranks become what a classic one becomes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from export_scripts.checkpoints import open_checkpoint
+from export_scripts.convert import ConversionRequest, convert
+from tests.megatron_core_checkpoints import Save, save_all
+from tests.rank_threads import logits_of
+
+# Of the largest logit; fp32 on both sides, in another order of summation.
+TOLERANCE = 1e-5
+
+# The first of each model is saved by one rank; megatron-core cuts the others from it.
+SAVES = {
+    "gpt_whole": {"prefix": "module."},
+    "gpt_tp2_pp2": {"tp_size": 2, "pp_size": 2, "with_optimizer": True},
+    "llama_whole": {"with_optimizer": True},
+    "llama_tp2_pp2": {"tp_size": 2, "pp_size": 2, "prefix": "model."},
+    "llama_singleton": {"tp_size": 4, "metadata": {"singleton_local_shards": True}},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of all checkpoints."""
+    folder = tmp_path_factory.mktemp("saved")
+    save_all(
+        [
+            Save(str(archive(shared, name)), str(folder / name), **settings)  # type: ignore[arg-type]
+            for name, settings in SAVES.items()
+        ],
+        folder,
+    )
+    return folder
+
+
+def archive(shared: Path, name: str) -> Path:
+    """Return the classic archive with the same weights."""
+    return shared / "golden" / "gpt_mcore" / f"{name.split('_')[0]}_tp1" / "source" / "model.nemo"
+
+
+def converted(source: Path, out: Path, tp_size: int) -> Path:
+    request = ConversionRequest(source, out, tp_size, "fp32")
+    return convert(request).ft_dir
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_folders_are_those_of_the_classic_archive(
+    shared: Path, saved: Path, tmp_path: Path, name: str
+) -> None:
+    assert open_checkpoint(saved / name).format == "megatron"
+    for tp_size in (1, 2, 4):
+        expected = contents(converted(archive(shared, name), tmp_path / "classic", tp_size))
+        assert contents(converted(saved / name, tmp_path / "out", tp_size)) == expected
+
+
+@pytest.mark.parametrize("name", ["gpt_tp2_pp2", "llama_tp2_pp2"])
+def test_folders_give_the_recorded_logits(
+    shared: Path, saved: Path, tmp_path: Path, name: str
+) -> None:
+    case = archive(shared, name).parents[1]
+    prompt = json.loads((case / "greedy.json").read_text())["prompt"]
+    expected = np.load(case / "logits.npy")
+    folder = converted(saved / name, tmp_path, 2)
+    found = logits_of(folder, prompt, tp_size=2, pp_size=1).numpy()
+    assert np.abs(found - expected).max() / np.abs(expected).max() < TOLERANCE

@@ -1,0 +1,24 @@
+"""Checkpoints in a file for each training rank: NeMo's and Megatron-LM's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from export_scripts.convert import ConversionRequest, convert
+from tests.tiny import gpt_tensors, write_nemo
+
+
+def contents(source: Path, out: Path) -> dict[str, bytes]:
+    folder = convert(ConversionRequest(source, out, 2, "fp32")).ft_dir
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_names_behind_what_mixed_precision_wraps_around_a_model_are_known(tmp_path: Path) -> None:
+    tensors = gpt_tensors()
+    wrapped: dict[str, torch.Tensor] = {
+        name.replace("model.", "model.module.", 1): tensor for name, tensor in tensors.items()
+    }
+    plain = contents(write_nemo(tmp_path / "a.nemo", tensors, tp=2, pp=2), tmp_path / "a")
+    assert contents(write_nemo(tmp_path / "b.nemo", wrapped, tp=2, pp=2), tmp_path / "b") == plain
