@@ -7,20 +7,15 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from inference.evaluation import TASKS
-from inference.evaluation.end_to_end import END_TO_END_METRICS
 from inference.evaluation.gate import check_bounds
-from inference.evaluation.identity import IDENTITY_METRICS
 from inference.evaluation.options import (
-    LAMBADA_METRICS,
     REFERENCES,
     TRACKERS,
     EvaluationOptions,
-    LambadaOptions,
     LatencyOptions,
     TextTaskOptions,
     parse_shape,
 )
-from inference.evaluation.text_task import GROUPED_METRICS, TEXT_TASKS
 
 
 def check_evaluation(options: EvaluationOptions) -> list[str]:
@@ -35,27 +30,23 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     ]
     if not options.tasks:
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
-    if "end_to_end" in options.tasks and options.ensemble_name is None:
-        problems.append(
-            "evaluate.tasks has end_to_end, which asks the ensemble; the repository has none "
-            "(export.triton_deployment.ensemble=false)."
-        )
+    problems += _check_numbers(options)
+    entries = {name: TASKS[name] for name in options.tasks if name in TASKS}
+    for entry in entries.values():
+        problems += entry.check(options)
     problems += [
         f"evaluate.tasks has {name}, which only a server can do; set evaluate.reference=none."
-        for name in ("end_to_end", "identity")
-        if name in options.tasks and options.reference == "huggingface"
+        for name, entry in entries.items()
+        if entry.only_served and options.reference == "huggingface"
     ]
-    if "identity" in options.tasks:
-        problems += _check_identity(options)
-    problems += _check_numbers(options)
-    if "lambada" in options.tasks:
-        problems += _check_lambada(options.lambada)
-    for name in options.tasks:
-        if name in TEXT_TASKS:
-            problems += _check_text_task(name, options.text_tasks.get(name, TextTaskOptions()))
     problems += _check_latency(options.latency)
     known = known_metrics(options)
-    grouped = tuple(f"{metric}_" for metric in known if metric in GROUPED_METRICS)
+    grouped = tuple(
+        f"{metric}_"
+        for entry in entries.values()
+        if entry.grouped
+        for metric in entry.metrics(options)
+    )
     # Which groups there are is seen in the data, so their bounds are checked when that was read.
     whole = {name: each for name, each in options.gate.items() if not name.startswith(grouped)}
     problems += check_bounds(whole, known=known)
@@ -69,11 +60,9 @@ def known_metrics(
     options: EvaluationOptions, groups: Mapping[str, Sequence[str]] | None = None
 ) -> tuple[str, ...]:
     """Return the names of all metrics that will be measured; `groups` are those of each task."""
-    found = list(options.lambada.metrics) if "lambada" in options.tasks else []
-    found += END_TO_END_METRICS if "end_to_end" in options.tasks else ()
-    found += IDENTITY_METRICS if "identity" in options.tasks else ()
+    found: list[str] = []
     for name in options.tasks:
-        own = TEXT_TASKS[name].metrics if name in TEXT_TASKS else ()
+        own = TASKS[name].metrics(options) if name in TASKS else ()
         found += own
         found += [f"{metric}_{group}" for metric in own for group in (groups or {}).get(name, ())]
     return tuple(found)
@@ -94,96 +83,6 @@ def _check_numbers(options: EvaluationOptions) -> list[str]:
             f"evaluate.request_timeout_s={options.request_timeout_s} must be positive (seconds)."
         )
     return problems
-
-
-def _check_identity(options: EvaluationOptions) -> list[str]:
-    identity, source = options.identity, options.source_path
-    problems = [
-        f"evaluate.identity.{key}={value} must be at least 1."
-        for key, value in (
-            ("samples", identity.samples),
-            ("input_len", identity.input_len),
-            ("output_len", identity.output_len),
-        )
-        if value < 1
-    ]
-    if identity.tolerance is not None and identity.tolerance <= 0:
-        problems.append(f"evaluate.identity.tolerance={identity.tolerance} must be positive.")
-    if source is None or not (source / "config.json").is_file():
-        problems.append(
-            "evaluate.tasks has identity, which computes the source with transformers and needs a "
-            f"folder with config.json; export.model.checkpoint_path={source} is none."
-        )
-    elif find_spec("transformers") is None:
-        problems.append("the task identity needs the package transformers; install it.")
-    return problems
-
-
-def _check_lambada(lambada: LambadaOptions) -> list[str]:
-    problems = [
-        f"unknown metric {name!r} in evaluate.lambada.metrics; known: {', '.join(LAMBADA_METRICS)}."
-        for name in lambada.metrics
-        if name not in LAMBADA_METRICS
-    ]
-    if not lambada.metrics:
-        problems.append(
-            f"evaluate.lambada.metrics is empty; choose from {', '.join(LAMBADA_METRICS)}."
-        )
-    files = {"data_path": lambada.data_path, "reference_path": lambada.reference_path}
-    return [*problems, *_missing_files("lambada", files)]
-
-
-def _check_text_task(name: str, task: TextTaskOptions) -> list[str]:
-    kind, key = TEXT_TASKS[name], f"evaluate.{name}"
-    files = {
-        "data_path": task.data_path,
-        "target_path": task.target_path,
-        "prompt.table_path": task.prompt.table_path,
-        "reference_path": task.reference_path,
-    }
-    problems = _missing_files(name, files)
-    if task.data_path is None:
-        problems.append(f"{key}.data_path is needed for the task {name}.")
-    if task.target_path is not None and name != "translation":
-        problems.append(f"{key}.target_path has no meaning; only translation reads two files.")
-    if task.method not in ("generation", "log_likelihood"):
-        problems.append(
-            f"{key}.method={task.method!r} is unknown; use generation or log_likelihood."
-        )
-    if task.method == "log_likelihood" and not kind.choices:
-        problems.append(
-            f"{key}.method=log_likelihood needs a task with few answers, such as boolq."
-        )
-    if kind.package and find_spec(kind.package) is None:
-        problems.append(
-            f"the task {name} needs the package {kind.package}; install slipway[evaluate]."
-        )
-    if task.output_len is not None and task.output_len < 1:
-        problems.append(f"{key}.output_len={task.output_len} must be at least 1, or null.")
-    return problems + _check_prompt(key, task)
-
-
-def _check_prompt(key: str, task: TextTaskOptions) -> list[str]:
-    prompt = task.prompt
-    if prompt.length < 0:
-        return [f"{key}.prompt.length={prompt.length} must not be negative."]
-    if prompt.length == 0:
-        if prompt.task_id is not None or prompt.table_path is not None:
-            return [f"{key}.prompt.length=0, but a prompt table is named; give its length."]
-        return []
-    if task.method == "log_likelihood":
-        return [f"{key}.prompt cannot be used with method=log_likelihood."]
-    if (prompt.task_id is None) == (prompt.table_path is None):
-        return [f"{key}.prompt needs either task_id or table_path."]
-    return []
-
-
-def _missing_files(task: str, files: Mapping[str, Path | None]) -> list[str]:
-    return [
-        f"evaluate.{task}.{key}={path} is not a file; give an existing file, or null."
-        for key, path in files.items()
-        if path is not None and not path.is_file()
-    ]
 
 
 def _check_latency(latency: LatencyOptions) -> list[str]:

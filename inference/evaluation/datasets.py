@@ -1,9 +1,8 @@
-"""Find a data set on disk or fetch it once, with a pinned checksum; read JSON Lines strictly."""
+"""Find a data set on disk or fetch it once, with a pinned checksum; draw its samples."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import tempfile
@@ -11,10 +10,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from inference.evaluation.task import Dataset, Sample
 
 _CHUNK_BYTES = 1 << 20
-_Item = TypeVar("_Item")
 
 
 def sha256_of(path: Path) -> str:
@@ -93,41 +93,31 @@ def _download(url: str, write: Callable[[bytes], Any], *, timeout_s: float) -> s
     return digest.hexdigest()
 
 
-def read_texts(path: Path, *, field: str = "text") -> list[str]:
-    """Return the field `text` of every line of a JSON Lines file.
+def drawn(
+    samples: Sequence[Sample], *, name: str, path: str, sha256: str, limit: int | None, seed: int
+) -> tuple[Dataset, Sequence[Sample]]:
+    """Return the samples to ask and what they are drawn from.
 
-    Raises:
-        ValueError: lines that are not an object with that string field (all of them are named),
-            or no line at all.
+    Args:
+        samples: all there are.
+        name: what the data set is called.
+        path: where it came from.
+        sha256: of its content.
+        limit: how many to choose at random, kept in their own order; None takes all.
+        seed: of that choice.
     """
-    texts: list[str] = []
-    problems: list[str] = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                problems.append(f"line {number}: not JSON ({error.msg})")
-                continue
-            text = row.get(field) if isinstance(row, dict) else None
-            if not isinstance(text, str) or not text.strip():
-                problems.append(f"line {number}: no text in field {field!r}")
-                continue
-            texts.append(text)
-    if problems:
-        shown = "\n  ".join(problems[:10])
-        more = f"\n  and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise ValueError(f"{path} is not a data set of this form:\n  {shown}{more}")
-    if not texts:
-        raise ValueError(f"{path} holds no samples; expected one JSON object a line.")
-    return texts
-
-
-def draw(items: Sequence[_Item], *, limit: int | None, seed: int) -> list[_Item]:
-    """Return `limit` items chosen at random by `seed`, in their own order; all when null."""
-    if limit is None or limit >= len(items):
-        return list(items)
-    chosen = sorted(random.Random(seed).sample(range(len(items)), limit))
-    return [items[index] for index in chosen]
+    total = len(samples)
+    limited = limit is not None and limit < total
+    if limited:
+        chosen = sorted(random.Random(seed).sample(range(total), limit or 0))
+        samples = [samples[index] for index in chosen]
+    dataset = Dataset(
+        name=name,
+        path=path,
+        sha256=sha256,
+        total=total,
+        count=len(samples),
+        limit=limit if limited else None,
+        seed=seed if limited else None,
+    )
+    return dataset, samples

@@ -13,9 +13,11 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from inference.evaluation.datasets import draw
+from inference.evaluation.datasets import drawn
 from inference.evaluation.metrics import accuracy_metric
+from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import Dataset, Metric, Sample, Score, TextGenerator, WordLists
+from inference.evaluation.task_entry import TaskEntry
 
 PROMPTS = (
     "The old lighthouse stood at the end of the point, and every evening",
@@ -28,7 +30,7 @@ PROMPTS = (
     "The two brothers had not spoken since the day",
 )
 OUTPUT_LEN = 24
-AGREEMENT, STOP_WORDS, BAD_WORDS = END_TO_END_METRICS = (
+AGREEMENT, STOP_WORDS, BAD_WORDS = _METRICS = (
     "end_to_end_agreement",
     "end_to_end_stop_words",
     "end_to_end_bad_words",
@@ -52,18 +54,14 @@ class EndToEnd:
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Return the prompts."""
         samples = [Sample(index, text, target="") for index, text in enumerate(PROMPTS)]
-        chosen = draw(samples, limit=self.limit, seed=self.seed)
-        limited = len(chosen) < len(samples)
-        dataset = Dataset(
+        return drawn(
+            samples,
             name="bundled prompts",
             path="inference/evaluation/end_to_end.py",
             sha256=hashlib.sha256("\n".join(PROMPTS).encode()).hexdigest(),
-            total=len(samples),
-            count=len(chosen),
-            limit=self.limit if limited else None,
-            seed=self.seed if limited else None,
+            limit=self.limit,
+            seed=self.seed,
         )
-        return dataset, chosen
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Ask for one prompt plainly, in steps, with a stop word and with a banned word."""
@@ -89,7 +87,7 @@ class EndToEnd:
             accuracy_metric(
                 name, scores, key=name.removeprefix(f"{self.name}_"), method=_METHODS[name]
             )
-            for name in END_TO_END_METRICS
+            for name in _METRICS
         )
 
 
@@ -107,3 +105,20 @@ def _csv_record(word: str) -> str:
     record = io.StringIO()
     csv.writer(record, lineterminator="").writerow([word])
     return record.getvalue()
+
+
+def _check(options: EvaluationOptions) -> list[str]:
+    if options.ensemble_name is not None:
+        return []
+    return [
+        "evaluate.tasks has end_to_end, which asks the ensemble; the repository has none "
+        "(export.triton_deployment.ensemble=false)."
+    ]
+
+
+END_TO_END = TaskEntry(
+    make=lambda options: EndToEnd(limit=options.limit, seed=options.seed),
+    metrics=lambda _: _METRICS,
+    check=_check,
+    only_served=True,
+)

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
+from inference.evaluation import TASKS
 from inference.evaluation.baseline import Baseline, write_baseline
 from inference.evaluation.checks import check_evaluation
 from inference.evaluation.environment import describe_environment, describe_weights
@@ -29,12 +30,6 @@ from inference.evaluation.files import (
 from inference.evaluation.gate import Breach, apply_gate
 from inference.evaluation.history import append_run, comparable_history, read_history
 from inference.evaluation.html_page import render_html
-from inference.evaluation.identity import (
-    IDENTITY_METRICS,
-    generates,
-    identity_bounds,
-    identity_remedy,
-)
 from inference.evaluation.latency import measure_latency
 from inference.evaluation.markdown import render_markdown
 from inference.evaluation.options import EvaluationOptions
@@ -64,7 +59,7 @@ from inference.evaluation.runner import (
     TaskRun,
     run_task,
 )
-from inference.evaluation.task import TextGenerator
+from inference.evaluation.task import TextGenerator, generates
 from inference.evaluation.trackers import track
 
 logger = logging.getLogger(__name__)
@@ -92,7 +87,8 @@ def evaluate(
     """
     if problems := [*check_evaluation(options), *_check_batches(options, facts)]:
         raise ValueError("\n".join(problems))
-    options = replace(options, gate={**identity_bounds(options), **options.gate})
+    own_bounds = {k: v for name in options.tasks for k, v in TASKS[name].bounds(options).items()}
+    options = replace(options, gate={**own_bounds, **options.gate})
     started_at = datetime.now(timezone.utc)
     start = time.perf_counter()
     with _junit_on_failure(options.output_dir):
@@ -267,9 +263,9 @@ def _gated(report: Report, options: EvaluationOptions, baseline: Baseline | None
 
 
 def _with_remedy(breach: Breach, options: EvaluationOptions) -> Breach:
-    if breach.metric not in IDENTITY_METRICS:
-        return breach
-    return replace(breach, remedy=identity_remedy(options))
+    entries = [TASKS[name] for name in options.tasks]
+    remedies = [each.remedy(options) for each in entries if breach.metric in each.metrics(options)]
+    return replace(breach, remedy=" ".join(remedies))
 
 
 def _with_history(report: Report, history_dir: Path | None) -> Report:

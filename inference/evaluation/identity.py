@@ -18,23 +18,25 @@ import hashlib
 import random
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inference.evaluation.datasets import draw
+from inference.evaluation.datasets import drawn
 from inference.evaluation.gate import Bound
 from inference.evaluation.metrics import accuracy_metric
 from inference.evaluation.options import EvaluationOptions, IdentityOptions
 from inference.evaluation.statistics import mean_and_stderr
 from inference.evaluation.task import Dataset, Metric, Sample, Score, TextGenerator
+from inference.evaluation.task_entry import TaskEntry
 from inference.parity.tolerances import tolerance_of
 
 if TYPE_CHECKING:
     from inference.evaluation.identity_source import IdentitySource
 
-RELATIVE, LARGEST, MEAN, TOKENS = IDENTITY_METRICS = (
+RELATIVE, LARGEST, MEAN, TOKENS = _METRICS = (
     "identity_relative_difference",
     "identity_max_difference",
     "identity_mean_difference",
@@ -78,22 +80,15 @@ class Identity:
             for _ in range(self.options.samples)
         ]
         texts = [" ".join(map(str, row)) for row in rows]
-        chosen = draw(
+        dataset, samples = drawn(
             [Sample(index, text, target="") for index, text in enumerate(texts)],
-            limit=self.limit,
-            seed=self.seed,
-        )
-        limited = len(chosen) < len(texts)
-        dataset = Dataset(
             name="random token ids",
             path=str(self.source_path),
             sha256=hashlib.sha256("\n".join(texts).encode()).hexdigest(),
-            total=len(texts),
-            count=len(chosen),
-            limit=self.limit if limited else None,
+            limit=self.limit,
             seed=self.seed,
         )
-        return dataset, chosen
+        return replace(dataset, seed=self.seed), samples  # the rows themselves depend on it
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Ask the server for one row and compare its answer with the source's."""
@@ -142,24 +137,60 @@ def _difference(name: str, value: float, stderr: float, count: int) -> Metric:
     )
 
 
-def generates(model: TextGenerator) -> bool:
-    """Return whether a model answers with tokens, as encoders do not."""
-    return not {"request_output_len", "max_output_len"}.isdisjoint(model.input_names())
+def _make(options: EvaluationOptions) -> Identity:
+    assert options.source_path is not None, "checked before"
+    return Identity(
+        options=options.identity,
+        source_path=options.source_path,
+        limit=options.limit,
+        seed=options.seed,
+    )
 
 
-def identity_bounds(options: EvaluationOptions) -> dict[str, Bound]:
+def _check(options: EvaluationOptions) -> list[str]:
+    identity, source = options.identity, options.source_path
+    problems = [
+        f"evaluate.identity.{key}={value} must be at least 1."
+        for key, value in (
+            ("samples", identity.samples),
+            ("input_len", identity.input_len),
+            ("output_len", identity.output_len),
+        )
+        if value < 1
+    ]
+    if identity.tolerance is not None and identity.tolerance <= 0:
+        problems.append(f"evaluate.identity.tolerance={identity.tolerance} must be positive.")
+    if source is None or not (source / "config.json").is_file():
+        problems.append(
+            "evaluate.tasks has identity, which computes the source with transformers and needs a "
+            f"folder with config.json; export.model.checkpoint_path={source} is none."
+        )
+    elif find_spec("transformers") is None:
+        problems.append("the task identity needs the package transformers; install it.")
+    return problems
+
+
+def _bounds(options: EvaluationOptions) -> dict[str, Bound]:
     """Return the bound that holds without being asked for: what rounding explains."""
-    if "identity" not in options.tasks:
-        return {}
     tolerance = options.identity.tolerance
     if tolerance is None:
         tolerance = tolerance_of(options.identity.types)
     return {RELATIVE: Bound(max=tolerance)}
 
 
-def identity_remedy(options: EvaluationOptions) -> str:
+def _remedy(options: EvaluationOptions) -> str:
     """Return the command that names the layer and the tensor behind a deviation."""
     words = ["python", "-m", "inference.parity"]
     words += ["--checkpoint-path", str(options.source_path)]
     words += ["--ft-dir", str(options.weights_dir or "FOLDER_OF_SHARDS")]
     return f"to find the layer and the tensor: {shlex.join(words)}"
+
+
+IDENTITY = TaskEntry(
+    make=_make,
+    metrics=lambda _: _METRICS,
+    check=_check,
+    only_served=True,
+    bounds=_bounds,
+    remedy=_remedy,
+)

@@ -17,9 +17,8 @@ import torch
 from export_scripts.families.architecture import Architecture
 from export_scripts.plan import make_plan
 from export_scripts.request import OPTION_NAMES, ConversionRequest
-from inference.evaluation.identity import generates
 from inference.evaluation.options import IdentityOptions
-from inference.evaluation.task import TextGenerator
+from inference.evaluation.task import TextGenerator, generates
 from inference.parity.activations import Activations, ModelInputs, Place
 from inference.parity.huggingface import load_huggingface
 

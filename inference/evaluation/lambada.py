@@ -29,11 +29,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference.evaluation.datasets import draw, ensure_dataset, read_texts, sha256_of
+from inference.evaluation.datasets import drawn, ensure_dataset, sha256_of
 from inference.evaluation.metrics import accuracy_metric
-from inference.evaluation.options import LAMBADA_METRICS, LambadaOptions
+from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions, LambadaOptions
+from inference.evaluation.rows import read_rows
 from inference.evaluation.statistics import Z_95, mean_and_stderr
 from inference.evaluation.task import Dataset, Metric, Sample, Score, TextGenerator
+from inference.evaluation.task_entry import TaskEntry, missing_files
 
 LAST_WORD, LAST_TOKEN, PERPLEXITY = LAMBADA_METRICS
 WORD_LOG_PROB = "lambada_word_log_prob"  # per sample; what the perplexity is made of
@@ -85,23 +87,18 @@ class Lambada:
                 sha256=self.options.sha256,
                 key="evaluate.lambada.data_path",
             )
-        passages = read_texts(path)
         samples = []
-        for index, text in enumerate(passages):
-            context, word = split_last_word(text)
+        for index, row in enumerate(read_rows(path, "text")):
+            context, word = split_last_word(row["text"])
             samples.append(Sample(index=index, text=context, target=word))
-        chosen = draw(samples, limit=self.limit, seed=self.seed)
-        limited = len(chosen) < len(samples)
-        dataset = Dataset(
+        return drawn(
+            samples,
             name=path.name,
             path=str(path),
             sha256=sha256_of(path),
-            total=len(samples),
-            count=len(chosen),
-            limit=self.limit if limited else None,
-            seed=self.seed if limited else None,
+            limit=self.limit,
+            seed=self.seed,
         )
-        return dataset, chosen
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Measure the configured metrics on one passage."""
@@ -172,3 +169,27 @@ def _perplexity(scores: Sequence[Score]) -> Metric:
         method=_METHODS[PERPLEXITY],
         sample_value=WORD_LOG_PROB,
     )
+
+
+def _make(options: EvaluationOptions) -> Lambada:
+    return Lambada(
+        options=options.lambada, data_dir=options.data_dir, limit=options.limit, seed=options.seed
+    )
+
+
+def _check(options: EvaluationOptions) -> list[str]:
+    lambada, known = options.lambada, ", ".join(LAMBADA_METRICS)
+    problems = [
+        f"unknown metric {name!r} in evaluate.lambada.metrics; known: {known}."
+        for name in lambada.metrics
+        if name not in LAMBADA_METRICS
+    ]
+    if not lambada.metrics:
+        problems.append(f"evaluate.lambada.metrics is empty; choose from {known}.")
+    files = {"data_path": lambada.data_path, "reference_path": lambada.reference_path}
+    return [*problems, *missing_files("lambada", files)]
+
+
+LAMBADA = TaskEntry(
+    make=_make, metrics=lambda options: tuple(options.lambada.metrics), check=_check
+)

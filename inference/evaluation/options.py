@@ -13,7 +13,6 @@ from pathlib import Path
 from inference.evaluation.gate import Bound
 
 REFERENCES = ("none", "huggingface")  # or a file
-_WITHOUT_REFERENCE = ("identity", "end_to_end")  # they compare with what they compute
 TRACKERS = ("mlflow", "tensorboard")  # packages, and extras of this one
 LAMBADA_METRICS = ("lambada_last_word", "lambada_last_token", "lambada_perplexity")
 # OpenAI's preprocessing of the LAMBADA test set (CC BY 4.0): 5,153 lines {"text": ...}.
@@ -212,7 +211,7 @@ class EvaluationOptions:
 
     def reference_path(self, task: str) -> Path | None:
         """Return the figures that `task` is compared with, if there are any."""
-        if self.reference not in REFERENCES and task not in _WITHOUT_REFERENCE:
+        if self.reference not in REFERENCES:
             return Path(self.reference)
         if task == "lambada":
             return self.lambada.reference_path

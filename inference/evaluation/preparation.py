@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from inference.evaluation import make_task
+from inference.evaluation import TASKS
 from inference.evaluation.baseline import Baseline, read_baseline
 from inference.evaluation.checks import known_metrics
 from inference.evaluation.gate import check_bounds
@@ -35,9 +35,10 @@ class Prepared:
 
 def prepare(name: str, options: EvaluationOptions) -> Prepared:
     """Read the data and the reference of a task. Raises ValueError if they cannot be used."""
-    task = make_task(name, options)
+    entry = TASKS[name]
+    task = entry.make(options)
     dataset, samples = task.prepare()
-    path = options.reference_path(name)
+    path = None if entry.only_served else options.reference_path(name)
     reference = None if path is None else read_reference(path, task=name)
     note = "" if reference is None else reference.mismatch(dataset)
     if note:

@@ -1,4 +1,4 @@
-"""Rows of the text tasks' data files: fields for the prompt, and the right answers."""
+"""Rows of data files, read strictly: fields for the prompt, and the right answers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _WORD_START = "\u2581"  # the mark that SentencePiece puts before a word
+_MOST_SHOWN = 10
 _NLI_LABELS = ("entailment", "neutral", "contradiction")
 
 
@@ -21,53 +22,54 @@ class Row:
     group: str = ""
 
 
-def read_rows(path: Path) -> list[Mapping[str, Any]]:
-    """Return the objects of a JSON Lines file.
+def read_rows(path: Path, *texts: str) -> list[Mapping[str, Any]]:
+    """Return the objects of a JSON Lines file, each with the fields `texts`, which are not blank.
 
     Raises:
-        ValueError: a line is not an object, or there is none; all bad lines are named.
+        ValueError: lines that are no such object (all of them are named), or no line at all.
     """
     rows: list[Mapping[str, Any]] = []
-    problems: list[int] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        row = _parsed(line)
-        if row is None:
-            problems.append(number)
-        else:
-            rows.append(row)
+    problems: list[str] = []
+    # Of a file as of JSON, a line ends at a line feed only: U+2028 may stand in a string.
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(_checked(json.loads(line), texts))
+            except json.JSONDecodeError as error:
+                problems.append(f"line {number}: not JSON ({error.msg})")
+            except ValueError as error:
+                problems.append(f"line {number}: {error}")
     if problems:
-        shown = ", ".join(map(str, problems[:10]))
-        raise ValueError(f"{path} is not JSON Lines: line {shown} is no object.")
+        shown = "\n  ".join(problems[:_MOST_SHOWN])
+        more = len(problems) - _MOST_SHOWN
+        told = f"\n  and {more} more" if more > 0 else ""
+        raise ValueError(f"{path} is not a data set of this form:\n  {shown}{told}")
     if not rows:
-        raise ValueError(f"{path} holds no rows; expected one JSON object a line.")
+        raise ValueError(f"{path} holds no samples; expected one JSON object a line.")
     return rows
 
 
-def _parsed(line: str) -> Mapping[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return row if isinstance(row, dict) else None
-
-
-def _need(rows: Sequence[Mapping[str, Any]], path: Path, *names: str) -> None:
-    """Raise ValueError unless every row has the fields `names`, as text."""
-    for number, row in enumerate(rows, start=1):
-        missing = [name for name in names if not isinstance(row.get(name), str)]
-        if missing:
-            raise ValueError(
-                f"{path}, row {number}: no text in {', '.join(missing)}; it has {', '.join(row)}."
-            )
+def _checked(row: Any, texts: Sequence[str]) -> Mapping[str, Any]:
+    """Return a row that has fields of text. Raises ValueError if it is none."""
+    if not isinstance(row, dict):
+        raise ValueError("no JSON object")
+    missing = [
+        name for name in texts if not isinstance(row.get(name), str) or not row[name].strip()
+    ]
+    if missing:
+        raise ValueError(
+            f"no text in field {', '.join(missing)}; it has {', '.join(row) or 'nothing'}"
+        )
+    return row
 
 
 def _texts(row: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, value in row.items() if isinstance(value, str)}
 
 
-def boolq_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Row]:
+def boolq_rows(path: Path) -> list[Row]:
     """Return rows with `passage`, `question` and an answer that is `true` or `false`.
 
     The answer is `answer` (as NeMo's prompt-learning files have it) or `label` (SuperGLUE).
@@ -75,9 +77,8 @@ def boolq_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Row]:
     Raises:
         ValueError: a row lacks a field or has another answer.
     """
-    _need(rows, path, "passage", "question")
     found = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(read_rows(path, "passage", "question"), start=1):
         answer = str(row.get("answer", row.get("label", ""))).lower()
         answer = {"1": "true", "0": "false"}.get(answer, answer)
         if answer not in ("true", "false"):
@@ -86,15 +87,14 @@ def boolq_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Row]:
     return found
 
 
-def nli_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Row]:
+def nli_rows(path: Path) -> list[Row]:
     """Return rows with `premise`, `hypothesis` and `label`, by name or 0, 1, 2; `language` groups.
 
     Raises:
         ValueError: a row lacks a field or has another label.
     """
-    _need(rows, path, "premise", "hypothesis")
     found = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(read_rows(path, "premise", "hypothesis"), start=1):
         label = row.get("label")
         if isinstance(label, int) and 0 <= label < len(_NLI_LABELS):
             label = _NLI_LABELS[label]
@@ -105,16 +105,15 @@ def nli_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Row]:
     return found
 
 
-def summarization_rows(rows: Sequence[Mapping[str, Any]], path: Path) -> list[Row]:
+def summarization_rows(path: Path) -> list[Row]:
     """Return rows with `article` and `highlights`.
 
     Raises:
         ValueError: a row lacks a field.
     """
-    _need(rows, path, "article", "highlights")
     return [
         Row({"article": row["article"].strip().replace(" n't", "n't")}, (row["highlights"],))
-        for row in rows
+        for row in read_rows(path, "article", "highlights")
     ]
 
 
@@ -124,11 +123,9 @@ def squad_rows(path: Path) -> list[Row]:
     Raises:
         ValueError: a row lacks a field or has no answer.
     """
-    text = path.read_text(encoding="utf-8")
-    rows: Sequence[Mapping[str, Any]]
-    whole = _parsed(text)
-    rows = _official_squad(whole) if whole is not None and "data" in whole else read_rows(path)
-    _need(rows, path, "context", "question")
+    whole = _whole_file(path)
+    is_official = isinstance(whole, dict) and "data" in whole
+    rows = _official_squad(whole) if is_official else read_rows(path, "context", "question")
     found = []
     for number, row in enumerate(rows, start=1):
         targets = tuple(dict.fromkeys(map(str, row.get("answers", ()))))
@@ -136,6 +133,14 @@ def squad_rows(path: Path) -> list[Row]:
             raise ValueError(f"{path}, row {number}: no answers.")
         found.append(Row(_texts(row), targets))
     return found
+
+
+def _whole_file(path: Path) -> Any:
+    """Return a file's one JSON value; None where it is several lines of JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError:
+        return None
 
 
 def _official_squad(whole: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -160,19 +165,20 @@ def translation_rows(path: Path, target_path: Path | None) -> list[Row]:
         ValueError: the files differ in length, or a row lacks a field.
     """
     if target_path is None:
-        rows = read_rows(path)
-        _need(rows, path, "source", "target")
+        rows = read_rows(path, "source", "target")
         return [Row({"source": row["source"]}, (row["target"],)) for row in rows]
-    sources, targets = (
-        [_detokenised(line) for line in each.read_text(encoding="utf-8").splitlines()]
-        for each in (path, target_path)
-    )
+    sources, targets = _detokenised_lines(path), _detokenised_lines(target_path)
     if len(sources) != len(targets) or not sources:
         raise ValueError(
             f"{path} has {len(sources)} lines and {target_path} has {len(targets)}; they must "
             "correspond line by line."
         )
     return [Row({"source": s}, (t,)) for s, t in zip(sources, targets, strict=True)]
+
+
+def _detokenised_lines(path: Path) -> list[str]:
+    with path.open(encoding="utf-8") as file:
+        return [_detokenised(line) for line in file]
 
 
 def _detokenised(line: str) -> str:

@@ -191,6 +191,11 @@ class TextGenerator(Protocol):
         ...
 
 
+def generates(model: TextGenerator) -> bool:
+    """Return whether a model answers with tokens, as encoders do not."""
+    return not {"request_output_len", "max_output_len"}.isdisjoint(model.input_names())
+
+
 class Task(Protocol):
     """A data set, the requests that answer one of its samples, and the metrics over all."""
 

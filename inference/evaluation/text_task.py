@@ -1,7 +1,6 @@
-"""Tasks whose answer is text: BoolQ, MNLI, XNLI, SQuAD, translation, summarisation.
+"""Tasks whose answer is text: how their data is read, prompts are made and answers are scored.
 
-Each is a row of TEXT_TASKS: how its data is read and its prompt is made, and how an answer is
-scored. Prompts go as text through the ensemble; for a model tuned by p-tuning they go as token ids
+Prompts go as text through the ensemble; for a model tuned by p-tuning they go as token ids
 with the virtual tokens in front. A task with few answers can also be asked by log likelihood: the
 answer is the choice that the model finds most probable after the prompt.
 """
@@ -12,33 +11,14 @@ import array
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from inference.evaluation.datasets import draw, sha256_of
-from inference.evaluation.metrics import accuracy_metric, mean_metric
-from inference.evaluation.options import TextTaskOptions
-from inference.evaluation.rows import (
-    Row,
-    boolq_rows,
-    nli_rows,
-    read_rows,
-    squad_rows,
-    summarization_rows,
-    translation_rows,
-)
-from inference.evaluation.statistics import Z_95
+from inference.evaluation.datasets import drawn, sha256_of
+from inference.evaluation.options import EvaluationOptions, TextTaskOptions
+from inference.evaluation.rows import Row
 from inference.evaluation.task import Dataset, Metric, RequestTensors, Sample, Score, TextGenerator
-from inference.evaluation.text_scores import (
-    ROUGE_TYPES,
-    corpus_bleu,
-    equal,
-    exact_match,
-    first_sentences,
-    rouge,
-    sentence_bleu,
-    token_f1,
-)
+from inference.evaluation.task_entry import TaskEntry, missing_files
 
 ScoreAnswer = Callable[[str, Sample], dict[str, float]]
 SumUp = Callable[[Sequence[Sample], Sequence[Score]], tuple[Metric, ...]]
@@ -55,6 +35,8 @@ class TextTaskKind:
         output_len: tokens to generate.
         score: quantities of one answer; names of metrics.
         sum_up: metrics over all samples.
+        metrics: their names.
+        grouped: whether they are summed up over each group of the data too.
         choices: the answers there are, as they follow the prompt; needed for log_likelihood.
         likelihood_template: its prompt for log_likelihood, where that differs.
         package: what its metric needs installed.
@@ -67,6 +49,7 @@ class TextTaskKind:
     score: ScoreAnswer
     sum_up: SumUp
     metrics: tuple[str, ...]
+    grouped: bool = False
     choices: Mapping[str, str] = field(default_factory=dict)
     likelihood_template: str = ""
     package: str = ""
@@ -99,18 +82,14 @@ class TextTask:
         template = self.options.template or self._own_template()
         rows = self.kind.read(path, self.options)
         samples = [_sample(index, row, template, path) for index, row in enumerate(rows)]
-        chosen = draw(samples, limit=self.limit, seed=self.seed)
-        limited = len(chosen) < len(samples)
-        dataset = Dataset(
+        return drawn(
+            samples,
             name=path.name,
             path=str(path),
             sha256=sha256_of(path),
-            total=len(samples),
-            count=len(chosen),
-            limit=self.limit if limited else None,
-            seed=self.seed if limited else None,
+            limit=self.limit,
+            seed=self.seed,
         )
-        return dataset, chosen
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Ask the model for one answer and score it."""
@@ -188,143 +167,63 @@ def _most_probable(text: str, choices: Mapping[str, str], model: TextGenerator) 
     return max(scores, key=lambda answer: scores[answer])
 
 
-def _accuracy(name: str) -> SumUp:
-    """Return what sums up an accuracy, over all samples and over each group there is."""
-    method = "share of answers that equal the right one"
+def text_entry(kind: TextTaskKind) -> TaskEntry:
+    """Return the row of the table of tasks for a text task."""
 
-    def sum_up(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
-        groups = sorted({sample.group for sample in samples} - {""})
-        parts = [
-            accuracy_metric(
-                f"{name}_{group}",
-                [s for sample, s in zip(samples, scores, strict=True) if sample.group == group],
-                key=f"acc_{group}",
-                method=f"{method}, of {group}",
-                value=name,
-            )
-            for group in groups
-        ]
-        return (accuracy_metric(name, scores, key="acc", method=method), *parts)
+    def own(options: EvaluationOptions) -> TextTaskOptions:
+        return options.text_tasks.get(kind.name, TextTaskOptions())
 
-    return sum_up
+    def make(options: EvaluationOptions) -> TextTask:
+        return TextTask(kind, own(options), limit=options.limit, seed=options.seed)
+
+    return TaskEntry(
+        make=make,
+        metrics=lambda _: kind.metrics,
+        check=lambda options: _check(kind, own(options)),
+        grouped=kind.grouped,
+    )
 
 
-def _squad_score(answer: str, sample: Sample) -> dict[str, float]:
-    return {
-        "squad_exact_match": exact_match(answer, sample.all_targets),
-        "squad_f1": token_f1(answer, sample.all_targets),
+def _check(kind: TextTaskKind, task: TextTaskOptions) -> list[str]:
+    key = f"evaluate.{kind.name}"
+    files = {
+        "data_path": task.data_path,
+        "target_path": task.target_path,
+        "prompt.table_path": task.prompt.table_path,
+        "reference_path": task.reference_path,
     }
+    problems = missing_files(kind.name, files)
+    if task.data_path is None:
+        problems.append(f"{key}.data_path is needed for the task {kind.name}.")
+    if task.target_path is not None and kind.name != "translation":
+        problems.append(f"{key}.target_path has no meaning; only translation reads two files.")
+    if task.method not in ("generation", "log_likelihood"):
+        problems.append(
+            f"{key}.method={task.method!r} is unknown; use generation or log_likelihood."
+        )
+    if task.method == "log_likelihood" and not kind.choices:
+        problems.append(
+            f"{key}.method=log_likelihood needs a task with few answers, such as boolq."
+        )
+    if kind.package and find_spec(kind.package) is None:
+        problems.append(
+            f"the task {kind.name} needs the package {kind.package}; install slipway[evaluate]."
+        )
+    if task.output_len is not None and task.output_len < 1:
+        problems.append(f"{key}.output_len={task.output_len} must be at least 1, or null.")
+    return problems + _check_prompt(key, task)
 
 
-def _squad_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
-    del samples
-    matches = "share of answers equal to a right one without case, punctuation and articles"
-    shared = "mean F1 of the words that answer and best right answer share"
-    return (
-        accuracy_metric("squad_exact_match", scores, key="em", method=matches),
-        mean_metric("squad_f1", scores, key="f1", method=shared),
-    )
-
-
-def _rouge_score(answer: str, sample: Sample) -> dict[str, float]:
-    found = rouge(first_sentences(answer), sample.target)
-    return {f"summarization_{kind}": value for kind, value in found.items()}
-
-
-def _rouge_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
-    del samples
-    method = "mean F-measure of rouge-score, of the first four sentences"
-    return tuple(
-        mean_metric(f"summarization_{kind}", scores, key=kind, method=method)
-        for kind in ROUGE_TYPES
-    )
-
-
-def _bleu_score(answer: str, sample: Sample) -> dict[str, float]:
-    return {"translation_sentence_bleu": sentence_bleu(answer, sample.target)}
-
-
-def _bleu_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
-    value, half = corpus_bleu(
-        [score.answer for score in scores], [sample.target for sample in samples]
-    )
-    metric = Metric(
-        name="translation_bleu",
-        key="bleu",
-        value=value,
-        stderr=half / Z_95,
-        low=max(0.0, value - half),
-        high=min(100.0, value + half),
-        count=len(scores),
-        unit="BLEU",
-        method="sacrebleu's corpus score, 0 to 100",
-        sample_value="translation_sentence_bleu",
-        from_samples=False,
-    )
-    return (metric,)
-
-
-def _classification(
-    name: str,
-    rows: Callable[[Sequence[Mapping[str, Any]], Path], list[Row]],
-    *,
-    template: str,
-    **others: Any,
-) -> TextTaskKind:
-    """Return a task with few answers, of which one is right; its metric is the accuracy."""
-    metric = f"{name}_accuracy"
-    return TextTaskKind(
-        name=name,
-        read=lambda path, _: rows(read_rows(path), path),
-        template=template,
-        output_len=10,
-        score=lambda answer, sample: {metric: equal(answer, sample.all_targets)},
-        sum_up=_accuracy(metric),
-        metrics=(metric,),
-        **others,
-    )
-
-
-_KINDS = (
-    _classification(
-        "boolq",
-        boolq_rows,
-        template="{passage}{question}",
-        choices={"true": " yes", "false": " no"},
-        likelihood_template="{passage}\nQuestion: {question}\nAnswer:",
-    ),
-    _classification("mnli", nli_rows, template="mnli hypothesis: {hypothesis} premise: {premise}"),
-    _classification("xnli", nli_rows, template="xnli: premise: {premise} hypothesis: {hypothesis}"),
-    TextTaskKind(
-        name="squad",
-        read=lambda path, _: squad_rows(path),
-        template="question: {question} context: {context}",
-        output_len=32,
-        score=_squad_score,
-        sum_up=_squad_metrics,
-        metrics=("squad_exact_match", "squad_f1"),
-    ),
-    TextTaskKind(
-        name="translation",
-        read=lambda path, options: translation_rows(path, options.target_path),
-        template="translate English to German: {source}",
-        output_len=128,
-        score=_bleu_score,
-        sum_up=_bleu_metrics,
-        metrics=("translation_bleu",),
-        package="sacrebleu",
-    ),
-    TextTaskKind(
-        name="summarization",
-        read=lambda path, _: summarization_rows(read_rows(path), path),
-        template="summarize: {article}",
-        output_len=200,
-        score=_rouge_score,
-        sum_up=_rouge_metrics,
-        metrics=tuple(f"summarization_{kind}" for kind in ROUGE_TYPES),
-        package="rouge_score",
-    ),
-)
-TEXT_TASKS: dict[str, TextTaskKind] = {kind.name: kind for kind in _KINDS}
-# Of these there is one more for each group of the data, `<metric>_<group>`, such as a language.
-GROUPED_METRICS = ("mnli_accuracy", "xnli_accuracy")
+def _check_prompt(key: str, task: TextTaskOptions) -> list[str]:
+    prompt = task.prompt
+    if prompt.length < 0:
+        return [f"{key}.prompt.length={prompt.length} must not be negative."]
+    if prompt.length == 0:
+        if prompt.task_id is not None or prompt.table_path is not None:
+            return [f"{key}.prompt.length=0, but a prompt table is named; give its length."]
+        return []
+    if task.method == "log_likelihood":
+        return [f"{key}.prompt cannot be used with method=log_likelihood."]
+    if (prompt.task_id is None) == (prompt.table_path is None):
+        return [f"{key}.prompt needs either task_id or table_path."]
+    return []

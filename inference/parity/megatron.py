@@ -38,6 +38,8 @@ _UNFUSED = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
+# low and high frequency factor and length before the scaling, which GPTModel does not ask for.
+_LLAMA31 = [1.0, 4.0, 8192]
 _PARTS = {"attention": "self_attention.linear_proj", "mlp": "mlp.linear_fc2"}
 
 
@@ -157,6 +159,10 @@ def load_megatron(plan: ConversionPlan) -> MegatronSource:
     traits = core_traits(plan.facts)
     if traits.source.get("window_size"):
         raise ValueError("megatron-core's attention has no window without Transformer Engine")
+    names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    scaling = [getattr(plan.config, f"rotary_{name}", None) for name in names]
+    if getattr(plan.config, "rotary_scaling_type", None) == "llama3" and scaling != _LLAMA31:
+        raise ValueError(f"megatron-core scales rotary positions by {_LLAMA31}, not by {scaling}")
     state = _state(plan, traits)
     version = importlib.import_module("megatron.core").__version__
     return MegatronSource(
@@ -211,18 +217,16 @@ def _config(traits: MegatronTraits, state: Mapping[str, torch.Tensor]) -> dict[s
         "attention_dropout": 0.0,
         "use_cpu_initialization": True,
         "masked_softmax_fusion": False,
-        "bias_activation_fusion": False,
+        "bias_activation_fusion": traits.fused_gelu,
         "persist_layer_norm": False,
     }
 
 
 def _activation(traits: MegatronTraits) -> Any:
-    """Return the activation; trained with its bias fused, as is usual, gelu is the tanh form."""
-    # megatron/core/fusions/fused_bias_gelu.py
-    fused = traits.source.get("bias_activation_fusion", traits.source.get("bias_gelu_fusion"))
-    form = "none" if fused is False and traits.source.get("activation") == "gelu" else "tanh"
+    """Return the activation; megatron-core knows by functional.gelu that it has a fused kernel."""
+    tanh_gelu = functools.partial(functional.gelu, approximate="tanh")
     return {
-        "gelu": functools.partial(functional.gelu, approximate=form),
+        "gelu": functional.gelu if traits.fused_gelu or traits.exact_gelu else tanh_gelu,
         "silu": functional.silu,
         "relu": functional.relu,
     }[traits.activation]
@@ -241,6 +245,6 @@ def _model(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, Any]:
         "rotary_percent": traits.rotary_fraction,
         "rotary_base": traits.rotary_base,
         "rope_scaling": bool(scaled),
-        "rope_scaling_factor": float(source.get("rope_scaling_factor") or 8.0),
+        "rope_scaling_factor": getattr(config, "rotary_factor", None) or 8.0,
         "seq_len_interpolation_factor": traits.rotary_interpolation,
     }

@@ -19,6 +19,7 @@ from export_scripts.families.architecture import (
 )
 from export_scripts.ft.reader import FTReader
 from inference.decoding.kv_cache import CacheShape, KVCache
+from inference.model.decoder import DecoderLayer
 from inference.model.decoder_weights import load_decoder
 from inference.model.encoder import Encoder
 from inference.model.encoder_decoder import EncoderBatch, EncoderDecoder, make_decoder_step
@@ -92,6 +93,7 @@ class _Rank:
         layers: list[Any] = [
             tapped_decoder_layer(layer, f"layer {number}", self.notes)
             for number, layer in enumerate(model.layers)
+            if isinstance(layer, DecoderLayer)  # as every layer on CPU is
         ]
         model.layers = layers
         count = len(inputs.ids)

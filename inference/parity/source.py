@@ -54,9 +54,10 @@ def load_source(plan: ConversionPlan, architecture: Architecture) -> Source:
     if kind == "huggingface":
         return load_huggingface(plan.request.checkpoint_path, architecture)
     if not is_core(plan.facts):
+        library = _OTHERS.get(kind, "its own library")
         raise NoLibraryError(
-            f"this {kind} checkpoint is computed by {_OTHERS[kind]}, which is not run here; its "
-            "tensors were compared"
+            f"this {kind} checkpoint is computed by {library}, which is not run here; its tensors "
+            "were compared"
         )
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         raise NoLibraryError(

@@ -14,8 +14,8 @@ import torch
 from export_scripts.checkpoints import recognise_format
 from export_scripts.conversion import build_parts
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.config import ModelConfig
 from export_scripts.families.sources import Adjusted, Compute
-from export_scripts.families.spec import ModelConfig
 from export_scripts.ft.dtypes import torch_dtype
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.transfer import ValueRange, file_chunks

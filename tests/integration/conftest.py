@@ -17,7 +17,7 @@ from export_scripts.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.serving.ports import pick_free_ports
 from tests.conftest import ROOT
-from tests.integration.triton_process import until
+from tests.waiting import until
 
 SampleRepository = Callable[..., Path]
 
@@ -82,7 +82,7 @@ def store_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             return False
 
     try:
-        until(answers, limit_s=60)
+        until(answers, "an answer of the S3 server")
         yield url
     finally:
         server.terminate()

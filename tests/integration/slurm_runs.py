@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from launcher_scripts.run import Run
 from stages.base import Stage
 from stages.record import JobRecord, read_record
 from tests.integration.slurm_cluster import SlurmCluster, missing_programs
+from tests.waiting import until
 
 CLUSTER = (
     "cluster=bcm",
@@ -82,23 +83,16 @@ def restart_now(cluster: SlurmCluster, run: Run, stage: str) -> None:
             cluster.run("scontrol", "update", f"jobid={job_id}", "StartTime=now", check=False)
         return "PENDING" not in state
 
-    wait_until(is_waiting, "the requeueing")
+    until(is_waiting, "the requeueing")
     assert run.handles[stage].poll() is None  # a job that waits again has not ended
-    wait_until(has_started, "the new start")
+    until(has_started, "the new start")
 
 
 def wait_for_end(run: Run, stage: str) -> None:
-    wait_until(lambda: run.handles[stage].poll() is not None, f"the end of {stage}", 180)
+    until(lambda: run.handles[stage].poll() is not None, f"the end of {stage}", limit_s=180)
 
 
 def record(folder: Path, stage: str) -> JobRecord:
     found = read_record(folder / stage / "job.json")
     assert found is not None
     return found
-
-
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
-        time.sleep(0.1)

@@ -19,10 +19,6 @@ from tests.integration.command import FREE_PORTS, endpoint_of, finish, served, s
 HERE = Path(__file__).parent
 RESULTS = Path("gpt_books_5m", "export_tp2_pp1_fp16_fp32")
 MISSING = "[FT][WARNING] file /w/1/2-gpu/model.wte.bin cannot be opened, loading model fails! "
-WRONG_TYPE = (
-    "[FT][WARNING] file /w/1/2-gpu/model.wte.bin only has 100, but request 200, "
-    "loading model fails! "
-)
 
 
 @pytest.fixture(scope="module")
@@ -92,23 +88,15 @@ def test_file_that_asks_for_the_end_ends_the_server_in_order(
     assert not (folder / "endpoint.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (MISSING, "weight file /w/1/2-gpu/model.wte.bin is missing; convert the model again"),
-        (WRONG_TYPE, "its type and weight_data_type of config.ini differ"),
-        ("[ERROR] world_size (4) should equal to tensor_para_size_", "CUDA_VISIBLE_DEVICES"),
-    ],
-)
 def test_weights_that_the_backend_lacks_fail_the_stage(
-    results: Path, environment: dict[str, str], line: str, reason: str
+    results: Path, environment: dict[str, str]
 ) -> None:
     command = start(
-        *words(results, "stages=[deploy]"), environment={**environment, "FAKE_SERVER_SAYS": line}
+        *words(results, "stages=[deploy]"), environment={**environment, "FAKE_SERVER_SAYS": MISSING}
     )
     text = finish(command)
     assert command.returncode == 1, text
-    assert reason in text
+    assert "weight file /w/1/2-gpu/model.wte.bin is missing; convert the model again" in text
     assert not (results / RESULTS / "deploy" / "endpoint.json").exists()
 
 

@@ -28,8 +28,8 @@ from inference.serving.ports import pick_free_ports
 from inference.serving.supervisor import descendants
 from inference.serving.tokenizer import load_tokenizer
 from tests.conftest import ROOT
-from tests.integration.triton_process import lives, until
 from tests.tiny_text_gpt2 import write_tiny_gpt2
+from tests.waiting import lives, until
 
 pytestmark = pytest.mark.triton
 

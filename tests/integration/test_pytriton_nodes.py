@@ -19,7 +19,7 @@ from tests.integration.test_pytriton import (
     expected,
     running,
 )
-from tests.integration.triton_process import lives, until
+from tests.waiting import lives, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton]
 __all__ = ["expected", "slurm_cluster"]  # fixtures

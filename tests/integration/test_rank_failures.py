@@ -19,6 +19,7 @@ from inference.serving.ranks import threads_per_rank
 from inference.serving.supervisor import descendants
 from tests.conftest import ROOT
 from tests.ft_folders import write_gpt
+from tests.waiting import lives, until
 
 # A failed rank must be known within this time.
 NOTICE_S = 10.0
@@ -39,21 +40,6 @@ def endless(engine: Engine) -> GenerationRequest:
     return GenerationRequest((row,), padded_len=3)
 
 
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
-
-
-def wait_until_gone(pids: list[int], timeout_s: float) -> list[int]:
-    deadline = time.monotonic() + timeout_s
-    while (left := [pid for pid in pids if is_running(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return left
-
-
 @pytest.mark.parametrize(
     ("number", "message"), [(signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "has not answered")]
 )
@@ -69,9 +55,7 @@ def test_a_failed_rank_is_noticed_and_nothing_is_left(
         future = engine.submit(endless(engine)) if busy else None
         time.sleep(0.2)
         os.kill(workers[0], number)
-        began = time.monotonic()
-        while engine.healthy() is None and time.monotonic() < began + NOTICE_S:
-            time.sleep(0.05)
+        until(lambda: engine.healthy() is not None, "the engine's notice", limit_s=NOTICE_S)
         assert message in (engine.healthy() or "healthy")
         assert (engine.healthy() or "").startswith(("rank 1", "some rank"))
         if future is not None:
@@ -79,7 +63,7 @@ def test_a_failed_rank_is_noticed_and_nothing_is_left(
                 future.result(1)
         with pytest.raises(EngineFailedError, match=message):
             engine.submit(endless(engine))
-        assert wait_until_gone(workers, 5) == []
+        until(lambda: not any(map(lives, workers)), "the end of the workers")
     finally:
         engine.stop()
 
@@ -91,11 +75,8 @@ def test_failed_ranks_are_started_again_if_asked(ft_dir: Path) -> None:
         expected = engine.logits([1, 2, 3])
         (worker,) = children() - before
         os.kill(worker, signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while engine.healthy() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        while engine.healthy() is not None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: engine.healthy() is not None, "the engine's notice")
+        until(lambda: engine.healthy() is None, "the new start")
         assert engine.logits([1, 2, 3]).equal(expected)
 
 
@@ -115,7 +96,7 @@ time.sleep(600)
         workers = descendants(rank_0.pid)
         assert len(workers) == 1
         rank_0.kill()
-    assert wait_until_gone(workers, 5) == []
+    until(lambda: not any(map(lives, workers)), "the end of the workers")
 
 
 def test_undecodable_request_costs_itself_alone_and_stopping_leaves_no_worker(
@@ -133,7 +114,7 @@ def test_undecodable_request_costs_itself_alone_and_stopping_leaves_no_worker(
         assert engine.healthy() is None
         assert len(engine.logits([1, 2, 3])) == 3
         assert engine.free_lanes == engine.capacity.lanes
-    assert wait_until_gone(workers, 0) == []
+    assert not any(map(lives, workers))
 
 
 def test_every_rank_checks_the_folder(tmp_path: Path) -> None:

@@ -24,7 +24,6 @@ from tests.integration.slurm_runs import (
     restart_now,
     slurm_cluster,  # noqa: F401
     wait_for_end,
-    wait_until,
 )
 from tests.unit.launcher_scripts.toy_stages import (
     EnvironmentStage,
@@ -34,6 +33,7 @@ from tests.unit.launcher_scripts.toy_stages import (
     WriteStage,
     settings,
 )
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
 
@@ -80,7 +80,7 @@ def test_use_of_gpu_memory_is_written_down_on_every_node(
     run = make_run(stage)
     assert run.run_all(wait=False) == 0
     memory = tmp_path / "patient" / f"memory_{run.handles['patient'].job_id}.csv"
-    wait_until(lambda: memory.exists() and memory.read_text().count("\n") == 2, "two lines")
+    until(lambda: memory.exists() and memory.read_text().count("\n") == 2, "two lines")
     stage.target.parent.mkdir(exist_ok=True)
     stage.target.with_suffix(".go").touch()
     wait_for_end(run, "patient")
@@ -96,9 +96,7 @@ def test_failed_stage_cancels_the_rest(tmp_path: Path, capsys: pytest.CaptureFix
     assert run.run_all(wait=True) == 1
     shown = capsys.readouterr().out
     assert "write failed: the disk is on fire; use water" in shown
-    wait_until(
-        lambda: run.handles["environment"].poll() == "cancelled", "the end of the dependent job"
-    )
+    until(lambda: run.handles["environment"].poll() == "cancelled", "the end of the dependent job")
     waited_for = f"afterok:{run.handles['write'].job_id}"
     assert record(tmp_path, "environment").error in (
         f"never started: what it waited for ({waited_for}) did not succeed",
@@ -123,7 +121,7 @@ def test_refused_job_is_explained_and_nothing_stays_queued(
 def test_cancelled_job_is_known_without_accounting(tmp_path: Path) -> None:
     run = make_run(SleepStage(settings(tmp_path, "sleep")))
     assert run.run_all(wait=False) == 0
-    wait_until((tmp_path / "out" / "target.pid").exists, "the start of the job")
+    until((tmp_path / "out" / "target.pid").exists, "the start of the job")
     run.handles["sleep"].stop(60)
     assert run.handles["sleep"].poll() == "cancelled"
 
@@ -143,7 +141,7 @@ def test_job_that_is_warned_by_a_signal_requeues_itself_and_ends_well(
     run = make_run(stage)
     assert run.run_all(wait=False) == 0
     job_id = run.handles["twice"].job_id
-    wait_until(stage.first_path.exists, "the first start")
+    until(stage.first_path.exists, "the first start")
     slurm_cluster.run("scancel", "--batch", "--signal=USR2", job_id)
     restart_now(slurm_cluster, run, "twice")
     wait_for_end(run, "twice")

@@ -21,7 +21,7 @@ import pytest
 from launcher_scripts.console import Console
 from launcher_scripts.job_folder import make_job
 from launcher_scripts.launchers.slurm import SlurmLauncher
-from launcher_scripts.stage_configs import Context, build_stage
+from launcher_scripts.stage_table import Context, build_stage
 from launcher_scripts.sweep import Combination, Outcome, run_sweep
 from stages.base import Resources, StageError
 from stages.convert import ConvertStage
@@ -37,7 +37,6 @@ from tests.integration.slurm_runs import (
     restart_now,
     slurm_cluster,  # noqa: F401
     wait_for_end,
-    wait_until,
 )
 from tests.unit.launcher_scripts.toy_stages import (
     EnvironmentStage,
@@ -46,6 +45,7 @@ from tests.unit.launcher_scripts.toy_stages import (
     WriteStage,
     settings,
 )
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("reachable")]
 SECTIONS: dict[str, Any] = {name: {} for name in ("export", "convert", "deploy", "evaluate")}
@@ -133,17 +133,17 @@ def test_conversion_that_is_requeued_preempted_and_loses_its_node_ends_with_the_
     run = make_run(stage)
     assert run.run_all(wait=False) == 0
     job_id = run.handles["convert"].job_id
-    wait_until(stage.stuck_path(1).exists, "the first quarter")
+    until(stage.stuck_path(1).exists, "the first quarter")
     slurm_cluster.run("scontrol", "requeue", job_id)
     restart_now(slurm_cluster, run, "convert")
-    wait_until(stage.stuck_path(2).exists, "the second quarter")
+    until(stage.stuck_path(2).exists, "the second quarter")
     node = record(results, "convert").host
     slurm_cluster.run(
         "sbatch", "--partition=urgent", "--exclusive", f"--nodelist={node}", "--output=/dev/null",
         "--wrap=sleep 1",
     )  # fmt: skip
     restart_now(slurm_cluster, run, "convert")
-    wait_until(stage.stuck_path(3).exists, "the third quarter")
+    until(stage.stuck_path(3).exists, "the third quarter")
     node = record(results, "convert").host
     assert not stage.ft_dir.exists()
     slurm_cluster.kill_node(node)
@@ -154,7 +154,7 @@ def test_conversion_that_is_requeued_preempted_and_loses_its_node_ends_with_the_
     assert last.state == "completed", f"{last}\n{slurm_cluster.logs()}"
     assert last.host != node
     assert digests(stage.ft_dir) == digests(sample_weights(2))
-    wait_until(
+    until(
         lambda: slurm_cluster.run("sinfo", "-h", "-o", "%T").split() == ["idle"], "an idle cluster"
     )
 
@@ -192,7 +192,7 @@ def test_one_failure_in_an_array_stops_only_its_own_chain(tmp_path: Path) -> Non
     assert [each.state for each in outcomes] == ["failed", "completed"]
     waiting = outcomes[0].run
     assert waiting is not None
-    wait_until(
+    until(
         lambda: waiting.handles["environment"].poll() == "cancelled", "the end of the dependent job"
     )
     assert record(tmp_path / "2", "environment").dependency.startswith("aftercorr:")

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from inference.serving.ports import pick_free_ports
 from inference.serving.process_place import ProcessPlace
 from tests.conftest import ROOT
 from tests.ft_folders import write_bert, write_gpt
+from tests.waiting import until
 
 PROGRAM = """
 import logging, sys
@@ -67,18 +67,12 @@ def words_of(process: subprocess.Popen[str]) -> str:
 
 
 def until_problem(meeting: Meeting) -> str:
-    deadline = time.monotonic() + NOTICE_S
-    while (problem := meeting.problem()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return problem
+    until(lambda: meeting.problem() is not None, "a problem of the meeting")
+    return meeting.problem() or ""
 
 
 def until_present(meeting: Meeting, rank: int) -> None:
-    deadline = time.monotonic() + NOTICE_S
-    while not meeting.store.check([f"who/{rank}"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: meeting.store.check([f"who/{rank}"]), f"the coming of rank {rank}")
 
 
 def test_the_store_listens_at_its_address_alone() -> None:
@@ -129,9 +123,7 @@ def test_a_killed_rank_fails_the_engine(tmp_path: Path, start: Start) -> None:
     folder = write_gpt(tmp_path, tp_size=2)
     with Engine(folder, tp_size=2, device="cpu", options=options, meeting=meeting) as engine:
         other.kill()
-        deadline = time.monotonic() + NOTICE_S
-        while engine.healthy() is None and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(lambda: engine.healthy() is not None, "the engine's notice")
         reason = engine.healthy() or ""
     assert "rank 1" in reason
 

@@ -16,7 +16,8 @@ from tritonclient.utils import InferenceServerException
 from inference.client import main
 from inference.serving.client import TritonClient
 from inference.serving.server import ServerStartError, TritonServer
-from tests.integration.triton_process import lives, new_server, processes, until
+from tests.integration.triton_process import new_server, processes
+from tests.waiting import lives, until
 
 pytestmark = pytest.mark.triton
 
@@ -267,7 +268,7 @@ def test_dead_worker_fails_requests_and_takes_the_model_out_of_service(
             os.kill(worker, signal.SIGKILL)
             with pytest.raises(InferenceServerException, match="rank 1"):
                 in_flight.result(20)
-            until(lambda: not client.is_ready(MODEL), limit_s=20)
+            until(lambda: not client.is_ready(MODEL), "the model's failure")
             assert not client.is_ready()
             assert f"{MODEL} is out of service: rank 1" in (server.failure() or "")
             with pytest.raises(InferenceServerException):

@@ -23,11 +23,10 @@ from inference.serving.server import ServerStartError, TritonServer
 from tests.integration.triton_process import (
     DOUBLE,
     add_model,
-    lives,
     new_server,
     processes,
-    until,
 )
+from tests.waiting import lives, until
 
 pytestmark = pytest.mark.triton
 
@@ -207,7 +206,7 @@ def test_killed_owner_takes_the_whole_server_along(tmp_path: Path) -> None:
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
-    until(lambda: not [pid for pid in running if lives(pid)], limit_s=15)
+    until(lambda: not [pid for pid in running if lives(pid)])
 
 
 def test_crash_of_the_server_is_noticed_and_its_stub_ends(tmp_path: Path) -> None:
@@ -225,7 +224,7 @@ def test_killed_supervisor_leaves_no_process_behind(tmp_path: Path) -> None:
     server.start(timeout_s=60)
     running = processes(server)
     os.kill(running[0], signal.SIGKILL)
-    until(lambda: not [pid for pid in running if lives(pid)], limit_s=15)
+    until(lambda: not [pid for pid in running if lives(pid)])
     server.stop()
 
 

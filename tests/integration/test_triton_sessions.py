@@ -110,6 +110,29 @@ def test_streamed_turns_end_in_the_answer_that_comes_whole(
     assert _whole(frames[-1]) == expected
 
 
+def test_a_session_forgets_what_its_memory_does_not_hold(
+    client: TritonClient, greedy_cases: list[dict[str, Any]]
+) -> None:
+    turns = [greedy_cases[0]["input_ids"][:6], [5, 6], [7]]
+
+    def talk(session: int, memory_len: int) -> list[int]:
+        shown: list[int] = []
+        for number, prompt in enumerate(turns):
+            lengths = {"session_len": SESSION_LEN, "memory_len": memory_len}
+            turn = SessionTurn(session, starts=number == 0, ends=number == len(turns) - 1)
+            shown = _whole(client.infer(MODEL, _request(prompt, **lengths), turn=turn))
+        return shown
+
+    everything, little = talk(70, SESSION_LEN), talk(71, 8)
+    assert everything == _talk(client, 72, turns)
+    assert len(little) == len(everything)
+    assert little[:6] == everything[:6]
+    assert little != everything
+    short = _request(turns[0], session_len=SESSION_LEN, memory_len=5)
+    with pytest.raises(InferenceServerException, match="memory_len: Memory size too low"):
+        client.infer(MODEL, short, turn=SessionTurn(73, starts=True, ends=True))
+
+
 def test_http_holds_sessions_too(server: TritonServer, client: TritonClient) -> None:
     with TritonClient(server.http_url, protocol="http", timeout_s=60) as http:
         assert _talk(http, 30, [[5, 6, 7], [8]]) == _talk(client, 31, [[5, 6, 7], [8]])

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from export_scripts.convert import ConversionRequest, convert
-from export_scripts.families.architecture import PromptTask
+from export_scripts.families.config import PromptTask
 from export_scripts.families.prompts import P_PROMPT_TUNING
 from export_scripts.ft.config_ini import read_config, write_config
 from export_scripts.triton.repository import RepositoryRequest, build_repository

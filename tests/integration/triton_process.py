@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from inference.serving.server import TritonServer
@@ -47,19 +45,3 @@ def processes(server: TritonServer) -> list[int]:
     """Return the ids of everything a running server consists of."""
     assert server.pid is not None
     return [server.pid, *descendants(server.pid)]
-
-
-def lives(pid: int) -> bool:
-    """Return whether a process runs (one that ended and waits to be collected does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(condition: Callable[[], bool], *, limit_s: float = 10.0) -> None:
-    """Wait for a condition; fail if it does not come true in time."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition was not met in time"
-        time.sleep(0.02)

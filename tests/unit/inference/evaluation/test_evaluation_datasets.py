@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.datasets import draw, ensure_dataset, read_texts
+from inference.evaluation.datasets import drawn, ensure_dataset
+from inference.evaluation.rows import read_rows
+from inference.evaluation.task import Sample
 
 CONTENT = b'{"text": "a b"}\n'
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
@@ -65,7 +67,7 @@ def test_every_malformed_line_is_named(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "fine here"}\nnot json\n{"words": 1}\n\n{"text": " "}\n')
     with pytest.raises(ValueError, match="is not a data set") as caught:
-        read_texts(path)
+        read_rows(path, "text")
     assert [f"line {number}" in str(caught.value) for number in (1, 2, 3, 5)] == [
         False,
         True,
@@ -74,16 +76,33 @@ def test_every_malformed_line_is_named(tmp_path):
     ]
 
 
+def test_a_separator_of_lines_inside_a_text_ends_no_line(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "one\u2028two\x85three"}\n', encoding="utf-8")
+    assert [row["text"] for row in read_rows(path, "text")] == ["one\u2028two\x85three"]
+
+
 def test_an_empty_data_set_is_refused(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("\n")
     with pytest.raises(ValueError, match="holds no samples"):
-        read_texts(path)
+        read_rows(path, "text")
+
+
+def draw(**choice):
+    samples = [Sample(index, str(index), target="") for index in range(100)]
+    return drawn(samples, name="n", path="p", sha256="s", **choice)
 
 
 def test_a_draw_is_repeatable_and_in_order():
-    items = list(range(100))
-    drawn = draw(items, limit=10, seed=7)
-    assert drawn == draw(items, limit=10, seed=7) == sorted(drawn)
-    assert drawn != draw(items, limit=10, seed=8)
-    assert draw(items, limit=None, seed=7) == items
+    dataset, chosen = draw(limit=10, seed=7)
+    assert chosen == draw(limit=10, seed=7)[1] == sorted(chosen, key=lambda each: each.index)
+    assert chosen != draw(limit=10, seed=8)[1]
+    assert (dataset.total, dataset.count, dataset.limit, dataset.seed) == (100, 10, 10, 7)
+
+
+@pytest.mark.parametrize("limit", [None, 100, 1000])
+def test_all_samples_are_asked_unless_the_limit_is_lower(limit):
+    dataset, chosen = draw(limit=limit, seed=7)
+    assert [each.index for each in chosen] == list(range(100))
+    assert (dataset.count, dataset.limit, dataset.seed) == (100, None, None)

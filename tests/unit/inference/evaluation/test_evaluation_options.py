@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from inference.evaluation import TASKS
 from inference.evaluation.checks import check_evaluation
 from inference.evaluation.gate import Bound
 from inference.evaluation.options import (
@@ -22,7 +23,8 @@ from inference.evaluation.options import (
     TextTaskOptions,
     parse_shape,
 )
-from inference.evaluation.text_task import TEXT_TASKS
+from inference.evaluation.text_task import text_entry
+from inference.evaluation.text_tasks import TEXT_TASKS
 
 
 def problems(**changes) -> list[str]:
@@ -124,7 +126,7 @@ def test_problems_of_text_tasks_are_told(task, changes, told):
 
 def test_a_task_s_package_is_asked_for(monkeypatch):
     kind = replace(TEXT_TASKS["translation"], package="not_installed_anywhere")
-    monkeypatch.setitem(TEXT_TASKS, "translation", kind)
+    monkeypatch.setitem(TASKS, "translation", text_entry(kind))
     options = {"translation": TextTaskOptions(data_path=Path(__file__))}
     assert problems(tasks=("translation",), text_tasks=options) == [
         "the task translation needs the package not_installed_anywhere; install slipway[evaluate]."

@@ -114,7 +114,7 @@ def test_unusable_data_is_told_in_junit(options, model, passages, tmp_path):
 def test_unusable_data_leaves_an_earlier_report_alone(options, model, tmp_path, passages):
     evaluate(options(), FACTS, model=model)
     passages.write_text("{}\n")
-    with pytest.raises(ValueError, match="no text in field 'text'"):
+    with pytest.raises(ValueError, match="no text in field text"):
         evaluate(options(), FACTS, model=model)
     assert files(tmp_path / "out") == sorted(FILE_NAMES)
 

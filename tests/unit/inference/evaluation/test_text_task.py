@@ -20,7 +20,8 @@ from inference.evaluation.text_scores import (
     rouge,
     token_f1,
 )
-from inference.evaluation.text_task import TEXT_TASKS, TextTask, read_table
+from inference.evaluation.text_task import TextTask, read_table
+from inference.evaluation.text_tasks import TEXT_TASKS
 from tests.fake_model import VIRTUAL_ID
 
 
@@ -194,11 +195,11 @@ def test_summaries_are_scored_by_rouge(tmp_path, fake_model):
 @pytest.mark.parametrize(
     ("name", "row", "told"),
     [
-        ("boolq", {"passage": "p"}, "row 1: no text in question; it has passage"),
+        ("boolq", {"passage": "p"}, "line 1: no text in field question; it has passage"),
         ("boolq", {"passage": "p", "question": "q", "answer": "maybe"}, "the answer is 'maybe'"),
         ("mnli", {"premise": "p", "hypothesis": "h", "label": 3}, "the label is 3, not one of"),
         ("squad", {"context": "c", "question": "q"}, "row 1: no answers"),
-        ("summarization", {"article": "a"}, "no text in highlights"),
+        ("summarization", {"article": "a"}, "no text in field highlights"),
     ],
 )
 def test_rows_that_do_not_fit_are_told(tmp_path, name, row, told):
@@ -212,14 +213,6 @@ def test_a_template_may_use_only_fields_of_the_data(tmp_path):
         data_path=lines(tmp_path / "data", BOOLQ[0]), template="{passage} {title}"
     )
     with pytest.raises(ValueError, match="no field 'title' for the template"):
-        TextTask(TEXT_TASKS["boolq"], options).prepare()
-
-
-def test_lines_that_are_no_objects_are_all_named(tmp_path):
-    path = tmp_path / "data"
-    path.write_text('{"passage": "p"}\n[]\n\nnothing\n')
-    options = TextTaskOptions(data_path=path)
-    with pytest.raises(ValueError, match="line 2, 4 is no object"):
         TextTask(TEXT_TASKS["boolq"], options).prepare()
 
 
