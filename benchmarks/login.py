@@ -18,19 +18,31 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "transformers", "tritonclient", "numpy")
 SAMPLE = ["export=gpt3/sample"]
+# Name -> arguments, and whether the command is to succeed.
 COMMANDS = {
-    "--help": ["--help"],
-    "--cfg job": [*SAMPLE, "--cfg", "job"],
-    "dry run of four stages": [*SAMPLE, "dry_run=true"],
-    "refused tensor-parallel size": [*SAMPLE, "export.model.tensor_model_parallel_size=3"],
+    "--help": (["--help"], True),
+    "--cfg job": ([*SAMPLE, "--cfg", "job"], True),
+    "dry run of four stages": ([*SAMPLE, "dry_run=true"], True),
+    "refused tensor-parallel size": (
+        [*SAMPLE, "export.model.tensor_model_parallel_size=3"],
+        False,
+    ),
 }
 
 
-def seconds(words: list[str]) -> float:
-    """Return the wall time of one command."""
+def seconds(words: list[str], *, succeeds: bool) -> float:
+    """Return the wall time of one command.
+
+    Raises:
+        RuntimeError: It ended otherwise than it has to.
+    """
     start = time.perf_counter()
-    subprocess.run([sys.executable, "main.py", *words], cwd=ROOT, capture_output=True)
-    return time.perf_counter() - start
+    done = subprocess.run([sys.executable, "main.py", *words], cwd=ROOT, capture_output=True)
+    passed = time.perf_counter() - start
+    if (done.returncode == 0) is not succeeds:
+        said = done.stderr.decode(errors="replace")
+        raise RuntimeError(f"main.py {' '.join(words)} ended with {done.returncode}: {said}")
+    return passed
 
 
 def heavy_modules(words: list[str]) -> int:
@@ -54,10 +66,10 @@ def main() -> None:
     args = parser.parse_args()
     print("| main.py | median s | min..max s | heavy modules |")
     print("|---|---|---|---|")
-    for name, words in COMMANDS.items():
+    for name, (words, succeeds) in COMMANDS.items():
         with tempfile.TemporaryDirectory() as folder:
             words = [*words, f"base_results_dir={folder}"] if "=" in words[0] else words
-            times = [seconds(words) for _ in range(args.repeats + 1)][1:]
+            times = [seconds(words, succeeds=succeeds) for _ in range(args.repeats + 1)][1:]
             print(
                 f"| {name} | {statistics.median(times):.2f} "
                 f"| {min(times):.2f}..{max(times):.2f} | {heavy_modules(words)} |"

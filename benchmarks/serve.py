@@ -142,7 +142,7 @@ def main() -> None:
             )
         )
         server.start(timeout_s=300)
-        client = TritonClient(server.grpc_url)
+        client = stack.enter_context(TritonClient(server.grpc_url))
 
         def ask_engine(ids: Sequence[int]) -> None:
             engine.generate(parse_request(tensors(ids, args.output_len), engine.limits))

@@ -90,15 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     generate = commands.add_parser("generate", help="text in, text out, through the ensemble")
-    generate.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue")
-    generate.add_argument("--file", type=Path, help="further prompts, one on each line")
-    generate.add_argument("--json", action="store_true", help="print a JSON list of lists of texts")
-    generate.add_argument(
-        "--rows-per-request", type=int, default=1, help="prompts in one request (default 1)"
-    )
-    generate.add_argument(
-        "--in-flight", type=int, default=DEFAULT_IN_FLIGHT, help="requests sent at the same time"
-    )
+    _add_prompts(generate)
     _add_generation(generate)
     generate.set_defaults(run=_generate)
 
@@ -137,6 +129,18 @@ def _add_connection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-u", "--url", help="host:port (default localhost:8001, http 8000)")
     parser.add_argument("-i", "--protocol", choices=PROTOCOLS, default=None)
     parser.add_argument("--timeout-s", type=float, default=None, help="limit of each request")
+
+
+def _add_prompts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue")
+    parser.add_argument("--file", type=Path, help="further prompts, one on each line")
+    parser.add_argument("--json", action="store_true", help="print a JSON list of lists of texts")
+    parser.add_argument(
+        "--rows-per-request", type=int, default=1, help="prompts in one request (default 1)"
+    )
+    parser.add_argument(
+        "--in-flight", type=int, default=DEFAULT_IN_FLIGHT, help="requests sent at the same time"
+    )
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from inference.decoding.beam_search import BeamRow, PooledBeamRow
-from inference.decoding.candidates import Candidates, GroupKey, fetch, select
+from inference.decoding.candidates import Candidates, GroupKey, fetch, known_best, select
 from inference.decoding.processors import pick_lanes, process_logits
 from inference.decoding.results import RowResult, RowStep
 from inference.decoding.rows import RowRequest
@@ -84,17 +84,24 @@ class BatchDecoder:
         return self._rows[handle].lanes
 
     @torch.inference_mode()
-    def step(self, handles: Sequence[int], logits: torch.Tensor) -> list[RowStep]:
+    def step(
+        self, handles: Sequence[int], logits: torch.Tensor, best: torch.Tensor | None = None
+    ) -> list[RowStep]:
         """Choose the next token of every lane of the given rows, none of which has finished.
 
         Args:
             handles: rows that take a step; not all that were added need to.
             logits: (N, V) fp32, or wider where the vocabulary is padded, with the lanes of the
                 rows in the order of `handles`; left as it is.
+            best: (N, 2) int32 where already known: the bits of each best logit, and its token.
         """
         groups = self._group(handles, logits)
         steps: dict[int, RowStep] = {}
-        for group, candidates in zip(groups, self._candidates(groups, logits), strict=True):
+        if best is not None and all(group.key.is_plain for group in groups):
+            found = [known_best(best, logits[:, : self.config.vocab_size])]
+        else:
+            found = self._candidates(groups, logits)
+        for group, candidates in zip(groups, found, strict=True):
             if isinstance(group.rows[0][1], SamplingRow):
                 steps.update(self._sample(group, candidates))
             else:

@@ -100,14 +100,20 @@ class KVCache:
         return lanes[:, 0], lanes[:, 1]
 
     def copy(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
-        """Copy tokens among lanes, all at once: (source, target, first token, end) each.
+        """Copy tokens among lanes: (source, target, first token, end) each.
 
         Sources are read before any target is written, so lanes may swap. The source WIPE stands
-        for zeros, those of `prefix_source` for a loaded prefix.
+        for zeros, those of `prefix_source` for a loaded prefix. A lane that is its own source
+        forgets, after all that, what comes before these tokens: they move to its beginning.
         """
+        self._copy([move for move in moves if move[0] != move[1]])
+        self._copy([move for move in moves if move[0] == move[1]])
+
+    def _copy(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
         saved = [self._values(source, start, stop) for source, _, start, stop in moves]
-        for (_, target, start, stop), values in zip(moves, saved, strict=True):
-            room = self._data[:, target, :, :, start:stop]
+        for (source, target, start, stop), values in zip(moves, saved, strict=True):
+            first = 0 if source == target else start
+            room = self._data[:, target, :, :, first : first + stop - start]
             if values is None:
                 room.zero_()
             else:

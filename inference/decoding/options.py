@@ -15,6 +15,7 @@ from inference.decoding.tensor_fields import TensorFields
 from inference.decoding.word_lists import Words, read_word_lists
 
 MAX_TOP_K = 1024
+DEFAULT_TOP_P_MIN = 1e-6
 MAX_BEAM_WIDTH = 64
 
 
@@ -34,7 +35,7 @@ class RowOptions:
     len_penalty: float = 0.0
     beam_search_diversity_rate: float = 0.0
     top_p_decay: float = 1.0
-    top_p_min: float = 1e-6
+    top_p_min: float = DEFAULT_TOP_P_MIN
     top_p_reset_id: int = -1
     random_seed: int = 0
     bad_words: Words = ()
@@ -49,10 +50,9 @@ class RowOptions:
         return self.beam_width == 1 and (self.top_k == 1 or self.temperature == 0)
 
 
-def normalise_selection(top_k: int | None, top_p: float | None) -> tuple[int, float, list[str]]:
+def normalise_selection(top_k: int, top_p: float) -> tuple[int, float, list[str]]:
     """Return the effective (top_k, top_p) and a warning for each value that was clamped."""
-    k = 0 if top_k is None else top_k
-    p = 0.0 if top_p is None else float(np.float32(top_p))
+    k, p = top_k, float(np.float32(top_p))
     warnings = []
     if k > MAX_TOP_K:
         warnings.append(f"runtime_top_k={k} is clamped to {MAX_TOP_K}")
@@ -66,16 +66,10 @@ def normalise_selection(top_k: int | None, top_p: float | None) -> tuple[int, fl
     return k, min(max(p, 0.0), 1.0), warnings
 
 
-def normalise_decay(
-    decay: float | None, minimum: float | None, reset_id: int | None
-) -> tuple[float, float, int]:
-    """Return (top_p_decay, top_p_min, top_p_reset_id) as the nucleus decay uses them."""
-    d = 1.0 if decay is None or not 0 < decay <= 1 else float(np.float32(decay))
-    if minimum is None:
-        low = float(np.float32(1e-6))
-    else:
-        low = float(np.float32(minimum)) if 0 < minimum <= 1 else 0.5
-    return d, low, -1 if reset_id is None else reset_id
+def normalise_decay(decay: float, minimum: float) -> tuple[float, float]:
+    """Return (top_p_decay, top_p_min) as the nucleus decay uses them."""
+    d = float(np.float32(decay)) if 0 < decay <= 1 else 1.0
+    return d, float(np.float32(minimum)) if 0 < minimum <= 1 else 0.5
 
 
 def read_options(
@@ -141,16 +135,14 @@ def _selection_columns(fields: TensorFields, warnings: list[str]) -> dict[str, l
 
 
 def _decay_columns(fields: TensorFields) -> dict[str, list[Any]]:
-    decays: list[float | None] = [None] * fields.batch
-    minima: list[float | None] = [None] * fields.batch
-    if "top_p_decay" in fields.tensors:
-        decays = [*fields.floats("top_p_decay", default=1.0, per_row=True)]
-    if "top_p_min" in fields.tensors:
-        minima = [*fields.floats("top_p_min", default=0.5, per_row=True)]
-    resets = fields.integers("top_p_reset_ids", default=-1, per_row=True)
-    rows = [normalise_decay(*row) for row in zip(decays, minima, resets, strict=True)]
-    names = ("top_p_decay", "top_p_min", "top_p_reset_id")
-    return {name: [row[i] for row in rows] for i, name in enumerate(names)}
+    decays = fields.floats("top_p_decay", default=1.0, per_row=True)
+    minima = fields.floats("top_p_min", default=DEFAULT_TOP_P_MIN, per_row=True)
+    rows = [normalise_decay(*row) for row in zip(decays, minima, strict=True)]
+    return {
+        "top_p_decay": [decay for decay, _ in rows],
+        "top_p_min": [minimum for _, minimum in rows],
+        "top_p_reset_id": fields.integers("top_p_reset_ids", default=-1, per_row=True),
+    }
 
 
 def _beam_widths(fields: TensorFields) -> list[int]:

@@ -121,7 +121,7 @@ def _forbid(x: torch.Tensor, rules: Sequence[LaneRules], vocab_size: int) -> Non
     pairs = [
         (i, r.forbidden_id)
         for i, r in enumerate(rules)
-        if r.forbidden_id is not None and r.forbidden_id < vocab_size
+        if r.forbidden_id is not None and 0 <= r.forbidden_id < vocab_size
     ]
     if pairs:
         index = _to(x, np.asarray(pairs, np.int64))  # (count, 2)

@@ -108,13 +108,18 @@ class _Parser:
                 got = f"{value.dtype} {list(value.shape)}"
                 self.problems.append(f"input_ids: expected integers of shape [B,S], got {got}")
             raise RequestError(self.problems)
-        lengths, output_lens = self._lengths(), self._output_lens()
+        lengths = self.fields.lengths(
+            self.names.input_lengths,
+            width=self.ids.shape[1],
+            may_be_empty=not self.limits.encoder_decoder,
+        )
+        output_lens = self._output_lens()
         options, warnings = read_options(
             self.fields, start_id=self.limits.start_id, end_id=self.limits.end_id
         )
         prompts = read_prompts(self.fields, self.limits)
-        ia3_tasks = self._ia3_tasks()
-        session = self._session(output_lens)
+        ia3_tasks = self.fields.ia3_tasks(self.limits.ia3_num_tasks)
+        session = self._session(output_lens, prompts)
         self._check_special_ids(options)
         self._check_room(output_lens, prompts)
         inputs = [tuple(row[:n].tolist()) for row, n in zip(self.ids, lengths, strict=True)]
@@ -139,24 +144,7 @@ class _Parser:
             known |= _CONTEXT
         if "input_ids" not in self.fields.tensors:
             self.problems.append("input_ids: required input is missing")
-        for name in sorted(set(self.fields.tensors) - known):
-            self.problems.append(f"{name}: unknown input; this model takes {sorted(known)}")
-
-    def _lengths(self) -> list[int]:
-        assert self.ids is not None
-        name, width = self.names.input_lengths, self.ids.shape[1]
-        lengths = self.fields.required_integers(name)
-        if lengths is None:
-            return [0] * self.fields.batch
-        if width == 0 and not self.limits.encoder_decoder:
-            for b, length in enumerate(lengths):
-                if length != 0:
-                    self.problems.append(f"{name}[{b}]={length} must be 0: input_ids is empty")
-            return lengths
-        for b, length in enumerate(lengths):
-            if not 1 <= length <= width:
-                self.problems.append(f"{name}[{b}]={length} must be in [1, {width}]")
-        return [min(max(length, 0), width) for length in lengths]
+        self.fields.check_names(known)
 
     def _output_lens(self) -> list[int]:
         name = self.names.output_len
@@ -168,19 +156,9 @@ class _Parser:
                 self.problems.append(f"{name}[{b}]={output_len} must be >= 1")
         return output_lens
 
-    def _ia3_tasks(self) -> list[int | None]:
-        if "ia3_tasks" not in self.fields.tensors:
-            return [None] * self.fields.batch
-        tasks = self.fields.integers("ia3_tasks", default=0)
-        count = self.limits.ia3_num_tasks
-        if count == 0:
-            self.problems.append("ia3_tasks: this model has no IA3 adapters; omit the tensor")
-        for b, task in enumerate(tasks):
-            if count and not 0 <= task < count:
-                self.problems.append(f"ia3_tasks[{b}]={task} must be in [0, {count})")
-        return [*tasks]
-
-    def _session(self, output_lens: list[int]) -> tuple[int | None, int | None]:
+    def _session(
+        self, output_lens: list[int], prompts: list[PromptTable | None]
+    ) -> tuple[int | None, int | None]:
         assert self.ids is not None
         sizes: dict[str, int | None] = {"session_len": None, "memory_len": None}
         for name in sizes:
@@ -190,7 +168,9 @@ class _Parser:
                 if len(set(values)) > 1:
                     self.problems.append(f"{name} must be identical for all rows of a request")
         session_len, memory_len = sizes["session_len"], sizes["memory_len"]
-        prompt_len, longest = self.ids.shape[1], max(output_lens)
+        before = max(p.cached_len if p else 0 for p in prompts)
+        # An empty prompt is the start id.
+        prompt_len, longest = max(self.ids.shape[1], 1) + before, max(output_lens)
         if session_len is not None and prompt_len + longest > session_len:
             self.problems.append(
                 f"session_len: Session size too low ({session_len}): prompt ({prompt_len}) + "

@@ -80,7 +80,7 @@ class SamplingRow:
     def forbidden_id(self) -> int | None:
         """The end id while the row is too short to end, if it is one of the vocabulary."""
         o = self.options
-        too_short = self.generated < o.min_length and o.end_id < self._vocab_size
+        too_short = self.generated < o.min_length and 0 <= o.end_id < self._vocab_size
         return o.end_id if too_short else None
 
     @property

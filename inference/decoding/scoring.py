@@ -18,12 +18,12 @@ def context_log_prob(logits: torch.Tensor, next_ids: Sequence[int], *, vocab_siz
     Args:
         logits: (T, V) fp32 or wider, unprocessed, of positions t .. t+T-1 of a prompt. A prompt
             may be given in pieces; their scores add up.
-        next_ids: the token after each position, T of them. Virtual tokens, outside the
-            vocabulary, have no score.
+        next_ids: the token after each position, T of them. Virtual tokens, whose ids are negative
+            or outside the vocabulary, have no score.
         vocab_size: how many of the columns are real.
     """
     assert len(next_ids) == len(logits), f"{len(next_ids)} tokens for {len(logits)} positions"
-    scored = [t for t, token in enumerate(next_ids) if token < vocab_size]
+    scored = [t for t, token in enumerate(next_ids) if 0 <= token < vocab_size]
     if not scored:
         return 0.0
     x = pad_vocabulary(logits[:, :vocab_size])  # (T, X)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,41 @@ class TensorFields:
         """Return one boolean per row, False where the tensor is absent."""
         values = self._values(name, "b", "BOOL", False)
         return values or [False] * self.batch
+
+    def check_names(self, known: Collection[str]) -> None:
+        """Note inputs that the model does not know."""
+        for name in sorted(set(self.tensors) - set(known)):
+            self.problems.append(f"{name}: unknown input; this model takes {sorted(known)}")
+
+    def lengths(self, name: str, *, width: int, may_be_empty: bool = False) -> list[int]:
+        """Return the true tokens of each row of a tensor of `width` columns; bad ones are clipped.
+
+        `may_be_empty` allows rows without tokens where there are no columns.
+        """
+        least = 0 if may_be_empty and width == 0 else 1
+        lengths = self.required_integers(name)
+        if lengths is None:
+            return [0] * self.batch
+        self.problems += [
+            f"{name}[{b}]={length} must be in [{least}, {width}]"
+            for b, length in enumerate(lengths)
+            if not least <= length <= width
+        ]
+        return [min(max(length, 0), width) for length in lengths]
+
+    def ia3_tasks(self, count: int) -> list[int | None]:
+        """Return the IA3 task of each row, of `count` that are loaded; None where not asked for."""
+        name = "ia3_tasks"
+        if name not in self.tensors:
+            return [None] * self.batch
+        if count == 0:
+            self.problems.append(f"{name}: this model has no IA3 adapters; omit the tensor")
+            return [None] * self.batch
+        tasks = self.integers(name, default=0)
+        for b, task in enumerate(tasks):
+            if not 0 <= task < count:
+                self.problems.append(f"{name}[{b}]={task} must be in [0, {count})")
+        return [*tasks]
 
     def required_integers(self, name: str) -> list[int] | None:
         """Return one integer per row, or None (and a problem) where the tensor is missing."""

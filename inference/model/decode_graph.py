@@ -2,117 +2,209 @@
 
 A graph serves the first B lanes with caches up to S tokens; B and S come in few sizes, so that few
 graphs are recorded, each when it is first needed. Lanes without a token in a step compute on a
-scratch lane, and nobody reads the result.
+scratch lane, and nobody reads the result. The best token of each lane is chosen inside the graph:
+all that greedy rows bring to the host in a step is one number and its logit.
 """
 
-# Shapes: B lanes of a graph, S cached tokens it looks at, V vocabulary
+# Shapes: B lanes of a graph, S cached tokens it looks at, R numbers of a lane, E hidden,
+#         V vocabulary
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from inference.decoding.kv_cache import KVCache
 from inference.model.decoder import Decoder
 from inference.model.layers import cuda_kernels
-from inference.model.step import AttentionGroup, Segment, Step, attention_bias
+from inference.model.step import AttentionGroup, AttentionRules, Step, attention_bias
+from inference.parallel.layout import ParallelLayout
 
 _LEAST_LENGTH = 256
 _WARM_UPS = 2  # libraries choose and allocate in the first runs, which must not be recorded
 
 
+class GraphModel(Protocol):
+    """What graphs record: one stage of a model, one new token in each lane.
+
+    `idle` are the numbers of a lane without a token, such as the scratch lane to write to.
+    """
+
+    layout: ParallelLayout
+    cache: KVCache
+    device: torch.device
+    idle: tuple[int, ...]
+
+    def room(self, lanes: int) -> torch.Tensor:
+        """Return an empty (lanes, E), to receive hidden states in."""
+        ...
+
+    def forward(
+        self, numbers: torch.Tensor, hidden: torch.Tensor | None, length: int
+    ) -> torch.Tensor:
+        """Return the stage's output (B, E), of the last one its logits (B, V) fp32.
+
+        Args:
+            numbers: Of each lane (R, B) int64.
+            hidden: Output of the stage before (B, E), None on the first.
+            length: No lane sees more tokens.
+        """
+        ...
+
+
 @dataclass(frozen=True)
-class _Graph:
+class DecodeGraph:
+    """One graph and what it reads and writes."""
+
     graph: torch.cuda.CUDAGraph
-    inputs: torch.Tensor  # (3, B) int64: token ids, positions, lanes to write to
-    logits: torch.Tensor  # (B, V) fp32
+    numbers: torch.Tensor  # (R, B) int64
+    hidden: torch.Tensor | None  # (B, E), from the stage before
+    output: torch.Tensor  # (B, E) or (B, V)
+    best: torch.Tensor | None  # (B, 2) int32: bits of the best logit, and its token
+    idle: tuple[int, ...]
+    host: torch.Tensor  # like numbers, in pinned memory
+    ran: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+
+    def fill(self, lanes: Sequence[int], *rows: Sequence[int]) -> None:
+        """Set the numbers of some lanes, as many rows of them as `idle` has."""
+        self.ran.synchronize()  # a step before may not have read its numbers yet
+        host = self.host.numpy()
+        host[:] = [[number] for number in self.idle]
+        host[:, lanes] = rows
+        self.numbers.copy_(self.host, non_blocking=True)
+
+    def run(self) -> None:
+        """Run the step; `output` and `best` are overwritten."""
+        self.graph.replay()
+        self.ran.record()
+
+
+def of_lanes(values: torch.Tensor, lanes: Sequence[int]) -> torch.Tensor:
+    """Return the rows of some lanes in their order, without a copy where they are the first."""
+    if list(lanes) == list(range(len(lanes))):
+        return values[: len(lanes)]
+    return values[list(lanes)]
 
 
 class DecodeGraphs:
-    """The graphs of one rank of a model in one stage; the sums over its ranks are part of them."""
+    """The graphs of one rank's stage; the sums over the ranks of the stage are part of them."""
 
-    def __init__(self, model: Decoder, cache: KVCache) -> None:
+    def __init__(self, model: GraphModel) -> None:
         self._model = model
-        self._cache = cache
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[int, int], DecodeGraph] = {}
         self._pool: Any = None  # memory that all graphs share
-        self._kernels = cuda_kernels()
 
-    def run(self, ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
-        """Return this rank's logits of one new token per lane, (segments, V) fp32, in their order.
-
-        The result is overwritten by the next call.
-        """
-        lanes = [segment.lane for segment in segments]
-        graph = self._graph(max(lanes) + 1, max(segment.stop for segment in segments))
-        graph.inputs.copy_(self._inputs(graph.inputs.shape[1], ids, segments), non_blocking=True)
-        graph.graph.replay()
-        if lanes == list(range(len(lanes))):
-            return graph.logits[: len(lanes)]
-        return graph.logits[lanes]
-
-    def _inputs(self, width: int, ids: Sequence[int], segments: Sequence[Segment]) -> torch.Tensor:
-        """Return (3, width) in pinned memory."""
-        rows = [[0] * width, [0] * width, [self._cache.scratch_lane] * width]
-        for token, segment in zip(ids, segments, strict=True):
-            rows[0][segment.lane] = token
-            rows[1][segment.lane] = segment.start
-            rows[2][segment.lane] = segment.lane
-        return torch.tensor(rows).pin_memory()
-
-    def _graph(self, lanes: int, length: int) -> _Graph:
+    def graph(self, lanes: int, length: int) -> DecodeGraph:
+        """Return the graph for the first `lanes` lanes, none of which sees more than `length`."""
+        shape = self._model.cache.shape
         size = (
-            min(_power_above(lanes), self._cache.shape.lanes),
-            min(max(_power_above(length), _LEAST_LENGTH), self._cache.shape.max_len),
+            min(_power_above(lanes), shape.lanes),
+            min(max(_power_above(length), _LEAST_LENGTH), shape.max_len),
         )
         if size not in self._graphs:
             self._graphs[size] = self._record(*size)
         return self._graphs[size]
 
-    def _record(self, lanes: int, length: int) -> _Graph:
-        inputs = torch.zeros(3, lanes, dtype=torch.int64, device=self._model.device)
-        inputs[2] = self._cache.scratch_lane
-        side = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(self._model.device))
+    def _record(self, lanes: int, length: int) -> DecodeGraph:
+        model, layout, device = self._model, self._model.layout, self._model.device
+        host = torch.tensor([[number] * lanes for number in model.idle]).pin_memory()
+        numbers = host.to(device)
+        hidden = None if layout.is_first_stage else model.room(lanes).zero_()
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
-                self._forward(inputs, length)
-        torch.cuda.current_stream(self._model.device).wait_stream(side)
+                model.forward(numbers, hidden, length)
+        torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # Threads of NCCL look at their events meanwhile, which must not end the recording.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
         ):
-            logits = self._forward(inputs, length)
+            output = model.forward(numbers, hidden, length)
+            best = _best(output) if layout.world_size == 1 else None
         self._pool = graph.pool()
-        return _Graph(graph, inputs, logits)
+        return DecodeGraph(graph, numbers, hidden, output, best, model.idle, host)
 
-    def _forward(self, inputs: torch.Tensor, length: int) -> torch.Tensor:
-        ids, positions, lanes = inputs.unbind(0)
-        count, rules = len(ids), self._model.rules
-        cache_rows = self._cache.token_rows(lanes, positions)
-        groups: tuple[AttentionGroup, ...] = ()
-        fused = None
-        if self._kernels is not None:
-            fused = self._kernels.FusedAttention(positions, cache_rows, length, rules)
-        else:
-            bias = attention_bias(positions, 1, length, rules).to(self._model.dtype)
-            groups = (AttentionGroup(slice(0, count), 0, count, 1, length, bias, causal=False),)
-        step = Step(
-            ids=ids,
-            positions=positions,
-            cache=self._cache,
-            cache_rows=cache_rows,
-            groups=groups,
-            output_rows=torch.arange(count, device=ids.device),
-            fused=fused,
-        )
-        return self._model.logits(self._model.run_layers(self._model.embed(step), step), step)
+
+def _best(logits: torch.Tensor) -> torch.Tensor:
+    """Return (B, 2) int32: the bits of each row's best logit, NaN if it has any, and its token."""
+    values, ids = logits.max(-1)
+    return torch.stack((values.view(torch.int32), ids.int()), dim=1)
 
 
 def _power_above(value: int) -> int:
     """Return the smallest power of two that is not less."""
     return 1 << (value - 1).bit_length()
+
+
+class LaneAttention:
+    """How the lanes of a graph attend: by the fused kernel, or over masked caches without it."""
+
+    def __init__(self, *, lanes: int, heads: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._kernels = cuda_kernels()
+        self._tickets = torch.zeros(lanes * heads, dtype=torch.int32, device=device)
+        self._dtype = dtype
+
+    def __call__(
+        self, cached: torch.Tensor, length: int, rules: AttentionRules, *, new: bool = True
+    ) -> tuple[Any, tuple[AttentionGroup, ...]]:
+        """Return the step's `FusedAttention` or, for want of it, its groups.
+
+        Args:
+            cached: Tokens that each lane sees (B,), the new one aside.
+            length: No lane holds more.
+            rules: Of the model.
+            new: Whether a lane sees the new token as well.
+        """
+        if self._kernels is not None:
+            return self._kernels.FusedAttention(cached, length, rules, self._tickets), ()
+        count = len(cached)
+        last = cached if new else cached - 1
+        bias = attention_bias(last, 1, length, rules).to(self._dtype)
+        group = AttentionGroup(slice(0, count), 0, count, 1, length, bias, causal=False)
+        return None, (group,)
+
+
+class DecoderGraphModel:
+    """A decoder-only model's stage.
+
+    The numbers of a lane: its token, the token's position, its place among what the lane has
+    cached, and the lane to write to.
+    """
+
+    def __init__(self, model: Decoder, cache: KVCache, layout: ParallelLayout) -> None:
+        self.layout, self.cache, self.device = layout, cache, model.device
+        self.idle: tuple[int, ...] = (0, 0, 0, cache.scratch_lane)
+        self._model = model
+        heads = model.architecture.head_num // layout.tp_size
+        self._attention = LaneAttention(
+            lanes=cache.shape.lanes, heads=heads, dtype=model.dtype, device=model.device
+        )
+
+    def room(self, lanes: int) -> torch.Tensor:
+        """Return an empty (lanes, E), to receive hidden states in."""
+        hidden = self._model.architecture.hidden
+        return torch.empty(lanes, hidden, dtype=self._model.dtype, device=self.device)
+
+    def forward(
+        self, numbers: torch.Tensor, hidden: torch.Tensor | None, length: int
+    ) -> torch.Tensor:
+        """Return the stage's output, see `GraphModel`."""
+        ids, positions, places, lanes = numbers.unbind(0)
+        fused, groups = self._attention(places, length, self._model.rules)
+        step = Step(
+            ids=ids,
+            positions=positions,
+            cache=self.cache,
+            cache_rows=self.cache.token_rows(lanes, places),
+            groups=groups,
+            output_rows=torch.arange(len(ids), device=ids.device),
+            fused=fused,
+        )
+        x = self._model.embed(step) if hidden is None else hidden
+        x = self._model.run_layers(x, step)
+        return self._model.logits(x, step) if self.layout.is_last_stage else x

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from export_scripts.families.architecture import DecoderArchitecture
-from inference.model.layers import MLP, Attention, Normalise
+from inference.model.layers import MLP, Attention, JointHalves, Normalise
 from inference.model.rotary import Angles, RotaryTable
 from inference.model.step import AttentionRules, Step
 from inference.parallel.linear import AllReduce, VocabEmbedding, VocabParallelHead
@@ -73,6 +73,20 @@ class DecoderLayer:
         return y.add_(x)
 
 
+@dataclass(frozen=True)
+class JointLayer:
+    """A layer whose attention and MLP see the same norm's output, as two products."""
+
+    norm: Normalise
+    halves: JointHalves
+
+    def __call__(
+        self, x: torch.Tensor, step: Step, layer: int, angles: Angles | None
+    ) -> torch.Tensor:
+        """Return (N, E) for x (N, E); `layer` numbers the layers of this stage."""
+        return self.halves(self.norm(x), step, layer=layer, angles=angles, residual=x)
+
+
 def _adapted(y: torch.Tensor, adapter: MLP, x: torch.Tensor) -> torch.Tensor:
     """Return x + y + adapter(y): the adapter sees a half's output before the residual."""
     # Order: FasterTransformer, models/multi_gpu_gpt/ParallelGptDecoder.cc (4c014fb).
@@ -128,7 +142,7 @@ class Decoder:
         architecture: DecoderArchitecture,
         *,
         embedding: Embedding | None,
-        layers: Sequence[DecoderLayer],
+        layers: Sequence[DecoderLayer | JointLayer],
         head: Head | None,
         rotary: RotaryTable | None,
         rules: AttentionRules,

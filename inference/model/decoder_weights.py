@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from export_scripts.families.architecture import DecoderArchitecture
-from inference.model.decoder import Decoder, DecoderLayer, Embedding, Head
+from inference.model.decoder import Decoder, DecoderLayer, Embedding, Head, JointLayer
 from inference.model.layer_loader import LayerLoader
-from inference.model.layers import MLP, Attention, alibi_slopes
+from inference.model.layers import MLP, Attention, JointHalves, alibi_slopes
 from inference.model.rotary import RotaryTable
 from inference.model.step import AttentionRules
 from inference.model.weights import RankWeights
 from inference.parallel.gemm import gemm_activation
-from inference.parallel.linear import AllReduce
+from inference.parallel.linear import AllReduce, ColumnParallelLinear, RowParallelLinear
 
 
 def load_decoder(
@@ -88,6 +88,17 @@ class _Loader:
         self.weights = weights
         self.architecture = architecture
         self.reduce = reduce
+        self.int8 = int8
+        tp_size = weights.layout.tp_size
+        # This rank's query heads, key/value heads, and their size.
+        self._heads = (
+            architecture.head_num // tp_size,
+            architecture.kv_head_num // tp_size,
+            architecture.size_per_head,
+        )
+        self._activation = gemm_activation(
+            architecture.activation, exact_gelu=architecture.exact_gelu
+        )
         self.parts = LayerLoader(
             weights,
             norm=architecture.norm,
@@ -141,9 +152,11 @@ class _Loader:
             slice=self.parts.head(table, bias, choice.vocab_size),
         )
 
-    def layer(self, number: int) -> DecoderLayer:
+    def layer(self, number: int) -> DecoderLayer | JointLayer:
         """Return the layer of global number `number`."""
         choice, prefix = self.architecture, f"model.layers.{number}."
+        if self._joins_halves(prefix):
+            return self._joint_layer(prefix)
         shared = choice.residual == "parallel_shared"
         parallel = choice.residual != "sequential"
         attention_out, mlp_out = self._output_biases(prefix)
@@ -164,6 +177,47 @@ class _Loader:
             bias=torch.stack(biases).sum(0) if biases else None,
         )
 
+    def _joins_halves(self, prefix: str) -> bool:
+        """Return whether a layer becomes two products: off the CPU, where launches count.
+
+        In 8 bits the second product's two parts could not keep scales of their own.
+        """
+        choice = self.architecture
+        plain = not (choice.gated or choice.separate_qkv or self.int8)
+        return (
+            choice.residual == "parallel_shared"
+            and plain
+            and not self.weights.has(prefix + "attention.query_key_value.bias")
+            and self.weights.device.type != "cpu"
+        )
+
+    def _joint_layer(self, prefix: str) -> JointLayer:
+        weights, (heads, kv_heads, size) = self.weights, self._heads
+        widths = [heads * size, kv_heads * size, kv_heads * size]
+        qkv = weights.matrix(prefix + "attention.query_key_value.weight")
+        query, key, value = torch.split(qkv, widths, dim=1)
+        up = weights.matrix(prefix + "mlp.dense_h_to_4h.weight")
+        bias = weights.tensor(prefix + "mlp.dense_h_to_4h.bias")
+        out = weights.matrix(prefix + "attention.dense.weight")
+        down = weights.matrix(prefix + "mlp.dense_4h_to_h.weight")
+        out_biases = [bias for bias in self._output_biases(prefix) if bias is not None]
+        halves = JointHalves(
+            ColumnParallelLinear(
+                torch.cat((key, value, query, up), dim=1),
+                torch.cat((bias.new_zeros(sum(widths)), bias)),
+                activation=self._activation,
+                first_activated=sum(widths),
+            ),
+            RowParallelLinear(
+                torch.cat((out, down)),
+                torch.stack(out_biases).sum(0) if out_biases else None,
+                reduce=self.reduce,
+            ),
+            heads=self._heads,
+            rotary=self.rotary,
+        )
+        return JointLayer(self.parts.norm(prefix + "input_layernorm"), halves)
+
     def _output_biases(self, prefix: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the biases of attention and MLP output, whole."""
         if self.architecture.fused_bias_sum:
@@ -178,7 +232,6 @@ class _Loader:
     def _attention(
         self, prefix: str, out_bias: torch.Tensor | None, reduce: AllReduce | None
     ) -> Attention:
-        tp_size = self.weights.layout.tp_size
         # One linear for queries, keys and values, fused on disk or not.
         names = ["query_key_value"]
         if self.architecture.separate_qkv:
@@ -186,11 +239,7 @@ class _Loader:
         return Attention(
             self.parts.column(*(prefix + name for name in names)),
             self.parts.row_with(prefix + "dense", out_bias, reduce),
-            heads=(
-                self.architecture.head_num // tp_size,
-                self.architecture.kv_head_num // tp_size,
-                self.architecture.size_per_head,
-            ),
+            heads=self._heads,
             rotary=self.rotary,
         )
 
@@ -202,11 +251,8 @@ class _Loader:
         *,
         gated: bool = False,
     ) -> MLP:
-        activation = gemm_activation(
-            self.architecture.activation, exact_gelu=self.architecture.exact_gelu
-        )
         return MLP(
-            self.parts.column(prefix + "dense_h_to_4h", activation=activation),
+            self.parts.column(prefix + "dense_h_to_4h", activation=self._activation),
             self.parts.row_with(prefix + "dense_4h_to_h", out_bias, reduce),
             linear_up=self.parts.column(prefix + "dense_h_to_4h_2") if gated else None,
         )

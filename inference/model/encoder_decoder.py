@@ -15,10 +15,11 @@ import torch
 
 from export_scripts.families.architecture import EncoderDecoderArchitecture
 from inference.decoding.kv_cache import KVCache
+from inference.model.cached_attention import EncodedLanes
 from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows
 from inference.model.relative_position import square_bias
-from inference.model.step import AttentionGroup, AttentionRules, Segment, Step, make_step
+from inference.model.step import AttentionRules, Segment, Step, make_step
 from inference.model.t5_layers import DecoderLayer
 from inference.model.t5_weights import T5Loader, check_architecture
 from inference.model.weights import RankWeights
@@ -48,7 +49,7 @@ class DecoderStep:
     """One new token for each of N lanes, with the encoder outputs that the lanes read."""
 
     step: Step
-    cross: tuple[AttentionGroup, ...]
+    encoded: EncodedLanes
     tasks: torch.Tensor | None = None  # (N,)
 
 
@@ -81,7 +82,7 @@ def make_decoder_step(
         for segment, length in zip(segments, encoder_lengths, strict=True)
     ]
     cross = make_step(ids, seen, every, cache=cache, rules=AttentionRules(), dtype=dtype)
-    return DecoderStep(step, cross.groups, tasks)
+    return DecoderStep(step, EncodedLanes(cross.groups), tasks)
 
 
 class EncoderDecoder:
@@ -219,7 +220,7 @@ class EncoderDecoder:
         """Return the output of this stage's last decoder layer (N, E)."""
         for index, layer in enumerate(self.decoder):
             x = self._bounded(layer.attend(x, inputs.step, cache, index, inputs.tasks))
-            x = self._bounded(layer.consult(x, inputs.cross, cross_cache, index))
+            x = self._bounded(layer.consult(x, inputs.encoded, cross_cache, index))
             x = self._bounded(layer.transform(x, inputs.tasks))
         return x
 

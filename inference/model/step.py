@@ -27,11 +27,15 @@ _PADDING_TOKENS = 256
 
 @dataclass(frozen=True)
 class Segment:
-    """New tokens of one sequence: `count` of them from position `start` on, cached in `lane`."""
+    """New tokens of one sequence: `count` of them from place `start` of `lane` on.
+
+    A token's place there is its position, unless the lane has `forgotten` the first so many.
+    """
 
     lane: int
     start: int
     count: int
+    forgotten: int = 0
 
     @property
     def stop(self) -> int:
@@ -105,16 +109,20 @@ def make_step(
     embeddings: torch.Tensor | None = None,
 ) -> Step:
     """Lay out a step. Segments come in the order of their tokens, with ascending lanes."""
-    lanes, positions = _places(segments, ids.device)
+    lanes, places = _places(segments, ids.device)
     groups = tuple(
         _group(part, first_row, rules, dtype, ids.device) for first_row, part in _parts(segments)
     )
-    rows = cache.token_rows(lanes, positions)
+    rows = cache.token_rows(lanes, places)
+    positions = places
+    if any(segment.forgotten for segment in segments):
+        forgotten = [segment.forgotten for segment in segments for _ in range(segment.count)]
+        positions = places + torch.tensor(forgotten, device=ids.device)
     return Step(ids, positions, cache, rows, groups, output_rows, has_virtual, embeddings)
 
 
 def _places(segments: Sequence[Segment], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lane and the position of every token, each (N,)."""
+    """Return the lane of every token and its place there, each (N,)."""
     if all(segment.count == 1 for segment in segments):
         lanes = torch.tensor([segment.lane for segment in segments], device=device)
         return lanes, torch.tensor([segment.start for segment in segments], device=device)

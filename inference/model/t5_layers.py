@@ -17,9 +17,10 @@ import torch
 from torch.nn import functional
 
 from inference.decoding.kv_cache import KVCache
+from inference.model.cached_attention import EncodedLanes, attend_cached
 from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows, attend, attend_with_weights
-from inference.model.step import AttentionGroup, Step
+from inference.model.step import Step
 from inference.parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -108,9 +109,14 @@ class CausalAttention:
         """Return (N, E) for normalised x (N, E); `layer` numbers the cache's layers."""
         qkv = self.qkv(x).view(-1, 3, self.heads.count, self.heads.size)  # (N, 3, H, D)
         keys_values = qkv[:, 1:]
-        if self.scalers is not None:
+        if self.scalers is not None and tasks is not None:
             scaled = self.scalers.apply(qkv[:, 1], qkv[:, 2], tasks)
             keys_values = torch.stack(scaled, dim=1)
+        if step.fused is not None:
+            key, value = keys_values.unbind(1)
+            new = (key, value, step.cache_rows)
+            mixed = step.fused(qkv[:, 0], cache, layer=layer, new=new, scale=self.heads.scale)
+            return self.out(mixed, residual)
         cache.write(layer, step.cache_rows, keys_values)
         mixed = attend_cached(qkv[:, 0], step.groups, cache, layer, self.heads.scale)
         return self.out(mixed, residual)
@@ -145,7 +151,7 @@ class CrossAttention:
     def __call__(
         self,
         x: torch.Tensor,
-        groups: Sequence[AttentionGroup],
+        encoded: EncodedLanes,
         cache: KVCache,
         *,
         layer: int,
@@ -153,30 +159,11 @@ class CrossAttention:
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E)."""
         query = self.query(x).view(-1, self.heads.count, self.heads.size)  # (N, H, D)
-        mixed = attend_cached(query, groups, cache, layer, self.heads.scale)
+        if encoded.fused is not None:
+            mixed = encoded.fused(query, cache, layer=layer, scale=self.heads.scale)
+        else:
+            mixed = attend_cached(query, encoded.groups, cache, layer, self.heads.scale)
         return self.out(mixed, residual)
-
-
-def attend_cached(
-    query: torch.Tensor,
-    groups: Sequence[AttentionGroup],
-    cache: KVCache,
-    layer: int,
-    scale: float,
-) -> torch.Tensor:
-    """Return (N, H*D): what each token, the only new one of its lane, reads from the cache."""
-    parts = []
-    for group in groups:
-        keys, values = cache.read(layer, group.lane, group.lane_count, group.length)
-        mixed = functional.scaled_dot_product_attention(
-            query[group.rows].unsqueeze(2),  # (B, H, 1, D)
-            keys,  # (B, H, S, D)
-            values,
-            attn_mask=group.bias,
-            scale=scale,
-        )
-        parts.append(mixed.flatten(1))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True)
@@ -282,10 +269,10 @@ class DecoderLayer:
         return _join(x, run, self.attention_adapter)
 
     def consult(
-        self, x: torch.Tensor, groups: Sequence[AttentionGroup], cache: KVCache, layer: int
+        self, x: torch.Tensor, encoded: EncodedLanes, cache: KVCache, layer: int
     ) -> torch.Tensor:
         """Return x + attention over the encoder's output, (N, E)."""
-        return self.cross(self.cross_norm(x), groups, cache, layer=layer, residual=x)
+        return self.cross(self.cross_norm(x), encoded, cache, layer=layer, residual=x)
 
     def transform(self, x: torch.Tensor, tasks: torch.Tensor | None) -> torch.Tensor:
         """Return x + MLP, (N, E)."""

@@ -93,8 +93,9 @@ class RankWeights:
             )
 
     def _checked(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        # One pass that reads what is read anyway: a sum shows NaN and infinities.
+        # One pass over what is read anyway, on a GPU over the copy: a sum shows NaN and infinities.
+        values = values.to(self.device)
         total = values.sum(dtype=torch.float32)
         if not torch.isfinite(total) and not torch.isfinite(values).all():
             self._unusable.append(name)
-        return values.to(device=self.device, dtype=dtype)
+        return values.to(dtype)

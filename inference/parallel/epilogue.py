@@ -33,11 +33,17 @@ def finish(
     *,
     bias: torch.Tensor | None = None,
     activation: GemmActivation | None = None,
+    first_activated: int = 0,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return activation(y + bias) + residual, (N, O); `y` is overwritten."""
+    """Return activation(y + bias) + residual, (N, O); `y` is overwritten.
+
+    Outputs before `first_activated` are not activated.
+    """
     if bias is not None:
         y = y.add_(bias)
-    if activation is not None:
+    if activation is not None and first_activated:
+        y[:, first_activated:] = activate(y[:, first_activated:], activation)
+    elif activation is not None:
         y = activate(y, activation)
     return y if residual is None else y.add_(residual)

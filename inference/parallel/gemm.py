@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -34,48 +36,79 @@ def make_gemm(
     bias: torch.Tensor | None = None,
     *,
     activation: GemmActivation | None = None,
+    first_activated: int = 0,
     int8: bool = False,
 ) -> Gemm:
     """Return the product with `weight` (I, O), on its device.
 
     The weight may be memory-mapped or a transposed view; the result keeps no reference to it
     where the device has a better form. On CPU a weight of fp16 takes fp32 rows and gives such;
-    else rows have the weight's type. With `int8` it is quantised, one scale per output.
+    else rows have the weight's type. With `int8` it is quantised, one scale per output. Off the CPU
+    outputs before `first_activated` may be left as they are.
     """
+    on_cpu = weight.device.type == "cpu"
+    if not on_cpu:
+        return _gpu_gemm(weight, bias, activation, first_activated, int8=int8)
+    assert not first_activated, "products on CPU activate all outputs"
     if not weight.numel():
         return _PlainGemm(weight, bias, activation)
-    on_cpu = weight.device.type == "cpu"
     if int8:
-        if on_cpu and gemm_cpu.has_int8():
+        if gemm_cpu.has_int8():
             return gemm_cpu.OneDnnInt8Gemm(weight, bias, activation)
         return Int8Gemm(weight, bias, activation)
-    if on_cpu and weight.dtype == torch.float16:
+    if weight.dtype == torch.float16:
         return gemm_cpu.HalfGemm(weight, bias, activation)
-    if on_cpu and gemm_cpu.has_onednn(weight.dtype):
+    if gemm_cpu.has_onednn(weight.dtype):
         return gemm_cpu.OneDnnGemm(weight, bias, activation)
-    cuda_gemm = _cuda_gemm() if weight.is_cuda and weight.dtype.itemsize == 2 else None
-    return (cuda_gemm or _PlainGemm)(weight, bias, activation)
+    return _PlainGemm(weight, bias, activation)
 
 
-def _cuda_gemm() -> type[Gemm] | None:
+def _gpu_gemm(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: GemmActivation | None,
+    first_activated: int,
+    *,
+    int8: bool,
+) -> Gemm:
+    kernels = _cuda_kernels() if weight.numel() and weight.dtype.itemsize == 2 else None
+    kind: Callable[..., Gemm]
+    if int8 and weight.numel():
+        kind = Int8Gemm if kernels is None else kernels.CudaInt8Gemm
+    else:
+        kind = _PlainGemm if kernels is None else kernels.CudaGemm
+    return kind(weight, bias, activation, first_activated)
+
+
+def _cuda_kernels() -> ModuleType | None:
     try:
-        from inference.parallel.gemm_cuda import CudaGemm
+        from inference.parallel import gemm_cuda
     except ImportError:  # torch without Triton
         return None
-    return CudaGemm
+    return gemm_cuda
 
 
 class _PlainGemm:
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GemmActivation | None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: GemmActivation | None,
+        first_activated: int = 0,
     ) -> None:
         self.weight = weight  # (I, O)
         self.bias = bias
         self.activation = activation
+        self.first_activated = first_activated
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if self.bias is None:
             y = torch.mm(x, self.weight)
         else:
             y = torch.addmm(self.bias, x, self.weight)
-        return finish(y, activation=self.activation, residual=residual)
+        return finish(
+            y,
+            activation=self.activation,
+            first_activated=self.first_activated,
+            residual=residual,
+        )

@@ -63,7 +63,6 @@ class OneDnnGemm:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.t(), _ROWS_HINT)
         _use_huge_pages(self.weight)
         self.bias = bias
-        self._filler = weight.new_zeros(_LEAST_ROWS, max(weight.shape))
         self.attribute, self.algorithm = _POST_OPS[activation]
         self._unary = torch.ops.mkldnn._linear_pointwise.default
         self._binary = torch.ops.mkldnn._linear_pointwise.binary
@@ -71,21 +70,22 @@ class OneDnnGemm:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual."""
         rows = len(x)
-        x = self._filled(x)
+        if rows < _LEAST_ROWS:
+            x = _repeated(x)
+            residual = None if residual is None else _repeated(residual)
         y: torch.Tensor
         if residual is None:
             y = self._unary(x, self.weight, self.bias, self.attribute, [], self.algorithm)
         else:
             assert self.attribute == "none", "a residual is added to a plain product"
-            y = self._binary(x, self._filled(residual), self.weight, self.bias, "add")
+            y = self._binary(x, residual, self.weight, self.bias, "add")
         return y[:rows] if rows < _LEAST_ROWS else y
 
-    def _filled(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x with rows of zeros up to the least number."""
-        rows, width = x.shape
-        if rows >= _LEAST_ROWS:
-            return x
-        return torch.cat((x, self._filler[rows:, :width]))
+
+def _repeated(x: torch.Tensor) -> torch.Tensor:
+    """Return x with its rows repeated up to the least number at least."""
+    rows = len(x)
+    return x.expand(_LEAST_ROWS, -1) if rows == 1 else x.repeat(-(-_LEAST_ROWS // rows), 1)
 
 
 class HalfGemm:
@@ -118,6 +118,9 @@ class OneDnnInt8Gemm:
     # A row's numbers q lie in [-32639, 32639]; q = 256 * (high - 128) + (low - 128).
     _MOST = 127 * 257
     _ZERO = 128 * 257
+    # Added to q, this leaves q + _ZERO in the two low octets of the sum's fp32: it is so large that
+    # whole numbers follow each other there.
+    _SHIFT = float(2**23 + _ZERO)
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GemmActivation | None
@@ -125,30 +128,27 @@ class OneDnnInt8Gemm:
         """Quantise `weight` (I, O); only the 8-bit copy is kept."""
         columns, self._scale = quantise(weight)
         self._weight = torch.ops.onednn.qlinear_prepack(columns, None)
+        _use_huge_pages(self._weight)
         self._zero_points = torch.zeros(len(columns), dtype=torch.int32)
         self._least = torch.full((), torch.finfo(torch.float32).tiny)
-        self._shift = torch.full((), self._ZERO + 0.5)
-        self._no_bias = torch.zeros(())
-        self._filler = torch.zeros(_LEAST_ROWS, weight.shape[0], dtype=torch.uint8)
+        self._shift = torch.full((), self._SHIFT)
         self._product = torch.ops.onednn.qlinear_pointwise.default
-        self.bias = None if bias is None else bias.float()
-        self.activation = activation
+        self._bias = torch.zeros(()) if bias is None else bias.float()
+        self._activation = activation
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual in the type of x."""
         rows = len(x)
-        wide = x.float()
         # Few operations: at one row each costs as much as a tenth of the product.
+        wide = x.float()
         unit = torch.add(self._least, wide.abs().amax(1, keepdim=True), alpha=1 / self._MOST)
-        numbers = torch.addcdiv(self._shift, wide, unit).to(torch.int32)  # q + _ZERO, rounded
-        octets = numbers.view(torch.uint8).view(rows, -1, 4)  # low digit, high digit, 0, 0
-        digits = [octets[..., 1], octets[..., 0]]
-        if 2 * rows < _LEAST_ROWS:
-            digits.append(self._filler[2 * rows :])
-        y = self._multiply(torch.cat(digits))
-        y = torch.add(y[rows : 2 * rows], y[:rows], alpha=256)
-        y = torch.addcmul(self._no_bias if self.bias is None else self.bias, y, unit).to(x.dtype)
-        return finish(y, activation=self.activation, residual=residual)
+        octets = torch.addcdiv(self._shift, wide, unit).view(torch.uint8).view(rows, -1, 4)
+        # Low digits, high digits, and of a single row the others too: four rows are the fastest.
+        digits = octets if rows == 1 else octets[..., :2]
+        y = self._multiply(digits.permute(2, 0, 1).flatten(0, 1))
+        y = torch.add(y[:rows], y[rows : 2 * rows], alpha=256)
+        y = torch.addcmul(self._bias, y, unit).to(x.dtype)
+        return finish(y, activation=self._activation, residual=residual)
 
     def _multiply(self, digits: torch.Tensor) -> torch.Tensor:
         """Return (digits - 128) W in fp32."""

@@ -1,9 +1,9 @@
-"""The product of one row on a GPU with all that follows it in one kernel, in Triton's language.
+"""Products of few rows on a GPU with all that follows them in one kernel, in Triton's language.
 
-Decoding one sequence reads every weight once per token. cuBLAS reads them about as fast (2.6 to
-4.2 TB/s on an H200, GPT-J-6B's matrices; this kernel 3.2 to 4.1), but bias, activation, residual
-and its own second kernel for divided sums are launches more. Import this only where CUDA is: Triton
-comes with torch's CUDA builds.
+Decoding reads every weight once per token, so these products are readings of memory: of the 4.4
+TB/s of an H200 the ones below reach 4.1 to 4.3 at one row with GPT-J-6B's matrices in fp16 (cuBLAS
+2.6 to 4.2, and bias, activation and residual are kernels more), in 8 bits 3.1 to 4.1. Import this
+only where Triton is.
 """
 
 # Shapes: N rows, I inputs, O outputs
@@ -18,9 +18,14 @@ import triton.language as tl
 from torch.nn import functional
 
 from inference.parallel.epilogue import GemmActivation, finish
+from inference.parallel.int8 import Int8Gemm
+from inference.parallel.launch_cuda import (
+    launch_options,
+    let_next_begin,
+    read_ahead,
+    wait_for_earlier,
+)
 
-# The best or near it of twelve tiles for each of GPT-J's matrices: 3.2 to 4.1 TB/s.
-_OUTPUTS, _INPUTS = 4, 1024
 _ACTIVATIONS: dict[GemmActivation | None, int] = {
     None: 0,
     "gelu_tanh": 1,
@@ -29,38 +34,59 @@ _ACTIVATIONS: dict[GemmActivation | None, int] = {
     "silu": 4,
 }
 
+# Tiles of one row's product, by the bytes of a weight. What counts is how many bytes all programs
+# of a multiprocessor have on their way: in 16 bits 8 KB in each of 8, which 64 registers allow. Of
+# twelve tiles for GPT-J-6B's matrices this is best or near it for all. In 8 bits adding up 16
+# neighbours at once leaves room for 16 programs: 3.1 to 4.1 TB/s, without it 2.8 to 3.6.
+_ONE_ROW: dict[int, dict[str, int]] = {
+    2: {"OUTPUTS": 4, "INPUTS": 1024, "GROUP": 1, "num_warps": 4, "maxnreg": 64},
+    1: {"OUTPUTS": 2, "INPUTS": 2048, "GROUP": 16, "num_warps": 2},
+}
+# Cache lines of each row of weights that a program in 16 bits asks for before it waits, beyond its
+# first tile, where all programs run at once: a step of GPT-J-6B takes 3.18 ms without, 2.97 ms with
+# 32. Products of more programs, and those in 8 bits, get slower by it.
+_LINES_AHEAD = 32
+_LINE_BYTES = 128
+_PROGRAMS_AT_ONCE = 8  # on a multiprocessor
+
+# Tiles of the product of some rows: at eight rows 2.8 to 4.1 TB/s in 16 bits (cuBLAS alone 2.5 to
+# 4.1, with kernels for what follows) and 1.6 to 3.1 in 8.
+_SOME_ROWS = {"OUTPUTS": 32, "INPUTS": 256, "num_stages": 4, "num_warps": 2}
+_LEAST_ROWS = 8  # that a tensor core multiplies
+# With more rows cuBLAS is faster, in 8 bits widening the weights first.
+_MOST_ROWS = {2: 16, 1: 64}
+
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _one_row(  # type: ignore[no-untyped-def]
-    x_at,
-    weight_at,
-    bias_at,
-    residual_at,
-    y_at,
-    outputs,
-    inputs,
-    OUTPUTS: tl.constexpr,  # noqa: N803 - constants of the kernel
-    INPUTS: tl.constexpr,  # noqa: N803
-    ACTIVATION: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
-):
-    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    inside = output < outputs
-    row_at = weight_at + output[:, None].to(tl.int64) * inputs
-    total = tl.zeros((OUTPUTS, INPUTS), tl.float32)
-    for first in range(0, inputs, INPUTS):
-        place = first + tl.arange(0, INPUTS)
-        there = inside[:, None] & (place[None, :] < inputs)
-        # Each weight is read once; what is kept in the cache are the inputs.
-        weight = tl.load(
-            row_at + place[None, :], mask=there, other=0.0, eviction_policy="evict_first"
+def _widened(weight, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Return fp16 of whole numbers of 8 bits.
+
+    Four at a time become the low bytes of 1024 + 128 + weight. With the compiler's conversions a
+    step of GPT-J-6B takes 2.4 ms, so 1.9 ms.
+    """
+    if NATIVE:
+        (wide,) = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 unsigned, offset;
+            mov.b32 offset, 0x64806480;
+            xor.b32 unsigned, $2, 0x80808080;
+            prmt.b32 $0, unsigned, 0x64646464, 0x4140;
+            prmt.b32 $1, unsigned, 0x64646464, 0x4342;
+            sub.f16x2 $0, $0, offset;
+            sub.f16x2 $1, $1, offset;
+            }""",
+            "=r,=r,r",
+            [weight],
+            dtype=(tl.float16,),
+            is_pure=True,
+            pack=4,
         )
-        x = tl.load(x_at + place, mask=place < inputs, other=0.0)
-        total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
-    y = tl.sum(total, 1)
-    if HAS_BIAS:
-        y += tl.load(bias_at + output, mask=inside, other=0.0).to(tl.float32)
+        return wide
+    return weight.to(tl.float16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _activated(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     if ACTIVATION == 1:
         inner = 0.7978845608028654 * (y + 0.044715 * y * y * y)  # sqrt(2 / pi)
         y = y * tl.sigmoid(2 * inner)  # (1 + tanh(inner)) / 2
@@ -70,40 +96,254 @@ def _one_row(  # type: ignore[no-untyped-def]
         y = tl.maximum(y, 0.0)
     if ACTIVATION == 4:
         y = y * tl.sigmoid(y)
+    return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finished(  # type: ignore[no-untyped-def]
+    y,
+    output,
+    inside,
+    scale_at,
+    bias_at,
+    first_activated,
+    ACTIVATION: tl.constexpr,  # noqa: N803 - constants of the kernel
+    HAS_SCALE: tl.constexpr,  # noqa: N803
+    HAS_BIAS: tl.constexpr,  # noqa: N803
+):
+    """Return sums y with scale, bias and activation of their outputs, all of one shape."""
+    if HAS_SCALE:
+        y *= tl.load(scale_at + output, mask=inside, other=0.0)
+    if HAS_BIAS:
+        y += tl.load(bias_at + output, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION > 0:
+        y = tl.where(output < first_activated, y, _activated(y, ACTIVATION))
+    return y
+
+
+@triton.jit
+def _weights(row_at, place, inputs):  # type: ignore[no-untyped-def]
+    """Return a tile (OUTPUTS, INPUTS). Each weight is read once; the inputs stay in the cache."""
+    inside = (place < inputs)[None, :]
+    return tl.load(row_at + place[None, :], mask=inside, other=0, eviction_policy="evict_first")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _partial_sums(  # type: ignore[no-untyped-def]
+    weight,
+    x_at,
+    place,
+    inputs,
+    OUTPUTS: tl.constexpr,  # noqa: N803
+    INPUTS: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    NATIVE: tl.constexpr,  # noqa: N803
+):
+    """Return (OUTPUTS, INPUTS / GROUP) sums of a tile's products with the row."""
+    x = tl.load(x_at + place, mask=place < inputs, other=0.0).to(tl.float32)
+    if weight.dtype == tl.int8:
+        weight = _widened(weight, NATIVE)
+    products = weight.to(tl.float32) * x[None, :]
+    if GROUP > 1:
+        products = tl.sum(tl.reshape(products, (OUTPUTS, INPUTS // GROUP, GROUP)), 2)
+    return products
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _one_row(  # type: ignore[no-untyped-def]
+    x_at,
+    weight_at,
+    scale_at,
+    bias_at,
+    residual_at,
+    y_at,
+    outputs,
+    inputs,
+    first_activated,
+    OUTPUTS: tl.constexpr,  # noqa: N803
+    INPUTS: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803
+    LINES: tl.constexpr,  # noqa: N803 - to read ahead
+    LINE: tl.constexpr,  # noqa: N803 - weights in a line
+    ACTIVATION: tl.constexpr,  # noqa: N803
+    HAS_SCALE: tl.constexpr,  # noqa: N803
+    HAS_BIAS: tl.constexpr,  # noqa: N803
+    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
+    NATIVE: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    let_next_begin(EARLY)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = output < outputs
+    row_at = weight_at + tl.minimum(output, outputs - 1)[:, None].to(tl.int64) * inputs
+    place = tl.arange(0, INPUTS)
+    weight = _weights(row_at, place, inputs)
+    if LINES > 0:
+        ahead = tl.minimum(INPUTS + tl.arange(0, LINES) * LINE, inputs - 1)
+        read_ahead(row_at + ahead[None, :])
+    wait_for_earlier(EARLY)
+    total = _partial_sums(weight, x_at, place, inputs, OUTPUTS, INPUTS, GROUP, NATIVE)
+    for first in range(INPUTS, inputs, INPUTS):
+        place = first + tl.arange(0, INPUTS)
+        weight = _weights(row_at, place, inputs)
+        total += _partial_sums(weight, x_at, place, inputs, OUTPUTS, INPUTS, GROUP, NATIVE)
+    y = tl.sum(total, 1)
+    y = _finished(
+        y, output, inside, scale_at, bias_at, first_activated, ACTIVATION, HAS_SCALE, HAS_BIAS
+    )
     if HAS_RESIDUAL:
         y += tl.load(residual_at + output, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_at + output, y.to(y_at.dtype.element_ty), mask=inside)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _some_rows(  # type: ignore[no-untyped-def]
+    x_at,
+    weight_at,
+    scale_at,
+    bias_at,
+    residual_at,
+    y_at,
+    rows,
+    x_stride,
+    outputs,
+    inputs,
+    first_activated,
+    ROWS: tl.constexpr,  # noqa: N803
+    OUTPUTS: tl.constexpr,  # noqa: N803
+    INPUTS: tl.constexpr,  # noqa: N803
+    ACTIVATION: tl.constexpr,  # noqa: N803
+    HAS_SCALE: tl.constexpr,  # noqa: N803
+    HAS_BIAS: tl.constexpr,  # noqa: N803
+    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
+    NATIVE: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    let_next_begin(EARLY)
+    output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    row = tl.arange(0, ROWS)
+    row_at = weight_at + tl.minimum(output, outputs - 1)[:, None].to(tl.int64) * inputs
+    wait_for_earlier(EARLY)
+    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    for first in range(0, inputs, INPUTS):
+        place = first + tl.arange(0, INPUTS)
+        weight = _weights(row_at, place, inputs)
+        there = (row < rows)[None, :] & (place < inputs)[:, None]
+        x = tl.load(x_at + row[None, :] * x_stride + place[:, None], mask=there, other=0.0)
+        if weight.dtype == tl.int8:
+            weight = _widened(weight, NATIVE).to(x.dtype)
+        # Weights first: a tensor core's first factor may come from registers, where they are
+        # widened; the other way round the product in 8 bits takes up to 1.5 times as long.
+        total = tl.dot(weight, x, total)
+    output = output[:, None]
+    inside = output < outputs
+    y = _finished(
+        total, output, inside, scale_at, bias_at, first_activated, ACTIVATION, HAS_SCALE, HAS_BIAS
+    )
+    inside &= (row < rows)[None, :]
+    place = row[None, :] * outputs + output
+    if HAS_RESIDUAL:
+        y += tl.load(residual_at + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_at + place, y.to(y_at.dtype.element_ty), mask=inside)
+
+
+def few_rows_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    activation: GemmActivation | None = None,
+    first_activated: int = 0,
+) -> torch.Tensor:
+    """Return activation(x W scale + bias) + residual, (N, O) in the type of x.
+
+    Args:
+        x: (N, I) of 16 bits, at most 64 rows.
+        weight: (O, I), contiguous: the type of x, or 8 bits.
+        scale: (O,) fp32, for weights of 8 bits.
+        bias: (O,).
+        residual: (N, O).
+        activation: Of the outputs from `first_activated` on.
+        first_activated: Outputs before it stay as they are.
+    """
+    rows, inputs = x.shape
+    outputs = len(weight)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    y = x.new_empty(rows, outputs)
+    # What is absent is not read; some pointer has to stand in its place.
+    scale_at, bias_at = x if scale is None else scale, x if bias is None else bias
+    pointers = (x, weight, scale_at, bias_at, x if residual is None else residual.contiguous(), y)
+    native = x.is_cuda and torch.version.cuda is not None
+    options: dict[str, Any] = {
+        "ACTIVATION": _ACTIVATIONS[activation],
+        "HAS_SCALE": scale is not None,
+        "HAS_BIAS": bias is not None,
+        "HAS_RESIDUAL": residual is not None,
+        "NATIVE": native,
+        **launch_options(x),
+    }
+    if rows == 1:
+        tile = _ONE_ROW[weight.dtype.itemsize]
+        grid: Any = (triton.cdiv(outputs, tile["OUTPUTS"]),)
+        lines = _lines_ahead(grid[0], x) if native and scale is None else 0
+        options |= {"LINES": lines, "LINE": _LINE_BYTES // weight.dtype.itemsize}
+        _one_row[grid](*pointers, outputs, inputs, first_activated, **tile, **options)
+        return y
+    padded = max(_LEAST_ROWS, triton.next_power_of_2(rows))
+    grid = (triton.cdiv(outputs, _SOME_ROWS["OUTPUTS"]),)
+    sizes = (rows, x.stride(0), outputs, inputs, first_activated)
+    _some_rows[grid](*pointers, *sizes, ROWS=padded, **_SOME_ROWS, **options)
+    return y
+
+
+def _lines_ahead(programs: int, x: torch.Tensor) -> int:
+    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+    return _LINES_AHEAD if programs <= _PROGRAMS_AT_ONCE * processors else 0
+
+
 class CudaGemm:
-    """A product in 16 bits: one row by the kernel above, more by cuBLAS."""
+    """A product in 16 bits: few rows by the kernels above, more by cuBLAS."""
 
     def __init__(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GemmActivation | None
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: GemmActivation | None,
+        first_activated: int = 0,
     ) -> None:
         """Keep `weight` (I, O) with its inputs side by side, which cuBLAS reads as fast."""
         self.weight = weight.t().contiguous()  # (O, I)
         self.bias = bias
-        self.activation = activation
+        self._activation: dict[str, Any] = {
+            "activation": activation,
+            "first_activated": first_activated,
+        }
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual."""
-        if len(x) == 1:
-            return self._one_row(x.contiguous(), residual)
-        y = functional.linear(x, self.weight, self.bias)
-        return finish(y, activation=self.activation, residual=residual)
-
-    def _one_row(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        outputs, inputs = self.weight.shape
-        y = x.new_empty(1, outputs)
-        grid: Any = (triton.cdiv(outputs, _OUTPUTS),)
-        _one_row[grid](
-            *(x, self.weight, x if self.bias is None else self.bias),
-            *(x if residual is None else residual, y, outputs, inputs),
-            OUTPUTS=_OUTPUTS,
-            INPUTS=_INPUTS,
-            ACTIVATION=_ACTIVATIONS[self.activation],
-            HAS_BIAS=self.bias is not None,
-            HAS_RESIDUAL=residual is not None,
+        if len(x) > _MOST_ROWS[2]:
+            y = functional.linear(x, self.weight, self.bias)
+            return finish(y, residual=residual, **self._activation)
+        return few_rows_product(
+            x, self.weight, bias=self.bias, residual=residual, **self._activation
         )
-        return y
+
+
+class CudaInt8Gemm(Int8Gemm):
+    """A product with weights of 8 bits that few rows read as such."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return activation(x W + bias) + residual in the type of x, which is of 16 bits."""
+        if len(x) > _MOST_ROWS[1]:
+            return super().__call__(x, residual)
+        return few_rows_product(
+            x,
+            self.weight,
+            scale=self.scale,
+            bias=self.bias,
+            residual=residual,
+            activation=self.activation,
+            first_activated=self.first_activated,
+        )

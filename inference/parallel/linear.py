@@ -24,10 +24,16 @@ class ColumnParallelLinear:
         bias: torch.Tensor | None,
         *,
         activation: GemmActivation | None = None,
+        first_activated: int = 0,
         int8: bool = False,
     ) -> None:
-        """Take this rank's `weight` (in, out/T) and `bias` (out/T); keep it in 8 bits or as is."""
-        self._gemm = make_gemm(weight, bias, activation=activation, int8=int8)
+        """Take this rank's `weight` (in, out/T) and `bias` (out/T); keep it in 8 bits or as is.
+
+        Outputs before `first_activated` may be left as they are, see `make_gemm`.
+        """
+        self._gemm = make_gemm(
+            weight, bias, activation=activation, first_activated=first_activated, int8=int8
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return (N, out/T) for x (N, in)."""

@@ -12,7 +12,8 @@ from export_scripts.families.architecture import (
     DecoderArchitecture,
     EncoderDecoderArchitecture,
 )
-from export_scripts.families.spec import ModelConfig, ModelFamily
+from export_scripts.families.config import ModelConfig
+from export_scripts.families.spec import ModelFamily
 from export_scripts.ft.dtypes import item_size
 from inference.decoding.kv_cache import CacheShape
 from inference.decoding.prompts import P_TUNING, SOFT_PROMPT
@@ -216,11 +217,16 @@ def _longest(architecture: GeneratorArchitecture) -> int | None:
     return _position_limit(architecture)
 
 
+def available_bytes() -> int:
+    """Return the memory that this machine can still give to programs."""
+    text = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
+    return int(text.split()[0]) * 1024
+
+
 def _free_bytes(ft_dir: Path, layout: ParallelLayout, device: str) -> int:
     """Return the default budget of one rank."""
     if device == "cpu":
-        text = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
-        return int(int(text.split()[0]) * 1024 * _CPU_SHARE) // layout.world_size
+        return int(available_bytes() * _CPU_SHARE) // layout.world_size
     weights = sum(path.stat().st_size for path in ft_dir.iterdir()) // layout.world_size
     free, _ = torch.cuda.mem_get_info()
     return int(max(free - weights, 0) * _CUDA_SHARE)

@@ -43,30 +43,50 @@ class ChunkSize:
 
 
 def prompt_work(rows: Sequence[RunningRow], room: int) -> list[RowWork]:
-    """Return the next pieces of prompts that are not computed yet, about `room` tokens of them."""
+    """Return the next pieces of prompts that are not computed yet, about `room` tokens of them.
+
+    Half of the room is for the first row, which came first. The others take turns by what they
+    lack, so that no short prompt waits for a long one and no long one for ever.
+    """
     work: list[RowWork] = []
-    held = {id(row.owner) for row in rows if row.owner.lock_step and _has_more(row)}
-    for row in rows:
-        # Rows in lock step keep their last token until all have come so far.
-        limit = row.prompt_len - (1 if row.owner.lock_step else 0)
-        if row.owner.lock_step and id(row.owner) not in held:
-            limit = row.prompt_len
-            room = max(room, 1)  # all of them take their last one in the same step
-        count = min(room, limit - row.cached)
-        if row.wants_prompt_logits:
-            count = min(count, _MOST_LOGITS)
-        if count <= 0:
-            continue
-        ids = row.prompt[row.cached : row.cached + count]
-        last = row.cached + count == row.prompt_len and row.handle is not None
-        outputs = range(count - 1 if last else count, count)
-        if row.wants_prompt_logits:
-            outputs = range(count)
-        work.append(RowWork(row, row.lanes[0], ids, outputs, samples=last))
-        room -= count
+    behind = {id(row.owner) for row in rows if row.owner.lock_step and _has_more(row)}
+    reserved = room // 2
+    for row in [*sorted(rows[1:], key=_missing), *rows[:1]]:
+        if row is rows[0]:
+            reserved = 0
+        piece = _piece(row, room - reserved, fellows_are_behind=id(row.owner) in behind)
+        if piece is not None:
+            work.append(piece)
+            room -= len(piece.ids)
     return work
+
+
+def _piece(row: RunningRow, room: int, *, fellows_are_behind: bool) -> RowWork | None:
+    """Return at most `room` of the tokens that a row's prompt lacks, None for no tokens."""
+    limit = row.prompt_len
+    if row.owner.lock_step:
+        # Rows in lock step keep their last token until all have come so far, and take it together.
+        limit, room = (limit - 1, room) if fellows_are_behind else (limit, max(room, 1))
+    count = min(room, limit - row.cached)
+    if row.memory_len is not None:
+        # What comes later sees less of the beginning; in a full lane every token forgets another.
+        count = min(count, max(row.memory_len - row.held, 1))
+    if row.wants_prompt_logits:
+        count = min(count, _MOST_LOGITS)
+    if count <= 0:
+        return None
+    ids = row.prompt[row.cached : row.cached + count]
+    last = row.cached + count == row.prompt_len and row.handle is not None
+    outputs = range(count - 1 if last else count, count)
+    if row.wants_prompt_logits:
+        outputs = range(count)
+    return RowWork(row, row.lanes[0], ids, outputs, samples=last)
+
+
+def _missing(row: RunningRow) -> int:
+    return row.prompt_len - row.cached
 
 
 def _has_more(row: RunningRow) -> bool:
     """Whether a row has prompt tokens before its last one to compute."""
-    return row.cached < row.prompt_len - 1
+    return _missing(row) > 1

@@ -8,12 +8,15 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from export_scripts.ft.config_ini import read_config
 from inference.serving.encoder_engine import EncoderEngine
 from inference.serving.encoding import EncodingResult, parse_encoding
-from inference.serving.engine_model import EngineModel, Exchange
+from inference.serving.engine_model import (
+    EngineModel,
+    Exchange,
+    check_model_type,
+    engine_arguments,
+)
 from inference.serving.model_settings import ModelSettings
-from inference.serving.started_rank import open_meeting
 from inference.serving.triton_model import hidden_tensor, request_tensors, response
 
 # model_type of config.pbtxt -> the types of weights that can serve it.
@@ -27,24 +30,11 @@ class EncoderModel(EngineModel):
 
     def make_engine(self, settings: ModelSettings) -> EncoderEngine:
         """Return the engine. Raises ValueError if the weights are those of another model."""
-        family, _ = read_config(settings.checkpoint_path)
-        if family.model_type not in _SERVED_BY.get(settings.model_type, ()):
-            raise ValueError(
-                f"model_type={settings.model_type}, but {settings.checkpoint_path} holds a "
-                f"{family.model_type} model; export it again."
-            )
+        check_model_type(settings, _SERVED_BY.get(settings.model_type))
         self.engine = EncoderEngine(
             settings.checkpoint_path,
-            tp_size=settings.tp_size,
-            pp_size=settings.pp_size,
-            data_type=settings.data_type,
-            int8_mode=settings.int8_mode,
-            device=settings.device,
             remove_padding=settings.is_remove_padding,
-            options=settings.engine,
-            meeting=open_meeting(
-                settings.tp_size * settings.pp_size, timeout_s=settings.engine.rank_timeout_s
-            ),
+            **engine_arguments(settings),
         )
         return self.engine
 

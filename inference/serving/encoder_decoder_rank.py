@@ -14,6 +14,7 @@ import torch
 
 from export_scripts.families.architecture import EncoderDecoderArchitecture, StackArchitecture
 from inference.decoding.kv_cache import WIPE, CacheShape, KVCache
+from inference.model.decode_graph import DecodeGraphs
 from inference.model.encoder_decoder import (
     DecoderStep,
     EncoderBatch,
@@ -21,6 +22,7 @@ from inference.model.encoder_decoder import (
     make_decoder_step,
 )
 from inference.model.ragged import ragged_rows
+from inference.model.t5_graph import EncoderDecoderGraphModel
 from inference.parallel.pipeline import run_stage
 from inference.serving.encoder_pass import EncoderPass
 from inference.serving.plan import EncoderRow, ReceivedPlan
@@ -50,6 +52,11 @@ class EncoderDecoderRank(RankBase):
             shape = decoder_cache_shape(architecture.decoder, settings)
             self.cache = KVCache(shape, dtype=weights.dtype, device=self.device)
             self.cross_cache = KVCache(shape, dtype=weights.dtype, device=self.device)
+        self._graphs: DecodeGraphs | None = None
+        if architecture.decoder is not None and self.device.type == "cuda":
+            self._graphs = DecodeGraphs(
+                EncoderDecoderGraphModel(self.model, self.cache, self.cross_cache, self.layout)
+            )
         self._lengths = [1] * settings.lanes  # encoder tokens that each lane reads
         self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
         self._tasks = [self._no_task] * settings.lanes
@@ -67,8 +74,15 @@ class EncoderDecoderRank(RankBase):
             if self.architecture.decoder is None:
                 return self._encoder_result()
             self._move(plan)
+            if self._graphs is not None and self._is_plain(plan):
+                return self._run_recorded(self._graphs, plan)
             logits = self._decode(plan)
             return None if logits is None else StepResult(logits)
+
+    def close(self) -> None:
+        """Part from the other ranks."""
+        self._graphs = None  # the sums in them belong to the connection
+        super().close()
 
     def _begin(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> None:
         """Start a pass of new rows; one that nobody waits for any more is forgotten."""
@@ -137,6 +151,22 @@ class EncoderDecoderRank(RankBase):
                 if source == WIPE
             ]
         )
+
+    def _is_plain(self, plan: ReceivedPlan) -> bool:
+        """Return whether a step's rows are without IA3 and all of their logits wanted."""
+        without_task = all(self._tasks[s.lane] == self._no_task for s in plan.segments)
+        return without_task and 0 < len(plan.output_rows) == len(plan.segments) == len(plan.ids)
+
+    def _run_recorded(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
+        """Run a plain step of the decoder."""
+        segments = plan.segments
+        lanes = [segment.lane for segment in segments]
+        lengths = [self._lengths[lane] for lane in lanes]
+        graph = graphs.graph(max(lanes) + 1, max(*lengths, *(segment.stop for segment in segments)))
+        places = [segment.start for segment in segments]
+        graph.fill(lanes, plan.ids.tolist(), places, lanes, lengths)
+        self._run_graph(graph)
+        return self._graph_result(graph, lanes, self.architecture.vocab_size)
 
     def _decode(self, plan: ReceivedPlan) -> torch.Tensor | None:
         """Return on rank 0 the logits of the decoder's step, (n, V or more)."""

@@ -14,6 +14,7 @@ from export_scripts.families.architecture import (
 )
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.request import RequestError
+from inference.serving.capacity import available_bytes
 from inference.serving.encoding import (
     EncoderLimits,
     EncodingRequest,
@@ -31,6 +32,7 @@ from inference.serving.rank_settings import RankSettings
 
 # Most tokens of a row unless max_seq_len says otherwise: attention grows with their square.
 _DEFAULT_MAX_LEN = 4096
+_ATTENTION_COPIES = 3  # those of the ranks, the answer, and the server's
 
 
 class EncoderEngine(EngineBase):
@@ -120,20 +122,37 @@ class EncoderEngine(EngineBase):
         """Queue a request.
 
         Raises:
-            RequestError: A row is too long.
+            RequestError: The rows are too long, or their attentions would not fit in memory.
             EngineBusyError: The queue is full.
             EngineFailedError: The engine cannot answer.
         """
-        problems = [
-            f"row {index} has {row.length} tokens, the limit is {self.max_len}; raise max_seq_len"
-            for index, row in enumerate(request.rows)
-            if row.length > self.max_len
-        ]
+        problems = self._problems_of(request)
         if problems:
             raise RequestError(problems)
         future: Future[EncodingResult] = Future()
         self._loop.queue(RunningEncoding(request, future))
         return future
+
+    def _problems_of(self, request: EncodingRequest) -> list[str]:
+        if request.width > self.max_len:
+            name = "input_hidden_state" if self.limits.vocab_size is None else "input_ids"
+            return [
+                f"{name}: rows of {request.width} tokens, padding included; the limit is "
+                f"{self.max_len}; raise max_seq_len"
+            ]
+        if not request.attentions:
+            return []
+        assert isinstance(self.architecture, EncoderDecoderArchitecture)
+        stack = self.architecture.encoder
+        size = 4 * len(request.rows) * stack.num_layer * stack.head_num * request.width**2
+        free = available_bytes()
+        if _ATTENTION_COPIES * size <= free:
+            return []
+        return [
+            f"is_return_attentions: the answer has {size / 2**20:.0f} MiB and takes "
+            f"{_ATTENTION_COPIES} times as much to make, {free / 2**20:.0f} MiB are free; send "
+            "fewer rows, or shorter ones"
+        ]
 
     def encode(self, request: EncodingRequest) -> EncodingResult:
         """Return the result of a request, waiting for it."""

@@ -99,7 +99,8 @@ def _parse_states(tensors: Mapping[str, Array], limits: EncoderLimits) -> Encodi
             ]
         )
     fields = TensorFields(tensors, len(states))
-    lengths = _lengths(fields, "sequence_lengths", states.shape[1], known)
+    fields.check_names(known)
+    lengths = fields.lengths("sequence_lengths", width=states.shape[1])
     if not fields.problems:
         fields.problems += [
             f"input_hidden_state[{b}]: holds values that are not finite"
@@ -126,16 +127,18 @@ def _parse_ids(
             [f"input_ids: expected integers of shape [B,S], got {ids.dtype} {list(ids.shape)}"]
         )
     fields = TensorFields(tensors, len(ids))
-    lengths = _lengths(fields, "sequence_length", ids.shape[1], known)
-    tasks = _tasks(fields, limits.ia3_num_tasks)
+    fields.check_names(known)
+    lengths = fields.lengths("sequence_length", width=ids.shape[1])
+    tasks = fields.ia3_tasks(limits.ia3_num_tasks)
     # Attentions are returned for the whole batch if any row asks.
     attentions = any(fields.flags("is_return_attentions"))
     limit = limits.max_pos_seq_len
     for b, length in enumerate(lengths):
-        bad = [i for i in ids[b, :length].tolist() if not 0 <= i < vocab_size]
+        bad = [(t, i) for t, i in enumerate(ids[b, :length].tolist()) if not 0 <= i < vocab_size]
         if bad:
+            t, token = bad[0]
             fields.problems.append(
-                f"input_ids[{b}]: {bad[0]} outside vocabulary of size {vocab_size}"
+                f"input_ids[{b},{t}]={token} outside vocabulary of size {vocab_size}"
             )
         if limit is not None and length > limit:
             fields.problems.append(f"input_ids[{b}]: {length} exceeds max_pos_seq_len ({limit})")
@@ -146,34 +149,6 @@ def _parse_ids(
         for b, length in enumerate(lengths)
     ]
     return EncodingRequest(tuple(rows), ids.shape[1], attentions)
-
-
-def _lengths(fields: TensorFields, name: str, width: int, known: set[str]) -> list[int]:
-    fields.problems += [
-        f"{other}: unknown input; this model takes {sorted(known)}"
-        for other in sorted(set(fields.tensors) - known)
-    ]
-    lengths = fields.required_integers(name)
-    if lengths is None:
-        return [0] * fields.batch
-    fields.problems += [
-        f"{name}[{b}]={length} must be in [1, {width}]"
-        for b, length in enumerate(lengths)
-        if not 1 <= length <= width
-    ]
-    return [min(max(length, 0), width) for length in lengths]
-
-
-def _tasks(fields: TensorFields, count: int) -> list[int | None]:
-    if "ia3_tasks" not in fields.tensors:
-        return [None] * fields.batch
-    tasks = fields.integers("ia3_tasks", default=0)
-    if count == 0:
-        fields.problems.append("ia3_tasks: this model has no IA3 adapters; omit the tensor")
-    for b, task in enumerate(tasks):
-        if count and not 0 <= task < count:
-            fields.problems.append(f"ia3_tasks[{b}]={task} must be in [0, {count})")
-    return [*tasks]
 
 
 @dataclass(eq=False)

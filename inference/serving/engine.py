@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from export_scripts.families.architecture import EncoderDecoderArchitecture
-from export_scripts.families.spec import ModelConfig
+from export_scripts.families.config import ModelConfig
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
@@ -163,11 +163,13 @@ class Engine(EngineBase):
             EngineBusyError: The queue is full.
             EngineFailedError: The engine cannot answer.
         """
-        problems = self.capacity.problems_of(request)
         if turn is not None:
-            problems += turn_problems(request, turn, capacity=self.capacity)
-        elif request.session_len is not None:
-            problems.append("session_len: the request belongs to no session; leave it out")
+            problems = turn_problems(request, turn, capacity=self.capacity, limits=self.limits)
+        else:
+            problems = self.capacity.problems_of(request)
+            for name in ("session_len", "memory_len"):
+                if getattr(request, name) is not None:
+                    problems.append(f"{name}: the request belongs to no session; leave it out")
         if problems:
             self.end_refused(turn)
             raise RequestError(problems)

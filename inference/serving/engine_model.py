@@ -9,16 +9,18 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.config_ini import read_config
 from export_scripts.validate import validate_directory
 from inference.serving.engine_base import EngineBase
 from inference.serving.errors import EngineBusyError, EngineFailedError
 from inference.serving.model_settings import ModelSettings, read_settings
+from inference.serving.started_rank import open_meeting
 from inference.serving.triton_model import ModelArguments, error_response, with_readable_errors
 
 _WATCH_S = 0.1
@@ -196,6 +198,32 @@ class EngineModel:
         except pb_utils.TritonModelException as error:
             # The server was started so that only it may unload models.
             pb_utils.Logger.log_warn(f"{self.name} stays listed as ready: {error}")
+
+
+def engine_arguments(settings: ModelSettings) -> dict[str, Any]:
+    """Return what every engine is told beside the folder of its weights."""
+    return {
+        "tp_size": settings.tp_size,
+        "pp_size": settings.pp_size,
+        "data_type": settings.data_type,
+        "int8_mode": settings.int8_mode,
+        "device": settings.device,
+        "options": settings.engine,
+        # Given where the ranks are on several nodes, started by the scheduler.
+        "meeting": open_meeting(
+            settings.tp_size * settings.pp_size, timeout_s=settings.engine.rank_timeout_s
+        ),
+    }
+
+
+def check_model_type(settings: ModelSettings, served: Collection[str] | None = None) -> None:
+    """Raise ValueError unless the weights are of a type that is `served`, or of the model's own."""
+    family, _ = read_config(settings.checkpoint_path)
+    if family.model_type not in (served or (settings.model_type,)):
+        raise ValueError(
+            f"model_type={settings.model_type}, but {settings.checkpoint_path} holds a "
+            f"{family.model_type} model; export it again."
+        )
 
 
 def check_weights(folder: Path) -> None:

@@ -1,8 +1,8 @@
 """What rank 0 tells every rank to do next, packed into one integer tensor."""
 
 # Layout of a packed plan, int32: command, length, counts and flags, then per segment
-# (lane, start, count), per move (source, target, start, stop), output rows, token ids, and for
-# encoders the ids of their rows and per row (count, task or -1, lane count, lanes).
+# (lane, start, count, forgotten), per move (source, target, start, stop), output rows, token ids,
+# and for encoders the ids of their rows and per row (count, task or -1, lane count, lanes).
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inference.model.step import Segment
 
 _HEADER = 11
 
-# A move copies cached tokens: (source lane, target lane, first token, end).
+# A move copies cached tokens, see `KVCache.copy`: (source lane, target lane, first token, end).
 Move = tuple[int, int, int, int]
 
 
@@ -121,7 +121,7 @@ def pack(plan: StepPlan) -> torch.Tensor:
     values += [len(plan.ids), flags, plan.embedding_rows]
     values += [len(plan.encoder_rows), len(plan.encoder_ids), plan.encoder_layers]
     for segment in plan.segments:
-        values += (segment.lane, segment.start, segment.count)
+        values += (segment.lane, segment.start, segment.count, segment.forgotten)
     for move in plan.moves:
         values += move
     values += plan.output_rows
@@ -143,15 +143,15 @@ def unpack(packed: torch.Tensor) -> ReceivedPlan:
     header = packed[:_HEADER].tolist()
     segments, moves, outputs, ids, flags, embedding_rows = header[2:8]
     encoder_rows, encoder_ids, encoder_layers = header[8:]
-    small = packed[_HEADER : _HEADER + 3 * segments + 4 * moves].tolist()
-    moves_at = 3 * segments
+    small = packed[_HEADER : _HEADER + 4 * (segments + moves)].tolist()
+    moves_at = 4 * segments
     outputs_at = _HEADER + moves_at + 4 * moves
     ids_at = outputs_at + outputs
     encoder_at = ids_at + ids
     rows_at = encoder_at + encoder_ids
     return ReceivedPlan(
         ids=packed[ids_at : ids_at + ids].long(),
-        segments=tuple(Segment(*small[i : i + 3]) for i in range(0, moves_at, 3)),
+        segments=tuple(Segment(*small[i : i + 4]) for i in range(0, moves_at, 4)),
         output_rows=packed[outputs_at:ids_at].long(),
         moves=tuple(
             (small[i], small[i + 1], small[i + 2], small[i + 3])

@@ -29,7 +29,8 @@ class RowWork:
     @property
     def segment(self) -> Segment:
         """What a rank computes."""
-        return Segment(self.lane, self.row.cached, len(self.ids))
+        row = self.row
+        return Segment(self.lane, row.held, len(self.ids), row.forgotten)
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,6 @@ def _process_with_socket(inode: str) -> tuple[int, str] | None:
             continue
         with contextlib.suppress(OSError):  # another user's process, or one that just ended
             if any(str(each.readlink()) == target for each in (process / "fd").iterdir()):
-                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-                return int(process.name), command[:100]
+                words = (process / "cmdline").read_bytes().replace(b"\0", b" ").split()
+                return int(process.name), b" ".join(words).decode(errors="replace")[:100]
     return None

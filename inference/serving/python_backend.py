@@ -7,15 +7,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from export_scripts.ft.config_ini import read_config
 from inference.decoding.outputs import FrameStream
 from inference.decoding.request import RequestError, parse_request
 from inference.decoding.tensor_fields import Array
 from inference.serving.engine import Engine, SessionTurn
-from inference.serving.engine_model import EngineModel, Exchange
+from inference.serving.engine_model import (
+    EngineModel,
+    Exchange,
+    check_model_type,
+    engine_arguments,
+)
 from inference.serving.model_settings import ModelSettings
 from inference.serving.running import GenerationResult, GenerationStep
-from inference.serving.started_rank import open_meeting
 from inference.serving.triton_model import (
     log_warning,
     output_tensors,
@@ -34,25 +37,8 @@ class GenerationModel(EngineModel):
 
     def make_engine(self, settings: ModelSettings) -> Engine:
         """Return the engine. Raises ValueError if the weights are those of another model."""
-        family, _ = read_config(settings.checkpoint_path)
-        if settings.model_type != family.model_type:
-            raise ValueError(
-                f"model_type={settings.model_type}, but {settings.checkpoint_path} holds a "
-                f"{family.model_type} model; export it again."
-            )
-        self.engine = Engine(
-            settings.checkpoint_path,
-            tp_size=settings.tp_size,
-            pp_size=settings.pp_size,
-            data_type=settings.data_type,
-            int8_mode=settings.int8_mode,
-            device=settings.device,
-            options=settings.engine,
-            # Given where the ranks are on several nodes, started by the scheduler.
-            meeting=open_meeting(
-                settings.tp_size * settings.pp_size, timeout_s=settings.engine.rank_timeout_s
-            ),
-        )
+        check_model_type(settings)
+        self.engine = Engine(settings.checkpoint_path, **engine_arguments(settings))
         return self.engine
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:

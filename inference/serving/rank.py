@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from export_scripts.families.architecture import DecoderArchitecture
-from export_scripts.families.prompt_layout import PREFIX_PROMPT
+from export_scripts.families.decoder import PREFIX_PROMPT
 from inference.decoding.kv_cache import CacheShape, KVCache
-from inference.model.decode_graph import DecodeGraphs
+from inference.model.decode_graph import DecodeGraphs, DecoderGraphModel
 from inference.model.decoder_weights import load_decoder
 from inference.model.step import Segment, Step, make_step
 from inference.model.weights import RankWeights
@@ -48,8 +49,8 @@ class Rank(RankBase):
             prefixes=load_prefixes(weights, architecture.num_layer),
         )
         self._graphs: DecodeGraphs | None = None
-        if self.device.type == "cuda" and self.layout.pp_size == 1:
-            self._graphs = DecodeGraphs(self.model, self.cache)
+        if self.device.type == "cuda":
+            self._graphs = DecodeGraphs(DecoderGraphModel(self.model, self.cache, self.layout))
 
     def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step, see `RankBase`."""
@@ -58,9 +59,7 @@ class Rank(RankBase):
             if plan.moves:
                 self.cache.copy(plan.moves)
             if self._graphs is not None and is_plain_decoding(plan):
-                part = self._graphs.run(plan.ids.tolist(), plan.segments)
-                logits = self._gather(part, len(plan.output_rows))
-                return None if logits is None else StepResult(logits)
+                return self._decode(self._graphs, plan)
             steps = self._micro_batches(plan, embeddings)
             hidden = run_stage(self.model, steps, layout=self.layout, groups=self._groups)
             logits = self._logits(hidden, steps, len(plan.output_rows))
@@ -71,6 +70,17 @@ class Rank(RankBase):
         """Part from the other ranks."""
         self._graphs = None  # the sums in them belong to the connection
         super().close()
+
+    def _decode(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
+        """Run a step of one token per lane."""
+        segments = plan.segments
+        lanes = [segment.lane for segment in segments]
+        graph = graphs.graph(max(lanes) + 1, max(segment.stop for segment in segments))
+        places = [segment.start for segment in segments]
+        positions = [segment.start + segment.forgotten for segment in segments]
+        graph.fill(lanes, plan.ids.tolist(), positions, places, lanes)
+        self._run_graph(graph)
+        return self._graph_result(graph, lanes, self.architecture.vocab_size)
 
     def _micro_batches(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> list[Step]:
         parts = min(self.layout.pp_size, max(1, len(plan.ids) // _MICRO_BATCH_TOKENS))
@@ -177,6 +187,6 @@ def split_segments(segments: Sequence[Segment], parts: int) -> list[list[Segment
                 runs.append([])
                 room = size
             count = min(left, room)
-            runs[-1].append(Segment(segment.lane, start, count))
+            runs[-1].append(replace(segment, start=start, count=count))
             start, left, room = start + count, left - count, room - count
     return runs

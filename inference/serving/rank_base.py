@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 from export_scripts.families.architecture import Architecture
 from export_scripts.ft.reader import FTReader
+from inference.model.decode_graph import DecodeGraph, of_lanes
 from inference.model.weights import RankWeights
 from inference.parallel.groups import RankGroups
 from inference.parallel.linear import AllReduce
@@ -29,13 +31,15 @@ class StepResult:
     """What rank 0 gets from a step.
 
     An encoder alone gives `hidden`, all rows' tokens one after the other, and, where wanted,
-    `attentions` (rows, layers, heads, S, S), zero beyond each row's length.
+    `attentions` (rows, layers, heads, S, S), zero beyond each row's length. `best` is given where
+    the step chose each row's best token as well: the bits of its logit, and the token.
     """
 
     logits: torch.Tensor  # (n, V or more) fp32
     pooled: torch.Tensor | None = None  # (segments, E) fp32
     hidden: torch.Tensor | None = None  # (N, E)
     attentions: torch.Tensor | None = None
+    best: torch.Tensor | None = None  # (n, 2) int32
 
 
 class RankBase(ABC):
@@ -94,6 +98,27 @@ class RankBase(ABC):
             embeddings: (plan.embedding_rows, E) fp32 on rank 0, if there are any; the others
                 receive them.
         """
+
+    def _run_graph(self, graph: DecodeGraph) -> None:
+        """Run this stage's graph between the stages before and after it."""
+        if graph.hidden is not None:
+            assert self._groups is not None
+            self._groups.receive(graph.hidden, self.layout.previous_rank)
+        graph.run()
+        if not self.layout.is_last_stage:
+            assert self._groups is not None
+            self._groups.send(graph.output, self.layout.next_rank).wait()
+
+    def _graph_result(
+        self, graph: DecodeGraph, lanes: Sequence[int], vocab_size: int
+    ) -> StepResult | None:
+        """Return on rank 0 what a graph computed for these lanes."""
+        part = of_lanes(graph.output, lanes) if self.layout.is_last_stage else None
+        logits = self._first_rank_logits(part, len(lanes), vocab_size)
+        if logits is None:
+            return None
+        best = None if graph.best is None else of_lanes(graph.best, lanes)
+        return StepResult(logits, best=best)
 
     def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         assert self._groups is not None, "ranks are not connected"

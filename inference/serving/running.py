@@ -62,7 +62,9 @@ class RunningRow:
     encoder_ids: list[int] | None = None  # of an encoder-decoder, whose prompt is the start id
     is_encoded: bool = True
     lanes: list[int] = field(default_factory=list)
-    cached: int = 0  # tokens of each lane that are in the cache
+    cached: int = 0  # tokens that have been in the cache
+    forgotten: int = 0  # of these, how many no longer are: the first ones
+    memory_len: int | None = None  # most tokens that a lane keeps, None for all
     handle: int | None = None  # in the decoder
     next_ids: tuple[int, ...] = ()  # per lane, once it decodes
     pooled: torch.Tensor | None = None  # (hidden,) sum over the prompt
@@ -74,6 +76,16 @@ class RunningRow:
     def prompt_len(self) -> int:
         """Cache entries of the prompt."""
         return len(self.prompt)
+
+    @property
+    def held(self) -> int:
+        """Tokens that a lane holds."""
+        return self.cached - self.forgotten
+
+    @property
+    def held_prompt(self) -> int:
+        """Of these, tokens of the prompt."""
+        return max(min(self.cached, self.prompt_len) - self.forgotten, 0)
 
     @property
     def is_prefilled(self) -> bool:
@@ -90,7 +102,7 @@ class RunningRow:
     @property
     def wants_pooled(self) -> bool:
         """Whether the sum of the prompt's hidden states is needed."""
-        return self.request.options.return_context_embeddings and self.prompt_len > 1
+        return self.request.options.return_context_embeddings
 
 
 @dataclass(eq=False)

@@ -134,6 +134,7 @@ class Scheduler:
             assert not rows, "active rows without work"
             return None
         work.sort(key=lambda each: each.lane)
+        self._forget(work)
         moves, self._moves = self._moves, []
         return lay_out(work, encoding, moves=moves, embedding_base=self._embedding_base)
 
@@ -157,7 +158,7 @@ class Scheduler:
                 beams = 1 if row.next_ids else len(row.lanes)
                 sampling.setdefault(row, []).extend([first + len(work.outputs) - 1] * beams)
             first += len(work.outputs)
-        self._choose(sampling, result.logits)
+        self._choose(sampling, result.logits, result.best)
         self._answer(step.owners)
 
     def _admit(self) -> None:
@@ -176,6 +177,16 @@ class Scheduler:
                 self._refuse(request)
             else:
                 return  # nobody overtakes, so that wide requests get their turn
+
+    def _forget(self, work: Sequence[RowWork]) -> None:
+        """Make room in lanes that keep fewer tokens than their conversation has."""
+        forgetful = [each for each in work if each.row.memory_len is not None]
+        excess = {each.row: _excess(each) for each in forgetful}
+        for each in forgetful:
+            if count := excess[each.row]:
+                self._moves.append((each.lane, each.lane, count, each.row.held))
+        for row, count in excess.items():
+            row.forgotten += count
 
     def _activate(self, row: RunningRow) -> None:
         """Let a row that has its lanes take part in steps."""
@@ -211,14 +222,16 @@ class Scheduler:
             score = context_log_prob(logits[: len(following)], following, vocab_size=vocab_size)
             self._decoder.add_context_log_prob(row.handle, score)
 
-    def _choose(self, rows: dict[RunningRow, list[int]], logits: torch.Tensor) -> None:
+    def _choose(
+        self, rows: dict[RunningRow, list[int]], logits: torch.Tensor, best: torch.Tensor | None
+    ) -> None:
         if not rows:
             return
         logit_rows = [number for numbers in rows.values() for number in numbers]
         if logit_rows != list(range(len(logits))):
-            logits = logits[logit_rows]
+            logits, best = logits[logit_rows], None
         handles = [row.handle for row in rows if row.handle is not None]
-        for row, step in zip(rows, self._decoder.step(handles, logits), strict=True):
+        for row, step in zip(rows, self._decoder.step(handles, logits, best), strict=True):
             self._advance(row, step)
 
     def _advance(self, row: RunningRow, step: RowStep) -> None:
@@ -232,10 +245,10 @@ class Scheduler:
             return
         if not row.next_ids:
             # The beams share the prompt that the first lane holds.
-            self._moves += [(row.lanes[0], lane, 0, row.cached) for lane in row.lanes[1:]]
+            self._moves += [(row.lanes[0], lane, 0, row.held) for lane in row.lanes[1:]]
         elif step.parents is not None:
             self._moves += [
-                (row.lanes[parent], lane, row.prompt_len, row.cached)
+                (row.lanes[parent], lane, row.held_prompt, row.held)
                 for lane, parent in zip(row.lanes, step.parents, strict=True)
                 if row.lanes[parent] != lane
             ]
@@ -250,10 +263,10 @@ class Scheduler:
         if row.owner.session is None:
             self._release(row)
             return
-        if step.parents is not None and step.parents[0] != 0 and row.cached > row.prompt_len:
+        if step.parents is not None and step.parents[0] != 0 and row.held > row.held_prompt:
             # The conversation goes on in the first lane, from the best beam.
             best = row.lanes[step.parents[0]]
-            self._moves.append((best, row.lanes[0], row.prompt_len, row.cached))
+            self._moves.append((best, row.lanes[0], row.held_prompt, row.held))
         self._decoder.remove(row.handle)
         self._sessions.remember(row, result)
 
@@ -261,8 +274,7 @@ class Scheduler:
         """Free the lanes of a row and forget it."""
         self._free(row.lanes)
         if row.wipe:
-            length = row.cached + 1
-            self._moves += [(WIPE, lane, 0, length) for lane in row.lanes]
+            self._moves += [(WIPE, lane, 0, row.held + 1) for lane in row.lanes]
         if row.handle is not None:
             self._decoder.remove(row.handle)
 
@@ -313,6 +325,13 @@ def _decode(row: RunningRow) -> list[RowWork]:
         RowWork(row, lane, [token], range(1), samples=True)
         for lane, token in zip(row.lanes, row.next_ids, strict=True)
     ]
+
+
+def _excess(work: RowWork) -> int:
+    """Return how many tokens a lane must forget so that those of a step have room."""
+    row = work.row
+    assert row.memory_len is not None
+    return max(row.held + len(work.ids) - row.memory_len, 0)
 
 
 def _may_start(row: RunningRow, encoding: EncoderWork) -> bool:

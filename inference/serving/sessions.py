@@ -15,7 +15,7 @@ from time import monotonic
 from inference.decoding.prompts import TASK_IDS, TYPE
 from inference.decoding.request import GenerationRequest, RequestError
 from inference.decoding.results import RowResult
-from inference.decoding.rows import RowRequest
+from inference.decoding.rows import ModelLimits, RowRequest
 from inference.serving.capacity import Capacity
 from inference.serving.running import RunningRequest, RunningRow
 from inference.serving.session_turn import SessionTurn
@@ -29,13 +29,15 @@ class RememberedRow:
         lanes: Where its keys and values lie, in the first of them.
         prompt: What the first stage embeds for it, as of `RunningRow`.
         request: The same as penalties, word lists and the client see it.
-        cached: How many of `prompt` are in the cache.
+        cached: How many of `prompt` have been in the cache.
+        forgotten: How many of these no longer are.
     """
 
     lanes: list[int]
     prompt: list[int]
     request: RowRequest
     cached: int
+    forgotten: int
 
 
 @dataclass(eq=False)
@@ -44,6 +46,7 @@ class Session:
 
     turn: SessionTurn  # the newest
     session_len: int
+    memory_len: int | None  # most tokens that the cache keeps of it, None for all
     row_count: int
     beam_width: int
     rows: dict[int, RememberedRow] = field(default_factory=dict)
@@ -133,11 +136,15 @@ class Sessions:
     def _start(self, request: RunningRequest, turn: SessionTurn) -> None:
         asked = request.request
         assert asked.session_len is not None, "checked when it was submitted"
-        session = Session(turn, asked.session_len, len(asked.rows), asked.beam_width)
+        session = Session(
+            turn, asked.session_len, asked.memory_len, len(asked.rows), asked.beam_width
+        )
         _check_room(session, request)
         if earlier := self._sessions.get(turn.session_id):
             self._end(earlier)
         request.session = session
+        for row in request.waiting:
+            row.memory_len = session.memory_len
         self._sessions[turn.session_id] = session
 
     def remember(self, row: RunningRow, result: RowResult) -> None:
@@ -149,6 +156,8 @@ class Sessions:
             # As in FasterTransformer, the next turn's first token takes this one's place.
             answer = answer[:-1]
         prompt = [*row.prompt, *answer]
+        # Beams that went on for longer have cached, and perhaps forgotten, more than this one.
+        cached = min(row.cached, len(prompt))
         session.rows[row.index] = RememberedRow(
             lanes=row.lanes,
             prompt=prompt,
@@ -157,7 +166,8 @@ class Sessions:
                 context_ids=row.request.context_ids + answer,
                 returned_ids=row.request.returned_ids + answer,
             ),
-            cached=min(row.cached, len(prompt)),
+            cached=cached,
+            forgotten=min(row.forgotten, cached),
         )
 
     def leave(self, request: RunningRequest) -> None:
@@ -180,23 +190,38 @@ class Sessions:
 
 
 def turn_problems(
-    request: GenerationRequest, turn: SessionTurn, *, capacity: Capacity
+    request: GenerationRequest, turn: SessionTurn, *, capacity: Capacity, limits: ModelLimits
 ) -> list[str]:
     """Return what is wrong with a turn whatever its conversation holds; empty if nothing is."""
     if request.encoder_decoder:
         return ["START: a model with an encoder keeps no sessions"]
-    return _start_problems(request, capacity) if turn.starts else _next_problems(request)
+    if turn.starts:
+        return _length_problems(request, capacity, limits) + _lane_problems(request, capacity)
+    return _next_problems(request)
 
 
-def _start_problems(request: GenerationRequest, capacity: Capacity) -> list[str]:
+def _length_problems(
+    request: GenerationRequest, capacity: Capacity, limits: ModelLimits
+) -> list[str]:
+    session_len, memory_len = request.session_len, request.memory_len
+    if session_len is None:
+        return ["session_len: the START request of a session needs it"]
     problems = []
-    if request.session_len is None:
-        problems.append("session_len: the START request of a session needs it")
-    elif request.session_len > capacity.max_len:
+    if limits.max_pos_seq_len is not None and session_len > limits.max_pos_seq_len:
         problems.append(
-            f"session_len={request.session_len} exceeds the {capacity.max_len} tokens that a "
-            "sequence holds; lower it or raise max_seq_len"
+            f"session_len={session_len} exceeds max_pos_seq_len ({limits.max_pos_seq_len})"
         )
+    if min(session_len, memory_len or session_len) > capacity.max_len:
+        name = "session_len" if memory_len is None else "memory_len"
+        problems.append(
+            f"{name}={memory_len or session_len} exceeds the {capacity.max_len} tokens that a "
+            "sequence holds; lower memory_len or session_len, or raise max_seq_len"
+        )
+    return problems
+
+
+def _lane_problems(request: GenerationRequest, capacity: Capacity) -> list[str]:
+    problems = []
     lanes = len(request.rows) * request.beam_width
     if lanes > capacity.lanes:
         problems.append(
@@ -239,10 +264,12 @@ def _check_turn(session: Session, request: RunningRequest) -> None:
         ("input_ids", len(asked.rows), session.row_count),
         ("beam_width", asked.beam_width, session.beam_width),
         ("session_len", asked.session_len or session.session_len, session.session_len),
+        ("memory_len", asked.memory_len or session.memory_len, session.memory_len),
     ):
         if given != kept:
             rows = " rows" if name == "input_ids" else ""
-            problems.append(f"{name}: the session was started with {kept}{rows}, not {given}")
+            begun = "none" if kept is None else f"{kept}{rows}"
+            problems.append(f"{name}: the session was started with {begun}, not {given}")
     if problems:
         raise RequestError(problems)
     _check_room(session, request)
@@ -269,6 +296,7 @@ def _continue(session: Session, request: RunningRequest) -> None:
     for row in request.waiting:
         kept = session.rows.pop(row.index)
         row.lanes, row.cached = kept.lanes, kept.cached
+        row.forgotten, row.memory_len = kept.forgotten, session.memory_len
         row.prompt = kept.prompt + row.prompt
         row.request = replace(
             row.request,

@@ -43,6 +43,18 @@ def test_lanes_can_swap(cache: KVCache) -> None:
     assert after[1:3].equal(before[1:3])
 
 
+def test_a_lane_forgets_its_first_tokens_after_it_was_copied_to(cache: KVCache) -> None:
+    write(cache, 0, [(lane, position) for lane in range(4) for position in range(8)])
+    before = cache.read(0, 0, 4, 10)[0].clone()
+    cache.copy([(2, 2, 3, 8), (1, 2, 5, 8), (0, 0, 1, 8)])
+    after = cache.read(0, 0, 4, 10)[0]
+    assert after[2, :, :2].equal(before[2, :, 3:5])
+    assert after[2, :, 2:5].equal(before[1, :, 5:8])
+    assert after[0, :, :7].equal(before[0, :, 1:8])
+    assert after[1].equal(before[1])
+    assert after[3].equal(before[3])
+
+
 def test_wiped_tokens_are_zero(cache: KVCache) -> None:
     write(cache, 0, [(2, position) for position in range(4)])
     cache.copy([(WIPE, 2, 0, 3)])

@@ -12,6 +12,7 @@ import torch
 from inference.decoding.generate import UNUSABLE, BatchDecoder, DecodingConfig
 from inference.decoding.nucleus import DescendingMass
 from inference.decoding.options import RowOptions
+from inference.decoding.processors import ALIGNMENT, LaneRules, process_logits
 from inference.decoding.random import Xorwow
 from inference.decoding.request import RowRequest
 from inference.decoding.results import RowResult
@@ -103,6 +104,12 @@ def test_minimum_length_bars_the_end_token_but_not_stop_words() -> None:
 def test_minimum_length_is_harmless_where_the_end_id_is_outside_the_vocabulary() -> None:
     row = RowRequest((3, 4), 2, RowOptions(end_id=VOCAB + 60, min_length=2), (3, 4))
     assert run(row, favouring(7), favouring(8)).output_ids == ((7, 8),)
+
+
+def test_minimum_length_of_a_model_without_an_end_id_bars_no_token() -> None:
+    logits = torch.zeros(1, ALIGNMENT)
+    rules = [LaneRules(forbidden_id=-1)]
+    assert torch.equal(process_logits(logits, lanes=[0], rules=rules, vocab_size=ALIGNMENT), logits)
 
 
 def test_padded_vocabulary_is_never_chosen() -> None:

@@ -29,6 +29,8 @@ def test_virtual_tokens_and_padded_vocabulary_do_not_count() -> None:
     padded = torch.nn.functional.pad(LOGITS, (0, 12), value=50.0)
     expected = context_log_prob(LOGITS[[0, 3]], [5, 8], vocab_size=52)
     assert context_log_prob(padded, [5, 52, 60, 8], vocab_size=52) == expected
+    # Negative ids name embeddings that were sent with the request.
+    assert context_log_prob(padded, [5, -1, -2, 8], vocab_size=52) == expected
 
 
 def test_prompt_of_virtual_tokens_alone_scores_zero() -> None:

@@ -16,7 +16,9 @@ from inference.serving.encoder_engine import EncoderEngine
 from inference.serving.encoding import EncodingRequest, parse_encoding
 from inference.serving.engine import EngineBusyError, EngineFailedError, EngineOptions
 from tests.ft_folders import write_bert, write_gpt
-from tests.tiny_t5 import Reference, TinyT5, ia3_scalers, t5_tensors, write_ia3, write_t5
+from tests.t5_reference import Reference
+from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
+from tests.tiny_t5_tuning import ia3_scalers, write_ia3
 
 MODEL = TinyT5()
 TENSORS = t5_tensors(MODEL)
@@ -154,7 +156,7 @@ def test_bad_states_are_refused(bert: EncoderEngine, change: dict[str, Any], wor
 @pytest.mark.parametrize(
     ("prompts", "more", "words"),
     [
-        ([[5, 40]], {}, "input_ids[0]: 40 outside vocabulary of size 40"),
+        ([[5, 40]], {}, "input_ids[0,1]=40 outside vocabulary of size 40"),
         ([[5] * 25], {}, "25 exceeds max_pos_seq_len (24)"),
         ([[5]], {"ia3_tasks": np.array([[2]], np.int32)}, "ia3_tasks[0]=2 must be in [0, 2)"),
         ([[5]], {"temperature": np.ones((1, 1), np.float32)}, "temperature: unknown input"),
@@ -171,8 +173,19 @@ def test_bad_ids_are_refused(
 
 def test_rows_beyond_the_bound_are_refused(tmp_path: Path) -> None:
     engine = EncoderEngine(write_bert(tmp_path), device="cpu", options=EngineOptions(max_seq_len=5))
-    with pytest.raises(RequestError, match="row 0 has 6 tokens, the limit is 5"):
-        engine.submit(states_request(engine, random_states(1, 6), [6]))
+    with pytest.raises(RequestError, match="rows of 6 tokens, padding included; the limit is 5"):
+        engine.submit(states_request(engine, random_states(1, 6), [2]))
+
+
+def test_attentions_that_no_memory_holds_are_refused(t5: EncoderEngine) -> None:
+    ids = np.zeros((200_000, 4096), np.uint8)
+    tensors = {
+        "input_ids": ids,
+        "sequence_length": np.ones((len(ids), 1), np.uint32),
+        "is_return_attentions": np.array([[True]]),
+    }
+    with pytest.raises(RequestError, match="is_return_attentions: the answer has"):
+        t5.submit(parse_encoding(tensors, t5.limits))
 
 
 def test_a_full_queue_says_so(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export_scripts.families.architecture import PromptTask
+from export_scripts.families.config import PromptTask
 from inference.decoding.request import RequestError, parse_request
 from inference.serving.engine import Engine
 from tests.ft_folders import write_gpt
@@ -75,6 +75,29 @@ def test_table_sent_with_the_request_is_used_instead(engine: Engine, ft_dir: Pat
         request_prompt_type=np.array([[3], [3]], np.uint32),
     )
     assert sent == answers(engine, [[20, 21, 5], [3, 23, 22]])
+
+
+def test_virtual_tokens_have_no_score_wherever_they_come_from(engine: Engine, ft_dir: Path) -> None:
+    ids = np.array([[START, START + 1, 5, 6]], np.uint32)
+    asked = {
+        "input_ids": ids,
+        "input_lengths": np.array([[4]], np.uint32),
+        "request_output_len": np.array([[1]], np.uint32),
+        "is_return_log_probs": np.array([[True]]),
+        "is_return_context_cum_log_probs": np.array([[True]]),
+    }
+    loaded = {"prompt_learning_task_name_ids": np.array([[0]], np.uint32)}
+    sent = {
+        "request_prompt_embedding": table(ft_dir)[[MEANING["one"]]],
+        "request_prompt_lengths": np.array([[2]], np.uint32),
+        "request_prompt_type": np.array([[3]], np.uint32),
+    }
+    first, second = (
+        engine.generate(parse_request(asked | prompt, limits=engine.limits)).rows[0].cum_log_probs
+        for prompt in (loaded, sent)
+    )
+    assert np.isfinite(first).all()
+    assert first == pytest.approx(second, abs=1e-5)
 
 
 def test_soft_prompt_comes_before_the_tokens(engine: Engine, ft_dir: Path) -> None:

@@ -14,15 +14,9 @@ import torch
 from export_scripts.convert import ConversionRequest, convert
 from inference.decoding.request import GenerationRequest, RequestError, parse_request
 from inference.serving.engine import Engine, EngineOptions, GenerationStep
-from tests.tiny_t5 import (
-    Reference,
-    TinyT5,
-    ia3_scalers,
-    t5_tensors,
-    write_ia3,
-    write_prompts,
-    write_t5,
-)
+from tests.t5_reference import Reference
+from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
+from tests.tiny_t5_tuning import ia3_scalers, write_ia3, write_prompts
 
 MODEL = TinyT5(positions=2100)
 LANES = 7

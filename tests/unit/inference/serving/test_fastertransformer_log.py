@@ -18,6 +18,7 @@ SIZES = "[WARNING] file /w/a.bin only has {}, but request {}, loading model fail
         (SIZES.format(100, 170), "not complete"),
         ("[ERROR] Can't load '/w/config.ini'", "/w/config.ini cannot be read"),
         ("1. Number of visible GPUs must be evenly divisble by TP * PP", "CUDA_VISIBLE_DEVICES"),
+        ("[ERROR] world_size (4) should equal to tensor_para_size_", "CUDA_VISIBLE_DEVICES"),
         ("CUDA out of memory", "CUDA out of memory"),
         ("[FT][ERROR] NCCL error x.cc:7 'unhandled'", "NCCL error"),
     ],

@@ -20,7 +20,7 @@ from inference.serving.rank import split_segments
 
 PLAN = StepPlan(
     ids=[5, 6, 7, 90_000],
-    segments=(Segment(0, 3, 1), Segment(4, 0, 3)),
+    segments=(Segment(0, 3, 1), Segment(4, 0, 3, forgotten=7)),
     output_rows=[0, 3],
     moves=((1, 2, 0, 9), (-1, 3, 0, 4)),
     has_virtual=True,

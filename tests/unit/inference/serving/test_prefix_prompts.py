@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.families.architecture import PromptTask
+from export_scripts.families.config import PromptTask
 from export_scripts.families.gptj import GPTJ, GPTJConfig
 from inference.decoding.request import RequestError, parse_request
 from inference.model.step import Segment

@@ -112,6 +112,25 @@ def test_prompts_are_cut_to_the_bound_while_others_decode() -> None:
     assert len(step.plan.ids) == 1
 
 
+def test_a_short_prompt_overtakes_long_ones_that_still_get_on() -> None:
+    scheduler = make_scheduler(4)
+    long = [make_running([1], prompt_lens=[5000], arrival=n) for n in (1, 2)]
+    for running in long:
+        scheduler.add(running)
+    advance(scheduler)
+    short = make_running([1], prompt_lens=[40], arrival=3)
+    scheduler.add(short)
+    step = scheduler.plan()
+    assert step is not None
+    pieces = {id(work.row.owner): len(work.ids) for work in step.work}
+    run(scheduler, step)
+    assert short.future.done()
+    # The oldest loses no more than half of a step to whoever comes later.
+    assert pieces[id(long[0])] == step.prompt_tokens // 2
+    run_all(scheduler)
+    assert all(running.future.done() for running in long)
+
+
 def test_rows_in_lock_step_begin_together() -> None:
     scheduler = make_scheduler(4)
     frames: list[GenerationStep] = []

@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from inference.serving import supervisor
+from tests.waiting import LIMIT_S, lives, until
 
 # A command that leaves a grandchild in a session of its own, out of reach of group signals.
 FAMILY = """
@@ -37,54 +37,40 @@ def _run(command: list[str]) -> tuple[subprocess.Popen[bytes], int]:
 def _family(tmp_path: Path, seconds: float) -> tuple[subprocess.Popen[bytes], int, int]:
     path = tmp_path / "pid"
     process, lifeline = _run([sys.executable, "-c", FAMILY, str(path), str(seconds)])
-    _until(lambda: path.exists() and path.read_text() != "")
+    until(lambda: path.exists() and path.read_text() != "")
     return process, lifeline, int(path.read_text())
-
-
-def _until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition was not met in time"
-        time.sleep(0.02)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_status_is_passed_on_and_grandchildren_end(tmp_path: Path) -> None:
     process, lifeline, grandchild = _family(tmp_path, 0.1)
-    assert process.wait(10) == 7
-    assert not _lives(grandchild)
+    assert process.wait(LIMIT_S) == 7
+    assert not lives(grandchild)
     os.close(lifeline)
 
 
 def test_closed_lifeline_ends_command_and_grandchildren(tmp_path: Path) -> None:
     process, lifeline, grandchild = _family(tmp_path, 60)
     os.close(lifeline)
-    assert process.wait(10) == 128 + signal.SIGTERM
-    assert not _lives(grandchild)
+    assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+    assert not lives(grandchild)
 
 
 def test_command_that_ignores_sigterm_is_killed_on_sigquit() -> None:
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1); time.sleep(60)"
     process, lifeline = _run([sys.executable, "-c", stubborn])
-    _until(lambda: len(supervisor.descendants(process.pid)) == 1)
+    until(lambda: len(supervisor.descendants(process.pid)) == 1)
     time.sleep(0.2)
     process.send_signal(signal.SIGQUIT)
-    assert process.wait(10) == 128 + signal.SIGKILL
+    assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
     os.close(lifeline)
 
 
 def test_killed_supervisor_takes_the_command_along(tmp_path: Path) -> None:
     process, lifeline = _run([sys.executable, "-c", "import time; time.sleep(60)"])
-    _until(lambda: len(supervisor.descendants(process.pid)) == 1)
+    until(lambda: len(supervisor.descendants(process.pid)) == 1)
     command = supervisor.descendants(process.pid)[0]
     time.sleep(0.2)  # the command's own set-up
     process.kill()
-    process.wait(10)
-    _until(lambda: not _lives(command))
+    process.wait(LIMIT_S)
+    until(lambda: not lives(command))
     os.close(lifeline)

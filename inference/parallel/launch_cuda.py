@@ -1,0 +1,64 @@
+"""Kernels that begin while the one before them still runs, and what they do until it has ended.
+
+Decoding is a chain of short kernels, and between two of them a GPU's memory stands still for some
+3 us. GPUs of compute capability 9 can start a kernel early (programmatic dependent launch): it
+fetches what no kernel writes, weights, and waits before it touches anything else. On an H200 a
+step of GPT-J-6B took 3.4 ms without and 3.0 ms with this. Import this only where Triton is.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # Triton before 3.4
+    gdc_launch_dependents = gdc_wait = None
+
+
+@cache
+def _starts_early(device: int) -> bool:
+    return gdc_wait is not None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(x: torch.Tensor) -> dict[str, Any]:
+    """Return what a kernel with a constant EARLY is launched with on the device of `x`."""
+    if x.is_cuda and torch.version.cuda is not None and _starts_early(x.device.index):
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Let the next kernel take the room that this one leaves; it waits for this one's end."""
+    if EARLY:
+        gdc_launch_dependents()
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def wait_for_earlier(EARLY: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Return once all that earlier kernels wrote can be read.
+
+    Every kernel that starts early calls this, and writes nothing before: only so does the end of
+    one mean the end of all before it.
+    """
+    if EARLY:
+        gdc_wait()
+
+
+@triton.jit
+def read_ahead(at):  # type: ignore[no-untyped-def]
+    """Bring the cache lines at the pointers `at` into the GPU's second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [at.to(tl.int64, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
