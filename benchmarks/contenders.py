@@ -25,11 +25,16 @@ StepBytes = Callable[[int, int], int]
 
 @dataclass
 class Program:
-    """One program that generates; `step_times` receives the seconds between tokens."""
+    """One program that generates.
+
+    `step_times` receives the seconds between tokens, `model_times`, of our engine alone, how many
+    of them the model took.
+    """
 
     name: str
     generate: Callable[[Prompts, int], Any]
     step_times: list[float] = field(default_factory=list)
+    model_times: list[float] = field(default_factory=list)
     close: Callable[[], None] = lambda: None
     step_bytes: StepBytes | None = None
 
@@ -53,18 +58,21 @@ class Contender:
         self.name, self.step_bytes = self._pipe.recv()
         self.seconds: list[float] = []
         self.step_times: list[float] = []
+        self.model_times: list[float] = []
 
     def generate(self, prompts: Prompts, output_len: int) -> None:
         """Generate once and note the times."""
         self._pipe.send((prompts, output_len))
-        seconds, step_times = self._pipe.recv()
+        seconds, step_times, model_times = self._pipe.recv()
         self.seconds.append(seconds)
         self.step_times += step_times
+        self.model_times += model_times
 
     def forget(self) -> None:
         """Drop what was measured so far."""
         self.seconds.clear()
         self.step_times.clear()
+        self.model_times.clear()
 
     def close(self) -> None:
         """End the process."""
@@ -80,9 +88,11 @@ def _run_program(make: Callable[[], Program], threads: int, pipe: Connection) ->
         while True:
             prompts, output_len = pipe.recv()
             program.step_times.clear()
+            program.model_times.clear()
             start = time.perf_counter()
             program.generate(prompts, output_len)
-            pipe.send((time.perf_counter() - start, program.step_times))
+            seconds = time.perf_counter() - start
+            pipe.send((seconds, program.step_times, program.model_times))
     program.close()
 
 
@@ -137,7 +147,10 @@ def slipway(
     from inference.decoding.options import RowOptions
     from inference.decoding.request import GenerationRequest, RowRequest
     from inference.serving.engine import Engine, EngineOptions
+    from inference.serving.rank import Rank
 
+    model_times: list[float] = []
+    _time_calls(Rank, "run", model_times)
     options = EngineOptions(max_lanes=lanes, max_seq_len=max_len)
     engine = Engine(
         ft_dir, data_type=data_type, int8_mode=int(int8), device=device, options=options
@@ -161,11 +174,26 @@ def slipway(
             rows=rows, padded_len=max(map(len, prompts)), encoder_decoder=encoder_decoder
         )
         future = engine.submit(request, on_step=StepClock(step_times))
-        return [row.output_ids[0] for row in future.result().rows]
+        outputs = [row.output_ids[0] for row in future.result().rows]
+        del model_times[: -len(step_times)]  # of the prompts
+        return outputs
 
     name = _name("slipway", data_type, int8=int8)
     read = None if encoder_decoder else _step_bytes(ft_dir, data_type, int8=int8)
-    return Program(name, generate, step_times, close=engine.stop, step_bytes=read)
+    return Program(name, generate, step_times, model_times, close=engine.stop, step_bytes=read)
+
+
+def _time_calls(owner: type, method: str, into: list[float]) -> None:
+    """Have every call of a method note its seconds."""
+    call = getattr(owner, method)
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        result = call(*args, **kwargs)
+        into.append(time.perf_counter() - start)
+        return result
+
+    setattr(owner, method, timed)
 
 
 def bare_loop(

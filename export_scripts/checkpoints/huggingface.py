@@ -189,7 +189,9 @@ def index_safetensors(path: Path) -> dict[str, StoredTensor]:
             found = {key: _entry(path, key, e, 8 + length, size) for key, e in entries.items()}
         except CheckpointMismatchError:
             raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+        ) as error:  # fmt: skip
             raise truncated(path, f"its header is not a table of tensors: {error}") from error
     _check_cover(path, found, 8 + length, size)
     return found

@@ -161,7 +161,8 @@ def test_a_configuration_nested_without_end_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data",
     [b"", b"abc", struct.pack("<Q", 1 << 60), struct.pack("<Q", 4) + b"nope",
-     struct.pack("<Q", 2) + b"[]"],
+     struct.pack("<Q", 2) + b"[]",
+     struct.pack("<Q", 58) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,1e400]}}'],
 )  # fmt: skip
 def test_a_damaged_safetensors_header_is_told(tmp_path: Path, data: bytes) -> None:
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
