@@ -10,9 +10,9 @@ import torch
 
 from export_scripts.families.architecture import DecoderArchitecture
 from export_scripts.ft.config_ini import read_config
+from inference.serving.rank_settings import compute_dtype, matrix_dtype
 
 _BYTES = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}
-_ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 _ROUNDS = 7
 
 
@@ -37,12 +37,15 @@ def measured_bandwidth(device: str) -> float:
     return values.nbytes / min(seconds)
 
 
-def step_bytes(ft_dir: Path, data_type: str, int8: bool, batch: int, length: int) -> int:
+def step_bytes(
+    ft_dir: Path, data_type: str, device: str, int8: bool, batch: int, length: int
+) -> int:
     """Return the bytes of weights, keys and values that one decoding step reads.
 
     Args:
         ft_dir: A decoder-only model.
         data_type: What is computed in.
+        device: cpu or cuda.
         int8: Whether matrices are kept in 8 bits.
         batch: Sequences.
         length: Tokens that each has cached.
@@ -50,7 +53,9 @@ def step_bytes(ft_dir: Path, data_type: str, int8: bool, batch: int, length: int
     family, config = read_config(ft_dir)
     architecture = family.architecture(config)
     assert isinstance(architecture, DecoderArchitecture)
-    item = _ITEM_BYTES[data_type]
+    computed = compute_dtype(data_type, torch.device(device))
+    kept = matrix_dtype(data_type, config.weight_data_type, torch.device(device)) or computed
+    matrix_bytes = 1 if int8 else kept.itemsize
     # Of the embedding one row is read per token, unless it is the head as well.
     unread = {"model.wpe", "model.wte" if architecture.untied_head else ""}
     weights = 0
@@ -58,6 +63,6 @@ def step_bytes(ft_dir: Path, data_type: str, int8: bool, batch: int, length: int
         if tensor.name in unread:
             continue
         is_matrix = len(tensor.shape) > 1
-        weights += prod(tensor.shape) * (1 if int8 and is_matrix else item)
-    head_bytes = architecture.kv_head_num * architecture.size_per_head * item
+        weights += prod(tensor.shape) * (matrix_bytes if is_matrix else computed.itemsize)
+    head_bytes = architecture.kv_head_num * architecture.size_per_head * computed.itemsize
     return weights + batch * length * 2 * architecture.num_layer * head_bytes

@@ -179,7 +179,7 @@ def slipway(
         return outputs
 
     name = _name("slipway", data_type, int8=int8)
-    read = None if encoder_decoder else _step_bytes(ft_dir, data_type, int8=int8)
+    read = None if encoder_decoder else _step_bytes(ft_dir, data_type, device, int8=int8)
     return Program(name, generate, step_times, model_times, close=engine.stop, step_bytes=read)
 
 
@@ -241,15 +241,17 @@ def bare_loop(
             clock()
 
     name = _name("slipway bare loop", data_type, int8=int8)
-    return Program(name, generate, step_times, step_bytes=_step_bytes(ft_dir, data_type, int8=int8))
+    return Program(
+        name, generate, step_times, step_bytes=_step_bytes(ft_dir, data_type, device, int8=int8)
+    )
 
 
 def _name(program: str, data_type: str, *, int8: bool) -> str:
     return f"{program} {'int8' if int8 else data_type}"
 
 
-def _step_bytes(ft_dir: Path, data_type: str, *, int8: bool) -> StepBytes:
-    return partial(step_bytes, ft_dir, data_type, int8)
+def _step_bytes(ft_dir: Path, data_type: str, device: str, *, int8: bool) -> StepBytes:
+    return partial(step_bytes, ft_dir, data_type, device, int8)
 
 
 def hugging_face(model_class: Any, model: Model, data_type: str, device: str) -> Program:

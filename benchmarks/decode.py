@@ -12,7 +12,8 @@ the machine's drift is not in it. "of bandwidth" is the time to read a step's we
 values once, by the memory bandwidth measured in the same run, over the median time of a step. On
 CPU every contender brings threads of its own, and with more threads than cores OpenMP lets them
 sleep at each wait: leave others out (--no-...) to see what one program does alone. int8 computes in
-fp32 on CPU and in fp16 on CUDA.
+fp32 on CPU and in fp16 on CUDA. GPT-2's weights are values that fp16 holds: with --weight-data-type
+fp16 the FT folder has the same model in half the bytes, which the runtime on CPU keeps so.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from benchmarks.contenders import (
     slipway,
 )
 from benchmarks.models import Model, decoder_model
+from export_scripts.ft.dtypes import WEIGHT_DATA_TYPES
 
 DATA_TYPES = {"cpu": ["fp32", "int8", "bf16"], "cuda": ["fp16", "int8", "bf16"]}
 _COMPUTED_WITH_INT8 = {"cpu": "fp32", "cuda": "fp16"}
@@ -124,6 +126,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--data-type", nargs="+", help="of fp32, fp16, bf16, int8")
+    parser.add_argument(
+        "--weight-data-type", choices=WEIGHT_DATA_TYPES, default="fp32", help="of GPT-2's FT folder"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-ctranslate2", action="store_true")
@@ -139,7 +144,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    model = decoder_model(args.model, args.work_dir, args.device)
+    model = decoder_model(args.model, args.work_dir, args.device, args.weight_data_type)
     table = [Contender(make, threads=args.threads) for make in programs(model, args)]
     # Ids that every contender's vocabulary has.
     run(table, args, vocab_size=model.vocab_size - 300)

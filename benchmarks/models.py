@@ -31,25 +31,29 @@ class Model:
     vocab_size: int
 
 
-def decoder_model(name: str, work_dir: Path, device: str) -> Model:
-    """Return the model called `name`, written to `work_dir` if it is not there yet."""
+def decoder_model(name: str, work_dir: Path, device: str, weight_data_type: str = "fp32") -> Model:
+    """Return the model called `name`, written to `work_dir` if it is not there yet.
+
+    `weight_data_type` is that of the FT folder; gptj-6b has one in fp16 only.
+    """
     if name == "gpt2":
         folder = work_dir / "gpt2"
         write_gpt2(folder)
         config = transformers.AutoConfig.from_pretrained(folder)
-        return Model(convert(folder, work_dir / "gpt2_ft"), folder, config, config.vocab_size)
+        ft_dir = convert(folder, work_dir / f"gpt2_{weight_data_type}", weight_data_type)
+        return Model(ft_dir, folder, config, config.vocab_size)
     ft_dir = work_dir / "gptj_6b_ft" / "1-gpu"
     write_gptj_6b(ft_dir, device)
     config = transformers.GPTJConfig(bos_token_id=0, eos_token_id=0)
     return Model(ft_dir, None, config, config.vocab_size)
 
 
-def convert(folder: Path, output_dir: Path) -> Path:
-    """Convert a checkpoint to fp32 shards for one rank."""
+def convert(folder: Path, output_dir: Path, weight_data_type: str = "fp32") -> Path:
+    """Convert a checkpoint to shards for one rank."""
     command = [
         *(sys.executable, "-m", "export_scripts.convert"),
         *("--checkpoint-path", str(folder), "--output-dir", str(output_dir)),
-        *("--tensor-model-parallel-size", "1", "--weight-data-type", "fp32"),
+        *("--tensor-model-parallel-size", "1", "--weight-data-type", weight_data_type),
     ]
     if not (output_dir / "1-gpu").exists():
         subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -106,4 +110,5 @@ def _save(model_class: type, config: transformers.PretrainedConfig, folder: Path
     if (folder / "config.json").exists():
         return
     torch.manual_seed(0)
-    model_class(config).save_pretrained(folder)
+    # Values that fp16 holds, so that shards in fp16 and in fp32 are the same model.
+    model_class(config).half().float().save_pretrained(folder)

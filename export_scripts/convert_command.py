@@ -15,13 +15,10 @@ _MOST_WORKERS = 8
 
 
 def usual_workers() -> int:
-    """Return how many workers suit this process: one more than the cores it may use, up to 8.
-
-    While one waits for the disk, the others have the cores.
-    """
+    """Return how many workers suit this process: one for each core it may use, up to 8."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-    return min(cores + 1, _MOST_WORKERS)
+    return min(cores, _MOST_WORKERS)
 
 
 def convert_parser() -> argparse.ArgumentParser:
@@ -57,7 +54,7 @@ def convert_parser() -> argparse.ArgumentParser:
     add("--weight-data-type", required=True, choices=WEIGHT_DATA_TYPES, help="type on disk")
     workers = usual_workers()
     add("--processes", type=int, default=workers, metavar="N",
-        help=f"workers (default: cores + 1, at most {_MOST_WORKERS}: {workers} here)")  # fmt: skip
+        help=f"workers (default: one a core, at most {_MOST_WORKERS}: {workers} here)")  # fmt: skip
     add("--pipeline-model-parallel-size", type=int, default=1, metavar="N",
         help="pipeline stages of inference, to check that they divide the layers")  # fmt: skip
     add("--model-type", metavar="KIND",

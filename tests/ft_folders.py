@@ -14,6 +14,7 @@ from export_scripts.families.bert import BERT, BertConfig
 from export_scripts.families.config import ModelConfig
 from export_scripts.families.gpt import GPT, GPTConfig
 from export_scripts.families.spec import ModelFamily
+from export_scripts.ft.dtypes import torch_dtype
 
 
 def unpack_case(case: Path, target: Path, *, tp_size: int, data_type: str = "fp32") -> Path:
@@ -38,7 +39,7 @@ def unpack_case(case: Path, target: Path, *, tp_size: int, data_type: str = "fp3
 def write_random(
     family: ModelFamily, config: ModelConfig, target: Path, *, seed: int = 0, scale: float = 0.3
 ) -> Path:
-    """Write an FT folder of random weights; the same seed gives one model for every TP."""
+    """Write an FT folder of random weights, fp32 or fp16; a seed gives one model for every TP."""
     tp_size = config.tensor_para_size
     ft_dir = target / f"{tp_size}-gpu"
     ft_dir.mkdir(parents=True)
@@ -49,7 +50,8 @@ def write_random(
             whole += 1
         for rank, name in enumerate(tensor.file_names(tp_size)):
             part = whole if tensor.split is None else whole.chunk(tp_size, tensor.split)[rank]
-            part.contiguous().numpy().tofile(ft_dir / name)
+            part = part.to(torch_dtype(tensor.dtype or config.weight_data_type)).contiguous()
+            part.numpy().tofile(ft_dir / name)
     lines = []
     for section, values in config.sections().items():
         lines += [f"[{section}]", *(f"{key} = {value}" for key, value in values.items())]

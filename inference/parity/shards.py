@@ -64,7 +64,7 @@ def run_shards(
             layout,
             dtype=compute_dtype(data_type, _CPU),
             device=_CPU,
-            matrix_dtype=matrix_dtype(data_type, _CPU),
+            matrix_dtype=matrix_dtype(data_type, reader.weight_data_type, _CPU),
         )
         rank = _Rank(weights, reduce, notes)
         architecture = reader.family.architecture(reader.config)

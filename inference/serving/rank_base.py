@@ -66,7 +66,7 @@ class RankBase(ABC):
             self.layout,
             dtype=dtype,
             device=self.device,
-            matrix_dtype=matrix_dtype(settings.data_type, self.device),
+            matrix_dtype=matrix_dtype(settings.data_type, reader.weight_data_type, self.device),
         )
         return weights, reader.family.architecture(reader.config)
 

@@ -82,7 +82,14 @@ def compute_dtype(data_type: str, device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-def matrix_dtype(data_type: str, device: torch.device) -> torch.dtype | None:
-    """Return the type a rank keeps its matrices in where it computes in another, else None."""
-    on_cpu_in_half = device.type == "cpu" and torch_dtype(data_type) == torch.float16
-    return torch.float16 if on_cpu_in_half and has_fp16_weights() else None
+def matrix_dtype(data_type: str, stored: str, device: torch.device) -> torch.dtype | None:
+    """Return the type a rank keeps its matrices in where it computes in another, else None.
+
+    Args:
+        data_type: What is to be computed in.
+        stored: Type of the weights on disk. fp32 loses nothing by weights kept in fp16 if they
+            come so, and reads half the bytes.
+        device: The rank's.
+    """
+    in_half = data_type == "fp16" or (data_type, stored) == ("fp32", "fp16")
+    return torch.float16 if device.type == "cpu" and in_half and has_fp16_weights() else None
