@@ -160,7 +160,10 @@ def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:
             for info in archive:
                 problem = _unsafe(info)
                 if problem:
-                    problems.append(f"{shown} is refused: member {info.name!r} {problem}")
+                    problems.append(
+                        f"{shown} is refused: member {info.name!r} {problem}; if you trust where "
+                        "it came from, pack the checkpoint again without that"
+                    )
                 elif info.isfile():
                     if info.offset_data + info.size > size:
                         raise truncated(shown, f"member {info.name} ends beyond the file")
@@ -174,7 +177,15 @@ def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:
         ) from error
     if problems:
         raise CheckpointMismatchError(problems)
-    return members
+    return _without_wrapper(members)
+
+
+def _without_wrapper(members: dict[str, Region]) -> dict[str, Region]:
+    """Return the members without the one folder that all lie in, as in a folder packed whole."""
+    tops = {name.partition("/")[0] for name in members}
+    if len(tops) != 1 or not all("/" in name for name in members):
+        return members
+    return {name.partition("/")[2]: region for name, region in members.items()}
 
 
 def _unsafe(info: tarfile.TarInfo) -> str | None:

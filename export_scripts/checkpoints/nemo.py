@@ -38,6 +38,8 @@ WEIGHTS_NAME = "model_weights.ckpt"
 # Where an archive keeps a distributed checkpoint.
 _DISTRIBUTED = "model_weights/"
 _STEP = re.compile(r"step=(\d+)")
+# PyTorch Lightning numbers a checkpoint whose name is taken: last.ckpt, then last-v1.ckpt.
+_LAST = re.compile(r"last(?:-v\d+)?\.ckpt$")
 
 _Tree = Mapping[str, Any]
 
@@ -242,7 +244,7 @@ def _weights_name(
         for name, region in sorted(container.members.items())
         if name.rpartition("/")[0] in folders and name.endswith(".ckpt")
     }
-    found = {name: region for name, region in every.items() if name.endswith("last.ckpt")}
+    found = {name: region for name, region in every.items() if _LAST.search(name)}
     if not found:
         raise CheckpointMismatchError(
             f"{container.path} has no weights: expected {WEIGHTS_NAME} or *last.ckpt"

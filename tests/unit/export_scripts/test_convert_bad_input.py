@@ -140,8 +140,17 @@ def test_a_missing_tensor_comes_with_what_to_do(tmp_path: Path) -> None:
     assert "fetch the checkpoint again" in problems[2]
 
 
-@pytest.mark.parametrize("by_name", [False, True])
-def test_the_newest_of_several_last_checkpoints_is_taken(tmp_path: Path, by_name: bool) -> None:
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ("gpt-b-last.ckpt", "gpt-a-last.ckpt"),
+        ("gpt-step=9-last.ckpt", "gpt-step=10-last.ckpt"),
+        ("last.ckpt", "last-v1.ckpt"),
+    ],
+)
+def test_the_newest_of_several_last_checkpoints_is_taken(
+    tmp_path: Path, older: str, newer: str
+) -> None:
     source = tmp_path / "checkpoints"
     source.mkdir()
     members = nemo_members(gpt_tensors())
@@ -149,10 +158,9 @@ def test_the_newest_of_several_last_checkpoints_is_taken(tmp_path: Path, by_name
     for name, data in members.items():
         (source / name).write_bytes(data)
     state = torch.load(io.BytesIO(weights), weights_only=True)
-    for step, name, scale in ((9, "b", 2.0), (10, "a", 1.0)):
-        told = f"gpt-step={step}-" if by_name else f"gpt-{name}-"
+    for step, name, scale in ((9, older, 2.0), (10, newer, 1.0)):
         content = {"global_step": step, "state_dict": {k: v * scale for k, v in state.items()}}
-        torch.save(content, source / f"{told}last.ckpt")
+        torch.save(content, source / name)
     done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     expected = gpt_tensors()["model.language_model.encoder.final_layernorm.bias"]
     found = FTReader(done.ft_dir).read("model.final_layernorm.bias")

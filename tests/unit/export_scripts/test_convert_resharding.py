@@ -151,9 +151,13 @@ def test_a_gzip_archive_a_folder_and_a_plain_archive_agree(tmp_path: Path) -> No
     unpacked = tmp_path / "unpacked"
     with tarfile.open(plain) as archive:
         archive.extractall(unpacked, filter="data")
+    # As `tar` packs a folder by its name.
+    with tarfile.open(tmp_path / "wrapped.nemo", "w") as archive:
+        archive.add(unpacked, "run_7")
     expected = contents(folder(plain, tmp_path / "a", 3))
     assert contents(folder(zipped, tmp_path / "b", 3)) == expected
     assert contents(folder(unpacked, tmp_path / "c", 3)) == expected
+    assert contents(folder(tmp_path / "wrapped.nemo", tmp_path / "d", 3)) == expected
     assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
         "3-gpu",
         "3-gpu.manifest.json",
