@@ -193,7 +193,7 @@ def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
         except ValueError as error:
             raise CheckpointMismatchError(f"{path} is not JSON: {error}") from error
     else:
-        from export_scripts.checkpoints.torch_archive import read_torch_file
+        from export_scripts.checkpoints.pt_archive import read_torch_file
 
         ranges = read_torch_file(path)
     if not isinstance(ranges, Mapping):

@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from export_scripts.checkpoints.base import truncated
-from export_scripts.checkpoints.torch_archive import Region
+from export_scripts.checkpoints.pt_archive import Region
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.disk import telling_full_disk
 

@@ -16,8 +16,8 @@ from typing import Any
 from export_scripts.checkpoints.base import Piece
 from export_scripts.checkpoints.chunks import ChunkedTensor, stacked
 from export_scripts.checkpoints.containers import Container
-from export_scripts.checkpoints.torch_archive import read_torch_file
-from export_scripts.checkpoints.torch_dist import INDEX_NAME, TorchDistFolder
+from export_scripts.checkpoints.dcp import INDEX_NAME, TorchDistFolder
+from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.zarr import zarr_tensors
 from export_scripts.errors import CheckpointMismatchError, listed
 

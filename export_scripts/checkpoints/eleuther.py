@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import StoredTensor, TensorIndex
-from export_scripts.checkpoints.torch_archive import read_torch_file
+from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.errors import CheckpointMismatchError
 
 FORMAT = "eleuther"

@@ -16,8 +16,8 @@ from export_scripts.checkpoints.base import (
     truncated,
 )
 from export_scripts.checkpoints.partitioned import flatten
+from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
-from export_scripts.checkpoints.torch_archive import read_torch_file
 from export_scripts.errors import CheckpointMismatchError
 
 CONFIG_NAME = "config.json"

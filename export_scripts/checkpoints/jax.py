@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from export_scripts.checkpoints.base import Record, StoredTensor, TensorIndex, truncated
-from export_scripts.checkpoints.torch_archive import zip_data_offset
+from export_scripts.checkpoints.pt_archive import zip_data_offset
 from export_scripts.errors import CheckpointMismatchError
 
 FORMAT = "jax"

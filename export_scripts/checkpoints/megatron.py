@@ -27,7 +27,7 @@ from export_scripts.checkpoints.partitioned import (
     layers_before,
     parse_rank_folder,
 )
-from export_scripts.checkpoints.torch_archive import read_torch_file
+from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.errors import CheckpointMismatchError
 
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")

@@ -29,7 +29,7 @@ from export_scripts.checkpoints.partitioned import (
     layers_before,
     parse_rank_folder,
 )
-from export_scripts.checkpoints.torch_archive import Region, read_torch_file
+from export_scripts.checkpoints.pt_archive import Region, read_torch_file
 from export_scripts.errors import CheckpointMismatchError
 
 CONFIG_NAME = "model_config.yaml"

@@ -9,7 +9,7 @@ from typing import Any
 
 from export_scripts.checkpoints.base import TokenizerFile
 from export_scripts.checkpoints.containers import Container
-from export_scripts.checkpoints.torch_archive import Region
+from export_scripts.checkpoints.pt_archive import Region
 from export_scripts.errors import CheckpointMismatchError
 
 # Relative tokenizer paths in a run's configuration start from where it was launched: look in the

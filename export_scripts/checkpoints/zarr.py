@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 from export_scripts.checkpoints.base import SOURCE_TYPES, StoredTensor
 from export_scripts.checkpoints.chunks import Chunk, ChunkedTensor
 from export_scripts.checkpoints.containers import Container
-from export_scripts.checkpoints.torch_archive import Region
+from export_scripts.checkpoints.pt_archive import Region
 from export_scripts.errors import CheckpointMismatchError, listed
 
 _HEADER_NAME = ".zarray"

@@ -12,7 +12,7 @@ import torch
 
 from export_scripts.checkpoints.base import FileMaps
 from export_scripts.checkpoints.jax import open_jax
-from export_scripts.checkpoints.torch_archive import read_torch_file
+from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.convert import ConversionRequest, convert
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.reader import FTReader

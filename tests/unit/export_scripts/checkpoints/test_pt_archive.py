@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from export_scripts.checkpoints.containers import open_container
-from export_scripts.checkpoints.torch_archive import Region, read_torch_file
+from export_scripts.checkpoints.pt_archive import Region, read_torch_file
 from export_scripts.errors import CheckpointMismatchError
 from tests.arrays import loaded
 
