@@ -36,7 +36,7 @@ from inference.parity.taps import (
     tapped_t5_decoder_layer,
     tapped_t5_encoder_layer,
 )
-from inference.serving.rank_settings import compute_dtype, matrix_dtype
+from inference.serving.rank_base import rank_weights
 
 _CPU = torch.device("cpu")
 
@@ -59,13 +59,7 @@ def run_shards(
 
     def run(notes: Notes, reduce: AllReduce | None) -> None:
         layout = ParallelLayout(notes.rank, reader.tp_size)
-        weights = RankWeights(
-            reader,
-            layout,
-            dtype=compute_dtype(data_type, _CPU),
-            device=_CPU,
-            matrix_dtype=matrix_dtype(data_type, reader.weight_data_type, _CPU),
-        )
+        weights = rank_weights(reader, layout, data_type=data_type, device=_CPU)
         rank = _Rank(weights, reduce, notes)
         architecture = reader.family.architecture(reader.config)
         if isinstance(architecture, DecoderArchitecture):

@@ -16,6 +16,7 @@ from export_scripts.ft.reader import FTReader
 from inference.model.decode_graph import DecodeGraph, of_lanes
 from inference.model.weights import RankWeights
 from inference.parallel.groups import RankGroups
+from inference.parallel.layout import ParallelLayout
 from inference.parallel.linear import AllReduce
 from inference.serving.plan import ReceivedPlan
 from inference.serving.rank_settings import (
@@ -42,6 +43,23 @@ class StepResult:
     best: torch.Tensor | None = None  # (n, 2) int32
 
 
+def rank_weights(
+    reader: FTReader, layout: ParallelLayout, *, data_type: str, device: torch.device
+) -> RankWeights:
+    """Return a rank's view of a folder, in the types that `data_type` means on the device.
+
+    Raises:
+        CheckpointMismatchError: The folder was cut for another number of ranks.
+    """
+    return RankWeights(
+        reader,
+        layout,
+        dtype=compute_dtype(data_type, device),
+        device=device,
+        matrix_dtype=matrix_dtype(data_type, reader.weight_data_type, device),
+    )
+
+
 class RankBase(ABC):
     """One rank of a model; ranks other than 0 learn of steps from rank 0."""
 
@@ -60,13 +78,8 @@ class RankBase(ABC):
             CheckpointMismatchError: The folder is not exactly what its config.ini describes.
         """
         reader = FTReader(Path(settings.ft_dir))
-        dtype = compute_dtype(settings.data_type, self.device)
-        weights = RankWeights(
-            reader,
-            self.layout,
-            dtype=dtype,
-            device=self.device,
-            matrix_dtype=matrix_dtype(settings.data_type, reader.weight_data_type, self.device),
+        weights = rank_weights(
+            reader, self.layout, data_type=settings.data_type, device=self.device
         )
         return weights, reader.family.architecture(reader.config)
 
