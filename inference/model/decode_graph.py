@@ -169,6 +169,34 @@ class LaneAttention:
         return None, (group,)
 
 
+def lane_step(
+    ids: torch.Tensor,
+    positions: torch.Tensor,
+    cache: KVCache,
+    stored: tuple[torch.Tensor, torch.Tensor],
+    attention: tuple[Any, tuple[AttentionGroup, ...]],
+) -> Step:
+    """Return the step of one new token for each lane.
+
+    Args:
+        ids: Token of each lane (B,).
+        positions: Position of each (B,).
+        cache: Where keys and values go.
+        stored: Lane to write to, and place in it, of each token (B,).
+        attention: What `LaneAttention` returned.
+    """
+    fused, groups = attention
+    return Step(
+        ids=ids,
+        positions=positions,
+        cache=cache,
+        cache_rows=cache.token_rows(*stored),
+        groups=groups,
+        output_rows=torch.arange(len(ids), device=ids.device),
+        fused=fused,
+    )
+
+
 class DecoderGraphModel:
     """A decoder-only model's stage.
 
@@ -195,16 +223,8 @@ class DecoderGraphModel:
     ) -> torch.Tensor:
         """Return the stage's output, see `GraphModel`."""
         ids, positions, places, lanes = numbers.unbind(0)
-        fused, groups = self._attention(places, length, self._model.rules)
-        step = Step(
-            ids=ids,
-            positions=positions,
-            cache=self.cache,
-            cache_rows=self.cache.token_rows(lanes, places),
-            groups=groups,
-            output_rows=torch.arange(len(ids), device=ids.device),
-            fused=fused,
-        )
+        attention = self._attention(places, length, self._model.rules)
+        step = lane_step(ids, positions, self.cache, (lanes, places), attention)
         x = self._model.embed(step) if hidden is None else hidden
         x = self._model.run_layers(x, step)
         return self._model.logits(x, step) if self.layout.is_last_stage else x

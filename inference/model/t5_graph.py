@@ -8,9 +8,9 @@ import torch
 
 from inference.decoding.kv_cache import KVCache
 from inference.model.cached_attention import EncodedLanes
-from inference.model.decode_graph import LaneAttention
+from inference.model.decode_graph import LaneAttention, lane_step
 from inference.model.encoder_decoder import DecoderStep, EncoderDecoder
-from inference.model.step import AttentionRules, Step
+from inference.model.step import AttentionRules
 from inference.parallel.layout import ParallelLayout
 
 
@@ -49,16 +49,8 @@ class EncoderDecoderGraphModel:
     ) -> torch.Tensor:
         """Return the stage's output, see `GraphModel`."""
         ids, places, lanes, encoded = numbers.unbind(0)
-        fused, groups = self._attention(places, length, self._model.rules)
-        step = Step(
-            ids=ids,
-            positions=places,
-            cache=self.cache,
-            cache_rows=self.cache.token_rows(lanes, places),
-            groups=groups,
-            output_rows=torch.arange(len(ids), device=ids.device),
-            fused=fused,
-        )
+        attention = self._attention(places, length, self._model.rules)
+        step = lane_step(ids, places, self.cache, (lanes, places), attention)
         fused, groups = self._attention(encoded, length, AttentionRules(), new=False)
         inputs = DecoderStep(step, EncodedLanes(groups, fused))
         x = self._model.embed_step(inputs) if hidden is None else hidden
