@@ -146,11 +146,11 @@ def slipway(
     """Return this project's engine on one rank, with room for `lanes` times `max_len` tokens."""
     from inference.decoding.options import RowOptions
     from inference.decoding.request import GenerationRequest, RowRequest
-    from inference.serving.engine import Engine, EngineOptions
-    from inference.serving.rank import Rank
+    from inference.engine.engine import Engine, EngineOptions
+    from inference.ranks.decoder_rank import DecoderRank
 
     model_times: list[float] = []
-    _time_calls(Rank, "run", model_times)
+    _time_calls(DecoderRank, "run", model_times)
     options = EngineOptions(max_lanes=lanes, max_seq_len=max_len)
     engine = Engine(
         ft_dir, data_type=data_type, int8_mode=int(int8), device=device, options=options
@@ -201,11 +201,11 @@ def bare_loop(
 ) -> Program:
     """Return the model and the best token of each row in a loop, without the engine."""
     from inference.model.step import Segment
-    from inference.serving.plan import StepPlan, pack, unpack
-    from inference.serving.rank import Rank
-    from inference.serving.rank_settings import RankSettings
+    from inference.ranks.decoder_rank import DecoderRank
+    from inference.ranks.plan import StepPlan, pack, unpack
+    from inference.ranks.settings import RankSettings
 
-    rank = Rank(
+    rank = DecoderRank(
         RankSettings(
             ft_dir=str(ft_dir),
             rank=0,

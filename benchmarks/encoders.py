@@ -71,8 +71,8 @@ def states_of(prompts: Prompts, hidden: int) -> torch.Tensor:
 
 def slipway_bert(ft_dir: Path, data_type: str, device: str) -> Program:
     """Return this project's engine on a BERT."""
-    from inference.serving.encoder_engine import EncoderEngine
-    from inference.serving.encoding import EncodingRequest, EncodingRow
+    from inference.engine.encoder_engine import EncoderEngine
+    from inference.engine.encoding import EncodingRequest, EncodingRow
 
     engine = EncoderEngine(ft_dir, data_type=data_type, device=device)
     engine.start()

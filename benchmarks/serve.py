@@ -117,9 +117,9 @@ def main() -> None:
     args = parser.parse_args()
 
     from inference.decoding.request import parse_request
-    from inference.serving.client import TritonClient
-    from inference.serving.engine import Engine, EngineOptions
-    from inference.serving.server import TritonServer
+    from inference.engine.engine import Engine, EngineOptions
+    from inference.server.client import TritonClient
+    from inference.server.server import TritonServer
 
     model = decoder_model(args.model, args.work_dir, args.device)
     # Both engines run at once, so neither takes all memory.

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from export_scripts.triton.signature import GPT, T5, TensorSignature, ensemble
+from inference.decoding.session_turn import SessionTurn
 from inference.request_file import file_tensors, json_object, merged
-from inference.serving.client import DEFAULT_IN_FLIGHT, DEFAULT_URLS, PROTOCOLS, TritonClient
-from inference.serving.session_turn import SessionTurn
+from inference.server.client import DEFAULT_IN_FLIGHT, DEFAULT_URLS, PROTOCOLS, TritonClient
 
 _PARSERS = {"UINT32": int, "INT32": int, "UINT64": int, "FP32": float}
 _SHORT = {"runtime_top_k": "--top-k", "runtime_top_p": "--top-p", "random_seed": "--seed"}

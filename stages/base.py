@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from submitit.helpers import Checkpointable
 
-from inference.serving.process_place import ProcessPlace
+from inference.launch_environment import LaunchEnvironment
 from stages.progress import Progress, read_json, write_json
 from stages.record import now
 
@@ -154,7 +154,7 @@ class Stage(Checkpointable):
         """Do the work and return what there is to say about the result."""
         raise NotImplementedError
 
-    def assist(self, place: ProcessPlace) -> None:
+    def assist(self, place: LaunchEnvironment) -> None:
         """Do the part of a process beside the first, in a job of several; most have none.
 
         The first process calls the stage itself. This returns when the part is done.

@@ -7,14 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from inference.serving.process_place import ProcessPlace
+from inference.launch_environment import LaunchEnvironment
 from stages.base import JobSettings, Stage, StageError, Summary
 from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
 from stages.endpoint import ENDPOINT_NAME, STOP_NAME, server_log
 from stages.gemm_tuning import tuning_command
 from stages.own_job import job_id_here
 from stages.progress import Progress
-from stages.ranks_meeting import end_meetings, rank_command, take_part
+from stages.server_starts import announce_end, rank_command, take_part
 from stages.service import Service
 from stages.serving import server_environment, server_prefix
 
@@ -103,7 +103,7 @@ class DeployStage(Stage):
 
     def server_command(self) -> list[str]:
         """Return the command line of the server of NVIDIA's backend, environment first."""
-        from inference.serving.server_options import old_server_options
+        from inference.server.options import old_server_options
 
         config = self.config
         ports = {"http": config.http_port, "grpc": config.grpc_port, "metrics": config.metrics_port}
@@ -133,11 +133,11 @@ class DeployStage(Stage):
             reason = service.run()
         finally:
             if self.config.nodes > 1:
-                end_meetings(self.job.folder, job_id_here())
+                announce_end(self.job.folder, job_id_here())
         served_s = round(time.monotonic() - started, 1)
         return {"served_s": served_s, "ended": reason, "restarts": service.restarts}
 
-    def assist(self, place: ProcessPlace) -> None:
+    def assist(self, place: LaunchEnvironment) -> None:
         """Do the part of a process other than the first, until the first is done.
 
         With our engine it is one rank of the model; with NVIDIA's, the server of a further node.
@@ -150,8 +150,8 @@ class DeployStage(Stage):
         if self.config.engine != FASTERTRANSFORMER:
             take_part(folder, job_id, command=rank_command(), environment=environment)
             return
-        from inference.serving.installation import find_triton
-        from inference.serving.server_options import silent_server_options
+        from inference.server.installation import find_triton
+        from inference.server.options import silent_server_options
 
         triton = find_triton()
         program = [str(triton.program), *triton.arguments()]
@@ -168,7 +168,7 @@ class DeployStage(Stage):
 
 def _check_log(path: Path) -> None:
     """Raise StageError if NVIDIA's backend says that the model is not usable."""
-    from inference.serving.fastertransformer_log import fatal_lines
+    from inference.server.fastertransformer_log import fatal_lines
 
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     if fatal := fatal_lines(text):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from export_scripts.ft.layout import ft_directory
 from export_scripts.triton.object_store import StoreLocation, parse_location
-from inference.serving.ports import port_problem, ports_problems
+from inference.ports import port_problem, ports_problems
 
 PORT_KEYS = {
     "http": "deploy.http_port",

@@ -19,8 +19,8 @@ from submitit.core.utils import UncompletedJobError
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from export_scripts.errors import CheckpointMismatchError
-from inference.serving.process_place import ProcessPlace, find_place
-from inference.serving.server import ServerStartError
+from inference.launch_environment import LaunchEnvironment, read_launch_environment
+from inference.server.server import ServerStartError
 from stages import record
 from stages.base import Stage, StageError, Summary
 from stages.own_job import JOB_ID_VARIABLE, job_id_here, node_name
@@ -129,13 +129,13 @@ class StageJob(Checkpointable):
         record.update_record(self.record_path, os.environ.get(JOB_ID_VARIABLE, ""), **changes)
 
 
-def own_place() -> ProcessPlace:
+def own_place() -> LaunchEnvironment:
     """Return the place of this process where every task of a job runs this: under bcprun."""
     is_task = os.environ.get("SUBMITIT_EXECUTOR") == "bcp"
-    return find_place(os.environ) if is_task else ProcessPlace()
+    return read_launch_environment(os.environ) if is_task else LaunchEnvironment()
 
 
-def assist(stage: Stage, place: ProcessPlace) -> Summary:
+def assist(stage: Stage, place: LaunchEnvironment) -> Summary:
     """Do the part of a rank beside the first; only the first keeps records and writes results."""
     with stop_signals(), contextlib.suppress(StopRequested):
         stage.assist(place)

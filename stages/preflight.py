@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from inference.serving.process_place import find_place
+from inference.launch_environment import read_launch_environment
 from stages.base import StageError
 from stages.own_job import node_name
 from stages.progress import read_json, write_json
@@ -95,7 +95,7 @@ def ping(prefix: Sequence[str], python: str, *, ranks: int, mpi: str | None, fol
 
 def main(folder: Path, ranks: int, mpi: str) -> int:
     """Be one rank of a ping and return its exit status."""
-    place = find_place(os.environ)
+    place = read_launch_environment(os.environ)
     name = f"rank {place.rank} on {node_name()}"
     variable = _MPI_VARIABLES.get(mpi)
     if place.world_size != ranks:

@@ -14,11 +14,11 @@ from stages.deploy_config import DeployConfig
 from stages.endpoint import withdraw
 from stages.own_job import job_id_here
 from stages.progress import Progress, write_json
-from stages.ranks_meeting import call_off, losses
+from stages.server_starts import announce_failure, losses
 from stages.serving import serving
 
 if TYPE_CHECKING:
-    from inference.serving.server import TritonServer
+    from inference.server.server import TritonServer
 
 _POLL_S = 0.5
 # A server that is very busy may not answer for so long.
@@ -50,7 +50,7 @@ class Service:
 
         Args:
             config: Of the server.
-            folder: Of the job, for logs and meetings.
+            folder: Of the job, for logs and server starts.
             progress: Told what the service is doing.
             endpoint_path: Where the server's address is published while it is ready.
             stop_path: A file there asks for the end.
@@ -71,7 +71,7 @@ class Service:
             StageError: it did not, or its time was over before the server was ever ready.
             ServerStartError: the server did not become ready in the first place.
         """
-        from inference.serving.server import ServerStartError
+        from inference.server.server import ServerStartError
 
         while True:
             try:
@@ -134,7 +134,7 @@ class Service:
 
     def _call_off(self) -> None:
         if self._config.nodes > 1:
-            call_off(self._folder, job_id_here(), self.restarts + 1)
+            announce_failure(self._folder, job_id_here(), self.restarts + 1)
 
     def _losses(self) -> list[str]:
         """Return which processes of further nodes were ended by force."""

@@ -17,11 +17,11 @@ from stages.gemm_tuning import tune
 from stages.own_job import job_id_here, node_address
 from stages.probe import ProbeError, probe
 from stages.progress import Progress
-from stages.ranks_meeting import MEETING_VARIABLE, call_meeting
 from stages.record import now
+from stages.server_starts import RENDEZVOUS_VARIABLE, announce_start
 
 if TYPE_CHECKING:
-    from inference.serving.server import TritonServer
+    from inference.server.server import TritonServer
 
 _ENSEMBLE, _TOKENIZER = "ensemble", "tokenizer"
 # Models around the one that takes token ids.
@@ -57,8 +57,8 @@ def serving(
         progress.update("measuring matrix products")
         tune(config, folder / "gemm", folder / "gemm.log", check=check)
     if config.nodes > 1:
-        meeting = call_meeting(folder, job_id, restarts + 1)
-        environment[MEETING_VARIABLE] = meeting.address
+        start = announce_start(folder, job_id, restarts + 1)
+        environment[RENDEZVOUS_VARIABLE] = start.address
     server = _server(config, folder, job_id, environment, restarts)
     with server:
         progress.update("starting the server")
@@ -80,7 +80,7 @@ def _probe(
     check: Callable[[], None],
 ) -> None:
     """Have the server answer. Raises ServerStartError with its reason if it does not."""
-    from inference.serving.server import ServerStartError
+    from inference.server.server import ServerStartError
 
     def look() -> None:
         check()
@@ -134,7 +134,7 @@ def server_prefix(config: DeployConfig) -> tuple[str, ...]:
 def _server(
     config: DeployConfig, folder: Path, job_id: str, environment: dict[str, str], restarts: int
 ) -> TritonServer:
-    from inference.serving.server import TritonServer
+    from inference.server.server import TritonServer
 
     log_path = server_log(folder, job_id)
     if restarts and log_path.exists():

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from inference.serving.process_place import LAUNCHER_VARIABLE, find_place
+from inference.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
 from stages.base import Stage, StageError, Summary
 from stages.preflight import check_mpi, ping
 from stages.progress import read_json, write_json
@@ -205,7 +205,7 @@ def main(stage_path: Path, result_path: Path, ranks: int = 1) -> int:
     if ranks > 1:
         # Started by srun; variables of an older launcher around it do not count.
         os.environ[LAUNCHER_VARIABLE] = "slurm"
-        place = find_place(os.environ)
+        place = read_launch_environment(os.environ)
         if place.rank > 0:
             try:
                 assist(stage, place)

@@ -12,10 +12,10 @@ from torch._C._distributed_c10d import HashStore
 
 from inference.model.step import Segment
 from inference.parallel.groups import RankGroups
-from inference.serving.plan import EncoderRow, StepPlan, pack, unpack
-from inference.serving.rank_base import RankBase
-from inference.serving.rank_kinds import make_rank
-from inference.serving.rank_settings import RankSettings
+from inference.ranks.base import RankBase
+from inference.ranks.loader import make_rank
+from inference.ranks.plan import EncoderRow, StepPlan, pack, unpack
+from inference.ranks.settings import RankSettings
 
 _TIMEOUT_S = 60.0
 ResultT = TypeVar("ResultT")

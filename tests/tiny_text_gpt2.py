@@ -14,7 +14,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from inference.serving.tokenizer import _byte_stand_ins
+from inference.backend.tokenizer import _byte_stand_ins
 
 MERGES = ("t h", "th e", "Ġ the", "i n", "Ġ a", "o n", "e r", "Ġ s")
 REVISION = "0123456789abcdef0123456789abcdef01234567"

@@ -15,7 +15,7 @@ from inference.evaluation.runner import EvaluationError
 from inference.evaluation.served_model import ServedModel, Tokenizer
 
 if TYPE_CHECKING:
-    from inference.serving.client import TritonClient
+    from inference.server.client import TritonClient
 
 
 @contextmanager
@@ -25,8 +25,8 @@ def connect(options: EvaluationOptions) -> Iterator[ServedModel]:
     Raises:
         EvaluationError: nothing answers there, or it is not ready.
     """
-    from inference.serving.client import TritonClient
-    from inference.serving.tokenizer import load_tokenizer
+    from inference.backend.tokenizer import load_tokenizer
+    from inference.server.client import TritonClient
 
     with TritonClient(
         options.url, protocol=options.protocol, timeout_s=options.request_timeout_s

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from inference.decoding.kv_cache import KVCache
+from inference.model.kv_cache import KVCache
 from inference.model.step import AttentionGroup
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 import torch
 
-from inference.decoding.kv_cache import KVCache
 from inference.model.decoder import Decoder
+from inference.model.kv_cache import KVCache
 from inference.model.layers import cuda_kernels
 from inference.model.step import AttentionGroup, AttentionRules, Step, attention_bias
 from inference.parallel.layout import ParallelLayout

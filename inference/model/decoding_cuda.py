@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inference.decoding.kv_cache import KVCache
+from inference.model.kv_cache import KVCache
 from inference.model.rotary import Angles
 from inference.model.step import AttentionRules
 from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from export_scripts.families.architecture import EncoderDecoderArchitecture
-from inference.decoding.kv_cache import KVCache
 from inference.model.cached_attention import EncodedLanes
+from inference.model.kv_cache import KVCache
 from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows
 from inference.model.relative_position import square_bias

@@ -13,8 +13,8 @@ import torch
 from torch.nn import functional
 
 from export_scripts.families.architecture import Norm
-from inference.decoding.kv_cache import KVCache
 from inference.model.cached_attention import attend_group
+from inference.model.kv_cache import KVCache
 from inference.model.rotary import Angles, RotaryTable
 from inference.model.step import AttentionGroup, Step
 from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from inference.decoding.kv_cache import KVCache
+from inference.model.kv_cache import KVCache
 
 if TYPE_CHECKING:
     from inference.model.decoding_cuda import FusedAttention

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import torch
 
-from inference.decoding.kv_cache import KVCache
 from inference.model.cached_attention import EncodedLanes
 from inference.model.decode_graph import LaneAttention, lane_step
 from inference.model.encoder_decoder import DecoderStep, EncoderDecoder
+from inference.model.kv_cache import KVCache
 from inference.model.step import AttentionRules
 from inference.parallel.layout import ParallelLayout
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from inference.decoding.kv_cache import KVCache
 from inference.model.cached_attention import EncodedLanes, attend_cached
+from inference.model.kv_cache import KVCache
 from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows, attend, attend_with_weights
 from inference.model.step import Step

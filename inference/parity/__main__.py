@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _encoded(options: argparse.Namespace) -> tuple[int, ...]:
-    from inference.serving.tokenizer import load_tokenizer
+    from inference.backend.tokenizer import load_tokenizer
 
     return tuple(load_tokenizer(options.ft_dir).encode(options.text))
 

@@ -18,11 +18,11 @@ from export_scripts.families.architecture import (
     EncoderDecoderArchitecture,
 )
 from export_scripts.ft.reader import FTReader
-from inference.decoding.kv_cache import CacheShape, KVCache
 from inference.model.decoder import DecoderLayer
 from inference.model.decoder_weights import load_decoder
 from inference.model.encoder import Encoder
 from inference.model.encoder_decoder import EncoderBatch, EncoderDecoder, make_decoder_step
+from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.ragged import ragged_rows
 from inference.model.step import Segment, make_step
 from inference.model.weights import RankWeights
@@ -36,7 +36,7 @@ from inference.parity.taps import (
     tapped_t5_decoder_layer,
     tapped_t5_encoder_layer,
 )
-from inference.serving.rank_base import rank_weights
+from inference.ranks.base import rank_weights
 
 _CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from inference.pytriton.signature import MAX_BATCH_SIZE
-from inference.serving.client import DEFAULT_URLS, TritonClient, as_tensor
+from inference.server.client import DEFAULT_URLS, TritonClient, as_tensor
 
 _POLL_S = 0.2
 _PROMPTS = (

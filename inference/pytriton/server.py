@@ -17,20 +17,20 @@ from types import FrameType
 
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.dtypes import WEIGHT_DATA_TYPES
+from inference.backend.tokenizer import load_tokenizer
+from inference.engine.engine import Engine, EngineFailedError, EngineOptions
+from inference.launch_environment import (
+    DEFAULT_PORT,
+    LAUNCHER_VARIABLE,
+    LaunchEnvironment,
+    read_launch_environment,
+    rendezvous_address,
+)
 from inference.pytriton.model_source import Wanted, parse_model_name, prepare_weights
 from inference.pytriton.serving import Endpoint, ServingError, serve
 from inference.pytriton.text_service import TextService
-from inference.serving.engine import Engine, EngineFailedError, EngineOptions
-from inference.serving.meeting import Meeting, MeetingError
-from inference.serving.process_place import (
-    DEFAULT_PORT,
-    LAUNCHER_VARIABLE,
-    ProcessPlace,
-    find_place,
-    meeting_address,
-)
-from inference.serving.tokenizer import load_tokenizer
-from inference.serving.worker import serve_started_rank
+from inference.ranks.rendezvous import Rendezvous, RendezvousError
+from inference.ranks.worker import serve_started_rank
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one rank; return 0, 1 after a failure or 2 for wrong arguments."""
     arguments = _parser().parse_args(argv)
     try:
-        place = find_place(os.environ)
+        place = read_launch_environment(os.environ)
     except ValueError as error:
         return _refused(str(error))
     logging.basicConfig(
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         return _lead(arguments, place) if place.rank == 0 else _follow(arguments, place)
-    except (ValueError, OSError, MeetingError, ServingError, EngineFailedError) as error:
+    except (ValueError, OSError, RendezvousError, ServingError, EngineFailedError) as error:
         sys.stderr.write(f"error: {error}\n")
         return 1
     except KeyboardInterrupt:
@@ -77,7 +77,7 @@ def _refused(problem: str) -> int:
     return 2
 
 
-def _count_problem(arguments: argparse.Namespace, place: ProcessPlace) -> str | None:
+def _count_problem(arguments: argparse.Namespace, place: LaunchEnvironment) -> str | None:
     """Return what is wrong with the number of processes, on all ranks alike."""
     tp, pp = arguments.tp, arguments.pp
     if min(tp, pp) < 1:
@@ -93,7 +93,7 @@ def _count_problem(arguments: argparse.Namespace, place: ProcessPlace) -> str | 
     )
 
 
-def _lead(arguments: argparse.Namespace, place: ProcessPlace) -> int:
+def _lead(arguments: argparse.Namespace, place: LaunchEnvironment) -> int:
     if arguments.lib_path:
         logger.info("--lib-path has no effect: this project's own engine runs the model")
     name = parse_model_name(arguments.model)
@@ -107,10 +107,10 @@ def _lead(arguments: argparse.Namespace, place: ProcessPlace) -> int:
         merge_requests=arguments.merge_requests,
     )
     options = _engine_options(arguments)
-    host, port = _meeting_address(arguments, place)
-    meeting = None
+    host, port = _rendezvous_address(arguments, place)
+    rendezvous = None
     if place.world_size > 1:
-        meeting = Meeting(place, host, port, timeout_s=options.rank_timeout_s)
+        rendezvous = Rendezvous(place, host, port, timeout_s=options.rank_timeout_s)
     try:
         endpoint.check()
         ft_dir = prepare_weights(
@@ -125,10 +125,10 @@ def _lead(arguments: argparse.Namespace, place: ProcessPlace) -> int:
                 merges_path=arguments.merges_file,
             )
         )
-        _load_and_serve(arguments, ft_dir.resolve(), options, endpoint, meeting)
+        _load_and_serve(arguments, ft_dir.resolve(), options, endpoint, rendezvous)
     except BaseException as error:
-        if meeting is not None:
-            meeting.refuse(str(error) or "it was interrupted")
+        if rendezvous is not None:
+            rendezvous.refuse(str(error) or "it was interrupted")
         raise
     return 0
 
@@ -138,7 +138,7 @@ def _load_and_serve(
     ft_dir: Path,
     options: EngineOptions,
     endpoint: Endpoint,
-    meeting: Meeting | None,
+    rendezvous: Rendezvous | None,
 ) -> None:
     tokenizer = load_tokenizer(ft_dir)
     engine = Engine(
@@ -148,7 +148,7 @@ def _load_and_serve(
         data_type=arguments.data_type or _stored_type(ft_dir),
         device=arguments.device,
         options=options,
-        meeting=meeting,
+        rendezvous=rendezvous,
     )
     logger.info("loading %s", ft_dir)
     with engine:
@@ -160,16 +160,16 @@ def _stored_type(ft_dir: Path) -> str:
     return read_config(ft_dir)[1].weight_data_type
 
 
-def _follow(arguments: argparse.Namespace, place: ProcessPlace) -> int:
+def _follow(arguments: argparse.Namespace, place: LaunchEnvironment) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's affair
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    host, port = _meeting_address(arguments, place)
+    host, port = _rendezvous_address(arguments, place)
     timeout_s = _engine_options(arguments).rank_timeout_s
     return serve_started_rank(place, host, port, timeout_s=timeout_s)
 
 
-def _meeting_address(arguments: argparse.Namespace, place: ProcessPlace) -> tuple[str, int]:
-    return meeting_address(
+def _rendezvous_address(arguments: argparse.Namespace, place: LaunchEnvironment) -> tuple[str, int]:
+    return rendezvous_address(
         place, os.environ, host=arguments.master_addr, port=arguments.master_port
     )
 

@@ -13,11 +13,11 @@ from time import monotonic, sleep
 from typing import Any
 
 from export_scripts.triton.signature import TensorSignature
+from inference.engine.engine import Engine
+from inference.ports import pick_free_ports, ports_problems
 from inference.pytriton.signature import INPUTS, MAX_BATCH_SIZE, OUTPUTS
 from inference.pytriton.text_service import TextService
-from inference.serving.engine import Engine
-from inference.serving.ports import pick_free_ports, ports_problems
-from inference.serving.supervisor import descendants
+from inference.server.supervisor import descendants
 
 logger = logging.getLogger(__name__)
 

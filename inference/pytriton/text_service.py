@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from inference.backend.text_models import row_texts
+from inference.backend.tokenizer import Tokenizer
 from inference.decoding.request import RequestError, parse_request
 from inference.decoding.results import RowResult
-from inference.serving.engine import Engine, GenerationResult
-from inference.serving.text_models import row_texts
-from inference.serving.tokenizer import Tokenizer
+from inference.engine.engine import Engine, GenerationResult
 
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 

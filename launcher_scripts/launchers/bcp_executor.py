@@ -26,7 +26,7 @@ from submitit.core import core, plugins, submission
 from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from inference.serving.process_place import ProcessPlace, find_place
+from inference.launch_environment import LaunchEnvironment, read_launch_environment
 from launcher_scripts.launchers.bcp_script import (
     ID_VARIABLE,
     MPIRUN,
@@ -119,9 +119,9 @@ class BcpJobEnvironment(JobEnvironment):
     _env = {"job_id": ID_VARIABLE}  # noqa: RUF012 - submitit declares it so
 
     @property
-    def place(self) -> ProcessPlace:
+    def place(self) -> LaunchEnvironment:
         """Rank and node of this process."""
-        return find_place(os.environ)
+        return read_launch_environment(os.environ)
 
     @property
     def num_tasks(self) -> int:

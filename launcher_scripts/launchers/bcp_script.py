@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference.serving.process_place import LAUNCHER_VARIABLE
+from inference.launch_environment import LAUNCHER_VARIABLE
 from launcher_scripts.checkout import CHECKOUT
 
 ID_VARIABLE = "SUBMITIT_BCP_JOB_ID"

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.serving.text_tensors import pad_rows, split_words, word_list_tensor
-from inference.serving.tokenizer import Tokenizer, load_tokenizer
+from inference.backend.text_tensors import pad_rows, split_words, word_list_tensor
+from inference.backend.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="module")

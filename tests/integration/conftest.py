@@ -15,7 +15,7 @@ import pytest
 
 from export_scripts.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
-from inference.serving.ports import pick_free_ports
+from inference.ports import pick_free_ports
 from tests.conftest import ROOT
 from tests.waiting import until
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from inference.serving.client import TritonClient
+from inference.server.client import TritonClient
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
 from stages.progress import Progress
@@ -59,7 +59,7 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -
         second = endpoint_of(path, command, restarts=1)
         assert (second["http"], second["grpc"]) == (first["http"], first["grpc"])
         assert answer(second) == text
-        os.kill(one_process(exported, "inference.serving.worker", "--settings"), signal.SIGKILL)
+        os.kill(one_process(exported, "inference.ranks.worker", "--settings"), signal.SIGKILL)
         told = finish(command)
     finally:
         if command.poll() is None:

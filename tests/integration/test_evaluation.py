@@ -20,7 +20,7 @@ from inference.evaluation.options import (
 )
 from inference.evaluation.record import Report, RunFacts, TaskReport
 from inference.evaluation.runner import EvaluationError
-from inference.serving.server import TritonServer
+from inference.server.server import TritonServer
 from tests.conftest import ROOT
 from tests.integration.triton_process import new_server
 

@@ -15,7 +15,7 @@ from inference.evaluation.evaluator import evaluate
 from inference.evaluation.options import EvaluationOptions, IdentityOptions, LatencyOptions
 from inference.evaluation.record import Report, RunFacts
 from inference.parity.__main__ import main as parity
-from inference.serving.server import TritonServer
+from inference.server.server import TritonServer
 from tests.integration.triton_process import new_server
 from tests.tiny_transformers import write_model
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.serving.client import TritonClient
+from inference.server.client import TritonClient
 from tests.integration.command import ROOT
 from tests.integration.slurm_cluster import SlurmCluster, missing_programs
 from tests.waiting import until
@@ -127,7 +127,7 @@ class Service:
 
     def ranks(self, node: str) -> list[int]:
         """Return the processes of ranks other than 0 on a node."""
-        return self._processes(node, b"inference.serving.started_rank")
+        return self._processes(node, b"inference.ranks.launched_rank")
 
     def tasks(self, node: str) -> list[int]:
         """Return the processes on a node that take part in the job."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inference.serving.client import TritonClient
+from inference.server.client import TritonClient
 from tests.integration.command import FREE_PORTS, served
 
 pytestmark = pytest.mark.triton

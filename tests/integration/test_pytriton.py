@@ -21,12 +21,12 @@ import numpy as np
 import pytest
 
 from export_scripts.convert import ConversionRequest, convert
+from inference.backend.tokenizer import load_tokenizer
+from inference.engine.engine import Engine
+from inference.ports import pick_free_ports
 from inference.pytriton.text_service import TextService
-from inference.serving.client import TritonClient, as_tensor
-from inference.serving.engine import Engine
-from inference.serving.ports import pick_free_ports
-from inference.serving.supervisor import descendants
-from inference.serving.tokenizer import load_tokenizer
+from inference.server.client import TritonClient, as_tensor
+from inference.server.supervisor import descendants
 from tests.conftest import ROOT
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 from tests.waiting import lives, until
@@ -48,11 +48,11 @@ class Run:
     """One run of the server: its processes, ports and output."""
 
     def __init__(self, folder: Path, model: Path | str, *options: str) -> None:
-        self.http, self.grpc, metrics, self.meeting = pick_free_ports("127.0.0.1", 4)
+        self.http, self.grpc, metrics, self.rendezvous = pick_free_ports("127.0.0.1", 4)
         self.log = folder / "server.log"
         self.command = [sys.executable, "-m", "inference.pytriton.server", *options]
         self.command += ["--hf-model-name", str(model), "--output-dir", str(folder / "models")]
-        self.command += ["--host", "127.0.0.1", "--master-port", str(self.meeting)]
+        self.command += ["--host", "127.0.0.1", "--master-port", str(self.rendezvous)]
         self.command += ["--http-port", str(self.http), "--grpc-port", str(self.grpc)]
         self.command += ["--metrics-port", str(metrics)]
         self.processes: list[subprocess.Popen[str]] = []
@@ -64,7 +64,7 @@ class Run:
     @property
     def scratch(self) -> Path:
         """A short path: sockets lie in it."""
-        path = Path(tempfile.gettempdir()) / f"pt{self.meeting}"
+        path = Path(tempfile.gettempdir()) / f"pt{self.rendezvous}"
         path.mkdir(exist_ok=True)
         return path
 
@@ -298,11 +298,11 @@ def test_a_second_run_at_the_same_ports_is_refused_and_the_first_goes_on(
 ) -> None:
     with running(tmp_path, SAMPLE, "--tp", "2", "--device", "cpu") as second:
         place = second.command.index("--master-port") + 1
-        second.command[place] = str(two_ranks.meeting)
+        second.command[place] = str(two_ranks.rendezvous)
         second.start_ranks(2, job="other")
         assert [each.wait(60) for each in second.processes] == [1, 1]
         said = second.output()
-        assert f"port {two_ranks.meeting}, where the ranks meet, is in use" in said
+        assert f"port {two_ranks.rendezvous}, where the ranks meet, is in use" in said
         assert "belongs to another launch (" in said
     with running(tmp_path, SAMPLE, "--device", "cpu") as third:
         third.command[third.command.index("--http-port") + 1] = str(two_ranks.http)

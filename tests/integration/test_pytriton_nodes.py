@@ -37,7 +37,7 @@ def test_two_nodes_answer_as_one_process_and_end_together(
         run.wait_until_ready()
         assert_same(ask(run, PROMPTS, LENGTHS), expected[0])
         assert_same(ask(run, PROMPTS, LENGTHS, beam_width=3), expected[1])
-        pids = [int(pid) for pid in slurm_cluster.run("pgrep", "-f", str(run.meeting)).split()]
+        pids = [int(pid) for pid in slurm_cluster.run("pgrep", "-f", str(run.rendezvous)).split()]
         assert len(pids) >= 4
         slurm_cluster.kill_node("n2")
         assert launcher.wait(2 * END_S) != 0

@@ -14,9 +14,9 @@ import pytest
 
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
-from inference.serving.engine import Engine, EngineFailedError, EngineOptions
-from inference.serving.ranks import threads_per_rank
-from inference.serving.supervisor import descendants
+from inference.engine.engine import Engine, EngineFailedError, EngineOptions
+from inference.ranks.rank_group import threads_per_rank
+from inference.server.supervisor import descendants
 from tests.conftest import ROOT
 from tests.ft_folders import write_gpt
 from tests.waiting import lives, until
@@ -83,7 +83,7 @@ def test_failed_ranks_are_started_again_if_asked(ft_dir: Path) -> None:
 def test_workers_end_when_rank_0_is_killed(ft_dir: Path) -> None:
     program = f"""
 import time
-from inference.serving.engine import Engine
+from inference.engine.engine import Engine
 engine = Engine({str(ft_dir)!r}, tp_size=2, device="cpu")
 engine.start()
 print("ready", flush=True)

@@ -15,23 +15,23 @@ import numpy as np
 import pytest
 import torch
 
-from inference.serving.encoder_engine import EncoderEngine
-from inference.serving.encoding import parse_encoding
-from inference.serving.engine import Engine, EngineFailedError, EngineOptions
-from inference.serving.meeting import Meeting, MeetingError, open_store
-from inference.serving.ports import pick_free_ports
-from inference.serving.process_place import ProcessPlace
+from inference.engine.encoder_engine import EncoderEngine
+from inference.engine.encoding import parse_encoding
+from inference.engine.engine import Engine, EngineFailedError, EngineOptions
+from inference.launch_environment import LaunchEnvironment
+from inference.ports import pick_free_ports
+from inference.ranks.rendezvous import Rendezvous, RendezvousError, open_store
 from tests.conftest import ROOT
 from tests.ft_folders import write_bert, write_gpt
 from tests.waiting import until
 
 PROGRAM = """
 import logging, sys
-from inference.serving.process_place import ProcessPlace
-from inference.serving.worker import serve_started_rank
+from inference.launch_environment import LaunchEnvironment
+from inference.ranks.worker import serve_started_rank
 rank, size, port = map(int, sys.argv[1:4])
 logging.basicConfig(level=logging.INFO)
-place = ProcessPlace(rank, size, rank, size, "test", sys.argv[4])
+place = LaunchEnvironment(rank, size, rank, size, "test", sys.argv[4])
 sys.exit(serve_started_rank(place, "127.0.0.1", port, timeout_s=5))
 """
 NOTICE_S = 15.0
@@ -56,23 +56,23 @@ def start() -> Iterator[Start]:
         process.communicate()
 
 
-def meeting_of(size: int, *, timeout_s: float = 5.0, job: str = "a") -> tuple[Meeting, int]:
+def rendezvous_of(size: int, *, timeout_s: float = 5.0, job: str = "a") -> tuple[Rendezvous, int]:
     (port,) = pick_free_ports("127.0.0.1", 1)
-    place = ProcessPlace(0, size, 0, size, "test", job)
-    return Meeting(place, "127.0.0.1", port, timeout_s=timeout_s), port
+    place = LaunchEnvironment(0, size, 0, size, "test", job)
+    return Rendezvous(place, "127.0.0.1", port, timeout_s=timeout_s), port
 
 
 def words_of(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=NOTICE_S)[1]
 
 
-def until_problem(meeting: Meeting) -> str:
-    until(lambda: meeting.problem() is not None, "a problem of the meeting")
-    return meeting.problem() or ""
+def until_problem(rendezvous: Rendezvous) -> str:
+    until(lambda: rendezvous.problem() is not None, "a problem of the rendezvous")
+    return rendezvous.problem() or ""
 
 
-def until_present(meeting: Meeting, rank: int) -> None:
-    until(lambda: meeting.store.check([f"who/{rank}"]), f"the coming of rank {rank}")
+def until_present(rendezvous: Rendezvous, rank: int) -> None:
+    until(lambda: rendezvous.store.check([f"who/{rank}"]), f"the coming of rank {rank}")
 
 
 def test_the_store_listens_at_its_address_alone() -> None:
@@ -90,9 +90,9 @@ def test_started_ranks_compute_what_one_rank_does(tmp_path: Path, start: Start) 
     with Engine(write_gpt(tmp_path / "one"), device="cpu") as engine:
         expected = engine.logits(ids)
     folder = write_gpt(tmp_path / "two", tp_size=2)
-    meeting, port = meeting_of(4)
+    rendezvous, port = rendezvous_of(4)
     others = [start(rank, 4, port) for rank in (1, 2, 3)]
-    engine = Engine(folder, tp_size=2, pp_size=2, device="cpu", meeting=meeting)
+    engine = Engine(folder, tp_size=2, pp_size=2, device="cpu", rendezvous=rendezvous)
     with engine:
         logits = engine.logits(ids)
     # Sums in another order.
@@ -106,10 +106,10 @@ def test_started_ranks_encode_what_one_rank_does(tmp_path: Path, start: Start) -
     tensors = {"input_hidden_state": rows, "sequence_lengths": lengths}
     with EncoderEngine(write_bert(tmp_path / "one"), device="cpu") as engine:
         expected = engine.encode(parse_encoding(tensors, engine.limits)).hidden
-    meeting, port = meeting_of(2)
+    rendezvous, port = rendezvous_of(2)
     other = start(1, 2, port)
     folder = write_bert(tmp_path / "two", tp_size=2)
-    with EncoderEngine(folder, tp_size=2, device="cpu", meeting=meeting) as engine:
+    with EncoderEngine(folder, tp_size=2, device="cpu", rendezvous=rendezvous) as engine:
         hidden = engine.encode(parse_encoding(tensors, engine.limits)).hidden
     # Sums in another order.
     assert torch.allclose(hidden, expected, atol=1e-4)
@@ -117,11 +117,11 @@ def test_started_ranks_encode_what_one_rank_does(tmp_path: Path, start: Start) -
 
 
 def test_a_killed_rank_fails_the_engine(tmp_path: Path, start: Start) -> None:
-    meeting, port = meeting_of(2, timeout_s=3)
+    rendezvous, port = rendezvous_of(2, timeout_s=3)
     other = start(1, 2, port)
     options = EngineOptions(rank_timeout_s=3)
     folder = write_gpt(tmp_path, tp_size=2)
-    with Engine(folder, tp_size=2, device="cpu", options=options, meeting=meeting) as engine:
+    with Engine(folder, tp_size=2, device="cpu", options=options, rendezvous=rendezvous) as engine:
         other.kill()
         until(lambda: engine.healthy() is not None, "the engine's notice")
         reason = engine.healthy() or ""
@@ -129,20 +129,20 @@ def test_a_killed_rank_fails_the_engine(tmp_path: Path, start: Start) -> None:
 
 
 def test_a_stopped_rank_is_missed_while_rank_0_prepares(start: Start) -> None:
-    meeting, port = meeting_of(2, timeout_s=3)
+    rendezvous, port = rendezvous_of(2, timeout_s=3)
     other = start(1, 2, port)
-    until_present(meeting, 1)
+    until_present(rendezvous, 1)
     other.send_signal(signal.SIGSTOP)
-    problem = until_problem(meeting)
+    problem = until_problem(rendezvous)
     assert problem.startswith("rank 1: has not been heard of for ")
     assert f"(process {other.pid} on {socket.gethostname()})" in problem
 
 
 def test_a_rank_that_cannot_load_says_why(tmp_path: Path, start: Start) -> None:
     folder = write_gpt(tmp_path, tp_size=2)
-    meeting, port = meeting_of(2)
+    rendezvous, port = rendezvous_of(2)
     other = start(1, 2, port)
-    engine = Engine(folder, tp_size=2, device="cpu", meeting=meeting)
+    engine = Engine(folder, tp_size=2, device="cpu", rendezvous=rendezvous)
     (folder / "model.wpe.bin").write_bytes(b"short")
     with pytest.raises(EngineFailedError, match=r"(?s)rank 0: .*model\.wpe\.bin.*rank 1: "):
         engine.start()
@@ -150,30 +150,30 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path, start: Start) -> None:
 
 
 def test_ranks_hear_why_rank_0_gave_up(start: Start) -> None:
-    meeting, port = meeting_of(2)
+    rendezvous, port = rendezvous_of(2)
     other = start(1, 2, port)
-    until_present(meeting, 1)
-    meeting.refuse("the disk is full")
+    until_present(rendezvous, 1)
+    rendezvous.refuse("the disk is full")
     assert "rank 0 gave up: the disk is full" in words_of(other)
     assert other.returncode == 1
 
 
 def test_a_rank_of_another_launch_is_turned_away(start: Start) -> None:
-    meeting, port = meeting_of(2, job="mine")
+    rendezvous, port = rendezvous_of(2, job="mine")
     stranger = start(1, 2, port, job="other")
     said = words_of(stranger)
     assert f"rank 0 at 127.0.0.1:{port} belongs to another launch (" in said
     assert "test job mine of 2, this is" in said
-    assert meeting.problem() is None
+    assert rendezvous.problem() is None
 
 
 def test_two_processes_cannot_be_the_same_rank(start: Start) -> None:
-    meeting, port = meeting_of(2)
+    rendezvous, port = rendezvous_of(2)
     start(1, 2, port)
-    until_present(meeting, 1)
+    until_present(rendezvous, 1)
     second = start(1, 2, port)
     assert "two processes have come as rank 1; each needs its own" in words_of(second)
-    assert "two processes have come as rank 1" in until_problem(meeting)
+    assert "two processes have come as rank 1" in until_problem(rendezvous)
 
 
 def test_a_listener_that_is_no_store_is_told(start: Start) -> None:
@@ -204,9 +204,11 @@ def open_silent() -> socket.socket:
 def test_a_taken_port_is_told_with_its_holder() -> None:
     with open_silent() as listener:
         port = listener.getsockname()[1]
-        place = ProcessPlace(0, 2, 0, 2)
-        with pytest.raises(MeetingError, match=f"port {port}, where the ranks meet, is in use by"):
-            Meeting(place, "127.0.0.1", port, timeout_s=5)
+        place = LaunchEnvironment(0, 2, 0, 2)
+        with pytest.raises(
+            RendezvousError, match=f"port {port}, where the ranks meet, is in use by"
+        ):
+            Rendezvous(place, "127.0.0.1", port, timeout_s=5)
 
 
 @pytest.mark.parametrize(
@@ -217,12 +219,12 @@ def test_a_taken_port_is_told_with_its_holder() -> None:
     ],
 )
 def test_an_address_of_another_node_is_told(host: str, message: str) -> None:
-    with pytest.raises(MeetingError, match=message):
-        Meeting(ProcessPlace(0, 2, 0, 2), host, 0, timeout_s=5)
+    with pytest.raises(RendezvousError, match=message):
+        Rendezvous(LaunchEnvironment(0, 2, 0, 2), host, 0, timeout_s=5)
 
 
 def test_ranks_of_a_launcher_cannot_be_started_again_here(tmp_path: Path) -> None:
-    meeting, _ = meeting_of(2)
+    rendezvous, _ = rendezvous_of(2)
     options = EngineOptions(restart_failed_ranks=True)
     with pytest.raises(ValueError, match="restart_failed_ranks=True: only a launcher can"):
-        Engine(write_gpt(tmp_path, tp_size=2), tp_size=2, options=options, meeting=meeting)
+        Engine(write_gpt(tmp_path, tp_size=2), tp_size=2, options=options, rendezvous=rendezvous)

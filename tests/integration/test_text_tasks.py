@@ -26,7 +26,7 @@ from inference.evaluation.options import (
     TextTaskOptions,
 )
 from inference.evaluation.record import Report, RunFacts, read_predictions
-from inference.serving.server import TritonServer
+from inference.server.server import TritonServer
 from tests.integration.text_models import (
     ENGLISH,
     LABELS,

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from export_scripts.triton.repository import RepositoryRequest, build_repository
-from inference.serving.server import TritonServer
+from inference.server.server import TritonServer
 from tests.ft_folders import unpack_case
 from tests.integration.triton_process import DOUBLE, add_model, new_server
 

@@ -16,8 +16,8 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from export_scripts.triton.repository import RepositoryRequest, build_repository
-from inference.serving.client import TritonClient
-from inference.serving.tokenizer import load_tokenizer
+from inference.backend.tokenizer import load_tokenizer
+from inference.server.client import TritonClient
 from tests.ft_folders import unpack_case
 from tests.integration.triton_process import new_server
 

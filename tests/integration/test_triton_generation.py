@@ -14,8 +14,8 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from inference.client import main
-from inference.serving.client import TritonClient
-from inference.serving.server import ServerStartError, TritonServer
+from inference.server.client import TritonClient
+from inference.server.server import ServerStartError, TritonServer
 from tests.integration.triton_process import new_server, processes
 from tests.waiting import lives, until
 
@@ -263,7 +263,7 @@ def test_dead_worker_fails_requests_and_takes_the_model_out_of_service(
         server.start(timeout_s=START_LIMIT_S)
         with TritonClient(server.grpc_url, timeout_s=30) as client:
             running = processes(server)
-            (worker,) = [pid for pid in running if b"inference.serving.worker" in _command(pid)]
+            (worker,) = [pid for pid in running if b"inference.ranks.worker" in _command(pid)]
             in_flight = client.infer_async(MODEL, _request([1, 2], new_tokens=500))
             os.kill(worker, signal.SIGKILL)
             with pytest.raises(InferenceServerException, match="rank 1"):

@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference.serving.client import TritonClient
-from inference.serving.server import ServerStartError, TritonServer
+from inference.server.client import TritonClient
+from inference.server.server import ServerStartError, TritonServer
 from tests.integration.triton_process import (
     DOUBLE,
     add_model,

@@ -13,9 +13,9 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from inference.client import main
-from inference.serving.client import TritonClient
-from inference.serving.server import TritonServer
-from inference.serving.session_turn import SessionTurn
+from inference.decoding.session_turn import SessionTurn
+from inference.server.client import TritonClient
+from inference.server.server import TritonServer
 from tests.integration.triton_process import new_server
 
 pytestmark = pytest.mark.triton

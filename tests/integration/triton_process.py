@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from inference.serving.server import TritonServer
-from inference.serving.supervisor import descendants
+from inference.server.server import TritonServer
+from inference.server.supervisor import descendants
 
 CONFIG = """
 name: "{name}" backend: "python" max_batch_size: 8

@@ -16,10 +16,10 @@ from export_scripts.families.llama import LLAMA, LlamaConfig
 from export_scripts.families.spec import ModelFamily
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
+from inference.engine.engine import Engine, EngineOptions
 from inference.parallel.epilogue import GemmActivation, finish
 from inference.parallel.gemm import make_gemm
 from inference.parallel.int8 import quantise
-from inference.serving.engine import Engine, EngineOptions
 from tests.ft_folders import gpt_config, write_random
 
 pytestmark = pytest.mark.gpu

@@ -12,9 +12,9 @@ import torch
 from export_scripts.convert import ConversionRequest, convert
 from export_scripts.families.bert import BERT, BertConfig
 from inference.decoding.request import GenerationRequest, parse_request
-from inference.serving.encoder_engine import EncoderEngine
-from inference.serving.encoding import parse_encoding
-from inference.serving.engine import Engine, EngineOptions
+from inference.engine.encoder_engine import EncoderEngine
+from inference.engine.encoding import parse_encoding
+from inference.engine.engine import Engine, EngineOptions
 from tests.ft_folders import write_random
 from tests.rank_threads import logits_by
 from tests.tiny_t5 import BARE, TinyT5, t5_tensors, write_t5

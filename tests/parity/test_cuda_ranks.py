@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from inference.serving.engine import Engine, EngineOptions
+from inference.engine.engine import Engine, EngineOptions
 from tests.ft_folders import write_random
 from tests.parity.test_cuda import MODELS, make_request
 from tests.parity.test_cuda_encoders import MODELS as T5_MODELS

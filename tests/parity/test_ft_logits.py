@@ -11,7 +11,7 @@ import torch
 
 from export_scripts.convert import ConversionRequest, convert
 from inference.decoding.request import parse_request
-from inference.serving.engine import Engine
+from inference.engine.engine import Engine
 from tests.conftest import SHARED
 from tests.ft_folders import unpack_case
 from tests.rank_threads import logits_of

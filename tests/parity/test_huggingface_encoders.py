@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from export_scripts.convert import ConversionRequest, convert
-from inference.serving.encoder_engine import EncoderEngine
-from inference.serving.encoding import EncodingResult, parse_encoding
+from inference.engine.encoder_engine import EncoderEngine
+from inference.engine.encoding import EncodingResult, parse_encoding
 from tests.rank_threads import logits_by, states_by
 
 # Of the largest value, in fp32: another order of summation.

@@ -12,9 +12,9 @@ import pytest
 
 from export_scripts.triton.signature import MODEL_SIGNATURES, ensemble
 from inference.client import main
+from inference.ports import pick_free_ports
 from inference.request_file import file_tensors, merged
-from inference.serving.client import TritonClient, as_tensor, as_texts
-from inference.serving.ports import pick_free_ports
+from inference.server.client import TritonClient, as_tensor, as_texts
 
 
 def test_every_option_of_the_contract_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:

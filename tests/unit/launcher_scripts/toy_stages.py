@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from inference.serving.process_place import ProcessPlace
+from inference.launch_environment import LaunchEnvironment
 from stages.base import JobSettings, Resources, Stage, StageError, Summary
 from stages.convert import ConvertStage
 from stages.own_job import JOB_ID_VARIABLE
@@ -186,7 +186,7 @@ class RanksStage(WriteStage):
             time.sleep(300)
         return {}
 
-    def assist(self, place: ProcessPlace) -> None:
+    def assist(self, place: LaunchEnvironment) -> None:
         if self.fails == f"rank {place.rank}":
             sys.stdout.write("looking for the network\n")
             raise StageError("no network here")

@@ -1,3 +1,3 @@
-"""Turns tokens into hidden states; what the server runs is inference.serving.encoder_backend."""
+"""Turns tokens into hidden states; what the server runs is inference.backend.encoder_backend."""
 
-from inference.serving.encoder_backend import EncoderModel as TritonPythonModel  # noqa: F401
+from inference.backend.encoder_backend import EncoderModel as TritonPythonModel  # noqa: F401

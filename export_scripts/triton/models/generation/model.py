@@ -1,3 +1,3 @@
-"""Generates tokens; what the server runs is inference.serving.python_backend."""
+"""Generates tokens; what the server runs is inference.backend.python_backend."""
 
-from inference.serving.python_backend import GenerationModel as TritonPythonModel  # noqa: F401
+from inference.backend.python_backend import GenerationModel as TritonPythonModel  # noqa: F401

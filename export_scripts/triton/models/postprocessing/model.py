@@ -1,3 +1,3 @@
-"""Turns tokens into text; what the server runs is inference.serving.text_models."""
+"""Turns tokens into text; what the server runs is inference.backend.text_models."""
 
-from inference.serving.text_models import Postprocessing as TritonPythonModel  # noqa: F401
+from inference.backend.text_models import Postprocessing as TritonPythonModel  # noqa: F401

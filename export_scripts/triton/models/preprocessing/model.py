@@ -1,3 +1,3 @@
-"""Turns text into tokens; what the server runs is inference.serving.text_models."""
+"""Turns text into tokens; what the server runs is inference.backend.text_models."""
 
-from inference.serving.text_models import Preprocessing as TritonPythonModel  # noqa: F401
+from inference.backend.text_models import Preprocessing as TritonPythonModel  # noqa: F401

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from inference.decoding.kv_cache import CacheShape, KVCache
 from inference.model.cached_attention import attend_group
+from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.step import AttentionGroup
 
 H, K, D, LENGTH, LANES = 4, 2, 16, 6, 3

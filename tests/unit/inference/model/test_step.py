@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from inference.decoding.kv_cache import CacheShape, KVCache
+from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.layers import alibi_slopes
 from inference.model.step import AttentionRules, Segment, Step, attention_bias, make_step
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
+from inference.launch_environment import LAUNCHER_VARIABLE
 from inference.pytriton.server import main
-from inference.serving.process_place import LAUNCHER_VARIABLE
 
 
 @pytest.fixture

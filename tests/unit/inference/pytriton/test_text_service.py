@@ -11,10 +11,10 @@ import pytest
 from pytriton.exceptions import PyTritonUnrecoverableError
 
 from export_scripts.convert import ConversionRequest, convert
+from inference.backend.tokenizer import load_tokenizer
 from inference.decoding.request import RequestError
+from inference.engine.engine import Engine, EngineOptions
 from inference.pytriton.text_service import TextService
-from inference.serving.engine import Engine, EngineOptions
-from inference.serving.tokenizer import load_tokenizer
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 from tests.waiting import until
 

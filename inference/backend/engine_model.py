@@ -1,0 +1,249 @@
+"""A model in Triton's Python backend that hands its requests to an engine and answers them later.
+
+`execute` never waits, so that one instance holds any number of requests. A failing request gets an
+error, the others their answers; a failed engine takes its model out of service.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any
+
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.config_ini import read_config
+from export_scripts.validate import validate_directory
+from inference.backend.model_settings import ModelSettings, read_settings
+from inference.backend.triton_model import ModelArguments, error_response, with_readable_errors
+from inference.engine.base import EngineBase
+from inference.engine.errors import EngineBusyError, EngineFailedError
+from inference.ranks.launched_rank import open_rendezvous
+
+_WATCH_S = 0.1
+_HEALTH_EVERY = 5  # of these
+# Asking whether a client has left takes 0.1 ms; so many requests are asked about at a time.
+_ASKED_AT_ONCE = 64
+_STOP = None
+
+
+class Exchange:
+    """A Triton request on its way: what it asks for and how to answer it."""
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.sender = request.get_response_sender()
+        self.wanted = tuple(request.requested_output_names())
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def is_cancelled(self) -> bool:
+        """Return whether the client left.
+
+        After the final response it is not asked: the server (2.51) has then forgotten the request,
+        and the question ends its process.
+        """
+        with self._lock:
+            return not self._closed and bool(self.sender.is_cancelled())
+
+    def send(self, message: Any, *, final: bool) -> None:
+        """Send one response; nothing is sent after the final one."""
+        import triton_python_backend_utils as pb_utils
+
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = final
+            try:
+                self.sender.send(message, flags=flags)
+            except pb_utils.TritonModelException as error:
+                pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
+
+    def fail(self, message: str, code: str) -> None:
+        """Answer with an error, which ends the exchange; `code` is one of TritonError's."""
+        self.send(error_response(message, code), final=True)
+
+
+class EngineModel:
+    """Base of the models with an engine; they add `make_engine` and `submit`."""
+
+    @with_readable_errors
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Start the engine (called by Triton).
+
+        Raises:
+            ValueError: config.pbtxt and weights do not fit, or the weights are not sound; Triton
+                reports the message and the model stays unavailable.
+        """
+        import triton_python_backend_utils as pb_utils
+
+        arguments = ModelArguments(args)
+        self.name = args["model_name"]
+        self.settings = read_settings(arguments)
+        self.decoupled = arguments.decoupled
+        self.interactive = arguments.session_idle_s is not None
+        self.bf16_inputs = arguments.bf16_inputs
+        for key in self.settings.unknown:
+            pb_utils.Logger.log_warn(f"{self.name}: parameter {key} is not known and has no effect")
+        check_weights(self.settings.checkpoint_path)
+        self.running_engine = self.make_engine(self.settings)
+        self.running_engine.start()
+        self._restarts = self.settings.engine.restart_failed_ranks
+        self._running: dict[Exchange, Future[Any]] = {}
+        self._asked = 0  # the place among the running where asking goes on
+        self._lock = threading.Lock()
+        self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._stopping = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._deliver, name="responses", daemon=True),
+            threading.Thread(target=self._watch, name="watch", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def make_engine(self, settings: ModelSettings) -> EngineBase:
+        """Return the engine, not started. Raises ValueError if it cannot serve the weights."""
+        raise NotImplementedError
+
+    def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
+        """Hand a request to the engine; return its future and what sends the finished result.
+
+        Raises:
+            ValueError: the request is wrong.
+            EngineBusyError: too many requests wait.
+            EngineFailedError: the engine cannot answer.
+        """
+        raise NotImplementedError
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        """Take requests (called by Triton); None tells it that the answers come later."""
+        for request in requests:
+            exchange = Exchange(request)
+            try:
+                future, answer = self.submit(exchange)
+            except ValueError as error:
+                exchange.fail(str(error), "INVALID_ARG")
+            except (EngineBusyError, EngineFailedError) as error:
+                exchange.fail(str(error), "UNAVAILABLE")
+            else:
+                self._follow(exchange, future, answer)
+
+    def finalize(self) -> None:
+        """Stop the engine (called by Triton)."""
+        self._stopping.set()
+        self.running_engine.stop()
+        self._outbox.put(_STOP)
+        for thread in self._threads:
+            thread.join()
+
+    def later(self, send: Callable[[], None]) -> None:
+        """Have `send` called from the thread of the responses, in order."""
+        self._outbox.put(send)
+
+    def _follow(
+        self, exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]
+    ) -> None:
+        with self._lock:
+            self._running[exchange] = future
+
+        def finished(done: Future[Any]) -> None:
+            with self._lock:
+                self._running.pop(exchange, None)
+            self.later(lambda: _send_result(exchange, done, answer))
+
+        future.add_done_callback(finished)
+
+    def _deliver(self) -> None:
+        """Send responses in the order they arise, so that the engine never waits for a client."""
+        while (send := self._outbox.get()) is not _STOP:
+            send()
+
+    def _watch(self) -> None:
+        """Notice clients that left, an engine that failed, and the end of the server."""
+        parent = os.getppid()
+        rounds = 0
+        while not self._stopping.wait(_WATCH_S):
+            self._drop_cancelled()
+            rounds += 1
+            if rounds % _HEALTH_EVERY:
+                continue
+            if os.getppid() != parent:
+                os._exit(1)  # the server is gone; the workers follow this process
+            reason = None if self._restarts else self.running_engine.healthy()
+            if reason is not None:
+                self._leave_service(reason)
+                return
+
+    def _drop_cancelled(self) -> None:
+        """Ask about some of the running requests, all of them in turn."""
+        with self._lock:
+            running = list(self._running.items())
+        first = self._asked if self._asked < len(running) else 0
+        self._asked = first + _ASKED_AT_ONCE
+        for exchange, future in running[first : self._asked]:
+            if exchange.is_cancelled():
+                self.running_engine.cancel(future)
+
+    def _leave_service(self, reason: str) -> None:
+        """Take the model out of service, so that it and the server report not ready."""
+        import triton_python_backend_utils as pb_utils
+
+        pb_utils.Logger.log_error(f"{self.name} is out of service: {reason}")
+        try:
+            pb_utils.unload_model(self.name)
+        except pb_utils.TritonModelException as error:
+            # The server was started so that only it may unload models.
+            pb_utils.Logger.log_warn(f"{self.name} stays listed as ready: {error}")
+
+
+def engine_arguments(settings: ModelSettings) -> dict[str, Any]:
+    """Return what every engine is told beside the folder of its weights."""
+    return {
+        "tp_size": settings.tp_size,
+        "pp_size": settings.pp_size,
+        "data_type": settings.data_type,
+        "int8_mode": settings.int8_mode,
+        "device": settings.device,
+        "options": settings.engine,
+        # Given where the ranks are on several nodes, started by the scheduler.
+        "rendezvous": open_rendezvous(
+            settings.tp_size * settings.pp_size, timeout_s=settings.engine.rank_timeout_s
+        ),
+    }
+
+
+def check_model_type(settings: ModelSettings, served: Collection[str] | None = None) -> None:
+    """Raise ValueError unless the weights are of a type that is `served`, or of the model's own."""
+    family, _ = read_config(settings.checkpoint_path)
+    if family.model_type not in (served or (settings.model_type,)):
+        raise ValueError(
+            f"model_type={settings.model_type}, but {settings.checkpoint_path} holds a "
+            f"{family.model_type} model; export it again."
+        )
+
+
+def check_weights(folder: Path) -> None:
+    """Raise CheckpointMismatchError, a ValueError, unless the folder is exactly what it should be.
+
+    Every rank checks again when it loads; here it takes no time and is said once.
+    """
+    if problems := validate_directory(folder, checksums=False):
+        raise CheckpointMismatchError([f"{folder} cannot be served:", *problems])
+
+
+def _send_result(exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]) -> None:
+    """Send the last response, or why there is none."""
+    try:
+        answer(future.result())
+    except CancelledError:
+        exchange.fail("the request was cancelled", "CANCELLED")
+    except ValueError as error:  # what only the engine's thread can see, such as an ended session
+        exchange.fail(str(error), "INVALID_ARG")
+    except (EngineBusyError, EngineFailedError) as error:
+        exchange.fail(str(error), "UNAVAILABLE")
+    except Exception as error:  # whatever went wrong is this request's answer
+        exchange.fail(str(error) or type(error).__name__, "INTERNAL")

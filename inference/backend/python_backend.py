@@ -1,0 +1,102 @@
+"""The generation model in Triton's Python backend: whole answers, or one response per token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from inference.backend.engine_model import (
+    EngineModel,
+    Exchange,
+    check_model_type,
+    engine_arguments,
+)
+from inference.backend.model_settings import ModelSettings
+from inference.backend.triton_model import (
+    log_warning,
+    output_tensors,
+    request_tensors,
+    response,
+)
+from inference.decoding.outputs import FrameStream
+from inference.decoding.request import RequestError, parse_request
+from inference.decoding.tensor_fields import Array
+from inference.engine.engine import Engine, SessionTurn
+from inference.engine.running import GenerationResult, GenerationStep
+
+# Inputs that the server adds to the requests of a sequence.
+_CONTROLS = ("START", "END")
+
+
+class GenerationModel(EngineModel):
+    """Serves one converted model that answers with tokens."""
+
+    engine: Engine
+
+    def make_engine(self, settings: ModelSettings) -> Engine:
+        """Return the engine. Raises ValueError if the weights are those of another model."""
+        check_model_type(settings)
+        self.engine = Engine(settings.checkpoint_path, **engine_arguments(settings))
+        return self.engine
+
+    def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
+        """Queue a request, see `EngineModel`."""
+        tensors, turn = request_tensors(exchange.request), None
+        if self.interactive:
+            tensors, turn = session_turn(tensors, exchange.request.correlation_id())
+        try:
+            request = parse_request(tensors, self.engine.limits)
+        except RequestError:
+            self.engine.end_refused(turn)
+            raise
+        for warning in request.warnings:
+            log_warning(f"{self.name}: {warning}")
+        answer = _Answer(
+            exchange,
+            FrameStream(
+                request,
+                strict_lengths=self.settings.strict_lengths,
+                omit_prefix=self.settings.stream_new_tokens and self.decoupled,
+            ),
+            leading_axis=self.interactive,
+        )
+
+        def on_step(step: GenerationStep) -> None:
+            self.later(lambda: answer.send(step, final=False))
+
+        future = self.engine.submit(request, on_step=on_step if self.decoupled else None, turn=turn)
+        return future, lambda result: answer.send(result, final=True)
+
+
+def session_turn(
+    tensors: Mapping[str, Array], session_id: int | str
+) -> tuple[dict[str, Array], SessionTurn]:
+    """Return the inputs of an interactive model without their first axis, and whose turn it is."""
+    flags = {name: bool(tensors[name].any()) for name in _CONTROLS if name in tensors}
+    turn = SessionTurn(session_id, starts=flags.get("START", False), ends=flags.get("END", False))
+    return {name: value[0] for name, value in tensors.items() if name not in _CONTROLS}, turn
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """How a request is answered: the frames it is told, each as a response."""
+
+    exchange: Exchange
+    frames: FrameStream
+    leading_axis: bool  # of size 1, in every output of an interactive model
+
+    def send(self, state: GenerationStep | GenerationResult, *, final: bool) -> None:
+        """Send what a request has so far; between steps that brought nothing new, nothing."""
+        # In a session the prompt that is answered is the whole conversation.
+        self.frames.request = state.request
+        self.frames.context_embeddings = state.context_embeddings
+        frame = self.frames.frame(state.rows)
+        if frame is None and not final:
+            return
+        assert frame is not None, "the last step is never reported on its own"
+        if self.leading_axis:
+            frame = {name: value[None] for name, value in frame.items()}
+        exchange = self.exchange
+        exchange.send(response(output_tensors(frame, exchange.wanted)), final=final)

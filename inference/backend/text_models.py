@@ -1,0 +1,203 @@
+"""The text models of a repository: preprocessing and postprocessing for Triton's Python backend.
+
+The tokenizer is loaded once, from the files beside the model. A bad request gets an error, the
+requests around it their answers.
+"""
+
+# Shapes: B rows, K beams, S padded prompt, L prompt and answer
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from inference.backend.text_tensors import pad_rows, word_list_tensor
+from inference.backend.tokenizer import Tokenizer, load_tokenizer
+from inference.backend.triton_model import ModelArguments, TensorModel, Tensors
+
+
+class Preprocessing(TensorModel):
+    """Text and word lists to token ids."""
+
+    def setup(self, arguments: ModelArguments) -> None:
+        """Load the tokenizer that the model's parameters name."""
+        self.prompts = _PromptEncoder(arguments)
+
+    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+        """Return ids, lengths and word lists. Raises ValueError with every problem."""
+        texts = row_texts("QUERY", tensors["QUERY"])
+        rows = len(texts)
+        words, problems = {}, []
+        for source, target in (
+            ("BAD_WORDS_DICT", "BAD_WORDS_IDS"),
+            ("STOP_WORDS_DICT", "STOP_WORDS_IDS"),
+        ):
+            records = row_texts(source, tensors[source]) if source in tensors else [""] * rows
+            if len(records) != rows:
+                problems.append(f"{source}: expected {rows} rows as in QUERY, got {len(records)}")
+                continue
+            try:
+                words[target] = word_list_tensor(records, self.prompts.tokenizer, name=source)
+            except ValueError as error:
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
+        ids, lengths = self.prompts.encode(texts, name="QUERY")
+        return {
+            "INPUT_ID": ids,
+            "REQUEST_INPUT_LEN": lengths,
+            "REQUEST_OUTPUT_LEN": tensors["REQUEST_OUTPUT_LEN"],
+            **words,
+        }
+
+
+class QueryTokenizer(TensorModel):
+    """Text to token ids for an encoder, which takes no word lists."""
+
+    def setup(self, arguments: ModelArguments) -> None:
+        """Load the tokenizer that the model's parameters name."""
+        self.prompts = _PromptEncoder(arguments)
+
+    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+        """Return ids and lengths. Raises ValueError for what is no text."""
+        ids, lengths = self.prompts.encode(row_texts("query", tensors["query"]), name="query")
+        return {"input_ids": ids, "request_input_len": lengths}
+
+
+class _PromptEncoder:
+    """Encodes prompts, with the end token after each where the model was trained so."""
+
+    def __init__(self, arguments: ModelArguments) -> None:
+        self.tokenizer = _tokenizer(arguments)
+        self._end_id = arguments.integer("end_id")
+        self._suffix = [self._end_id] if arguments.flag("append_end_id") else []
+
+    def encode(
+        self, texts: Sequence[str], *, name: str
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return ids padded with the end token, (B, S), and lengths, (B, 1).
+
+        Raises:
+            ValueError: Some texts give no tokens and others do: models take no such batch.
+        """
+        rows = [self.tokenizer.encode(text, special=True) + self._suffix for text in texts]
+        if any(rows) and not all(rows):
+            empty = ", ".join(f"{name}[{row}]" for row, ids in enumerate(rows) if not ids)
+            raise ValueError(
+                f"{empty}: an empty text has to be sent alone, in a request of its own"
+            )
+        return pad_rows(rows, pad_id=self._end_id)
+
+
+class Postprocessing(TensorModel):
+    """Token ids to text: the prompt and the answer, without the end tokens that fill the row.
+
+    Parameter `answer_only` leaves the prompt out, `output_holds_prompt` 0 says that the model does
+    not return it (an encoder-decoder). With `streaming`, a frame of an unfinished answer
+    ends before a character whose bytes have not all arrived.
+    """
+
+    def setup(self, arguments: ModelArguments) -> None:
+        """Load the tokenizer that the model's parameters name."""
+        self.tokenizer = _tokenizer(arguments)
+        self.end_id = arguments.integer("end_id")
+        self.answer_only = arguments.flag("answer_only")
+        self.output_holds_prompt = arguments.text("output_holds_prompt", default="1") != "0"
+        self.streaming = arguments.flag("streaming")
+        self.strict_lengths = arguments.flag("strict_lengths")
+
+    def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the texts, (B, K). Raises ValueError for shapes that do not fit."""
+        tokens = tensors["TOKENS_BATCH"]
+        if tokens.ndim != 3:
+            raise ValueError(f"TOKENS_BATCH: expected shape [B,K,L], got {list(tokens.shape)}")
+        starts = self._starts(tensors, tokens.shape[:2])
+        counts = self._counts(tensors, starts, tokens.shape)
+        finished = tensors.get("IS_FINISHED", np.zeros(tokens.shape[:2], np.bool_))
+        # Without the count, an answer goes up to its first end token.
+        first_end = starts is not None and "sequence_length" not in tensors
+        room = tokens.shape[2] - (0 if starts is None else int(starts.max(initial=0)))
+        texts = np.empty(tokens.shape[:2], dtype=object)  # (B, K)
+        for b, k in np.ndindex(*texts.shape):
+            start = 0 if starts is None else int(starts[b, k])
+            ids = [int(index) for index in tokens[b, k, : counts[b, k]]]
+            if self.output_holds_prompt and (marked := self._marked(ids)):
+                ids, start = ids[marked:], max(start - marked, 0)
+            answer = _without_end(ids[start:], self.end_id, first=first_end)
+            more = self.streaming and not finished[b, k] and len(answer) < room
+            texts[b, k] = self._text(ids[:start], answer, partial=bool(more)).encode()
+        return {"OUTPUT": texts}
+
+    def _marked(self, ids: Sequence[int]) -> int:
+        """Return how many markers preprocessing has put before the text."""
+        prefix = self.tokenizer.prefix_ids
+        return len(prefix) if tuple(ids[: len(prefix)]) == prefix else 0
+
+    def _counts(
+        self, tensors: Tensors, starts: np.ndarray[Any, Any] | None, shape: tuple[int, ...]
+    ) -> np.ndarray[Any, Any]:
+        """Return how many tokens of each row are prompt and answer, (B, K)."""
+        if starts is None or "sequence_length" not in tensors:
+            return np.full(shape[:2], shape[2])
+        counts = tensors["sequence_length"].reshape(shape[:2]).astype(np.int64)
+        if not self.strict_lengths:
+            # The model counts the padded prompt, which is as long as the longest one.
+            counts = counts - starts.max(initial=0) + starts
+        return counts.clip(0, shape[2])
+
+    def _starts(self, tensors: Tensors, shape: tuple[int, ...]) -> np.ndarray[Any, Any] | None:
+        """Return where each answer starts, (B, K), or None if the request does not say."""
+        if not self.output_holds_prompt:
+            return np.zeros(shape, np.int64)
+        for name in ("RESPONSE_INPUT_LENGTHS", "REQUEST_INPUT_LEN"):
+            if name in tensors:
+                starts = tensors[name].reshape(shape[0], -1)
+                if starts.shape[1] not in (1, shape[1]):
+                    raise ValueError(f"{name}: expected shape {list(shape)}, got {starts.shape}")
+                return np.broadcast_to(starts, shape)
+        return None
+
+    def _text(self, prompt: Sequence[int], answer: Sequence[int], *, partial: bool) -> str:
+        whole = self.tokenizer.decode([*prompt, *answer], partial=partial)
+        if not self.answer_only:
+            return whole
+        # Decoded after the prompt, so that an answer keeps the blank it starts with.
+        before = self.tokenizer.decode(prompt)
+        if whole.startswith(before):
+            return whole[len(before) :]
+        return self.tokenizer.decode(answer, partial=partial)
+
+
+def _without_end(answer: Sequence[int], end_id: int, *, first: bool) -> Sequence[int]:
+    """Return an answer up to its `first` end token, or without the end tokens at its end."""
+    if first and end_id in answer:
+        return answer[: answer.index(end_id)]
+    count = len(answer)
+    while count and answer[count - 1] == end_id:
+        count -= 1
+    return answer[:count]
+
+
+def _tokenizer(arguments: ModelArguments) -> Tokenizer:
+    folder = arguments.version_folder / arguments.text("tokenizer_path", default=".")
+    return load_tokenizer(folder, kind=arguments.text("tokenizer_type", default="") or None)
+
+
+def row_texts(name: str, tensor: np.ndarray[Any, Any]) -> list[str]:
+    """Return one string per row of a (B, 1) tensor of bytes.
+
+    Raises:
+        ValueError: It has another shape, or a value is not UTF-8.
+    """
+    if tensor.ndim != 2 or tensor.shape[1] != 1:
+        raise ValueError(f"{name}: expected shape [B,1], got {list(tensor.shape)}")
+    return [_text_of(value, f"{name}[{row}]") for row, value in enumerate(tensor[:, 0])]
+
+
+def _text_of(value: str | bytes, name: str) -> str:
+    try:
+        return value if isinstance(value, str) else bytes(value).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: not UTF-8 at byte {error.start}") from error

@@ -1,0 +1,232 @@
+"""What an engine can hold: device, lanes and their length, from the model and the budgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, cast
+
+import torch
+
+from export_scripts.families.architecture import (
+    DecoderArchitecture,
+    EncoderDecoderArchitecture,
+)
+from export_scripts.families.config import ModelConfig
+from export_scripts.families.spec import ModelFamily
+from export_scripts.ft.dtypes import item_size
+from inference.decoding.prompts import P_TUNING, SOFT_PROMPT
+from inference.decoding.request import GenerationRequest, ModelLimits
+from inference.engine.options import EngineOptions
+from inference.model.kv_cache import CacheShape
+from inference.parallel.layout import ParallelLayout
+from inference.ranks.checks import check_ranks
+
+_DEFAULT_MAX_LEN = 4096
+_CPU_SHARE = 0.25  # of the memory that is available, for keys and values
+_CUDA_SHARE = 0.8  # of the memory that the weights leave
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What fits."""
+
+    device: str  # cpu or cuda
+    lanes: int
+    max_len: int
+    cache_bytes: int  # of each rank
+
+    def describe(self) -> str:
+        """Return the budget in words."""
+        return (
+            f"{self.lanes} sequences of {self.max_len} tokens on {self.device}, "
+            f"{self.cache_bytes / 2**20:.0f} MiB of keys and values per rank"
+        )
+
+    def problems_of(self, request: GenerationRequest) -> list[str]:
+        """Return why a request can never run, empty if it can."""
+        problems = self._too_long(request)
+        if request.beam_width > self.lanes:
+            problems.append(
+                f"beam_width={request.beam_width} exceeds the {self.lanes} sequences the cache "
+                "holds; raise max_lanes or kv_cache_bytes"
+            )
+        return problems
+
+    def _too_long(self, request: GenerationRequest) -> list[str]:
+        problems = []
+        for b, row in enumerate(request.rows):
+            if request.encoder_decoder:
+                sizes = {"input_ids": len(row.input_ids), "max_output_len": row.output_len}
+                problems += [
+                    f"{name}[{b}]: {size} tokens, a sequence holds {self.max_len}; raise "
+                    "max_seq_len"
+                    for name, size in sizes.items()
+                    if size > self.max_len
+                ]
+                continue
+            # The last token is never fed back.
+            need = row.context_len + row.output_len - 1
+            if need > self.max_len:
+                problems.append(
+                    f"input_ids[{b}]: prompt ({row.context_len}) + request_output_len "
+                    f"({row.output_len}) needs {need} cached tokens, a sequence holds "
+                    f"{self.max_len}; raise max_seq_len"
+                )
+        return problems
+
+
+class _TokenConfig(Protocol):
+    start_id: int
+    end_id: int
+
+
+# What generates text.
+GeneratorArchitecture = DecoderArchitecture | EncoderDecoderArchitecture
+
+
+def generator_of(family: ModelFamily, config: ModelConfig) -> GeneratorArchitecture:
+    """Return the architecture of a model that generates.
+
+    Raises:
+        ValueError: It has no decoder.
+    """
+    architecture = family.architecture(config)
+    if isinstance(architecture, DecoderArchitecture) or (
+        isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder is not None
+    ):
+        return architecture
+    raise ValueError(f"family {family.name} has no decoder; this engine generates text")
+
+
+@dataclass(frozen=True)
+class _CachedStack:
+    """The layers whose keys and values are cached, `copies` of each."""
+
+    num_layer: int
+    kv_head_num: int
+    size_per_head: int
+    copies: int
+
+
+def _cached_stack(architecture: GeneratorArchitecture) -> _CachedStack:
+    if isinstance(architecture, DecoderArchitecture):
+        heads, size = architecture.kv_head_num, architecture.size_per_head
+        return _CachedStack(architecture.num_layer, heads, size, copies=1)
+    stack = architecture.decoder
+    assert stack is not None
+    # What was generated, and what was encoded.
+    return _CachedStack(stack.num_layer, stack.head_num, stack.size_per_head, copies=2)
+
+
+def _position_limit(architecture: GeneratorArchitecture) -> int | None:
+    """Return the rows of a table of positions, None without one."""
+    if isinstance(architecture, DecoderArchitecture):
+        return architecture.max_pos_seq_len if architecture.position == "learned" else None
+    absolute = architecture.position == "absolute"
+    return architecture.num_buckets_or_max_pos_seq_len if absolute else None
+
+
+def model_limits(config: ModelConfig, architecture: GeneratorArchitecture) -> ModelLimits:
+    """Return what requests to the model must respect."""
+    tokens = cast(_TokenConfig, config)
+    ia3_num_tasks = getattr(architecture, "ia3_num_tasks", 0)
+    has_encoder = isinstance(architecture, EncoderDecoderArchitecture)
+    return ModelLimits(
+        vocab_size=architecture.vocab_size,
+        start_id=tokens.start_id,
+        end_id=tokens.end_id,
+        max_pos_seq_len=_position_limit(architecture),
+        encoder_decoder=has_encoder,
+        ia3_num_tasks=ia3_num_tasks,
+        context_outputs=not has_encoder,
+        hidden_units=architecture.hidden,
+        prompt_learning_type=config.prompt_learning_type or 0,
+        prompt_learning_start_id=config.prompt_learning_start_id,
+        prompt_lengths={i: task.prompt_length for i, task in enumerate(config.tasks)},
+        request_prompt_types=frozenset({SOFT_PROMPT, P_TUNING}),
+    )
+
+
+def plan_capacity(
+    architecture: GeneratorArchitecture,
+    ft_dir: Path,
+    *,
+    tp_size: int,
+    pp_size: int,
+    data_type: str,
+    int8_mode: int,
+    device: str,
+    options: EngineOptions,
+    needed_devices: int | None = None,
+) -> Capacity:
+    """Return what fits, after checking sizes and types; see `check_ranks`.
+
+    Raises:
+        ValueError: naming everything that does not fit.
+    """
+    kind = check_ranks(
+        architecture,
+        tp_size=tp_size,
+        pp_size=pp_size,
+        data_type=data_type,
+        int8_mode=int8_mode,
+        device=device,
+        needed_devices=needed_devices,
+    )
+    return _lanes(
+        architecture, ft_dir, ParallelLayout(0, tp_size, pp_size), data_type, kind, options
+    )
+
+
+def _lanes(
+    architecture: GeneratorArchitecture,
+    ft_dir: Path,
+    layout: ParallelLayout,
+    data_type: str,
+    device: str,
+    options: EngineOptions,
+) -> Capacity:
+    longest = _longest(architecture) or options.max_seq_len or _DEFAULT_MAX_LEN
+    max_len = min(options.max_seq_len or _DEFAULT_MAX_LEN, longest)
+    stack = _cached_stack(architecture)
+    one_lane = CacheShape(
+        num_layer=len(layout.layers(stack.num_layer)) * stack.copies,
+        lanes=1,
+        kv_head_num=stack.kv_head_num // layout.tp_size,
+        max_len=max_len,
+        size_per_head=stack.size_per_head,
+    )
+    # A CPU may compute 16-bit types in fp32; its cache then holds fp32.
+    item_bytes = 4 if device == "cpu" else item_size(data_type)
+    lane_bytes = max_len * one_lane.token_bytes(item_bytes)
+    budget = options.kv_cache_bytes or _free_bytes(ft_dir, layout, device)
+    lanes = min(options.max_lanes, budget // lane_bytes - 1)  # the cache has a lane of its own
+    if lanes < 1:
+        raise ValueError(
+            f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
+            f"{2 * lane_bytes} bytes on each rank; raise kv_cache_bytes or lower max_seq_len"
+        )
+    return Capacity(device, lanes, max_len, (lanes + 1) * lane_bytes)
+
+
+def _longest(architecture: GeneratorArchitecture) -> int | None:
+    """Return the longest sequence the model was made for, where that is known."""
+    if isinstance(architecture, DecoderArchitecture):
+        return architecture.max_pos_seq_len
+    return _position_limit(architecture)
+
+
+def available_bytes() -> int:
+    """Return the memory that this machine can still give to programs."""
+    text = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
+    return int(text.split()[0]) * 1024
+
+
+def _free_bytes(ft_dir: Path, layout: ParallelLayout, device: str) -> int:
+    """Return the default budget of one rank."""
+    if device == "cpu":
+        return int(available_bytes() * _CPU_SHARE) // layout.world_size
+    weights = sum(path.stat().st_size for path in ft_dir.iterdir()) // layout.world_size
+    free, _ = torch.cuda.mem_get_info()
+    return int(max(free - weights, 0) * _CUDA_SHARE)

@@ -1,0 +1,92 @@
+"""Which prompt tokens a step takes, so that running requests wait no longer than stated."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from inference.engine.planned_step import RowWork
+from inference.engine.running import RunningRow
+
+_LEAST = 16  # fewer would make prompts crawl; this many may exceed the bound on slow devices
+_MOST = 1024
+_FIRST = 64  # before anything was measured
+# With nobody decoding only cancels and other ranks' patience limit a step.
+_ALONE_FACTOR = 4
+# Prompt tokens of one row whose logits are kept at a time, for rows that want all of them.
+_MOST_LOGITS = 128
+
+
+class ChunkSize:
+    """Keeps steps with prompt tokens near `bound_s`, by the speed of the last few.
+
+    Their median counts: a step that once took long, as the first of its size may, says nothing of
+    the next ones.
+    """
+
+    def __init__(self, bound_s: float) -> None:
+        self._bound_s = bound_s
+        self._token_s: deque[float] = deque(maxlen=3)
+
+    def tokens(self, *, somebody_waits: bool) -> int:
+        """Return how many prompt tokens the next step may take."""
+        if not self._token_s:
+            return _FIRST if somebody_waits else _ALONE_FACTOR * _FIRST
+        bound_s = self._bound_s if somebody_waits else _ALONE_FACTOR * self._bound_s
+        token_s = sorted(self._token_s)[(len(self._token_s) - 1) // 2]
+        return int(min(max(bound_s / token_s, _LEAST), _MOST))
+
+    def observe(self, *, tokens: int, seconds: float) -> None:
+        """Learn from a step that took so many prompt tokens and seconds."""
+        if tokens >= _LEAST:
+            self._token_s.append(seconds / tokens)
+
+
+def prompt_work(rows: Sequence[RunningRow], room: int) -> list[RowWork]:
+    """Return the next pieces of prompts that are not computed yet, about `room` tokens of them.
+
+    Half of the room is for the first row, which came first. The others take turns by what they
+    lack, so that no short prompt waits for a long one and no long one for ever.
+    """
+    work: list[RowWork] = []
+    behind = {id(row.owner) for row in rows if row.owner.lock_step and _has_more(row)}
+    reserved = room // 2
+    for row in [*sorted(rows[1:], key=_missing), *rows[:1]]:
+        if row is rows[0]:
+            reserved = 0
+        piece = _piece(row, room - reserved, fellows_are_behind=id(row.owner) in behind)
+        if piece is not None:
+            work.append(piece)
+            room -= len(piece.ids)
+    return work
+
+
+def _piece(row: RunningRow, room: int, *, fellows_are_behind: bool) -> RowWork | None:
+    """Return at most `room` of the tokens that a row's prompt lacks, None for no tokens."""
+    limit = row.prompt_len
+    if row.owner.lock_step:
+        # Rows in lock step keep their last token until all have come so far, and take it together.
+        limit, room = (limit - 1, room) if fellows_are_behind else (limit, max(room, 1))
+    count = min(room, limit - row.cached)
+    if row.memory_len is not None:
+        # What comes later sees less of the beginning; in a full lane every token forgets another.
+        count = min(count, max(row.memory_len - row.held, 1))
+    if row.wants_prompt_logits:
+        count = min(count, _MOST_LOGITS)
+    if count <= 0:
+        return None
+    ids = row.prompt[row.cached : row.cached + count]
+    last = row.cached + count == row.prompt_len and row.handle is not None
+    outputs = range(count - 1 if last else count, count)
+    if row.wants_prompt_logits:
+        outputs = range(count)
+    return RowWork(row, row.lanes[0], ids, outputs, samples=last)
+
+
+def _missing(row: RunningRow) -> int:
+    return row.prompt_len - row.cached
+
+
+def _has_more(row: RunningRow) -> bool:
+    """Whether a row has prompt tokens before its last one to compute."""
+    return _missing(row) > 1

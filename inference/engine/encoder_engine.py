@@ -1,0 +1,185 @@
+"""The engine of encoders: BERT, a T5 encoder, or the encoder of a whole T5, on all their ranks."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+
+from export_scripts.families.architecture import (
+    Architecture,
+    EncoderArchitecture,
+    EncoderDecoderArchitecture,
+)
+from export_scripts.ft.config_ini import read_config
+from inference.decoding.request import RequestError
+from inference.engine.base import EngineBase, rank_place
+from inference.engine.capacity import available_bytes
+from inference.engine.encoding import (
+    EncoderLimits,
+    EncodingRequest,
+    EncodingResult,
+    EncodingScheduler,
+    RunningEncoding,
+)
+from inference.engine.loop import EngineLoop
+from inference.engine.options import EngineOptions
+from inference.ranks.checks import check_ranks
+from inference.ranks.plan import EncoderRow, StepPlan
+from inference.ranks.rendezvous import Rendezvous
+from inference.ranks.settings import RankSettings
+
+# Most tokens of a row unless max_seq_len says otherwise: attention grows with their square.
+_DEFAULT_MAX_LEN = 4096
+_ATTENTION_COPIES = 3  # those of the ranks, the answer, and the server's
+
+
+class EncoderEngine(EngineBase):
+    """Serves one FT folder's encoder."""
+
+    def __init__(
+        self,
+        ft_dir: Path | str,
+        *,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        data_type: str = "fp32",
+        int8_mode: int = 0,
+        device: str = "auto",
+        remove_padding: bool = True,
+        options: EngineOptions | None = None,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        """Read the folder's description; nothing is loaded before `start`.
+
+        Args:
+            ft_dir: The folder of weights, cut for `tp_size` ranks.
+            tp_size: Tensor-parallel size.
+            pp_size: Pipeline-parallel size; divides the layers.
+            data_type: What is computed in: fp32, fp16 or bf16.
+            int8_mode: 0; weights are not quantised.
+            device: cpu, cuda, or auto for CUDA where there is a device.
+            remove_padding: Compute true tokens only (BERT; other encoders always do).
+            options: Bounds; those of caches do not apply.
+            rendezvous: As for `Engine`.
+
+        Raises:
+            ValueError: Sizes or types do not fit the model or the machine, or it has no encoder.
+        """
+        self.options = options or EngineOptions()
+        self.family, self.config = read_config(Path(ft_dir))
+        self.architecture = encoder_of(self.family.architecture(self.config), self.family.name)
+        kind = check_ranks(
+            self.architecture,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            data_type=data_type,
+            int8_mode=int8_mode,
+            device=device,
+            # Each process of a launcher sees to its own device.
+            needed_devices=1 if rendezvous is not None else None,
+        )
+        self.limits = encoder_limits(self.architecture)
+        self.max_len = self.options.max_seq_len or _DEFAULT_MAX_LEN
+        settings = RankSettings(
+            ft_dir=str(ft_dir),
+            rank=0,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            data_type=data_type,
+            device=kind,
+            lanes=1,
+            max_len=1,
+            int8_mode=int8_mode,
+            encoder_only=True,
+            remove_padding=remove_padding,
+            **rank_place(self.options, tp_size * pp_size, rendezvous),
+        )
+        takes_ids = self.limits.vocab_size is not None
+        self._loop: EngineLoop[RunningEncoding] = EngineLoop(
+            settings,
+            self.options,
+            make_scheduler=EncodingScheduler,
+            # One token through all ranks, so that the first request finds everything ready.
+            warm_up=StepPlan(
+                ids=[],
+                segments=(),
+                output_rows=[],
+                embedding_rows=0 if takes_ids else 1,
+                encoder_rows=(EncoderRow(1),),
+                encoder_ids=[0] if takes_ids else [],
+            ),
+            warm_up_embeddings=None if takes_ids else torch.zeros(1, self.limits.hidden),
+            rendezvous=rendezvous,
+        )
+
+    def describe(self) -> str:
+        """Return what the engine can hold, in words."""
+        return f"rows of up to {self.max_len} tokens"
+
+    def submit(self, request: EncodingRequest) -> Future[EncodingResult]:
+        """Queue a request.
+
+        Raises:
+            RequestError: The rows are too long, or their attentions would not fit in memory.
+            EngineBusyError: The queue is full.
+            EngineFailedError: The engine cannot answer.
+        """
+        problems = self._problems_of(request)
+        if problems:
+            raise RequestError(problems)
+        future: Future[EncodingResult] = Future()
+        self._loop.queue(RunningEncoding(request, future))
+        return future
+
+    def _problems_of(self, request: EncodingRequest) -> list[str]:
+        if request.width > self.max_len:
+            name = "input_hidden_state" if self.limits.vocab_size is None else "input_ids"
+            return [
+                f"{name}: rows of {request.width} tokens, padding included; the limit is "
+                f"{self.max_len}; raise max_seq_len"
+            ]
+        if not request.attentions:
+            return []
+        assert isinstance(self.architecture, EncoderDecoderArchitecture)
+        stack = self.architecture.encoder
+        size = 4 * len(request.rows) * stack.num_layer * stack.head_num * request.width**2
+        free = available_bytes()
+        if _ATTENTION_COPIES * size <= free:
+            return []
+        return [
+            f"is_return_attentions: the answer has {size / 2**20:.0f} MiB and takes "
+            f"{_ATTENTION_COPIES} times as much to make, {free / 2**20:.0f} MiB are free; send "
+            "fewer rows, or shorter ones"
+        ]
+
+    def encode(self, request: EncodingRequest) -> EncodingResult:
+        """Return the result of a request, waiting for it."""
+        return self.submit(request).result()
+
+
+def encoder_of(
+    architecture: Architecture, family: str
+) -> EncoderArchitecture | EncoderDecoderArchitecture:
+    """Return the architecture of a model that has an encoder.
+
+    Raises:
+        ValueError: It has none.
+    """
+    if isinstance(architecture, EncoderArchitecture | EncoderDecoderArchitecture):
+        return architecture
+    raise ValueError(f"family {family} has no encoder; serve it with the engine that generates")
+
+
+def encoder_limits(architecture: EncoderArchitecture | EncoderDecoderArchitecture) -> EncoderLimits:
+    """Return what requests to the encoder must respect."""
+    if isinstance(architecture, EncoderArchitecture):
+        return EncoderLimits(hidden=architecture.hidden)
+    absolute = architecture.position == "absolute"
+    return EncoderLimits(
+        hidden=architecture.hidden,
+        vocab_size=architecture.vocab_size,
+        max_pos_seq_len=architecture.num_buckets_or_max_pos_seq_len if absolute else None,
+        ia3_num_tasks=architecture.ia3_num_tasks,
+    )

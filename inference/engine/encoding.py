@@ -1,0 +1,304 @@
+"""Requests to an encoder, and which of their rows run together.
+
+Rows are independent and keep no state, so that a step simply takes as many as fit.
+"""
+
+# Shapes: B rows, S longest row as the client padded it, E hidden, N tokens of a step
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from inference.decoding.request import RequestError
+from inference.decoding.tensor_fields import Array, TensorFields
+from inference.ranks.base import StepResult
+from inference.ranks.plan import EncoderRow, StepPlan
+
+# Most tokens of one step; a longer row runs alone.
+_STEP_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class EncoderLimits:
+    """What a request must respect, all read from the model's `config.ini`.
+
+    `vocab_size` is None for a model that takes hidden states in place of token ids.
+    `max_pos_seq_len` is None without a table of positions.
+    """
+
+    hidden: int
+    vocab_size: int | None = None
+    max_pos_seq_len: int | None = None
+    ia3_num_tasks: int = 0
+
+
+@dataclass(frozen=True)
+class EncodingRow:
+    """One row without its padding: token ids, or hidden states (tokens, E) fp32."""
+
+    ids: tuple[int, ...]
+    states: Array | None = None
+    task: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+        return len(self.ids) if self.states is None else len(self.states)
+
+
+@dataclass(frozen=True)
+class EncodingRequest:
+    """All rows of one client request, padded by the client to `width` tokens."""
+
+    rows: tuple[EncodingRow, ...]
+    width: int
+    attentions: bool = False
+
+
+@dataclass(frozen=True)
+class EncodingResult:
+    """The answer, zero beyond each row's length.
+
+    `hidden` is (B, S, E) fp32; `attentions`, if asked for, (B, layers, heads, S, S) fp32.
+    """
+
+    hidden: torch.Tensor
+    attentions: torch.Tensor | None = None
+
+
+def parse_encoding(tensors: Mapping[str, Array], limits: EncoderLimits) -> EncodingRequest:
+    """Return the checked request.
+
+    Args:
+        tensors: The input tensors by their contract name, with the batch axis first.
+        limits: What the served model allows.
+
+    Raises:
+        RequestError: with every problem found.
+    """
+    if limits.vocab_size is None:
+        return _parse_states(tensors, limits)
+    return _parse_ids(tensors, limits, limits.vocab_size)
+
+
+def _parse_states(tensors: Mapping[str, Array], limits: EncoderLimits) -> EncodingRequest:
+    states = tensors.get("input_hidden_state")
+    known = {"input_hidden_state", "sequence_lengths"}
+    if states is None:
+        raise RequestError(["input_hidden_state: required input is missing"])
+    if states.ndim != 3 or states.shape[2] != limits.hidden or states.dtype.kind != "f":
+        raise RequestError(
+            [
+                f"input_hidden_state: expected floating-point values of shape [B,S,"
+                f"{limits.hidden}], got {states.dtype} {list(states.shape)}"
+            ]
+        )
+    fields = TensorFields(tensors, len(states))
+    fields.check_names(known)
+    lengths = fields.lengths("sequence_lengths", width=states.shape[1])
+    if not fields.problems:
+        fields.problems += [
+            f"input_hidden_state[{b}]: holds values that are not finite"
+            for b, length in enumerate(lengths)
+            if not np.isfinite(states[b, :length]).all()
+        ]
+    if fields.problems:
+        raise RequestError(fields.problems)
+    rows = [
+        EncodingRow((), states[b, :length].astype(np.float32)) for b, length in enumerate(lengths)
+    ]
+    return EncodingRequest(tuple(rows), states.shape[1])
+
+
+def _parse_ids(
+    tensors: Mapping[str, Array], limits: EncoderLimits, vocab_size: int
+) -> EncodingRequest:
+    ids = tensors.get("input_ids")
+    known = {"input_ids", "sequence_length", "is_return_attentions", "ia3_tasks"}
+    if ids is None:
+        raise RequestError(["input_ids: required input is missing"])
+    if ids.ndim != 2 or ids.dtype.kind not in "iu" or not len(ids):
+        raise RequestError(
+            [f"input_ids: expected integers of shape [B,S], got {ids.dtype} {list(ids.shape)}"]
+        )
+    fields = TensorFields(tensors, len(ids))
+    fields.check_names(known)
+    lengths = fields.lengths("sequence_length", width=ids.shape[1])
+    tasks = fields.ia3_tasks(limits.ia3_num_tasks)
+    # Attentions are returned for the whole batch if any row asks.
+    attentions = any(fields.flags("is_return_attentions"))
+    limit = limits.max_pos_seq_len
+    for b, length in enumerate(lengths):
+        bad = [(t, i) for t, i in enumerate(ids[b, :length].tolist()) if not 0 <= i < vocab_size]
+        if bad:
+            t, token = bad[0]
+            fields.problems.append(
+                f"input_ids[{b},{t}]={token} outside vocabulary of size {vocab_size}"
+            )
+        if limit is not None and length > limit:
+            fields.problems.append(f"input_ids[{b}]: {length} exceeds max_pos_seq_len ({limit})")
+    if fields.problems:
+        raise RequestError(fields.problems)
+    rows = [
+        EncodingRow(tuple(ids[b, :length].tolist()), task=tasks[b])
+        for b, length in enumerate(lengths)
+    ]
+    return EncodingRequest(tuple(rows), ids.shape[1], attentions)
+
+
+@dataclass(eq=False)
+class RunningEncoding:
+    """A request on its way: its rows are done one by one, in any order."""
+
+    request: EncodingRequest
+    future: Future[EncodingResult]
+    arrival: int = 0
+    waiting: list[int] = field(default_factory=list)  # rows not begun
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # row -> (tokens, E)
+    attentions: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.waiting = list(range(len(self.request.rows)))
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows that are not begun."""
+        return len(self.waiting)
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error, unless the client has gone."""
+        try:
+            self.future.set_exception(error)
+        except InvalidStateError:
+            return
+
+    def succeed(self) -> None:
+        """Answer, unless the client has gone."""
+        try:
+            self.future.set_result(self._result())
+        except InvalidStateError:
+            return
+
+    def _result(self) -> EncodingResult:
+        rows, width = len(self.request.rows), self.request.width
+        hidden = torch.zeros(rows, width, self.hidden[0].shape[1])
+        for row, values in self.hidden.items():
+            hidden[row, : len(values)] = values
+        if not self.request.attentions:
+            return EncodingResult(hidden)
+        layers, heads = self.attentions[0].shape[:2]
+        attentions = torch.zeros(rows, layers, heads, width, width)
+        for row, values in self.attentions.items():
+            size = values.shape[2]
+            attentions[row, :, :, :size, :size] = values
+        return EncodingResult(hidden, attentions)
+
+
+@dataclass(frozen=True)
+class PlannedEncoding:
+    """A step, and whose rows it takes."""
+
+    plan: StepPlan
+    embeddings: torch.Tensor | None  # (N, E) fp32
+    work: tuple[tuple[RunningEncoding, int], ...]
+
+    @property
+    def owners(self) -> list[RunningEncoding]:
+        """Requests with rows in this step, each once."""
+        return list({id(owner): owner for owner, _ in self.work}.values())
+
+
+class EncodingScheduler:
+    """The rows of all requests, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._requests: list[RunningEncoding] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self._requests
+
+    @property
+    def requests(self) -> list[RunningEncoding]:
+        """Requests that are not answered yet."""
+        return list(self._requests)
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows that are not begun."""
+        return sum(request.waiting_rows for request in self._requests)
+
+    def add(self, request: RunningEncoding) -> None:
+        """Take on a request."""
+        self._requests.append(request)
+
+    def drop(self, request: RunningEncoding) -> None:
+        """Forget a request."""
+        self._requests.remove(request)
+
+    def plan(self) -> PlannedEncoding | None:
+        """Return the next step, or None if there is none."""
+        for request in [r for r in self._requests if r.future.cancelled()]:
+            self.drop(request)
+        if not self._requests:
+            return None
+        attentions = self._requests[0].request.attentions
+        work = self._take(attentions=attentions)
+        # Rows of like length share an attention call.
+        work.sort(key=lambda each: _row(each).length)
+        rows = [_row(each) for each in work]
+        states = [row.states for row in rows if row.states is not None]
+        plan = StepPlan(
+            ids=[],
+            segments=(),
+            output_rows=[],
+            embedding_rows=sum(map(len, states)),
+            encoder_rows=tuple(EncoderRow(row.length, task=row.task) for row in rows),
+            encoder_ids=[token for row in rows for token in row.ids],
+            attentions=attentions,
+        )
+        embeddings = torch.from_numpy(np.concatenate(states)) if states else None
+        return PlannedEncoding(plan, embeddings, tuple(work))
+
+    def _take(self, *, attentions: bool) -> list[tuple[RunningEncoding, int]]:
+        """Take rows until a step is full; at least one."""
+        work: list[tuple[RunningEncoding, int]] = []
+        room = _STEP_TOKENS
+        for request in self._requests:
+            if request.request.attentions != attentions:
+                continue
+            while request.waiting:
+                length = request.request.rows[request.waiting[0]].length
+                if work and length > room:
+                    return work
+                work.append((request, request.waiting.pop(0)))
+                room -= length
+        return work
+
+    def finish(self, step: PlannedEncoding, result: StepResult, *, seconds: float) -> None:  # noqa: ARG002
+        """Take in what a step computed; answer requests whose rows are all done."""
+        assert result.hidden is not None
+        hidden = result.hidden.float().cpu()
+        first = 0
+        for number, (owner, index) in enumerate(step.work):
+            length = owner.request.rows[index].length
+            owner.hidden[index] = hidden[first : first + length]
+            if result.attentions is not None:
+                weights = result.attentions[number, :, :, :length, :length]
+                owner.attentions[index] = weights.float().cpu()
+            first += length
+        for owner in step.owners:
+            if len(owner.hidden) == len(owner.request.rows):
+                self.drop(owner)
+                owner.succeed()
+
+
+def _row(work: tuple[RunningEncoding, int]) -> EncodingRow:
+    owner, index = work
+    return owner.request.rows[index]

@@ -1,0 +1,276 @@
+"""The engine: a model on all its ranks, answering many requests at once.
+
+Requests join and leave between steps. Ranks other than 0 are processes of this node; a rank that
+ends or hangs fails the requests in flight with the reason, and the engine says so from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from export_scripts.families.architecture import EncoderDecoderArchitecture
+from export_scripts.families.config import ModelConfig
+from export_scripts.ft.config_ini import read_config
+from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.options import RowOptions
+from inference.decoding.prompts import PREFIX_PROMPT
+from inference.decoding.request import (
+    GenerationRequest,
+    ModelLimits,
+    RequestError,
+    RowRequest,
+)
+from inference.decoding.session_turn import SessionTurn
+from inference.engine.base import EngineBase, rank_place
+from inference.engine.capacity import (
+    Capacity,
+    GeneratorArchitecture,
+    generator_of,
+    model_limits,
+    plan_capacity,
+)
+from inference.engine.errors import EngineBusyError, EngineFailedError
+from inference.engine.loop import EngineLoop
+from inference.engine.options import EngineOptions
+from inference.engine.running import (
+    GenerationResult,
+    GenerationStep,
+    OnStep,
+    RunningRequest,
+    make_row,
+)
+from inference.engine.scheduler import Scheduler
+from inference.engine.sessions import turn_problems
+from inference.model.step import Segment
+from inference.ranks.plan import StepPlan
+from inference.ranks.rendezvous import Rendezvous
+from inference.ranks.settings import RankSettings
+
+__all__ = [
+    "Engine",
+    "EngineBusyError",
+    "EngineFailedError",
+    "EngineOptions",
+    "GenerationResult",
+    "GenerationStep",
+    "SessionTurn",
+]
+
+
+class Engine(EngineBase):
+    """Serves one FT folder with a decoder; what `on_step` calls must be quick."""
+
+    def __init__(
+        self,
+        ft_dir: Path | str,
+        *,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        data_type: str = "fp32",
+        int8_mode: int = 0,
+        device: str = "auto",
+        options: EngineOptions | None = None,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        """Read the folder's description; nothing is loaded before `start`.
+
+        Args:
+            ft_dir: The folder of weights, cut for `tp_size` ranks.
+            tp_size: Tensor-parallel size.
+            pp_size: Pipeline-parallel size; divides the layers.
+            data_type: What is computed in: fp32, fp16 or bf16.
+            int8_mode: 1 to keep matrices in 8 bits, quantised at load.
+            device: cpu, cuda, or auto for CUDA where there is a device.
+            options: Budgets and bounds.
+            rendezvous: With the ranks that a launcher started, perhaps on several
+                nodes; None starts the other ranks on this node.
+
+        Raises:
+            ValueError: Sizes, types or budgets do not fit the model or the machine.
+        """
+        self.options = options or EngineOptions()
+        self.family, self.config = read_config(Path(ft_dir))
+        self.architecture = generator_of(self.family, self.config)
+        self.capacity: Capacity = plan_capacity(
+            self.architecture,
+            Path(ft_dir),
+            tp_size=tp_size,
+            pp_size=pp_size,
+            data_type=data_type,
+            int8_mode=int8_mode,
+            device=device,
+            options=self.options,
+            # Each process of a launcher sees to its own device.
+            needed_devices=1 if rendezvous is not None else None,
+        )
+        self.limits: ModelLimits = model_limits(self.config, self.architecture)
+        self._settings = RankSettings(
+            ft_dir=str(ft_dir),
+            rank=0,
+            tp_size=tp_size,
+            pp_size=pp_size,
+            data_type=data_type,
+            int8_mode=int8_mode,
+            device=self.capacity.device,
+            lanes=self.capacity.lanes,
+            max_len=self.capacity.max_len,
+            **rank_place(self.options, tp_size * pp_size, rendezvous),
+        )
+        self._table_rows, table_size = _table_rows(self.config)
+        self._embedding_base = self.architecture.vocab_size + table_size
+        self._scheduler: Scheduler | None = None
+        self._loop: EngineLoop[RunningRequest] = EngineLoop(
+            self._settings,
+            self.options,
+            make_scheduler=self._make_scheduler,
+            # One token through all ranks, so that the first request finds everything ready.
+            warm_up=StepPlan(ids=[0], segments=(Segment(0, 0, 1),), output_rows=[0]),
+            rendezvous=rendezvous,
+        )
+
+    def describe(self) -> str:
+        """Return what the engine can hold, in words."""
+        return self.capacity.describe()
+
+    @property
+    def free_lanes(self) -> int:
+        """Sequences that could join now."""
+        return self._scheduler.free_lanes if self._scheduler is not None else 0
+
+    def submit(
+        self,
+        request: GenerationRequest,
+        *,
+        on_step: OnStep | None = None,
+        turn: SessionTurn | None = None,
+    ) -> Future[GenerationResult]:
+        """Queue a request.
+
+        Args:
+            request: As `parse_request` gives it under this engine's `limits`.
+            on_step: Called after each step that gave the request tokens but did not finish it.
+            turn: The session that the request belongs to. What does not fit that session, or finds
+                no lanes beside other sessions, fails the future with one of the errors below. A
+                session's last turn ends it, answered or not.
+
+        Raises:
+            RequestError: The request does not fit the engine's cache.
+            EngineBusyError: The queue is full.
+            EngineFailedError: The engine cannot answer.
+        """
+        if turn is not None:
+            problems = turn_problems(request, turn, capacity=self.capacity, limits=self.limits)
+        else:
+            problems = self.capacity.problems_of(request)
+            for name in ("session_len", "memory_len"):
+                if getattr(request, name) is not None:
+                    problems.append(f"{name}: the request belongs to no session; leave it out")
+        if problems:
+            self.end_refused(turn)
+            raise RequestError(problems)
+        future: Future[GenerationResult] = Future()
+        running = self._running(request, future)
+        lanes = request.beam_width * len(request.rows)
+        running.on_step = on_step
+        running.lock_step = on_step is not None and lanes <= self.capacity.lanes
+        running.turn = turn
+        try:
+            self._loop.queue(running)
+        except EngineBusyError:
+            self.end_refused(turn)
+            raise
+        return future
+
+    def end_refused(self, turn: SessionTurn | None) -> None:
+        """End a session whose last turn cannot be submitted; other turns may come again."""
+        if turn is not None and turn.ends and self._scheduler is not None:
+            self._scheduler.forget_session(turn.session_id)
+
+    def generate(
+        self, request: GenerationRequest, *, turn: SessionTurn | None = None
+    ) -> GenerationResult:
+        """Return the result of a request, waiting for it; arguments as of `submit`."""
+        return self.submit(request, turn=turn).result()
+
+    def logits(self, input_ids: Sequence[int]) -> torch.Tensor:
+        """Return the logits after every token of a prompt, (tokens, vocabulary) fp32.
+
+        Raises:
+            RequestError: The prompt is empty or does not fit, or the model has an encoder.
+            EngineBusyError: The queue is full.
+            EngineFailedError: The engine cannot answer.
+        """
+        if self.limits.encoder_decoder:
+            raise RequestError(["input_ids: the encoder's tokens have no logits"])
+        ids = tuple(input_ids)
+        if not ids or any(not 0 <= token < self.limits.vocab_size for token in ids):
+            raise RequestError([f"input_ids: expected ids in [0, {self.limits.vocab_size})"])
+        row = RowRequest(ids, 1, RowOptions(end_id=self.limits.end_id), context_ids=ids)
+        request = GenerationRequest((row,), padded_len=len(ids))
+        problems = self.capacity.problems_of(request)
+        if problems:
+            raise RequestError(problems)
+        future: Future[torch.Tensor] = Future()
+        running = self._running(request, future)
+        running.waiting[0].logits = []
+        self._loop.queue(running)
+        return future.result()[:, : self.limits.vocab_size]
+
+    def _running(self, request: GenerationRequest, future: Future[Any]) -> RunningRequest:
+        running = RunningRequest(request, future, arrival=0)
+        running.waiting = [
+            make_row(
+                running,
+                index,
+                row,
+                vocab_size=self.architecture.vocab_size,
+                table_rows=self._table_rows,
+                encoder_decoder=self.limits.encoder_decoder,
+            )
+            for index, row in enumerate(request.rows)
+        ]
+        running.results = [None] * len(request.rows)
+        running.pooled = [None] * len(request.rows)
+        return running
+
+    def _make_scheduler(self) -> Scheduler:
+        decoder = BatchDecoder(
+            DecodingConfig(
+                vocab_size=self.limits.vocab_size,
+                hypothesis_pool=self.limits.encoder_decoder,
+                output_log_probs_mode=self.options.output_log_probs_mode,
+                nucleus_include_boundary=self.options.nucleus_include_boundary,
+            )
+        )
+        self._scheduler = Scheduler(
+            decoder,
+            lanes=self.capacity.lanes,
+            embedding_base=self._embedding_base,
+            stall_bound_s=self.options.max_stall_s,
+            encoder_layers=_encoder_layers(self.architecture),
+            session_idle_s=self.options.session_idle_s,
+        )
+        return self._scheduler
+
+
+def _encoder_layers(architecture: GeneratorArchitecture) -> int:
+    if isinstance(architecture, EncoderDecoderArchitecture):
+        return architecture.encoder.num_layer
+    return 0
+
+
+def _table_rows(config: ModelConfig) -> tuple[dict[int, int], int]:
+    """Return the first row of each prompt task's table among all of them, and the total."""
+    first: dict[int, int] = {}
+    total = 0
+    if config.prompt_learning_type == PREFIX_PROMPT:
+        return first, total  # prefixes are no embeddings
+    for number, task in enumerate(config.tasks):
+        first[number] = total
+        total += task.prompt_length
+    return first, total

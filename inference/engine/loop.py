@@ -1,0 +1,325 @@
+"""The thread of an engine: it takes requests, runs planned steps on all ranks, and watches these.
+
+What a step computes is its scheduler's affair. A rank that ends or hangs fails the requests in
+flight with the reason, and the engine says so from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from time import monotonic, perf_counter, sleep
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from inference.engine.errors import EngineBusyError, EngineFailedError
+from inference.engine.options import EngineOptions
+from inference.ranks.base import StepResult
+from inference.ranks.plan import StepPlan
+from inference.ranks.rank_group import RankError, RankGroup
+from inference.ranks.rendezvous import Rendezvous
+from inference.ranks.settings import RankSettings
+
+logger = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.0  # how often idle ranks are asked whether they live
+_WATCH_S = 0.1
+_LOOK_S = 1.0  # a connection breaks a moment before the process at its other end counts as ended
+_RESTART_PAUSE_S = 1.0
+
+
+class QueuedRequest(Protocol):
+    """A request that waits or runs."""
+
+    future: Future[Any]
+    arrival: int
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows that are not begun."""
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error, unless the client has gone."""
+        ...
+
+
+RequestT = TypeVar("RequestT", bound=QueuedRequest)
+RequestT_co = TypeVar("RequestT_co", bound=QueuedRequest, covariant=True)
+
+
+class Planned(Protocol[RequestT_co]):
+    """A step, and whose work it is."""
+
+    @property
+    def plan(self) -> StepPlan:
+        """What every rank is told."""
+        ...
+
+    @property
+    def embeddings(self) -> torch.Tensor | None:
+        """What goes along with the plan."""
+        ...
+
+    @property
+    def owners(self) -> Sequence[RequestT_co]:
+        """Requests with work in the step."""
+        ...
+
+
+class LoopScheduler(Protocol[RequestT]):
+    """Decides what the steps compute; belongs to the loop's thread."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        ...
+
+    @property
+    def requests(self) -> list[RequestT]:
+        """Requests that are not answered yet."""
+        ...
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows that are not begun."""
+        ...
+
+    def add(self, request: RequestT) -> None:
+        """Take on a request."""
+        ...
+
+    def drop(self, request: RequestT) -> None:
+        """Forget a request and free what it holds."""
+        ...
+
+    def plan(self) -> Any:
+        """Return the next `Planned` step, or None if nothing can run."""
+        ...
+
+    def finish(self, step: Any, result: StepResult, *, seconds: float) -> None:
+        """Take in what a planned step computed."""
+        ...
+
+
+class EngineLoop(Generic[RequestT]):
+    """Runs one engine in a thread of its own."""
+
+    def __init__(
+        self,
+        settings: RankSettings,
+        options: EngineOptions,
+        *,
+        make_scheduler: Callable[[], LoopScheduler[RequestT]],
+        warm_up: StepPlan,
+        warm_up_embeddings: torch.Tensor | None = None,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        """Prepare; nothing is loaded before `start`.
+
+        Args:
+            settings: Of rank 0.
+            options: Budgets and bounds.
+            make_scheduler: Makes the scheduler of one life of the ranks.
+            warm_up: A step that makes every rank ready for the first request.
+            warm_up_embeddings: What goes along with it.
+            rendezvous: Where the other ranks come, if a launcher started them.
+
+        Raises:
+            ValueError: Ranks of a launcher should be started again after a failure.
+        """
+        if rendezvous is not None and options.restart_failed_ranks:
+            raise ValueError(
+                "restart_failed_ranks=True: only a launcher can start its processes again; set it "
+                "to False and have the launcher restart the whole run"
+            )
+        self._rendezvous = rendezvous
+        self._settings = settings
+        self._options = options
+        self._make_scheduler = make_scheduler
+        self._warm_up = (warm_up, warm_up_embeddings)
+        self._wake = threading.Condition()
+        self._inbox: deque[RequestT] = deque()
+        self._queued_rows = 0
+        self._arrivals = 0
+        self._stopping = False
+        self._failure: str | None = "the engine is not started"
+        self._ready = threading.Event()
+        self._ranks: RankGroup | None = None
+        self._scheduler: LoopScheduler[RequestT] | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
+
+    def start(self) -> None:
+        """Load the model on every rank; return when it can answer.
+
+        Raises:
+            EngineFailedError: Some rank could not load or connect; every reason is given.
+        """
+        self._thread.start()
+        # Comes: the others have start_timeout_s to load, and every wait among ranks has a limit.
+        self._ready.wait()
+        if self._failure is not None:
+            self._thread.join()
+            raise EngineFailedError(self._failure)
+        if self._settings.layout.world_size > 1:
+            self._watcher.start()
+
+    def stop(self) -> None:
+        """Fail what is in flight and end every rank."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread.is_alive():
+            self._thread.join(self._options.rank_timeout_s)
+        self._fail("the engine was stopped")
+        if self._thread.is_alive():
+            # Ends: what a single rank computes does, and every wait among ranks has a limit.
+            self._thread.join()
+        if self._watcher.is_alive():
+            self._watcher.join()
+
+    def healthy(self) -> str | None:
+        """Return None if requests can be answered, else the reason why not."""
+        return self._failure
+
+    @property
+    def queued_rows(self) -> int:
+        """Rows that wait for lanes."""
+        return self._queued_rows
+
+    def queue(self, request: RequestT) -> None:
+        """Hand over a request.
+
+        Raises:
+            EngineBusyError: The queue is full.
+            EngineFailedError: The engine cannot answer.
+        """
+        rows = request.waiting_rows
+        with self._wake:
+            if self._failure is not None:
+                raise EngineFailedError(self._failure)
+            limit = self._options.max_queued_rows
+            if self._queued_rows + rows > limit:
+                raise EngineBusyError(
+                    f"the queue is full: {self._queued_rows} rows wait, {rows} more would exceed "
+                    f"max_queued_rows={limit}; send the request again later"
+                )
+            self._queued_rows += rows
+            self._arrivals += 1
+            request.arrival = self._arrivals
+            self._inbox.append(request)
+            self._wake.notify_all()
+
+    def _run(self) -> None:
+        """Start the ranks and serve until stopped; after a failure start again if so asked."""
+        while True:
+            ranks = RankGroup(
+                self._settings,
+                start_timeout_s=self._options.start_timeout_s,
+                rendezvous=self._rendezvous,
+            )
+            try:
+                self._ranks = ranks
+                self._begin(ranks)
+                self._serve(ranks)
+            except Exception as error:  # whatever it was ended the ranks, and is their reason
+                if not isinstance(error, RankError):
+                    logger.exception("the engine failed")
+                self._fail(_reason(ranks, error))
+            ranks.end(grace_s=0)
+            started = self._ready.is_set()
+            self._ready.set()
+            if self._stopping or not started or not self._options.restart_failed_ranks:
+                return
+            logger.warning("starting the ranks again after: %s", self._failure)
+            sleep(_RESTART_PAUSE_S)
+
+    def _begin(self, ranks: RankGroup) -> None:
+        ranks.start()
+        self._scheduler = self._make_scheduler()
+        ranks.run(*self._warm_up)
+        with self._wake:
+            self._failure = None
+        self._ready.set()
+
+    def _serve(self, ranks: RankGroup) -> None:
+        scheduler = self._scheduler
+        assert scheduler is not None
+        while True:
+            with self._wake:
+                idle = scheduler.idle and not self._inbox and not self._stopping
+                if idle:
+                    idle = not self._wake.wait(_HEARTBEAT_S)
+                while self._inbox:
+                    scheduler.add(self._inbox.popleft())
+                if self._stopping:
+                    break
+                if self._failure is not None:
+                    return
+            if idle:
+                ranks.ping()
+                continue
+            step = scheduler.plan()
+            with self._wake:  # other threads add to the inbox
+                coming = sum(request.waiting_rows for request in self._inbox)
+                self._queued_rows = scheduler.waiting_rows + coming
+            if step is not None:
+                self._step(ranks, scheduler, step)
+        ranks.stop()
+
+    def _step(
+        self, ranks: RankGroup, scheduler: LoopScheduler[RequestT], step: Planned[RequestT]
+    ) -> None:
+        began = perf_counter()
+        alike = self._settings.layout.world_size == 1
+        try:
+            result = ranks.run(step.plan, step.embeddings)
+            alike = True
+            scheduler.finish(step, result, seconds=perf_counter() - began)
+        except Exception as error:  # whatever it was is the answer to the step's requests
+            if not alike:
+                raise  # the ranks no longer agree on what comes next
+            logger.exception("a step failed")
+            for owner in step.owners:
+                owner.fail(error)
+                if owner in scheduler.requests:
+                    scheduler.drop(owner)
+
+    def _watch(self) -> None:
+        """Notice ranks that end or hang while the engine's own thread waits for them."""
+        while not self._stopping:
+            ranks = self._ranks
+            if ranks is not None and self._failure is None and (problem := ranks.problem()):
+                self._fail(problem)
+            sleep(_WATCH_S)
+
+    def _fail(self, reason: str) -> None:
+        """Answer everything in flight with the reason and end the other ranks."""
+        with self._wake:
+            # The first reason stands: what follows from it says less.
+            if self._failure is None or self._stopping or not self._ready.is_set():
+                self._failure = reason
+            waiting = list(self._inbox)
+            self._inbox.clear()
+            self._queued_rows = 0
+            self._wake.notify_all()
+        running = self._scheduler.requests if self._scheduler is not None else []
+        for request in [*waiting, *running]:
+            request.fail(EngineFailedError(reason))
+        if self._ranks is not None:
+            self._ranks.end(grace_s=0)
+
+
+def _reason(ranks: RankGroup, error: Exception) -> str:
+    """Return why the ranks failed: what became of them, or else the error itself."""
+    deadline = monotonic() + _LOOK_S
+    while not isinstance(error, RankError) and monotonic() < deadline:
+        if problem := ranks.problem():
+            return problem
+        sleep(_WATCH_S)
+    return str(error) if isinstance(error, RankError) else f"{type(error).__name__}: {error}"

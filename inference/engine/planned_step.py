@@ -1,0 +1,122 @@
+"""One step of the scheduler: what each row does in it, laid out as the plan that ranks run."""
+
+# Shapes: E hidden
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from inference.decoding.tensor_fields import Array
+from inference.engine.running import RunningRequest, RunningRow
+from inference.model.step import Segment
+from inference.ranks.plan import EncoderRow, Move, StepPlan
+
+
+@dataclass(frozen=True)
+class RowWork:
+    """What one row does in a step, on one of its lanes."""
+
+    row: RunningRow
+    lane: int
+    ids: list[int]
+    outputs: range  # of its tokens here, those whose logits are wanted
+    samples: bool  # whether the last of them is for choosing a token
+
+    @property
+    def segment(self) -> Segment:
+        """What a rank computes."""
+        row = self.row
+        return Segment(self.lane, row.held, len(self.ids), row.forgotten)
+
+
+@dataclass(frozen=True)
+class EncoderWork:
+    """The rows that go through some of the encoder's layers in a step.
+
+    `begins` and `ends` say whether their pass does so here; `tokens` is how many tokens' whole
+    pass the layers are worth.
+    """
+
+    rows: tuple[RunningRow, ...] = ()
+    layers: int = 0
+    begins: bool = False
+    ends: bool = False
+    tokens: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A plan with the embeddings that go with it, and whose work it is."""
+
+    plan: StepPlan
+    embeddings: torch.Tensor | None  # (plan.embedding_rows, E) fp32
+    work: tuple[RowWork, ...]
+    prompt_tokens: int
+    encoding: EncoderWork
+
+    @property
+    def owners(self) -> list[RunningRequest]:
+        """Requests with work in this step, each once."""
+        rows = [*self.encoding.rows, *(work.row for work in self.work)]
+        return list({id(row.owner): row.owner for row in rows}.values())
+
+
+def lay_out(
+    work: Sequence[RowWork], encoding: EncoderWork, *, moves: Sequence[Move], embedding_base: int
+) -> PlannedStep:
+    """Return the step that does this work.
+
+    Args:
+        work: By ascending lane.
+        encoding: What the encoder does.
+        moves: Cache copies to make before.
+        embedding_base: First id that names a row of embeddings sent with a step.
+    """
+    ids: list[int] = []
+    outputs: list[int] = []
+    sent: list[Array] = []
+    for each in work:
+        outputs += range(len(ids) + each.outputs.start, len(ids) + each.outputs.stop)
+        ids += _with_sent(each.row, each.ids, sent, embedding_base)
+    encoder_ids: list[int] = []
+    begun = encoding.rows if encoding.begins else ()
+    for row in begun:
+        encoder_ids += _with_sent(row, row.encoder_ids or [], sent, embedding_base)
+    prompts = [each for each in work if not each.row.next_ids]
+    plan = StepPlan(
+        ids=ids,
+        segments=tuple(each.segment for each in work),
+        output_rows=outputs,
+        moves=tuple(moves),
+        has_virtual=any(row.has_virtual for row in begun)
+        or any(each.row.has_virtual for each in prompts),
+        embedding_rows=len(sent),
+        pool=any(each.row.wants_pooled for each in prompts),
+        encoder_rows=tuple(
+            EncoderRow(len(row.encoder_ids or ()), tuple(row.lanes), row.request.ia3_task)
+            for row in begun
+        ),
+        encoder_ids=encoder_ids,
+        encoder_layers=encoding.layers,
+    )
+    embeddings = torch.from_numpy(np.stack(sent)) if sent else None
+    prompt_tokens = sum(len(each.ids) for each in prompts) + encoding.tokens
+    return PlannedStep(plan, embeddings, tuple(work), prompt_tokens, encoding)
+
+
+def _with_sent(
+    row: RunningRow, ids: list[int], sent: list[Array], embedding_base: int
+) -> list[int]:
+    """Return ids with those of sent embeddings named; the embeddings are added to `sent`."""
+    if row.embeddings is None:
+        return ids
+    named = []
+    for token in ids:
+        if token < 0:
+            sent.append(row.embeddings[-1 - token])
+        named.append(token if token >= 0 else embedding_base + len(sent) - 1)
+    return named

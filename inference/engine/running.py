@@ -1,0 +1,208 @@
+"""State of the requests an engine works on: rows, their lanes, and how far each one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from inference.decoding.prompts import P_TUNING, PREFIX_PROMPT, SOFT_PROMPT, PromptTable
+from inference.decoding.request import GenerationRequest, RowRequest
+from inference.decoding.results import RowResult
+from inference.decoding.session_turn import SessionTurn
+from inference.decoding.tensor_fields import Array
+
+if TYPE_CHECKING:
+    from inference.engine.sessions import Session
+
+
+@dataclass(frozen=True)
+class GenerationStep:
+    """What a request has so far: per row its result, None before its first token.
+
+    `context_embeddings` is per row (hidden,) fp32 for rows that asked for them. `request` is what
+    is answered: in a session the prompts are the whole conversation.
+    """
+
+    request: GenerationRequest
+    rows: tuple[RowResult | None, ...]
+    context_embeddings: tuple[Array | None, ...]
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """The finished request, per row; the rest as in `GenerationStep`."""
+
+    request: GenerationRequest
+    rows: tuple[RowResult, ...]
+    context_embeddings: tuple[Array | None, ...]
+
+
+OnStep = Callable[[GenerationStep], None]
+
+
+@dataclass(eq=False)
+class RunningRow:
+    """One row on its way through the engine.
+
+    `prompt` holds what the first stage embeds: token ids, ids of loaded virtual tokens from the
+    vocabulary's end on, and -1 - i for row i of embeddings sent with the request. Before these
+    come as many places as a loaded prefix of `prefix_task` has, which are cached when it begins.
+    """
+
+    owner: RunningRequest
+    index: int
+    request: RowRequest
+    prompt: list[int]
+    has_virtual: bool
+    embeddings: Array | None  # (rows, hidden) fp32
+    encoder_ids: list[int] | None = None  # of an encoder-decoder, whose prompt is the start id
+    is_encoded: bool = True
+    lanes: list[int] = field(default_factory=list)
+    cached: int = 0  # tokens that have been in the cache
+    forgotten: int = 0  # of these, how many no longer are: the first ones
+    memory_len: int | None = None  # most tokens that a lane keeps, None for all
+    handle: int | None = None  # in the decoder
+    next_ids: tuple[int, ...] = ()  # per lane, once it decodes
+    pooled: torch.Tensor | None = None  # (hidden,) sum over the prompt
+    prefix_task: int | None = None
+    logits: list[torch.Tensor] | None = None  # a probe keeps all of its prompt's
+    wipe: bool = False  # the cache holds values that are not finite
+
+    @property
+    def prompt_len(self) -> int:
+        """Cache entries of the prompt."""
+        return len(self.prompt)
+
+    @property
+    def held(self) -> int:
+        """Tokens that a lane holds."""
+        return self.cached - self.forgotten
+
+    @property
+    def held_prompt(self) -> int:
+        """Of these, tokens of the prompt."""
+        return max(min(self.cached, self.prompt_len) - self.forgotten, 0)
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether the whole prompt is in the cache."""
+        return self.cached >= self.prompt_len
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Whether the logits of every prompt token are needed."""
+        options = self.request.options
+        wanted = options.return_log_probs and options.return_context_cum_log_probs
+        return self.logits is not None or wanted
+
+    @property
+    def wants_pooled(self) -> bool:
+        """Whether the sum of the prompt's hidden states is needed."""
+        return self.request.options.return_context_embeddings
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """One client request.
+
+    `lock_step` rows start decoding together, so that frames line up. `turn` is given for requests
+    of a session; `session` is that session once the turn has begun.
+    """
+
+    request: GenerationRequest
+    future: Future[Any]
+    arrival: int
+    on_step: OnStep | None = None
+    lock_step: bool = False
+    turn: SessionTurn | None = None
+    session: Session | None = None
+    waiting: list[RunningRow] = field(default_factory=list)
+    active: list[RunningRow] = field(default_factory=list)
+    results: list[RowResult | None] = field(default_factory=list)
+    pooled: list[Array | None] = field(default_factory=list)
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows that hold no lanes yet."""
+        return len(self.waiting)
+
+    @property
+    def joins_whole(self) -> bool:
+        """Whether all rows must get lanes at once: none of a session's is given back early."""
+        return self.lock_step or self.turn is not None
+
+    def fail(self, error: BaseException) -> None:
+        """Answer with an error, unless the client has gone."""
+        try:
+            self.future.set_exception(error)
+        except InvalidStateError:
+            return
+
+    def succeed(self, result: object) -> None:
+        """Answer, unless the client has gone."""
+        try:
+            self.future.set_result(result)
+        except InvalidStateError:
+            return
+
+
+def make_row(
+    owner: RunningRequest,
+    index: int,
+    request: RowRequest,
+    *,
+    vocab_size: int,
+    table_rows: dict[int, int],
+    encoder_decoder: bool = False,
+) -> RunningRow:
+    """Translate a row's ids to what the first stage embeds.
+
+    Args:
+        owner: The request it belongs to.
+        index: Its place there.
+        request: The row.
+        vocab_size: Ids from here on are virtual.
+        table_rows: Task id -> first row of its table among all loaded prompt tables.
+        encoder_decoder: Whether the ids are for an encoder.
+    """
+    ids, prompt = list(request.input_ids), request.prompt
+    if prompt is None:
+        return _row(owner, index, request, ids, encoder_decoder=encoder_decoder)
+    if prompt.kind == SOFT_PROMPT:
+        assert prompt.embedding is not None
+        ids = [-1 - i for i in range(prompt.length)] + ids
+    elif prompt.kind == P_TUNING:
+        ids = [_virtual(i, prompt, vocab_size, table_rows) for i in ids]
+    else:
+        assert prompt.kind == PREFIX_PROMPT, f"prompt of type {prompt.kind}"
+        row = _row(owner, index, request, [0] * prompt.length + ids, encoder_decoder=False)
+        row.prefix_task, row.cached = prompt.task_id, prompt.length
+        return row
+    row = _row(owner, index, request, ids, encoder_decoder=encoder_decoder)
+    row.has_virtual = any(not 0 <= i < vocab_size for i in ids)
+    row.embeddings = prompt.embedding
+    return row
+
+
+def _row(
+    owner: RunningRequest, index: int, request: RowRequest, ids: list[int], *, encoder_decoder: bool
+) -> RunningRow:
+    row = RunningRow(owner, index, request, ids, has_virtual=False, embeddings=None)
+    if encoder_decoder:
+        row.encoder_ids, row.is_encoded = ids, False
+        row.prompt = list(request.context_ids)
+    return row
+
+
+def _virtual(token: int, prompt: PromptTable, vocab_size: int, table_rows: dict[int, int]) -> int:
+    place = token - prompt.start_id
+    if not 0 <= place < prompt.length:
+        return token
+    if prompt.embedding is not None:
+        return -1 - place
+    assert prompt.task_id is not None
+    return vocab_size + table_rows[prompt.task_id] + place

@@ -1,0 +1,310 @@
+"""Interactive sessions: what lies in the cache between the requests of a conversation.
+
+A session holds the lanes of its rows from its first turn to its last. A later turn brings only new
+tokens; it is answered as one request whose prompt is the whole conversation, of which all but the
+new tokens are cached already.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic
+
+from inference.decoding.prompts import TASK_IDS, TYPE
+from inference.decoding.request import GenerationRequest, RequestError
+from inference.decoding.results import RowResult
+from inference.decoding.rows import ModelLimits, RowRequest
+from inference.decoding.session_turn import SessionTurn
+from inference.engine.capacity import Capacity
+from inference.engine.running import RunningRequest, RunningRow
+
+
+@dataclass(frozen=True)
+class RememberedRow:
+    """One row of a conversation between two turns.
+
+    Attributes:
+        lanes: Where its keys and values lie, in the first of them.
+        prompt: What the first stage embeds for it, as of `RunningRow`.
+        request: The same as penalties, word lists and the client see it.
+        cached: How many of `prompt` have been in the cache.
+        forgotten: How many of these no longer are.
+    """
+
+    lanes: list[int]
+    prompt: list[int]
+    request: RowRequest
+    cached: int
+    forgotten: int
+
+
+@dataclass(eq=False)
+class Session:
+    """One conversation. `rows` holds those that are not running."""
+
+    turn: SessionTurn  # the newest
+    session_len: int
+    memory_len: int | None  # most tokens that the cache keeps of it, None for all
+    row_count: int
+    beam_width: int
+    rows: dict[int, RememberedRow] = field(default_factory=dict)
+    is_busy: bool = True
+    holds_lanes: bool = False
+    used_s: float = 0.0  # when its last turn ended
+
+    @property
+    def lane_count(self) -> int:
+        """Lanes that it holds to its end."""
+        return self.row_count * self.beam_width
+
+
+class Sessions:
+    """The conversations of one engine; all but `forget` belongs to the scheduler's thread."""
+
+    def __init__(
+        self,
+        *,
+        idle_s: float,
+        free: Callable[[Sequence[int]], None],
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            idle_s: How long a conversation may pause.
+            free: Takes lanes back.
+            clock: Seconds.
+        """
+        self._idle_s = idle_s
+        self._free = free
+        self._clock = clock
+        self._sessions: dict[int | str, Session] = {}
+        self._left: deque[int | str] = deque()
+
+    def forget(self, session_id: int | str) -> None:
+        """End a conversation whose last turn was refused, soon; may be called from any thread."""
+        self._left.append(session_id)
+
+    @property
+    def held_lanes(self) -> int:
+        """Lanes that stay taken when all running turns are answered."""
+        sessions = self._sessions.values()
+        return sum(each.lane_count for each in sessions if each.holds_lanes and not each.turn.ends)
+
+    def expire(self) -> None:
+        """End conversations that were given up or pause for too long."""
+        while self._left:
+            left = self._sessions.get(self._left.popleft())
+            if left is not None and not left.is_busy:
+                self._end(left)
+        now = self._clock()
+        for session in list(self._sessions.values()):
+            if not session.is_busy and now - session.used_s > self._idle_s:
+                self._end(session)
+
+    def enter(self, request: RunningRequest, turn: SessionTurn) -> None:
+        """Begin a turn: a new conversation, or rows that go on where they were.
+
+        Rows that go on get their lanes and what is cached there.
+
+        Raises:
+            RequestError: The conversation is unknown or busy, or the turn does not fit it.
+        """
+        self.expire()
+        session = self._sessions.get(turn.session_id)
+        if session is not None and session.is_busy:
+            raise RequestError(
+                [f"session {turn.session_id} is still being answered; wait for its last turn"]
+            )
+        if turn.starts:
+            self._start(request, turn)
+        elif session is None:
+            raise RequestError(
+                [
+                    f"session {turn.session_id} is not known: it has ended, paused for more than "
+                    f"{self._idle_s:g} s, failed, or was never started; send the whole "
+                    "conversation as the START of a new one"
+                ]
+            )
+        else:
+            _check_turn(session, request)
+            session.turn, session.is_busy = turn, True
+            _continue(session, request)
+
+    def _start(self, request: RunningRequest, turn: SessionTurn) -> None:
+        asked = request.request
+        assert asked.session_len is not None, "checked when it was submitted"
+        session = Session(
+            turn, asked.session_len, asked.memory_len, len(asked.rows), asked.beam_width
+        )
+        _check_room(session, request)
+        if earlier := self._sessions.get(turn.session_id):
+            self._end(earlier)
+        request.session = session
+        for row in request.waiting:
+            row.memory_len = session.memory_len
+        self._sessions[turn.session_id] = session
+
+    def remember(self, row: RunningRow, result: RowResult) -> None:
+        """Keep a row that was answered; the conversation goes on from its best hypothesis."""
+        session = row.owner.session
+        assert session is not None
+        answer = result.output_ids[0]
+        if result.finish_reasons[0] in ("end", "stop"):
+            # As in FasterTransformer, the next turn's first token takes this one's place.
+            answer = answer[:-1]
+        prompt = [*row.prompt, *answer]
+        # Beams that went on for longer have cached, and perhaps forgotten, more than this one.
+        cached = min(row.cached, len(prompt))
+        session.rows[row.index] = RememberedRow(
+            lanes=row.lanes,
+            prompt=prompt,
+            request=replace(
+                row.request,
+                context_ids=row.request.context_ids + answer,
+                returned_ids=row.request.returned_ids + answer,
+            ),
+            cached=cached,
+            forgotten=min(row.forgotten, cached),
+        )
+
+    def leave(self, request: RunningRequest) -> None:
+        """Note that a turn was answered."""
+        session = request.session
+        assert session is not None
+        session.is_busy, session.used_s = False, self._clock()
+        if session.turn.ends:
+            self._end(session)
+
+    def drop(self, request: RunningRequest) -> None:
+        """End the conversation of a turn that failed or was given up: its end is not known."""
+        if request.session is not None:
+            self._end(request.session)
+
+    def _end(self, session: Session) -> None:
+        del self._sessions[session.turn.session_id]
+        for row in session.rows.values():
+            self._free(row.lanes)
+
+
+def turn_problems(
+    request: GenerationRequest, turn: SessionTurn, *, capacity: Capacity, limits: ModelLimits
+) -> list[str]:
+    """Return what is wrong with a turn whatever its conversation holds; empty if nothing is."""
+    if request.encoder_decoder:
+        return ["START: a model with an encoder keeps no sessions"]
+    if turn.starts:
+        return _length_problems(request, capacity, limits) + _lane_problems(request, capacity)
+    return _next_problems(request)
+
+
+def _length_problems(
+    request: GenerationRequest, capacity: Capacity, limits: ModelLimits
+) -> list[str]:
+    session_len, memory_len = request.session_len, request.memory_len
+    if session_len is None:
+        return ["session_len: the START request of a session needs it"]
+    problems = []
+    if limits.max_pos_seq_len is not None and session_len > limits.max_pos_seq_len:
+        problems.append(
+            f"session_len={session_len} exceeds max_pos_seq_len ({limits.max_pos_seq_len})"
+        )
+    if min(session_len, memory_len or session_len) > capacity.max_len:
+        name = "session_len" if memory_len is None else "memory_len"
+        problems.append(
+            f"{name}={memory_len or session_len} exceeds the {capacity.max_len} tokens that a "
+            "sequence holds; lower memory_len or session_len, or raise max_seq_len"
+        )
+    return problems
+
+
+def _lane_problems(request: GenerationRequest, capacity: Capacity) -> list[str]:
+    problems = []
+    lanes = len(request.rows) * request.beam_width
+    if lanes > capacity.lanes:
+        problems.append(
+            f"input_ids: a session of {len(request.rows)} rows with beam_width="
+            f"{request.beam_width} keeps {lanes} sequences, the cache holds {capacity.lanes}; "
+            "raise max_lanes or kv_cache_bytes"
+        )
+    return problems
+
+
+def _next_problems(request: GenerationRequest) -> list[str]:
+    problems = []
+    if request.padded_len == 0:
+        problems.append("input_ids: a continuation needs at least one new token")
+    rows = request.rows
+    asked = {
+        "is_return_context_cum_log_probs": any(
+            row.options.return_context_cum_log_probs for row in rows
+        ),
+        "is_return_context_embeddings": any(row.options.return_context_embeddings for row in rows),
+    }
+    problems += [
+        f"{name}: looks at the whole prompt, most of which a continuation does not compute again; "
+        "send it with the START request"
+        for name, is_asked in asked.items()
+        if is_asked
+    ]
+    if any(row.prompt and row.prompt.cached_len for row in rows):
+        problems.append(
+            f"{TYPE}, {TASK_IDS}: a virtual prompt comes before all tokens; send it with the START "
+            "request"
+        )
+    return problems
+
+
+def _check_turn(session: Session, request: RunningRequest) -> None:
+    """Refuse a turn of another shape, or one for which the conversation has no room."""
+    asked, problems = request.request, []
+    for name, given, kept in (
+        ("input_ids", len(asked.rows), session.row_count),
+        ("beam_width", asked.beam_width, session.beam_width),
+        ("session_len", asked.session_len or session.session_len, session.session_len),
+        ("memory_len", asked.memory_len or session.memory_len, session.memory_len),
+    ):
+        if given != kept:
+            rows = " rows" if name == "input_ids" else ""
+            begun = "none" if kept is None else f"{kept}{rows}"
+            problems.append(f"{name}: the session was started with {begun}, not {given}")
+    if problems:
+        raise RequestError(problems)
+    _check_room(session, request)
+
+
+def _check_room(session: Session, request: RunningRequest) -> None:
+    problems = []
+    for row in request.waiting:
+        kept = session.rows.get(row.index)
+        history = 0 if kept is None else len(kept.prompt)
+        new, more = row.prompt_len, row.request.output_len
+        if history + new + more > session.session_len:
+            problems.append(
+                f"session_len: Session size too low ({session.session_len}): conversation "
+                f"({history}) + prompt ({new}) + request_output_len ({more}) must fit"
+            )
+    if problems:
+        raise RequestError(problems)
+
+
+def _continue(session: Session, request: RunningRequest) -> None:
+    """Put what a conversation holds before the new tokens of each row."""
+    request.session = session
+    for row in request.waiting:
+        kept = session.rows.pop(row.index)
+        row.lanes, row.cached = kept.lanes, kept.cached
+        row.forgotten, row.memory_len = kept.forgotten, session.memory_len
+        row.prompt = kept.prompt + row.prompt
+        row.request = replace(
+            row.request,
+            input_ids=kept.request.context_ids + row.request.input_ids,
+            context_ids=kept.request.context_ids + row.request.context_ids,
+            returned_ids=kept.request.returned_ids + row.request.returned_ids,
+            prompt=row.request.prompt or kept.request.prompt,
+        )
+    rows = tuple(row.request for row in request.waiting)
+    longest = max(len(row.returned_ids) for row in rows)
+    request.request = replace(request.request, rows=rows, padded_len=longest)

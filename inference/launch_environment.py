@@ -1,0 +1,215 @@
+"""Where this process stands among those that a launcher started, one for each rank.
+
+Read from the variables of mpirun, torchrun, srun or another PMI launcher; nothing is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+# Names the row of the table below where the variables of several launchers are set.
+LAUNCHER_VARIABLE = "SLIPWAY_LAUNCHER"
+DEFAULT_PORT = 29500  # where torch's launchers meet, too
+
+
+@dataclass(frozen=True)
+class LaunchEnvironment:
+    """One process of a launch.
+
+    Attributes:
+        rank: Number of this process.
+        world_size: Processes of the launch.
+        local_rank: Number among the processes of this node.
+        local_size: Processes of this node.
+        launcher: Whose variables told so; "none" for a process started by itself.
+        job: What tells this launch from others; may be empty.
+        head: Host of rank 0, where the launcher tells it.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: str = "none"
+    job: str = ""
+    head: str | None = None
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Whether some of the processes run on other nodes."""
+        return self.local_size < self.world_size
+
+
+Environment = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """How one launcher tells; of several variables the first that is set counts."""
+
+    name: str
+    rank: tuple[str, ...]
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...] = ()
+    job: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # one of these is set, or the variables are not this process's own
+    count_here: Callable[[Environment], int | None] = lambda _: None
+    find_head: Callable[[Environment], str | None] = lambda _: None
+
+
+def _slurm_count(environment: Environment) -> int | None:
+    """Return the tasks of this node from a list such as 2(x3),1."""
+    counts: list[int] = []
+    for text in environment.get("SLURM_STEP_TASKS_PER_NODE", "").split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", text)
+        if match is None:
+            return None
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = int(environment.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else None
+
+
+def first_host(node_list: str) -> str:
+    """Return the first host of a Slurm list such as n[03-07,9],m1."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", node_list)
+    assert first is not None
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
+
+
+def _slurm_head(environment: Environment) -> str | None:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    return first_host(nodes) if nodes else None
+
+
+# In this order. mpirun inside an allocation passes the allocation's variables on, and torchrun
+# inside a step those of the step; what the inner launcher sets comes first. A plain RANK may be
+# left in a user's shell, so it comes after Slurm's, which count only within a step.
+_LAUNCHERS = (
+    _Launcher(
+        "mpirun",
+        rank=("OMPI_COMM_WORLD_RANK",),
+        world_size=("OMPI_COMM_WORLD_SIZE",),
+        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
+        local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+        job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    _Launcher(
+        "torchrun",
+        rank=("RANK",),
+        world_size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
+        job=("TORCHELASTIC_RUN_ID",),
+        needs=("TORCHELASTIC_RUN_ID",),
+    ),
+    _Launcher(
+        "slurm",
+        rank=("SLURM_PROCID",),
+        world_size=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        local_rank=("SLURM_LOCALID",),
+        job=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        needs=("SLURM_STEP_ID", "SLURM_STEPID"),
+        count_here=_slurm_count,
+        find_head=_slurm_head,
+    ),
+    _Launcher(
+        "torch",
+        rank=("RANK",),
+        world_size=("WORLD_SIZE",),
+        local_rank=("LOCAL_RANK",),
+        local_size=("LOCAL_WORLD_SIZE",),
+        job=("NGC_JOB_ID",),
+    ),
+    _Launcher(
+        "pmi",
+        rank=("PMI_RANK", "PMIX_RANK"),
+        world_size=("PMI_SIZE", "WORLD_SIZE"),
+        local_rank=("MPI_LOCALRANKID", "LOCAL_RANK"),
+        local_size=("MPI_LOCALNRANKS", "LOCAL_WORLD_SIZE"),
+        job=("PMIX_NAMESPACE", "PMI_JOBID"),
+    ),
+)
+
+
+def read_launch_environment(environment: Environment) -> LaunchEnvironment:
+    """Return the place of the process with these variables; rank 0 of 1 without any.
+
+    Raises:
+        ValueError: The variables contradict each other or are no numbers.
+    """
+    named = environment.get(LAUNCHER_VARIABLE)
+    names = [launcher.name for launcher in _LAUNCHERS]
+    if named is not None and named not in names:
+        raise ValueError(f"{LAUNCHER_VARIABLE}={named} is unknown; use {', '.join(names)}")
+    for launcher in _LAUNCHERS:
+        started = any(name in environment for name in launcher.rank)
+        own = not launcher.needs or any(name in environment for name in launcher.needs)
+        if named == launcher.name or (named is None and started and own):
+            return _place(launcher, environment)
+    return LaunchEnvironment()
+
+
+def _place(launcher: _Launcher, environment: Environment) -> LaunchEnvironment:
+    rank = _number(environment, launcher.rank)
+    world_size = _number(environment, launcher.world_size)
+    if rank is None or world_size is None:
+        missing = " or ".join(launcher.rank if rank is None else launcher.world_size)
+        raise ValueError(
+            f"this process looks started by {launcher.name}, but {missing} is not set; start it "
+            f"with mpirun or srun, or name another launcher in {LAUNCHER_VARIABLE}"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"{launcher.name} says rank {rank} of {world_size} processes; the variables of several "
+            f"launchers are mixed: unset them, or name the right one in {LAUNCHER_VARIABLE}"
+        )
+    local_size = _number(environment, launcher.local_size) or launcher.count_here(environment)
+    local_rank = _number(environment, launcher.local_rank)
+    return LaunchEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank if local_rank is None else local_rank,
+        # Without word of nodes there is one.
+        local_size=local_size or world_size,
+        launcher=launcher.name,
+        job=".".join(environment[name] for name in launcher.job if name in environment),
+        head=launcher.find_head(environment),
+    )
+
+
+def _number(environment: Environment, names: tuple[str, ...]) -> int | None:
+    for name in names:
+        if name in environment:
+            text = environment[name]
+            if not text.isdigit():
+                raise ValueError(f"{name}={text!r} is not a number")
+            return int(text)
+    return None
+
+
+def rendezvous_address(
+    place: LaunchEnvironment, environment: Environment, *, host: str | None, port: int | None
+) -> tuple[str, int]:
+    """Return where the processes of a launch meet: as given, as the variables say, or loopback.
+
+    Raises:
+        ValueError: They run on several nodes and nothing tells the host of rank 0, or the port is
+            no number.
+    """
+    head = host or environment.get("MASTER_ADDR") or environment.get("NGC_MASTER_ADDR")
+    if place.spans_nodes and head is None:
+        head = place.head
+        if head is None:
+            raise ValueError(
+                f"{place.local_size} of {place.world_size} processes run on this node, and nothing "
+                "tells the others where rank 0 is; set MASTER_ADDR to its host on every node "
+                "(mpirun -x MASTER_ADDR=HOST), or give --master-addr HOST"
+            )
+    if port is None:
+        port = _number(environment, ("MASTER_PORT",)) or DEFAULT_PORT
+    if not 0 < port < 65536:
+        raise ValueError(f"the port to meet at is {port}; it must be between 1 and 65535")
+    return head or "127.0.0.1", port

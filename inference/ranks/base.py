@@ -1,0 +1,171 @@
+"""What the ranks of every model share: place, device, weights, and how they reach each other."""
+
+# Shapes: n tokens whose logits are wanted, V vocabulary, N tokens of a step, E hidden
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from export_scripts.families.architecture import Architecture
+from export_scripts.ft.reader import FTReader
+from inference.model.decode_graph import DecodeGraph, of_lanes
+from inference.model.weights import RankWeights
+from inference.parallel.groups import RankGroups
+from inference.parallel.layout import ParallelLayout
+from inference.parallel.linear import AllReduce
+from inference.ranks.plan import ReceivedPlan
+from inference.ranks.settings import (
+    RankSettings,
+    compute_dtype,
+    matrix_dtype,
+    rank_device,
+)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What rank 0 gets from a step.
+
+    An encoder alone gives `hidden`, all rows' tokens one after the other, and, where wanted,
+    `attentions` (rows, layers, heads, S, S), zero beyond each row's length. `best` is given where
+    the step chose each row's best token as well: the bits of its logit, and the token.
+    """
+
+    logits: torch.Tensor  # (n, V or more) fp32
+    pooled: torch.Tensor | None = None  # (segments, E) fp32
+    hidden: torch.Tensor | None = None  # (N, E)
+    attentions: torch.Tensor | None = None
+    best: torch.Tensor | None = None  # (n, 2) int32
+
+
+def rank_weights(
+    reader: FTReader, layout: ParallelLayout, *, data_type: str, device: torch.device
+) -> RankWeights:
+    """Return a rank's view of a folder, in the types that `data_type` means on the device.
+
+    Raises:
+        CheckpointMismatchError: The folder was cut for another number of ranks.
+    """
+    return RankWeights(
+        reader,
+        layout,
+        dtype=compute_dtype(data_type, device),
+        device=device,
+        matrix_dtype=matrix_dtype(data_type, reader.weight_data_type, device),
+    )
+
+
+class RankBase(ABC):
+    """One rank of a model; ranks other than 0 learn of steps from rank 0."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        """Take a place and a device; subclasses load."""
+        self.layout = settings.layout
+        self.device = rank_device(settings)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._groups: RankGroups | None = None
+
+    def open_weights(self, settings: RankSettings) -> tuple[RankWeights, Architecture]:
+        """Return this rank's view of the folder and what the model is built of.
+
+        Raises:
+            CheckpointMismatchError: The folder is not exactly what its config.ini describes.
+        """
+        reader = FTReader(Path(settings.ft_dir))
+        weights = rank_weights(
+            reader, self.layout, data_type=settings.data_type, device=self.device
+        )
+        return weights, reader.family.architecture(reader.config)
+
+    @property
+    def all_reduce(self) -> AllReduce | None:
+        """What sums over the ranks of this stage, None for a single one."""
+        return self._all_reduce if self.layout.tp_size > 1 else None
+
+    def connect(self, groups: RankGroups) -> None:
+        """Join the other ranks."""
+        self._groups = groups
+
+    def ping(self) -> None:
+        """Return once every rank has answered."""
+        if self._groups is not None:
+            self._groups.meet()
+
+    def close(self) -> None:
+        """Part from the other ranks, all of which do the same."""
+        if self._groups is not None:
+            self._groups.close()
+
+    @abstractmethod
+    def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
+        """Run one step; rank 0 gets the result.
+
+        Args:
+            plan: What to run.
+            embeddings: (plan.embedding_rows, E) fp32 on rank 0, if there are any; the others
+                receive them.
+        """
+
+    def _run_graph(self, graph: DecodeGraph) -> None:
+        """Run this stage's graph between the stages before and after it."""
+        if graph.hidden is not None:
+            assert self._groups is not None
+            self._groups.receive(graph.hidden, self.layout.previous_rank)
+        graph.run()
+        if not self.layout.is_last_stage:
+            assert self._groups is not None
+            self._groups.send(graph.output, self.layout.next_rank).wait()
+
+    def _graph_result(
+        self, graph: DecodeGraph, lanes: Sequence[int], vocab_size: int
+    ) -> StepResult | None:
+        """Return on rank 0 what a graph computed for these lanes."""
+        part = of_lanes(graph.output, lanes) if self.layout.is_last_stage else None
+        logits = self._first_rank_logits(part, len(lanes), vocab_size)
+        if logits is None:
+            return None
+        best = None if graph.best is None else of_lanes(graph.best, lanes)
+        return StepResult(logits, best=best)
+
+    def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._groups is not None, "ranks are not connected"
+        return self._groups.all_reduce(x)
+
+    def _share(self, rows: torch.Tensor | None, count: int, width: int) -> torch.Tensor | None:
+        """Return on every rank the (count, width) fp32 rows that rank 0 holds, None for no rows."""
+        if not count:
+            return None
+        if rows is None:
+            rows = torch.empty(count, width)
+        if self._groups is not None:
+            rows = self._groups.share(rows)
+        return rows.to(self.device)
+
+    def _first_rank_logits(
+        self, part: torch.Tensor | None, count: int, vocab_size: int
+    ) -> torch.Tensor | None:
+        """Return on rank 0 the logits (count, V or more) of which the last stage holds slices."""
+        if self._groups is None:
+            return part
+        shape = (count, self.layout.vocab_rows_per_rank(vocab_size))
+        gathered = self._groups.gather_logits(part, shape)
+        return torch.cat(gathered, dim=1) if gathered else None
+
+    def _first_rank_copy(
+        self, output: torch.Tensor | None, room: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return on rank 0 what the last stage's ranks hold; `room` is of its shape and type."""
+        if self.layout.pp_size == 1:
+            return output if self.layout.rank == 0 else None
+        assert self._groups is not None, "ranks are not connected"
+        source = self.layout.world_size - self.layout.tp_size  # first rank of the last stage
+        if self.layout.rank == source:
+            assert output is not None
+            self._groups.send(output, 0).wait()
+        return self._groups.receive(room, source) if self.layout.rank == 0 else None

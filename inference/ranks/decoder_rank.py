@@ -1,0 +1,192 @@
+"""One rank of a decoder-only model: its layers, its cache, and the steps it is told to run."""
+
+# Shapes: N tokens of a step, n tokens whose logits are wanted, V vocabulary, E hidden
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from export_scripts.families.architecture import DecoderArchitecture
+from export_scripts.families.decoder import PREFIX_PROMPT
+from inference.model.decode_graph import DecodeGraphs, DecoderGraphModel
+from inference.model.decoder_weights import load_decoder
+from inference.model.kv_cache import CacheShape, KVCache
+from inference.model.step import Segment, Step, make_step
+from inference.model.weights import RankWeights
+from inference.parallel.pipeline import run_stage
+from inference.ranks.base import RankBase, StepResult
+from inference.ranks.plan import ReceivedPlan
+from inference.ranks.settings import RankSettings
+
+# Fewest tokens for which a pipeline micro-batch is computation, not reading of weights.
+_MICRO_BATCH_TOKENS = 128
+
+
+class DecoderRank(RankBase):
+    """Loads strictly, then runs steps."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        """Load this rank's part of the model.
+
+        Raises:
+            CheckpointMismatchError: The folder is not exactly what its config.ini describes.
+            ValueError: The model does not divide among the ranks, or is of a kind not run here.
+        """
+        super().__init__(settings)
+        weights, architecture = self.open_weights(settings)
+        if not isinstance(architecture, DecoderArchitecture):
+            raise ValueError(f"{settings.ft_dir} holds no decoder-only model")
+        self.architecture = architecture
+        int8 = settings.int8_mode == 1
+        self.model = load_decoder(weights, architecture, reduce=self.all_reduce, int8=int8)
+        self.cache = KVCache(
+            cache_shape(architecture, settings),
+            dtype=weights.dtype,
+            device=self.device,
+            prefixes=load_prefixes(weights, architecture.num_layer),
+        )
+        self._graphs: DecodeGraphs | None = None
+        if self.device.type == "cuda":
+            self._graphs = DecodeGraphs(DecoderGraphModel(self.model, self.cache, self.layout))
+
+    def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
+        """Run one step, see `RankBase`."""
+        with torch.inference_mode():
+            embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
+            if plan.moves:
+                self.cache.copy(plan.moves)
+            if self._graphs is not None and is_plain_decoding(plan):
+                return self._decode(self._graphs, plan)
+            steps = self._micro_batches(plan, embeddings)
+            hidden = run_stage(self.model, steps, layout=self.layout, groups=self._groups)
+            logits = self._logits(hidden, steps, len(plan.output_rows))
+            pooled = self._pooled(hidden, plan) if plan.pool else None
+            return None if logits is None else StepResult(logits, pooled)
+
+    def close(self) -> None:
+        """Part from the other ranks."""
+        self._graphs = None  # the sums in them belong to the connection
+        super().close()
+
+    def _decode(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
+        """Run a step of one token per lane."""
+        segments = plan.segments
+        lanes = [segment.lane for segment in segments]
+        graph = graphs.graph(max(lanes) + 1, max(segment.stop for segment in segments))
+        places = [segment.start for segment in segments]
+        positions = [segment.start + segment.forgotten for segment in segments]
+        graph.fill(lanes, plan.ids.tolist(), positions, places, lanes)
+        self._run_graph(graph)
+        return self._graph_result(graph, lanes, self.architecture.vocab_size)
+
+    def _micro_batches(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> list[Step]:
+        parts = min(self.layout.pp_size, max(1, len(plan.ids) // _MICRO_BATCH_TOKENS))
+        ids, outputs = plan.ids.to(self.device), plan.output_rows.to(self.device)
+        steps, first = [], 0
+        for segments in split_segments(plan.segments, parts):
+            stop = first + sum(segment.count for segment in segments)
+            mine = outputs
+            if parts > 1:
+                mine = outputs[(outputs >= first) & (outputs < stop)] - first
+            step = make_step(
+                ids[first:stop],
+                segments,
+                mine,
+                cache=self.cache,
+                rules=self.model.rules,
+                dtype=self.model.dtype,
+                has_virtual=plan.has_virtual,
+                embeddings=embeddings,
+            )
+            steps.append(step)
+            first = stop
+        return steps
+
+    def _logits(
+        self, hidden: Sequence[torch.Tensor], steps: Sequence[Step], count: int
+    ) -> torch.Tensor | None:
+        """Return all logits on rank 0, (n, V or more)."""
+        if not count:
+            empty = torch.empty(0, self.architecture.vocab_size)
+            return empty if self.layout.rank == 0 else None
+        part = None
+        if hidden:
+            wanted = [(x, s) for x, s in zip(hidden, steps, strict=True) if len(s.output_rows)]
+            slices = [self.model.logits(x, step) for x, step in wanted]
+            part = slices[0] if len(slices) == 1 else torch.cat(slices)
+        return self._gather(part, count)
+
+    def _gather(self, part: torch.Tensor | None, count: int) -> torch.Tensor | None:
+        return self._first_rank_logits(part, count, self.architecture.vocab_size)
+
+    def _pooled(self, hidden: Sequence[torch.Tensor], plan: ReceivedPlan) -> torch.Tensor | None:
+        """Return on rank 0 the sum of each segment's last hidden states, (segments, E) fp32."""
+        sums = None
+        if hidden:
+            counts = [segment.count for segment in plan.segments]
+            parts = torch.split(torch.cat(list(hidden)).float(), counts)
+            sums = torch.stack([part.sum(0) for part in parts])
+        shape = (len(plan.segments), self.architecture.hidden)
+        room = torch.empty(shape, dtype=torch.float32, device=self.device)
+        return self._first_rank_copy(sums, room)
+
+
+def is_plain_decoding(plan: ReceivedPlan) -> bool:
+    """Return whether a step is one real token per sequence, the logits of all of them wanted."""
+    return (
+        len(plan.output_rows) == len(plan.segments) == len(plan.ids)
+        and not plan.has_virtual
+        and not plan.pool
+    )
+
+
+def load_prefixes(weights: RankWeights, num_layer: int) -> list[torch.Tensor]:
+    """Return the loaded prefix prompts of this stage's layers, (L, 2, H, tokens, D) each.
+
+    Raises:
+        CheckpointMismatchError: Some hold values that are not finite.
+    """
+    config, layers = weights.reader.config, weights.layout.layers(num_layer)
+    if config.prompt_learning_type != PREFIX_PROMPT:
+        return []
+    names = [f"model.prefix_prompt.{task.task_name}.weight" for task in config.tasks]
+    prefixes = [weights.tensor(name)[layers.start : layers.stop] for name in names]
+    weights.check()
+    return prefixes
+
+
+def cache_shape(architecture: DecoderArchitecture, settings: RankSettings) -> CacheShape:
+    """Return the cache of one rank."""
+    return CacheShape(
+        num_layer=len(settings.layout.layers(architecture.num_layer)),
+        lanes=settings.lanes,
+        kv_head_num=architecture.kv_head_num // settings.tp_size,
+        max_len=settings.max_len,
+        size_per_head=architecture.size_per_head,
+    )
+
+
+def split_segments(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:
+    """Cut segments into at most `parts` runs of about as many tokens, in order.
+
+    A sequence may be cut: its later tokens then come in a later run and see the earlier ones.
+    """
+    total = sum(segment.count for segment in segments)
+    if parts == 1:
+        return [list(segments)]
+    size = -(-total // parts)
+    runs: list[list[Segment]] = [[]]
+    room = size
+    for segment in segments:
+        start, left = segment.start, segment.count
+        while left:
+            if not room:
+                runs.append([])
+                room = size
+            count = min(left, room)
+            runs[-1].append(replace(segment, start=start, count=count))
+            start, left, room = start + count, left - count, room - count
+    return runs

@@ -1,0 +1,248 @@
+"""One rank of an encoder-decoder, or of its encoder alone.
+
+A step first encodes the rows that begin, which every stage's cross-attention caches, then runs the
+decoder over one new token of each lane.
+"""
+
+# Shapes: N tokens of an encoder pass, n lanes of a decoder step, V vocabulary, E hidden, H heads
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from export_scripts.families.architecture import EncoderDecoderArchitecture, StackArchitecture
+from inference.model.decode_graph import DecodeGraphs
+from inference.model.encoder_decoder import (
+    DecoderStep,
+    EncoderBatch,
+    EncoderDecoder,
+    make_decoder_step,
+)
+from inference.model.kv_cache import WIPE, CacheShape, KVCache
+from inference.model.ragged import ragged_rows
+from inference.model.t5_graph import EncoderDecoderGraphModel
+from inference.parallel.pipeline import run_stage
+from inference.ranks.base import RankBase, StepResult
+from inference.ranks.encoder_pass import EncoderPass
+from inference.ranks.plan import EncoderRow, ReceivedPlan
+from inference.ranks.settings import RankSettings
+
+
+class EncoderDecoderRank(RankBase):
+    """Loads strictly, then runs steps."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        """Load this rank's part of the model.
+
+        Raises:
+            CheckpointMismatchError: The folder is not exactly what its config.ini describes.
+            ValueError: The model does not divide among the ranks.
+        """
+        super().__init__(settings)
+        weights, architecture = self.open_weights(settings)
+        assert isinstance(architecture, EncoderDecoderArchitecture)
+        if settings.encoder_only:
+            architecture = replace(architecture, decoder=None)
+        self.architecture = architecture
+        int8 = settings.int8_mode == 1
+        self.model = EncoderDecoder(weights, architecture, reduce=self.all_reduce, int8=int8)
+        if architecture.decoder is not None:
+            shape = decoder_cache_shape(architecture.decoder, settings)
+            self.cache = KVCache(shape, dtype=weights.dtype, device=self.device)
+            self.cross_cache = KVCache(shape, dtype=weights.dtype, device=self.device)
+        self._graphs: DecodeGraphs | None = None
+        if architecture.decoder is not None and self.device.type == "cuda":
+            self._graphs = DecodeGraphs(
+                EncoderDecoderGraphModel(self.model, self.cache, self.cross_cache, self.layout)
+            )
+        self._lengths = [1] * settings.lanes  # encoder tokens that each lane reads
+        self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
+        self._tasks = [self._no_task] * settings.lanes
+        self._pass: EncoderPass | None = None
+        self._rows: tuple[EncoderRow, ...] = ()  # of the pass
+
+    def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
+        """Run one step, see `RankBase`."""
+        with torch.inference_mode():
+            embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
+            if plan.encoder_rows:
+                self._begin(plan, embeddings)
+            if plan.encoder_rows or plan.encoder_layers:
+                self._encode(plan.encoder_layers or self.architecture.encoder.num_layer)
+            if self.architecture.decoder is None:
+                return self._encoder_result()
+            self._move(plan)
+            if self._graphs is not None and self._is_plain(plan):
+                return self._run_recorded(self._graphs, plan)
+            logits = self._decode(plan)
+            return None if logits is None else StepResult(logits)
+
+    def close(self) -> None:
+        """Part from the other ranks."""
+        self._graphs = None  # the sums in them belong to the connection
+        super().close()
+
+    def _begin(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> None:
+        """Start a pass of new rows; one that nobody waits for any more is forgotten."""
+        rows = ragged_rows([row.count for row in plan.encoder_rows], self.device)
+        tasks = [self._task_of(row) for row in plan.encoder_rows]
+        batch = EncoderBatch(
+            plan.encoder_ids.to(self.device),
+            rows,
+            tasks=rows.per_token(tasks) if any(t != self._no_task for t in tasks) else None,
+            has_virtual=plan.has_virtual,
+            embeddings=embeddings,
+        )
+        self._rows = plan.encoder_rows
+        self._pass = EncoderPass(
+            self.model,
+            batch,
+            layout=self.layout,
+            groups=self._groups,
+            with_attentions=plan.attentions,
+        )
+
+    def _encode(self, layers: int) -> None:
+        """Go on with the pass; at its end every stage remembers what its decoder layers read."""
+        assert self._pass is not None, "no pass was begun"
+        self._pass.advance(layers)
+        if not self._pass.is_done or self.architecture.decoder is None:
+            return
+        batch = self._pass.batch
+        output = self._spread(self._pass.output, batch)
+        self.model.remember(output, batch, [row.lanes for row in self._rows], self.cross_cache)
+        for row in self._rows:
+            for lane in row.lanes:
+                self._lengths[lane], self._tasks[lane] = row.count, self._task_of(row)
+        self._pass = None
+
+    def _task_of(self, row: EncoderRow) -> int:
+        return self._no_task if row.task is None else row.task
+
+    def _spread(self, output: torch.Tensor | None, batch: EncoderBatch) -> torch.Tensor:
+        """Give the last stage's encoder output (N, E) to every stage."""
+        layout, groups = self.layout, self._groups
+        if layout.pp_size == 1:
+            assert output is not None
+            return output
+        assert groups is not None
+        last = layout.world_size - layout.tp_size
+        if output is None:
+            return groups.receive(self.model.room(len(batch.ids)), last + layout.tp_rank)
+        sends = [
+            groups.send(output, stage * layout.tp_size + layout.tp_rank)
+            for stage in range(layout.pp_size - 1)
+        ]
+        for sent in sends:
+            sent.wait()
+        return output
+
+    def _move(self, plan: ReceivedPlan) -> None:
+        """Copy cached tokens among the lanes of a row, which all read the same encoder output."""
+        if not plan.moves:
+            return
+        self.cache.copy(plan.moves)
+        self.cross_cache.copy(
+            [
+                (WIPE, lane, 0, self._lengths[lane])
+                for source, lane, _, _ in plan.moves
+                if source == WIPE
+            ]
+        )
+
+    def _is_plain(self, plan: ReceivedPlan) -> bool:
+        """Return whether a step's rows are without IA3 and all of their logits wanted."""
+        without_task = all(self._tasks[s.lane] == self._no_task for s in plan.segments)
+        return without_task and 0 < len(plan.output_rows) == len(plan.segments) == len(plan.ids)
+
+    def _run_recorded(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
+        """Run a plain step of the decoder."""
+        segments = plan.segments
+        lanes = [segment.lane for segment in segments]
+        lengths = [self._lengths[lane] for lane in lanes]
+        graph = graphs.graph(max(lanes) + 1, max(*lengths, *(segment.stop for segment in segments)))
+        places = [segment.start for segment in segments]
+        graph.fill(lanes, plan.ids.tolist(), places, lanes, lengths)
+        self._run_graph(graph)
+        return self._graph_result(graph, lanes, self.architecture.vocab_size)
+
+    def _decode(self, plan: ReceivedPlan) -> torch.Tensor | None:
+        """Return on rank 0 the logits of the decoder's step, (n, V or more)."""
+        count = len(plan.output_rows)
+        if not plan.segments:
+            empty = torch.empty(0, self.architecture.vocab_size)
+            return empty if self.layout.rank == 0 else None
+        lanes = [segment.lane for segment in plan.segments]
+        tasks = [self._tasks[lane] for lane in lanes]
+        inputs = make_decoder_step(
+            plan.ids.to(self.device),
+            plan.segments,
+            [self._lengths[lane] for lane in lanes],
+            cache=self.cache,
+            rules=self.model.rules,
+            dtype=self.model.dtype,
+            tasks=torch.tensor(tasks, device=self.device)
+            if any(task != self._no_task for task in tasks)
+            else None,
+        )
+        stage = _DecoderStage(self.model, self.cache, self.cross_cache)
+        hidden = run_stage(stage, [inputs], layout=self.layout, groups=self._groups)
+        part = None
+        if hidden:
+            part = self.model.logits(hidden[0].index_select(0, plan.output_rows.to(self.device)))
+        return self._first_rank_logits(part, count, self.architecture.vocab_size)
+
+    def _encoder_result(self) -> StepResult | None:
+        """Return on rank 0 what an encoder alone gives, which runs all layers in one step."""
+        done, self._pass = self._pass, None
+        assert done is not None, "an encoder has nothing else to do"
+        room = self.model.room(len(done.batch.ids))
+        hidden = self._first_rank_copy(done.output, room)
+        attentions = done.attentions
+        if attentions is not None and self._groups is not None:
+            attentions = self._joined(self._groups.gather(attentions))
+        if hidden is None:
+            return None
+        return StepResult(torch.empty(0, 0), hidden=hidden, attentions=attentions)
+
+    def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor | None:
+        """Return (rows, layers, heads, S, S) of the parts of all ranks."""
+        if not parts:
+            return None
+        tp_size = self.layout.tp_size
+        stages = [
+            torch.cat(parts[first : first + tp_size], dim=2)
+            for first in range(0, len(parts), tp_size)
+        ]
+        return torch.cat(stages, dim=1)
+
+
+@dataclass(frozen=True)
+class _DecoderStage:
+    """The decoder's layers of this stage, as the pipeline runs them."""
+
+    model: EncoderDecoder
+    cache: KVCache
+    cross_cache: KVCache
+
+    def embed(self, step: DecoderStep) -> torch.Tensor:
+        return self.model.embed_step(step)
+
+    def empty_hidden(self, step: DecoderStep) -> torch.Tensor:
+        return self.model.room(len(step.step.ids))
+
+    def run_layers(self, x: torch.Tensor, step: DecoderStep) -> torch.Tensor:
+        return self.model.run_decoder(x, step, self.cache, self.cross_cache)
+
+
+def decoder_cache_shape(stack: StackArchitecture, settings: RankSettings) -> CacheShape:
+    """Return one of a rank's two caches: of what was generated, or of what was encoded."""
+    return CacheShape(
+        num_layer=len(settings.layout.layers(stack.num_layer)),
+        lanes=settings.lanes,
+        kv_head_num=stack.head_num // settings.tp_size,
+        max_len=settings.max_len,
+        size_per_head=stack.size_per_head,
+    )

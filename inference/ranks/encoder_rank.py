@@ -1,0 +1,105 @@
+"""One rank of a BERT-like encoder: rows of hidden states in, rows of hidden states out."""
+
+# Shapes: N tokens of all rows, E hidden
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from export_scripts.families.architecture import EncoderArchitecture
+from inference.model.encoder import Encoder
+from inference.model.ragged import RaggedRows, padded_rows, ragged_rows
+from inference.parallel.pipeline import run_stage
+from inference.ranks.base import RankBase, StepResult
+from inference.ranks.plan import ReceivedPlan
+from inference.ranks.settings import RankSettings
+
+
+class EncoderRank(RankBase):
+    """Loads strictly, then runs steps."""
+
+    def __init__(self, settings: RankSettings) -> None:
+        """Load this rank's part of the model.
+
+        Raises:
+            CheckpointMismatchError: The folder is not exactly what its config.ini describes.
+            ValueError: The model does not divide among the ranks.
+        """
+        super().__init__(settings)
+        self._remove_padding = settings.remove_padding
+        weights, architecture = self.open_weights(settings)
+        assert isinstance(architecture, EncoderArchitecture)
+        self.architecture = architecture
+        self.model = Encoder(weights, architecture, reduce=self.all_reduce)
+
+    def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
+        """Run one step; rank 0 gets the hidden states of all rows' tokens.
+
+        Args:
+            plan: Its encoder rows are run.
+            embeddings: Their inputs (N, E) fp32 on rank 0; the others need none.
+        """
+        with torch.inference_mode():
+            lengths = [row.count for row in plan.encoder_rows]
+            if self._remove_padding:
+                rows = ragged_rows(lengths, self.device)
+            else:
+                rows = padded_rows(lengths, max(lengths), self.device)
+            tokens = sum(rows.counts)
+            batch = _Batch(rows, self._laid_out(embeddings, rows), tokens)
+            hidden = run_stage(_Stage(self.model), [batch], layout=self.layout, groups=self._groups)
+            output = hidden[0] if hidden else None
+            output = self._first_rank_copy(output, self.model.room(tokens))
+            if output is None:
+                return None
+            return StepResult(torch.empty(0, 0), hidden=_true_tokens(output, rows))
+
+    def _laid_out(self, inputs: torch.Tensor | None, rows: RaggedRows) -> torch.Tensor | None:
+        """Return the tokens to compute, on the ranks of the first stage."""
+        inputs = self._share(inputs, sum(rows.lengths), self.architecture.hidden)
+        if not self.layout.is_first_stage:
+            return None
+        assert inputs is not None
+        x = inputs.to(self.model.dtype)
+        if rows.counts == rows.lengths:
+            return x
+        out = x.new_zeros(sum(rows.counts), x.shape[1])
+        first = 0
+        for start, length in zip(rows.starts, rows.lengths, strict=True):
+            out[start : start + length] = x[first : first + length]
+            first += length
+        return out
+
+
+def _true_tokens(x: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
+    """Return the tokens that are no padding, (N, E)."""
+    if rows.counts == rows.lengths:
+        return x
+    places = zip(rows.starts, rows.lengths, strict=True)
+    return torch.cat([x[start : start + length] for start, length in places])
+
+
+@dataclass(frozen=True)
+class _Batch:
+    rows: RaggedRows
+    inputs: torch.Tensor | None
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """This stage's layers, as the pipeline runs them."""
+
+    model: Encoder
+
+    def embed(self, step: _Batch) -> torch.Tensor:
+        assert step.inputs is not None
+        return step.inputs
+
+    def empty_hidden(self, step: _Batch) -> torch.Tensor:
+        return self.model.room(step.tokens)
+
+    def run_layers(self, x: torch.Tensor, step: _Batch) -> torch.Tensor:
+        return self.model.run_layers(x, step.rows)

@@ -1,0 +1,81 @@
+"""Ranks that a launcher has started on several nodes, and the server's model among them.
+
+`python -m inference.ranks.launched_rank` runs one rank other than 0. Rank 0 is the model inside
+the server on the first node. SLIPWAY_RENDEZVOUS names the `host:port` where they meet.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from inference.launch_environment import LaunchEnvironment, read_launch_environment
+
+if TYPE_CHECKING:
+    from inference.ranks.rendezvous import Rendezvous
+
+RENDEZVOUS_VARIABLE = "SLIPWAY_RENDEZVOUS"
+
+
+def started_place(world_size: int) -> tuple[LaunchEnvironment, str, int] | None:
+    """Return this process's place and where the ranks meet; None if no launcher started them.
+
+    Raises:
+        ValueError: the launcher has started another number of ranks, or the address is none.
+    """
+    address = os.environ.get(RENDEZVOUS_VARIABLE)
+    if not address:
+        return None
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"{RENDEZVOUS_VARIABLE}={address} is not of the form host:port")
+    place = read_launch_environment(os.environ)
+    if place.world_size != world_size:
+        raise ValueError(
+            f"{place.launcher} has started {place.world_size} processes for {world_size} ranks "
+            "(tensor_para_size x pipeline_para_size); start one process for each rank"
+        )
+    return place, host, int(port)
+
+
+def open_rendezvous(world_size: int, *, timeout_s: float) -> Rendezvous | None:
+    """Return the rendezvous of rank 0 with the ranks of a launcher; None if there are none.
+
+    Raises:
+        ValueError: as `started_place`.
+        RendezvousError: the address cannot be had.
+    """
+    found = started_place(world_size)
+    if found is None:
+        return None
+    from inference.ranks.rendezvous import Rendezvous
+
+    place, host, port = found
+    return Rendezvous(place, host, port, timeout_s=timeout_s)
+
+
+def main() -> int:
+    """Run this process's rank until rank 0 ends; return 1 if it failed."""
+    from inference.engine.options import EngineOptions
+    from inference.ranks.worker import serve_started_rank
+
+    place = read_launch_environment(os.environ)
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s"
+    )
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's affair
+    found = started_place(place.world_size)
+    if found is None:
+        sys.stderr.write(f"{RENDEZVOUS_VARIABLE} is not set: it names host:port of rank 0\n")
+        return 2
+    _, host, port = found
+    return serve_started_rank(place, host, port, timeout_s=EngineOptions().rank_timeout_s)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""All ranks of an engine as rank 0 sees them: its own part, the other processes, the wires."""
+
+from __future__ import annotations
+
+import logging
+import os
+from time import monotonic, perf_counter
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from inference.parallel.groups import RankGroups
+from inference.ranks.base import RankBase, StepResult
+from inference.ranks.loader import make_rank
+from inference.ranks.plan import Command, StepPlan, pack, pack_command, received, unpack
+from inference.ranks.processes import RankProcesses
+from inference.ranks.rendezvous import Rendezvous, open_store
+from inference.ranks.settings import RankSettings
+from inference.ranks.startup import failure_of, give_go, wait_until_loaded
+
+logger = logging.getLogger(__name__)
+
+_GRACE_S = 2.0  # for workers to end by themselves
+
+
+class RankError(RuntimeError):
+    """A rank could not start, has ended, or does not answer."""
+
+
+class RankGroup:
+    """Rank 0 in this process and the others beside it.
+
+    All methods but `problem` and `end` belong to one thread, which must live as long as the ranks.
+    """
+
+    def __init__(
+        self,
+        settings: RankSettings,
+        *,
+        start_timeout_s: float,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
+        self._settings = settings
+        self._start_timeout_s = start_timeout_s
+        self._rendezvous = rendezvous
+        self._count = settings.layout.world_size
+        self._processes: RankProcesses | None = None
+        self._store: Store | None = None
+        self._groups: RankGroups | None = None
+        self._rank: RankBase | None = None
+        self._busy_since: float | None = None
+
+    def start(self) -> None:
+        """Load every rank and connect them.
+
+        Raises:
+            RankError: Some rank failed; the reasons of all of them are given.
+        """
+        torch.set_num_threads(self._settings.threads)
+        started = perf_counter()
+        try:
+            if self._count == 1:
+                self._rank = _load(self._settings)
+            else:
+                self._start_all()
+        except BaseException:
+            self.end(grace_s=0)
+            raise
+        logger.info("%d ranks loaded in %.1f s", self._count, perf_counter() - started)
+
+    def _start_all(self) -> None:
+        others = range(1, self._count)
+        settings, store = self._call_others(others)
+        self._store = store
+        problems: dict[int, str] = {}
+        try:
+            self._rank = _load(settings)
+        except RankError as error:
+            problems[0] = str(error)
+        problems |= wait_until_loaded(
+            store, others, timeout_s=self._start_timeout_s, check=self._check_alive
+        )
+        if self._rendezvous is not None and self._rank is not None and not problems:
+            problems = self._rendezvous.device_problems(self._rank.device)
+        if problems:
+            raise RankError(_joined(problems))
+        assert self._rank is not None
+        give_go(store)
+        self._groups = RankGroups(
+            settings.layout,
+            store,
+            device=self._rank.device,
+            timeout_s=self._settings.rank_timeout_s,
+            shared_memory=settings.shared_memory,
+        )
+        self._rank.connect(self._groups)
+
+    def _call_others(self, others: range) -> tuple[RankSettings, Store]:
+        """Have the other ranks load: those a launcher started, or else processes of this node."""
+        if self._rendezvous is not None:
+            self._rendezvous.announce(self._settings)
+            return self._settings, self._rendezvous.store
+        host = self._settings.store[0]
+        store = open_store(host, 0, timeout_s=self._settings.rank_timeout_s)
+        settings = self._settings.at(host, store.port)
+        self._processes = RankProcesses([settings.for_rank(rank) for rank in others])
+        return settings, store
+
+    def _check_alive(self) -> None:
+        if problem := self._ended():
+            raise RankError(problem)
+
+    @property
+    def rank(self) -> RankBase:
+        """Rank 0."""
+        assert self._rank is not None, "ranks are not started"
+        return self._rank
+
+    def run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult:
+        """Run one step on all ranks."""
+        self._busy_since = monotonic()
+        if self._groups is None:
+            result = self.rank.run(received(plan), embeddings)
+        else:
+            packed = pack(plan)
+            self._groups.send_plan(packed)
+            result = self.rank.run(unpack(packed), embeddings)
+        self._busy_since = None
+        assert result is not None
+        return result
+
+    def ping(self) -> None:
+        """Return once every rank has answered."""
+        if self._groups is None:
+            return
+        self._busy_since = monotonic()
+        self._groups.send_plan(pack_command(Command.PING))
+        self.rank.ping()
+        self._busy_since = None
+
+    def problem(self) -> str | None:
+        """Return why the ranks cannot go on, or None; may be asked from any thread."""
+        if ended := self._ended():
+            return ended
+        since = self._busy_since
+        if self._count > 1 and since is not None:
+            waited = monotonic() - since
+            if waited > self._settings.rank_timeout_s:
+                return f"some rank has not answered for {waited:.1f} s"
+        return None
+
+    def end(self, *, grace_s: float = _GRACE_S) -> None:
+        """End the other ranks; may be called from any thread, and again."""
+        if self._groups is not None:
+            self._groups.abort()
+        processes, self._processes = self._processes, None
+        if processes is not None:
+            processes.stop(grace_s=grace_s)
+        if self._rendezvous is not None:
+            self._rendezvous.close(grace_s=grace_s)
+
+    def stop(self) -> None:
+        """Tell the other ranks to leave, and see that they do."""
+        if self._groups is not None:
+            try:
+                self._groups.send_plan(pack_command(Command.STOP))
+                self.rank.close()
+            except RuntimeError as error:  # a rank that is gone already
+                logger.warning("stopping ranks: %s", error)
+        self.end()
+
+    def _ended(self) -> str | None:
+        """Return how workers ended, with their reasons or last words."""
+        if self._rendezvous is not None:
+            return self._rendezvous.problem()
+        processes = self._processes
+        if processes is None:
+            return None
+        ended = processes.ended()
+        if not ended:
+            return None
+        reasons = {}
+        for rank, how in ended.items():
+            said = failure_of(self._store, rank) if self._store is not None else None
+            last = said or processes.output(rank).splitlines()[-1:] or ["nothing was said"]
+            reasons[rank] = f"{how}: {last if isinstance(last, str) else last[0]}"
+        return _joined(reasons)
+
+
+def _load(settings: RankSettings) -> RankBase:
+    try:
+        return make_rank(settings)
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        raise RankError(f"{type(error).__name__}: {error}") from error
+
+
+def _joined(reasons: dict[int, str]) -> str:
+    return "\n".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()))
+
+
+def threads_per_rank(local_ranks: int) -> int:
+    """Return how many CPU threads each of a node's ranks may use."""
+    cores = len(os.sched_getaffinity(0))
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    total = int(text) if text.isdigit() and int(text) > 0 else cores
+    return max(1, min(total, cores) // local_ranks)

@@ -1,0 +1,313 @@
+"""How ranks that a launcher started find rank 0, hear what to load, and notice each other's end.
+
+Rank 0 holds one store; each of the others comes to it, waits for its settings, and from then on
+tells every second that it lives. The wires of the model itself are made later, on the same store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from time import monotonic, sleep
+
+import torch
+from torch._C._distributed_c10d import Store, TCPStore
+
+from export_scripts import __version__
+from inference.launch_environment import LaunchEnvironment
+from inference.ports import port_problem
+from inference.ranks.settings import RankSettings
+from inference.ranks.startup import failure_of, report_failure
+
+logger = logging.getLogger(__name__)
+
+_BEAT_S = 1.0
+_LOOK_S = 0.5
+_POLL_S = 0.1
+_LEAVE_S = 2.0  # for an orderly end that is under way
+_FOREIGN_S = 10.0  # a store of ours says at once whose it is
+JOIN_TIMEOUT_S = 240.0  # less than a server is given to load, so that the reason is known
+_WAIT_FOREVER = timedelta(days=30)  # the beat ends a process whose rank 0 is gone
+
+
+class RendezvousError(RuntimeError):
+    """The ranks of a launch cannot meet, or rank 0 gave up."""
+
+
+def open_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
+    """Return a store that listens at one address alone; port 0 takes a free one.
+
+    Raises:
+        OSError: The port cannot be had.
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+    except OSError:
+        listener.close()
+        raise
+    # Without a socket of ours the store would listen on every interface.
+    return TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+        use_libuv=False,  # not every torch lets its other backend take a socket
+    )
+
+
+class Rendezvous:
+    """Rank 0's side: whom it expects, what it tells them, and who still lives.
+
+    `problem` and `close` may be called from any thread.
+    """
+
+    def __init__(self, place: LaunchEnvironment, host: str, port: int, *, timeout_s: float) -> None:
+        """Open the rendezvous.
+
+        Args:
+            place: Of this process, which is rank 0.
+            host: Address to listen at, one of this node.
+            port: To listen at.
+            timeout_s: Time within which the silence of a rank is noticed.
+
+        Raises:
+            RendezvousError: The address cannot be had.
+        """
+        assert place.rank == 0, "rank 0 opens the rendezvous"
+        self.place = place
+        self._address = f"{host}:{port}"
+        # Shorter than the wait for an answer, so that the reason names the rank.
+        self._silence_s = max(timeout_s / 2, timeout_s - 2 * _BEAT_S)
+        self._opened = self._looked = monotonic()
+        self._beats: dict[int, tuple[int, float]] = {}  # per rank: last count, and when it rose
+        self._problem: str | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            self.store = open_store(host, port, timeout_s=timeout_s)
+            self._watch = TCPStore(host, port, timeout=timedelta(seconds=timeout_s))
+        except OSError as error:
+            raise RendezvousError(_listen_problem(host, port, error)) from error
+        self.store.set("job", _job_text(place))
+
+    @property
+    def others(self) -> range:
+        """The ranks that come."""
+        return range(1, self.place.world_size)
+
+    def announce(self, settings: RankSettings) -> None:
+        """Tell every rank what to load."""
+        self.store.set("settings", json.dumps({"settings": settings.to_json()}))
+
+    def refuse(self, reason: str) -> None:
+        """Tell every rank that there is nothing to load, and let them go."""
+        self.store.set("settings", json.dumps({"problem": reason}))
+        self.close(grace_s=_LEAVE_S)
+
+    def device_problems(self, own: torch.device) -> dict[int, str]:
+        """Return who uses the device of a lower rank; every rank has loaded."""
+        seen = {device_name(own): 0}
+        problems = {}
+        for rank in self.others:
+            name = self.store.get(f"device/{rank}").decode()
+            first = seen.setdefault(name, rank)
+            if name and first != rank:
+                problems[rank] = (
+                    f"uses the same GPU as rank {first} ({name}); start at most one process per "
+                    "visible GPU, or compute on the CPU (device=cpu)"
+                )
+        return problems
+
+    def problem(self) -> str | None:
+        """Return which ranks failed, fell silent or never came, or None; looks twice a second."""
+        with self._lock:
+            if not self._closed and monotonic() - self._looked >= _LOOK_S:
+                self._problem = self._look()
+                self._looked = monotonic()
+            return self._problem
+
+    def _look(self) -> str | None:
+        found = {}
+        for rank in self.others:
+            if reason := failure_of(self._watch, rank) or self._silence(rank):
+                found[rank] = reason
+        return "\n".join(f"rank {rank}: {reason}" for rank, reason in found.items()) or None
+
+    def _silence(self, rank: int) -> str | None:
+        now = monotonic()
+        count = self._watch.add(f"beat/{rank}", 0)
+        if count == 0:
+            if now - self._opened < JOIN_TIMEOUT_S:
+                return None
+            return f"did not come to {self._address} within {JOIN_TIMEOUT_S:g} s; can it reach it?"
+        last, since = self._beats.get(rank, (0, now))
+        if count != last:
+            self._beats[rank] = (count, now)
+        elif now - since > self._silence_s:
+            who = self._watch.get(f"who/{rank}").decode()
+            return f"has not been heard of for {now - since:.1f} s ({who})"
+        return None
+
+    def close(self, *, grace_s: float) -> None:
+        """Tell the others to leave and give them time to; may be called again."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        with contextlib.suppress(RuntimeError):
+            self._watch.set("over", "")
+            deadline = monotonic() + grace_s
+            while self._present() and monotonic() < deadline:
+                sleep(_POLL_S / 5)
+
+    def _present(self) -> list[int]:
+        return [
+            rank
+            for rank in self.others
+            if self._watch.add(f"beat/{rank}", 0) and not self._watch.check([f"left/{rank}"])
+        ]
+
+
+class Follower:
+    """Another rank's side. The process ends when rank 0 is gone, whatever it is doing."""
+
+    def __init__(self, place: LaunchEnvironment, host: str, port: int, *, timeout_s: float) -> None:
+        """Come to the rendezvous.
+
+        Args:
+            place: Of this process.
+            host: Where rank 0 listens.
+            port: Where rank 0 listens.
+            timeout_s: Longest wait for one answer of the store.
+
+        Raises:
+            RendezvousError: Nobody answers there, another launch does, or another process has come
+                as this rank.
+        """
+        self.place = place
+        self._address = (host, port)
+        _wait_for_listener(host, port)
+        timeout = timedelta(seconds=timeout_s)
+        with _store_errors(f"the process that listens at {host}:{port} is no rank 0"):
+            self.store: Store = TCPStore(host, port, timeout=timeout)
+            self._pulse = TCPStore(host, port, timeout=timeout)
+            self.store.wait(["job"], timedelta(seconds=_FOREIGN_S))
+        self._check_job(self.store.get("job").decode())
+        self._left = threading.Event()
+        self._register()
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    def _check_job(self, theirs: str) -> None:
+        ours = _job_text(self.place)
+        if theirs != ours:
+            host, port = self._address
+            raise RendezvousError(
+                f"rank 0 at {host}:{port} belongs to another launch ({theirs}, this is {ours}); "
+                "choose another MASTER_PORT, or end that one"
+            )
+
+    def _register(self) -> None:
+        rank = self.place.rank
+        if self.store.add(f"joined/{rank}", 1) > 1:
+            error = RendezvousError(f"two processes have come as rank {rank}; each needs its own")
+            report_failure(self.store, rank, error)
+            raise error
+        self.store.set(f"who/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
+        self.store.add(f"beat/{rank}", 1)
+
+    def settings(self) -> RankSettings:
+        """Wait for rank 0, which may have a model to convert first; return what to load.
+
+        Raises:
+            RendezvousError: Rank 0 gave up.
+        """
+        with _store_errors("rank 0 is gone"):
+            self.store.wait(["settings"], _WAIT_FOREVER)
+            message = json.loads(self.store.get("settings"))
+        if "problem" in message:
+            raise RendezvousError(f"rank 0 gave up: {message['problem']}")
+        settings = RankSettings.from_json(message["settings"]).for_rank(self.place.rank)
+        return replace(settings, store=self._address, device_index=self.place.local_rank)
+
+    def leave(self) -> None:
+        """Say that this process ends by itself."""
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"left/{self.place.rank}", "")
+        self._left.set()
+
+    def _beat(self) -> None:
+        reason = "rank 0 has ended the run"
+        while not self._left.wait(_BEAT_S):
+            try:
+                self._pulse.add(f"beat/{self.place.rank}", 1)
+                if not self._pulse.check(["over"]):
+                    continue
+            except RuntimeError:
+                reason = "rank 0 is gone"
+            if self._left.wait(_LEAVE_S):
+                return
+            logger.error("%s; rank %d ends", reason, self.place.rank)
+            os._exit(1)  # the main thread may be anywhere, such as in a sum that never ends
+
+
+def device_name(device: torch.device) -> str:
+    """Return what tells one GPU from all others of a cluster; empty for a CPU."""
+    if device.type == "cpu":
+        return ""
+    properties = torch.cuda.get_device_properties(device)
+    return f"{socket.gethostname()} {getattr(properties, 'uuid', device)}"
+
+
+def _job_text(place: LaunchEnvironment) -> str:
+    """Return what all processes of one launch agree on."""
+    return f"slipway {__version__}, {place.launcher} job {place.job or '-'} of {place.world_size}"
+
+
+def _listen_problem(host: str, port: int, error: OSError) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"MASTER_ADDR={host} is no host that can be found: {error.strerror}"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return (
+            f"MASTER_ADDR={host} is no address of {socket.gethostname()}, where rank 0 runs; set "
+            "it to the host of rank 0"
+        )
+    problem = port_problem(host, port) or f"cannot be had: {error.strerror}"
+    return f"port {port}, where the ranks meet, {problem}; choose another MASTER_PORT"
+
+
+def _wait_for_listener(host: str, port: int) -> None:
+    deadline = monotonic() + JOIN_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=_FOREIGN_S).close()
+            return
+        except OSError as error:
+            if monotonic() > deadline:
+                raise RendezvousError(
+                    f"rank 0 does not answer at {host}:{port} ({error}); do MASTER_ADDR and "
+                    "MASTER_PORT name its host, and is the port open between the nodes?"
+                ) from error
+        sleep(_POLL_S)
+
+
+@contextlib.contextmanager
+def _store_errors(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RendezvousError(f"{what} ({str(error).splitlines()[0]})") from error

@@ -1,0 +1,133 @@
+"""A rank other than 0, in a process of its own: load, join, run the steps rank 0 sends, leave.
+
+The process ends when rank 0 does, however that ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from datetime import timedelta
+
+import torch
+from torch._C._distributed_c10d import Store, TCPStore
+
+from inference.launch_environment import LaunchEnvironment
+from inference.parallel.groups import RankGroups
+from inference.ranks.loader import make_rank
+from inference.ranks.plan import Command, command_of, unpack
+from inference.ranks.rendezvous import Follower, RendezvousError, device_name
+from inference.ranks.settings import RankSettings
+from inference.ranks.startup import report_failure, report_loaded, wait_for_go
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one rank until rank 0 stops it; return 1 if it failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m inference.ranks.worker",
+        description="One rank of the runtime; rank 0 starts the local ones by itself.",
+    )
+    parser.add_argument("--settings", required=True, help="the rank's settings as JSON")
+    parser.add_argument(
+        "--lifeline", action="store_true", help="end when standard input reaches its end"
+    )
+    arguments = parser.parse_args(argv)
+    settings = RankSettings.from_json(arguments.settings)
+    logging.basicConfig(
+        level=logging.INFO, format=f"%(asctime)s rank {settings.rank} %(levelname)s %(message)s"
+    )
+    faulthandler.enable()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's affair
+    if arguments.lifeline:
+        _end_with_owner()
+    torch.set_num_threads(settings.threads)
+    store = TCPStore(*settings.store, timeout=timedelta(seconds=settings.rank_timeout_s))
+    try:
+        _serve(settings, store)
+    except Exception as error:  # whatever it was, rank 0 is to hear of it
+        traceback.print_exc()
+        report_failure(store, settings.rank, error)
+        return 1
+    return 0
+
+
+def serve_started_rank(place: LaunchEnvironment, host: str, port: int, *, timeout_s: float) -> int:
+    """Run the rank that a launcher started this process for; return 1 if it failed.
+
+    Args:
+        place: Of this process among those of the launch.
+        host: Where rank 0 listens.
+        port: Where rank 0 listens.
+        timeout_s: Longest wait for one answer of rank 0 while the ranks meet.
+    """
+    try:
+        guest = Follower(place, host, port, timeout_s=timeout_s)
+    except RendezvousError as error:
+        logger.error("%s", error)
+        return 1
+    try:
+        settings = guest.settings()
+        torch.set_num_threads(settings.threads)
+        _serve(settings, guest.store)
+    except RendezvousError as error:
+        logger.error("%s", error)
+        return 1
+    except Exception as error:  # whatever it was, rank 0 is to hear of it
+        traceback.print_exc()
+        report_failure(guest.store, place.rank, error)
+        return 1
+    finally:
+        guest.leave()
+    return 0
+
+
+def _end_with_owner() -> None:
+    """End this process at once when the one that started it is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def watch() -> None:
+        sys.stdin.buffer.read()
+        os._exit(0)
+
+    threading.Thread(target=watch, name="lifeline", daemon=True).start()
+
+
+def _serve(settings: RankSettings, store: Store) -> None:
+    rank = make_rank(settings)
+    store.set(f"device/{settings.rank}", device_name(rank.device))
+    report_loaded(store, settings.rank)
+    wait_for_go(store)
+    groups = RankGroups(
+        settings.layout,
+        store,
+        device=rank.device,
+        timeout_s=settings.rank_timeout_s,
+        shared_memory=settings.shared_memory,
+    )
+    rank.connect(groups)
+    logger.info("ready")
+    while True:
+        packed = groups.receive_plan()
+        command = command_of(packed)
+        if command == Command.STOP:
+            rank.close()
+            return
+        if command == Command.PING:
+            rank.ping()
+        else:
+            rank.run(unpack(packed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

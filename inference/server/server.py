@@ -1,0 +1,343 @@
+"""A tritonserver of our own: start it, wait until it is ready, keep its log, stop all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from inference.plain_path import PlainFolder
+from inference.ports import pick_free_ports, ports_problems
+from inference.server import supervisor
+from inference.server.installation import find_triton
+from inference.server.options import old_server_options, server_options
+from inference.server.server_log import ServerLog, errors_of, last_lines, out_of_service
+from inference.server.server_status import (
+    LOG_TAIL_LINES,
+    ModelStatus,
+    ServerStartError,
+    ask,
+    model_statuses,
+)
+
+__all__ = ["LOG_TAIL_LINES", "ModelStatus", "ServerStartError", "TritonServer"]
+
+PORT_NAMES = ("http", "grpc", "metrics")
+_POLL_S = 0.1
+_KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
+_DRAINED = "Found 0 live models"  # what remains is closing idle connections, which takes seconds
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+
+
+class TritonServer:
+    """One tritonserver process and everything it starts.
+
+    Ports of 0 are chosen when the server starts; `http_port`, `grpc_port` and `metrics_port` then
+    hold the real ones. `port_keys` gives the configuration key of each port ("http", "grpc",
+    "metrics") for messages. `env` is added to this process's environment. `prefix` starts the
+    server, such as mpirun. `is_old` keeps to the options that every release knows, which leaves
+    the control of models open to clients. The server runs in `work_dir`.
+    """
+
+    def __init__(
+        self,
+        model_repository: Path | str,
+        *,
+        http_port: int = 8000,
+        grpc_port: int = 8001,
+        metrics_port: int = 8002,
+        host: str = "127.0.0.1",
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        extra_args: Sequence[str] = (),
+        port_keys: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        is_old: bool = False,
+        work_dir: Path | None = None,
+    ) -> None:
+        self.model_repository = str(model_repository)
+        self._repository = PlainFolder(self.model_repository)
+        self.host = host
+        self.log_path = Path(log_path)
+        self.models: tuple[str, ...] = ()
+        self._wanted_ports = dict(
+            zip(PORT_NAMES, (http_port, grpc_port, metrics_port), strict=True)
+        )
+        self._ports = self._wanted_ports
+        self._port_keys = {name: f"{name}_port" for name in PORT_NAMES} | dict(port_keys or {})
+        self._env = dict(env or {})
+        self._extra_args = tuple(extra_args)
+        self._prefix = tuple(prefix)
+        self._is_old = is_old
+        self._work_dir = work_dir
+        self._silent_since: float | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline = -1
+        self._admin_key = secrets.token_hex(16)
+
+    @property
+    def http_port(self) -> int:
+        """Port of HTTP requests and health checks."""
+        return self._ports["http"]
+
+    @property
+    def grpc_port(self) -> int:
+        """Port of gRPC requests."""
+        return self._ports["grpc"]
+
+    @property
+    def metrics_port(self) -> int:
+        """Port of the Prometheus metrics."""
+        return self._ports["metrics"]
+
+    @property
+    def http_url(self) -> str:
+        """`host:port` for HTTP clients on this machine."""
+        return f"{_bracketed(self.connect_host)}:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        """`host:port` for gRPC clients on this machine."""
+        return f"{_bracketed(self.connect_host)}:{self.grpc_port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the supervisor, the root of all processes of this server."""
+        return self._process.pid if self._process else None
+
+    @property
+    def connect_host(self) -> str:
+        """Address at which this machine reaches the server."""
+        return _WILDCARDS.get(self.host, self.host)
+
+    @property
+    def _is_loopback(self) -> bool:
+        with contextlib.suppress(ValueError):
+            return ipaddress.ip_address(self.host).is_loopback
+        return self.host == "localhost"
+
+    def port_problems(self) -> list[str]:
+        """Return a message for every wanted port that cannot be had."""
+        return ports_problems(self.host, self._wanted_ports, keys=self._port_keys)
+
+    def start(
+        self,
+        *,
+        timeout_s: float,
+        progress: Callable[[str], None] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start the server and return once every model is ready.
+
+        `check` is called all the while; what it raises ends the start.
+
+        Raises:
+            ServerStartError: a port is taken, the server ended, a model failed or time ran out; no
+                process is left then.
+            FileNotFoundError: there is no tritonserver on this machine.
+        """
+        assert self._process is None, "a server object starts once"
+        if problems := self.port_problems():
+            raise ServerStartError(
+                "tritonserver was not started:", reasons=problems, log_path=self.log_path
+            )
+        deadline = time.monotonic() + timeout_s
+        # A port chosen for the server can be taken by someone else before the server opens it.
+        for attempts_left in (2, 1, 0):
+            log = self._spawn()
+            try:
+                self._await_ready(log, deadline, timeout_s, progress or _silent, check)
+            except BaseException as error:
+                self.stop(drain_s=0)
+                chosen = 0 in self._wanted_ports.values()
+                may_retry = isinstance(error, ServerStartError) and attempts_left and chosen
+                if not (may_retry and log.port_was_taken()):
+                    raise
+            else:
+                return
+
+    def poll(self) -> int | None:
+        """Return the exit status (128 + n after signal n), or None while the server runs."""
+        return self._process.poll() if self._process else None
+
+    def wait(self) -> int:
+        """Block until the server ends and return its exit status."""
+        assert self._process is not None, "the server was not started"
+        return self._process.wait()
+
+    def failure(self, *, patience_s: float = 0.0) -> str | None:
+        """Return why a started server no longer serves all its models, None while it does.
+
+        A server that runs but does not answer, such as one that is very busy, gets `patience_s`.
+        """
+        if (status := self.poll()) is not None:
+            return f"tritonserver ended with status {status}"
+        try:
+            statuses = self.index()
+        except OSError as error:
+            self._silent_since = self._silent_since or time.monotonic()
+            if time.monotonic() - self._silent_since < patience_s:
+                return None
+            return f"tritonserver does not answer on {self.http_url}: {error}"
+        self._silent_since = None
+        ready = {each.name for each in statuses if each.state == "READY"}
+        lost = [each for each in statuses if each.name in set(self.models) - ready]
+        said = out_of_service(self.log_path) if lost else []
+        told = [f"model {each.name} is {each.state}: {each.reason}" for each in lost]
+        return "; ".join(said or told) or None
+
+    def index(self) -> list[ModelStatus]:
+        """Return the state of every model of the repository. Raises OSError without an answer."""
+        return model_statuses(self.http_url, admin_key=self._admin_key)
+
+    def stop(self, *, drain_s: float = 30.0) -> None:
+        """End the server and everything it started; running requests get `drain_s` to finish."""
+        if self._process is None:
+            return
+        if self._process.poll() is None and drain_s > 0:
+            self._process.terminate()
+            self._drain(drain_s)
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGQUIT)
+            self._ended_within(_KILL_WAIT_S)
+        if self._process.poll() is None:
+            for pid in [*supervisor.descendants(self._process.pid), self._process.pid]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.wait()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+        self._repository.remove()
+
+    def log_tail(self, lines: int = LOG_TAIL_LINES) -> list[str]:
+        """Return the last lines of the server's log."""
+        return last_lines(self.log_path, lines)
+
+    def __enter__(self) -> TritonServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop(drain_s=30.0 if error is None else 0)
+
+    def _spawn(self) -> ServerLog:
+        missing = [name for name, port in self._wanted_ports.items() if port == 0]
+        chosen = zip(missing, pick_free_ports(self.host, len(missing)), strict=True)
+        self._ports = self._wanted_ports | dict(chosen)
+        installation = find_triton()
+        program = [*self._prefix, str(installation.program), *installation.arguments()]
+        command = [*program, *self._arguments(), *self._extra_args]
+        environment = os.environ | installation.environment() | self._env
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        lifeline, self._lifeline = os.pipe()
+        try:
+            with self.log_path.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-I", supervisor.__file__, str(lifeline), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    cwd=self._work_dir,
+                    pass_fds=[lifeline],
+                    start_new_session=True,
+                )
+        finally:
+            os.close(lifeline)
+        return ServerLog(self.log_path)
+
+    def _arguments(self) -> list[str]:
+        if self._is_old:
+            return old_server_options(self._repository.path, self._ports)
+        # Loading and unloading stays with us when others can reach the server.
+        key = None if self._is_loopback else self._admin_key
+        return server_options(self._repository.path, self._ports, host=self.host, admin_key=key)
+
+    def _await_ready(
+        self,
+        log: ServerLog,
+        deadline: float,
+        timeout_s: float,
+        progress: Callable[[str], None],
+        check: Callable[[], None],
+    ) -> None:
+        while True:
+            check()
+            status = self.poll()
+            for message in log.read():
+                progress(message)
+            if status is not None:
+                self._fail(f"tritonserver ended with status {status} before it was ready:", log)
+            if log.failures:
+                self._fail("tritonserver cannot serve this repository:", log)
+            if self._is_ready(log):
+                # What a backend says of its weights stands in the log before its model is ready.
+                _ = log.read(), log.read()
+                if not log.failures:
+                    return progress("ready")
+                self._fail("tritonserver cannot serve this repository:", log)
+            if time.monotonic() > deadline:
+                waiting = [name for name in log.loading if name not in log.loaded]
+                log.failures.append(
+                    f"still loading {', '.join(waiting)}" if waiting else "no model is loading"
+                )
+                self._fail(f"tritonserver was not ready after {timeout_s:g} s:", log)
+            time.sleep(_POLL_S)
+
+    def _is_ready(self, log: ServerLog) -> bool:
+        try:
+            statuses = self.index()
+            failed = [each for each in statuses if each.state == "UNAVAILABLE"]
+            # An ensemble fails because of another model: causes first.
+            failed.sort(key=lambda each: "depend" in each.reason)
+            log.failures += [f"model {each.name}: {each.reason}" for each in failed]
+            if failed or any(each.state != "READY" for each in statuses):
+                return False
+            ask(self.http_url, "/v2/health/ready", admin_key=self._admin_key)
+        except OSError:
+            return False
+        if not statuses:
+            log.failures.append(f"{self.model_repository} holds no model")
+            return False
+        self.models = tuple(sorted(each.name for each in statuses))
+        return True
+
+    def _fail(self, summary: str, log: ServerLog) -> None:
+        unique = list(dict.fromkeys(log.failures)) or errors_of(last_lines(self.log_path, 200))
+        raise ServerStartError(summary, reasons=unique, log_path=self.log_path)
+
+    def _drain(self, limit_s: float) -> None:
+        """Wait until the server ended or said that nothing is left to end but itself."""
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and not self._ended_within(_POLL_S):
+            if any(_DRAINED in line for line in last_lines(self.log_path, 5)):
+                return
+
+    def _ended_within(self, limit_s: float) -> bool:
+        assert self._process is not None
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _silent(_: str) -> None:
+    """Report nothing."""

@@ -1,0 +1,116 @@
+"""What a tritonserver's log says: its last lines, what it is loading, why a model failed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from inference.server.fastertransformer_log import fatal_lines
+
+_TAIL_BYTES = 64 * 1024
+_MANY = 1000
+_MOST = 300  # characters of a line worth showing
+_NOISE = re.compile(r"\+-|\| |\s+<frozen importlib")
+_RECORD = re.compile(r"^[EWIF]\d{4} ")  # every record of the server starts like this
+_LOADING = re.compile(r'"?loading: (?P<name>\S+?):\d+')
+_LOADED = re.compile(r"successfully loaded '(?P<name>[^']+)'")
+_FAILED = re.compile(r"failed to load '(?P<name>[^']+)' version \d+: (?P<reason>.*)", re.DOTALL)
+_BROKEN = re.compile(
+    r"(?:tritonserver|model_repository_manager)\.cc:\d+\] (?P<reason>.*)", re.DOTALL
+)
+# A model's own words, see engine_model.py; the next record starts a line like `I0102 `.
+_OUT = re.compile(r"\S+ is out of service: .*(?:\n(?![EWIF]\d{4} ).*)*")
+_PORT_TAKEN = re.compile(r"Address already in use|failed to start \w+ service", re.IGNORECASE)
+# The Python backend appends where in the model file the exception came from.
+_TRACE = re.compile(r"\n\s*At:\n.*", re.DOTALL)
+
+
+def last_lines(path: Path, count: int) -> list[str]:
+    """Return the last `count` lines of a log, long ones cut; none if it does not exist.
+
+    Left out are the server's tables and the frames of Python's import system.
+    """
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            text = log.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    lines = [line.rstrip() for line in text.splitlines()]
+    told = [line for line in lines if line and not _NOISE.match(line)]
+    return [line if len(line) <= _MOST else line[:_MOST] + " ..." for line in told[-count:]]
+
+
+def short_reason(text: str) -> str:
+    """Return a model's failure without quoting and without the trace of the model file."""
+    plain = text.strip().strip('"').replace("\\n", "\n").replace('\\"', '"')
+    return _TRACE.sub("", plain).strip()
+
+
+def out_of_service(path: Path) -> list[str]:
+    """Return what models said when they took themselves out of service."""
+    text = "\n".join(last_lines(path, _MANY))
+    return list(dict.fromkeys(each.strip() for each in _OUT.findall(text)))
+
+
+class ServerLog:
+    """Follow a log that is being written."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.loading: list[str] = []
+        self.loaded: list[str] = []
+        self.failures: list[str] = []
+        self._position = 0
+        self._rest = ""
+
+    def read(self) -> list[str]:
+        """Take in what was added and return one message per event worth telling a person."""
+        with self.path.open("rb") as log:
+            log.seek(self._position)
+            added = log.read()
+        self._position += len(added)
+        # The record being written stays for the next time, one read late.
+        records = list(_records(self._rest + added.decode(errors="replace")))
+        if added and records:
+            self._rest = records.pop()
+        else:
+            self._rest = ""
+        return [message for record in records if (message := self._event(record))]
+
+    def port_was_taken(self) -> bool:
+        """Return whether the server failed to open a port."""
+        return bool(_PORT_TAKEN.search("\n".join(last_lines(self.path, 50))))
+
+    def _event(self, record: str) -> str | None:
+        if failed := _FAILED.search(record):
+            self.failures.append(f"model {failed['name']}: {short_reason(failed['reason'])}")
+        elif fatal := fatal_lines(record):
+            self.failures += fatal
+        elif record.startswith("E") and not self.failures and (broken := _BROKEN.search(record)):
+            self.failures.append(short_reason(broken["reason"]))
+        elif loaded := _LOADED.search(record):
+            self.loaded.append(loaded["name"])
+            return f"{loaded['name']} loaded ({len(self.loaded)} of {len(self.loading)})"
+        elif loading := _LOADING.search(record):
+            self.loading.append(loading["name"])
+            return f"loading {loading['name']}"
+        return None
+
+
+def _records(text: str) -> Iterator[str]:
+    """Split a log into records; lines that start none belong to the one before."""
+    record: list[str] = []
+    for line in text.splitlines(keepends=True):
+        if _RECORD.match(line) and record:
+            yield "".join(record)
+            record = []
+        record.append(line)
+    if record:
+        yield "".join(record)
+
+
+def errors_of(lines: Sequence[str]) -> list[str]:
+    """Return the lines that the server itself marks as errors."""
+    return [line for line in lines if re.match(r"^(E\d{4} |error: )", line)]

@@ -1,1 +1,0 @@
-"""Triton, processes and text around the runtime."""

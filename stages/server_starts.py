@@ -1,0 +1,200 @@
+"""How the processes of a server on several nodes find each other: one small file.
+
+The first process writes it beside the server's address before each start; the others, one per rank
+or per node, do their part of that start and wait for the next. They share a file system, as all
+results do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from inference.launch_environment import read_launch_environment
+from stages.base import StageError
+from stages.own_job import node_address, node_name
+from stages.progress import read_json, write_json
+
+START_NAME = "server_start.json"
+# Tells the model inside the server where its ranks come to.
+RENDEZVOUS_VARIABLE = "SLIPWAY_RENDEZVOUS"
+_LOSS_NAME = "lost-{job}-{life}-{number}-rank{rank}.txt"
+_POLL_S = 0.2
+# The first process asks its server twice a second.
+_NOTICE_S = 30.0
+_GRACE_S = 10.0
+
+
+@dataclass(frozen=True)
+class ServerStart:
+    """One start of the server.
+
+    Attributes:
+        number: counts the starts of one job; 0 means that there will be no further one.
+        host, port: where the ranks meet, on the first node.
+        is_over: the start has failed, which the first process knows.
+        life: counts how often the scheduler has put the job back into its queue.
+    """
+
+    job_id: str
+    number: int
+    host: str = ""
+    port: int = 0
+    is_over: bool = False
+    life: str = "0"
+
+    @property
+    def address(self) -> str:
+        """`host:port`."""
+        return f"{self.host}:{self.port}"
+
+
+def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
+    """Announce a start of the server on this node, and return where its ranks meet."""
+    host = node_address() or "127.0.0.1"
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port = int(probe.getsockname()[1])
+    start = ServerStart(job_id, number, host, port, life=_life())
+    write_json(folder / START_NAME, asdict(start))
+    return start
+
+
+def announce_failure(folder: Path, job_id: str, number: int) -> None:
+    """Say that a start has failed, so that nobody wonders about processes that end."""
+    write_json(folder / START_NAME, asdict(ServerStart(job_id, number, is_over=True, life=_life())))
+
+
+def announce_end(folder: Path, job_id: str) -> None:
+    """Let the other processes go."""
+    write_json(folder / START_NAME, asdict(ServerStart(job_id, 0, life=_life())))
+
+
+def read_start(folder: Path, job_id: str) -> ServerStart | None:
+    """Return the latest announcement of a job, or None before the first.
+
+    What it announced before it was put back into the queue is another life's, and means nothing.
+    """
+    values = read_json(folder / START_NAME)
+    if values is None or (values.get("job_id"), values.get("life")) != (job_id, _life()):
+        return None
+    return ServerStart(**values)
+
+
+def _life() -> str:
+    return os.environ.get("SLURM_RESTART_COUNT", "0")
+
+
+def take_part(
+    folder: Path,
+    job_id: str,
+    *,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    log_path: Path | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Run `command` for every start of the server until there will be no further one.
+
+    When it is ended by a signal, word of it is left for the first process. Its output goes to
+    `log_path`, or else to that of this process. `check` is called all the while and raises to give
+    up.
+
+    Raises:
+        StageError: the command has failed, and the first process does not know.
+    """
+    number, ended_at = 0, None
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        while True:
+            start = read_start(folder, job_id)
+            if start is not None and start.number == 0:
+                return
+            is_new = start is not None and start.number != number and not start.is_over
+            if start is not None and is_new:
+                _end(process)
+                number, ended_at = start.number, None
+                process = _start(
+                    command, {**environment, RENDEZVOUS_VARIABLE: start.address}, log_path
+                )
+            if process is not None and process.poll() not in (None, 0) and start is not None:
+                if ended_at is None:
+                    _tell_loss(folder, job_id, number, process.returncode)
+                    ended_at = time.monotonic()
+                if not start.is_over and time.monotonic() - ended_at > _NOTICE_S:
+                    raise StageError(
+                        f"{_who()} ended with status {process.returncode}, and the first process "
+                        "has not noticed; its words are in the job's log"
+                    )
+            check()
+            time.sleep(_POLL_S)
+    finally:
+        _end(process)
+
+
+def losses(folder: Path, job_id: str, number: int, *, wait_s: float) -> list[str]:
+    """Return which processes of a start were ended by a signal, waiting a moment for word."""
+    deadline = time.monotonic() + wait_s
+    pattern = _LOSS_NAME.format(job=job_id, life=_life(), number=number, rank="*")
+    while True:
+        paths = sorted(folder.glob(pattern))
+        if paths or time.monotonic() > deadline:
+            return [path.read_text(encoding="utf-8") for path in paths]
+        time.sleep(_POLL_S)
+
+
+def _tell_loss(folder: Path, job_id: str, number: int, status: int) -> None:
+    """Leave word of a process that was ended by a signal; others say themselves why they end."""
+    if status >= 0:
+        return
+    rank = read_launch_environment(os.environ).rank
+    path = folder / _LOSS_NAME.format(job=job_id, life=_life(), number=number, rank=rank)
+    partial = path.with_suffix(".partial")
+    partial.write_text(f"{_who()} was ended by {signal.Signals(-status).name}", encoding="utf-8")
+    partial.replace(path)
+
+
+def _who() -> str:
+    return f"rank {read_launch_environment(os.environ).rank} on {node_name()}"
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], log_path: Path | None
+) -> subprocess.Popen[bytes]:
+    with contextlib.ExitStack() as files:
+        log = files.enter_context(log_path.open("wb")) if log_path is not None else None
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=None if log is None else subprocess.STDOUT,
+        )
+
+
+def rank_command() -> list[str]:
+    """Return the command of a rank that a launcher has started, other than the first."""
+    return [sys.executable, "-u", "-m", "inference.ranks.launched_rank"]
+
+
+def _end(process: subprocess.Popen[bytes] | None) -> None:
+    """End a process that may have ended by itself."""
+    if process is None:
+        return
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_POLL_S)
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_S)
+    if process.poll() is None:
+        process.kill()
+    process.wait()

@@ -1,0 +1,198 @@
+"""The text models without a server: tensors in, tensors out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference.backend.text_models import Postprocessing, Preprocessing, QueryTokenizer
+from inference.backend.triton_model import ModelArguments
+
+END = 256  # the first id after the 256 bytes
+
+
+@pytest.fixture
+def arguments(tmp_path: Path) -> dict[str, str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    version = tmp_path / "model" / "1"
+    version.mkdir(parents=True)
+    # Identical to the byte, so that an id is the byte it stands for.
+    order = sorted(ByteLevel.alphabet(), key=lambda c: (ord(c) > 255, ord(c)))
+    table = {character: index for index, character in enumerate(order)}
+    (version / "vocab.json").write_text(json.dumps(table | {"<end>": END}))
+    (version / "merges.txt").write_text("#version: 0.2\n")
+    return {
+        "model_config": "",
+        "model_repository": str(version.parent),
+        "model_version": "1",
+        "model_name": "model",
+    }
+
+
+def _loaded(model: Any, arguments: dict[str, str], **parameters: str) -> Any:
+    values = {"tokenizer_type": "bpe", "end_id": str(END)} | parameters
+    config = {"parameters": {key: {"string_value": text} for key, text in values.items()}}
+    model.setup(ModelArguments(arguments | {"model_config": json.dumps(config)}))
+    return model
+
+
+def _column(*texts: str | bytes) -> np.ndarray[Any, Any]:
+    column = np.empty((len(texts), 1), dtype=object)
+    column[:, 0] = [text.encode() if isinstance(text, str) else text for text in texts]
+    return column
+
+
+def _texts(model: Any, rows: list[list[list[int]]], **more: Any) -> list[list[str]]:
+    tensors = {"TOKENS_BATCH": np.array(rows, np.uint32)}
+    tensors |= {name: np.array(value) for name, value in more.items()}
+    return [[text.decode() for text in row] for row in model.run(tensors)["OUTPUT"]]
+
+
+def test_prompts_are_padded_with_the_end_token(arguments: dict[str, str]) -> None:
+    model = _loaded(Preprocessing(), arguments)
+    lengths = np.array([[3], [4]], np.uint32)
+    outputs = model.run({"QUERY": _column("ab", "c"), "REQUEST_OUTPUT_LEN": lengths})
+    ids = model.prompts.tokenizer.encode
+    assert outputs["INPUT_ID"].tolist() == [ids("ab"), [*ids("c"), END]]
+    assert outputs["REQUEST_INPUT_LEN"].tolist() == [[2], [1]]
+    assert outputs["REQUEST_OUTPUT_LEN"] is lengths
+
+
+def test_missing_word_lists_are_empty_ones(arguments: dict[str, str]) -> None:
+    model = _loaded(Preprocessing(), arguments)
+    outputs = model.run({"QUERY": _column("a"), "REQUEST_OUTPUT_LEN": np.array([[1]], np.uint32)})
+    assert outputs["BAD_WORDS_IDS"].tolist() == outputs["STOP_WORDS_IDS"].tolist() == [[[0], [-1]]]
+
+
+def test_every_bad_input_of_a_text_request_is_reported(arguments: dict[str, str]) -> None:
+    model = _loaded(Preprocessing(), arguments)
+    lengths = np.array([[1]], np.uint32)
+    with pytest.raises(ValueError, match=r"QUERY\[0\]: not UTF-8 at byte 1"):
+        model.run({"QUERY": _column(b"a\xff"), "REQUEST_OUTPUT_LEN": lengths})
+    with pytest.raises(ValueError, match=r"BAD_WORDS_DICT: expected 1 rows") as caught:
+        model.run(
+            {
+                "QUERY": _column("a"),
+                "REQUEST_OUTPUT_LEN": lengths,
+                "BAD_WORDS_DICT": _column("a", "b"),
+                "STOP_WORDS_DICT": _column("a\nb"),
+            }
+        )
+    assert "STOP_WORDS_DICT[0]" in str(caught.value)
+
+
+def test_an_empty_text_beside_others_is_named_and_alone_is_none(arguments: dict[str, str]) -> None:
+    model = _loaded(Preprocessing(), arguments)
+    lengths = np.array([[1], [1]], np.uint32)
+    with pytest.raises(ValueError, match=r"QUERY\[1\]: an empty text has to be sent alone"):
+        model.run({"QUERY": _column("a", ""), "REQUEST_OUTPUT_LEN": lengths})
+    outputs = model.run({"QUERY": _column("", ""), "REQUEST_OUTPUT_LEN": lengths})
+    assert outputs["INPUT_ID"].shape == (2, 0)
+
+
+def test_encoder_prompts_end_with_the_end_token_where_the_model_wants_it(
+    arguments: dict[str, str],
+) -> None:
+    model = _loaded(QueryTokenizer(), arguments, append_end_id="1")
+    outputs = model.run({"query": _column("ab")})
+    assert outputs["input_ids"].tolist() == [[*model.prompts.tokenizer.encode("ab"), END]]
+    assert outputs["request_input_len"].tolist() == [[3]]
+
+
+def test_answers_of_an_encoder_decoder_stand_alone(arguments: dict[str, str]) -> None:
+    model = _loaded(Postprocessing(), arguments, output_holds_prompt="0")
+    a, b = model.tokenizer.encode("ab")
+    rows = [[[a, b, END, 0]], [[b, END, END, 0]]]
+    assert _texts(model, rows, sequence_length=[[3], [2]]) == [["ab"], ["b"]]
+
+
+def test_text_ends_with_the_answer_not_with_the_filling(arguments: dict[str, str]) -> None:
+    model = _loaded(Postprocessing(), arguments)
+    a, b, c = model.tokenizer.encode("abc")
+    rows = [[[a, b, c, END, END]], [[a, c, END, END, END]]]
+    assert _texts(model, rows, RESPONSE_INPUT_LENGTHS=[[2], [1]]) == [["abc"], ["ac"]]
+
+
+def test_each_beam_has_its_own_text(arguments: dict[str, str]) -> None:
+    model = _loaded(Postprocessing(), arguments)
+    a, b, c = model.tokenizer.encode("abc")
+    rows = [[[a, b, END], [a, c, c]]]
+    assert _texts(model, rows, RESPONSE_INPUT_LENGTHS=[[1, 1]]) == [["ab", "acc"]]
+
+
+def test_end_token_inside_the_prompt_does_not_cut_it(arguments: dict[str, str]) -> None:
+    model = _loaded(Postprocessing(), arguments)
+    a, b = model.tokenizer.encode("ab")
+    assert _texts(model, [[[a, END, b, END]]], REQUEST_INPUT_LEN=[[2]]) == [["a<end>b"]]
+
+
+def test_answers_end_where_the_model_says_even_after_other_end_tokens(
+    arguments: dict[str, str],
+) -> None:
+    model = _loaded(Postprocessing(), arguments)
+    a, b, c = model.tokenizer.encode("abc")
+    rows = [[[a, b, END, c, c]], [[a, END, b, c, c]]]
+    # The padded prompt has 2 tokens; the second row's own has 1, and two new ones.
+    lengths = {"RESPONSE_INPUT_LENGTHS": [[2], [1]], "sequence_length": [[4], [4]]}
+    assert _texts(model, rows, **lengths) == [["ab<end>c"], ["a<end>b"]]
+    strict = _loaded(Postprocessing(), arguments, strict_lengths="1")
+    lengths["sequence_length"] = [[4], [3]]
+    assert _texts(strict, rows, **lengths) == [["ab<end>c"], ["a<end>b"]]
+
+
+def test_without_prompt_length_only_trailing_end_tokens_go(arguments: dict[str, str]) -> None:
+    model = _loaded(Postprocessing(), arguments)
+    a, b = model.tokenizer.encode("ab")
+    assert _texts(model, [[[a, END, b, END, END]]]) == [["a<end>b"]]
+
+
+def test_answer_only_keeps_the_blank_the_answer_starts_with(arguments: dict[str, str]) -> None:
+    model = _loaded(Postprocessing(), arguments, answer_only="1")
+    ids = model.tokenizer.encode("up we go")
+    assert _texts(model, [[[*ids, END]]], RESPONSE_INPUT_LENGTHS=[[2]]) == [[" we go"]]
+
+
+def test_start_token_that_preprocessing_adds_is_not_part_of_the_text(
+    arguments: dict[str, str],
+) -> None:
+    folder = Path(arguments["model_repository"]) / "1"
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"add_bos_token": True, "bos_token": "<end>"})
+    )
+    before = _loaded(Preprocessing(), arguments)
+    lengths = np.array([[3]], np.uint32)
+    outputs = before.run({"QUERY": _column("ab"), "REQUEST_OUTPUT_LEN": lengths})
+    ids = outputs["INPUT_ID"].tolist()[0]
+    assert ids == [END, *before.prompts.tokenizer.encode("ab")]
+    c = before.prompts.tokenizer.encode("c")
+    for only, expected in (("0", "abc"), ("1", "c")):
+        after = _loaded(Postprocessing(), arguments, answer_only=only)
+        rows = [[[*ids, *c, END]]]
+        assert _texts(after, rows, RESPONSE_INPUT_LENGTHS=[[3]]) == [[expected]]
+        assert _texts(after, rows) == [["abc"]]
+
+
+def test_streamed_frames_show_whole_characters_until_the_answer_is_complete(
+    arguments: dict[str, str],
+) -> None:
+    model = _loaded(Postprocessing(), arguments, streaming="1")
+    a, *character = model.tokenizer.encode("a\u4f60")
+    frames = [[a, *character[:n], *[END] * (4 - n)] for n in range(4)]
+    lengths = {"RESPONSE_INPUT_LENGTHS": [[1]]}
+    shown = [_texts(model, [[frame]], **lengths)[0][0] for frame in frames]
+    assert shown == ["a", "a", "a", "a\u4f60"]
+    # Ended in the middle of a character: nothing will complete it.
+    cut = _texts(model, [[frames[2]]], **lengths, IS_FINISHED=[[True]])
+    assert cut == [["a\ufffd"]]
+
+
+def test_parameters_that_are_no_numbers_stop_the_load(arguments: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="parameter end_id='x' must be a whole number"):
+        _loaded(Postprocessing(), arguments, end_id="x")
+    with pytest.raises(ValueError, match="parameter answer_only=2 must be 0 or 1"):
+        _loaded(Postprocessing(), arguments, answer_only="2")

@@ -1,0 +1,228 @@
+"""The engine of encoders: requests of any size, together or apart, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from export_scripts.convert import ConversionRequest, convert
+from inference.decoding.request import RequestError
+from inference.engine.encoder_engine import EncoderEngine
+from inference.engine.encoding import EncodingRequest, parse_encoding
+from inference.engine.engine import EngineBusyError, EngineFailedError, EngineOptions
+from tests.ft_folders import write_bert, write_gpt
+from tests.t5_reference import Reference
+from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
+from tests.tiny_t5_tuning import ia3_scalers, write_ia3
+
+MODEL = TinyT5()
+TENSORS = t5_tensors(MODEL)
+TASKS = [ia3_scalers(MODEL, seed=seed) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EncoderEngine]:
+    with EncoderEngine(write_bert(tmp_path_factory.mktemp("bert")), device="cpu") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EncoderEngine]:
+    folder = tmp_path_factory.mktemp("t5")
+    archives = tuple(write_ia3(folder / f"{n}.nemo", task, MODEL) for n, task in enumerate(TASKS))
+    request = ConversionRequest(
+        write_t5(folder / "t5.nemo", TENSORS, MODEL),
+        folder / "out",
+        1,
+        "fp32",
+        ia3_checkpoints=archives,
+    )
+    with EncoderEngine(convert(request).ft_dir, device="cpu") as engine:
+        yield engine
+
+
+def states_request(engine: EncoderEngine, states: Any, lengths: list[int]) -> EncodingRequest:
+    return parse_encoding(
+        {
+            "input_hidden_state": states,
+            "sequence_lengths": np.array(lengths, np.int32)[:, None],
+        },
+        engine.limits,
+    )
+
+
+def ids_request(engine: EncoderEngine, prompts: list[list[int]], **more: Any) -> EncodingRequest:
+    ids = np.zeros((len(prompts), max(map(len, prompts))), np.uint32)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = prompt
+    lengths = np.array([[len(prompt)] for prompt in prompts], np.uint32)
+    return parse_encoding({"input_ids": ids, "sequence_length": lengths, **more}, engine.limits)
+
+
+def random_states(rows: int, width: int, seed: int = 0) -> Any:
+    return np.random.default_rng(seed).standard_normal((rows, width, 24)).astype(np.float32)
+
+
+def test_rows_of_a_batch_equal_the_rows_alone(bert: EncoderEngine) -> None:
+    states, lengths = random_states(5, 9), [9, 1, 4, 9, 7]
+    together = bert.encode(states_request(bert, states, lengths)).hidden
+    for row, length in enumerate(lengths):
+        alone = bert.encode(states_request(bert, states[row : row + 1], [length])).hidden
+        assert torch.allclose(together[row], alone[0], atol=1e-5)
+        assert not together[row, length:].any()
+
+
+def test_padding_has_no_say(bert: EncoderEngine) -> None:
+    states = random_states(2, 6)
+    first = bert.encode(states_request(bert, states, [3, 6])).hidden
+    states[0, 3:] = 1e30
+    assert torch.equal(bert.encode(states_request(bert, states, [3, 6])).hidden, first)
+
+
+def test_many_requests_at_once_get_their_own_answers(bert: EncoderEngine) -> None:
+    requests = [
+        states_request(bert, random_states(3, 4 + n, seed=n), [4 + n, 1, 2]) for n in range(20)
+    ]
+    futures = [bert.submit(request) for request in requests]
+    for request, future in zip(requests, futures, strict=True):
+        alone = bert.encode(request).hidden
+        assert torch.allclose(future.result().hidden, alone, atol=1e-5)
+
+
+def test_more_rows_than_fit_in_a_step_are_all_answered(bert: EncoderEngine) -> None:
+    states = random_states(12, 600)
+    hidden = bert.encode(states_request(bert, states, [600] * 12)).hidden
+    alone = bert.encode(states_request(bert, states[7:8], [600])).hidden
+    assert torch.allclose(hidden[7], alone[0], atol=1e-5)
+
+
+def test_half_precision_inputs_are_taken(bert: EncoderEngine) -> None:
+    states = random_states(1, 4).astype(np.float16)
+    half = bert.encode(states_request(bert, states, [4])).hidden
+    full = bert.encode(states_request(bert, states.astype(np.float32), [4])).hidden
+    assert torch.equal(half, full)
+
+
+def test_t5_rows_have_their_own_ia3_tasks(t5: EncoderEngine) -> None:
+    prompt = [5, 9, 2, 38]
+    request = ids_request(t5, [prompt, prompt], ia3_tasks=np.array([[1], [0]], np.int32))
+    hidden = t5.encode(request).hidden
+    for row, task in ((0, TASKS[1]), (1, TASKS[0])):
+        expected = Reference(TENSORS, MODEL, scalers=task).encode(prompt)
+        assert torch.allclose(hidden[row], expected, atol=1e-4)
+
+
+def test_attentions_come_only_when_asked_for(t5: EncoderEngine) -> None:
+    asked = {"is_return_attentions": np.array([[False], [True]])}
+    prompts = [[5, 9, 2, 38], [7]]
+    quiet = t5.submit(ids_request(t5, prompts))
+    result = t5.submit(ids_request(t5, prompts, **asked)).result()
+    assert quiet.result().attentions is None
+    assert result.attentions is not None
+    assert result.attentions.shape == (2, 2, 4, 4, 4)
+    assert torch.allclose(result.attentions[0].sum(-1), torch.ones(2, 4, 4))
+    assert torch.equal(result.hidden, quiet.result().hidden) or torch.allclose(
+        result.hidden, quiet.result().hidden, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sequence_lengths": np.array([[0], [5]], np.int32)}, "sequence_lengths[0]=0"),
+        ({"sequence_lengths": np.array([[7], [5]], np.int32)}, "sequence_lengths[0]=7"),
+        ({"sequence_lengths": None}, "sequence_lengths: required input is missing"),
+        ({"input_hidden_state": random_states(2, 6)[:, :, :20]}, "[B,S,24]"),
+        ({"input_ids": np.zeros((2, 6), np.uint32)}, "input_ids: unknown input"),
+        ({"input_hidden_state": np.full((2, 6, 24), np.nan, np.float32)}, "not finite"),
+    ],
+    ids=["empty row", "too long", "no lengths", "wrong width", "ids for BERT", "nan"],
+)
+def test_bad_states_are_refused(bert: EncoderEngine, change: dict[str, Any], words: str) -> None:
+    tensors = {
+        "input_hidden_state": random_states(2, 6),
+        "sequence_lengths": np.array([[6], [5]], np.int32),
+    }
+    with pytest.raises(RequestError) as caught:
+        parse_encoding({k: v for k, v in (tensors | change).items() if v is not None}, bert.limits)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "more", "words"),
+    [
+        ([[5, 40]], {}, "input_ids[0,1]=40 outside vocabulary of size 40"),
+        ([[5] * 25], {}, "25 exceeds max_pos_seq_len (24)"),
+        ([[5]], {"ia3_tasks": np.array([[2]], np.int32)}, "ia3_tasks[0]=2 must be in [0, 2)"),
+        ([[5]], {"temperature": np.ones((1, 1), np.float32)}, "temperature: unknown input"),
+    ],
+    ids=["vocabulary", "positions", "task", "unknown"],
+)
+def test_bad_ids_are_refused(
+    t5: EncoderEngine, prompts: list[list[int]], more: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        ids_request(t5, prompts, **more)
+    assert words in str(caught.value)
+
+
+def test_rows_beyond_the_bound_are_refused(tmp_path: Path) -> None:
+    engine = EncoderEngine(write_bert(tmp_path), device="cpu", options=EngineOptions(max_seq_len=5))
+    with pytest.raises(RequestError, match="rows of 6 tokens, padding included; the limit is 5"):
+        engine.submit(states_request(engine, random_states(1, 6), [2]))
+
+
+def test_attentions_that_no_memory_holds_are_refused(t5: EncoderEngine) -> None:
+    ids = np.zeros((200_000, 4096), np.uint8)
+    tensors = {
+        "input_ids": ids,
+        "sequence_length": np.ones((len(ids), 1), np.uint32),
+        "is_return_attentions": np.array([[True]]),
+    }
+    with pytest.raises(RequestError, match="is_return_attentions: the answer has"):
+        t5.submit(parse_encoding(tensors, t5.limits))
+
+
+def test_a_full_queue_says_so(tmp_path: Path) -> None:
+    options = EngineOptions(max_queued_rows=3)
+    with EncoderEngine(write_bert(tmp_path), device="cpu", options=options) as engine:
+        request = states_request(engine, random_states(4, 2), [2] * 4)
+        with pytest.raises(EngineBusyError, match="max_queued_rows=3"):
+            engine.submit(request)
+
+
+def test_a_stopped_engine_says_so(tmp_path: Path) -> None:
+    engine = EncoderEngine(write_bert(tmp_path), device="cpu")
+    engine.start()
+    engine.stop()
+    with pytest.raises(EngineFailedError, match="stopped"):
+        engine.submit(states_request(engine, random_states(1, 2), [2]))
+
+
+def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"(?s)head_num=4.*inter_size=28.*num_layer=2"):
+        EncoderEngine(write_bert(tmp_path), tp_size=3, pp_size=3, device="cpu")
+
+
+def test_int8_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="int8_mode=1"):
+        EncoderEngine(write_bert(tmp_path), int8_mode=1, device="cpu")
+
+
+def test_a_decoder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="family gpt has no encoder"):
+        EncoderEngine(write_gpt(tmp_path), device="cpu")
+
+
+def test_missing_weights_are_named(tmp_path: Path) -> None:
+    folder = write_bert(tmp_path)
+    (folder / "model.encoder.layer.1.output.dense.weight.0.bin").unlink()
+    with pytest.raises(
+        EngineFailedError, match=r"layer\.1\.output\.dense\.weight\.0\.bin is missi"
+    ):
+        EncoderEngine(folder, device="cpu").start()

@@ -1,0 +1,318 @@
+"""The engine on one rank: batches of mixed rows, streaming, cancelling, refusing, failing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inference.decoding.request import GenerationRequest, RequestError, parse_request
+from inference.engine.engine import (
+    Engine,
+    EngineBusyError,
+    EngineFailedError,
+    EngineOptions,
+    GenerationStep,
+)
+from tests.ft_folders import write_gpt
+
+LANES = 6
+_DTYPES = {"runtime_top_p": np.float32, "random_seed": np.uint64, "temperature": np.float32}
+_FLAGS = ("is_return_log_probs", "is_return_context_cum_log_probs", "is_return_context_embeddings")
+
+
+@pytest.fixture(scope="module")
+def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gpt(tmp_path_factory.mktemp("gpt"))
+
+
+@pytest.fixture(scope="module")
+def engine(ft_dir: Path) -> Iterator[Engine]:
+    with Engine(ft_dir, device="cpu", options=EngineOptions(max_lanes=LANES)) as engine:
+        yield engine
+
+
+def request_of(engine: Engine, prompts: list[list[int]], lengths: Any, **options: Any) -> Any:
+    """Return a request; `lengths` and each option hold one value, or one per row."""
+    width = max(len(prompt) for prompt in prompts)
+    rows = len(prompts)
+    ids = np.zeros((rows, width), np.uint32)
+    for b, prompt in enumerate(prompts):
+        ids[b, : len(prompt)] = prompt
+
+    def column(value: Any, dtype: Any) -> Any:
+        return np.broadcast_to(np.asarray(value, dtype).reshape(-1, 1), (rows, 1)).copy()
+
+    tensors = {
+        "input_ids": ids,
+        "input_lengths": column([len(prompt) for prompt in prompts], np.uint32),
+        "request_output_len": column(lengths, np.uint32),
+    }
+    for name, value in options.items():
+        dtype = np.bool_ if name in _FLAGS else _DTYPES.get(name, np.uint32)
+        tensors[name] = column(value, dtype)
+    return parse_request(tensors, limits=engine.limits)
+
+
+def answers(engine: Engine, request: GenerationRequest) -> list[tuple[int, ...]]:
+    return [row.output_ids[0] for row in engine.generate(request).rows]
+
+
+def prompts_of(count: int, *, seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [list(map(int, generator.integers(0, 50, 1 + 3 * b))) for b in range(count)]
+
+
+def test_rows_of_a_batch_equal_the_rows_alone(engine: Engine) -> None:
+    prompts, lengths = prompts_of(9), [3, 20, 7, 11, 1, 30, 5, 9, 14]
+    together = answers(engine, request_of(engine, prompts, lengths))
+    alone = [
+        answers(engine, request_of(engine, [prompt], length))[0]
+        for prompt, length in zip(prompts, lengths, strict=True)
+    ]
+    assert together == alone
+    assert [len(row) for row in together if engine.limits.end_id not in row] == [
+        length
+        for row, length in zip(together, lengths, strict=True)
+        if engine.limits.end_id not in row
+    ]
+
+
+def test_requests_sent_together_equal_requests_sent_alone(engine: Engine) -> None:
+    requests = [
+        request_of(engine, [prompt], 12, runtime_top_k=10, random_seed=seed)
+        for seed, prompt in enumerate(prompts_of(8, seed=3))
+    ]
+    futures = [engine.submit(request) for request in requests]
+    together = [future.result().rows for future in futures]
+    assert together == [engine.generate(request).rows for request in requests]
+
+
+def test_greedy_answer_follows_from_the_logits(engine: Engine) -> None:
+    prompt = [7, 3, 11, 2]
+    answer = answers(engine, request_of(engine, [prompt], 10))[0]
+    ids = list(prompt)
+    for token in answer:
+        assert int(engine.logits(ids)[-1].argmax()) == token
+        ids.append(token)
+
+
+def test_long_prompts_come_in_chunks_with_the_same_answer(ft_dir: Path) -> None:
+    # A bound this small leaves the least chunk once the speed is known.
+    options = EngineOptions(max_lanes=4, max_stall_s=1e-6)
+    prompts = [[1, 2, 3], *([5, 9, 4] * 20 for _ in range(3))]
+    with (
+        Engine(ft_dir, device="cpu", options=options) as chunked,
+        Engine(ft_dir, device="cpu") as whole,
+    ):
+        for _ in range(2):
+            request = request_of(whole, prompts, 15)
+            assert answers(chunked, request) == answers(whole, request)
+
+
+def test_beams_do_not_depend_on_the_batch(engine: Engine) -> None:
+    prompts = prompts_of(3, seed=5)
+    wide = request_of(engine, prompts, 9, beam_width=3, is_return_log_probs=True)
+    together = engine.generate(wide).rows
+    for prompt, row in zip(prompts, together, strict=True):
+        alone = request_of(engine, [prompt], 9, beam_width=3, is_return_log_probs=True)
+        result = engine.generate(alone).rows[0]
+        assert result.output_ids == row.output_ids
+        # Another order of summation.
+        assert result.cum_log_probs == pytest.approx(row.cum_log_probs, abs=1e-4)
+
+
+def test_beam_scores_are_the_models_own(engine: Engine) -> None:
+    prompt = [4, 8, 15, 16]
+    request = request_of(engine, [prompt], 6, beam_width=4, is_return_log_probs=True)
+    row = engine.generate(request).rows[0]
+    for tokens, score in zip(row.output_ids, row.cum_log_probs, strict=True):
+        stop = tokens.index(engine.limits.end_id) + 1 if engine.limits.end_id in tokens else 6
+        whole = engine.logits(prompt + list(tokens[:stop]))[len(prompt) - 1 : -1]
+        own = torch.log_softmax(whole, -1)[range(stop), list(tokens[:stop])].sum()
+        assert score == pytest.approx(float(own), abs=1e-3)
+
+
+def test_context_log_prob_is_added(engine: Engine) -> None:
+    prompt = [4, 8, 15, 16, 23]
+    plain = request_of(engine, [prompt], 3, is_return_log_probs=True)
+    scored = request_of(
+        engine, [prompt], 3, is_return_log_probs=True, is_return_context_cum_log_probs=True
+    )
+    context = torch.log_softmax(engine.logits(prompt), -1)[range(4), prompt[1:]].sum()
+    difference = (
+        engine.generate(scored).rows[0].cum_log_probs[0]
+        - engine.generate(plain).rows[0].cum_log_probs[0]
+    )
+    assert difference == pytest.approx(float(context), abs=1e-4)
+
+
+def test_context_embeddings_sum_the_prompt(engine: Engine) -> None:
+    prompt = [4, 8, 15, 16, 23]
+    request = request_of(engine, [prompt, [3]], 2, is_return_context_embeddings=True)
+    first, short = engine.generate(request).context_embeddings
+    assert first is not None
+    assert short is not None
+    assert first.shape == short.shape == (24,)
+    assert np.abs(first).max() > 0
+    (alone,) = engine.generate(
+        request_of(engine, [[3]], 2, is_return_context_embeddings=True)
+    ).context_embeddings
+    np.testing.assert_allclose(short, alone, atol=1e-5)  # sums in fp32
+
+
+def test_streaming_tells_every_step_but_the_last(engine: Engine) -> None:
+    steps: list[GenerationStep] = []
+    request = request_of(engine, prompts_of(3), 8, end_id=52)
+    result = engine.submit(request, on_step=steps.append).result()
+    lengths = [len(row.output_ids[0]) for row in result.rows]
+    assert len(steps) == max(lengths) - 1
+    for number, step in enumerate(steps, start=1):
+        for row, final, length in zip(step.rows, result.rows, lengths, strict=True):
+            assert row is not None
+            assert row.output_ids[0] == final.output_ids[0][: min(number, length)]
+
+
+def test_cancelled_work_stops_and_frees_its_lanes(engine: Engine) -> None:
+    begun = threading.Event()
+    request = request_of(engine, prompts_of(LANES), 60, beam_width=1)
+    future = engine.submit(request, on_step=lambda _step: begun.set())
+    assert begun.wait(10)
+    engine.cancel(future)
+    with pytest.raises(CancelledError):
+        future.result()
+    assert answers(engine, request_of(engine, prompts_of(LANES), 3))
+    assert engine.free_lanes == LANES
+
+
+def test_a_failing_listener_costs_only_its_own_request(engine: Engine) -> None:
+    def fail(step: GenerationStep) -> None:
+        raise ValueError("listener broke")
+
+    good = engine.submit(request_of(engine, [[1, 2]], 20))
+    bad = engine.submit(request_of(engine, [[3, 4]], 20), on_step=fail)
+    with pytest.raises(ValueError, match="listener broke"):
+        bad.result(10)
+    assert len(good.result(10).rows) == 1
+
+
+def test_full_queue_refuses_with_its_size(ft_dir: Path) -> None:
+    options = EngineOptions(max_lanes=1, max_queued_rows=3)
+    with Engine(ft_dir, device="cpu", options=options) as engine:
+        running = engine.submit(
+            request_of(engine, [[1]], 70), on_step=lambda _step: time.sleep(0.05)
+        )
+        while engine.queued_rows:
+            time.sleep(0.01)
+        waiting = [engine.submit(request_of(engine, [[2]], 1)) for _ in range(3)]
+        with pytest.raises(
+            EngineBusyError, match="max_queued_rows=3; send the request again later"
+        ):
+            engine.submit(request_of(engine, [[3]], 1))
+        engine.cancel(running)
+        assert [len(future.result(10).rows) for future in waiting] == [1, 1, 1]
+
+
+def test_request_longer_than_a_lane_is_refused(ft_dir: Path) -> None:
+    options = EngineOptions(max_seq_len=16)
+    with Engine(ft_dir, device="cpu", options=options) as engine:
+        assert engine.generate(request_of(engine, [[1] * 10], 7)).rows
+        with pytest.raises(RequestError, match=r"a sequence holds 16; raise max_seq_len"):
+            engine.submit(request_of(engine, [[1] * 10], 8))
+
+
+def test_beams_beyond_the_lanes_are_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"beam_width=7 exceeds the 6 sequences"):
+        engine.submit(request_of(engine, [[1]], 1, beam_width=7))
+
+
+def test_stopping_fails_what_is_in_flight(ft_dir: Path) -> None:
+    engine = Engine(ft_dir, device="cpu")
+    with pytest.raises(EngineFailedError, match="not started"):
+        engine.submit(request_of(engine, [[1]], 1))
+    engine.start()
+    future = engine.submit(request_of(engine, [[1]], 70), on_step=lambda _step: time.sleep(0.02))
+    engine.stop()
+    with pytest.raises(EngineFailedError, match="the engine was stopped"):
+        future.result(5)
+    assert engine.healthy() == "the engine was stopped"
+
+
+def test_unusable_logits_fail_one_row_and_nothing_else(tmp_path: Path) -> None:
+    ft_dir = write_gpt(tmp_path, tie_word_embeddings=False)
+    table = np.fromfile(ft_dir / "model.wte.bin", np.float32).reshape(53, 24)
+    table[50] = 3e38  # finite on disk; squares overflow in the first layer
+    table.tofile(ft_dir / "model.wte.bin")
+    with Engine(ft_dir, device="cpu", options=EngineOptions(max_lanes=2)) as engine:
+        good = request_of(engine, [[1, 2, 3]], 10)
+        expected = answers(engine, good)
+        for _ in range(3):
+            bad = engine.submit(request_of(engine, [[50, 50]], 4))
+            other = engine.submit(good)
+            with pytest.raises(RuntimeError, match="not finite"):
+                bad.result(10)
+            assert [row.output_ids[0] for row in other.result(10).rows] == expected
+        assert answers(engine, request_of(engine, [[1, 2, 3], [1, 2, 3]], 10)) == expected * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tp_size": 3}, "tensor_para_size=3 does not divide head_num=4"),
+        ({"pp_size": 3}, r"pipeline_para_size=3 does not divide num_layer=2; use 1, 2"),
+        ({"data_type": "fp8"}, "data_type='fp8' must be one of fp32, fp16, bf16"),
+        ({"int8_mode": 2}, "int8_mode=2 is not supported; use 0, or 1 for weights of 8 bits"),
+        ({"device": "tpu"}, "device='tpu' must be auto, cpu or cuda"),
+        ({"options": EngineOptions(kv_cache_bytes=1000)}, "kv_cache_bytes=1000 cannot hold one"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_loading(
+    ft_dir: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Engine(ft_dir, **{"device": "cpu", **changes})
+
+
+def test_missing_and_short_files_fail_the_start(ft_dir: Path, tmp_path: Path) -> None:
+    broken = write_gpt(tmp_path)
+    (broken / "model.layers.1.mlp.dense_4h_to_h.bias.bin").unlink()
+    short = broken / "model.layers.0.attention.dense.weight.0.bin"
+    short.write_bytes(short.read_bytes()[:-4])
+    engine = Engine(broken, device="cpu")
+    with pytest.raises(EngineFailedError) as error:
+        engine.start()
+    assert "model.layers.1.mlp.dense_4h_to_h.bias.bin" in str(error.value)
+    assert "model.layers.0.attention.dense.weight.0.bin" in str(error.value)
+
+
+def test_weights_that_are_not_finite_fail_the_start(tmp_path: Path) -> None:
+    ft_dir = write_gpt(tmp_path)
+    for name in ("model.final_layernorm.bias.bin", "model.layers.1.mlp.dense_h_to_4h.bias.0.bin"):
+        values = np.fromfile(ft_dir / name, np.float32)
+        values[3] = np.nan
+        values.tofile(ft_dir / name)
+    with pytest.raises(EngineFailedError) as error:
+        Engine(ft_dir, device="cpu").start()
+    assert "model.final_layernorm.bias holds values that are not finite" in str(error.value)
+    assert "model.layers.1.mlp.dense_h_to_4h.bias holds" in str(error.value)
+
+
+@pytest.mark.parametrize("data_type", ["fp32", "bf16"])
+def test_eight_bit_weights_stay_close(tmp_path: Path, data_type: str) -> None:
+    ft_dir = write_gpt(tmp_path, size_per_head=8, inter_size=64)
+    prompt = [7, 3, 11, 2, 40]
+    with (
+        Engine(ft_dir, device="cpu") as exact,
+        Engine(ft_dir, device="cpu", data_type=data_type, int8_mode=1) as small,
+    ):
+        expected = exact.logits(prompt)
+        error = small.logits(prompt) - expected
+    # Some 1% from each of 8 quantised products, and bf16 between them.
+    assert error.norm() / expected.norm() < 0.05

@@ -1,0 +1,132 @@
+"""Virtual prompts: tables loaded by task, tables and soft prompts sent with a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from export_scripts.families.config import PromptTask
+from inference.decoding.request import RequestError, parse_request
+from inference.engine.engine import Engine
+from tests.ft_folders import write_gpt
+
+VOCAB, HIDDEN = 53, 24
+START = 60
+TASKS = (PromptTask(task_name="one", prompt_length=2), PromptTask(task_name="two", prompt_length=3))
+# Tokens whose embeddings the tables repeat: a virtual prompt must act as these tokens do.
+MEANING = {"one": [7, 8], "two": [9, 10, 11]}
+
+
+@pytest.fixture(scope="module")
+def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    ft_dir = write_gpt(
+        tmp_path_factory.mktemp("gpt"),
+        tasks=TASKS,
+        prompt_learning_type=3,
+        prompt_learning_start_id=START,
+    )
+    words = table(ft_dir)
+    for name, tokens in MEANING.items():
+        words[tokens].tofile(ft_dir / f"model.prompt_table.{name}.weight.bin")
+    return ft_dir
+
+
+@pytest.fixture(scope="module")
+def engine(ft_dir: Path) -> Iterator[Engine]:
+    with Engine(ft_dir, device="cpu") as engine:
+        yield engine
+
+
+def table(ft_dir: Path) -> Any:
+    return np.fromfile(ft_dir / "model.wte.bin", np.float32).reshape(VOCAB, HIDDEN)
+
+
+def answers(engine: Engine, prompts: list[list[int]], **tensors: Any) -> list[list[int]]:
+    ids = np.array(prompts, np.uint32)
+    rows = len(prompts)
+    inputs = {
+        "input_ids": ids,
+        "input_lengths": np.full((rows, 1), ids.shape[1], np.uint32),
+        "request_output_len": np.full((rows, 1), 9, np.uint32),
+        **tensors,
+    }
+    request = parse_request(inputs, limits=engine.limits)
+    return [list(row.output_ids[0]) for row in engine.generate(request).rows]
+
+
+def test_each_row_reads_the_table_of_its_task(engine: Engine) -> None:
+    tasks = np.array([[0], [1]], np.uint32)
+    virtual = [[START, START + 1, 5, 6], [START + 2, 4, START, START + 1]]
+    expected = answers(engine, [[7, 8, 5, 6], [11, 4, 9, 10]])
+    assert answers(engine, virtual, prompt_learning_task_name_ids=tasks) == expected
+
+
+def test_table_sent_with_the_request_is_used_instead(engine: Engine, ft_dir: Path) -> None:
+    rows = table(ft_dir)[[[20, 21], [22, 23]]]  # (2, 2, hidden)
+    sent = answers(
+        engine,
+        [[START, START + 1, 5], [3, START + 1, START]],
+        request_prompt_embedding=rows,
+        request_prompt_lengths=np.array([[2], [2]], np.uint32),
+        request_prompt_type=np.array([[3], [3]], np.uint32),
+    )
+    assert sent == answers(engine, [[20, 21, 5], [3, 23, 22]])
+
+
+def test_virtual_tokens_have_no_score_wherever_they_come_from(engine: Engine, ft_dir: Path) -> None:
+    ids = np.array([[START, START + 1, 5, 6]], np.uint32)
+    asked = {
+        "input_ids": ids,
+        "input_lengths": np.array([[4]], np.uint32),
+        "request_output_len": np.array([[1]], np.uint32),
+        "is_return_log_probs": np.array([[True]]),
+        "is_return_context_cum_log_probs": np.array([[True]]),
+    }
+    loaded = {"prompt_learning_task_name_ids": np.array([[0]], np.uint32)}
+    sent = {
+        "request_prompt_embedding": table(ft_dir)[[MEANING["one"]]],
+        "request_prompt_lengths": np.array([[2]], np.uint32),
+        "request_prompt_type": np.array([[3]], np.uint32),
+    }
+    first, second = (
+        engine.generate(parse_request(asked | prompt, limits=engine.limits)).rows[0].cum_log_probs
+        for prompt in (loaded, sent)
+    )
+    assert np.isfinite(first).all()
+    assert first == pytest.approx(second, abs=1e-5)
+
+
+def test_soft_prompt_comes_before_the_tokens(engine: Engine, ft_dir: Path) -> None:
+    rows = table(ft_dir)[[[30, 31, 32]]]
+    sent = answers(
+        engine,
+        [[5, 6]],
+        request_prompt_embedding=rows,
+        request_prompt_lengths=np.array([[2]], np.uint32),
+        request_prompt_type=np.array([[1]], np.uint32),
+    )
+    assert sent == answers(engine, [[30, 31, 5, 6]])
+
+
+def test_plain_rows_run_beside_virtual_ones(engine: Engine) -> None:
+    plain = [3, 1, 4, 1]
+    tensors = {
+        "input_ids": np.array([[START, START + 1, 5, 6]], np.uint32),
+        "input_lengths": np.array([[4]], np.uint32),
+        "request_output_len": np.array([[9]], np.uint32),
+        "prompt_learning_task_name_ids": np.array([[0]], np.uint32),
+    }
+    virtual = engine.submit(parse_request(tensors, limits=engine.limits))
+    expected = answers(engine, [[7, 8, 5, 6]])
+    assert answers(engine, [plain]) == answers(engine, [plain])
+    assert [list(row.output_ids[0]) for row in virtual.result().rows] == expected
+
+
+def test_unknown_task_is_refused(engine: Engine) -> None:
+    tasks = np.array([[2]], np.uint32)
+    with pytest.raises(RequestError, match=r"prompt_learning_task_name_ids\[0\]=2 is unknown"):
+        answers(engine, [[START, 5]], prompt_learning_task_name_ids=tasks)

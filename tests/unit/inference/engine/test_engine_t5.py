@@ -1,0 +1,289 @@
+"""The engine on an encoder-decoder: mixed batches, beams, tuned rows, streaming, cancelling."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from export_scripts.convert import ConversionRequest, convert
+from inference.decoding.request import GenerationRequest, RequestError, parse_request
+from inference.engine.engine import Engine, EngineOptions, GenerationStep
+from tests.t5_reference import Reference
+from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
+from tests.tiny_t5_tuning import ia3_scalers, write_ia3, write_prompts
+
+MODEL = TinyT5(positions=2100)
+LANES = 7
+TENSORS = t5_tensors(MODEL)
+TASKS = [ia3_scalers(MODEL, seed=seed) for seed in (1, 2)]
+TABLES = {"first": torch.randn(3, 20), "second": torch.randn(4, 20)}
+FIRST_VIRTUAL = MODEL.vocab_size
+
+_DTYPES = {"random_seed": np.uint64, "ia3_tasks": np.int32}
+_FLOATS = ("runtime_top_p", "temperature", "len_penalty")
+
+
+@pytest.fixture(scope="module")
+def ft_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    folder = tmp_path_factory.mktemp("t5")
+    source = write_t5(folder / "t5.nemo", TENSORS, MODEL)
+    tuned = {
+        "ia3_checkpoints": tuple(
+            write_ia3(folder / f"{n}.nemo", task, MODEL) for n, task in enumerate(TASKS)
+        ),
+        "prompt_checkpoints": (write_prompts(folder / "p.nemo", TABLES),),
+    }
+    return {
+        tp_size: convert(
+            ConversionRequest(source, folder / "out", tp_size, "fp32", **tuned)  # type: ignore[arg-type]
+        ).ft_dir
+        for tp_size in (1, 2)
+    }
+
+
+@pytest.fixture(scope="module")
+def engine(ft_dirs: dict[int, Path]) -> Iterator[Engine]:
+    options = EngineOptions(max_lanes=LANES)
+    with Engine(ft_dirs[1], device="cpu", options=options) as engine:
+        yield engine
+
+
+def request_of(
+    engine: Engine, prompts: Sequence[Sequence[int]], length: int, **options: Any
+) -> GenerationRequest:
+    """Return a request; each option holds one value, or one per row."""
+    rows, width = len(prompts), max(map(len, prompts))
+    ids = np.zeros((rows, width), np.uint32)
+    for b, prompt in enumerate(prompts):
+        ids[b, : len(prompt)] = prompt
+
+    def column(value: Any, dtype: Any) -> Any:
+        return np.broadcast_to(np.asarray(value, dtype).reshape(-1, 1), (rows, 1)).copy()
+
+    tensors = {
+        "input_ids": ids,
+        "sequence_length": column([len(prompt) for prompt in prompts], np.uint32),
+        "max_output_len": column(length, np.uint32),
+    }
+    for name, value in options.items():
+        if isinstance(value, np.ndarray):
+            tensors[name] = value
+            continue
+        dtype = np.float32 if name in _FLOATS else _DTYPES.get(name, np.uint32)
+        tensors[name] = column(value, np.bool_ if name.startswith("is_") else dtype)
+    return parse_request(tensors, limits=engine.limits)
+
+
+def answers(engine: Engine, request: GenerationRequest) -> list[tuple[int, ...]]:
+    return [row.output_ids[0] for row in engine.generate(request).rows]
+
+
+def prompts_of(count: int, *, seed: int = 0) -> list[list[int]]:
+    generator = np.random.default_rng(seed)
+    return [list(map(int, generator.integers(4, 40, 1 + 2 * b))) for b in range(count)]
+
+
+def greedy(
+    prompt: Sequence[int],
+    length: int,
+    *,
+    scalers: dict[str, torch.Tensor] | None = None,
+    table: torch.Tensor | None = None,
+) -> tuple[int, ...]:
+    """Return what the plain forward pass generates, ending with the end token (3)."""
+    reference = Reference(TENSORS, MODEL, scalers=scalers)
+    encoded = reference.encode(prompt, table)
+    tokens = [2]
+    while len(tokens) <= length and (len(tokens) == 1 or tokens[-1] != 3):
+        logits = reference.logits(encoded, tokens)[-1]
+        best = logits.topk(2).values
+        assert best[0] - best[1] > 1e-4, "too close to call in fp32"
+        tokens.append(int(logits.argmax()))
+    return tuple(tokens[1:])
+
+
+def test_greedy_tokens_are_those_of_a_plain_forward_pass(engine: Engine) -> None:
+    prompts = prompts_of(5)
+    ours = answers(engine, request_of(engine, prompts, 10))
+    assert ours == [greedy(prompt, 10) for prompt in prompts]
+
+
+def test_rows_of_a_batch_equal_the_rows_alone(engine: Engine) -> None:
+    prompts = prompts_of(11)
+    seeds = list(range(11))
+    options = {"runtime_top_k": 5, "temperature": 1.3, "is_return_log_probs": True}
+    together = engine.generate(request_of(engine, prompts, 12, random_seed=seeds, **options)).rows
+    for prompt, seed, row in zip(prompts, seeds, together, strict=True):
+        request = request_of(engine, [prompt], 12, random_seed=seed, **options)
+        (alone,) = engine.generate(request).rows
+        assert alone.output_ids == row.output_ids
+        assert alone.cum_log_probs == pytest.approx(row.cum_log_probs, abs=1e-4)
+
+
+def test_requests_that_come_at_different_times_do_not_disturb_each_other(engine: Engine) -> None:
+    prompts = prompts_of(12, seed=3)
+    requests = [
+        request_of(engine, [prompt], 5 + 2 * n, beam_width=1 + n % 3)
+        for n, prompt in enumerate(prompts)
+    ]
+    futures = []
+    for request in requests:
+        futures.append(engine.submit(request))
+        time.sleep(0.003)
+    for request, future in zip(requests, futures, strict=True):
+        assert future.result().rows[0].output_ids == engine.generate(request).rows[0].output_ids
+
+
+def test_beams_score_what_they_say(engine: Engine) -> None:
+    # A beam that read another's cache would not add up.
+    (row,) = engine.generate(
+        request_of(engine, [prompts_of(5)[4]], 8, beam_width=4, is_return_log_probs=True)
+    ).rows
+    reference = Reference(TENSORS, MODEL)
+    encoded = reference.encode(prompts_of(5)[4])
+    assert len(set(row.output_ids)) == 4
+    for tokens, score in zip(row.output_ids, row.cum_log_probs, strict=True):
+        logits = reference.logits(encoded, (2, *tokens[:-1]))
+        expected = logits.log_softmax(-1)[range(len(tokens)), list(tokens)].sum()
+        assert score == pytest.approx(float(expected), abs=1e-3)
+
+
+def test_ranks_and_stages_give_the_same_tokens(ft_dirs: dict[int, Path], engine: Engine) -> None:
+    prompts = prompts_of(6)
+    options = {"beam_width": 2, "ia3_tasks": [0, 1, 0, 1, 0, 1]}
+    expected = engine.generate(request_of(engine, prompts, 9, **options)).rows
+    bounds = EngineOptions(max_lanes=LANES)
+    with Engine(ft_dirs[2], tp_size=2, pp_size=2, device="cpu", options=bounds) as other:
+        ours = other.generate(request_of(other, prompts, 9, **options)).rows
+    assert [row.output_ids for row in ours] == [row.output_ids for row in expected]
+
+
+def test_each_row_has_its_own_ia3_task(engine: Engine) -> None:
+    prompt = prompts_of(6)[5]
+    ours = answers(engine, request_of(engine, [prompt, prompt], 10, ia3_tasks=[1, 0]))
+    assert ours == [greedy(prompt, 10, scalers=TASKS[1]), greedy(prompt, 10, scalers=TASKS[0])]
+    assert answers(engine, request_of(engine, [prompt], 10)) == [greedy(prompt, 10)]
+
+
+def test_an_ia3_task_does_not_stay_in_its_lane(engine: Engine) -> None:
+    prompts = prompts_of(LANES, seed=4)
+    engine.generate(request_of(engine, prompts, 3, ia3_tasks=1))
+    assert answers(engine, request_of(engine, prompts, 6)) == [greedy(p, 6) for p in prompts]
+
+
+def test_loaded_prompt_tables_are_chosen_by_task(engine: Engine) -> None:
+    words = prompts_of(4)[3]
+    tasks = {0: TABLES["first"], 1: TABLES["second"]}
+    prompts = [[*range(FIRST_VIRTUAL, FIRST_VIRTUAL + len(t)), *words] for t in tasks.values()]
+    request = request_of(engine, prompts, 8, prompt_learning_task_name_ids=list(tasks))
+    expected = [greedy(p, 8, table=t) for p, t in zip(prompts, tasks.values(), strict=True)]
+    assert answers(engine, request) == expected
+
+
+def test_prompt_tables_come_with_the_request(engine: Engine) -> None:
+    words, table = prompts_of(4)[3], torch.randn(2, 20)
+    prompt = [FIRST_VIRTUAL, *words, FIRST_VIRTUAL + 1]
+    request = request_of(
+        engine,
+        [prompt],
+        8,
+        request_prompt_embedding=table.numpy()[None],
+        request_prompt_lengths=2,
+    )
+    assert answers(engine, request) == [greedy(prompt, 8, table=table)]
+
+
+def test_each_step_of_a_stream_has_all_rows(engine: Engine) -> None:
+    steps: list[GenerationStep] = []
+    request = request_of(engine, prompts_of(4), 7)
+    result = engine.submit(request, on_step=steps.append).result()
+    longest = max(len(row.output_ids[0]) for row in result.rows)
+    assert len(steps) == longest - 1
+    for number, step in enumerate(steps, start=1):
+        for row, final in zip(step.rows, result.rows, strict=True):
+            assert row is not None
+            assert row.output_ids[0] == final.output_ids[0][:number]
+
+
+def test_cancelled_work_makes_room(engine: Engine) -> None:
+    long = [engine.submit(request_of(engine, prompts_of(LANES), 2000)) for _ in range(3)]
+    time.sleep(0.05)
+    for future in long:
+        engine.cancel(future)
+    prompt = prompts_of(3)[2]
+    began = time.monotonic()
+    assert answers(engine, request_of(engine, [prompt], 5)) == [greedy(prompt, 5)]
+    assert time.monotonic() - began < 5
+
+
+def test_unknown_ia3_tasks_are_refused(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"ia3_tasks\[0\]=2 must be in \[0, 2\)"):
+        request_of(engine, prompts_of(1), 4, ia3_tasks=2)
+
+
+def test_positions_beyond_the_table_are_refused(engine: Engine) -> None:
+    with pytest.raises(
+        RequestError, match=r"max_output_len: 2101 exceeds max_pos_seq_len \(2100\)"
+    ):
+        request_of(engine, prompts_of(1), 2101)
+
+
+def test_rows_longer_than_the_cache_are_refused(ft_dirs: dict[int, Path]) -> None:
+    engine = Engine(ft_dirs[1], device="cpu", options=EngineOptions(max_seq_len=8))
+    with pytest.raises(RequestError) as caught:
+        engine.submit(request_of(engine, [[5] * 9], 12))
+    assert "input_ids[0]: 9 tokens, a sequence holds 8; raise max_seq_len" in str(caught.value)
+    assert "max_output_len[0]: 12 tokens" in str(caught.value)
+
+
+def test_encoder_tokens_have_no_logits(engine: Engine) -> None:
+    with pytest.raises(RequestError, match="no logits"):
+        engine.logits([5, 6])
+
+
+@pytest.fixture(scope="module")
+def slicing(ft_dirs: dict[int, Path]) -> Iterator[Engine]:
+    """An engine whose steps take as few encoder tokens as any may."""
+    options = EngineOptions(max_lanes=LANES, max_stall_s=1e-9)
+    with Engine(ft_dirs[1], pp_size=2, device="cpu", options=options) as engine:
+        yield engine
+
+
+def test_long_rows_pass_the_encoder_in_slices(slicing: Engine, engine: Engine) -> None:
+    prompts = [[5] * 300, *prompts_of(5), list(range(4, 40)) * 8]
+    lengths = 20
+    together = answers(slicing, request_of(slicing, prompts, lengths))
+    assert together == answers(engine, request_of(engine, prompts, lengths))
+
+
+def test_rows_go_on_decoding_while_another_is_encoded(slicing: Engine) -> None:
+    began, steps = [], []
+    decoding = slicing.submit(
+        request_of(slicing, prompts_of(1), 400, min_length=400), on_step=steps.append
+    )
+    while len(steps) < 5:
+        time.sleep(0.001)
+    late = slicing.submit(
+        request_of(slicing, [[5] * 1500], 2), on_step=lambda _: began.append(len(steps))
+    )
+    before = len(steps)
+    late.result()
+    # Its two layers are two stages and two steps at least: the other row got tokens meanwhile.
+    assert began[0] - before >= 2
+    slicing.cancel(decoding)
+
+
+def test_a_row_given_up_in_the_encoder_does_no_harm(slicing: Engine) -> None:
+    prompt = prompts_of(3)[2]
+    for _ in range(5):
+        futures = [slicing.submit(request_of(slicing, [[5] * 900], 3)) for _ in range(2)]
+        time.sleep(0.004)
+        for future in futures:
+            slicing.cancel(future)
+        assert answers(slicing, request_of(slicing, [prompt], 5)) == [greedy(prompt, 5)]

@@ -1,0 +1,108 @@
+"""Prefix prompts: keys and values loaded for each task act as the tokens they were taken from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from export_scripts.families.config import PromptTask
+from export_scripts.families.gptj import GPTJ, GPTJConfig
+from inference.decoding.request import RequestError, parse_request
+from inference.engine.engine import Engine, SessionTurn
+from inference.model.step import Segment
+from inference.ranks.decoder_rank import DecoderRank
+from inference.ranks.plan import StepPlan, pack, unpack
+from inference.ranks.settings import RankSettings
+from tests.ft_folders import gpt_config, write_gpt, write_random
+
+TASKS = (PromptTask(task_name="one", prompt_length=2), PromptTask(task_name="two", prompt_length=3))
+MEANING = {"one": [7, 8], "two": [9, 10, 11]}
+
+
+def write_family(family: str, target: Path, *, tp_size: int = 1, **changes: Any) -> Path:
+    if family == "gpt":
+        return write_gpt(target, tp_size=tp_size, **changes)
+    shared = gpt_config(tp_size=tp_size)
+    names = ("model_name", "head_num", "size_per_head", "inter_size", "num_layer", "vocab_size")
+    names += ("start_id", "end_id", "weight_data_type", "tensor_para_size")
+    values = {name: getattr(shared, name) for name in names}
+    return write_random(GPTJ, GPTJConfig(**values, rotary_embedding=4, **changes), target)
+
+
+def cached(ft_dir: Path, tokens: list[int]) -> torch.Tensor:
+    """Return what a plain model caches for tokens, (layers, 2, heads, tokens, size)."""
+    settings = RankSettings(str(ft_dir), 0, 1, 1, "fp32", "cpu", lanes=1, max_len=8, threads=1)
+    rank = DecoderRank(settings)
+    plan = StepPlan(tokens, (Segment(0, 0, len(tokens)),), [len(tokens) - 1])
+    assert rank.run(unpack(pack(plan))) is not None
+    layers = range(rank.cache.shape.num_layer)
+    parts = [torch.stack(rank.cache.read(i, 0, 1, len(tokens))) for i in layers]
+    return torch.stack(parts)[:, :, 0]  # one lane
+
+
+def write_prefixes(family: str, target: Path, *, tp_size: int = 1) -> Path:
+    """Write a model whose tasks' prefixes are what it caches for their meaning."""
+    plain = write_family(family, target / "plain")
+    changes: dict[str, Any] = {"tasks": TASKS, "prompt_learning_type": 2}
+    ft_dir = write_family(family, target / "prefixed", tp_size=tp_size, **changes)
+    for name, tokens in MEANING.items():
+        for number, part in enumerate(cached(plain, tokens).chunk(tp_size, dim=2)):
+            path = ft_dir / f"model.prefix_prompt.{name}.weight.{number}.bin"
+            part.contiguous().numpy().tofile(path)
+    return ft_dir
+
+
+def request_of(engine: Engine, prompts: list[list[int]], **tensors: Any) -> Any:
+    width = max(map(len, prompts))
+    ids = np.array([prompt + [0] * (width - len(prompt)) for prompt in prompts], np.uint32)
+    lengths = np.array([[len(prompt)] for prompt in prompts], np.uint32)
+    output_len = np.full((len(prompts), 1), 6, np.uint32)
+    inputs = {"input_ids": ids, "input_lengths": lengths, "request_output_len": output_len}
+    return parse_request({**inputs, **tensors}, limits=engine.limits)
+
+
+def tasks(*numbers: int) -> dict[str, Any]:
+    return {"prompt_learning_task_name_ids": np.array([[number] for number in numbers], np.uint32)}
+
+
+def check(engine: Engine, **options: Any) -> None:
+    ids = [[3, 20, 4], [5, 6]]
+    prefixed = engine.generate(request_of(engine, ids, **tasks(1, 0), **options)).rows
+    whole = [MEANING["two"] + ids[0], MEANING["one"] + ids[1]]
+    alone = engine.generate(request_of(engine, whole, **options)).rows
+    assert [row.output_ids for row in prefixed] == [row.output_ids for row in alone]
+
+
+@pytest.mark.parametrize("family", ["gpt", "gptj"])
+def test_a_prefix_acts_as_the_tokens_it_was_taken_from(family: str, tmp_path: Path) -> None:
+    with Engine(write_prefixes(family, tmp_path), device="cpu") as engine:
+        check(engine)
+        check(engine, beam_width=np.array([[3]] * 2, np.uint32))
+        assert engine.free_lanes == engine.capacity.lanes
+
+
+def test_ranks_and_stages_hold_their_part_of_the_prefixes(tmp_path: Path) -> None:
+    folder = write_prefixes("gptj", tmp_path, tp_size=2)
+    with Engine(folder, tp_size=2, pp_size=2, device="cpu") as engine:
+        check(engine)
+
+
+def test_prefixes_count_as_cached_tokens_and_stay_out_of_continuations(tmp_path: Path) -> None:
+    with Engine(write_prefixes("gpt", tmp_path), device="cpu") as engine:
+        long = [[1] * 72]
+        assert engine.generate(request_of(engine, long, **tasks(0))).rows
+        with pytest.raises(RequestError, match=r"prompt \(75\) .* exceeds max_pos_seq_len \(80\)"):
+            request_of(engine, long, **tasks(1))
+        with pytest.raises(RequestError, match="at least 2 tokens"):
+            request_of(engine, [[1]], **tasks(1))
+        size = {"session_len": np.array([[40]], np.uint32)}
+        first = request_of(engine, [[1, 2]], **tasks(1), **size)
+        engine.generate(first, turn=SessionTurn(1, starts=True))
+        with pytest.raises(RequestError, match="a virtual prompt comes before all tokens"):
+            engine.generate(request_of(engine, [[1, 2]], **tasks(1)), turn=SessionTurn(1))
+        answer = engine.generate(request_of(engine, [[1, 2]]), turn=SessionTurn(1))
+        assert len(answer.request.rows[0].returned_ids) == 2 + 6 + 2

@@ -1,0 +1,114 @@
+"""Sessions that remember their newest tokens alone answer as a model with a sliding window does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from export_scripts.families.llama import LLAMA, LlamaConfig
+from inference.decoding.request import GenerationRequest, RequestError, parse_request
+from inference.engine.engine import Engine, EngineOptions, SessionTurn
+from tests.ft_folders import write_gpt, write_random
+
+MEMORY_LEN, SESSION_LEN = 12, 60
+TURNS = ([3, 9, 4, 1], [5, 8, 2], [6] * 3 + list(range(20)), [7])
+SAMPLED = {"runtime_top_k": 7, "repetition_penalty": 1.3}
+
+
+def write_llama(folder: Path, *, tp_size: int = 1, sliding_window: int | None = None) -> Path:
+    config = LlamaConfig(
+        model_name="llama",
+        weight_data_type="fp32",
+        tensor_para_size=tp_size,
+        head_num=4,
+        kv_head_num=2,
+        size_per_head=6,
+        hidden_size=28,
+        inter_size=36,
+        num_layer=2,
+        vocab_size=41,
+        start_id=39,
+        end_id=40,
+        max_pos_seq_len=90,
+        layernorm_eps=1e-5,
+        rotary_embedding=6,
+        sliding_window=sliding_window,
+    )
+    return write_random(LLAMA, config, folder)
+
+
+def request_of(engine: Engine, prompt: list[int], **options: Any) -> GenerationRequest:
+    """Return a request for five tokens after one prompt."""
+    values = {
+        "input_lengths": len(prompt),
+        "request_output_len": 5,
+        "min_length": 5,
+        **options,
+    }
+    tensors = {
+        name: np.array([[value]], np.float32 if isinstance(value, float) else np.uint32)
+        for name, value in values.items()
+    }
+    ids = np.array([prompt], np.uint32)
+    return parse_request({"input_ids": ids, **tensors}, engine.limits)
+
+
+def converse(remembering: Engine, windowed: Engine, **options: Any) -> None:
+    """Hold a session; compare each answer with the window's to the whole conversation."""
+    history: list[int] = []
+    for number, prompt in enumerate(TURNS):
+        lengths = {"session_len": SESSION_LEN, "memory_len": MEMORY_LEN} if not number else {}
+        turn = SessionTurn(1, starts=not number, ends=number == len(TURNS) - 1)
+        request = request_of(remembering, prompt, **lengths, **options)
+        (row,) = remembering.generate(request, turn=turn).rows
+        history += prompt
+        (expected,) = windowed.generate(request_of(windowed, history, **options)).rows
+        assert row.output_ids == expected.output_ids, number
+        history += row.output_ids[0]
+    assert len(history) > 3 * MEMORY_LEN
+    assert remembering.free_lanes == remembering.capacity.lanes
+
+
+@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 2)])
+def test_only_the_newest_tokens_are_seen(tmp_path: Path, tp_size: int, pp_size: int) -> None:
+    # A sequence of the cache is shorter than the conversation.
+    options = EngineOptions(max_lanes=4, max_seq_len=MEMORY_LEN)
+    folder = write_llama(tmp_path / "plain", tp_size=tp_size)
+    window = write_llama(tmp_path / "window", sliding_window=MEMORY_LEN)
+    with (
+        Engine(folder, tp_size=tp_size, pp_size=pp_size, device="cpu", options=options) as plain,
+        Engine(window, device="cpu", options=EngineOptions(max_lanes=4)) as windowed,
+    ):
+        converse(plain, windowed)
+        converse(plain, windowed, **SAMPLED)
+        converse(plain, windowed, beam_width=3)
+
+
+def test_memory_that_holds_everything_changes_nothing(tmp_path: Path) -> None:
+    with Engine(write_gpt(tmp_path), device="cpu") as engine:
+        start = request_of(engine, TURNS[0], session_len=SESSION_LEN, memory_len=SESSION_LEN)
+        engine.generate(start, turn=SessionTurn(1, starts=True))
+        answered = engine.generate(request_of(engine, TURNS[1]), turn=SessionTurn(1, ends=True))
+        whole = list(answered.request.rows[0].input_ids)
+        alone = engine.generate(request_of(engine, whole))
+    assert answered.rows[0].output_ids == alone.rows[0].output_ids
+
+
+@pytest.mark.parametrize(
+    ("lengths", "turn", "message"),
+    [
+        ({"session_len": 60, "memory_len": 30}, SessionTurn(1, starts=True), "memory_len=30 exc"),
+        ({"session_len": 60}, SessionTurn(1, starts=True), "session_len=60 exceeds the 20"),
+        ({"session_len": 99, "memory_len": 9}, SessionTurn(1, starts=True), "max_pos_seq_len"),
+        ({"memory_len": 9}, None, "memory_len: the request belongs to no session"),
+    ],
+)
+def test_lengths_that_do_not_fit_are_refused(
+    tmp_path: Path, lengths: dict[str, int], turn: SessionTurn | None, message: str
+) -> None:
+    engine = Engine(write_gpt(tmp_path), device="cpu", options=EngineOptions(max_seq_len=20))
+    with pytest.raises(RequestError, match=message):
+        engine.submit(request_of(engine, TURNS[0], **lengths), turn=turn)

@@ -1,0 +1,250 @@
+"""Interactive sessions: a turn is answered as the whole conversation would be, from the cache."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import CancelledError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from inference.decoding.request import GenerationRequest, RequestError, parse_request
+from inference.engine.engine import (
+    Engine,
+    EngineBusyError,
+    EngineOptions,
+    GenerationStep,
+    SessionTurn,
+)
+from tests.ft_folders import write_gpt
+
+LANES = 9
+SESSION_LEN = 70
+SAMPLED = {"runtime_top_k": 12, "random_seed": 5, "repetition_penalty": 1.3}
+_DTYPES = {"repetition_penalty": np.float32, "random_seed": np.uint64}
+
+START, NEXT, LAST = (
+    SessionTurn(7, starts=True),
+    SessionTurn(7),
+    SessionTurn(7, ends=True),
+)
+
+
+@pytest.fixture(scope="module")
+def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gpt(tmp_path_factory.mktemp("gpt"))
+
+
+@pytest.fixture(scope="module")
+def engine(ft_dir: Path) -> Iterator[Engine]:
+    options = EngineOptions(max_lanes=LANES)
+    with Engine(ft_dir, device="cpu", options=options) as engine:
+        yield engine
+
+
+def request_of(
+    engine: Engine, prompts: Sequence[Sequence[int]], output_len: int = 6, **options: Any
+) -> GenerationRequest:
+    """Return a request whose options hold for all rows."""
+    rows, width = len(prompts), max(map(len, prompts))
+    ids = np.zeros((rows, width), np.uint32)
+    for b, prompt in enumerate(prompts):
+        ids[b, : len(prompt)] = prompt
+    tensors: dict[str, Any] = {
+        "input_ids": ids,
+        "input_lengths": np.array([[len(prompt)] for prompt in prompts], np.uint32),
+        "request_output_len": np.full((rows, 1), output_len, np.uint32),
+    }
+    for name, value in options.items():
+        dtype = np.bool_ if name.startswith("is_") else _DTYPES.get(name, np.uint32)
+        tensors[name] = np.full((rows, 1), value, dtype)
+    return parse_request(tensors, limits=engine.limits)
+
+
+def begin(engine: Engine, prompts: Sequence[Sequence[int]], **options: Any) -> GenerationRequest:
+    return request_of(engine, prompts, session_len=SESSION_LEN, **options)
+
+
+def converse(
+    engine: Engine, turns: Sequence[Sequence[Sequence[int]]], output_len: int = 6, **options: Any
+) -> None:
+    """Hold a session and compare each answer with that to the whole conversation at once."""
+    history: list[list[int]] = [[] for _ in turns[0]]
+    for number, prompts in enumerate(turns):
+        request = request_of(engine, prompts, output_len, session_len=SESSION_LEN, **options)
+        turn = SessionTurn("talk", starts=number == 0, ends=number == len(turns) - 1)
+        answered = engine.generate(request, turn=turn)
+        whole = [[*kept, *new] for kept, new in zip(history, prompts, strict=True)]
+        alone = engine.generate(request_of(engine, whole, output_len, **options))
+        assert [row.output_ids for row in answered.rows] == [row.output_ids for row in alone.rows]
+        assert answered.request.padded_len == alone.request.padded_len
+        assert [list(row.returned_ids) for row in answered.request.rows] == whole
+        for b, row in enumerate(answered.rows):
+            ended = row.finish_reasons[0] != "length"
+            history[b] = whole[b] + list(row.output_ids[0][: -1 if ended else None])
+    assert engine.free_lanes == engine.capacity.lanes
+
+
+TURNS = [[[3, 9, 4], [1]], [[5, 8], [2, 2, 7, 30]], [[6], [6, 11]]]
+
+
+def test_turns_are_answered_as_the_whole_conversation(engine: Engine) -> None:
+    converse(engine, TURNS)
+    converse(engine, TURNS, **SAMPLED)
+
+
+def test_beams_go_on_from_the_best_hypothesis(engine: Engine) -> None:
+    converse(engine, TURNS, beam_width=3)
+
+
+def test_a_turn_that_ended_early_gives_its_last_token_away(engine: Engine) -> None:
+    answer = engine.generate(request_of(engine, [[3, 9, 4]])).rows[0].output_ids[0]
+    converse(engine, [turn[:1] for turn in TURNS], end_id=answer[2])
+
+
+def test_long_turns_come_in_chunks(ft_dir: Path) -> None:
+    options = EngineOptions(max_lanes=4, max_stall_s=1e-6)
+    with Engine(ft_dir, device="cpu", options=options) as engine:
+        converse(engine, [[[1, 2, 3]], [[5, 9, 4] * 8], [[8, 1] * 8]], output_len=2)
+
+
+def test_ranks_and_stages_keep_the_conversation(tmp_path: Path) -> None:
+    folder = write_gpt(tmp_path, tp_size=2)
+    with Engine(folder, tp_size=2, pp_size=2, device="cpu") as engine:
+        converse(engine, TURNS[:2])
+
+
+def test_streamed_turns_show_the_whole_conversation(engine: Engine) -> None:
+    first = engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
+    steps: list[GenerationStep] = []
+    future = engine.submit(request_of(engine, [[5]]), on_step=steps.append, turn=LAST)
+    result = future.result(30)
+    assert len(steps) == len(result.rows[0].output_ids[0]) - 1
+    history = [3, 9, 4, *first.rows[0].output_ids[0], 5]
+    assert {step.request.rows[0].returned_ids for step in steps} == {tuple(history)}
+
+
+def test_other_requests_run_beside_a_session(engine: Engine) -> None:
+    engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
+    others = [engine.submit(request_of(engine, [[4, b]], 20)) for b in range(2 * LANES)]
+    turn = engine.submit(request_of(engine, [[5]]), turn=LAST)
+    assert turn.result(30).rows
+    assert all(other.result(30).rows for other in others)
+    assert engine.free_lanes == LANES
+
+
+def test_starting_again_forgets_the_earlier_session(engine: Engine) -> None:
+    engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
+    engine.generate(begin(engine, [[8]]), turn=START)
+    assert engine.free_lanes == LANES - 1
+    result = engine.generate(request_of(engine, [[5]]), turn=LAST)
+    assert result.request.rows[0].returned_ids[0] == 8
+
+
+BAD_TURNS = [
+    ([[5]], SessionTurn(8), {}, "session 8 is not known: it has ended, paused for more than 60 s"),
+    ([[5]], START, {}, "session_len: the START request of a session needs it"),
+    ([[5]], START, {"session_len": 99}, r"session_len=99 exceeds max_pos_seq_len \(80\)"),
+    ([[5]], START, {"session_len": 6}, r"session_len: Session size too low \(6\)"),
+    ([[5]] * 5, START, {"session_len": 40, "beam_width": 2}, "keeps 10 sequences, the cache holds"),
+    ([[5], [6]], NEXT, {}, "input_ids: the session was started with 1 rows, not 2"),
+    ([[5]], NEXT, {"beam_width": 2}, "beam_width: the session was started with 1, not 2"),
+    ([[5]], NEXT, {"session_len": 60}, "session_len: the session was started with 70, not 60"),
+    ([[5]], NEXT, {"memory_len": 40}, "memory_len: the session was started with none, not 40"),
+    ([[5] * 59], NEXT, {}, r"conversation \(9\) \+ prompt \(59\) \+ request_output_len \(6\)"),
+    ([[5]], NEXT, {"is_return_context_embeddings": True}, "is_return_context_embeddings: looks"),
+    ([[5]], None, {"session_len": 40}, "session_len: the request belongs to no session"),
+]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "turn", "options", "message"), BAD_TURNS, ids=[each[3] for each in BAD_TURNS]
+)
+def test_a_refused_turn_leaves_the_session_as_it_was(
+    engine: Engine,
+    prompts: list[list[int]],
+    turn: SessionTurn | None,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    kept = SessionTurn("kept", starts=True)
+    engine.generate(begin(engine, [[3, 9, 4]]), turn=kept)
+    if turn == NEXT:
+        turn = SessionTurn("kept")
+    with pytest.raises(RequestError, match=message):
+        engine.generate(request_of(engine, prompts, **options), turn=turn)
+    result = engine.generate(request_of(engine, [[5]]), turn=SessionTurn("kept", ends=True))
+    assert len(result.request.rows[0].returned_ids) == 3 + 6 + 1
+    assert engine.free_lanes == LANES
+
+
+@pytest.mark.parametrize("options", [{"beam_width": 2}, {"is_return_context_embeddings": True}])
+def test_the_last_turn_ends_its_session_also_when_it_is_refused(
+    engine: Engine, options: dict[str, Any]
+) -> None:
+    engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
+    with pytest.raises(RequestError):
+        engine.generate(request_of(engine, [[5]], **options), turn=LAST)
+    with pytest.raises(RequestError, match="session 7 is not known"):
+        engine.generate(request_of(engine, [[5]]), turn=NEXT)
+    assert engine.free_lanes == LANES
+
+
+def test_a_turn_during_another_of_its_session_is_refused(engine: Engine) -> None:
+    asked = threading.Event()
+
+    def wait(_step: GenerationStep) -> None:
+        asked.wait(30)
+
+    future = engine.submit(begin(engine, [[3, 9, 4]]), on_step=wait, turn=START)
+    second = engine.submit(request_of(engine, [[5]]), turn=NEXT)
+    asked.set()
+    with pytest.raises(RequestError, match="session 7 is still being answered"):
+        second.result(30)
+    future.result(30)
+    assert engine.generate(request_of(engine, [[5]]), turn=LAST).rows
+
+
+def test_a_cancelled_turn_ends_its_session(engine: Engine) -> None:
+    steps: list[GenerationStep] = []
+    engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
+    future = engine.submit(request_of(engine, [[5]], 50), on_step=steps.append, turn=NEXT)
+    engine.cancel(future)
+    with pytest.raises(CancelledError):
+        future.result(30)
+    with pytest.raises(RequestError, match="session 7 is not known"):
+        engine.generate(request_of(engine, [[5]]), turn=NEXT)
+    assert engine.free_lanes == LANES
+
+
+def test_what_finds_no_lane_beside_sessions_is_refused(ft_dir: Path) -> None:
+    with Engine(ft_dir, device="cpu", options=EngineOptions(max_lanes=2)) as engine:
+        for number in (1, 2):
+            engine.generate(begin(engine, [[3]]), turn=SessionTurn(number, starts=True))
+        message = "sessions hold 2 of the 2 sequences that the cache holds; end one"
+        with pytest.raises(EngineBusyError, match=message):
+            engine.generate(begin(engine, [[3]]), turn=SessionTurn(3, starts=True))
+        with pytest.raises(EngineBusyError, match=message):
+            engine.generate(request_of(engine, [[3]]))
+        assert engine.generate(request_of(engine, [[5]]), turn=SessionTurn(1, ends=True)).rows
+        assert engine.generate(request_of(engine, [[3]])).rows
+
+
+def test_a_session_that_pauses_for_too_long_is_forgotten(ft_dir: Path) -> None:
+    options = EngineOptions(max_lanes=1, session_idle_s=0.2)
+    with Engine(ft_dir, device="cpu", options=options) as engine:
+        engine.generate(begin(engine, [[3]]), turn=SessionTurn(1, starts=True))
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                engine.generate(request_of(engine, [[3]]))
+                break
+            except EngineBusyError:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        with pytest.raises(RequestError, match="session 1 is not known"):
+            engine.generate(request_of(engine, [[5]]), turn=SessionTurn(1))

@@ -1,0 +1,78 @@
+"""The cache of keys and values, and the pool of its lanes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference.model.kv_cache import WIPE, CacheShape, KVCache, LanePool
+
+SHAPE = CacheShape(num_layer=2, lanes=4, kv_head_num=3, max_len=10, size_per_head=6)
+
+
+@pytest.fixture
+def cache() -> KVCache:
+    return KVCache(SHAPE, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def write(cache: KVCache, layer: int, places: list[tuple[int, int]]) -> torch.Tensor:
+    """Store random keys and values of tokens at (lane, position); return them (N, 2, H, D)."""
+    lanes, positions = (torch.tensor(each) for each in zip(*places, strict=True))
+    values = torch.randn(len(places), 2, 3, 6)
+    cache.write(layer, cache.token_rows(lanes, positions), values)
+    return values
+
+
+def test_tokens_are_read_where_they_were_written(cache: KVCache) -> None:
+    values = write(cache, 1, [(1, 0), (1, 1), (2, 0), (2, 1)])
+    keys, numbers = cache.read(1, 1, 2, 2)
+    assert keys.shape == (2, 3, 2, 6)
+    assert keys.equal(values[:, 0].view(2, 2, 3, 6).transpose(1, 2))
+    assert numbers.equal(values[:, 1].view(2, 2, 3, 6).transpose(1, 2))
+    assert not cache.read(0, 0, 4, 10)[0].any()
+
+
+def test_lanes_can_swap(cache: KVCache) -> None:
+    write(cache, 0, [(lane, position) for lane in range(4) for position in range(5)])
+    before = cache.read(0, 0, 4, 5)[0].clone()
+    cache.copy([(0, 3, 2, 5), (3, 0, 2, 5)])
+    after = cache.read(0, 0, 4, 5)[0]
+    assert after[0, :, 2:].equal(before[3, :, 2:])
+    assert after[3, :, 2:].equal(before[0, :, 2:])
+    assert after[:, :, :2].equal(before[:, :, :2])
+    assert after[1:3].equal(before[1:3])
+
+
+def test_a_lane_forgets_its_first_tokens_after_it_was_copied_to(cache: KVCache) -> None:
+    write(cache, 0, [(lane, position) for lane in range(4) for position in range(8)])
+    before = cache.read(0, 0, 4, 10)[0].clone()
+    cache.copy([(2, 2, 3, 8), (1, 2, 5, 8), (0, 0, 1, 8)])
+    after = cache.read(0, 0, 4, 10)[0]
+    assert after[2, :, :2].equal(before[2, :, 3:5])
+    assert after[2, :, 2:5].equal(before[1, :, 5:8])
+    assert after[0, :, :7].equal(before[0, :, 1:8])
+    assert after[1].equal(before[1])
+    assert after[3].equal(before[3])
+
+
+def test_wiped_tokens_are_zero(cache: KVCache) -> None:
+    write(cache, 0, [(2, position) for position in range(4)])
+    cache.copy([(WIPE, 2, 0, 3)])
+    keys = cache.read(0, 2, 1, 4)[0]
+    assert not keys[:, :, :3].any()
+    assert keys[:, :, 3].any()
+
+
+def test_size_counts_keys_and_values_of_every_lane() -> None:
+    assert SHAPE.token_bytes(4) == 2 * 2 * 3 * 6 * 4
+    assert SHAPE.size_bytes(4) == (4 + 1) * 10 * SHAPE.token_bytes(4)
+
+
+def test_lowest_lanes_are_given_first() -> None:
+    pool = LanePool(5)
+    assert pool.take(2) == [0, 1]
+    assert pool.take(2) == [2, 3]
+    pool.give_back([1, 0])
+    assert pool.free == 3
+    assert pool.take(3) == [0, 1, 4]
+    assert pool.take(1) is None

@@ -1,0 +1,56 @@
+"""A request's exchange with the server: one final response, and no question after it."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from inference.backend.engine_model import Exchange
+
+
+class Sender:
+    """Fails, as the server ends, when it is used after the final response."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.final = False
+
+    def send(self, message: str, *, flags: int) -> None:
+        assert not self.final
+        self.final = flags == 1
+        self.sent.append(message)
+
+    def is_cancelled(self) -> bool:
+        assert not self.final
+        return True
+
+
+@pytest.fixture
+def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
+    """Return an exchange; the module of the backend exists only inside the server."""
+    backend = SimpleNamespace(
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=1, TritonModelException=RuntimeError
+    )
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
+    sender = Sender()
+    return Exchange(
+        SimpleNamespace(get_response_sender=lambda: sender, requested_output_names=lambda: ["y"])
+    )
+
+
+def test_a_client_that_left_is_noticed(exchange: Exchange) -> None:
+    exchange.send("first", final=False)
+    assert exchange.is_cancelled()
+
+
+def test_the_server_is_not_asked_about_a_finished_request(exchange: Exchange) -> None:
+    exchange.send("last", final=True)
+    assert not exchange.is_cancelled()
+
+
+def test_nothing_is_sent_after_the_final_response(exchange: Exchange) -> None:
+    exchange.send("last", final=True)
+    exchange.send("more", final=True)
+    assert exchange.sender.sent == ["last"]

@@ -1,0 +1,101 @@
+"""Plans survive packing; prompts are cut to keep the stated bound."""
+
+from __future__ import annotations
+
+from dataclasses import astuple
+
+from inference.engine.chunking import ChunkSize
+from inference.model.step import Segment
+from inference.ranks.decoder_rank import split_segments
+from inference.ranks.plan import (
+    Command,
+    EncoderRow,
+    StepPlan,
+    command_of,
+    pack,
+    pack_command,
+    received,
+    unpack,
+)
+
+PLAN = StepPlan(
+    ids=[5, 6, 7, 90_000],
+    segments=(Segment(0, 3, 1), Segment(4, 0, 3, forgotten=7)),
+    output_rows=[0, 3],
+    moves=((1, 2, 0, 9), (-1, 3, 0, 4)),
+    has_virtual=True,
+    embedding_rows=2,
+    pool=True,
+    encoder_rows=(EncoderRow(2, (4, 5), 1), EncoderRow(1)),
+    encoder_ids=[8, 9, 10],
+    attentions=True,
+    encoder_layers=3,
+)
+
+
+def test_plan_survives_packing() -> None:
+    packed = pack(PLAN)
+    assert command_of(packed) == Command.STEP
+    assert int(packed[1]) == len(packed)
+    plan = unpack(packed)
+    assert plan.ids.tolist() == PLAN.ids
+    assert plan.output_rows.tolist() == PLAN.output_rows
+    assert plan.encoder_ids.tolist() == PLAN.encoder_ids
+    assert (plan.segments, plan.moves) == (PLAN.segments, PLAN.moves)
+    assert (plan.has_virtual, plan.embedding_rows, plan.pool) == (True, 2, True)
+    assert (plan.encoder_rows, plan.attentions) == (PLAN.encoder_rows, True)
+    assert plan.encoder_layers == 3
+
+
+def test_a_single_rank_reads_the_plan_that_others_unpack() -> None:
+    for mine, theirs in zip(astuple(received(PLAN)), astuple(unpack(pack(PLAN))), strict=True):
+        if hasattr(mine, "dtype"):
+            assert mine.dtype == theirs.dtype
+            assert mine.tolist() == theirs.tolist()
+        else:
+            assert mine == theirs
+
+
+def test_commands_need_no_plan() -> None:
+    for command in Command:
+        assert command_of(pack_command(command)) == command
+
+
+def test_segments_are_cut_into_even_runs() -> None:
+    segments = [Segment(0, 9, 1), Segment(2, 0, 6), Segment(3, 4, 1)]
+    assert split_segments(segments, 2) == [
+        [Segment(0, 9, 1), Segment(2, 0, 3)],
+        [Segment(2, 3, 3), Segment(3, 4, 1)],
+    ]
+    assert split_segments(segments, 1) == [segments]
+
+
+def test_chunks_follow_the_measured_speed() -> None:
+    chunk = ChunkSize(0.5)
+    chunk.observe(tokens=100, seconds=0.1)
+    assert chunk.tokens(somebody_waits=True) == 500
+    assert chunk.tokens(somebody_waits=False) > 500
+    for _ in range(2):
+        chunk.observe(tokens=100, seconds=1.0)
+    assert chunk.tokens(somebody_waits=True) == 50
+    for _ in range(2):
+        chunk.observe(tokens=100, seconds=100.0)
+    assert chunk.tokens(somebody_waits=True) == 16
+
+
+def test_one_slow_step_does_not_make_prompts_crawl() -> None:
+    chunk = ChunkSize(0.5)
+    chunk.observe(tokens=100, seconds=100.0)  # such as the first of all, which compiles
+    assert chunk.tokens(somebody_waits=True) == 16
+    chunk.observe(tokens=100, seconds=0.1)
+    assert chunk.tokens(somebody_waits=True) == 500
+    chunk.observe(tokens=100, seconds=0.1)
+    chunk.observe(tokens=100, seconds=100.0)
+    assert chunk.tokens(somebody_waits=True) == 500
+
+
+def test_steps_with_few_prompt_tokens_teach_nothing() -> None:
+    chunk = ChunkSize(0.5)
+    chunk.observe(tokens=100, seconds=0.1)
+    chunk.observe(tokens=2, seconds=5.0)
+    assert chunk.tokens(somebody_waits=True) == 500

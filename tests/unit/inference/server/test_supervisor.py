@@ -1,0 +1,76 @@
+"""The supervisor: nothing of its command outlives the owner, however the owner ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from inference.server import supervisor
+from tests.waiting import LIMIT_S, lives, until
+
+# A command that leaves a grandchild in a session of its own, out of reach of group signals.
+FAMILY = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"],
+                         start_new_session=True)
+open(sys.argv[1], "w").write(str(child.pid))
+time.sleep(float(sys.argv[2]))
+sys.exit(7)
+"""
+
+
+def _run(command: list[str]) -> tuple[subprocess.Popen[bytes], int]:
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, supervisor.__file__, str(read_end), *command],
+        pass_fds=[read_end],
+        start_new_session=True,
+    )
+    os.close(read_end)
+    return process, write_end
+
+
+def _family(tmp_path: Path, seconds: float) -> tuple[subprocess.Popen[bytes], int, int]:
+    path = tmp_path / "pid"
+    process, lifeline = _run([sys.executable, "-c", FAMILY, str(path), str(seconds)])
+    until(lambda: path.exists() and path.read_text() != "")
+    return process, lifeline, int(path.read_text())
+
+
+def test_status_is_passed_on_and_grandchildren_end(tmp_path: Path) -> None:
+    process, lifeline, grandchild = _family(tmp_path, 0.1)
+    assert process.wait(LIMIT_S) == 7
+    assert not lives(grandchild)
+    os.close(lifeline)
+
+
+def test_closed_lifeline_ends_command_and_grandchildren(tmp_path: Path) -> None:
+    process, lifeline, grandchild = _family(tmp_path, 60)
+    os.close(lifeline)
+    assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+    assert not lives(grandchild)
+
+
+def test_command_that_ignores_sigterm_is_killed_on_sigquit() -> None:
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1); time.sleep(60)"
+    process, lifeline = _run([sys.executable, "-c", stubborn])
+    until(lambda: len(supervisor.descendants(process.pid)) == 1)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGQUIT)
+    assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
+    os.close(lifeline)
+
+
+def test_killed_supervisor_takes_the_command_along(tmp_path: Path) -> None:
+    process, lifeline = _run([sys.executable, "-c", "import time; time.sleep(60)"])
+    until(lambda: len(supervisor.descendants(process.pid)) == 1)
+    command = supervisor.descendants(process.pid)[0]
+    time.sleep(0.2)  # the command's own set-up
+    process.kill()
+    process.wait(LIMIT_S)
+    until(lambda: not lives(command))
+    os.close(lifeline)

@@ -1,0 +1,27 @@
+"""Free ports and the holders of taken ones."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from inference.ports import pick_free_ports, port_problem
+
+
+def test_picked_ports_differ_and_are_free() -> None:
+    ports = pick_free_ports("127.0.0.1", 3)
+    assert len(set(ports)) == 3
+    assert [port_problem("127.0.0.1", port) for port in ports] == [None] * 3
+
+
+def test_holder_of_a_taken_port_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        problem = port_problem("127.0.0.1", holder.getsockname()[1])
+    assert problem is not None
+    assert problem.startswith(f"is in use by process {os.getpid()} (")
+
+
+def test_foreign_address_is_reported() -> None:
+    problem = port_problem("192.0.2.1", 8000)
+    assert problem is not None
+    assert "cannot be opened on 192.0.2.1" in problem

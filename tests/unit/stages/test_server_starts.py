@@ -1,0 +1,112 @@
+"""How the processes of a server on several nodes follow its starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from stages.base import StageError
+from stages.server_starts import (
+    RENDEZVOUS_VARIABLE,
+    ServerStart,
+    announce_end,
+    announce_failure,
+    announce_start,
+    losses,
+    read_start,
+    take_part,
+)
+from tests.waiting import LIMIT_S, until
+
+
+@contextmanager
+def taking_part(folder: Path, script: str) -> Iterator[Callable[[], list[str]]]:
+    """Run a part that follows the job "7"; yields what its command has written, by lines."""
+    told = folder / "told"
+    told.touch()
+    errors: list[BaseException] = []
+
+    def part() -> None:
+        try:
+            take_part(
+                folder,
+                "7",
+                command=[sys.executable, "-c", script, str(told)],
+                environment={},
+            )
+        except StageError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=part)
+    thread.start()
+    try:
+        yield lambda: told.read_text().splitlines()
+    finally:
+        announce_end(folder, "7")
+        thread.join(LIMIT_S)
+    assert not thread.is_alive()
+    assert not errors
+
+
+# Writes where the ranks meet and its process id, and stays.
+STAYS = f"""
+import os, sys, time
+with open(sys.argv[1], "a") as told:
+    told.write(f"{{os.environ['{RENDEZVOUS_VARIABLE}']}} {{os.getpid()}}\\n")
+time.sleep(600)
+"""
+
+
+def test_a_part_runs_its_command_anew_for_every_start_until_the_end(tmp_path: Path) -> None:
+    with taking_part(tmp_path, STAYS) as told:
+        first = announce_start(tmp_path, "7", 1)
+        until(lambda: len(told()) == 1)
+        announce_failure(tmp_path, "7", 1)
+        second = announce_start(tmp_path, "7", 2)
+        until(lambda: len(told()) == 2)
+    assert [line.split()[0] for line in told()] == [first.address, second.address]
+    for line in told():
+        assert not Path(f"/proc/{line.split()[1]}").exists()
+
+
+def test_what_another_job_has_announced_means_nothing(tmp_path: Path) -> None:
+    announce_end(tmp_path, "6")
+    assert read_start(tmp_path, "7") is None
+    with taking_part(tmp_path, STAYS) as told:
+        announce_start(tmp_path, "7", 1)
+        until(lambda: len(told()) == 1)
+
+
+@pytest.mark.parametrize("is_end", [True, False])
+def test_what_a_job_announced_before_it_was_requeued_means_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_end: bool
+) -> None:
+    if is_end:
+        announce_end(tmp_path, "7")
+    else:
+        announce_start(tmp_path, "7", 1)
+    assert read_start(tmp_path, "7") is not None
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert read_start(tmp_path, "7") is None
+    called = announce_start(tmp_path, "7", 1)
+    assert read_start(tmp_path, "7") == called == ServerStart(**vars(called))
+
+
+def test_a_part_that_is_killed_leaves_word_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    with taking_part(tmp_path, STAYS) as told:
+        announce_start(tmp_path, "7", 1)
+        until(lambda: len(told()) == 1)
+        os.kill(int(told()[0].split()[1]), 9)
+        said = losses(tmp_path, "7", 1, wait_s=LIMIT_S)
+    assert said == ["rank 0 on n2 was ended by SIGKILL"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert losses(tmp_path, "7", 1, wait_s=0) == []
