@@ -146,14 +146,14 @@ def slipway(
     """Return this project's engine on one rank, with room for `lanes` times `max_len` tokens."""
     from inference.decoding.options import RowOptions
     from inference.decoding.request import GenerationRequest, RowRequest
-    from inference.engine.engine import Engine, EngineOptions
+    from inference.engine.engine import Engine, EngineOptions, Placement
     from inference.ranks.decoder_rank import DecoderRank
 
     model_times: list[float] = []
     _time_calls(DecoderRank, "run", model_times)
     options = EngineOptions(max_lanes=lanes, max_seq_len=max_len)
     engine = Engine(
-        ft_dir, data_type=data_type, int8_mode=int(int8), device=device, options=options
+        ft_dir, Placement(data_type=data_type, int8_mode=int(int8), device=device), options=options
     )
     engine.start()
     step_times: list[float] = []
@@ -209,8 +209,6 @@ def bare_loop(
         RankSettings(
             ft_dir=str(ft_dir),
             rank=0,
-            tp_size=1,
-            pp_size=1,
             data_type=data_type,
             device=device,
             lanes=lanes,

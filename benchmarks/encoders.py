@@ -73,8 +73,9 @@ def slipway_bert(ft_dir: Path, data_type: str, device: str) -> Program:
     """Return this project's engine on a BERT."""
     from inference.engine.encoder_engine import EncoderEngine
     from inference.engine.encoding import EncodingRequest, EncodingRow
+    from inference.ranks.settings import Placement
 
-    engine = EncoderEngine(ft_dir, data_type=data_type, device=device)
+    engine = EncoderEngine(ft_dir, Placement(data_type=data_type, device=device))
     engine.start()
 
     def encode(prompts: Prompts, _: int) -> Any:

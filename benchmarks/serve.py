@@ -117,7 +117,7 @@ def main() -> None:
     args = parser.parse_args()
 
     from inference.decoding.request import parse_request
-    from inference.engine.engine import Engine, EngineOptions
+    from inference.engine.engine import Engine, EngineOptions, Placement
     from inference.server.client import TritonClient
     from inference.server.server import TritonServer
 
@@ -130,7 +130,11 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         options = EngineOptions(**room)
         engine = stack.enter_context(
-            Engine(model.ft_dir, data_type=args.data_type, device=args.device, options=options)
+            Engine(
+                model.ft_dir,
+                Placement(data_type=args.data_type, device=args.device),
+                options=options,
+            )
         )
         server = stack.enter_context(
             TritonServer(

@@ -48,7 +48,7 @@ class EncoderModel(EngineModel):
         outputs = {"output_hidden_state": result.hidden}  # (B, S, E)
         if result.attentions is not None:
             outputs["output_attentions"] = result.attentions  # (B, L, heads, S, S)
-        data_type = self.settings.data_type
+        data_type = self.settings.placement.data_type
         tensors = [
             hidden_tensor(name, value, data_type)
             for name, value in outputs.items()

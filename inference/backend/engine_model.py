@@ -201,17 +201,13 @@ class EngineModel:
 
 
 def engine_arguments(settings: ModelSettings) -> dict[str, Any]:
-    """Return what every engine is told beside the folder of its weights."""
+    """Return the arguments of every engine except the folder of its weights."""
     return {
-        "tp_size": settings.tp_size,
-        "pp_size": settings.pp_size,
-        "data_type": settings.data_type,
-        "int8_mode": settings.int8_mode,
-        "device": settings.device,
+        "placement": settings.placement,
         "options": settings.engine,
         # Given where the ranks are on several nodes, started by the scheduler.
         "rendezvous": open_rendezvous(
-            settings.tp_size * settings.pp_size, timeout_s=settings.engine.rank_timeout_s
+            settings.placement.world_size, timeout_s=settings.engine.rank_timeout_s
         ),
     }
 

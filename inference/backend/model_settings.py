@@ -11,6 +11,7 @@ from typing import Any
 from inference.backend.triton_model import ModelArguments
 from inference.engine.options import EngineOptions
 from inference.plain_path import native_path
+from inference.ranks.settings import Placement
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 
@@ -82,10 +83,16 @@ _ENGINE: dict[str, Callable[[str], Any]] = {
     "nucleus_include_boundary": _flag,
 }
 PARAMETERS = _REQUIRED | _OPTIONAL | _ENGINE
+# Parameters that are fields of `Placement`.
+_PLACEMENT = {
+    "tensor_para_size": "tp_size",
+    "pipeline_para_size": "pp_size",
+    "data_type": "data_type",
+    "int8_mode": "int8_mode",
+    "device": "device",
+}
 _DIRECT = (
     "model_type",
-    "int8_mode",
-    "device",
     "is_remove_padding",
     "strict_lengths",
     "stream_new_tokens",
@@ -97,12 +104,8 @@ class ModelSettings:
     """The checked parameters of a model and where its weights are."""
 
     checkpoint_path: Path
-    tp_size: int
-    pp_size: int
-    data_type: str
+    placement: Placement
     model_type: str = "GPT"
-    int8_mode: int = 0
-    device: str = "auto"
     is_remove_padding: bool = False
     strict_lengths: bool = False
     stream_new_tokens: bool = False
@@ -136,9 +139,9 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
         options["session_idle_s"] = arguments.session_idle_s
     return ModelSettings(
         checkpoint_path=_checkpoint_path(arguments, values),
-        tp_size=values["tensor_para_size"],
-        pp_size=values["pipeline_para_size"],
-        data_type=values["data_type"],
+        placement=Placement(
+            **{field: values[key] for key, field in _PLACEMENT.items() if key in values}
+        ),
         engine=EngineOptions(**options),
         unknown=tuple(sorted(set(arguments.parameters) - set(PARAMETERS))),
         **direct,

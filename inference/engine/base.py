@@ -5,13 +5,18 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from export_scripts.families.architecture import Architecture
 from inference.engine.loop import EngineLoop
 from inference.engine.options import EngineOptions
+from inference.ranks.checks import check_ranks
 from inference.ranks.rank_group import threads_per_rank
 from inference.ranks.rendezvous import Rendezvous
+from inference.ranks.settings import Placement, RankSettings
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +74,35 @@ class EngineBase(ABC):
         future.cancel()
 
 
-def rank_place(
-    options: EngineOptions, world_size: int, rendezvous: Rendezvous | None
-) -> dict[str, Any]:
-    """Return the fields of rank 0's `RankSettings` that follow from where the ranks run."""
-    local_ranks = world_size if rendezvous is None else rendezvous.place.local_size
-    return {
-        "threads": options.threads or threads_per_rank(local_ranks),
-        "device_index": None if rendezvous is None else rendezvous.place.local_rank,
-        "shared_memory": options.shared_memory,
-        "rank_timeout_s": options.rank_timeout_s,
-    }
+def checked_placement(
+    architecture: Architecture, placement: Placement | None, rendezvous: Rendezvous | None
+) -> Placement:
+    """Return where an engine's ranks run, with its device decided; raise as `check_ranks`."""
+    return check_ranks(
+        architecture,
+        placement or Placement(),
+        # Each process that a launcher started uses one device.
+        needed_devices=None if rendezvous is None else 1,
+    )
+
+
+def rank_settings(
+    ft_dir: Path | str,
+    placement: Placement,
+    options: EngineOptions,
+    rendezvous: Rendezvous | None,
+    **cache: Any,
+) -> RankSettings:
+    """Return the settings of rank 0; `cache` holds the remaining fields."""
+    launch = None if rendezvous is None else rendezvous.place
+    local_ranks = placement.world_size if launch is None else launch.local_size
+    return RankSettings(
+        **asdict(placement),
+        ft_dir=str(ft_dir),
+        rank=0,
+        threads=options.threads or threads_per_rank(local_ranks),
+        device_index=None if launch is None else launch.local_rank,
+        shared_memory=options.shared_memory,
+        rank_timeout_s=options.rank_timeout_s,
+        **cache,
+    )

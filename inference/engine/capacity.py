@@ -20,7 +20,7 @@ from inference.decoding.request import GenerationRequest, ModelLimits
 from inference.engine.options import EngineOptions
 from inference.model.kv_cache import CacheShape
 from inference.parallel.layout import ParallelLayout
-from inference.ranks.checks import check_ranks
+from inference.ranks.settings import Placement
 
 _DEFAULT_MAX_LEN = 4096
 _CPU_SHARE = 0.25  # of the memory that is available, for keys and values
@@ -151,42 +151,15 @@ def model_limits(config: ModelConfig, architecture: GeneratorArchitecture) -> Mo
 def plan_capacity(
     architecture: GeneratorArchitecture,
     ft_dir: Path,
-    *,
-    tp_size: int,
-    pp_size: int,
-    data_type: str,
-    int8_mode: int,
-    device: str,
+    placement: Placement,
     options: EngineOptions,
-    needed_devices: int | None = None,
 ) -> Capacity:
-    """Return what fits, after checking sizes and types; see `check_ranks`.
+    """Return what fits on ranks that `check_ranks` has passed.
 
     Raises:
         ValueError: naming everything that does not fit.
     """
-    kind = check_ranks(
-        architecture,
-        tp_size=tp_size,
-        pp_size=pp_size,
-        data_type=data_type,
-        int8_mode=int8_mode,
-        device=device,
-        needed_devices=needed_devices,
-    )
-    return _lanes(
-        architecture, ft_dir, ParallelLayout(0, tp_size, pp_size), data_type, kind, options
-    )
-
-
-def _lanes(
-    architecture: GeneratorArchitecture,
-    ft_dir: Path,
-    layout: ParallelLayout,
-    data_type: str,
-    device: str,
-    options: EngineOptions,
-) -> Capacity:
+    layout = placement.layout_of(0)
     longest = _longest(architecture) or options.max_seq_len or _DEFAULT_MAX_LEN
     max_len = min(options.max_seq_len or _DEFAULT_MAX_LEN, longest)
     stack = _cached_stack(architecture)
@@ -198,16 +171,16 @@ def _lanes(
         size_per_head=stack.size_per_head,
     )
     # A CPU may compute 16-bit types in fp32; its cache then holds fp32.
-    item_bytes = 4 if device == "cpu" else item_size(data_type)
+    item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
     lane_bytes = max_len * one_lane.token_bytes(item_bytes)
-    budget = options.kv_cache_bytes or _free_bytes(ft_dir, layout, device)
+    budget = options.kv_cache_bytes or _free_bytes(ft_dir, layout, placement.device)
     lanes = min(options.max_lanes, budget // lane_bytes - 1)  # the cache has a lane of its own
     if lanes < 1:
         raise ValueError(
             f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
             f"{2 * lane_bytes} bytes on each rank; raise kv_cache_bytes or lower max_seq_len"
         )
-    return Capacity(device, lanes, max_len, (lanes + 1) * lane_bytes)
+    return Capacity(placement.device, lanes, max_len, (lanes + 1) * lane_bytes)
 
 
 def _longest(architecture: GeneratorArchitecture) -> int | None:

@@ -14,7 +14,7 @@ from export_scripts.families.architecture import (
 )
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.request import RequestError
-from inference.engine.base import EngineBase, rank_place
+from inference.engine.base import EngineBase, checked_placement, rank_settings
 from inference.engine.capacity import available_bytes
 from inference.engine.encoding import (
     EncoderLimits,
@@ -25,10 +25,9 @@ from inference.engine.encoding import (
 )
 from inference.engine.loop import EngineLoop
 from inference.engine.options import EngineOptions
-from inference.ranks.checks import check_ranks
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.rendezvous import Rendezvous
-from inference.ranks.settings import RankSettings
+from inference.ranks.settings import Placement
 
 # Most tokens of a row unless max_seq_len says otherwise: attention grows with their square.
 _DEFAULT_MAX_LEN = 4096
@@ -41,12 +40,8 @@ class EncoderEngine(EngineBase):
     def __init__(
         self,
         ft_dir: Path | str,
+        placement: Placement | None = None,
         *,
-        tp_size: int = 1,
-        pp_size: int = 1,
-        data_type: str = "fp32",
-        int8_mode: int = 0,
-        device: str = "auto",
         remove_padding: bool = True,
         options: EngineOptions | None = None,
         rendezvous: Rendezvous | None = None,
@@ -54,12 +49,8 @@ class EncoderEngine(EngineBase):
         """Read the folder's description; nothing is loaded before `start`.
 
         Args:
-            ft_dir: The folder of weights, cut for `tp_size` ranks.
-            tp_size: Tensor-parallel size.
-            pp_size: Pipeline-parallel size; divides the layers.
-            data_type: What is computed in: fp32, fp16 or bf16.
-            int8_mode: 0; weights are not quantised.
-            device: cpu, cuda, or auto for CUDA where there is a device.
+            ft_dir: The folder of weights, cut for `placement.tp_size` ranks.
+            placement: Sizes, types and device of the ranks; BERT has no int8_mode.
             remove_padding: Compute true tokens only (BERT; other encoders always do).
             options: Bounds; those of caches do not apply.
             rendezvous: As for `Engine`.
@@ -70,31 +61,18 @@ class EncoderEngine(EngineBase):
         self.options = options or EngineOptions()
         self.family, self.config = read_config(Path(ft_dir))
         self.architecture = encoder_of(self.family.architecture(self.config), self.family.name)
-        kind = check_ranks(
-            self.architecture,
-            tp_size=tp_size,
-            pp_size=pp_size,
-            data_type=data_type,
-            int8_mode=int8_mode,
-            device=device,
-            # Each process of a launcher sees to its own device.
-            needed_devices=1 if rendezvous is not None else None,
-        )
+        placement = checked_placement(self.architecture, placement, rendezvous)
         self.limits = encoder_limits(self.architecture)
         self.max_len = self.options.max_seq_len or _DEFAULT_MAX_LEN
-        settings = RankSettings(
-            ft_dir=str(ft_dir),
-            rank=0,
-            tp_size=tp_size,
-            pp_size=pp_size,
-            data_type=data_type,
-            device=kind,
+        settings = rank_settings(
+            ft_dir,
+            placement,
+            self.options,
+            rendezvous,
             lanes=1,
             max_len=1,
-            int8_mode=int8_mode,
             encoder_only=True,
             remove_padding=remove_padding,
-            **rank_place(self.options, tp_size * pp_size, rendezvous),
         )
         takes_ids = self.limits.vocab_size is not None
         self._loop: EngineLoop[RunningEncoding] = EngineLoop(

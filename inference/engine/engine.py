@@ -26,7 +26,7 @@ from inference.decoding.request import (
     RowRequest,
 )
 from inference.decoding.session_turn import SessionTurn
-from inference.engine.base import EngineBase, rank_place
+from inference.engine.base import EngineBase, checked_placement, rank_settings
 from inference.engine.capacity import (
     Capacity,
     GeneratorArchitecture,
@@ -49,7 +49,7 @@ from inference.engine.sessions import turn_problems
 from inference.model.step import Segment
 from inference.ranks.plan import StepPlan
 from inference.ranks.rendezvous import Rendezvous
-from inference.ranks.settings import RankSettings
+from inference.ranks.settings import Placement
 
 __all__ = [
     "Engine",
@@ -58,6 +58,7 @@ __all__ = [
     "EngineOptions",
     "GenerationResult",
     "GenerationStep",
+    "Placement",
     "SessionTurn",
 ]
 
@@ -68,24 +69,16 @@ class Engine(EngineBase):
     def __init__(
         self,
         ft_dir: Path | str,
+        placement: Placement | None = None,
         *,
-        tp_size: int = 1,
-        pp_size: int = 1,
-        data_type: str = "fp32",
-        int8_mode: int = 0,
-        device: str = "auto",
         options: EngineOptions | None = None,
         rendezvous: Rendezvous | None = None,
     ) -> None:
         """Read the folder's description; nothing is loaded before `start`.
 
         Args:
-            ft_dir: The folder of weights, cut for `tp_size` ranks.
-            tp_size: Tensor-parallel size.
-            pp_size: Pipeline-parallel size; divides the layers.
-            data_type: What is computed in: fp32, fp16 or bf16.
-            int8_mode: 1 to keep matrices in 8 bits, quantised at load.
-            device: cpu, cuda, or auto for CUDA where there is a device.
+            ft_dir: The folder of weights, cut for `placement.tp_size` ranks.
+            placement: Sizes, types and device of the ranks.
             options: Budgets and bounds.
             rendezvous: With the ranks that a launcher started, perhaps on several
                 nodes; None starts the other ranks on this node.
@@ -96,30 +89,18 @@ class Engine(EngineBase):
         self.options = options or EngineOptions()
         self.family, self.config = read_config(Path(ft_dir))
         self.architecture = generator_of(self.family, self.config)
+        placement = checked_placement(self.architecture, placement, rendezvous)
         self.capacity: Capacity = plan_capacity(
-            self.architecture,
-            Path(ft_dir),
-            tp_size=tp_size,
-            pp_size=pp_size,
-            data_type=data_type,
-            int8_mode=int8_mode,
-            device=device,
-            options=self.options,
-            # Each process of a launcher sees to its own device.
-            needed_devices=1 if rendezvous is not None else None,
+            self.architecture, Path(ft_dir), placement, self.options
         )
         self.limits: ModelLimits = model_limits(self.config, self.architecture)
-        self._settings = RankSettings(
-            ft_dir=str(ft_dir),
-            rank=0,
-            tp_size=tp_size,
-            pp_size=pp_size,
-            data_type=data_type,
-            int8_mode=int8_mode,
-            device=self.capacity.device,
+        self._settings = rank_settings(
+            ft_dir,
+            placement,
+            self.options,
+            rendezvous,
             lanes=self.capacity.lanes,
             max_len=self.capacity.max_len,
-            **rank_place(self.options, tp_size * pp_size, rendezvous),
         )
         self._table_rows, table_size = _table_rows(self.config)
         self._embedding_base = self.architecture.vocab_size + table_size

@@ -30,6 +30,7 @@ from inference.pytriton.model_source import Wanted, parse_model_name, prepare_we
 from inference.pytriton.serving import Endpoint, ServingError, serve
 from inference.pytriton.text_service import TextService
 from inference.ranks.rendezvous import Rendezvous, RendezvousError
+from inference.ranks.settings import Placement
 from inference.ranks.worker import serve_started_rank
 
 logger = logging.getLogger(__name__)
@@ -143,10 +144,12 @@ def _load_and_serve(
     tokenizer = load_tokenizer(ft_dir)
     engine = Engine(
         ft_dir,
-        tp_size=arguments.tp,
-        pp_size=arguments.pp,
-        data_type=arguments.data_type or _stored_type(ft_dir),
-        device=arguments.device,
+        Placement(
+            tp_size=arguments.tp,
+            pp_size=arguments.pp,
+            data_type=arguments.data_type or _stored_type(ft_dir),
+            device=arguments.device,
+        ),
         options=options,
         rendezvous=rendezvous,
     )

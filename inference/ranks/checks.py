@@ -1,8 +1,9 @@
-"""Whether a model divides among ranks, and whether this machine has what they need."""
+"""Checks before loading: the model divides among the ranks, the machine has their devices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,36 +17,31 @@ from export_scripts.ft.dtypes import WEIGHT_DATA_TYPES
 from inference.model import encoder, t5_weights
 from inference.model.decoder_weights import check_architecture
 from inference.parallel.layout import ParallelLayout
+from inference.ranks.settings import Placement
 
 
 def check_ranks(
-    architecture: Architecture,
-    *,
-    tp_size: int,
-    pp_size: int,
-    data_type: str,
-    int8_mode: int,
-    device: str,
-    needed_devices: int | None = None,
-) -> str:
-    """Return the device that the ranks of a model use, after checking sizes and types.
+    architecture: Architecture, placement: Placement, *, needed_devices: int | None = None
+) -> Placement:
+    """Return a checked placement, with the device that `auto` stands for.
 
-    `needed_devices` is how many GPUs this process must see; None for one for each rank.
+    `needed_devices` is how many GPUs this process must see; None means one for each rank.
 
     Raises:
         ValueError: naming everything that does not fit.
     """
     problems = []
-    if data_type not in WEIGHT_DATA_TYPES:
-        problems.append(f"data_type={data_type!r} must be one of {', '.join(WEIGHT_DATA_TYPES)}")
-    problems += _int8_problems(architecture, int8_mode)
-    for check in _checks(architecture, ParallelLayout(0, tp_size, pp_size)):
+    if placement.data_type not in WEIGHT_DATA_TYPES:
+        types = ", ".join(WEIGHT_DATA_TYPES)
+        problems.append(f"data_type={placement.data_type!r} must be one of {types}")
+    problems += _int8_problems(architecture, placement.int8_mode)
+    for check in _checks(architecture, placement.layout_of(0)):
         problems += _problems(check)
-    kind, device_problems = _device(device, needed_devices or tp_size * pp_size)
+    device, device_problems = _device(placement.device, needed_devices or placement.world_size)
     problems += device_problems
     if problems:
         raise ValueError("\n".join(problems))
-    return kind
+    return replace(placement, device=device)
 
 
 def _int8_problems(architecture: Architecture, int8_mode: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a rank is told before it loads: its place, its budget, and where the others are."""
+"""Settings of a rank: sizes, types and devices, its cache, and the address of the rendezvous."""
 
 from __future__ import annotations
 
@@ -15,20 +15,35 @@ from inference.parallel.layout import ParallelLayout
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RankSettings:
-    """All that a rank must know to load its part and to join the others."""
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Parallel sizes, types and device of a model's ranks."""
+
+    tp_size: int = 1
+    pp_size: int = 1  # divides the layers
+    data_type: str = "fp32"  # of computation: fp32, fp16 or bf16
+    int8_mode: int = 0  # 1: matrices are quantised to 8 bits when they are loaded
+    device: str = "auto"  # cpu, cuda, or auto: CUDA if a device is visible
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.tp_size * self.pp_size
+
+    def layout_of(self, rank: int) -> ParallelLayout:
+        """Return the place of one rank in the tensor x pipeline grid."""
+        return ParallelLayout(rank, self.tp_size, self.pp_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings(Placement):
+    """Everything a rank needs to load its part and to join the others."""
 
     ft_dir: str
     rank: int
-    tp_size: int
-    pp_size: int
-    data_type: str  # fp32, fp16 or bf16
-    device: str  # cpu or cuda
     lanes: int
     max_len: int  # tokens a lane holds
     threads: int  # of the CPU, for this rank
-    int8_mode: int = 0  # 1: matrices are kept in 8 bits
     store: tuple[str, int] = ("127.0.0.1", 0)  # host and port of the rendezvous
     shared_memory: bool = True  # False: CPU ranks talk over gloo even on one host
     rank_timeout_s: float = 8.0
@@ -39,7 +54,7 @@ class RankSettings:
     @property
     def layout(self) -> ParallelLayout:
         """This rank's place among the others."""
-        return ParallelLayout(self.rank, self.tp_size, self.pp_size)
+        return self.layout_of(self.rank)
 
     def for_rank(self, rank: int) -> RankSettings:
         """Return the settings of another rank of the same engine."""

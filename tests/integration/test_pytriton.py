@@ -25,6 +25,7 @@ from inference.backend.tokenizer import load_tokenizer
 from inference.engine.engine import Engine
 from inference.ports import pick_free_ports
 from inference.pytriton.text_service import TextService
+from inference.ranks.settings import Placement
 from inference.server.client import TritonClient, as_tensor
 from inference.server.supervisor import descendants
 from tests.conftest import ROOT
@@ -172,7 +173,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
         "prompts": as_tensor(PROMPTS, "BYTES"),
         "request_output_len": as_tensor(LENGTHS, "UINT32"),
     }
-    with Engine(ft_dir, device="cpu") as engine:
+    with Engine(ft_dir, Placement(device="cpu")) as engine:
         service = TextService(engine, load_tokenizer(ft_dir))
         beams = tensors | {"beam_width": as_tensor([3] * 4, "UINT32")}
         return [service.infer([each])[0] for each in (tensors, beams)]

@@ -16,6 +16,7 @@ from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.engine import Engine, EngineFailedError, EngineOptions
 from inference.ranks.rank_group import threads_per_rank
+from inference.ranks.settings import Placement
 from inference.server.supervisor import descendants
 from tests.conftest import ROOT
 from tests.ft_folders import write_gpt
@@ -48,7 +49,7 @@ def test_a_failed_rank_is_noticed_and_nothing_is_left(
     ft_dir: Path, number: signal.Signals, message: str, busy: bool
 ) -> None:
     before = children()
-    engine = Engine(ft_dir, tp_size=2, device="cpu")
+    engine = Engine(ft_dir, Placement(tp_size=2, device="cpu"))
     engine.start()
     try:
         workers = list(children() - before)
@@ -71,7 +72,7 @@ def test_a_failed_rank_is_noticed_and_nothing_is_left(
 def test_failed_ranks_are_started_again_if_asked(ft_dir: Path) -> None:
     options = EngineOptions(restart_failed_ranks=True)
     before = children()
-    with Engine(ft_dir, tp_size=2, device="cpu", options=options) as engine:
+    with Engine(ft_dir, Placement(tp_size=2, device="cpu"), options=options) as engine:
         expected = engine.logits([1, 2, 3])
         (worker,) = children() - before
         os.kill(worker, signal.SIGKILL)
@@ -84,7 +85,8 @@ def test_workers_end_when_rank_0_is_killed(ft_dir: Path) -> None:
     program = f"""
 import time
 from inference.engine.engine import Engine
-engine = Engine({str(ft_dir)!r}, tp_size=2, device="cpu")
+from inference.ranks.settings import Placement
+engine = Engine({str(ft_dir)!r}, Placement(tp_size=2, device="cpu"))
 engine.start()
 print("ready", flush=True)
 time.sleep(600)
@@ -103,7 +105,7 @@ def test_undecodable_request_costs_itself_alone_and_stopping_leaves_no_worker(
     ft_dir: Path,
 ) -> None:
     before = children()
-    with Engine(ft_dir, tp_size=2, device="cpu") as engine:
+    with Engine(ft_dir, Placement(tp_size=2, device="cpu")) as engine:
         workers = list(children() - before)
         assert len(workers) == 1
         penalty: Any = "hot"
@@ -121,7 +123,7 @@ def test_every_rank_checks_the_folder(tmp_path: Path) -> None:
     ft_dir = write_gpt(tmp_path, tp_size=2)
     (ft_dir / "model.layers.0.attention.dense.weight.1.bin").unlink()
     before = children()
-    engine = Engine(ft_dir, tp_size=2, device="cpu")
+    engine = Engine(ft_dir, Placement(tp_size=2, device="cpu"))
     with pytest.raises(EngineFailedError) as error:
         engine.start()
     for rank in (0, 1):
@@ -132,7 +134,7 @@ def test_every_rank_checks_the_folder(tmp_path: Path) -> None:
 
 def test_folder_cut_for_other_ranks_is_refused(ft_dir: Path) -> None:
     with pytest.raises(EngineFailedError, match="cut for tensor_para_size=2, but 1 ranks"):
-        Engine(ft_dir, tp_size=1, device="cpu").start()
+        Engine(ft_dir, Placement(tp_size=1, device="cpu")).start()
 
 
 def test_cores_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from inference.engine.engine import Engine, EngineFailedError, EngineOptions
 from inference.launch_environment import LaunchEnvironment
 from inference.ports import pick_free_ports
 from inference.ranks.rendezvous import Rendezvous, RendezvousError, open_store
+from inference.ranks.settings import Placement
 from tests.conftest import ROOT
 from tests.ft_folders import write_bert, write_gpt
 from tests.waiting import until
@@ -87,12 +88,12 @@ def test_the_store_listens_at_its_address_alone() -> None:
 
 def test_started_ranks_compute_what_one_rank_does(tmp_path: Path, start: Start) -> None:
     ids = [1, 2, 3, 40]
-    with Engine(write_gpt(tmp_path / "one"), device="cpu") as engine:
+    with Engine(write_gpt(tmp_path / "one"), Placement(device="cpu")) as engine:
         expected = engine.logits(ids)
     folder = write_gpt(tmp_path / "two", tp_size=2)
     rendezvous, port = rendezvous_of(4)
     others = [start(rank, 4, port) for rank in (1, 2, 3)]
-    engine = Engine(folder, tp_size=2, pp_size=2, device="cpu", rendezvous=rendezvous)
+    engine = Engine(folder, Placement(tp_size=2, pp_size=2, device="cpu"), rendezvous=rendezvous)
     with engine:
         logits = engine.logits(ids)
     # Sums in another order.
@@ -104,12 +105,12 @@ def test_started_ranks_encode_what_one_rank_does(tmp_path: Path, start: Start) -
     rows = np.random.default_rng(0).normal(size=(2, 7, 24)).astype(np.float32)
     lengths = np.array([[7], [3]], np.int32)
     tensors = {"input_hidden_state": rows, "sequence_lengths": lengths}
-    with EncoderEngine(write_bert(tmp_path / "one"), device="cpu") as engine:
+    with EncoderEngine(write_bert(tmp_path / "one"), Placement(device="cpu")) as engine:
         expected = engine.encode(parse_encoding(tensors, engine.limits)).hidden
     rendezvous, port = rendezvous_of(2)
     other = start(1, 2, port)
     folder = write_bert(tmp_path / "two", tp_size=2)
-    with EncoderEngine(folder, tp_size=2, device="cpu", rendezvous=rendezvous) as engine:
+    with EncoderEngine(folder, Placement(tp_size=2, device="cpu"), rendezvous=rendezvous) as engine:
         hidden = engine.encode(parse_encoding(tensors, engine.limits)).hidden
     # Sums in another order.
     assert torch.allclose(hidden, expected, atol=1e-4)
@@ -121,7 +122,9 @@ def test_a_killed_rank_fails_the_engine(tmp_path: Path, start: Start) -> None:
     other = start(1, 2, port)
     options = EngineOptions(rank_timeout_s=3)
     folder = write_gpt(tmp_path, tp_size=2)
-    with Engine(folder, tp_size=2, device="cpu", options=options, rendezvous=rendezvous) as engine:
+    with Engine(
+        folder, Placement(tp_size=2, device="cpu"), options=options, rendezvous=rendezvous
+    ) as engine:
         other.kill()
         until(lambda: engine.healthy() is not None, "the engine's notice")
         reason = engine.healthy() or ""
@@ -142,7 +145,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path, start: Start) -> None:
     folder = write_gpt(tmp_path, tp_size=2)
     rendezvous, port = rendezvous_of(2)
     other = start(1, 2, port)
-    engine = Engine(folder, tp_size=2, device="cpu", rendezvous=rendezvous)
+    engine = Engine(folder, Placement(tp_size=2, device="cpu"), rendezvous=rendezvous)
     (folder / "model.wpe.bin").write_bytes(b"short")
     with pytest.raises(EngineFailedError, match=r"(?s)rank 0: .*model\.wpe\.bin.*rank 1: "):
         engine.start()
@@ -227,4 +230,9 @@ def test_ranks_of_a_launcher_cannot_be_started_again_here(tmp_path: Path) -> Non
     rendezvous, _ = rendezvous_of(2)
     options = EngineOptions(restart_failed_ranks=True)
     with pytest.raises(ValueError, match="restart_failed_ranks=True: only a launcher can"):
-        Engine(write_gpt(tmp_path, tp_size=2), tp_size=2, options=options, rendezvous=rendezvous)
+        Engine(
+            write_gpt(tmp_path, tp_size=2),
+            Placement(tp_size=2),
+            options=options,
+            rendezvous=rendezvous,
+        )

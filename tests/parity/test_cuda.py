@@ -20,6 +20,7 @@ from inference.engine.engine import Engine, EngineOptions
 from inference.parallel.epilogue import GemmActivation, finish
 from inference.parallel.gemm import make_gemm
 from inference.parallel.int8 import quantise
+from inference.ranks.settings import Placement
 from tests.ft_folders import gpt_config, write_random
 
 pytestmark = pytest.mark.gpu
@@ -87,8 +88,8 @@ def make_request(lengths: list[int], beam_width: int = 1) -> GenerationRequest:
 def test_logits_equal_those_of_the_cpu(name: str, data_type: str, tmp_path: Path) -> None:
     ft_dir = write_random(*MODELS[name], tmp_path)
     with (
-        Engine(ft_dir, device="cpu") as cpu,
-        Engine(ft_dir, device="cuda", data_type=data_type) as cuda,
+        Engine(ft_dir, Placement(device="cpu")) as cpu,
+        Engine(ft_dir, Placement(device="cuda", data_type=data_type)) as cuda,
     ):
         expected, logits = cpu.logits(PROMPT), cuda.logits(PROMPT).cpu()
     assert (logits - expected).abs().max() / expected.abs().max() < TOLERANCE[data_type]
@@ -101,8 +102,8 @@ def test_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(
     ft_dir = write_random(*MODELS[name], tmp_path)
     options = EngineOptions(max_lanes=6)
     with (
-        Engine(ft_dir, device="cpu", options=options) as cpu,
-        Engine(ft_dir, device="cuda", options=options) as cuda,
+        Engine(ft_dir, Placement(device="cpu"), options=options) as cpu,
+        Engine(ft_dir, Placement(device="cuda"), options=options) as cuda,
     ):
         for request in (
             make_request([20]),
@@ -118,8 +119,8 @@ def test_eight_bit_weights_stay_close(data_type: str, tmp_path: Path) -> None:
     ft_dir = write_random(*MODELS["gptj"], tmp_path)
     request = make_request([9, 5, 7])
     with (
-        Engine(ft_dir, device="cpu") as exact,
-        Engine(ft_dir, device="cuda", data_type=data_type, int8_mode=1) as small,
+        Engine(ft_dir, Placement(device="cpu")) as exact,
+        Engine(ft_dir, Placement(device="cuda", data_type=data_type, int8_mode=1)) as small,
     ):
         expected = exact.logits(PROMPT * 10)
         for length in (7, 28, 64, 70):  # few rows, more, and more than the 8-bit product takes

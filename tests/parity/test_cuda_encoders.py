@@ -15,6 +15,7 @@ from inference.decoding.request import GenerationRequest, parse_request
 from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import parse_encoding
 from inference.engine.engine import Engine, EngineOptions
+from inference.ranks.settings import Placement
 from tests.ft_folders import write_random
 from tests.rank_threads import logits_by
 from tests.tiny_t5 import BARE, TinyT5, t5_tensors, write_t5
@@ -98,8 +99,8 @@ def test_t5_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(
     folder = t5_folder(tmp_path, MODELS[name])
     options = EngineOptions(max_lanes=6)
     with (
-        Engine(folder, device="cpu", options=options) as cpu,
-        Engine(folder, device="cuda", options=options) as cuda,
+        Engine(folder, Placement(device="cpu"), options=options) as cpu,
+        Engine(folder, Placement(device="cuda"), options=options) as cuda,
     ):
         for more in ({}, {"ia3_tasks": 1}, {"beam_width": 3}):
             request = request_of(cpu, 9, **more)
@@ -118,8 +119,8 @@ def test_t5_encoder_output_and_attentions_equal_those_of_the_cpu(
         "is_return_attentions": np.array([[True], [True]]),
     }
     with (
-        EncoderEngine(folder, device="cpu") as cpu,
-        EncoderEngine(folder, device="cuda", data_type=data_type) as cuda,
+        EncoderEngine(folder, Placement(device="cpu")) as cpu,
+        EncoderEngine(folder, Placement(device="cuda", data_type=data_type)) as cuda,
     ):
         expected = cpu.encode(parse_encoding(tensors, cpu.limits))
         ours = cuda.encode(parse_encoding(tensors, cuda.limits))
@@ -147,9 +148,9 @@ def test_bert_equals_the_cpu(data_type: str, remove_padding: bool, tmp_path: Pat
         "sequence_lengths": np.array([[9], [2], [5]], np.int32),
     }
     with (
-        EncoderEngine(folder, device="cpu") as cpu,
+        EncoderEngine(folder, Placement(device="cpu")) as cpu,
         EncoderEngine(
-            folder, device="cuda", data_type=data_type, remove_padding=remove_padding
+            folder, Placement(device="cuda", data_type=data_type), remove_padding=remove_padding
         ) as cuda,
     ):
         expected = cpu.encode(parse_encoding(tensors, cpu.limits)).hidden

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from inference.engine.engine import Engine, EngineOptions
+from inference.ranks.settings import Placement
 from tests.ft_folders import write_random
 from tests.parity.test_cuda import MODELS, make_request
 from tests.parity.test_cuda_encoders import MODELS as T5_MODELS
@@ -35,8 +36,10 @@ def test_tokens_over_several_gpus_equal_those_of_the_cpu(
     parts = write_random(family, replace(config, tensor_para_size=tp_size), tmp_path / "parts")
     options = EngineOptions(max_lanes=6)
     with (
-        Engine(whole, device="cpu", options=options) as cpu,
-        Engine(parts, device="cuda", tp_size=tp_size, pp_size=pp_size, options=options) as cuda,
+        Engine(whole, Placement(device="cpu"), options=options) as cpu,
+        Engine(
+            parts, Placement(device="cuda", tp_size=tp_size, pp_size=pp_size), options=options
+        ) as cuda,
     ):
         for request in (make_request([3, 20, 7, 11, 1, 30, 5, 9]), make_request([12, 9], 3)):
             expected, rows = cpu.generate(request).rows, cuda.generate(request).rows
@@ -52,8 +55,10 @@ def test_t5_tokens_over_two_gpus_equal_those_of_the_cpu(
     parts = t5_folder(tmp_path / "parts", T5_MODELS["relative"], tp_size)
     options = EngineOptions(max_lanes=6)
     with (
-        Engine(whole, device="cpu", options=options) as cpu,
-        Engine(parts, device="cuda", tp_size=tp_size, pp_size=pp_size, options=options) as cuda,
+        Engine(whole, Placement(device="cpu"), options=options) as cpu,
+        Engine(
+            parts, Placement(device="cuda", tp_size=tp_size, pp_size=pp_size), options=options
+        ) as cuda,
     ):
         for more in ({}, {"ia3_tasks": 1}):
             request = request_of(cpu, 9, **more)

@@ -12,6 +12,7 @@ import torch
 from export_scripts.convert import ConversionRequest, convert
 from inference.decoding.request import parse_request
 from inference.engine.engine import Engine
+from inference.ranks.settings import Placement
 from tests.conftest import SHARED
 from tests.ft_folders import unpack_case
 from tests.rank_threads import logits_of
@@ -73,7 +74,7 @@ def check_greedy(engine: Engine, case: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank_gives_recorded_logits_and_tokens(name: str, tmp_path: Path) -> None:
     case = golden(name)
-    with Engine(unpack_case(case, tmp_path, tp_size=1), device="cpu") as engine:
+    with Engine(unpack_case(case, tmp_path, tp_size=1), Placement(device="cpu")) as engine:
         prompt = json.loads((case / "greedy.json").read_text())["prompt"]
         assert relative_difference(engine.logits(prompt), case) < FP32_TOLERANCE
         check_greedy(engine, case)
@@ -94,7 +95,7 @@ def test_ranks_in_processes_give_recorded_logits_and_tokens(
 ) -> None:
     case = golden("gpt2/tiny")
     ft_dir = unpack_case(case, tmp_path, tp_size=tp_size)
-    with Engine(ft_dir, tp_size=tp_size, pp_size=pp_size, device="cpu") as engine:
+    with Engine(ft_dir, Placement(tp_size=tp_size, pp_size=pp_size, device="cpu")) as engine:
         prompt = json.loads((case / "greedy.json").read_text())["prompt"]
         assert relative_difference(engine.logits(prompt), case) < FP32_TOLERANCE
         check_greedy(engine, case)
@@ -167,7 +168,7 @@ def test_sample_model_gives_recorded_logits_and_tokens(tmp_path: Path) -> None:
         weight_data_type="fp16",
     )
     convert(request)
-    with Engine(tmp_path / "1-gpu", device="cpu") as engine:
+    with Engine(tmp_path / "1-gpu", Placement(device="cpu")) as engine:
         for number, recorded in enumerate(json.loads((sample / "greedy.json").read_text())):
             prompt, whole = recorded["input_ids"], recorded["greedy_output_ids"]
             reference = np.load(sample / f"logits_{number}.npy")

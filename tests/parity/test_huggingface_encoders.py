@@ -14,6 +14,7 @@ import transformers
 from export_scripts.convert import ConversionRequest, convert
 from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import EncodingResult, parse_encoding
+from inference.ranks.settings import Placement
 from tests.rank_threads import logits_by, states_by
 
 # Of the largest value, in fp32: another order of summation.
@@ -119,7 +120,7 @@ def test_t5_encoder_gives_hidden_states_and_attentions(whole: bool, tmp_path: Pa
     encoder.set_attn_implementation("eager")
     with torch.no_grad():
         expected = encoder(input_ids=torch.tensor([PROMPT]), output_attentions=True)
-    with EncoderEngine(path, tp_size=2, device="cpu") as engine:
+    with EncoderEngine(path, Placement(tp_size=2, device="cpu")) as engine:
         ours = engine.encode(parse_encoding(request, engine.limits))
     assert difference(ours.hidden[0], expected.last_hidden_state[0]) < TOLERANCE
     assert ours.attentions is not None
@@ -138,9 +139,9 @@ def bert(**changes: Any) -> Any:
 
 
 def encode_states(
-    path: Path, states: torch.Tensor, lengths: list[int], **settings: Any
+    path: Path, states: torch.Tensor, lengths: list[int], *, tp_size: int = 1
 ) -> EncodingResult:
-    with EncoderEngine(path, device="cpu", **settings) as engine:
+    with EncoderEngine(path, Placement(tp_size=tp_size, device="cpu")) as engine:
         request = {
             "input_hidden_state": states.numpy(),
             "sequence_lengths": np.array(lengths, np.int32)[:, None],

@@ -15,6 +15,7 @@ from inference.decoding.request import RequestError
 from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import EncodingRequest, parse_encoding
 from inference.engine.engine import EngineBusyError, EngineFailedError, EngineOptions
+from inference.ranks.settings import Placement
 from tests.ft_folders import write_bert, write_gpt
 from tests.t5_reference import Reference
 from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
@@ -27,7 +28,9 @@ TASKS = [ia3_scalers(MODEL, seed=seed) for seed in (1, 2)]
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EncoderEngine]:
-    with EncoderEngine(write_bert(tmp_path_factory.mktemp("bert")), device="cpu") as engine:
+    with EncoderEngine(
+        write_bert(tmp_path_factory.mktemp("bert")), Placement(device="cpu")
+    ) as engine:
         yield engine
 
 
@@ -42,7 +45,7 @@ def t5(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EncoderEngine]:
         "fp32",
         ia3_checkpoints=archives,
     )
-    with EncoderEngine(convert(request).ft_dir, device="cpu") as engine:
+    with EncoderEngine(convert(request).ft_dir, Placement(device="cpu")) as engine:
         yield engine
 
 
@@ -172,7 +175,9 @@ def test_bad_ids_are_refused(
 
 
 def test_rows_beyond_the_bound_are_refused(tmp_path: Path) -> None:
-    engine = EncoderEngine(write_bert(tmp_path), device="cpu", options=EngineOptions(max_seq_len=5))
+    engine = EncoderEngine(
+        write_bert(tmp_path), Placement(device="cpu"), options=EngineOptions(max_seq_len=5)
+    )
     with pytest.raises(RequestError, match="rows of 6 tokens, padding included; the limit is 5"):
         engine.submit(states_request(engine, random_states(1, 6), [2]))
 
@@ -190,14 +195,14 @@ def test_attentions_that_no_memory_holds_are_refused(t5: EncoderEngine) -> None:
 
 def test_a_full_queue_says_so(tmp_path: Path) -> None:
     options = EngineOptions(max_queued_rows=3)
-    with EncoderEngine(write_bert(tmp_path), device="cpu", options=options) as engine:
+    with EncoderEngine(write_bert(tmp_path), Placement(device="cpu"), options=options) as engine:
         request = states_request(engine, random_states(4, 2), [2] * 4)
         with pytest.raises(EngineBusyError, match="max_queued_rows=3"):
             engine.submit(request)
 
 
 def test_a_stopped_engine_says_so(tmp_path: Path) -> None:
-    engine = EncoderEngine(write_bert(tmp_path), device="cpu")
+    engine = EncoderEngine(write_bert(tmp_path), Placement(device="cpu"))
     engine.start()
     engine.stop()
     with pytest.raises(EngineFailedError, match="stopped"):
@@ -206,17 +211,17 @@ def test_a_stopped_engine_says_so(tmp_path: Path) -> None:
 
 def test_sizes_that_do_not_divide_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"(?s)head_num=4.*inter_size=28.*num_layer=2"):
-        EncoderEngine(write_bert(tmp_path), tp_size=3, pp_size=3, device="cpu")
+        EncoderEngine(write_bert(tmp_path), Placement(tp_size=3, pp_size=3, device="cpu"))
 
 
 def test_int8_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="int8_mode=1"):
-        EncoderEngine(write_bert(tmp_path), int8_mode=1, device="cpu")
+        EncoderEngine(write_bert(tmp_path), Placement(int8_mode=1, device="cpu"))
 
 
 def test_a_decoder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="family gpt has no encoder"):
-        EncoderEngine(write_gpt(tmp_path), device="cpu")
+        EncoderEngine(write_gpt(tmp_path), Placement(device="cpu"))
 
 
 def test_missing_weights_are_named(tmp_path: Path) -> None:
@@ -225,4 +230,4 @@ def test_missing_weights_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         EngineFailedError, match=r"layer\.1\.output\.dense\.weight\.0\.bin is missi"
     ):
-        EncoderEngine(folder, device="cpu").start()
+        EncoderEngine(folder, Placement(device="cpu")).start()

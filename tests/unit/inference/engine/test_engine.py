@@ -21,6 +21,7 @@ from inference.engine.engine import (
     EngineOptions,
     GenerationStep,
 )
+from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 
 LANES = 6
@@ -35,7 +36,7 @@ def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(ft_dir: Path) -> Iterator[Engine]:
-    with Engine(ft_dir, device="cpu", options=EngineOptions(max_lanes=LANES)) as engine:
+    with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=LANES)) as engine:
         yield engine
 
 
@@ -109,8 +110,8 @@ def test_long_prompts_come_in_chunks_with_the_same_answer(ft_dir: Path) -> None:
     options = EngineOptions(max_lanes=4, max_stall_s=1e-6)
     prompts = [[1, 2, 3], *([5, 9, 4] * 20 for _ in range(3))]
     with (
-        Engine(ft_dir, device="cpu", options=options) as chunked,
-        Engine(ft_dir, device="cpu") as whole,
+        Engine(ft_dir, Placement(device="cpu"), options=options) as chunked,
+        Engine(ft_dir, Placement(device="cpu")) as whole,
     ):
         for _ in range(2):
             request = request_of(whole, prompts, 15)
@@ -205,7 +206,7 @@ def test_a_failing_listener_costs_only_its_own_request(engine: Engine) -> None:
 
 def test_full_queue_refuses_with_its_size(ft_dir: Path) -> None:
     options = EngineOptions(max_lanes=1, max_queued_rows=3)
-    with Engine(ft_dir, device="cpu", options=options) as engine:
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         running = engine.submit(
             request_of(engine, [[1]], 70), on_step=lambda _step: time.sleep(0.05)
         )
@@ -222,7 +223,7 @@ def test_full_queue_refuses_with_its_size(ft_dir: Path) -> None:
 
 def test_request_longer_than_a_lane_is_refused(ft_dir: Path) -> None:
     options = EngineOptions(max_seq_len=16)
-    with Engine(ft_dir, device="cpu", options=options) as engine:
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         assert engine.generate(request_of(engine, [[1] * 10], 7)).rows
         with pytest.raises(RequestError, match=r"a sequence holds 16; raise max_seq_len"):
             engine.submit(request_of(engine, [[1] * 10], 8))
@@ -234,7 +235,7 @@ def test_beams_beyond_the_lanes_are_refused(engine: Engine) -> None:
 
 
 def test_stopping_fails_what_is_in_flight(ft_dir: Path) -> None:
-    engine = Engine(ft_dir, device="cpu")
+    engine = Engine(ft_dir, Placement(device="cpu"))
     with pytest.raises(EngineFailedError, match="not started"):
         engine.submit(request_of(engine, [[1]], 1))
     engine.start()
@@ -250,7 +251,7 @@ def test_unusable_logits_fail_one_row_and_nothing_else(tmp_path: Path) -> None:
     table = np.fromfile(ft_dir / "model.wte.bin", np.float32).reshape(53, 24)
     table[50] = 3e38  # finite on disk; squares overflow in the first layer
     table.tofile(ft_dir / "model.wte.bin")
-    with Engine(ft_dir, device="cpu", options=EngineOptions(max_lanes=2)) as engine:
+    with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=2)) as engine:
         good = request_of(engine, [[1, 2, 3]], 10)
         expected = answers(engine, good)
         for _ in range(3):
@@ -263,21 +264,25 @@ def test_unusable_logits_fail_one_row_and_nothing_else(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("arguments", "message"),
     [
         ({"tp_size": 3}, "tensor_para_size=3 does not divide head_num=4"),
         ({"pp_size": 3}, r"pipeline_para_size=3 does not divide num_layer=2; use 1, 2"),
         ({"data_type": "fp8"}, "data_type='fp8' must be one of fp32, fp16, bf16"),
         ({"int8_mode": 2}, "int8_mode=2 is not supported; use 0, or 1 for weights of 8 bits"),
         ({"device": "tpu"}, "device='tpu' must be auto, cpu or cuda"),
-        ({"options": EngineOptions(kv_cache_bytes=1000)}, "kv_cache_bytes=1000 cannot hold one"),
     ],
 )
 def test_what_cannot_run_is_refused_before_loading(
-    ft_dir: Path, changes: dict[str, Any], message: str
+    ft_dir: Path, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Engine(ft_dir, **{"device": "cpu", **changes})
+        Engine(ft_dir, Placement(**{"device": "cpu", **arguments}))
+
+
+def test_a_budget_too_small_for_one_sequence_is_refused(ft_dir: Path) -> None:
+    with pytest.raises(ValueError, match="kv_cache_bytes=1000 cannot hold one"):
+        Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(kv_cache_bytes=1000))
 
 
 def test_missing_and_short_files_fail_the_start(ft_dir: Path, tmp_path: Path) -> None:
@@ -285,7 +290,7 @@ def test_missing_and_short_files_fail_the_start(ft_dir: Path, tmp_path: Path) ->
     (broken / "model.layers.1.mlp.dense_4h_to_h.bias.bin").unlink()
     short = broken / "model.layers.0.attention.dense.weight.0.bin"
     short.write_bytes(short.read_bytes()[:-4])
-    engine = Engine(broken, device="cpu")
+    engine = Engine(broken, Placement(device="cpu"))
     with pytest.raises(EngineFailedError) as error:
         engine.start()
     assert "model.layers.1.mlp.dense_4h_to_h.bias.bin" in str(error.value)
@@ -299,7 +304,7 @@ def test_weights_that_are_not_finite_fail_the_start(tmp_path: Path) -> None:
         values[3] = np.nan
         values.tofile(ft_dir / name)
     with pytest.raises(EngineFailedError) as error:
-        Engine(ft_dir, device="cpu").start()
+        Engine(ft_dir, Placement(device="cpu")).start()
     assert "model.final_layernorm.bias holds values that are not finite" in str(error.value)
     assert "model.layers.1.mlp.dense_h_to_4h.bias holds" in str(error.value)
 
@@ -309,8 +314,8 @@ def test_eight_bit_weights_stay_close(tmp_path: Path, data_type: str) -> None:
     ft_dir = write_gpt(tmp_path, size_per_head=8, inter_size=64)
     prompt = [7, 3, 11, 2, 40]
     with (
-        Engine(ft_dir, device="cpu") as exact,
-        Engine(ft_dir, device="cpu", data_type=data_type, int8_mode=1) as small,
+        Engine(ft_dir, Placement(device="cpu")) as exact,
+        Engine(ft_dir, Placement(device="cpu", data_type=data_type, int8_mode=1)) as small,
     ):
         expected = exact.logits(prompt)
         error = small.logits(prompt) - expected

@@ -12,6 +12,7 @@ import pytest
 from export_scripts.families.config import PromptTask
 from inference.decoding.request import RequestError, parse_request
 from inference.engine.engine import Engine
+from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 
 VOCAB, HIDDEN = 53, 24
@@ -37,7 +38,7 @@ def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(ft_dir: Path) -> Iterator[Engine]:
-    with Engine(ft_dir, device="cpu") as engine:
+    with Engine(ft_dir, Placement(device="cpu")) as engine:
         yield engine
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from inference.decoding.request import GenerationRequest, parse_request
 from inference.engine.engine import Engine, EngineOptions, GenerationStep, SessionTurn
+from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 
 CLIENTS, REQUESTS, LANES = 32, 5, 7
@@ -31,7 +32,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     # A bound this small cuts every prompt into the least chunks.
     options = EngineOptions(max_lanes=LANES, max_stall_s=1e-6)
     ft_dir = write_gpt(tmp_path_factory.mktemp("gpt"))
-    with Engine(ft_dir, device="cpu", options=options) as engine:
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         yield engine
 
 

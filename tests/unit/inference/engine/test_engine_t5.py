@@ -14,6 +14,7 @@ import torch
 from export_scripts.convert import ConversionRequest, convert
 from inference.decoding.request import GenerationRequest, RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions, GenerationStep
+from inference.ranks.settings import Placement
 from tests.t5_reference import Reference
 from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
 from tests.tiny_t5_tuning import ia3_scalers, write_ia3, write_prompts
@@ -50,7 +51,7 @@ def ft_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 @pytest.fixture(scope="module")
 def engine(ft_dirs: dict[int, Path]) -> Iterator[Engine]:
     options = EngineOptions(max_lanes=LANES)
-    with Engine(ft_dirs[1], device="cpu", options=options) as engine:
+    with Engine(ft_dirs[1], Placement(device="cpu"), options=options) as engine:
         yield engine
 
 
@@ -159,7 +160,7 @@ def test_ranks_and_stages_give_the_same_tokens(ft_dirs: dict[int, Path], engine:
     options = {"beam_width": 2, "ia3_tasks": [0, 1, 0, 1, 0, 1]}
     expected = engine.generate(request_of(engine, prompts, 9, **options)).rows
     bounds = EngineOptions(max_lanes=LANES)
-    with Engine(ft_dirs[2], tp_size=2, pp_size=2, device="cpu", options=bounds) as other:
+    with Engine(ft_dirs[2], Placement(tp_size=2, pp_size=2, device="cpu"), options=bounds) as other:
         ours = other.generate(request_of(other, prompts, 9, **options)).rows
     assert [row.output_ids for row in ours] == [row.output_ids for row in expected]
 
@@ -235,7 +236,7 @@ def test_positions_beyond_the_table_are_refused(engine: Engine) -> None:
 
 
 def test_rows_longer_than_the_cache_are_refused(ft_dirs: dict[int, Path]) -> None:
-    engine = Engine(ft_dirs[1], device="cpu", options=EngineOptions(max_seq_len=8))
+    engine = Engine(ft_dirs[1], Placement(device="cpu"), options=EngineOptions(max_seq_len=8))
     with pytest.raises(RequestError) as caught:
         engine.submit(request_of(engine, [[5] * 9], 12))
     assert "input_ids[0]: 9 tokens, a sequence holds 8; raise max_seq_len" in str(caught.value)
@@ -251,7 +252,7 @@ def test_encoder_tokens_have_no_logits(engine: Engine) -> None:
 def slicing(ft_dirs: dict[int, Path]) -> Iterator[Engine]:
     """An engine whose steps take as few encoder tokens as any may."""
     options = EngineOptions(max_lanes=LANES, max_stall_s=1e-9)
-    with Engine(ft_dirs[1], pp_size=2, device="cpu", options=options) as engine:
+    with Engine(ft_dirs[1], Placement(pp_size=2, device="cpu"), options=options) as engine:
         yield engine
 
 

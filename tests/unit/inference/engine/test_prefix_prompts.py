@@ -16,7 +16,7 @@ from inference.engine.engine import Engine, SessionTurn
 from inference.model.step import Segment
 from inference.ranks.decoder_rank import DecoderRank
 from inference.ranks.plan import StepPlan, pack, unpack
-from inference.ranks.settings import RankSettings
+from inference.ranks.settings import Placement, RankSettings
 from tests.ft_folders import gpt_config, write_gpt, write_random
 
 TASKS = (PromptTask(task_name="one", prompt_length=2), PromptTask(task_name="two", prompt_length=3))
@@ -35,7 +35,7 @@ def write_family(family: str, target: Path, *, tp_size: int = 1, **changes: Any)
 
 def cached(ft_dir: Path, tokens: list[int]) -> torch.Tensor:
     """Return what a plain model caches for tokens, (layers, 2, heads, tokens, size)."""
-    settings = RankSettings(str(ft_dir), 0, 1, 1, "fp32", "cpu", lanes=1, max_len=8, threads=1)
+    settings = RankSettings(ft_dir=str(ft_dir), rank=0, device="cpu", lanes=1, max_len=8, threads=1)
     rank = DecoderRank(settings)
     plan = StepPlan(tokens, (Segment(0, 0, len(tokens)),), [len(tokens) - 1])
     assert rank.run(unpack(pack(plan))) is not None
@@ -79,7 +79,7 @@ def check(engine: Engine, **options: Any) -> None:
 
 @pytest.mark.parametrize("family", ["gpt", "gptj"])
 def test_a_prefix_acts_as_the_tokens_it_was_taken_from(family: str, tmp_path: Path) -> None:
-    with Engine(write_prefixes(family, tmp_path), device="cpu") as engine:
+    with Engine(write_prefixes(family, tmp_path), Placement(device="cpu")) as engine:
         check(engine)
         check(engine, beam_width=np.array([[3]] * 2, np.uint32))
         assert engine.free_lanes == engine.capacity.lanes
@@ -87,12 +87,12 @@ def test_a_prefix_acts_as_the_tokens_it_was_taken_from(family: str, tmp_path: Pa
 
 def test_ranks_and_stages_hold_their_part_of_the_prefixes(tmp_path: Path) -> None:
     folder = write_prefixes("gptj", tmp_path, tp_size=2)
-    with Engine(folder, tp_size=2, pp_size=2, device="cpu") as engine:
+    with Engine(folder, Placement(tp_size=2, pp_size=2, device="cpu")) as engine:
         check(engine)
 
 
 def test_prefixes_count_as_cached_tokens_and_stay_out_of_continuations(tmp_path: Path) -> None:
-    with Engine(write_prefixes("gpt", tmp_path), device="cpu") as engine:
+    with Engine(write_prefixes("gpt", tmp_path), Placement(device="cpu")) as engine:
         long = [[1] * 72]
         assert engine.generate(request_of(engine, long, **tasks(0))).rows
         with pytest.raises(RequestError, match=r"prompt \(75\) .* exceeds max_pos_seq_len \(80\)"):

@@ -11,6 +11,7 @@ import pytest
 from export_scripts.families.llama import LLAMA, LlamaConfig
 from inference.decoding.request import GenerationRequest, RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions, SessionTurn
+from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt, write_random
 
 MEMORY_LEN, SESSION_LEN = 12, 60
@@ -79,8 +80,10 @@ def test_only_the_newest_tokens_are_seen(tmp_path: Path, tp_size: int, pp_size: 
     folder = write_llama(tmp_path / "plain", tp_size=tp_size)
     window = write_llama(tmp_path / "window", sliding_window=MEMORY_LEN)
     with (
-        Engine(folder, tp_size=tp_size, pp_size=pp_size, device="cpu", options=options) as plain,
-        Engine(window, device="cpu", options=EngineOptions(max_lanes=4)) as windowed,
+        Engine(
+            folder, Placement(tp_size=tp_size, pp_size=pp_size, device="cpu"), options=options
+        ) as plain,
+        Engine(window, Placement(device="cpu"), options=EngineOptions(max_lanes=4)) as windowed,
     ):
         converse(plain, windowed)
         converse(plain, windowed, **SAMPLED)
@@ -88,7 +91,7 @@ def test_only_the_newest_tokens_are_seen(tmp_path: Path, tp_size: int, pp_size: 
 
 
 def test_memory_that_holds_everything_changes_nothing(tmp_path: Path) -> None:
-    with Engine(write_gpt(tmp_path), device="cpu") as engine:
+    with Engine(write_gpt(tmp_path), Placement(device="cpu")) as engine:
         start = request_of(engine, TURNS[0], session_len=SESSION_LEN, memory_len=SESSION_LEN)
         engine.generate(start, turn=SessionTurn(1, starts=True))
         answered = engine.generate(request_of(engine, TURNS[1]), turn=SessionTurn(1, ends=True))
@@ -109,6 +112,8 @@ def test_memory_that_holds_everything_changes_nothing(tmp_path: Path) -> None:
 def test_lengths_that_do_not_fit_are_refused(
     tmp_path: Path, lengths: dict[str, int], turn: SessionTurn | None, message: str
 ) -> None:
-    engine = Engine(write_gpt(tmp_path), device="cpu", options=EngineOptions(max_seq_len=20))
+    engine = Engine(
+        write_gpt(tmp_path), Placement(device="cpu"), options=EngineOptions(max_seq_len=20)
+    )
     with pytest.raises(RequestError, match=message):
         engine.submit(request_of(engine, TURNS[0], **lengths), turn=turn)

@@ -20,6 +20,7 @@ from inference.engine.engine import (
     GenerationStep,
     SessionTurn,
 )
+from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 
 LANES = 9
@@ -42,7 +43,7 @@ def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(ft_dir: Path) -> Iterator[Engine]:
     options = EngineOptions(max_lanes=LANES)
-    with Engine(ft_dir, device="cpu", options=options) as engine:
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         yield engine
 
 
@@ -108,13 +109,13 @@ def test_a_turn_that_ended_early_gives_its_last_token_away(engine: Engine) -> No
 
 def test_long_turns_come_in_chunks(ft_dir: Path) -> None:
     options = EngineOptions(max_lanes=4, max_stall_s=1e-6)
-    with Engine(ft_dir, device="cpu", options=options) as engine:
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         converse(engine, [[[1, 2, 3]], [[5, 9, 4] * 8], [[8, 1] * 8]], output_len=2)
 
 
 def test_ranks_and_stages_keep_the_conversation(tmp_path: Path) -> None:
     folder = write_gpt(tmp_path, tp_size=2)
-    with Engine(folder, tp_size=2, pp_size=2, device="cpu") as engine:
+    with Engine(folder, Placement(tp_size=2, pp_size=2, device="cpu")) as engine:
         converse(engine, TURNS[:2])
 
 
@@ -222,7 +223,7 @@ def test_a_cancelled_turn_ends_its_session(engine: Engine) -> None:
 
 
 def test_what_finds_no_lane_beside_sessions_is_refused(ft_dir: Path) -> None:
-    with Engine(ft_dir, device="cpu", options=EngineOptions(max_lanes=2)) as engine:
+    with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=2)) as engine:
         for number in (1, 2):
             engine.generate(begin(engine, [[3]]), turn=SessionTurn(number, starts=True))
         message = "sessions hold 2 of the 2 sequences that the cache holds; end one"
@@ -236,7 +237,7 @@ def test_what_finds_no_lane_beside_sessions_is_refused(ft_dir: Path) -> None:
 
 def test_a_session_that_pauses_for_too_long_is_forgotten(ft_dir: Path) -> None:
     options = EngineOptions(max_lanes=1, session_idle_s=0.2)
-    with Engine(ft_dir, device="cpu", options=options) as engine:
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         engine.generate(begin(engine, [[3]]), turn=SessionTurn(1, starts=True))
         deadline = time.monotonic() + 30
         while True:

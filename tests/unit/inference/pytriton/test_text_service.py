@@ -15,6 +15,7 @@ from inference.backend.tokenizer import load_tokenizer
 from inference.decoding.request import RequestError
 from inference.engine.engine import Engine, EngineOptions
 from inference.pytriton.text_service import TextService
+from inference.ranks.settings import Placement
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 from tests.waiting import until
 
@@ -30,7 +31,7 @@ def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(ft_dir: Path) -> Iterator[TextService]:
-    with Engine(ft_dir, device="cpu", options=EngineOptions(max_lanes=6)) as engine:
+    with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=6)) as engine:
         yield TextService(engine, load_tokenizer(ft_dir))
 
 
@@ -145,7 +146,7 @@ def test_a_refused_request_leaves_no_work_behind(service: TextService) -> None:
 
 
 def test_a_failed_engine_cannot_be_recovered(ft_dir: Path) -> None:
-    engine = Engine(ft_dir, device="cpu")
+    engine = Engine(ft_dir, Placement(device="cpu"))
     with engine:
         service = TextService(engine, load_tokenizer(ft_dir))
     with pytest.raises(PyTritonUnrecoverableError, match="the engine was stopped"):
