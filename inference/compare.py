@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from inference.evaluation.compare import load_comparison
-from inference.evaluation.compare_page import comparison_text, render_comparison
-from inference.evaluation.files import replace_file
-from inference.evaluation.history import find_run
+from inference.evaluation.report.compare import load_comparison
+from inference.evaluation.report.compare_page import comparison_text, render_comparison
+from inference.evaluation.report.files import replace_file
+from inference.evaluation.report.history import find_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

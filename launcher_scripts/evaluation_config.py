@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from export_scripts.triton.repository import ENSEMBLE
-from inference.evaluation.gate import Bound
 from inference.evaluation.options import (
     REFERENCES,
+    Bound,
     EvaluationOptions,
     IdentityOptions,
     LambadaOptions,
@@ -20,7 +20,7 @@ from inference.evaluation.options import (
     TextTaskOptions,
 )
 from inference.evaluation.record import RunFacts
-from inference.evaluation.text_tasks import TEXT_TASKS
+from inference.evaluation.tasks.text_tasks import TEXT_TASKS
 from launcher_scripts.config import Config, TextTaskConfig
 from launcher_scripts.export_config import has_ensemble
 from launcher_scripts.server_config import server_config

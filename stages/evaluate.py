@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.evaluation.checks import check_evaluation
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
+from inference.evaluation.run.checks import check_evaluation
 from stages.base import JobSettings, Stage, StageError, Summary, as_json
 from stages.deploy_config import DeployConfig, check_deploy
 from stages.endpoint import STOP_NAME, Endpoint, read_endpoint, server_log
@@ -21,7 +21,7 @@ from stages.record import RECORD_NAME, JobRecord, now, read_record
 from stages.serving import serving
 
 if TYPE_CHECKING:
-    from inference.evaluation.runner import EvaluationProgress
+    from inference.evaluation.run.task_run import EvaluationProgress
 
 REPORT_NAME = "report.json"
 _REPORT_PAGE = "report.html"
@@ -142,8 +142,8 @@ class EvaluateStage(Stage):
                 self.config.endpoint_path.with_name(STOP_NAME).touch()
 
     def _ask(self, options: EvaluationOptions, facts: RunFacts, progress: Progress) -> Summary:
-        from inference.evaluation.evaluator import evaluate
-        from inference.evaluation.runner import EvaluationError
+        from inference.evaluation.run.evaluator import evaluate
+        from inference.evaluation.run.task_run import EvaluationError
 
         def report_progress(state: EvaluationProgress) -> None:
             # Every new phase is written, and the running figures make one.

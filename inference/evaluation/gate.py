@@ -10,33 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from inference.evaluation.options import Bound
 from inference.evaluation.task import Metric
 
 EXIT_PASS = 0
 EXIT_GATE_BREACHED = 3
 EXIT_NOT_EVALUATED = 4
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Limits of one metric; those that are null are not applied.
-
-    Attributes:
-        min, max: absolute limits, in the metric's unit; equality passes.
-        margin: how much worse than the baseline the value may be, in the metric's unit.
-        sigmas: further room in standard errors of the difference between the two runs; with
-            `margin` null a value other than null here compares with the baseline too.
-    """
-
-    min: float | None = None
-    max: float | None = None
-    margin: float | None = None
-    sigmas: float | None = None
-
-    @property
-    def is_relative(self) -> bool:
-        """Whether a baseline is needed to apply this bound."""
-        return self.margin is not None or self.sigmas is not None
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inference.evaluation.gate import Bound
-
 REFERENCES = ("none", "huggingface")  # or a file
 TRACKERS = ("mlflow", "tensorboard")  # packages, and extras of this one
 LAMBADA_METRICS = ("lambada_last_word", "lambada_last_token", "lambada_perplexity")
@@ -153,6 +151,28 @@ def parse_shape(text: str) -> Shape:
             f"of {', '.join(USE_CASES)}."
         )
     return Shape(int(found[1]), int(found[2]))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Limits of one metric; those that are null are not applied.
+
+    Attributes:
+        min, max: absolute limits, in the metric's unit; equality passes.
+        margin: how much worse than the baseline the value may be, in the metric's unit.
+        sigmas: further room in standard errors of the difference between the two runs; with
+            `margin` null a value other than null here compares with the baseline too.
+    """
+
+    min: float | None = None
+    max: float | None = None
+    margin: float | None = None
+    sigmas: float | None = None
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether a baseline is needed to apply this bound."""
+        return self.margin is not None or self.sigmas is not None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from inference.evaluation.gate import Bound, GateResult
+from inference.evaluation.gate import GateResult
+from inference.evaluation.options import Bound
 from inference.evaluation.task import Dataset, Metric
 
 SCHEMA_VERSION = 1

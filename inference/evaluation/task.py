@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from inference.evaluation.options import Bound, EvaluationOptions
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -220,3 +222,26 @@ class Task(Protocol):
     def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
         """Return the figures over all samples, the most important first."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEntry:
+    """How a task is made, and what its options and metrics are.
+
+    Attributes:
+        make: the task of the options, which were found good.
+        metrics: names of the metrics that the options ask for.
+        check: every problem of its options, in the configuration's names.
+        grouped: whether there is one more metric for each group of the data.
+        only_served: whether it asks for what the source's library cannot do; it has no reference.
+        bounds: those that hold without being asked for.
+        remedy: what a person does about a breach, in a few words.
+    """
+
+    make: Callable[[EvaluationOptions], Task]
+    metrics: Callable[[EvaluationOptions], tuple[str, ...]]
+    check: Callable[[EvaluationOptions], list[str]]
+    grouped: bool = False
+    only_served: bool = False
+    bounds: Callable[[EvaluationOptions], dict[str, Bound]] = lambda _: {}
+    remedy: Callable[[EvaluationOptions], str] = lambda _: ""

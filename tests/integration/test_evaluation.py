@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from inference.evaluation.evaluator import evaluate
-from inference.evaluation.gate import Bound
 from inference.evaluation.options import (
+    Bound,
     EvaluationOptions,
     LambadaOptions,
     LatencyOptions,
 )
 from inference.evaluation.record import Report, RunFacts, TaskReport
-from inference.evaluation.runner import EvaluationError
+from inference.evaluation.run.evaluator import evaluate
+from inference.evaluation.run.task_run import EvaluationError
 from inference.server.server import TritonServer
 from tests.conftest import ROOT
 from tests.integration.triton_process import new_server

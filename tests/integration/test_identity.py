@@ -11,9 +11,9 @@ import pytest
 
 from export_scripts.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
-from inference.evaluation.evaluator import evaluate
 from inference.evaluation.options import EvaluationOptions, IdentityOptions, LatencyOptions
 from inference.evaluation.record import Report, RunFacts
+from inference.evaluation.run.evaluator import evaluate
 from inference.parity.__main__ import main as parity
 from inference.server.server import TritonServer
 from tests.integration.triton_process import new_server

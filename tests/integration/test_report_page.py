@@ -15,10 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.evaluator import evaluate
-from inference.evaluation.gate import Bound
-from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
+from inference.evaluation.options import Bound, EvaluationOptions, LambadaOptions, LatencyOptions
 from inference.evaluation.record import RunFacts, StageTiming
+from inference.evaluation.run.evaluator import evaluate
 from tests.fake_model import partly_right_model, write_passages
 
 Browser = Callable[..., str]

@@ -18,7 +18,6 @@ import pytest
 import sacrebleu
 from rouge_score.rouge_scorer import RougeScorer
 
-from inference.evaluation.evaluator import evaluate
 from inference.evaluation.options import (
     EvaluationOptions,
     LatencyOptions,
@@ -26,6 +25,7 @@ from inference.evaluation.options import (
     TextTaskOptions,
 )
 from inference.evaluation.record import Report, RunFacts, read_predictions
+from inference.evaluation.run.evaluator import evaluate
 from inference.server.server import TritonServer
 from tests.integration.text_models import (
     ENGLISH,

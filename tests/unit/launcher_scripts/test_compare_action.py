@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.evaluator import evaluate
 from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
 from inference.evaluation.record import RunFacts
+from inference.evaluation.run.evaluator import evaluate
 from launcher_scripts.main import main
 from tests.fake_model import partly_right_model, write_passages
 

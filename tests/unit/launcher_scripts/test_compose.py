@@ -19,7 +19,7 @@ from inference.evaluation.options import (
     PromptOptions,
     TextTaskOptions,
 )
-from inference.evaluation.text_tasks import TEXT_TASKS
+from inference.evaluation.tasks.text_tasks import TEXT_TASKS
 from launcher_scripts import config as schema
 from launcher_scripts.arguments import read_arguments
 from launcher_scripts.checkout import CHECKOUT, CONFIG_DIR

@@ -1,0 +1,124 @@
+"""The run store: every report that was made, in a folder of its own, and an index to find it by.
+
+<history_dir>/index.jsonl            one line a run, in the order they finished
+<history_dir>/<run id>/report.json, predictions.jsonl
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from inference.evaluation.record import HistoryPoint, Report, TaskReport, from_json, to_json
+from inference.evaluation.report.files import PREDICTIONS, REPORT_JSON
+
+INDEX = "index.jsonl"
+_MAX_POINTS = 40
+
+
+def append_run(history_dir: Path, report: Report, output_dir: Path) -> Path:
+    """Add a finished report to the store and return its folder there.
+
+    The folder appears by one rename, before the index names it.
+    """
+    history_dir.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=history_dir))
+    try:
+        for name in (REPORT_JSON, PREDICTIONS):
+            shutil.copyfile(output_dir / name, partial / name)
+        partial.chmod(0o755)
+        folder = partial.rename(history_dir / report.run_id)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    with (history_dir / INDEX).open("a", encoding="utf-8") as index:
+        fcntl.flock(index, fcntl.LOCK_EX)
+        index.write(json.dumps(to_json(history_point(report))) + "\n")
+    return folder
+
+
+def history_point(report: Report) -> HistoryPoint:
+    """Return what the index says about a report."""
+    return HistoryPoint(
+        run_id=report.run_id,
+        name=report.run.name,
+        started_at=report.started_at,
+        samples={task.name: _samples(task) for task in report.tasks},
+        metrics={metric.name: metric for metric in report.metrics},
+    )
+
+
+def _samples(task: TaskReport) -> str:
+    """Return what tells one choice of samples from another."""
+    data = task.dataset
+    return f"{task.name}/{task.version}/{data.sha256}/{data.limit}/{data.seed}"
+
+
+def read_history(history_dir: Path) -> list[HistoryPoint]:
+    """Return all runs of the store, oldest first; none where there is no store.
+
+    Raises:
+        ValueError: a line of the index is damaged.
+    """
+    path = history_dir / INDEX
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [_point(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def _point(line: str, place: str) -> HistoryPoint:
+    try:
+        return from_json(HistoryPoint, json.loads(line))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{place} is damaged: {error}; remove it.") from error
+
+
+def comparable_history(points: Sequence[HistoryPoint], report: Report) -> tuple[HistoryPoint, ...]:
+    """Return earlier runs of the same name over the same samples, oldest first, and this one."""
+    own = history_point(report)
+    earlier = [
+        point
+        for point in points
+        if point.name == own.name and point.samples == own.samples and point.run_id != own.run_id
+    ]
+    return (*earlier[1 - _MAX_POINTS :], own)
+
+
+def find_run(run: str, *, history_dir: Path | None) -> Path:
+    """Return the report.json that `run` names.
+
+    It is a path (of the file or its folder), a run id or its beginning, `latest`, or `latest~1`
+    for the run before it.
+
+    Raises:
+        ValueError: there is no such run, or several; the message lists those there are.
+    """
+    path = Path(run)
+    for candidate in (path, path / REPORT_JSON):
+        if candidate.is_file():
+            return candidate
+    if history_dir is None:
+        raise ValueError(f"there is no report at {run}; name a report.json or its folder.")
+    points = read_history(history_dir)
+    ids = [point.run_id for point in points]
+    found = _by_age(run, ids) if run.startswith("latest") else [i for i in ids if i.startswith(run)]
+    if run in found:
+        found = [run]
+    if len(found) == 1:
+        return history_dir / found[0] / REPORT_JSON
+    known = "".join(f"\n  {each}" for each in (found or ids)[-10:]) or " none"
+    what = "several runs begin with" if found else "there is no run"
+    raise ValueError(f"{what} {run!r} in {history_dir}; the last ones are:{known}")
+
+
+def _by_age(run: str, ids: Sequence[str]) -> list[str]:
+    """Return the run that `latest` or `latest~<n>` names, if there is one."""
+    back = run.removeprefix("latest").removeprefix("~") or "0"
+    if not back.isdigit() or int(back) >= len(ids):
+        return []
+    return [ids[-1 - int(back)]]

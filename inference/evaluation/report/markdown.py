@@ -1,0 +1,186 @@
+"""report.md: the report as a page for terminals, pull requests and chat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from inference.evaluation.record import LatencyPoint, Report, TaskReport
+from inference.evaluation.report.formatting import (
+    difference_text,
+    interval_text,
+    load_text,
+    milliseconds_text,
+    number_text,
+    seconds_text,
+    shape_text,
+    value_text,
+)
+
+
+def render_markdown(report: Report) -> str:
+    """Return the report as Markdown."""
+    sections = [
+        _head(report),
+        *(_task(task) for task in report.tasks),
+        _latency(report),
+        _stages(report),
+        _gate(report),
+        _environment(report),
+    ]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def verdict(report: Report) -> str:
+    """Return the outcome of the gate in a few words."""
+    if not report.bounds:
+        return "no gate set"
+    if report.gate.passed:
+        return f"gate passed ({report.gate.checked} of {report.gate.checked} bounds hold)"
+    return f"gate breached ({len(report.gate.breaches)} of {report.gate.checked} bounds)"
+
+
+def facts(report: Report) -> list[tuple[str, str]]:
+    """Return what was served, as names and values, without those that are not known."""
+    run = report.run
+    listed = [
+        ("run", report.run_id),
+        ("started", report.started_at),
+        ("took", seconds_text(report.seconds)),
+        ("checkpoint", run.checkpoint),
+        ("family", run.family),
+        ("engine", run.engine),
+        ("parallelism", f"TP {run.tp_size} x PP {run.pp_size}"),
+        ("weights", run.weight_data_type),
+        ("computed in", run.data_type),
+        ("int8 mode", str(run.int8_mode) if run.int8_mode else ""),
+        ("batch limit", str(run.max_batch_size or "")),
+        ("model SHA-256", run.model_sha256),
+        ("cluster", run.cluster),
+        ("git revision", run.git_revision),
+    ]
+    return [(name, value) for name, value in listed if value]
+
+
+def _head(report: Report) -> str:
+    rows = [(name, f"`{value}`") for name, value in facts(report)]
+    return f"# {report.run.name}: {verdict(report)}\n\n" + _table(("", ""), rows)
+
+
+def _task(task: TaskReport) -> str:
+    data = task.dataset
+    asked = f"{data.count:,} of {data.total:,} samples of `{data.name}`"
+    if data.limit is not None:
+        asked += f" (limit {data.limit}, seed {data.seed})"
+    rows = [
+        (
+            f"`{metric.name}`",
+            f"**{value_text(metric.value, metric.unit)}**",
+            interval_text(metric),
+            f"{metric.count:,}",
+        )
+        for metric in task.metrics
+    ]
+    requests = task.requests
+    parts = [
+        f"## {task.name}",
+        _table(("metric", "value", "95% interval", "n"), rows),
+        f"{asked}; {requests.count:,} requests in {seconds_text(requests.seconds)} "
+        f"({requests.per_s:.1f}/s, {requests.concurrency} in flight, p50 "
+        f"{milliseconds_text(requests.latency.p50_ms)}, p99 "
+        f"{milliseconds_text(requests.latency.p99_ms)}, "
+        f"{number_text(requests.tokens_per_s)} generated tokens/s), "
+        f"{task.through}.",
+        task.note,
+        _reference(task),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _reference(task: TaskReport) -> str:
+    if task.reference is None:
+        return ""
+    units = {metric.name: metric.unit for metric in task.metrics}
+    rows = []
+    for each in task.reference.metrics:
+        unit = units[each.metric]
+        agreement = "" if each.agreeing is None else f"{each.agreeing:,} of "
+        if each.agreeing is not None and each.disagreeing is not None:
+            agreement += f"{each.agreeing + each.disagreeing:,}"
+        rows.append(
+            (
+                f"`{each.metric}`",
+                value_text(each.reference, unit),
+                difference_text(each.difference, unit),
+                agreement,
+            )
+        )
+    table = _table(("metric", "reference", "difference", "samples that agree"), rows)
+    return f"Against {task.reference.source}:\n\n{table}"
+
+
+LATENCY_HEAD = (
+    "tokens in + out", "load", "requests", "p50", "p95", "p99", "first token", "each further",
+    "tokens/s",
+)  # fmt: skip
+
+
+def latency_row(point: LatencyPoint) -> tuple[str, ...]:
+    """Return a point of the latency sweep as text, under LATENCY_HEAD."""
+    further = "" if point.per_token_ms is None else milliseconds_text(point.per_token_ms)
+    return (
+        shape_text(point),
+        load_text(point),
+        str(point.requests),
+        milliseconds_text(point.latency.p50_ms),
+        milliseconds_text(point.latency.p95_ms),
+        milliseconds_text(point.latency.p99_ms),
+        milliseconds_text(point.first_token_ms),
+        further,
+        number_text(point.tokens_per_s),
+    )
+
+
+def latency_note(report: Report) -> str:
+    """Return how the sweep was measured."""
+    program = "NVIDIA's perf_analyzer" if report.load_generator == "perf_analyzer" else "Our client"
+    tokens = (
+        "The model streams: tokens were timed as they came."
+        if all(point.streamed for point in report.latency)
+        else "The model answers whole: its first token is estimated by requests for one token "
+        "only, each further one by what it adds to the median."
+    )
+    return f"{program} sent each request when the one before it was answered. {tokens}"
+
+
+def _latency(report: Report) -> str:
+    if not report.latency:
+        return ""
+    table = _table(LATENCY_HEAD, map(latency_row, report.latency))
+    return f"## Latency\n\n{latency_note(report)}\n\n{table}"
+
+
+def _stages(report: Report) -> str:
+    if not report.run.stages:
+        return ""
+    rows = [(each.name, each.state, seconds_text(each.seconds)) for each in report.run.stages]
+    return "## Stages\n\n" + _table(("stage", "state", "took"), rows)
+
+
+def _gate(report: Report) -> str:
+    if not report.bounds:
+        return ""
+    lines = [f"- {breach}" for breach in report.gate.breaches] or ["All bounds hold."]
+    source = f"\n\nBaseline: {report.baseline_source}." if report.baseline_source else ""
+    return "## Gate\n\n" + "\n".join(lines) + source
+
+
+def _environment(report: Report) -> str:
+    rows = [(name, value) for name, value in report.environment.items()]
+    command = f"```\n{report.run.command}\n```\n\n" if report.run.command else ""
+    return "## Environment\n\n" + command + _table(("", ""), rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    lines += ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join(lines)

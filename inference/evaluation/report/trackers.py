@@ -1,0 +1,112 @@
+"""Send a finished report to experiment trackers, through their own libraries.
+
+MLflow is told where by its own environment variables (MLFLOW_TRACKING_URI,
+MLFLOW_EXPERIMENT_NAME). TensorBoard's files lie in the run store, one folder for each name of runs,
+in which every evaluation is the next step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from inference.evaluation.options import TRACKERS
+from inference.evaluation.record import Report, RunFacts
+from inference.evaluation.report.files import FILE_NAMES, REPORT_MARKDOWN
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+logger = logging.getLogger(__name__)
+
+_NOT_PARAMETERS = ("stages", "command")
+
+
+def track(name: str, report: Report, output_dir: Path, *, folder: Path) -> None:
+    """Send the report whose files lie in `output_dir` to a tracker.
+
+    A tracker that does not take it is told in the log: the report is complete without it.
+
+    `name` is one of TRACKERS; one that keeps files has them in `folder`.
+    """
+    try:
+        _SENDERS[name](report, output_dir, folder)
+    except (OSError, RuntimeError) as error:
+        logger.warning("%s did not take the report %s: %s", name, report.run_id, error)
+
+
+def parameters(report: Report) -> dict[str, str | int]:
+    """Return what was evaluated, and on which samples, by name."""
+    run = {each.name: getattr(report.run, each.name) for each in fields(RunFacts)}
+    found = {name: value for name, value in run.items() if name not in _NOT_PARAMETERS and value}
+    for task in report.tasks:
+        found[f"{task.name}_samples"] = task.dataset.count
+        found[f"{task.name}_data_sha256"] = task.dataset.sha256
+    return found
+
+
+def figures(report: Report) -> dict[str, float]:
+    """Return every metric, and of the latency sweep what each point came to, by name."""
+    found = {metric.name: metric.value for metric in report.metrics}
+    for point in report.latency:
+        place = (
+            f"latency/in{point.input_len}_out{point.output_len}_batch{point.batch_size}"
+            f"_inflight{point.concurrency}"
+        )
+        found[f"{place}/p50_ms"] = point.latency.p50_ms
+        found[f"{place}/p95_ms"] = point.latency.p95_ms
+        found[f"{place}/first_token_ms"] = point.first_token_ms
+        found[f"{place}/tokens_per_s"] = point.tokens_per_s
+    return found
+
+
+def _to_mlflow(report: Report, output_dir: Path, folder: Path) -> None:
+    """Add a run with parameters, metrics and the report's files."""
+    del folder
+    import mlflow
+    from mlflow.exceptions import MlflowException
+
+    try:
+        with mlflow.start_run(run_name=report.run_id):
+            mlflow.log_params(parameters(report))
+            mlflow.log_metrics(figures(report))
+            for name in FILE_NAMES:
+                mlflow.log_artifact(str(output_dir / name))
+    except MlflowException as error:
+        raise RuntimeError(str(error)) from error
+
+
+def _to_tensorboard(report: Report, output_dir: Path, folder: Path) -> None:
+    """Add a step with the figures, and the report and the parameters as text."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.plugins.scalar.summary_v2 import scalar_pb
+    from tensorboard.plugins.text.summary_v2 import text_pb
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    logdir = folder / "tensorboard" / report.run.name
+    step = len(list(logdir.glob("events.out.tfevents.*")))
+    rows = [f"| {name} | {value} |" for name, value in parameters(report).items()]
+    markdown = (output_dir / REPORT_MARKDOWN).read_text(encoding="utf-8")
+    summaries: list[Summary] = [
+        *(scalar_pb(name, value) for name, value in figures(report).items()),
+        text_pb("parameters", "\n".join(["| | |", "| --- | --- |", *rows])),
+        text_pb("report", markdown),
+    ]
+    started = datetime.fromisoformat(report.started_at).timestamp()
+    writer = EventFileWriter(str(logdir), filename_suffix=f".{report.run_id}")
+    try:
+        for summary in summaries:
+            writer.add_event(Event(wall_time=started, step=step, summary=summary))
+    finally:
+        writer.close()
+
+
+_SENDERS: dict[str, Callable[[Report, Path, Path], None]] = {
+    "mlflow": _to_mlflow,
+    "tensorboard": _to_tensorboard,
+}
+assert set(_SENDERS) == set(TRACKERS)

@@ -1,0 +1,301 @@
+"""Evaluate a served model from end to end: tasks, latency, gate, report."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import string
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timezone
+from functools import partial
+from pathlib import Path
+
+from inference.evaluation.gate import Breach, apply_gate
+from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.record import (
+    LatencyPoint,
+    Prediction,
+    Report,
+    RunFacts,
+    StageTiming,
+    TaskReport,
+)
+from inference.evaluation.report.files import (
+    FILE_NAMES,
+    JUNIT,
+    REPORT_HTML,
+    REPORT_JSON,
+    REPORT_MARKDOWN,
+    junit_error_text,
+    replace_file,
+    write_files,
+)
+from inference.evaluation.report.history import append_run, comparable_history, read_history
+from inference.evaluation.report.html_page import render_html
+from inference.evaluation.report.markdown import render_markdown
+from inference.evaluation.report.trackers import track
+from inference.evaluation.run.baseline import Baseline, write_baseline
+from inference.evaluation.run.checks import check_evaluation
+from inference.evaluation.run.environment import describe_environment, describe_weights
+from inference.evaluation.run.latency import measure_latency
+from inference.evaluation.run.preparation import (
+    Prepared,
+    check_bounds_of_groups,
+    prepare,
+    stored_baseline,
+    with_source,
+)
+from inference.evaluation.run.reference import (
+    compare_with_reference,
+    with_reference_values,
+)
+from inference.evaluation.run.task_run import (
+    EvaluationError,
+    EvaluationProgress,
+    ProgressCallback,
+    TaskRun,
+    run_task,
+)
+from inference.evaluation.task import TextGenerator, generates
+from inference.evaluation.tasks import TASKS
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate(
+    options: EvaluationOptions,
+    facts: RunFacts,
+    *,
+    model: TextGenerator | None = None,
+    progress: ProgressCallback | None = None,
+) -> Report:
+    """Run the tasks against the server of `options.url`, write the report and return it.
+
+    `facts` are told, not measured. A `model` given is asked in place of the server, such as an
+    engine in this process. A breached gate is part of the report (`report.gate.exit_code`), not
+    an error.
+
+    Raises:
+        ValueError: options or data cannot be used; all problems of the options together.
+        EvaluationError: the server did not answer every request.
+
+    Where one of these comes after the options were found good, junit.xml tells it, unless data
+    cannot be used and an earlier report is there.
+    """
+    if problems := [*check_evaluation(options), *_check_batches(options, facts)]:
+        raise ValueError("\n".join(problems))
+    own_bounds = {k: v for name in options.tasks for k, v in TASKS[name].bounds(options).items()}
+    options = replace(options, gate={**own_bounds, **options.gate})
+    started_at = datetime.now(timezone.utc)
+    start = time.perf_counter()
+    with _junit_on_failure(options.output_dir):
+        prepared = [prepare(name, options) for name in options.tasks]
+        if problems := check_bounds_of_groups(options, prepared):
+            raise ValueError("\n".join(problems))
+        baseline = stored_baseline(options, prepared)
+        _clear(options.output_dir)
+        with _model(options, model, progress) as asked:
+            ask = partial(run_task, model=asked, concurrency=options.concurrency, progress=progress)
+            runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
+            points = _latency(options, asked, runs, progress)
+        if options.reference == "huggingface":
+            prepared = with_source(options, prepared, progress)
+    seconds = time.perf_counter() - start
+    report = Report(
+        run_id=_run_id(facts.name, started_at),
+        run=_with_own_stage(_with_weights(facts, options.weights_dir), seconds),
+        started_at=started_at.isoformat(timespec="seconds"),
+        seconds=seconds,
+        tasks=tuple(map(partial(_task_report, options), runs, prepared)),
+        latency=points,
+        load_generator=options.latency.load_generator if points else "",
+        bounds=options.gate,
+        environment=describe_environment(),
+    )
+    report = _with_history(_gated(report, options, baseline), options.history_dir)
+    _publish(options, report, runs, prepared)
+    return report
+
+
+def _publish(
+    options: EvaluationOptions,
+    report: Report,
+    runs: Sequence[TaskRun],
+    prepared: Sequence[Prepared],
+) -> None:
+    """Write the report, add it to the run store and send it to the trackers."""
+    predictions = [
+        each
+        for run, own in zip(runs, prepared, strict=True)
+        for each in with_reference_values(run.predictions, own.reference)
+    ]
+    write_report(options.output_dir, report, predictions)
+    if options.history_dir is not None:
+        append_run(options.history_dir, report, options.output_dir)
+    for tracker in options.trackers:
+        folder = options.history_dir or options.output_dir
+        track(tracker, report, options.output_dir, folder=folder)
+
+
+def _check_batches(options: EvaluationOptions, facts: RunFacts) -> list[str]:
+    largest = max(options.latency.batch_sizes, default=0) if options.latency.enabled else 0
+    if not facts.max_batch_size or largest <= facts.max_batch_size:
+        return []
+    return [
+        f"evaluate.latency.batch_sizes has {largest}, but the model was exported with "
+        f"export.triton_deployment.max_batch_size={facts.max_batch_size}; lower the one or raise "
+        "the other."
+    ]
+
+
+def _clear(output_dir: Path) -> None:
+    """Make the folder and remove an earlier report, so that two are never mixed."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    for name in FILE_NAMES:
+        (output_dir / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def _junit_on_failure(output_dir: Path) -> Iterator[None]:
+    """Leave a junit.xml that says why there is no report; an earlier whole one is left alone."""
+    try:
+        yield
+    except (EvaluationError, ValueError) as error:
+        if (output_dir / REPORT_JSON).exists():
+            raise
+        output_dir.mkdir(parents=True, exist_ok=True)
+        replace_file(output_dir / JUNIT, junit_error_text(str(error)))
+        raise
+
+
+def write_report(output_dir: Path, report: Report, predictions: Sequence[Prediction]) -> None:
+    """Write all files of a report."""
+    pages = {
+        REPORT_MARKDOWN: render_markdown(report),
+        REPORT_HTML: render_html(report, predictions),
+    }
+    write_files(output_dir, report, predictions, pages)
+
+
+@contextmanager
+def _model(
+    options: EvaluationOptions, given: TextGenerator | None, progress: ProgressCallback | None
+) -> Iterator[TextGenerator]:
+    """Yield the model that was given, or the one at the server, connected for as long as needed."""
+    if given is not None:
+        yield given
+        return
+    from inference.evaluation.run.connection import connect
+
+    if progress is not None:
+        progress(EvaluationProgress(phase="connect", done=0, total=1))
+    with connect(options) as served:
+        yield served
+
+
+def _latency(
+    options: EvaluationOptions,
+    model: TextGenerator,
+    runs: Sequence[TaskRun],
+    progress: ProgressCallback | None,
+) -> tuple[LatencyPoint, ...]:
+    if not options.latency.enabled:
+        return ()
+    if set(options.tasks) == {"identity"} and not generates(model):
+        logger.warning("latency is not measured: the model generates no tokens.")
+        return ()
+    texts = [prediction.text for run in runs for prediction in run.predictions]
+    if options.latency.load_generator == "client":
+        return measure_latency(model, texts, options.latency, progress=progress)
+    from inference.evaluation.run.perf_analyzer import perf_analyzer
+    from inference.evaluation.run.served_model import ServedModel
+
+    if not isinstance(model, ServedModel):
+        raise EvaluationError(
+            "evaluate.latency.load_generator=perf_analyzer asks a server; use client."
+        )
+    with perf_analyzer(options, model) as generator:
+        return measure_latency(
+            model, texts, options.latency, generator=generator, progress=progress
+        )
+
+
+def _task_report(options: EvaluationOptions, run: TaskRun, prepared: Prepared) -> TaskReport:
+    reference = prepared.reference
+    text_model = options.ensemble_name or options.model_name
+    protocol = "gRPC" if options.protocol == "grpc" else "HTTP"
+    return TaskReport(
+        name=run.task.name,
+        version=run.task.version,
+        dataset=run.dataset,
+        metrics=run.metrics,
+        seconds=run.requests.seconds,
+        requests=run.requests,
+        through=(
+            f"text through {text_model}, token ids through {options.model_name}, over {protocol}"
+        ),
+        note=prepared.note,
+        reference=None if reference is None else compare_with_reference(run, reference),
+    )
+
+
+def _gated(report: Report, options: EvaluationOptions, baseline: Baseline | None) -> Report:
+    """Return the report with the gate applied.
+
+    A baseline that is to be updated is recorded only when every absolute bound holds; bounds
+    relative to it hold by themselves.
+    """
+    path = options.baseline_path
+    if options.baseline == "update" and path is not None:
+        baseline = Baseline.of(report, source=f"this run, recorded in {path}")
+    gate = apply_gate(
+        report.metrics, options.gate, baseline=None if baseline is None else baseline.metrics
+    )
+    gate = replace(gate, breaches=tuple(_with_remedy(each, options) for each in gate.breaches))
+    if options.baseline == "update" and path is not None and gate.passed:
+        write_baseline(path, report)
+    if baseline is None:
+        return replace(report, gate=gate)
+    return replace(report, gate=gate, baseline=baseline.metrics, baseline_source=baseline.source)
+
+
+def _with_remedy(breach: Breach, options: EvaluationOptions) -> Breach:
+    entries = [TASKS[name] for name in options.tasks]
+    remedies = [each.remedy(options) for each in entries if breach.metric in each.metrics(options)]
+    return replace(breach, remedy=" ".join(remedies))
+
+
+def _with_history(report: Report, history_dir: Path | None) -> Report:
+    if history_dir is None:
+        return report
+    return replace(report, history=comparable_history(read_history(history_dir), report))
+
+
+def _with_weights(facts: RunFacts, weights_dir: Path | None) -> RunFacts:
+    """Return the facts with what the manifest says of the weights, where nothing else was told."""
+    if weights_dir is None:
+        return facts
+    family, model_sha256 = describe_weights(weights_dir)
+    return replace(
+        facts,
+        family=facts.family or family,
+        model_sha256=facts.model_sha256 or model_sha256,
+    )
+
+
+def _with_own_stage(facts: RunFacts, seconds: float) -> RunFacts:
+    """Return the facts with this evaluation as the last stage, unless it is already told."""
+    if not facts.stages or any(stage.name == "evaluate" for stage in facts.stages):
+        return facts
+    ends = [stage.start_s + stage.seconds for stage in facts.stages if stage.start_s is not None]
+    own = StageTiming("evaluate", "running", seconds, max(ends) if ends else None)
+    return replace(facts, stages=(*facts.stages, own))
+
+
+def _run_id(name: str, started_at: datetime) -> str:
+    """Return `<name>_<date>_<time>_<three letters>`, different for every run."""
+    letters = "".join(secrets.choice(string.ascii_lowercase) for _ in range(3))
+    return f"{name}_{started_at:%Y-%m-%d_%H-%M-%S}_{letters}"

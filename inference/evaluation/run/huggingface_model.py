@@ -1,0 +1,187 @@
+"""The source checkpoint, run by the library that made it: what a served model is compared with.
+
+Tasks ask it through the same protocol as the served model, so both are scored by the same code.
+Computed in fp32, one request at a time, on the first CUDA device if there is one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inference.evaluation.run.task_run import EvaluationError
+from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, WordLists
+
+
+class HuggingFaceModel:
+    """Meets TextGenerator with a model and a tokenizer of the transformers library."""
+
+    def __init__(self, model: Any, tokenizer: Any, *, source: str) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        self._lock = threading.Lock()
+        self.source = source
+
+    @property
+    def streams(self) -> bool:
+        """Whether answers come token by token; they come whole."""
+        return False
+
+    @property
+    def _is_encoder_decoder(self) -> bool:
+        return bool(self._model.config.is_encoder_decoder)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of `text`, without special tokens."""
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        return str(self._tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+
+    def decode_answer(self, ids: Sequence[int]) -> str:
+        """Return the text of generated tokens, up to the end token."""
+        end_id = self._model.config.eos_token_id
+        kept = list(ids)
+        return self.decode(kept[: kept.index(end_id)] if end_id in kept else kept)
+
+    def complete_text(
+        self,
+        prompt: str,
+        *,
+        output_len: int,
+        score_prompt: bool = False,
+        words: WordLists = NO_WORDS,
+    ) -> Completion:
+        """Return the greedy continuation of a text.
+
+        Raises:
+            EvaluationError: word lists were given, which are the server's.
+        """
+        if words != NO_WORDS:
+            raise EvaluationError("evaluate.reference=huggingface has no word lists.")
+        ids = tuple(self._tokenizer.encode(prompt, add_special_tokens=self._is_encoder_decoder))
+        answer = self.complete_ids(ids, output_len=output_len)
+        text = self.decode_answer(answer)
+        if not self._is_encoder_decoder:
+            # Decoded behind the prompt, so that it keeps the blank it starts with.
+            text = self.decode_answer((*ids, *answer)).removeprefix(self.decode(ids))
+        log_prob = self.context_log_prob(ids) if score_prompt else None
+        return Completion(text, len(answer), log_prob)
+
+    def complete_in_steps(
+        self, prompt: str, *, output_len: int
+    ) -> tuple[tuple[int, ...], Completion]:
+        """Return the tokens and the text after `prompt`; the library has no other way."""
+        ids = tuple(self._tokenizer.encode(prompt, add_special_tokens=self._is_encoder_decoder))
+        answer = self.complete_ids(ids, output_len=output_len)
+        return answer, self.complete_text(prompt, output_len=output_len)
+
+    def complete_ids(
+        self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
+    ) -> tuple[int, ...]:
+        """Return the greedy tokens after `input_ids`.
+
+        Raises:
+            EvaluationError: tensors of the serving contract were given, which mean nothing here.
+        """
+        import torch
+
+        if tensors:
+            raise EvaluationError(
+                f"evaluate.reference=huggingface cannot answer requests with {', '.join(tensors)}: "
+                "virtual tokens are not part of the source checkpoint."
+            )
+        ids = torch.tensor([list(input_ids)], device=self._model.device)
+        with self._lock, torch.no_grad():
+            found = self._model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=self._greedy(output_len)
+            )
+        start = 1 if self._is_encoder_decoder else len(input_ids)
+        return tuple(int(each) for each in found[0, start:])
+
+    def complete_rows(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        output_len: int,
+        each_frame: Callable[[], None] | None = None,
+    ) -> list[tuple[int, ...]]:
+        """Return the greedy tokens after each row."""
+        del each_frame
+        return [self.complete_ids(row, output_len=output_len) for row in rows]
+
+    def context_log_prob(self, input_ids: Sequence[int]) -> float:
+        """Return the natural log probability of `input_ids`, the first token given."""
+        import torch
+
+        ids = torch.tensor([list(input_ids)], device=self._model.device)
+        with self._lock, torch.no_grad():
+            logits = self._model(ids).logits[0, :-1].float()  # (S - 1, V)
+        chosen = logits.log_softmax(-1).gather(1, ids[0, 1:, None])  # (S - 1, 1)
+        return float(chosen.sum())
+
+    def input_names(self) -> Collection[str]:
+        """Return the inputs of the serving contract that the library takes: none."""
+        return ()
+
+    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
+        """Refuse: tensors of the serving contract are the server's.
+
+        Raises:
+            EvaluationError: always.
+        """
+        del tensors
+        raise EvaluationError(
+            f"evaluate.reference=huggingface cannot answer a request for {', '.join(outputs)}."
+        )
+
+    def _greedy(self, output_len: int) -> Any:
+        """Return the plainest decoding, whatever the checkpoint suggests for itself."""
+        from transformers import GenerationConfig
+
+        config = self._model.config
+        return GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            max_new_tokens=output_len,
+            eos_token_id=config.eos_token_id,
+            pad_token_id=config.pad_token_id if config.pad_token_id is not None else 0,
+            decoder_start_token_id=getattr(config, "decoder_start_token_id", None),
+        )
+
+
+def load_source(checkpoint: Path) -> HuggingFaceModel:
+    """Load a checkpoint folder with its own library.
+
+    Raises:
+        EvaluationError: transformers is not installed, or cannot read the folder.
+    """
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        raise EvaluationError(
+            f"evaluate.reference=huggingface needs the package {error.name}; install it, or set "
+            "evaluate.reference=none."
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(checkpoint)
+        kind = (
+            transformers.AutoModelForSeq2SeqLM
+            if config.is_encoder_decoder
+            else transformers.AutoModelForCausalLM
+        )
+        model = kind.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    except (OSError, ValueError) as error:
+        raise EvaluationError(
+            f"transformers cannot load {checkpoint}: {error}\nevaluate.reference=huggingface needs "
+            "the source checkpoint with its tokenizer; set evaluate.reference=none without one."
+        ) from error
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    source = f"transformers {transformers.__version__} on {checkpoint}"
+    return HuggingFaceModel(model, tokenizer, source=source)

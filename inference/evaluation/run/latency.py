@@ -1,0 +1,276 @@
+"""Latency and throughput through the running server, over shapes, batch sizes and concurrencies.
+
+Every point sends requests in a closed loop: the next when the last is answered, `concurrency` of
+them side by side. Prompts are windows of real text, so that token ids fit any vocabulary. A model
+that streams shows when each token comes. Of another the first token is the time of a request for
+one token only, and what the others cost is the rest over their number.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from inference.evaluation.options import LatencyOptions, Shape, parse_shape
+from inference.evaluation.record import LatencyPoint
+from inference.evaluation.run.task_run import (
+    EvaluationError,
+    EvaluationProgress,
+    ProgressCallback,
+    RequestFailedError,
+)
+from inference.evaluation.run.timing import distribution
+from inference.evaluation.statistics import percentile
+from inference.evaluation.task import TextGenerator
+
+_PHASE = "latency"
+_MAX_PROMPTS = 64
+
+
+_Place = tuple[Shape, int, int]  # shape, batch size, concurrency
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a load generator is to send; `prompts` all have `shape.input_len` tokens."""
+
+    prompts: Sequence[tuple[int, ...]]
+    shape: Shape
+    batch_size: int
+    concurrency: int
+
+    @property
+    def place(self) -> _Place:
+        """The point's place in the grid."""
+        return self.shape, self.batch_size, self.concurrency
+
+    def __str__(self) -> str:
+        return (
+            f"{self.shape.input_len} + {self.shape.output_len} tokens, batch {self.batch_size}, "
+            f"concurrency {self.concurrency}"
+        )
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What came back.
+
+    Attributes:
+        durations_s: of each request, until its last answer.
+        generated: tokens of all answers.
+        seconds: from the first request to the last answer.
+        arrivals_s: of each request to a model that streams: when each token came.
+    """
+
+    durations_s: Sequence[float]
+    generated: int
+    seconds: float
+    arrivals_s: Sequence[Sequence[float]] = ()
+
+
+class LoadGenerator(Protocol):
+    """Sends the requests of one point and waits for their answers."""
+
+    def send(self, load: Load) -> Answered:
+        """Return what came back; raises RequestFailedError if any request failed."""
+        ...
+
+
+def measure_latency(
+    model: TextGenerator,
+    texts: Sequence[str],
+    options: LatencyOptions,
+    *,
+    generator: LoadGenerator | None = None,
+    progress: ProgressCallback | None = None,
+) -> tuple[LatencyPoint, ...]:
+    """Measure every point of the options; prompts are cut from `texts`.
+
+    Raises:
+        EvaluationError: a request failed.
+    """
+    sender = generator or ClosedLoop(model, options)
+    loads = list(_loads(model, texts, options))
+    measured: dict[_Place, Answered] = {}
+    for done, load in enumerate(loads):
+        _tell(progress, done, len(loads))
+        try:
+            measured[load.place] = sender.send(load)
+        except RequestFailedError as error:
+            raise EvaluationError(
+                f"latency of {load} could not be measured: {error}\nCheck that the model allows "
+                "so many positions and rows (evaluate.latency.shapes and batch_sizes)."
+            ) from error
+    _tell(progress, len(loads), len(loads))
+    wanted = {parse_shape(text) for text in options.shapes}
+    return tuple(_point(load, measured) for load in loads if load.shape in wanted)
+
+
+def _loads(model: TextGenerator, texts: Sequence[str], options: LatencyOptions) -> Iterator[Load]:
+    """Yield every point once; unless the model streams, after the same point for one token."""
+    shapes = [parse_shape(text) for text in options.shapes]
+    needed = dict.fromkeys(
+        each
+        for shape in shapes
+        for each in (() if model.streams else (Shape(shape.input_len, 1),)) + (shape,)
+    )
+    prompts = {
+        input_len: cut_prompts(model, texts, input_len=input_len)
+        for input_len in {shape.input_len for shape in shapes}
+    }
+    for shape, batch_size, concurrency in itertools.product(
+        needed, options.batch_sizes, options.concurrencies
+    ):
+        yield Load(prompts[shape.input_len], shape, batch_size, concurrency)
+
+
+def _point(load: Load, measured: dict[_Place, Answered]) -> LatencyPoint:
+    answered = measured[load.place]
+    latency = distribution(answered.durations_s)
+    if answered.arrivals_s:
+        first_s = [each[0] for each in answered.arrivals_s]
+        per_token_ms = _per_token_ms(answered.arrivals_s)
+    else:
+        first = measured[Shape(load.shape.input_len, 1), load.batch_size, load.concurrency]
+        first_s = list(first.durations_s)
+        further = answered.generated / (len(answered.durations_s) * load.batch_size) - 1
+        rest_ms = latency.p50_ms - 1000 * percentile(first_s, 50)
+        per_token_ms = rest_ms / further if further > 0 and rest_ms > 0 else None
+    return LatencyPoint(
+        batch_size=load.batch_size,
+        input_len=load.shape.input_len,
+        output_len=load.shape.output_len,
+        concurrency=load.concurrency,
+        requests=len(answered.durations_s),
+        generated=answered.generated,
+        latency=latency,
+        tokens_per_s=answered.generated / answered.seconds,
+        first_token_ms=1000 * percentile(first_s, 50),
+        first_token_p95_ms=1000 * percentile(first_s, 95),
+        per_token_ms=per_token_ms,
+        streamed=bool(answered.arrivals_s),
+    )
+
+
+def _per_token_ms(arrivals_s: Sequence[Sequence[float]]) -> float | None:
+    """Return the median over requests of the time between two tokens; none of single tokens."""
+    steps_ms = [
+        1000 * (each[-1] - each[0]) / (len(each) - 1) for each in arrivals_s if len(each) > 1
+    ]
+    return percentile(steps_ms, 50) if steps_ms else None
+
+
+def cut_prompts(
+    model: TextGenerator, texts: Sequence[str], *, input_len: int
+) -> tuple[tuple[int, ...], ...]:
+    """Return prompts of exactly `input_len` tokens, cut from the texts at different places.
+
+    Raises:
+        ValueError: there is no text.
+    """
+    ids: list[int] = []
+    for text in texts:
+        ids.extend(model.encode(text))
+        if len(ids) >= input_len * _MAX_PROMPTS:
+            break
+    if not ids:
+        raise ValueError("latency needs some text to cut prompts from")
+    while len(ids) < input_len:
+        ids.extend(ids)
+    last = len(ids) - input_len
+    stride = max(1, min(input_len, last // (_MAX_PROMPTS - 1)))
+    return tuple(tuple(ids[start : start + input_len]) for start in range(0, last + 1, stride))
+
+
+class ClosedLoop:
+    """Our own load generator: threads that send until enough is answered or the time is up."""
+
+    def __init__(self, model: TextGenerator, options: LatencyOptions) -> None:
+        self._model = model
+        self._options = options
+
+    def send(self, load: Load) -> Answered:
+        """Send all requests of a point after the warm-up.
+
+        Raises:
+            RequestFailedError: the first failure of any thread.
+        """
+        point = _RunningPoint(self._model, load, self._options)
+        for ticket in range(self._options.warmup):
+            point.ask(ticket)
+        return point.run()
+
+
+class _RunningPoint:
+    """The state that the threads of one point share."""
+
+    def __init__(self, model: TextGenerator, load: Load, options: LatencyOptions) -> None:
+        self._model = model
+        self._load = load
+        self._max_point_s = options.max_point_s
+        self._tickets = iter(range(options.requests))
+        self._lock = threading.Lock()
+        self._failure: RequestFailedError | None = None
+        self._start = 0.0
+        self._durations_s: list[float] = []
+        self._arrivals_s: list[list[float]] = []
+        self._generated = 0
+
+    def ask(self, ticket: int) -> tuple[int, list[float]]:
+        """Send one request; return how many tokens came back, and when each came of a stream."""
+        prompts, rows = self._load.prompts, self._load.batch_size
+        batch = [prompts[(ticket * rows + row) % len(prompts)] for row in range(rows)]
+        begin = time.perf_counter()
+        arrivals_s: list[float] = []
+        answers = self._model.complete_rows(
+            batch,
+            output_len=self._load.shape.output_len,
+            each_frame=lambda: arrivals_s.append(time.perf_counter() - begin),
+        )
+        return sum(map(len, answers)), arrivals_s
+
+    def run(self) -> Answered:
+        self._start = time.perf_counter()
+        threads = [
+            threading.Thread(target=self._work, name=f"latency-{number}")
+            for number in range(self._load.concurrency)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+        seconds = time.perf_counter() - self._start
+        return Answered(self._durations_s, self._generated, seconds, self._arrivals_s)
+
+    def _work(self) -> None:
+        while (ticket := self._next_ticket()) is not None:
+            begin = time.perf_counter()
+            try:
+                generated, arrivals_s = self.ask(ticket)
+            except RequestFailedError as error:
+                with self._lock:
+                    self._failure = self._failure or error
+                return
+            with self._lock:
+                self._durations_s.append(time.perf_counter() - begin)
+                self._generated += generated
+                if arrivals_s:
+                    self._arrivals_s.append(arrivals_s)
+
+    def _next_ticket(self) -> int | None:
+        with self._lock:
+            out_of_time = time.perf_counter() - self._start > self._max_point_s
+            if self._failure is not None or (out_of_time and self._durations_s):
+                return None
+            return next(self._tickets, None)
+
+
+def _tell(progress: ProgressCallback | None, done: int, total: int) -> None:
+    if progress is not None:
+        progress(EvaluationProgress(phase=_PHASE, done=done, total=total))

@@ -1,0 +1,88 @@
+"""What an evaluation reads before its first request: data, references, the baseline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from inference.evaluation.gate import check_bounds
+from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.run.baseline import Baseline, read_baseline
+from inference.evaluation.run.checks import known_metrics
+from inference.evaluation.run.reference import Reference, read_reference, reference_of
+from inference.evaluation.run.task_run import ProgressCallback, run_task
+from inference.evaluation.task import Dataset, Sample, Task
+from inference.evaluation.tasks import TASKS
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A task with its data and the figures to compare with.
+
+    Attributes:
+        note: why a reference that was named is not compared with.
+    """
+
+    task: Task
+    dataset: Dataset
+    samples: Sequence[Sample]
+    reference: Reference | None
+    note: str = ""
+
+
+def prepare(name: str, options: EvaluationOptions) -> Prepared:
+    """Read the data and the reference of a task. Raises ValueError if they cannot be used."""
+    entry = TASKS[name]
+    task = entry.make(options)
+    dataset, samples = task.prepare()
+    path = None if entry.only_served else options.reference_path(name)
+    reference = None if path is None else read_reference(path, task=name)
+    note = "" if reference is None else reference.mismatch(dataset)
+    if note:
+        logger.warning(note)
+        reference = None
+    return Prepared(task, dataset, samples, reference, note)
+
+
+def check_bounds_of_groups(options: EvaluationOptions, prepared: Sequence[Prepared]) -> list[str]:
+    """Return the bounds of metrics that the data turned out not to have."""
+    groups = {
+        each.task.name: sorted({sample.group for sample in each.samples} - {""})
+        for each in prepared
+    }
+    return check_bounds(options.gate, known=known_metrics(options, groups))
+
+
+def with_source(
+    options: EvaluationOptions, prepared: Sequence[Prepared], progress: ProgressCallback | None
+) -> list[Prepared]:
+    """Return the prepared tasks with what the source checkpoint's own library answers."""
+    from inference.evaluation.run.huggingface_model import load_source
+
+    assert options.source_path is not None
+    model = load_source(options.source_path)
+    found = []
+    for each in prepared:
+        run = run_task(
+            each.task,
+            each.dataset,
+            each.samples,
+            model,
+            concurrency=1,
+            progress=progress,
+            phase=f"{each.task.name} by transformers",
+        )
+        found.append(replace(each, reference=reference_of(run, source=model.source)))
+    return found
+
+
+def stored_baseline(options: EvaluationOptions, prepared: Sequence[Prepared]) -> Baseline | None:
+    """Return the baseline to compare with. Raises ValueError if it is of other samples."""
+    if options.baseline != "compare" or options.baseline_path is None:
+        return None
+    baseline = read_baseline(options.baseline_path)
+    baseline.check({each.task.name: each.dataset for each in prepared})
+    return baseline

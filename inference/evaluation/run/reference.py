@@ -1,0 +1,173 @@
+"""Compare a task's samples, one by one, with figures of another implementation or a past run.
+
+A reference is either a past report.json (its predictions.jsonl lies beside it) or a recorded file:
+
+    {"schema_version": 1, "source": "who measured, with what", "dataset_sha256": "...",
+     "metrics": {"lambada_last_token": 0.13, ...},
+     "per_sample": {"lambada_last_token": [1, 0, ...], ...}}      in the order of the data set
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from inference.evaluation.paired import compare_metric, values_by_sample
+from inference.evaluation.record import (
+    Prediction,
+    ReferenceComparison,
+    read_predictions,
+    read_report,
+)
+from inference.evaluation.run.task_run import TaskRun
+from inference.evaluation.task import Dataset, Score
+
+_SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Figures to compare with.
+
+    Attributes:
+        metrics: values over the whole data set, by metric name.
+        per_sample: values by quantity and sample index.
+        same_samples: whether `metrics` are over exactly the samples of the run, limit and all.
+    """
+
+    source: str
+    dataset_sha256: str
+    metrics: Mapping[str, float]
+    per_sample: Mapping[str, Mapping[int, float]]
+    same_samples: bool = False
+
+    def mismatch(self, dataset: Dataset) -> str:
+        """Return why the reference cannot be compared with `dataset`; empty if it can."""
+        if self.dataset_sha256 == dataset.sha256:
+            return ""
+        return (
+            f"Not compared with the reference ({self.source}): it was measured on a data set with "
+            f"SHA-256 {self.dataset_sha256[:12]}..., but {dataset.path} has "
+            f"{dataset.sha256[:12]}..."
+        )
+
+
+def read_reference(path: Path, *, task: str) -> Reference:
+    """Read a reference for `task` from a recorded file or a past report.json.
+
+    Raises:
+        ValueError: the file is neither, or says nothing of this task.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"reference {path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"reference {path} is not an object; expected a report or recorded file.")
+    if "tasks" in values:
+        return _from_report(path, task)
+    return _from_recorded(path, values)
+
+
+def _from_recorded(path: Path, values: Mapping[str, Any]) -> Reference:
+    missing = {"source", "dataset_sha256", "metrics"} - set(values)
+    if missing or values.get("schema_version") != _SCHEMA_VERSION:
+        raise ValueError(
+            f"reference {path} lacks {', '.join(sorted(missing)) or 'nothing'} and has "
+            f"schema_version {values.get('schema_version')}; expected version {_SCHEMA_VERSION} "
+            "with source, dataset_sha256 and metrics."
+        )
+    return Reference(
+        source=values["source"],
+        dataset_sha256=values["dataset_sha256"],
+        metrics=values["metrics"],
+        per_sample={
+            name: dict(enumerate(column)) for name, column in values.get("per_sample", {}).items()
+        },
+    )
+
+
+def _from_report(path: Path, task: str) -> Reference:
+    report = read_report(path)
+    found = [each for each in report.tasks if each.name == task]
+    if not found:
+        names = ", ".join(each.name for each in report.tasks)
+        raise ValueError(f"report {path} has no task {task}; it has {names or 'none'}.")
+    predictions_path = path.with_name("predictions.jsonl")
+    predictions = read_predictions(predictions_path) if predictions_path.is_file() else []
+    return Reference(
+        source=f"run {report.run_id}",
+        dataset_sha256=found[0].dataset.sha256,
+        metrics={metric.name: metric.value for metric in found[0].metrics},
+        per_sample=values_by_sample(each for each in predictions if each.task == task),
+    )
+
+
+def reference_of(run: TaskRun, *, source: str) -> Reference:
+    """Return a finished run as the reference of others over the same samples."""
+    return Reference(
+        source=source,
+        dataset_sha256=run.dataset.sha256,
+        metrics={metric.name: metric.value for metric in run.metrics},
+        per_sample=values_by_sample(run.predictions),
+        same_samples=True,
+    )
+
+
+def compare_with_reference(run: TaskRun, reference: Reference) -> ReferenceComparison:
+    """Compare every metric, sample by sample where the reference has samples."""
+    values = _reference_values(run, reference)
+    return ReferenceComparison(
+        source=reference.source,
+        metrics=tuple(
+            compare_metric(
+                metric,
+                values[metric.name],
+                run.predictions,
+                reference.per_sample.get(metric.sample_value, {}),
+            )
+            for metric in run.metrics
+            if metric.name in values
+        ),
+    )
+
+
+def with_reference_values(
+    predictions: Sequence[Prediction], reference: Reference | None
+) -> tuple[Prediction, ...]:
+    """Return the predictions with the reference's values of the same samples beside theirs."""
+    columns = {} if reference is None else reference.per_sample
+
+    def values(prediction: Prediction) -> dict[str, float]:
+        return {
+            name: float(column[prediction.index])
+            for name, column in columns.items()
+            if name in prediction.values and prediction.index in column
+        }
+
+    return tuple(replace(each, reference=values(each)) for each in predictions)
+
+
+def _reference_values(run: TaskRun, reference: Reference) -> dict[str, float]:
+    """Return the reference's metrics over the samples of this run.
+
+    Those that sample values alone give are summed up anew, by the task's own rule, where the
+    reference has all samples; whole-set figures are comparable only when this run asked the whole
+    set.
+    """
+    comparable = reference.same_samples or run.dataset.limit is None
+    values = dict(reference.metrics) if comparable else {}
+    indices = [prediction.index for prediction in run.predictions]
+    needed = {metric.sample_value for metric in run.metrics}
+    columns = reference.per_sample
+    if not all(name in columns and all(i in columns[name] for i in indices) for name in needed):
+        return values
+    scores = [
+        Score(values={name: float(columns[name][index]) for name in needed}, answer="")
+        for index in indices
+    ]
+    again = run.task.metrics(run.samples, scores)
+    return {**values, **{metric.name: metric.value for metric in again if metric.from_samples}}

@@ -1,0 +1,300 @@
+"""A served model as tasks see it: token ids through the model, text through the ensemble.
+
+Requests follow the serving contract (names, types and shapes). Greedy decoding is asked for
+explicitly, so that a server's defaults never decide a figure.
+"""
+
+# Shapes: B rows, S padded prompt, R new tokens
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from inference.evaluation.run.requests import (
+    NUMPY_TYPES,
+    Arrays,
+    InferenceClient,
+    ServedTokenizer,
+    ask,
+    first_text,
+    text_tensor,
+)
+from inference.evaluation.run.task_run import RequestFailedError
+from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, WordLists
+
+_LOG_PROBS = ("cum_log_probs", "output_log_probs")
+
+_GREEDY = {
+    "runtime_top_k": np.array([[1]], np.uint32),
+    "runtime_top_p": np.array([[0.0]], np.float32),
+    "beam_width": np.array([[1]], np.uint32),
+    "temperature": np.array([[1.0]], np.float32),
+    "repetition_penalty": np.array([[1.0]], np.float32),
+}
+# The nucleus path with next to no mass takes the most probable token too, and, unlike the top-k
+# path with one candidate, reports its log probability under the whole vocabulary.
+_GREEDY_WITH_LOG_PROBS = {
+    **_GREEDY,
+    "runtime_top_k": np.array([[0]], np.uint32),
+    "runtime_top_p": np.array([[1e-6]], np.float32),
+    "is_return_log_probs": np.array([[True]]),
+    "is_return_context_cum_log_probs": np.array([[True]]),
+}
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back, as the served pre- and postprocessing do it."""
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the token ids of `text`, without special tokens."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        ...
+
+
+class ServedModel:
+    """Meets TextGenerator over a Triton client.
+
+    `end_id` is the token that ends answers; null where the tokenizer leaves it out by itself.
+    """
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        tokenizer: Tokenizer,
+        *,
+        model_name: str = "fastertransformer",
+        ensemble_name: str | None = "ensemble",
+        end_id: int | None = None,
+    ) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+        self._ensemble_name = ensemble_name
+        self._end_id = end_id
+
+    @cached_property
+    def _types(self) -> Mapping[str, str]:
+        return self._client.input_types(self._model_name)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether the model's inputs are those of T5."""
+        return "max_output_len" in self._types
+
+    @property
+    def streams(self) -> bool:
+        """Whether answers to token ids come token by token."""
+        return self._client.streams(self._model_name)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of `text`."""
+        return tuple(self._tokenizer.encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        return self._tokenizer.decode(ids)
+
+    def decode_answer(self, ids: Sequence[int]) -> str:
+        """Return the text of generated tokens, up to the end token."""
+        ids = list(ids)
+        return self.decode(ids[: ids.index(self._end_id)] if self._end_id in ids else ids)
+
+    def complete_text(
+        self,
+        prompt: str,
+        *,
+        output_len: int,
+        score_prompt: bool = False,
+        words: WordLists = NO_WORDS,
+    ) -> Completion:
+        """Return the greedy continuation as text, asked through the ensemble if there is one.
+
+        Raises:
+            RequestFailedError: the server refused, failed or did not answer in time.
+        """
+        if self._ensemble_name is None:
+            if words != NO_WORDS:
+                raise RequestFailedError("word lists are encoded by the ensemble; there is none.")
+            return self._complete_encoded(prompt, output_len, score_prompt=score_prompt)
+        inputs = {
+            "INPUT_0": text_tensor(prompt),
+            "INPUT_1": np.array([[output_len]], np.uint32),
+            "INPUT_2": text_tensor(words.bad),
+            "INPUT_3": text_tensor(words.stop),
+            **(_GREEDY_WITH_LOG_PROBS if score_prompt else _GREEDY),
+        }
+        names = ("OUTPUT_0", "sequence_length", *(_LOG_PROBS if score_prompt else ()))
+        outputs = ask(self._client, self._ensemble_name, inputs, *names)
+        length = int(outputs["sequence_length"].reshape(-1)[0])
+        prompt_len = 0 if self.is_encoder_decoder else len(self.encode(prompt))
+        return Completion(
+            text=self._answer(first_text(outputs["OUTPUT_0"]), prompt),
+            generated=length - prompt_len,
+            context_log_prob=_context_log_prob(outputs) if score_prompt else None,
+        )
+
+    def complete_in_steps(
+        self, prompt: str, *, output_len: int
+    ) -> tuple[tuple[int, ...], Completion]:
+        """Return tokens and text by way of preprocessing, model and postprocessing.
+
+        Raises:
+            RequestFailedError: the server refused, failed or did not answer in time.
+        """
+        served = ServedTokenizer(self._client)
+        input_ids = served.encode(prompt)
+        answer = self.complete_ids(input_ids, output_len=output_len)
+        if self.is_encoder_decoder:
+            text = served.decode(answer)
+        else:
+            whole, before = served.decode(input_ids + answer), served.decode(input_ids)
+            text = whole.removeprefix(before)
+        return answer, Completion(text, len(answer))
+
+    def _complete_encoded(self, prompt: str, output_len: int, *, score_prompt: bool) -> Completion:
+        """Return the continuation of a text that is encoded and decoded here."""
+        if self.is_encoder_decoder:
+            raise RequestFailedError(
+                f"{self._model_name} is an encoder-decoder model, whose prompts the ensemble ends "
+                "as it was trained; export it with export.triton_deployment.ensemble=true."
+            )
+        input_ids = self.encode(prompt)
+        answer = self.complete_ids(input_ids, output_len=output_len)
+        return Completion(
+            text=self.decode(answer),
+            generated=len(answer),
+            context_log_prob=self.context_log_prob(input_ids) if score_prompt else None,
+        )
+
+    def _answer(self, text: str, prompt: str) -> str:
+        """Return `text` without the prompt, which ensembles repeat unless told otherwise.
+
+        Tokenizers that change what they encode repeat it as they would decode it. An
+        encoder-decoder model answers with its own tokens only.
+        """
+        if self.is_encoder_decoder:
+            return text
+        if text.startswith(prompt):
+            return text[len(prompt) :]
+        return text.removeprefix(self.decode(self.encode(prompt)))
+
+    def complete_ids(
+        self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
+    ) -> tuple[int, ...]:
+        """Return the greedy tokens after `input_ids`, up to the end token.
+
+        Raises:
+            RequestFailedError: the server refused, failed or did not answer in time.
+        """
+        return self.complete_rows([input_ids], output_len=output_len, tensors=tensors)[0]
+
+    def complete_rows(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        output_len: int,
+        tensors: RequestTensors | None = None,
+        each_frame: Callable[[], None] | None = None,
+    ) -> list[tuple[int, ...]]:
+        """Return the greedy tokens after each row, up to the end token, asked in one request.
+
+        `each_frame` is called for every response of a model that streams, as it comes.
+
+        Raises:
+            RequestFailedError: the server refused, failed or did not answer in time.
+        """
+        options = {name: np.repeat(value, len(rows), axis=0) for name, value in _GREEDY.items()}
+        options |= {
+            name: self._option(name, value, len(rows))
+            for name, value in (tensors or {}).items()
+            if not (name == "request_prompt_type" and self.is_encoder_decoder)  # T5 has one kind
+        }
+        inputs = {**self._prompts(rows, output_len), **options}
+        names = ["output_ids", "sequence_length"]
+        if "request_prompt_embedding" in inputs or "prompt_learning_task_name_ids" in inputs:
+            names.append("response_input_lengths")
+        if self.is_encoder_decoder:
+            names = names[:2]
+        outputs = ask(self._client, self._model_name, inputs, *names, each_frame=each_frame)
+        return [
+            tuple(int(each) for each in ids[0, start : start + count])
+            for ids, start, count in zip(
+                outputs["output_ids"], *self._places(rows, outputs), strict=True
+            )
+        ]
+
+    def _prompts(self, rows: Sequence[Sequence[int]], output_len: int) -> Arrays:
+        """Return prompts, (B, S) padded on the right with a token that is there anyway."""
+        width = max(map(len, rows))
+        ids = np.array([[*row, *[row[-1]] * (width - len(row))] for row in rows], np.uint32)
+        lengths = np.array([[len(row)] for row in rows], np.uint32)
+        wanted = np.full((len(rows), 1), output_len, np.uint32)
+        if self.is_encoder_decoder:
+            return {"input_ids": ids, "sequence_length": lengths, "max_output_len": wanted}
+        return {"input_ids": ids, "input_lengths": lengths, "request_output_len": wanted}
+
+    def _places(
+        self, rows: Sequence[Sequence[int]], outputs: Arrays
+    ) -> tuple[list[int], list[int]]:
+        """Return where each answer starts in output_ids and how many tokens it has.
+
+        Of a decoder, sequence_length counts from the padded length of the prompts, virtual tokens
+        left out; response_input_lengths is each prompt's own.
+        """
+        lengths = [int(each) for each in outputs["sequence_length"].reshape(len(rows), -1)[:, 0]]
+        if self.is_encoder_decoder:
+            return [0] * len(rows), lengths
+        starts = [len(row) for row in rows]
+        if "response_input_lengths" in outputs:
+            found = outputs["response_input_lengths"].reshape(len(rows), -1)[:, 0]
+            starts = [int(each) for each in found]
+        return starts, [length - max(starts) for length in lengths]
+
+    def _option(self, name: str, value: Any, rows: int) -> np.ndarray[Any, Any]:
+        """Return a value or array as the tensor `name`, repeated for every row."""
+        if name not in self._types:
+            raise RequestFailedError(f"{self._model_name} takes no input {name}.")
+        array = np.asarray(value, NUMPY_TYPES[self._types[name]])
+        return np.repeat(array.reshape(1, *(array.shape or (1,))), rows, axis=0)
+
+    def context_log_prob(self, input_ids: Sequence[int]) -> float:
+        """Return the natural log probability of `input_ids`, the first token given.
+
+        Raises:
+            RequestFailedError: the server refused, failed or did not answer in time.
+        """
+        inputs = {**self._prompts([input_ids], 1), **_GREEDY_WITH_LOG_PROBS}
+        return _context_log_prob(ask(self._client, self._model_name, inputs, *_LOG_PROBS))
+
+    def input_names(self) -> Collection[str]:
+        """Return the inputs that the model declares."""
+        return self._types.keys()
+
+    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
+        """Return outputs of the model for a request of contract tensors, batch axis first.
+
+        Raises:
+            RequestFailedError: the server refused, failed or did not answer in time.
+        """
+        if unknown := [name for name in tensors if name not in self._types]:
+            raise RequestFailedError(f"{self._model_name} takes no input {', '.join(unknown)}.")
+        # The client itself narrows to types that numpy does not have.
+        arrays = {
+            name: np.asarray(value, NUMPY_TYPES.get(self._types[name]))
+            for name, value in tensors.items()
+        }
+        return ask(self._client, self._model_name, arrays, *outputs)
+
+
+def _context_log_prob(outputs: Arrays) -> float:
+    """Return the prompt's part of the sum, which also holds the generated tokens."""
+    whole = float(outputs["cum_log_probs"].reshape(-1)[0])
+    return whole - math.fsum(float(each) for each in outputs["output_log_probs"].reshape(-1))

@@ -1,0 +1,239 @@
+"""Ask a model every sample of a task, many at a time, and sum the scores up.
+
+A request that fails is never dropped: the samples that could not be evaluated are named, and the
+run fails, since a figure over the rest would be another figure.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from inference.evaluation.record import Prediction, RequestStatistics
+from inference.evaluation.run.timing import TimedGenerator
+from inference.evaluation.task import Dataset, Metric, Sample, Score, Task, TextGenerator
+
+_MAX_FAILURES = 20  # after so many failed samples the server is taken to be gone
+_SHOWN_REASONS = 3
+_SHOWN_SAMPLES = 5
+
+
+class RequestFailedError(RuntimeError):
+    """The model did not answer one request: refused, timed out, or the server is gone."""
+
+
+class EvaluationError(RuntimeError):
+    """An evaluation that could not be completed; the message says why and how far it came."""
+
+
+@dataclass(frozen=True)
+class EvaluationProgress:
+    """How far an evaluation is.
+
+    Attributes:
+        phase: the task's name, or what else is being done.
+        done, total: samples (or latency points); `failed` of those done could not be evaluated.
+        running: accuracies over the samples done so far, by metric name.
+    """
+
+    phase: str
+    done: int
+    total: int
+    failed: int = 0
+    running: tuple[tuple[str, float], ...] = ()
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        told = f"{self.phase} {self.done}/{self.total}"
+        told += "".join(f" {name} {value:.2%}" for name, value in self.running)
+        return told + (f" ({self.failed} failed)" if self.failed else "")
+
+
+ProgressCallback = Callable[[EvaluationProgress], None]
+
+
+@dataclass(frozen=True)
+class TaskRun:
+    """A finished task: its figures and every prediction, in the order of the data set."""
+
+    task: Task
+    dataset: Dataset
+    samples: Sequence[Sample]
+    metrics: tuple[Metric, ...]
+    predictions: tuple[Prediction, ...]
+    requests: RequestStatistics
+
+
+def run_task(
+    task: Task,
+    dataset: Dataset,
+    samples: Sequence[Sample],
+    model: TextGenerator,
+    *,
+    concurrency: int,
+    progress: ProgressCallback | None = None,
+    phase: str = "",
+) -> TaskRun:
+    """Evaluate one task on its prepared data, keeping up to `concurrency` samples in flight.
+
+    `phase` is what progress is reported under, the task's name unless given.
+
+    Raises:
+        EvaluationError: at least one sample could not be evaluated.
+    """
+    timed = TimedGenerator(model)
+    start = time.perf_counter()
+    tally = _Tally(phase or task.name, total=len(samples), report=progress)
+    answered = _ask_all(task, samples, timed, concurrency=concurrency, tally=tally)
+    seconds = time.perf_counter() - start
+    scores = [answered[sample.index][0] for sample in samples]
+    predictions = tuple(
+        Prediction(
+            task=task.name,
+            index=sample.index,
+            text=sample.text,
+            target=sample.target,
+            answer=score.answer,
+            values=dict(score.values),
+            seconds=duration,
+        )
+        for sample in samples
+        for score, duration in (answered[sample.index],)
+    )
+    return TaskRun(
+        task=task,
+        dataset=dataset,
+        samples=samples,
+        metrics=task.metrics(samples, scores),
+        predictions=predictions,
+        requests=timed.statistics(start=start, seconds=seconds, concurrency=concurrency),
+    )
+
+
+_Answered = tuple[Score, float]  # a score and the seconds it took
+
+
+def _ask_all(
+    task: Task,
+    samples: Sequence[Sample],
+    model: TextGenerator,
+    *,
+    concurrency: int,
+    tally: _Tally,
+) -> dict[int, _Answered]:
+    """Return every sample's score by its index."""
+    answered: dict[int, _Answered] = {}
+    failures: list[tuple[int, RequestFailedError]] = []
+    executor = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="evaluate")
+    try:
+        for index, future in _completed(executor, partial(_ask, task, model), samples, concurrency):
+            error = future.exception()
+            if error is None:
+                answered[index] = future.result()
+                tally.add(answered[index][0])
+                continue
+            if not isinstance(error, RequestFailedError):
+                raise error
+            failures.append((index, error))
+            tally.fail()
+            if len(failures) >= _MAX_FAILURES:
+                break
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+    if failures:
+        raise EvaluationError(_failure_message(task.name, len(samples), len(answered), failures))
+    return answered
+
+
+def _completed(
+    executor: ThreadPoolExecutor,
+    ask: Callable[[Sample], _Answered],
+    samples: Sequence[Sample],
+    concurrency: int,
+) -> Iterator[tuple[int, Future[_Answered]]]:
+    """Yield sample indices and finished futures as they come; few are submitted ahead."""
+    waiting = iter(samples)
+    running: dict[Future[_Answered], int] = {}
+    while True:
+        for sample in islice(waiting, 2 * concurrency - len(running)):
+            running[executor.submit(ask, sample)] = sample.index
+        if not running:
+            return
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield running.pop(future), future
+
+
+def _ask(task: Task, model: TextGenerator, sample: Sample) -> _Answered:
+    start = time.perf_counter()
+    score = task.score(sample, model)
+    return score, time.perf_counter() - start
+
+
+class _Tally:
+    """Sums accuracies up as answers come, and reports them."""
+
+    def __init__(self, phase: str, *, total: int, report: ProgressCallback | None) -> None:
+        self._phase = phase
+        self._total = total
+        self._report = report
+        self._start = time.perf_counter()
+        self._done = 0
+        self._failed = 0
+        self._sums: dict[str, float] = {}
+        self._tell()
+
+    def add(self, score: Score) -> None:
+        self._done += 1
+        for name, value in score.values.items():
+            if value in (0.0, 1.0):
+                self._sums[name] = self._sums.get(name, 0.0) + value
+        self._tell()
+
+    def fail(self) -> None:
+        self._done += 1
+        self._failed += 1
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._report is None:
+            return
+        succeeded = max(1, self._done - self._failed)
+        self._report(
+            EvaluationProgress(
+                phase=self._phase,
+                done=self._done,
+                total=self._total,
+                failed=self._failed,
+                running=tuple((name, total / succeeded) for name, total in self._sums.items()),
+                seconds=time.perf_counter() - self._start,
+            )
+        )
+
+
+def _failure_message(
+    task: str, total: int, answered: int, failures: Sequence[tuple[int, RequestFailedError]]
+) -> str:
+    """Return what failed, each reason once with the samples it concerns."""
+    reasons: dict[str, list[int]] = {}
+    for index, error in failures:
+        reasons.setdefault(str(error), []).append(index)
+    lines = [
+        f"{task}: {len(failures)} of {total} samples could not be evaluated, {answered} were "
+        "answered; no figure is reported, since it would not be over the whole data set."
+    ]
+    for reason, indices in list(reasons.items())[:_SHOWN_REASONS]:
+        shown = ", ".join(map(str, sorted(indices)[:_SHOWN_SAMPLES]))
+        more = f" and {len(indices) - _SHOWN_SAMPLES} more" * (len(indices) > _SHOWN_SAMPLES)
+        lines.append(f"  sample{'s' * (len(indices) > 1)} {shown}{more}: {reason}")
+    if len(reasons) > _SHOWN_REASONS:
+        lines.append(f"  and {len(reasons) - _SHOWN_REASONS} other reasons")
+    lines.append(
+        "The server's log has more; evaluate.request_timeout_s and evaluate.concurrency set how "
+        "patient and how busy the client is."
+    )
+    return "\n".join(lines)

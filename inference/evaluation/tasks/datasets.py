@@ -1,0 +1,132 @@
+"""Find a data set on disk or fetch it once, with a pinned checksum; draw its samples."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from inference.evaluation.task import Dataset, Sample
+
+_CHUNK_BYTES = 1 << 20
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def ensure_dataset(
+    path: Path,
+    *,
+    url: str,
+    sha256: str,
+    key: str,
+    timeout_s: float = 60.0,
+    progress: Callable[[str], None] | None = None,
+) -> Path:
+    """Return `path`, downloading it first when it is missing.
+
+    The final name appears by one rename after the checksum was verified, so a broken transfer
+    leaves nothing behind and two runs at once do no harm.
+
+    `key` is the configuration key with which a user can name another file.
+
+    Raises:
+        ValueError: the file cannot be fetched or its checksum differs; the message names the
+            file to place by hand.
+    """
+    if path.is_file():
+        found = sha256_of(path)
+        if found != sha256:
+            raise ValueError(
+                f"{path} has SHA-256 {found}, expected {sha256}; delete it to download it again "
+                f"from {url}, or set {key} to use a data set of your own."
+            )
+        return path
+    if progress is not None:
+        progress(f"downloading {url} to {path}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            found = _download(url, file.write, timeout_s=timeout_s)
+        if found != sha256:
+            raise ValueError(
+                f"{url} gave a file with SHA-256 {found}, expected {sha256}; nothing was kept. "
+                f"Place the right file at {path}, or set {key}."
+            )
+        Path(partial).replace(path)
+    except (urllib.error.URLError, TimeoutError, OSError) as error:
+        reason = getattr(error, "reason", error)
+        raise ValueError(
+            f"cannot download {url} ({reason}); on a machine without network place the file "
+            f"(SHA-256 {sha256}) at {path}, or set {key} to where it is."
+        ) from error
+    finally:
+        Path(partial).unlink(missing_ok=True)
+    return path
+
+
+def _download(url: str, write: Callable[[bytes], Any], *, timeout_s: float) -> str:
+    """Stream `url` into `write` and return the SHA-256 of what came."""
+    digest = hashlib.sha256()
+    received = 0
+    with urllib.request.urlopen(url, timeout=timeout_s) as response:
+        expected = response.headers.get("Content-Length")
+        while chunk := response.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            received += len(chunk)
+            write(chunk)
+    if expected is not None and received != int(expected):
+        raise OSError(f"connection ended after {received} of {expected} bytes")
+    return digest.hexdigest()
+
+
+def drawn(
+    samples: Sequence[Sample], *, name: str, path: str, sha256: str, limit: int | None, seed: int
+) -> tuple[Dataset, Sequence[Sample]]:
+    """Return the samples to ask and what they are drawn from.
+
+    Args:
+        samples: all there are.
+        name: what the data set is called.
+        path: where it came from.
+        sha256: of its content.
+        limit: how many to choose at random, kept in their own order; None takes all.
+        seed: of that choice.
+    """
+    total = len(samples)
+    limited = limit is not None and limit < total
+    if limited:
+        chosen = sorted(random.Random(seed).sample(range(total), limit or 0))
+        samples = [samples[index] for index in chosen]
+    dataset = Dataset(
+        name=name,
+        path=path,
+        sha256=sha256,
+        total=total,
+        count=len(samples),
+        limit=limit if limited else None,
+        seed=seed if limited else None,
+    )
+    return dataset, samples
+
+
+def missing_files(task: str, files: Mapping[str, Path | None]) -> list[str]:
+    """Return a problem for each file that is named and is none."""
+    return [
+        f"evaluate.{task}.{key}={path} is not a file; give an existing file, or null."
+        for key, path in files.items()
+        if path is not None and not path.is_file()
+    ]

@@ -1,0 +1,131 @@
+"""Text in, text out: a smoke test of the ensemble and of its word lists.
+
+For each prompt the ensemble's text must equal what preprocessing, the model and postprocessing give
+one after the other; an answer must stop at a stop word that it contains; and it must do without a
+word that is banned.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.task import (
+    Dataset,
+    Metric,
+    Sample,
+    Score,
+    TaskEntry,
+    TextGenerator,
+    WordLists,
+)
+from inference.evaluation.tasks.datasets import drawn
+from inference.evaluation.tasks.metrics import accuracy_metric
+
+PROMPTS = (
+    "The old lighthouse stood at the end of the point, and every evening",
+    "She opened the letter with trembling hands and read",
+    "It was raining when they came to the village, and",
+    "The captain looked at the sky and said that",
+    "Nobody had lived in the house for twenty years, but",
+    "He put the money on the table and",
+    "In the morning the snow had gone, and the road",
+    "The two brothers had not spoken since the day",
+)
+OUTPUT_LEN = 24
+AGREEMENT, STOP_WORDS, BAD_WORDS = _METRICS = (
+    "end_to_end_agreement",
+    "end_to_end_stop_words",
+    "end_to_end_bad_words",
+)
+_METHODS = {
+    AGREEMENT: "the ensemble's text equals that of its three models one after the other",
+    STOP_WORDS: "the answer ends at a stop word that it contains",
+    BAD_WORDS: "the answer does without a word that is banned",
+}
+
+
+@dataclass(frozen=True)
+class EndToEnd:
+    """The task `end_to_end`; its prompts are its own."""
+
+    limit: int | None = None
+    seed: int = 1234
+    name: str = "end_to_end"
+    version: int = 1
+
+    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
+        """Return the prompts."""
+        samples = [Sample(index, text, target="") for index, text in enumerate(PROMPTS)]
+        return drawn(
+            samples,
+            name="bundled prompts",
+            path="inference/evaluation/tasks/end_to_end.py",
+            sha256=hashlib.sha256("\n".join(PROMPTS).encode()).hexdigest(),
+            limit=self.limit,
+            seed=self.seed,
+        )
+
+    def score(self, sample: Sample, model: TextGenerator) -> Score:
+        """Ask for one prompt plainly, in steps, with a stop word and with a banned word."""
+        whole = model.complete_text(sample.text, output_len=OUTPUT_LEN)
+        answer, in_steps = model.complete_in_steps(sample.text, output_len=OUTPUT_LEN)
+        values = {AGREEMENT: float(whole.text == in_steps.text), STOP_WORDS: 1.0, BAD_WORDS: 1.0}
+        word = _word_in(answer, model)
+        if word is not None:  # else nothing in the answer can be written as a word
+            length, token, text = word
+            stopped, banned = (
+                model.complete_text(sample.text, output_len=OUTPUT_LEN, words=words).text
+                for words in (WordLists(stop=_csv_record(text)), WordLists(bad=_csv_record(text)))
+            )
+            shorter = model.complete_text(sample.text, output_len=length)
+            values[STOP_WORDS] = float(stopped == shorter.text)
+            values[BAD_WORDS] = float(token not in model.encode(banned))
+        return Score(values=values, answer=whole.text)
+
+    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+        """Return the share of prompts for which each statement holds."""
+        del samples
+        return tuple(
+            accuracy_metric(
+                name, scores, key=name.removeprefix(f"{self.name}_"), method=_METHODS[name]
+            )
+            for name in _METRICS
+        )
+
+
+def _word_in(answer: Sequence[int], model: TextGenerator) -> tuple[int, int, str] | None:
+    """Return the first token that is written as it is read: tokens up to it, its id, its text."""
+    for length, token in enumerate(answer, start=1):
+        text = model.decode([token])
+        if text.strip() and model.encode(text) == (token,):
+            return length, token, text
+    return None
+
+
+def _csv_record(word: str) -> str:
+    """Return one word as the CSV record that word lists are written in."""
+    record = io.StringIO()
+    csv.writer(record, lineterminator="").writerow([word])
+    return record.getvalue()
+
+
+def _check(options: EvaluationOptions) -> list[str]:
+    if options.ensemble_name is not None:
+        return []
+    return [
+        "evaluate.tasks has end_to_end, which asks the ensemble; the repository has none "
+        "(export.triton_deployment.ensemble=false)."
+    ]
+
+
+END_TO_END = TaskEntry(
+    make=lambda options: EndToEnd(limit=options.limit, seed=options.seed),
+    metrics=lambda _: _METRICS,
+    check=_check,
+    only_served=True,
+)

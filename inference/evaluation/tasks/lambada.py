@@ -1,0 +1,194 @@
+"""LAMBADA: predict the last word of a passage (Paperno et al., ACL 2016), by three metrics.
+
+The three differ by ten points and more, so each has its own name:
+
+* `lambada_last_token`, as FasterTransformer's guides count: the passage is encoded whole, all
+  tokens but the last are the context, and one greedy token must equal the last. A word of three
+  tokens has its first two given.
+* `lambada_last_word`: the passage without its last word is the context, and its greedy
+  continuation must start with exactly the tokens of " " + word.
+* `lambada_perplexity`: exp of the mean negative log probability of the last word, all its tokens
+  together, given that context.
+
+The word begins after the last space. Context and " " + word are encoded apart; with byte-level
+BPE that equals encoding the passage whole, since a piece starts at each such space.
+
+Through which model: the last word is asked as text through the ensemble, with the output length
+of the word in tokens. An answer of other text has other tokens, so it is wrong and nothing more
+is asked. An answer of the same text might be spelt with other tokens; its tokens are then asked
+for as ids, and these decide. So text never has to be cut or stripped at a word boundary. The
+last token needs ids (its context may end inside a word) and asks the model itself; after a word of
+one token that is the question just answered. The word's log probability is that of the whole
+passage less that of its context, which comes with the answer above.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions, LambadaOptions
+from inference.evaluation.statistics import Z_95, mean_and_stderr
+from inference.evaluation.task import Dataset, Metric, Sample, Score, TaskEntry, TextGenerator
+from inference.evaluation.tasks.datasets import drawn, ensure_dataset, missing_files, sha256_of
+from inference.evaluation.tasks.metrics import accuracy_metric
+from inference.evaluation.tasks.rows import read_rows
+
+LAST_WORD, LAST_TOKEN, PERPLEXITY = LAMBADA_METRICS
+WORD_LOG_PROB = "lambada_word_log_prob"  # per sample; what the perplexity is made of
+_FILE_NAME = "lambada_test.jsonl"
+
+_METHODS = {
+    LAST_WORD: "the greedy continuation starts with exactly the tokens of the last word",
+    LAST_TOKEN: "one greedy token after all other tokens of the passage equals its last",
+    PERPLEXITY: "exp of the mean negative log probability of the last word",
+}
+# The short names evaluation harnesses use for the same quantities.
+_KEYS = {LAST_WORD: "acc", LAST_TOKEN: "last_token_acc", PERPLEXITY: "ppl"}
+
+
+def split_last_word(text: str) -> tuple[str, str]:
+    """Return a passage without its last word, and that word; they are one space apart.
+
+    Raises:
+        ValueError: there is no space, so nothing remains to predict the word from.
+    """
+    context, space, word = text.rpartition(" ")
+    if not space or not context.strip() or not word:
+        raise ValueError(f"passage {text!r} needs a last word after a space, with text before it")
+    return context, word
+
+
+@dataclass(frozen=True)
+class Lambada:
+    """The task `lambada` with its options; stateless, so threads may share it."""
+
+    options: LambadaOptions
+    data_dir: Path
+    limit: int | None = None
+    seed: int = 1234
+    name: str = "lambada"
+    version: int = 1
+
+    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
+        """Read the passages, downloading them first where that is asked for.
+
+        Raises:
+            ValueError: the file is missing and cannot be fetched, or a passage has no last word.
+        """
+        path = self.options.data_path
+        if path is None:
+            path = ensure_dataset(
+                self.data_dir / _FILE_NAME,
+                url=self.options.url,
+                sha256=self.options.sha256,
+                key="evaluate.lambada.data_path",
+            )
+        samples = []
+        for index, row in enumerate(read_rows(path, "text")):
+            context, word = split_last_word(row["text"])
+            samples.append(Sample(index=index, text=context, target=word))
+        return drawn(
+            samples,
+            name=path.name,
+            path=str(path),
+            sha256=sha256_of(path),
+            limit=self.limit,
+            seed=self.seed,
+        )
+
+    def score(self, sample: Sample, model: TextGenerator) -> Score:
+        """Measure the configured metrics on one passage."""
+        wanted = self.options.metrics
+        values: dict[str, float] = {}
+        answer = ""
+        context_log_prob: float | None = None
+        context_ids = model.encode(sample.text)
+        word_ids = model.encode(" " + sample.target)
+        if LAST_WORD in wanted:
+            found = model.complete_text(
+                sample.text, output_len=len(word_ids), score_prompt=PERPLEXITY in wanted
+            )
+            answer, context_log_prob = found.text, found.context_log_prob
+            right = answer == _continuation(model, context_ids, word_ids)
+            if right:  # the same text may be spelt with other tokens
+                right = model.complete_ids(context_ids, output_len=len(word_ids)) == word_ids
+            values[LAST_WORD] = float(right)
+        if LAST_TOKEN in wanted:
+            ids = model.encode(f"{sample.text} {sample.target}")
+            if LAST_WORD in values and ids[:-1] == context_ids and ids[-1:] == word_ids:
+                values[LAST_TOKEN] = values[LAST_WORD]
+            else:
+                predicted = model.complete_ids(ids[:-1], output_len=1)
+                values[LAST_TOKEN] = float(predicted == ids[-1:])
+                answer = answer or model.decode(predicted)
+        if PERPLEXITY in wanted:
+            if context_log_prob is None:
+                context_log_prob = model.context_log_prob(context_ids)
+            whole = model.context_log_prob(context_ids + word_ids)
+            values[WORD_LOG_PROB] = whole - context_log_prob
+        return Score(values=values, answer=answer)
+
+    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+        """Return the configured metrics over all passages, in the order of LAMBADA_METRICS."""
+        del samples
+        return tuple(
+            _perplexity(scores)
+            if name == PERPLEXITY
+            else accuracy_metric(name, scores, key=_KEYS[name], method=_METHODS[name])
+            for name in LAMBADA_METRICS
+            if name in self.options.metrics
+        )
+
+
+def _continuation(
+    model: TextGenerator, context_ids: tuple[int, ...], word_ids: tuple[int, ...]
+) -> str:
+    """Return the text that `word_ids` add to the context; some decode otherwise when alone."""
+    whole, context = model.decode(context_ids + word_ids), model.decode(context_ids)
+    return whole[len(context) :] if whole.startswith(context) else model.decode(word_ids)
+
+
+def _perplexity(scores: Sequence[Score]) -> Metric:
+    """Return the perplexity; its interval is that of the mean log probability, transformed."""
+    mean, stderr = mean_and_stderr([score.values[WORD_LOG_PROB] for score in scores])
+    value = math.exp(-mean)
+    return Metric(
+        name=PERPLEXITY,
+        key=_KEYS[PERPLEXITY],
+        value=value,
+        stderr=value * stderr,  # first order: d exp(-m) = -exp(-m) dm
+        low=math.exp(-mean - Z_95 * stderr),
+        high=math.exp(-mean + Z_95 * stderr),
+        count=len(scores),
+        unit="perplexity",
+        higher_is_better=False,
+        method=_METHODS[PERPLEXITY],
+        sample_value=WORD_LOG_PROB,
+    )
+
+
+def _make(options: EvaluationOptions) -> Lambada:
+    return Lambada(
+        options=options.lambada, data_dir=options.data_dir, limit=options.limit, seed=options.seed
+    )
+
+
+def _check(options: EvaluationOptions) -> list[str]:
+    lambada, known = options.lambada, ", ".join(LAMBADA_METRICS)
+    problems = [
+        f"unknown metric {name!r} in evaluate.lambada.metrics; known: {known}."
+        for name in lambada.metrics
+        if name not in LAMBADA_METRICS
+    ]
+    if not lambada.metrics:
+        problems.append(f"evaluate.lambada.metrics is empty; choose from {known}.")
+    files = {"data_path": lambada.data_path, "reference_path": lambada.reference_path}
+    return [*problems, *missing_files("lambada", files)]
+
+
+LAMBADA = TaskEntry(
+    make=_make, metrics=lambda options: tuple(options.lambada.metrics), check=_check
+)

@@ -1,0 +1,236 @@
+"""Tasks whose answer is text: how their data is read, prompts are made and answers are scored.
+
+Prompts go as text through the ensemble; for a model tuned by p-tuning they go as token ids
+with the virtual tokens in front. A task with few answers can also be asked by log likelihood: the
+answer is the choice that the model finds most probable after the prompt.
+"""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from inference.evaluation.options import EvaluationOptions, TextTaskOptions
+from inference.evaluation.task import (
+    Dataset,
+    Metric,
+    RequestTensors,
+    Sample,
+    Score,
+    TaskEntry,
+    TextGenerator,
+)
+from inference.evaluation.tasks.datasets import drawn, missing_files, sha256_of
+from inference.evaluation.tasks.rows import Row
+
+ScoreAnswer = Callable[[str, Sample], dict[str, float]]
+SumUp = Callable[[Sequence[Sample], Sequence[Score]], tuple[Metric, ...]]
+_P_TUNING = 3  # request_prompt_type of the contract
+
+
+@dataclass(frozen=True)
+class TextTaskKind:
+    """What one task is.
+
+    Attributes:
+        read: the rows of its data files.
+        template: its prompt, with the row's fields in braces.
+        output_len: tokens to generate.
+        score: quantities of one answer; names of metrics.
+        sum_up: metrics over all samples.
+        metrics: their names.
+        grouped: whether they are summed up over each group of the data too.
+        choices: the answers there are, as they follow the prompt; needed for log_likelihood.
+        likelihood_template: its prompt for log_likelihood, where that differs.
+        package: what its metric needs installed.
+    """
+
+    name: str
+    read: Callable[[Path, TextTaskOptions], list[Row]]
+    template: str
+    output_len: int
+    score: ScoreAnswer
+    sum_up: SumUp
+    metrics: tuple[str, ...]
+    grouped: bool = False
+    choices: Mapping[str, str] = field(default_factory=dict)
+    likelihood_template: str = ""
+    package: str = ""
+
+
+@dataclass(frozen=True)
+class TextTask:
+    """A text task with its options; stateless, so threads may share it."""
+
+    kind: TextTaskKind
+    options: TextTaskOptions
+    limit: int | None = None
+    seed: int = 1234
+    version: int = 1
+
+    @property
+    def name(self) -> str:
+        """Name in the table of tasks."""
+        return self.kind.name
+
+    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
+        """Read the data and make the prompts.
+
+        Raises:
+            ValueError: the data is not of the task's form, or lacks a field of the template.
+        """
+        path = self.options.data_path
+        if path is None:
+            raise ValueError(f"evaluate.{self.name}.data_path is needed for the task {self.name}.")
+        template = self.options.template or self._own_template()
+        rows = self.kind.read(path, self.options)
+        samples = [_sample(index, row, template, path) for index, row in enumerate(rows)]
+        return drawn(
+            samples,
+            name=path.name,
+            path=str(path),
+            sha256=sha256_of(path),
+            limit=self.limit,
+            seed=self.seed,
+        )
+
+    def score(self, sample: Sample, model: TextGenerator) -> Score:
+        """Ask the model for one answer and score it."""
+        answer = self._answer(sample, model)
+        return Score(values=self.kind.score(answer, sample), answer=answer)
+
+    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+        """Return the task's metrics over all samples."""
+        return self.kind.sum_up(samples, scores)
+
+    def _own_template(self) -> str:
+        if self.options.method == "log_likelihood" and self.kind.likelihood_template:
+            return self.kind.likelihood_template
+        return self.kind.template
+
+    def _answer(self, sample: Sample, model: TextGenerator) -> str:
+        if self.options.method == "log_likelihood":
+            return _most_probable(sample.text, self.kind.choices, model)
+        output_len = self.options.output_len or self.kind.output_len
+        prompt = self.options.prompt
+        if prompt.length == 0:
+            return model.complete_text(sample.text, output_len=output_len).text
+        virtual = range(prompt.start_id, prompt.start_id + prompt.length)
+        ids = (*virtual, *model.encode(sample.text), *prompt.append_ids)
+        answer = model.complete_ids(ids, output_len=output_len, tensors=self._prompt_tensors())
+        return model.decode_answer(answer)
+
+    def _prompt_tensors(self) -> RequestTensors:
+        prompt = self.options.prompt
+        if prompt.table_path is None:
+            return {"prompt_learning_task_name_ids": prompt.task_id or 0}
+        return {
+            "request_prompt_embedding": read_table(prompt.table_path, rows=prompt.length),
+            "request_prompt_lengths": prompt.length,
+            "request_prompt_type": _P_TUNING,
+        }
+
+
+def read_table(path: Path, *, rows: int) -> list[list[float]]:
+    """Return a prompt table of `rows` virtual tokens, stored as little-endian fp32.
+
+    Raises:
+        ValueError: the file does not hold so many rows.
+    """
+    values = array.array("f")
+    values.frombytes(path.read_bytes())
+    if sys.byteorder == "big":
+        values.byteswap()
+    if not values or len(values) % rows:
+        raise ValueError(f"{path} holds {len(values)} values, which are not {rows} rows.")
+    width = len(values) // rows
+    return [values[start : start + width].tolist() for start in range(0, len(values), width)]
+
+
+def _sample(index: int, row: Row, template: str, path: Path) -> Sample:
+    try:
+        text = template.format_map(row.fields)
+    except KeyError as error:
+        raise ValueError(
+            f"{path}, row {index}: no field {error} for the template {template!r}; it has "
+            f"{', '.join(row.fields)}."
+        ) from None
+    return Sample(
+        index=index, text=text, target=row.targets[0], targets=row.targets, group=row.group
+    )
+
+
+def _most_probable(text: str, choices: Mapping[str, str], model: TextGenerator) -> str:
+    """Return the answer whose words have the highest log probability after `text`."""
+    context = model.encode(text)
+    scores = {
+        answer: model.context_log_prob(context + model.encode(words))
+        for answer, words in choices.items()
+    }
+    return max(scores, key=lambda answer: scores[answer])
+
+
+def text_entry(kind: TextTaskKind) -> TaskEntry:
+    """Return the row of the table of tasks for a text task."""
+
+    def own(options: EvaluationOptions) -> TextTaskOptions:
+        return options.text_tasks.get(kind.name, TextTaskOptions())
+
+    def make(options: EvaluationOptions) -> TextTask:
+        return TextTask(kind, own(options), limit=options.limit, seed=options.seed)
+
+    return TaskEntry(
+        make=make,
+        metrics=lambda _: kind.metrics,
+        check=lambda options: _check(kind, own(options)),
+        grouped=kind.grouped,
+    )
+
+
+def _check(kind: TextTaskKind, task: TextTaskOptions) -> list[str]:
+    key = f"evaluate.{kind.name}"
+    files = {
+        "data_path": task.data_path,
+        "target_path": task.target_path,
+        "prompt.table_path": task.prompt.table_path,
+        "reference_path": task.reference_path,
+    }
+    problems = missing_files(kind.name, files)
+    if task.data_path is None:
+        problems.append(f"{key}.data_path is needed for the task {kind.name}.")
+    if task.target_path is not None and kind.name != "translation":
+        problems.append(f"{key}.target_path has no meaning; only translation reads two files.")
+    if task.method not in ("generation", "log_likelihood"):
+        problems.append(
+            f"{key}.method={task.method!r} is unknown; use generation or log_likelihood."
+        )
+    if task.method == "log_likelihood" and not kind.choices:
+        problems.append(
+            f"{key}.method=log_likelihood needs a task with few answers, such as boolq."
+        )
+    if kind.package and find_spec(kind.package) is None:
+        problems.append(
+            f"the task {kind.name} needs the package {kind.package}; install slipway[evaluate]."
+        )
+    if task.output_len is not None and task.output_len < 1:
+        problems.append(f"{key}.output_len={task.output_len} must be at least 1, or null.")
+    return problems + _check_prompt(key, task)
+
+
+def _check_prompt(key: str, task: TextTaskOptions) -> list[str]:
+    prompt = task.prompt
+    if prompt.length < 0:
+        return [f"{key}.prompt.length={prompt.length} must not be negative."]
+    if prompt.length == 0:
+        if prompt.task_id is not None or prompt.table_path is not None:
+            return [f"{key}.prompt.length=0, but a prompt table is named; give its length."]
+        return []
+    if task.method == "log_likelihood":
+        return [f"{key}.prompt cannot be used with method=log_likelihood."]
+    if (prompt.task_id is None) == (prompt.table_path is None):
+        return [f"{key}.prompt needs either task_id or table_path."]
+    return []

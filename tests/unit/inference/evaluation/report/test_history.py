@@ -1,0 +1,187 @@
+"""The run store and the comparison of two runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from inference.compare import main
+from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
+from inference.evaluation.record import LatencyPoint, RunFacts
+from inference.evaluation.report.compare import compare_runs
+from inference.evaluation.report.compare_page import comparison_text, render_comparison
+from inference.evaluation.report.history import (
+    append_run,
+    comparable_history,
+    find_run,
+    history_point,
+    read_history,
+)
+from inference.evaluation.report.html_page import render_html
+from inference.evaluation.run.evaluator import evaluate, write_report
+
+
+@pytest.fixture
+def store(report, predictions, tmp_path):
+    """Return a store of three runs, `run_a`, `run_b` and `other_c`."""
+    history_dir = tmp_path / "evaluations"
+    for run_id in ("run_a", "run_b", "other_c"):
+        made = replace(report, run_id=run_id)
+        output_dir = tmp_path / run_id
+        output_dir.mkdir()
+        write_report(output_dir, made, predictions)
+        append_run(history_dir, made, output_dir)
+    return history_dir
+
+
+def test_a_run_is_kept_whole(store):
+    assert sorted(each.name for each in store.iterdir()) == [
+        "index.jsonl",
+        "other_c",
+        "run_a",
+        "run_b",
+    ]
+    assert sorted(each.name for each in (store / "run_a").iterdir()) == [
+        "predictions.jsonl",
+        "report.json",
+    ]
+    assert [point.run_id for point in read_history(store)] == ["run_a", "run_b", "other_c"]
+
+
+def test_a_store_that_is_not_there_is_empty(tmp_path):
+    assert read_history(tmp_path) == []
+
+
+def test_a_damaged_index_is_named(store):
+    with (store / "index.jsonl").open("a") as index:
+        index.write("{}\n")
+    with pytest.raises(ValueError, match=r"index.jsonl, line 4 is damaged"):
+        read_history(store)
+
+
+@pytest.mark.parametrize(
+    ("run", "found"),
+    [("run_a", "run_a"), ("oth", "other_c"), ("latest", "other_c"), ("latest~2", "run_a")],
+)
+def test_runs_are_found_by_id_beginning_and_age(store, run, found):
+    assert find_run(run, history_dir=store) == store / found / "report.json"
+
+
+def test_a_run_is_found_by_its_folder(store):
+    assert find_run(str(store / "run_b"), history_dir=None) == store / "run_b" / "report.json"
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        ("run", "several runs begin with 'run'"),
+        ("x", "no run 'x'"),
+        ("latest~9", "no run 'latest~9'"),
+    ],
+)
+def test_what_is_not_one_run_is_answered_with_those_there_are(store, run, told):
+    with pytest.raises(ValueError, match=told) as caught:
+        find_run(run, history_dir=store)
+    assert "run_a" in str(caught.value)
+
+
+def test_only_runs_of_the_same_name_over_the_same_samples_are_drawn(report):
+    limited = replace(report.tasks[0], dataset=replace(report.tasks[0].dataset, limit=5))
+    points = [
+        history_point(replace(report, run_id="same")),
+        history_point(replace(report, run_id="name", run=RunFacts(name="another"))),
+        history_point(replace(report, run_id="limit", tasks=(limited,))),
+    ]
+    shown = comparable_history(points, report)
+    assert [point.run_id for point in shown] == ["same", report.run_id]
+
+
+def test_the_page_draws_the_history_from_the_second_run_on(report, predictions):
+    alone = replace(report, history=comparable_history([], report))
+    earlier = history_point(replace(report, run_id="earlier"))
+    assert "<h2>History</h2>" not in render_html(alone, predictions)
+    page = render_html(replace(report, history=(earlier, *alone.history)), predictions)
+    assert "<h2>History</h2>" in page
+    assert "earlier</title>" in page
+
+
+def test_an_evaluation_adds_itself(passages, model, tmp_path):
+    options = EvaluationOptions(
+        output_dir=tmp_path / "out",
+        data_dir=tmp_path,
+        lambada=LambadaOptions(data_path=passages),
+        latency=LatencyOptions(enabled=False),
+        history_dir=tmp_path / "evaluations",
+    )
+    first = evaluate(options, RunFacts(name="sample"), model=model)
+    second = evaluate(options, RunFacts(name="sample"), model=model)
+    assert [point.run_id for point in second.history] == [first.run_id, second.run_id]
+    assert len(read_history(tmp_path / "evaluations")) == 2
+
+
+def changed(predictions):
+    """Return the predictions with the second one right."""
+    values = {"lambada_last_word": 1.0}
+    return (predictions[0], replace(predictions[1], values=values, answer=" <gate>"))
+
+
+def test_changed_samples_are_listed(report, predictions, make_metric):
+    better = replace(report, tasks=(replace(report.tasks[0], metrics=(make_metric(value=1.0),)),))
+    found = compare_runs(report, better, predictions, changed(predictions))
+    (metric,) = found.metrics
+    assert (metric.difference, metric.agreeing, metric.disagreeing) == (0.5, 1, 1)
+    (sample,) = found.changed
+    assert (sample.second.index, sample.metrics) == (1, ("lambada_last_word",))
+
+
+def test_other_data_is_not_paired_and_said(report, predictions):
+    task = replace(report.tasks[0], dataset=replace(report.tasks[0].dataset, sha256="0" * 64))
+    found = compare_runs(report, replace(report, tasks=(task,)), predictions, changed(predictions))
+    assert found.changed == ()
+    assert found.metrics[0].agreeing is None
+    assert "the runs used other data" in comparison_text(found)
+
+
+def test_runs_without_a_common_metric_are_refused(report):
+    with pytest.raises(ValueError, match="have no metric in common"):
+        compare_runs(report, replace(report, tasks=()))
+
+
+def test_the_comparison_is_told_and_drawn(report, predictions):
+    point = LatencyPoint(1, 32, 8, 1, 4, 32, report.tasks[0].requests.latency, 100.0, 9.0)
+    slower = replace(point, tokens_per_s=80.0)
+    found = compare_runs(
+        replace(report, latency=(point,)),
+        replace(report, latency=(slower,)),
+        predictions,
+        changed(predictions),
+    )
+    told = comparison_text(found)
+    assert "lambada_last_word  50.00%  50.00%           0" in told
+    assert "1 samples changed between right and wrong." in told
+    assert "-20.0%" in told
+    page = render_comparison(found)
+    assert "now right" in page
+    assert "&lt;gate&gt;" in page
+    assert "&lt;/script&gt;&lt;b&gt;&amp; the" in page
+
+
+def test_the_command_prints_and_writes_a_page(store, tmp_path, capsys):
+    page = tmp_path / "comparison.html"
+    command = ["run_a", "latest", "--history-dir", str(store), "--output", str(page)]
+    assert main(command) == 0
+    assert "first   run_a (TP 2 x PP 1, fp32)" in capsys.readouterr().out
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_the_command_answers_an_unknown_run(store, capsys):
+    assert main(["nothing", "latest", "--history-dir", str(store)]) == 2
+    assert "there is no run 'nothing'" in capsys.readouterr().err
+
+
+def test_the_index_is_one_json_object_a_line(store: Path):
+    lines = (store / "index.jsonl").read_text().splitlines()
+    assert [json.loads(line)["run_id"] for line in lines] == ["run_a", "run_b", "other_c"]

@@ -1,0 +1,219 @@
+"""Problems of the options: all of them at once, in the configuration's words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from inference.evaluation.options import (
+    USE_CASES,
+    Bound,
+    EvaluationOptions,
+    LambadaOptions,
+    LatencyOptions,
+    PromptOptions,
+    Shape,
+    TextTaskOptions,
+    parse_shape,
+)
+from inference.evaluation.run.checks import check_evaluation
+from inference.evaluation.tasks import TASKS
+from inference.evaluation.tasks.text_task import text_entry
+from inference.evaluation.tasks.text_tasks import TEXT_TASKS
+
+
+def problems(**changes) -> list[str]:
+    return check_evaluation(
+        EvaluationOptions(**{"output_dir": Path("out"), "data_dir": Path("data"), **changes})
+    )
+
+
+def test_the_defaults_are_sound():
+    assert problems() == []
+
+
+def test_an_unknown_task_is_answered_with_the_known_ones():
+    (told,) = problems(tasks=("lambda",))
+    assert told.startswith("unknown task 'lambda' in evaluate.tasks; known tasks: ")
+    assert "lambada" in told
+
+
+def test_all_problems_are_reported_together(tmp_path):
+    found = problems(
+        concurrency=0,
+        limit=0,
+        request_timeout_s=0,
+        protocol="ftp",
+        lambada=LambadaOptions(data_path=tmp_path / "gone.jsonl", metrics=("accuracy",)),
+        latency=LatencyOptions(
+            shapes=("60", "0+1"),
+            batch_sizes=(),
+            requests=0,
+            warmup=-1,
+            max_point_s=0,
+            load_generator="ab",
+        ),
+    )
+    expected = (
+        "evaluate.protocol='ftp'",
+        "evaluate.concurrency=0",
+        "evaluate.limit=0",
+        "evaluate.request_timeout_s=0",
+        "unknown metric 'accuracy'",
+        f"evaluate.lambada.data_path={tmp_path / 'gone.jsonl'}",
+        "evaluate.latency.batch_sizes=[]",
+        "evaluate.latency.requests=0",
+        "evaluate.latency.shapes has '60'; write tokens in and out such as 60+20, or one of quest",
+        "evaluate.latency.shapes has '0+1'",
+        "evaluate.latency.warmup=-1",
+        "evaluate.latency.max_point_s=0",
+        "evaluate.latency.load_generator='ab'",
+    )
+    assert [told[: len(start)] for told, start in zip(found, expected, strict=True)] == list(
+        expected
+    )
+
+
+def test_the_guide_s_use_cases_have_names():
+    assert [parse_shape(name) for name in USE_CASES] == [
+        Shape(60, 20),
+        Shape(225, 20),
+        Shape(200, 200),
+    ]
+    assert parse_shape("225+20") == USE_CASES["intent_classification"]
+
+
+def test_a_text_task_needs_its_data():
+    assert problems(tasks=("boolq",)) == ["evaluate.boolq.data_path is needed for the task boolq."]
+
+
+def test_options_of_tasks_that_are_not_asked_for_are_not_checked(tmp_path):
+    options = {"boolq": TextTaskOptions(data_path=tmp_path / "gone")}
+    assert problems(text_tasks=options) == []
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "told"),
+    [
+        ("mnli", {"method": "log_likelihood"}, "evaluate.mnli.method=log_likelihood needs a task"),
+        ("boolq", {"method": "guess"}, "evaluate.boolq.method='guess' is unknown"),
+        ("boolq", {"output_len": 0}, "evaluate.boolq.output_len=0 must be at least 1"),
+        ("squad", {"target_path": Path(__file__)}, "evaluate.squad.target_path has no meaning"),
+        ("boolq", {"prompt": PromptOptions(length=-1)}, "evaluate.boolq.prompt.length=-1 must not"),
+        ("boolq", {"prompt": PromptOptions(task_id=0)}, "evaluate.boolq.prompt.length=0, but"),
+        (
+            "boolq",
+            {"prompt": PromptOptions(length=3)},
+            "evaluate.boolq.prompt needs either task_id",
+        ),
+        (
+            "boolq",
+            {"prompt": PromptOptions(length=3, task_id=0), "method": "log_likelihood"},
+            "evaluate.boolq.prompt cannot be used with",
+        ),
+    ],
+)
+def test_problems_of_text_tasks_are_told(task, changes, told):
+    options = TextTaskOptions(data_path=Path(__file__), **changes)
+    (found,) = problems(tasks=(task,), text_tasks={task: options})
+    assert found.startswith(told)
+
+
+def test_a_task_s_package_is_asked_for(monkeypatch):
+    kind = replace(TEXT_TASKS["translation"], package="not_installed_anywhere")
+    monkeypatch.setitem(TASKS, "translation", text_entry(kind))
+    options = {"translation": TextTaskOptions(data_path=Path(__file__))}
+    assert problems(tasks=("translation",), text_tasks=options) == [
+        "the task translation needs the package not_installed_anywhere; install slipway[evaluate]."
+    ]
+
+
+def test_metrics_of_text_tasks_can_be_bounded():
+    options = {"squad": TextTaskOptions(data_path=Path(__file__))}
+    gate = {"squad_f1": Bound(min=0.5)}
+    assert problems(tasks=("squad",), text_tasks=options, gate=gate) == []
+
+
+def test_the_source_must_be_one_that_its_library_reads(tmp_path):
+    (told,) = problems(reference="huggingface", source_path=tmp_path / "model.nemo")
+    assert told.startswith("evaluate.reference=huggingface needs a source checkpoint that trans")
+    (tmp_path / "config.json").write_text("{}")
+    assert problems(reference="huggingface", source_path=tmp_path) == []
+    assert problems(reference=str(tmp_path / "config.json")) == []
+    assert problems(reference="source") == [
+        "evaluate.reference=source is no file; use none, huggingface, or the path of a past "
+        "report.json or of recorded figures."
+    ]
+
+
+def test_one_task_has_one_reference(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    lambada = LambadaOptions(reference_path=tmp_path / "config.json")
+    (told,) = problems(reference="huggingface", source_path=tmp_path, lambada=lambada)
+    assert "evaluate.lambada.reference_path exclude each other" in told
+
+
+def test_latency_that_is_off_is_not_checked():
+    assert problems(latency=LatencyOptions(enabled=False, requests=0)) == []
+
+
+def test_a_bound_on_a_metric_that_is_not_measured_is_told():
+    (told,) = problems(
+        lambada=LambadaOptions(metrics=("lambada_last_word",)),
+        gate={"lambada_last_token": Bound(min=0.1)},
+    )
+    assert told.startswith("evaluate.gate.lambada_last_token bounds a metric that is not measured")
+
+
+def test_trackers_are_checked_by_name_and_presence():
+    (told,) = problems(trackers=("wandb",))
+    assert told == "unknown tracker 'wandb' in evaluate.trackers; known: mlflow, tensorboard."
+    found = problems(trackers=("mlflow",))
+    missing = "evaluate.trackers has mlflow, which is not installed; install slipway[mlflow]."
+    assert found == ([] if find_spec("mlflow") else [missing])
+
+
+def test_a_load_generator_that_needs_more_requests_is_told():
+    few = LatencyOptions(requests=3, warmup=1, concurrencies=(2, 8), load_generator="perf_analyzer")
+    (told,) = problems(latency=few)
+    assert "fewer than the 8 requests in flight" in told
+    assert problems(latency=replace(few, load_generator="client")) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"baseline": "compare"}, "evaluate.baseline=compare needs evaluate.baseline_path."),
+        ({"baseline": "update"}, "evaluate.baseline=update needs evaluate.baseline_path."),
+        ({"baseline": "yes"}, "evaluate.baseline='yes' is unknown; use none, compare or update."),
+    ],
+)
+def test_a_baseline_needs_its_mode_and_its_path(changes, told):
+    assert problems(**changes) == [told]
+
+
+def test_a_missing_baseline_says_how_to_record_one(tmp_path):
+    (told,) = problems(baseline="compare", baseline_path=tmp_path / "gone.json")
+    assert "record a baseline first with evaluate.baseline=update" in told
+
+
+def test_a_relative_bound_without_a_baseline_is_told():
+    (told,) = problems(gate={"lambada_last_word": Bound(margin=0.01)})
+    assert told.startswith("evaluate.gate.lambada_last_word is relative to a baseline, but")
+
+
+def test_options_are_checked_without_heavy_imports():
+    code = (
+        "import sys; from inference.evaluation.run.checks import check_evaluation; "
+        "from inference.evaluation.record import RunFacts; import inference.evaluation.tasks; "
+        "print({'torch', 'numpy', 'tritonclient', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,211 @@
+"""An evaluation from options to report."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from inference.evaluation.options import (
+    Bound,
+    EvaluationOptions,
+    LambadaOptions,
+    LatencyOptions,
+    TextTaskOptions,
+)
+from inference.evaluation.record import RunFacts, StageTiming, read_predictions, read_report
+from inference.evaluation.report.files import FILE_NAMES
+from inference.evaluation.run.evaluator import evaluate
+from inference.evaluation.run.task_run import EvaluationError
+
+LATENCY = LatencyOptions(shapes=("4+2",), concurrencies=(1,), requests=3)
+
+
+@pytest.fixture
+def options(passages, tmp_path):
+    def make(**changes) -> EvaluationOptions:
+        values = {
+            "output_dir": tmp_path / "out",
+            "data_dir": tmp_path / "data",
+            "lambada": LambadaOptions(data_path=passages),
+            "latency": LATENCY,
+            "concurrency": 4,
+        }
+        return EvaluationOptions(**{**values, **changes})
+
+    return make
+
+
+FACTS = RunFacts(name="sample", stages=(StageTiming("convert", "completed", 2.0, 1.0),))
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def test_a_report_is_written_and_returned(options, model, tmp_path):
+    report = evaluate(options(), FACTS, model=model)
+    assert files(tmp_path / "out") == sorted(FILE_NAMES)
+    assert read_report(tmp_path / "out" / "report.json") == report
+    assert {metric.name: metric.value for metric in report.metrics}["lambada_last_token"] == 0.5
+    assert report.run_id.startswith("sample_")
+    assert [point.output_len for point in report.latency] == [2]
+    assert report.environment["python"]
+
+
+def test_the_evaluation_is_the_last_stage_of_the_report(options, model):
+    stages = evaluate(options(), FACTS, model=model).run.stages
+    assert [stage.name for stage in stages] == ["convert", "evaluate"]
+    assert stages[1].start_s == 3.0
+    assert stages[1].seconds > 0
+
+
+def test_family_and_hash_of_the_weights_come_from_the_manifest(options, model, tmp_path):
+    manifest = {"family": "gpt", "files": {"config.ini": {"sha256": "1" * 64}}}
+    (tmp_path / "2-gpu.manifest.json").write_text(json.dumps(manifest))
+    first = evaluate(options(weights_dir=tmp_path / "2-gpu"), FACTS, model=model).run
+    assert (first.family, len(first.model_sha256)) == ("gpt", 64)
+    manifest["files"]["config.ini"]["sha256"] = "2" * 64
+    (tmp_path / "2-gpu.manifest.json").write_text(json.dumps(manifest))
+    second = evaluate(options(weights_dir=tmp_path / "2-gpu"), FACTS, model=model).run
+    assert second.model_sha256 != first.model_sha256
+
+
+def test_weights_without_a_manifest_are_nothing_to_tell(options, model, tmp_path):
+    assert evaluate(options(weights_dir=tmp_path / "1-gpu"), FACTS, model=model).run.family == ""
+
+
+def test_a_breach_is_in_the_report_and_is_no_error(options, model):
+    report = evaluate(options(gate={"lambada_last_word": Bound(min=0.9)}), FACTS, model=model)
+    assert report.gate.exit_code == 3
+    assert report.gate.breaches[0].value == 0.25
+
+
+def test_options_are_checked_first(options, model):
+    with pytest.raises(ValueError, match=r"evaluate\.concurrency=0 must be at least 1"):
+        evaluate(options(concurrency=0), FACTS, model=model)
+    assert model.requests == []
+
+
+def test_a_batch_beyond_the_model_s_limit_is_refused_first(options, model):
+    latency = LatencyOptions(batch_sizes=(1, 16))
+    with pytest.raises(ValueError, match=r"batch_sizes has 16, .*max_batch_size=8"):
+        evaluate(options(latency=latency), RunFacts(name="a", max_batch_size=8), model=model)
+    assert model.requests == []
+
+
+def test_failed_requests_leave_only_junit(options, fake_model, model, tmp_path):
+    evaluate(options(), FACTS, model=model)
+    with pytest.raises(EvaluationError, match="4 of 4 samples could not be evaluated"):
+        evaluate(options(), FACTS, model=fake_model(unavailable=True))
+    assert files(tmp_path / "out") == ["junit.xml"]
+
+
+def test_unusable_data_is_told_in_junit(options, model, passages, tmp_path):
+    passages.write_text("{}\n")
+    with pytest.raises(ValueError, match="is not a data set of this form"):
+        evaluate(options(), FACTS, model=model)
+    assert files(tmp_path / "out") == ["junit.xml"]
+    assert "is not a data set" in (tmp_path / "out" / "junit.xml").read_text()
+
+
+def test_unusable_data_leaves_an_earlier_report_alone(options, model, tmp_path, passages):
+    evaluate(options(), FACTS, model=model)
+    passages.write_text("{}\n")
+    with pytest.raises(ValueError, match="no text in field text"):
+        evaluate(options(), FACTS, model=model)
+    assert files(tmp_path / "out") == sorted(FILE_NAMES)
+
+
+def test_a_reference_of_other_data_is_left_out_and_told(options, model, tmp_path, passages):
+    path = tmp_path / "reference.json"
+    path.write_text('{"schema_version": 1, "source": "x", "dataset_sha256": "0", "metrics": {}}')
+    lambada = LambadaOptions(data_path=passages, reference_path=path)
+    report = evaluate(options(lambada=lambada), FACTS, model=model)
+    assert report.tasks[0].reference is None
+    assert report.tasks[0].note.startswith("Not compared with the reference (x)")
+    for page in ("report.md", "report.html"):
+        assert "Not compared with the reference" in (tmp_path / "out" / page).read_text()
+
+
+def test_a_damaged_reference_stops_before_the_first_request(options, model, tmp_path, passages):
+    path = tmp_path / "reference.json"
+    path.write_text("{}")
+    lambada = LambadaOptions(data_path=passages, reference_path=path)
+    with pytest.raises(ValueError, match="lacks dataset_sha256, metrics, source"):
+        evaluate(options(lambada=lambada), FACTS, model=model)
+    assert model.requests == []
+
+
+def test_a_past_report_serves_as_reference(options, model, tmp_path, passages):
+    evaluate(options(output_dir=tmp_path / "first"), FACTS, model=model)
+    model.continuations.pop("The cook lit the")
+    lambada = LambadaOptions(data_path=passages, reference_path=tmp_path / "first" / "report.json")
+    report = evaluate(options(lambada=lambada), FACTS, model=model)
+    words = report.tasks[0].reference.metrics[0]
+    assert (words.value, words.reference, words.first_disagreements) == (0.0, 0.25, (0,))
+    first = read_predictions(tmp_path / "out" / "predictions.jsonl")[0]
+    assert first.reference["lambada_last_word"] == 1.0
+
+
+def test_a_past_report_is_the_reference_of_every_task(options, model, tmp_path):
+    evaluate(options(output_dir=tmp_path / "first"), FACTS, model=model)
+    report = evaluate(
+        options(reference=str(tmp_path / "first" / "report.json")), FACTS, model=model
+    )
+    reference = report.tasks[0].reference
+    assert reference.source.startswith("run sample_")
+    assert [each.disagreeing for each in reference.metrics if each.agreeing is not None] == [0, 0]
+
+
+def test_a_language_has_a_bound_of_its_own(options, model, tmp_path):
+    row = {"premise": "It rains.", "hypothesis": "It is wet.", "label": 0}
+    data = tmp_path / "xnli.jsonl"
+    data.write_text("".join(json.dumps(row | {"language": each}) + "\n" for each in ("de", "fr")))
+    asked = options(
+        tasks=("xnli",),
+        text_tasks={"xnli": TextTaskOptions(data_path=data)},
+        gate={"xnli_accuracy_de": Bound(min=0.5)},
+        latency=LatencyOptions(enabled=False),
+    )
+    report = evaluate(asked, FACTS, model=model)
+    assert [breach.metric for breach in report.gate.breaches] == ["xnli_accuracy_de"]
+    with pytest.raises(ValueError, match=r"xnli_accuracy_es .*: xnli_accuracy, xnli_accuracy_de, "):
+        evaluate(replace(asked, gate={"xnli_accuracy_es": Bound(min=0.5)}), FACTS, model=model)
+    assert len(model.requests) == 2  # nothing was asked for a bound that cannot be applied
+
+
+def test_a_recorded_baseline_trips_the_gate_of_a_worse_run(options, model, tmp_path):
+    baseline = {"baseline_path": tmp_path / "baseline.json"}
+    gate = {"lambada_last_token": Bound(margin=0.1)}
+    assert evaluate(
+        options(baseline="update", gate=gate, **baseline), FACTS, model=model
+    ).gate.passed
+    model.continuations.clear()
+    report = evaluate(options(baseline="compare", gate=gate, **baseline), FACTS, model=model)
+    (breach,) = report.gate.breaches
+    assert (breach.value, breach.baseline, breach.limit) == (0.0, 0.5, 0.4)
+
+
+def test_a_run_below_its_bounds_does_not_become_the_baseline(options, model, tmp_path):
+    path = tmp_path / "baseline.json"
+    report = evaluate(
+        options(baseline="update", baseline_path=path, gate={"lambada_last_word": Bound(min=0.9)}),
+        FACTS,
+        model=model,
+    )
+    assert not report.gate.passed
+    assert not path.exists()
+
+
+def test_latency_can_be_left_out(options, model):
+    report = evaluate(options(latency=LatencyOptions(enabled=False)), FACTS, model=model)
+    assert report.latency == ()
+
+
+def test_metrics_json_has_the_harness_s_names(options, model, tmp_path):
+    evaluate(options(), FACTS, model=model)
+    values = json.loads((tmp_path / "out" / "metrics.json").read_text())["lambada"]
+    assert {"acc", "acc_stderr", "last_token_acc", "ppl", "ppl_stderr"} <= set(values)

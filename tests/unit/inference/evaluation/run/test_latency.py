@@ -1,0 +1,137 @@
+"""The latency sweep: its prompts, its points, its failures."""
+
+from __future__ import annotations
+
+import pytest
+
+from inference.evaluation.options import LatencyOptions
+from inference.evaluation.run.latency import Answered, Load, cut_prompts, measure_latency
+from inference.evaluation.run.task_run import EvaluationError
+from inference.evaluation.run.timing import distribution, interval_for
+
+TEXTS = ("The cook lit the lamp", "They crossed the old stone bridge")
+OPTIONS = LatencyOptions(
+    shapes=("6+4", "6+1"),
+    batch_sizes=(1, 2),
+    concurrencies=(1, 3),
+    requests=9,
+    warmup=1,
+    max_point_s=60,
+)
+
+
+def test_every_point_of_the_grid_is_measured(model):
+    points = measure_latency(model, TEXTS, OPTIONS)
+    assert [(each.output_len, each.batch_size, each.concurrency) for each in points] == [
+        (1, 1, 1),
+        (1, 1, 3),
+        (1, 2, 1),
+        (1, 2, 3),
+        (4, 1, 1),
+        (4, 1, 3),
+        (4, 2, 1),
+        (4, 2, 3),
+    ]
+    assert all(each.requests == 9 for each in points)
+    assert [each.generated for each in points] == [9, 9, 18, 18, 36, 36, 72, 72]
+    assert model.most_in_flight == 3
+
+
+def test_the_first_token_is_measured_once_and_not_listed_unless_asked_for(model):
+    options = LatencyOptions(
+        shapes=("6+4", "6+3"), concurrencies=(1,), requests=5, warmup=0, max_point_s=60
+    )
+    points = measure_latency(model, TEXTS, options)
+    assert [each.output_len for each in points] == [4, 3]
+    assert len(model.requests) == 3 * 5
+
+
+class Clock:
+    """A load generator whose requests take 10 ms, and 2 ms more for each further token."""
+
+    def send(self, load: Load) -> Answered:
+        tokens = load.shape.output_len
+        seconds = 0.010 + 0.002 * (tokens - 1)
+        return Answered([seconds] * 4, 4 * tokens * load.batch_size, 4 * seconds)
+
+
+def test_further_tokens_cost_what_is_left_over_their_number(model):
+    options = LatencyOptions(shapes=("6+1", "6+11"), batch_sizes=(3,), concurrencies=(1,))
+    one, eleven = measure_latency(model, TEXTS, options, generator=Clock())
+    assert (one.first_token_ms, one.per_token_ms) == (pytest.approx(10.0), None)
+    assert eleven.first_token_ms == pytest.approx(10.0)
+    assert eleven.per_token_ms == pytest.approx(2.0)
+    assert not eleven.streamed
+    assert eleven.tokens_per_s == pytest.approx(3 * 11 / 0.030)
+
+
+class StreamingClock:
+    """A load generator whose tokens come after 10 ms, and then one every 3 ms."""
+
+    def send(self, load: Load) -> Answered:
+        arrivals_s = [[0.010 + 0.003 * token for token in range(load.shape.output_len)]] * 4
+        ends_s = [each[-1] for each in arrivals_s]
+        return Answered(ends_s, 4 * load.shape.output_len, sum(ends_s), arrivals_s)
+
+
+def test_tokens_of_a_stream_are_timed_as_they_come(fake_model):
+    options = LatencyOptions(shapes=("6+1", "6+5"), concurrencies=(1,))
+    model = fake_model(streams=True)
+    one, five = measure_latency(model, TEXTS, options, generator=StreamingClock())
+    assert (one.first_token_ms, one.per_token_ms) == (pytest.approx(10.0), None)
+    assert (five.first_token_ms, five.first_token_p95_ms) == (pytest.approx(10.0),) * 2
+    assert five.per_token_ms == pytest.approx(3.0)
+    assert five.latency.p50_ms == pytest.approx(22.0)
+    assert one.streamed
+    assert five.streamed
+
+
+def test_a_model_that_streams_is_not_asked_for_single_tokens_besides(fake_model):
+    model = fake_model(streams=True)
+    options = LatencyOptions(
+        shapes=("6+4",), concurrencies=(1,), requests=5, warmup=0, max_point_s=60
+    )
+    (point,) = measure_latency(model, TEXTS, options)
+    assert len(model.requests) == 5
+    assert point.streamed
+    assert 0 < point.first_token_ms < point.latency.p50_ms
+
+
+def test_a_point_ends_when_its_time_is_up(model):
+    options = LatencyOptions(shapes=("6+1",), concurrencies=(1,), requests=10**6, max_point_s=0.05)
+    (point,) = measure_latency(model, TEXTS, options)
+    assert 1 <= point.requests < 10**6
+
+
+def test_a_failed_request_fails_the_measurement(fake_model):
+    with pytest.raises(EvaluationError, match=r"latency of 6 \+ 1 tokens, batch 1, concurrency 1"):
+        measure_latency(fake_model(unavailable=True), TEXTS, OPTIONS)
+
+
+@pytest.mark.parametrize("input_len", [1, 5, 40])
+def test_prompts_have_exactly_the_length_asked_for(model, input_len):
+    prompts = cut_prompts(model, TEXTS, input_len=input_len)
+    assert {len(prompt) for prompt in prompts} == {input_len}
+
+
+def test_latency_needs_text(model):
+    with pytest.raises(ValueError, match="needs some text"):
+        cut_prompts(model, [], input_len=4)
+
+
+def test_the_histogram_holds_every_duration():
+    found = distribution([0.001 * each for each in range(1, 201)])
+    assert sum(found.counts) == found.count == 200
+    assert len(found.edges_ms) == len(found.counts) + 1
+    assert found.edges_ms[-1] == pytest.approx(found.p99_ms)
+    assert found.p50_ms == pytest.approx(100.5)
+
+
+def test_nothing_measured_is_an_empty_distribution():
+    assert distribution([]).count == 0
+
+
+def test_intervals_hold_several_events():
+    assert interval_for(60.0, count=100_000) == 0.5
+    assert interval_for(60.0, count=100) == 5.0
+    assert interval_for(0.0, count=0) == 0.1

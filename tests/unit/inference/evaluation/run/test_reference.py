@@ -1,0 +1,129 @@
+"""Comparing with recorded figures and with past runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from inference.evaluation.options import LambadaOptions
+from inference.evaluation.run.baseline import Baseline, read_baseline, write_baseline
+from inference.evaluation.run.reference import (
+    compare_with_reference,
+    read_reference,
+    with_reference_values,
+)
+from inference.evaluation.run.task_run import TaskRun, run_task
+from inference.evaluation.tasks.lambada import Lambada
+
+
+def run(passages: Path, model, **changes) -> TaskRun:
+    task = Lambada(LambadaOptions(data_path=passages), Path(), **changes)
+    return run_task(task, *task.prepare(), model, concurrency=2)
+
+
+def recorded(tmp_path: Path, found: TaskRun, **changes) -> Path:
+    values = {
+        "schema_version": 1,
+        "source": "another implementation",
+        "dataset_sha256": found.dataset.sha256,
+        "metrics": {"lambada_last_word": 0.5, "lambada_last_token": 0.5, "lambada_perplexity": 3.0},
+        "per_sample": {
+            "lambada_last_word": [1, 0, 1, 0],
+            "lambada_last_token": [1, 1, 0, 0],
+            "lambada_word_log_prob": [-1.0, -1.5, -1.0, -1.25],
+        },
+        **changes,
+    }
+    path = tmp_path / "reference.json"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def test_samples_are_compared_one_by_one(passages, model, tmp_path):
+    found = run(passages, model)
+    reference = read_reference(recorded(tmp_path, found), task="lambada")
+    words, tokens, perplexity = compare_with_reference(found, reference).metrics
+    assert (words.agreeing, words.disagreeing, words.first_disagreements) == (3, 1, (2,))
+    assert words.difference == pytest.approx(-0.25)
+    assert words.low < -0.25 < words.high
+    assert words.p_value == 1.0
+    assert (tokens.agreeing, tokens.disagreeing, tokens.low, tokens.high) == (4, 0, 0.0, 0.0)
+    assert perplexity.largest_difference == pytest.approx(0.25)
+    assert perplexity.agreeing is None
+
+
+def test_a_reference_without_samples_compares_figures_only(passages, model, tmp_path):
+    found = run(passages, model)
+    reference = read_reference(recorded(tmp_path, found, per_sample={}), task="lambada")
+    words = compare_with_reference(found, reference).metrics[0]
+    assert (words.reference, words.agreeing, words.low) == (0.5, None, None)
+
+
+def test_a_limited_run_is_compared_on_its_own_samples(passages, model, tmp_path):
+    found = run(passages, model, limit=2, seed=1)
+    indices = [each.index for each in found.predictions]
+    reference = read_reference(recorded(tmp_path, found), task="lambada")
+    words = compare_with_reference(found, reference).metrics[0]
+    assert words.reference == sum([1, 0, 1, 0][index] for index in indices) / 2
+
+
+def test_whole_figures_say_nothing_of_a_limited_run(passages, model, tmp_path):
+    found = run(passages, model, limit=2, seed=1)
+    reference = read_reference(recorded(tmp_path, found, per_sample={}), task="lambada")
+    assert compare_with_reference(found, reference).metrics == ()
+
+
+def test_predictions_carry_the_reference_s_values(passages, model, tmp_path):
+    found = run(passages, model)
+    reference = read_reference(recorded(tmp_path, found), task="lambada")
+    first = with_reference_values(found.predictions, reference)[0]
+    assert first.reference["lambada_word_log_prob"] == -1.0
+    assert with_reference_values(found.predictions, None)[0].reference == {}
+
+
+def test_a_reference_of_other_data_does_not_fit(passages, model, tmp_path):
+    found = run(passages, model)
+    path = recorded(tmp_path, found, dataset_sha256="0" * 64)
+    told = read_reference(path, task="lambada").mismatch(found.dataset)
+    assert told.startswith("Not compared with the reference (another implementation)")
+    assert read_reference(recorded(tmp_path, found), task="lambada").mismatch(found.dataset) == ""
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("nothing", "is not JSON"),
+        ("[]", "is not an object"),
+        ('{"schema_version": 1, "source": "x"}', "lacks dataset_sha256, metrics"),
+    ],
+)
+def test_what_is_no_reference_is_refused(tmp_path, content, told):
+    path = tmp_path / "reference.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=told):
+        read_reference(path, task="lambada")
+
+
+def test_a_baseline_reads_back(report, tmp_path):
+    path = tmp_path / "kept" / "baseline.json"
+    write_baseline(path, report)
+    found = read_baseline(path)
+    assert found.metrics == {metric.name: metric for metric in report.metrics}
+    assert found.source == f"run {report.run_id} of {report.started_at}"
+    found.check({task.name: task.dataset for task in report.tasks})
+
+
+def test_a_baseline_of_other_samples_is_refused(report):
+    limited = replace(report.tasks[0].dataset, limit=10, seed=1)
+    with pytest.raises(ValueError, match="was measured on other samples of lambada"):
+        Baseline.of(report, source="x").check({"lambada": limited})
+
+
+def test_what_is_no_baseline_is_refused(tmp_path):
+    path = tmp_path / "baseline.json"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"record it again with evaluate\.baseline=update"):
+        read_baseline(path)

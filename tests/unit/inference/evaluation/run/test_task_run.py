@@ -1,0 +1,79 @@
+"""Asking all samples: order, concurrency, progress, failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inference.evaluation.options import LambadaOptions
+from inference.evaluation.run.task_run import EvaluationError, run_task
+from inference.evaluation.tasks.lambada import Lambada
+
+
+def run(passages: Path, model, *, concurrency: int = 4, progress=None):
+    task = Lambada(LambadaOptions(data_path=passages), Path())
+    return run_task(task, *task.prepare(), model, concurrency=concurrency, progress=progress)
+
+
+def test_metrics_and_predictions_cover_all_samples_in_order(passages, model):
+    found = run(passages, model)
+    assert [each.index for each in found.predictions] == [0, 1, 2, 3]
+    assert {metric.name: metric.value for metric in found.metrics} == {
+        "lambada_last_word": 0.25,
+        "lambada_last_token": 0.5,
+        "lambada_perplexity": pytest.approx(2.718281828459045 ** ((2 + 3 + 2 + 2) * 0.5 / 4)),
+    }
+
+
+def test_requests_are_kept_in_flight_up_to_the_limit(passages, model):
+    run(passages, model, concurrency=2)
+    assert model.most_in_flight == 2
+
+
+def test_every_request_is_counted_and_timed(passages, model):
+    found = run(passages, model)
+    # Three a sample, and one more where the text of the last word was right.
+    assert found.requests.count == len(model.requests) == 13
+    assert sum(found.requests.completed) == 13
+    assert found.requests.latency.min_ms >= 2.0
+
+
+def test_progress_tells_the_accuracy_so_far(passages, model):
+    told = []
+    run(passages, model, progress=told.append)
+    assert [each.done for each in told] == [0, 1, 2, 3, 4]
+    assert dict(told[-1].running) == {"lambada_last_word": 0.25, "lambada_last_token": 0.5}
+    assert "lambada 4/4 lambada_last_word 25.00%" in str(told[-1])
+
+
+def test_a_failed_sample_fails_the_run_and_is_named(passages, model):
+    model.refuses.add("She opened the garden")
+    with pytest.raises(EvaluationError, match="1 of 4 samples could not be evaluated") as caught:
+        run(passages, model)
+    assert "sample 2: refused 'She opened the garden'" in str(caught.value)
+
+
+def test_the_same_reason_is_told_once(passages, model):
+    model.refuses.update({"She opened the garden", "He had lost his"})
+    model.reason = "the server is gone"
+    with pytest.raises(EvaluationError, match="samples 2, 3: the server is gone"):
+        run(passages, model)
+
+
+def test_a_dead_server_ends_the_run_early(tmp_path, fake_model):
+    path = tmp_path / "many.jsonl"
+    path.write_text("".join(f'{{"text": "passage number {n}"}}\n' for n in range(500)))
+    model = fake_model(unavailable=True)
+    with pytest.raises(EvaluationError, match="and 15 more: refused"):
+        run(path, model)
+    assert len(model.requests) < 100
+
+
+def test_an_error_in_the_task_is_not_taken_for_a_failed_request(passages, model):
+    def broken(prompt: str, **options: object) -> str:
+        raise ZeroDivisionError
+
+    model.complete_text = broken
+    with pytest.raises(ZeroDivisionError):
+        run(passages, model)

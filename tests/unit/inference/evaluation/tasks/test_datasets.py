@@ -1,0 +1,108 @@
+"""Data sets: found, fetched once with a checksum, read strictly."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from inference.evaluation.task import Sample
+from inference.evaluation.tasks.datasets import drawn, ensure_dataset
+from inference.evaluation.tasks.rows import read_rows
+
+CONTENT = b'{"text": "a b"}\n'
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    path = tmp_path / "served" / "data.jsonl"
+    path.parent.mkdir()
+    path.write_bytes(CONTENT)
+    return path.as_uri()
+
+
+def fetch(path: Path, url: str, sha256: str = SHA256) -> Path:
+    return ensure_dataset(path, url=url, sha256=sha256, key="evaluate.lambada.data_path")
+
+
+def test_a_missing_data_set_is_downloaded(tmp_path, source):
+    path = fetch(tmp_path / "data" / "lambada.jsonl", source)
+    assert path.read_bytes() == CONTENT
+    assert [each.name for each in path.parent.iterdir()] == ["lambada.jsonl"]
+
+
+def test_a_data_set_at_hand_is_not_downloaded(tmp_path):
+    path = tmp_path / "lambada.jsonl"
+    path.write_bytes(CONTENT)
+    assert fetch(path, "file:///nowhere") == path
+
+
+def test_a_changed_data_set_is_refused_with_both_checksums(tmp_path, source):
+    path = tmp_path / "lambada.jsonl"
+    path.write_bytes(b"other")
+    with pytest.raises(ValueError, match=rf"expected {SHA256}; delete it") as caught:
+        fetch(path, source)
+    assert hashlib.sha256(b"other").hexdigest() in str(caught.value)
+
+
+def test_without_network_the_file_to_place_is_named(tmp_path):
+    path = tmp_path / "data" / "lambada.jsonl"
+    with pytest.raises(ValueError, match="on a machine without network place the file") as caught:
+        fetch(path, (tmp_path / "gone").as_uri())
+    assert str(path) in str(caught.value)
+    assert "evaluate.lambada.data_path" in str(caught.value)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_download_with_another_checksum_leaves_nothing(tmp_path, source):
+    path = tmp_path / "data" / "lambada.jsonl"
+    with pytest.raises(ValueError, match="nothing was kept"):
+        fetch(path, source, sha256="0" * 64)
+    assert list(path.parent.iterdir()) == []
+
+
+def test_every_malformed_line_is_named(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "fine here"}\nnot json\n{"words": 1}\n\n{"text": " "}\n')
+    with pytest.raises(ValueError, match="is not a data set") as caught:
+        read_rows(path, "text")
+    assert [f"line {number}" in str(caught.value) for number in (1, 2, 3, 5)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+
+
+def test_a_separator_of_lines_inside_a_text_ends_no_line(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "one\u2028two\x85three"}\n', encoding="utf-8")
+    assert [row["text"] for row in read_rows(path, "text")] == ["one\u2028two\x85three"]
+
+
+def test_an_empty_data_set_is_refused(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ValueError, match="holds no samples"):
+        read_rows(path, "text")
+
+
+def draw(**choice):
+    samples = [Sample(index, str(index), target="") for index in range(100)]
+    return drawn(samples, name="n", path="p", sha256="s", **choice)
+
+
+def test_a_draw_is_repeatable_and_in_order():
+    dataset, chosen = draw(limit=10, seed=7)
+    assert chosen == draw(limit=10, seed=7)[1] == sorted(chosen, key=lambda each: each.index)
+    assert chosen != draw(limit=10, seed=8)[1]
+    assert (dataset.total, dataset.count, dataset.limit, dataset.seed) == (100, 10, 10, 7)
+
+
+@pytest.mark.parametrize("limit", [None, 100, 1000])
+def test_all_samples_are_asked_unless_the_limit_is_lower(limit):
+    dataset, chosen = draw(limit=limit, seed=7)
+    assert [each.index for each in chosen] == list(range(100))
+    assert (dataset.count, dataset.limit, dataset.seed) == (100, None, None)

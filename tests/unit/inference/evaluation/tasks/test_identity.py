@@ -1,0 +1,177 @@
+"""The task identity: what it compares, what it reports, and what it says when a model deviates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from inference.evaluation.options import Bound, EvaluationOptions, IdentityOptions, LatencyOptions
+from inference.evaluation.record import Report, RunFacts
+from inference.evaluation.run.checks import check_evaluation
+from inference.evaluation.run.evaluator import evaluate
+from tests.fake_model import FakeModel
+from tests.tiny_transformers import write_model
+
+
+class ServedGPT2(FakeModel):
+    """Answers as a server of the checkpoint would, its logits off by `error` for one token."""
+
+    def __init__(self, source: Path, *, error: float = 0.0, token: int = 7) -> None:
+        super().__init__()
+        self.model = transformers.GPT2LMHeadModel.from_pretrained(source).eval()
+        self.error, self.token = error, token
+
+    def input_names(self) -> Sequence[str]:
+        return ("input_ids", "input_lengths", "request_output_len", "runtime_top_k")
+
+    def infer(self, tensors: Mapping[str, Any], outputs: Sequence[str]) -> Mapping[str, Any]:
+        ids, log_probs = tensors["input_ids"][0].tolist(), []
+        count = int(tensors["request_output_len"][0, 0])
+        for _ in range(count):
+            with torch.no_grad():
+                logits = self.model(torch.tensor([ids])).logits[0, -1]
+            logits[self.token] += self.error
+            ids.append(int(logits.argmax()))
+            log_probs.append(float(logits.log_softmax(-1)[ids[-1]]))
+        found = {
+            "output_ids": np.array([[ids]], np.uint32),
+            "sequence_length": np.array([[len(ids)]], np.uint32),
+            "output_log_probs": np.array([[log_probs]], np.float32),
+        }
+        return {name: found[name] for name in outputs}
+
+
+class ServedBert(FakeModel):
+    """Answers with hidden states, all of them `error` off."""
+
+    def __init__(self, source: Path, *, error: float = 0.0) -> None:
+        super().__init__()
+        self.model = transformers.BertModel.from_pretrained(source).eval()
+        self.error = error
+
+    def input_names(self) -> Sequence[str]:
+        return ("input_hidden_state", "sequence_lengths")
+
+    def infer(self, tensors: Mapping[str, Any], outputs: Sequence[str]) -> Mapping[str, Any]:
+        states = torch.tensor(tensors["input_hidden_state"])
+        assert tensors["sequence_lengths"].tolist() == [[states.shape[1]]]
+        with torch.no_grad():
+            hidden = self.model.encoder(states).last_hidden_state
+        assert tuple(outputs) == ("output_hidden_state",)
+        return {outputs[0]: (hidden + self.error).numpy()}
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> EvaluationOptions:
+    return EvaluationOptions(
+        output_dir=tmp_path / "out",
+        data_dir=tmp_path,
+        tasks=("identity",),
+        source_path=write_model("gpt2", tmp_path / "source"),
+        weights_dir=tmp_path / "ft dir" / "2-gpu",
+        identity=IdentityOptions(samples=4, input_len=64, output_len=5),
+        latency=LatencyOptions(enabled=False),
+        concurrency=2,
+    )
+
+
+def run(options: EvaluationOptions, model: FakeModel) -> tuple[Report, dict[str, float]]:
+    report = evaluate(replace(options, weights_dir=None), RunFacts(name="tiny"), model=model)
+    return report, {metric.name: metric.value for metric in report.metrics}
+
+
+def test_model_that_is_its_source_passes(options: EvaluationOptions) -> None:
+    assert options.source_path is not None
+    report, values = run(options, ServedGPT2(options.source_path))
+    assert (report.gate.exit_code, report.gate.checked) == (0, 1)
+    assert values["identity_same_tokens"] == 1.0
+    assert values["identity_relative_difference"] < 1e-6
+    (task,) = report.tasks
+    # 40 positions hold rows of 35 at most and answers of 5.
+    lengths = [len(each.split()) for each in _texts(options)]
+    assert (task.dataset.count, max(lengths) <= 35) == (4, True)
+
+
+def _texts(options: EvaluationOptions) -> list[str]:
+    from inference.evaluation.record import read_predictions
+
+    return [each.text for each in read_predictions(options.output_dir / "predictions.jsonl")]
+
+
+def test_one_wrong_logit_shows_in_log_probabilities_and_tokens(
+    options: EvaluationOptions,
+) -> None:
+    assert options.source_path is not None
+    report, values = run(options, ServedGPT2(options.source_path, error=100.0))
+    assert report.gate.exit_code == 3
+    # It always wins now, with a log probability of 0.
+    assert values["identity_same_tokens"] < 1.0
+    assert values["identity_max_difference"] >= values["identity_mean_difference"] > 0.1
+
+
+def test_hidden_states_are_compared_in_their_own_unit(
+    options: EvaluationOptions, tmp_path: Path
+) -> None:
+    source = write_model("bert", tmp_path / "bert")
+    report, values = run(replace(options, source_path=source), ServedBert(source, error=0.25))
+    assert values["identity_max_difference"] == pytest.approx(0.25, rel=1e-4)
+    assert values["identity_mean_difference"] == pytest.approx(0.25, rel=1e-4)
+    assert "identity_same_tokens" not in values
+    assert report.gate.exit_code == 3
+
+
+def test_breach_tells_the_command_that_finds_the_tensor(options: EvaluationOptions) -> None:
+    assert options.source_path is not None
+    options.weights_dir.mkdir(parents=True)  # type: ignore[union-attr]
+    model = ServedGPT2(options.source_path, error=100.0)
+    report = evaluate(options, RunFacts(name="tiny"), model=model)
+    (breach,) = report.gate.breaches
+    assert str(breach).endswith(
+        f"python -m inference.parity --checkpoint-path {options.source_path} "
+        f"--ft-dir '{options.weights_dir}'"
+    )
+    assert str(breach) in (options.output_dir / "junit.xml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("types", "tolerance", "limit"),
+    [(("fp32", "fp32"), None, 1e-4), (("fp16", "fp32"), None, 1e-2), (("fp16", "bf16"), None, 8e-2),
+     (("fp32", "fp32"), 0.5, 0.5)],
+)  # fmt: skip
+def test_tolerance_is_that_of_the_coarsest_type_unless_given(
+    options: EvaluationOptions, types: tuple[str, ...], tolerance: float | None, limit: float
+) -> None:
+    assert options.source_path is not None
+    identity = replace(options.identity, types=types, tolerance=tolerance)
+    model = ServedGPT2(options.source_path)
+    report, _ = run(replace(options, identity=identity), model)
+    assert report.bounds == {"identity_relative_difference": Bound(max=limit)}
+
+
+def test_bound_of_the_user_takes_the_place_of_the_tolerance(options: EvaluationOptions) -> None:
+    assert options.source_path is not None
+    gate = {"identity_relative_difference": Bound(max=1e-12)}
+    report, _ = run(replace(options, gate=gate), ServedGPT2(options.source_path, error=1e-3))
+    assert report.gate.exit_code == 3
+    assert "inference.parity" in str(report.gate.breaches[0])
+
+
+def test_options_that_cannot_be_used_are_told(options: EvaluationOptions, tmp_path: Path) -> None:
+    wrong = replace(
+        options,
+        source_path=tmp_path / "model.nemo",
+        identity=IdentityOptions(samples=0, tolerance=-1.0),
+        reference="huggingface",
+    )
+    problems = "\n".join(check_evaluation(wrong))
+    assert "evaluate.identity.samples=0 must be at least 1" in problems
+    assert "evaluate.identity.tolerance=-1.0 must be positive" in problems
+    assert f"export.model.checkpoint_path={tmp_path / 'model.nemo'} is none" in problems
+    assert "evaluate.tasks has identity, which only a server can do" in problems

@@ -1,0 +1,143 @@
+"""The three LAMBADA metrics, each by its definition."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from inference.evaluation.options import LambadaOptions
+from inference.evaluation.task import Sample, Score
+from inference.evaluation.tasks.lambada import Lambada, split_last_word
+from tests.conftest import ROOT
+
+
+def task(data_path: Path | None = None, tmp_path: Path = Path(), **changes) -> Lambada:
+    return Lambada(options=LambadaOptions(data_path=data_path, **changes), data_dir=tmp_path)
+
+
+SAMPLE = Sample(index=0, text="The cook lit the", target="lamp")
+
+
+def test_the_last_word_begins_after_the_last_space():
+    assert split_last_word("one two\n\nthree four") == ("one two\n\nthree", "four")
+    assert split_last_word("it is kind of\n\nPower") == ("it is kind", "of\n\nPower")
+
+
+@pytest.mark.parametrize("text", ["lonely", "ends with a space ", " word"])
+def test_a_passage_without_context_or_last_word_is_refused(text):
+    with pytest.raises(ValueError, match="needs a last word after a space"):
+        split_last_word(text)
+
+
+def test_last_word_is_right_when_every_token_is(fake_model):
+    model = fake_model({"The cook lit the": (" la", "mp")})
+    score = task(metrics=("lambada_last_word",)).score(SAMPLE, model)
+    assert score.values == {"lambada_last_word": 1.0}
+    assert score.answer == " lamp"
+
+
+def test_last_word_is_wrong_when_a_later_token_is(fake_model):
+    model = fake_model({"The cook lit the": (" la", "nd")})
+    assert task(metrics=("lambada_last_word",)).score(SAMPLE, model).values == {
+        "lambada_last_word": 0.0
+    }
+
+
+def test_last_word_is_wrong_when_other_tokens_spell_it(fake_model):
+    model = fake_model({"The cook lit the": (" l", "amp")})
+    score = task(metrics=("lambada_last_word",)).score(SAMPLE, model)
+    assert score.answer == " lamp"
+    assert score.values == {"lambada_last_word": 0.0}
+
+
+def test_last_word_may_go_on_after_its_tokens(fake_model):
+    model = fake_model({"The cook lit the": (" la", "mp", "light")})
+    assert task(metrics=("lambada_last_word",)).score(SAMPLE, model).values == {
+        "lambada_last_word": 1.0
+    }
+
+
+def test_wrong_text_is_not_asked_again(fake_model):
+    model = fake_model()
+    task(metrics=("lambada_last_word",)).score(SAMPLE, model)
+    assert model.requests == ["The cook lit the"]
+
+
+def test_last_token_is_given_the_word_s_other_tokens(fake_model):
+    model = fake_model({"The cook lit the la": ("mp",)})
+    score = task(metrics=("lambada_last_token",)).score(SAMPLE, model)
+    assert score.values == {"lambada_last_token": 1.0}
+    assert model.requests == ["The cook lit the la"]
+
+
+@pytest.mark.parametrize(("answer", "right"), [(" me", 1.0), (" we", 0.0)])
+def test_a_word_of_one_token_is_asked_for_once(fake_model, answer, right):
+    model = fake_model({"They asked": (answer,)})
+    sample = Sample(index=0, text="They asked", target="me")
+    score = task(metrics=("lambada_last_word", "lambada_last_token")).score(sample, model)
+    assert score.values == {"lambada_last_word": right, "lambada_last_token": right}
+    assert set(model.requests) == {"They asked"}
+    assert len(model.requests) == 1 + int(right)  # a right answer's spelling is looked at
+
+
+def test_word_log_probability_leaves_the_context_out(fake_model):
+    score = task(metrics=("lambada_perplexity",)).score(SAMPLE, fake_model())
+    assert score.values == {"lambada_word_log_prob": pytest.approx(-1.0)}  # two tokens of -0.5
+
+
+def test_the_context_is_scored_with_the_answer_where_both_are_asked_for(fake_model):
+    model = fake_model()
+    both = task(metrics=("lambada_last_word", "lambada_perplexity")).score(SAMPLE, model)
+    assert both.values["lambada_word_log_prob"] == pytest.approx(-1.0)
+    assert model.requests == ["The cook lit the", "The cook lit the lamp"]
+
+
+def test_perplexity_is_over_words_not_tokens():
+    scores = [Score({"lambada_word_log_prob": value}, "") for value in (-1.0, -3.0)]
+    (metric,) = task(metrics=("lambada_perplexity",)).metrics((), scores)
+    assert metric.value == pytest.approx(math.exp(2.0))
+    assert metric.stderr == pytest.approx(math.exp(2.0) * 1.0)
+    assert metric.low < metric.value < metric.high
+    assert not metric.higher_is_better
+
+
+def test_accuracy_counts_all_samples():
+    scores = [Score({"lambada_last_word": value}, "") for value in (1.0, 0.0, 0.0, 0.0)]
+    (metric,) = task(metrics=("lambada_last_word",)).metrics((), scores)
+    assert (metric.value, metric.count, metric.key) == (0.25, 4, "acc")
+    assert 0.0 < metric.low < 0.25 < metric.high < 1.0
+
+
+def test_samples_keep_the_line_number_of_the_file(passages):
+    limited = Lambada(LambadaOptions(data_path=passages), Path(), limit=2, seed=3)
+    dataset, samples = limited.prepare()
+    texts = [json.loads(line)["text"] for line in passages.read_text().splitlines()]
+    assert (dataset.total, dataset.count, dataset.limit, dataset.seed) == (4, 2, 2, 3)
+    assert [f"{each.text} {each.target}" for each in samples] == [
+        texts[each.index] for each in samples
+    ]
+
+
+def test_a_limit_beyond_the_data_is_not_a_limit(passages):
+    dataset, _ = Lambada(LambadaOptions(data_path=passages), Path(), limit=9).prepare()
+    assert (dataset.count, dataset.limit, dataset.seed) == (4, None, None)
+
+
+def test_bundled_passages_are_in_the_form_of_the_data_set():
+    path = ROOT / "examples" / "passages.jsonl"
+    dataset, samples = task(data_path=path).prepare()
+    assert dataset.total >= 60
+    assert len({sample.text for sample in samples}) == dataset.total
+    assert all(sample.target.isalpha() for sample in samples)
+    assert len({sample.target for sample in samples}) >= 50
+
+
+def test_bundled_reference_belongs_to_the_bundled_passages():
+    dataset, samples = task(data_path=ROOT / "examples" / "passages.jsonl").prepare()
+    path = ROOT / "examples" / "gpt_books_5m" / "passages_reference.json"
+    reference = json.loads(path.read_text())
+    assert reference["dataset_sha256"] == dataset.sha256
+    assert {len(column) for column in reference["per_sample"].values()} == {len(samples)}

@@ -1,0 +1,268 @@
+"""Tasks whose answer is text: data, prompts, scores."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from inference.evaluation.options import PromptOptions, TextTaskOptions
+from inference.evaluation.run.task_run import TaskRun, run_task
+from inference.evaluation.task import Sample
+from inference.evaluation.tasks.rows import squad_rows, translation_rows
+from inference.evaluation.tasks.scores import (
+    corpus_bleu,
+    equal,
+    exact_match,
+    first_sentences,
+    rouge,
+    token_f1,
+)
+from inference.evaluation.tasks.text_task import TextTask, read_table
+from inference.evaluation.tasks.text_tasks import TEXT_TASKS
+from tests.fake_model import VIRTUAL_ID
+
+
+def lines(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+BOOLQ = (
+    {
+        "taskname": "boolq",
+        "passage": "Ice floats. ",
+        "question": "does ice sink",
+        "answer": "false",
+    },
+    {
+        "taskname": "boolq",
+        "passage": "Iron sinks. ",
+        "question": "does iron sink",
+        "answer": "true",
+    },
+)
+
+
+def run(name: str, model, **options) -> TaskRun:
+    task = TextTask(TEXT_TASKS[name], TextTaskOptions(**options))
+    return run_task(task, *task.prepare(), model, concurrency=2)
+
+
+def values(found: TaskRun) -> dict[str, float]:
+    return {metric.name: metric.value for metric in found.metrics}
+
+
+def test_boolq_by_generation_compares_the_whole_answer(tmp_path, fake_model):
+    model = fake_model(
+        {"Ice floats. does ice sink": ("fal", "se"), "Iron sinks. does iron sink": ("tru", "er")}
+    )
+    found = run("boolq", model, data_path=lines(tmp_path / "boolq.jsonl", *BOOLQ), output_len=2)
+    assert [each.answer for each in found.predictions] == ["false", "truer"]
+    assert values(found) == {"boolq_accuracy": 0.5}
+
+
+def test_boolq_by_likelihood_takes_the_more_probable_answer(tmp_path, fake_model):
+    model = fake_model()
+    model.log_probs = {
+        "Ice floats. \nQuestion: does ice sink\nAnswer: yes": -9.0,
+        "Ice floats. \nQuestion: does ice sink\nAnswer: no": -8.0,
+        "Iron sinks. \nQuestion: does iron sink\nAnswer: yes": -8.5,
+        "Iron sinks. \nQuestion: does iron sink\nAnswer: no": -8.0,
+    }
+    path = lines(tmp_path / "boolq.jsonl", *BOOLQ)
+    found = run("boolq", model, data_path=path, method="log_likelihood")
+    assert [each.answer for each in found.predictions] == ["false", "false"]
+    assert values(found) == {"boolq_accuracy": 0.5}
+
+
+def test_virtual_tokens_stand_ahead_of_the_prompt(tmp_path, fake_model):
+    model = fake_model({"Ice floats. does ice sink": ("fal", "se")})
+    ids = []
+    ask = model.complete_ids
+    model.complete_ids = lambda given, **options: ids.append(given) or ask(given, **options)
+    prompt = PromptOptions(length=2, start_id=VIRTUAL_ID, task_id=1, append_ids=(VIRTUAL_ID + 7,))
+    path = lines(tmp_path / "boolq.jsonl", BOOLQ[0])
+    found = run("boolq", model, data_path=path, prompt=prompt)
+    assert ids[0][:2] == (VIRTUAL_ID, VIRTUAL_ID + 1)
+    assert ids[0][-1] == VIRTUAL_ID + 7
+    assert model.tensors == [{"prompt_learning_task_name_ids": 1}]
+    assert values(found) == {"boolq_accuracy": 1.0}
+
+
+def test_a_prompt_table_is_sent_with_the_request(tmp_path, fake_model):
+    table = tmp_path / "model.prompt_table.boolq.weight.bin"
+    table.write_bytes(struct.pack("<6f", 1, 2, 3, 4, 5, 6))
+    prompt = PromptOptions(length=2, start_id=VIRTUAL_ID, table_path=table)
+    model = fake_model()
+    run("boolq", model, data_path=lines(tmp_path / "boolq.jsonl", BOOLQ[0]), prompt=prompt)
+    assert model.tensors == [
+        {
+            "request_prompt_embedding": [[1, 2, 3], [4, 5, 6]],
+            "request_prompt_lengths": 2,
+            "request_prompt_type": 3,
+        }
+    ]
+
+
+def test_a_prompt_table_of_another_length_is_refused(tmp_path):
+    path = tmp_path / "table.bin"
+    path.write_bytes(struct.pack("<5f", *range(5)))
+    with pytest.raises(ValueError, match="holds 5 values, which are not 2 rows"):
+        read_table(path, rows=2)
+
+
+def test_xnli_is_summed_up_by_language_too(tmp_path, fake_model):
+    rows = [
+        {"premise": "p", "hypothesis": str(n), "label": n % 3, "language": language}
+        for n, language in enumerate(["de", "en", "en"])
+    ]
+    model = fake_model(
+        {
+            "xnli: premise: p hypothesis: 0": ("ent", "ail", "men", "t"),
+            "xnli: premise: p hypothesis: 1": ("neu", "tra", "l"),
+        }
+    )
+    path = lines(tmp_path / "xnli.jsonl", *rows)
+    model.continuations["xnli: premise: p hypothesis: 1"] = ("neu", "tra", "l", " ")
+    found = run("xnli", model, data_path=path, output_len=4)
+    assert values(found) == {
+        "xnli_accuracy": pytest.approx(2 / 3),
+        "xnli_accuracy_de": 1.0,
+        "xnli_accuracy_en": 0.5,
+    }
+
+
+def test_squad_takes_the_best_of_several_answers(tmp_path, fake_model):
+    official = {
+        "data": [
+            {
+                "paragraphs": [
+                    {
+                        "context": "c",
+                        "qas": [
+                            {
+                                "question": "q",
+                                "answers": [{"text": "the big red house"}, {"text": "The House!"}],
+                            }
+                        ],
+                    }
+                ]
+            }
+        ]
+    }
+    path = tmp_path / "squad.json"
+    path.write_text(json.dumps(official, indent=1))
+    model = fake_model({"question: q context: c": (" ho", "use")})
+    found = run("squad", model, data_path=path, output_len=2)
+    assert values(found) == {"squad_exact_match": 1.0, "squad_f1": 1.0}
+    lines_path = lines(
+        tmp_path / "squad.jsonl", {"context": "c", "question": "q", "answers": ["a", "a", "b"]}
+    )
+    assert squad_rows(lines_path)[0].targets == ("a", "b")
+
+
+def test_translation_reads_two_files_and_removes_subword_marks(tmp_path, fake_model):
+    source, target = tmp_path / "test.en", tmp_path / "test.de"
+    source.write_text("\u2581Good \u2581mor ning .\nPlain line\n")
+    target.write_text("\u2581Guten \u2581Morgen .\nEinfache Zeile\n")
+    model = fake_model({"translate English to German: Good morning.": tuple("Guten Morgen. "[:14])})
+    found = run("translation", model, data_path=source, target_path=target, output_len=13)
+    assert [each.target for each in found.predictions] == ["Guten Morgen.", "Einfache Zeile"]
+    assert found.predictions[0].answer == "Guten Morgen."
+    (metric,) = found.metrics
+    assert 0 < metric.value < 100
+    assert not metric.from_samples
+    assert found.requests.generated == 2 * 13
+
+
+def test_files_of_unequal_length_are_refused(tmp_path):
+    (tmp_path / "en").write_text("a\nb\n")
+    (tmp_path / "de").write_text("a\n")
+    with pytest.raises(ValueError, match=r"has 2 lines and .* has 1"):
+        translation_rows(tmp_path / "en", tmp_path / "de")
+
+
+def test_summaries_are_scored_by_rouge(tmp_path, fake_model):
+    row = {"article": "A cat sat. It did n't move.", "highlights": "A cat sat."}
+    model = fake_model({"summarize: A cat sat. It didn't move.": ("A c", "at ", "sat", ".")})
+    found = run("summarization", model, data_path=lines(tmp_path / "cnn.jsonl", row), output_len=4)
+    assert values(found)["summarization_rouge1"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "told"),
+    [
+        ("boolq", {"passage": "p"}, "line 1: no text in field question; it has passage"),
+        ("boolq", {"passage": "p", "question": "q", "answer": "maybe"}, "the answer is 'maybe'"),
+        ("mnli", {"premise": "p", "hypothesis": "h", "label": 3}, "the label is 3, not one of"),
+        ("squad", {"context": "c", "question": "q"}, "row 1: no answers"),
+        ("summarization", {"article": "a"}, "no text in field highlights"),
+    ],
+)
+def test_rows_that_do_not_fit_are_told(tmp_path, name, row, told):
+    task = TextTask(TEXT_TASKS[name], TextTaskOptions(data_path=lines(tmp_path / "data", row)))
+    with pytest.raises(ValueError, match=told):
+        task.prepare()
+
+
+def test_a_template_may_use_only_fields_of_the_data(tmp_path):
+    options = TextTaskOptions(
+        data_path=lines(tmp_path / "data", BOOLQ[0]), template="{passage} {title}"
+    )
+    with pytest.raises(ValueError, match="no field 'title' for the template"):
+        TextTask(TEXT_TASKS["boolq"], options).prepare()
+
+
+def test_shared_test_sets_have_the_known_sizes(shared):
+    boolq = TextTaskOptions(data_path=shared / "data" / "boolq_test.jsonl")
+    dataset, samples = TextTask(TEXT_TASKS["boolq"], boolq).prepare()
+    assert dataset.total == 2770
+    assert sum(sample.target == "true" for sample in samples) == 1719
+    wmt = TextTaskOptions(
+        data_path=shared / "data" / "wmt" / "test.en",
+        target_path=shared / "data" / "wmt" / "test.de",
+    )
+    dataset, samples = TextTask(TEXT_TASKS["translation"], wmt).prepare()
+    assert dataset.total == 3004
+    assert samples[0].text.endswith(": 28-Year-Old Chef Found Dead at San Francisco Mall")
+
+
+def test_exact_match_ignores_case_articles_and_punctuation():
+    assert exact_match("the Eiffel tower.", ["Eiffel Tower"]) == 1.0
+    assert exact_match("Eiffel Towers", ["Eiffel Tower"]) == 0.0
+    assert equal(" true ", ["true"]) == 1.0
+    assert equal("True", ["true"]) == 0.0
+
+
+def test_f1_counts_shared_words():
+    assert token_f1("big red house", ["the red house"]) == pytest.approx(0.8)
+    assert token_f1("", ["house"]) == 0.0
+    assert token_f1("the", ["a"]) == 1.0  # nothing is left of either
+
+
+def test_bleu_of_equal_texts_is_100_and_repeatable():
+    texts = ["the cat sat on the mat", "it was a cold evening in the old town"]
+    assert corpus_bleu(texts, texts)[0] == pytest.approx(100.0)
+    other = ["the cat sat on a mat", "it was a warm evening in the old town"]
+    assert corpus_bleu(texts, other) == corpus_bleu(texts, other)
+    value, half = corpus_bleu(texts, other)
+    assert 0 < half < value < 100
+
+
+def test_rouge_is_the_library_s():
+    # 4 of 5 words shared in order: precision = recall = 0.8.
+    found = rouge("a b c d e", "a b c d f", kinds=("rouge1", "rougeL"))
+    assert found == {"rouge1": pytest.approx(0.8), "rougeL": pytest.approx(0.8)}
+
+
+def test_a_summary_is_cut_to_four_sentences():
+    assert first_sentences("One. Two. Three. Four. Five.") == "One. Two. Three. Four."
+    assert first_sentences("One") == "One."
+
+
+def test_all_right_answers_count():
+    assert Sample(0, "q", "a", targets=("a", "b")).all_targets == ("a", "b")
+    assert Sample(0, "q", "a").all_targets == ("a",)

@@ -1,0 +1,111 @@
+"""The record and its files: nothing is lost on the way to disk and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from inference.evaluation.gate import apply_gate
+from inference.evaluation.options import Bound
+from inference.evaluation.record import (
+    Comparison,
+    LatencyPoint,
+    ReferenceComparison,
+    StageTiming,
+    from_json,
+    read_predictions,
+    read_report,
+    to_json,
+)
+from inference.evaluation.report.files import FILE_NAMES, junit_error_text, junit_text, metrics_text
+from inference.evaluation.run.evaluator import write_report
+
+
+@pytest.fixture
+def full(report, make_metric):
+    task = report.tasks[0]
+    reference = ReferenceComparison(
+        "a paper", (Comparison("lambada_last_word", 0.5, 0.4, 0.1, first_disagreements=(3, 4)),)
+    )
+    bounds = {"lambada_last_word": Bound(min=0.6)}
+    return replace(
+        report,
+        tasks=(replace(task, reference=reference),),
+        run=replace(report.run, stages=(StageTiming("convert", "completed", 2.0, 0.0),)),
+        latency=(LatencyPoint(1, 32, 8, 1, 4, 32, task.requests.latency, 100.0, 9.0, 1.0),),
+        bounds=bounds,
+        gate=apply_gate(report.metrics, bounds),
+        baseline={"lambada_last_word": make_metric(value=0.55)},
+    )
+
+
+def test_a_report_reads_back_equal(full, predictions, tmp_path):
+    write_report(tmp_path, full, predictions)
+    assert read_report(tmp_path / "report.json") == full
+    assert tuple(read_predictions(tmp_path / "predictions.jsonl")) == predictions
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(FILE_NAMES)
+
+
+def test_a_report_of_another_schema_is_refused(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text('{"schema_version": 99}')
+    with pytest.raises(ValueError, match="has schema_version 99; this version reads 1"):
+        read_report(path)
+
+
+def test_what_is_no_report_is_refused(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text("report")
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_report(path)
+    path.write_text('{"schema_version": 1}')
+    with pytest.raises(ValueError, match="not a Report"):
+        read_report(path)
+
+
+def test_keys_of_a_later_version_are_ignored():
+    assert from_json(StageTiming, {"name": "a", "state": "b", "seconds": 1, "new": 2}).name == "a"
+
+
+def test_metrics_are_fractions_with_what_they_mean(full):
+    values = json.loads(metrics_text(full))["lambada"]
+    assert (values["acc"], values["acc_stderr"], values["n"]) == (0.5, 0.05, 100)
+    assert values["metric"] == {"acc": "lambada_last_word"}
+    assert (values["dtype"], values["tp"], values["pp"]) == ("fp32", 2, 1)
+    assert values["dataset_sha256"] == "ab" * 32
+    assert values["limit"] is None
+
+
+def test_a_breached_bound_is_a_failure_for_continuous_integration(full):
+    root = ET.fromstring(junit_text(full))
+    suites = {suite.get("name"): suite for suite in root}
+    assert suites["lambada"].get("failures") == "0"
+    assert suites["gate"].get("failures") == "1"
+    failure = suites["gate"].find("testcase/failure")
+    assert failure is not None
+    assert failure.get("message") == "lambada_last_word = 0.5 breaches min 0.6"
+
+
+def test_an_evaluation_that_failed_is_an_error_for_continuous_integration():
+    root = ET.fromstring(junit_error_text("server gone\nsee its log"))
+    assert root[0].get("errors") == "1"
+    error = root.find("testsuite/testcase/error")
+    assert error is not None
+    assert (error.get("message"), error.text) == ("server gone", "server gone\nsee its log")
+
+
+def test_the_markdown_page_tells_value_interval_and_breach(full, predictions, tmp_path: Path):
+    write_report(tmp_path, full, predictions)
+    page = (tmp_path / "report.md").read_text()
+    assert "# sample: gate breached (1 of 1 bounds)" in page
+    assert "| `lambada_last_word` | **50.00%** | 40.00% to 60.00% | 100 |" in page
+    assert "lambada_last_word = 0.5 breaches min 0.6" in page
+    assert "| convert | completed | 2.0 s |" in page
+
+
+def test_records_are_plain_json(full):
+    assert json.loads(json.dumps(to_json(full)))["schema_version"] == 1
