@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from export_scripts.families.architecture import DecoderArchitecture
+from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.config_ini import read_config
 from inference.ranks.settings import compute_dtype, matrix_dtype
 

@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 import yaml
 
-from export_scripts.convert_command import usual_workers
+from export_scripts.convert import usual_workers
 
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_S = 0.01

@@ -38,7 +38,7 @@ from benchmarks.contenders import (
     slipway,
 )
 from benchmarks.models import Model, decoder_model
-from export_scripts.ft.dtypes import WEIGHT_DATA_TYPES
+from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 
 DATA_TYPES = {"cpu": ["fp32", "int8", "bf16"], "cuda": ["fp16", "int8", "bf16"]}
 _COMPUTED_WITH_INT8 = {"cpu": "fp32", "cuda": "fp16"}

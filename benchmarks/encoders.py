@@ -31,7 +31,7 @@ from benchmarks.contenders import (
     slipway,
 )
 from benchmarks.models import Model, convert, write_bert, write_t5
-from export_scripts.ft.dtypes import torch_dtype
+from export_scripts.numeric.dtypes import torch_dtype
 
 _VOCABULARY = 30000  # ids that both models have
 

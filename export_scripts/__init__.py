@@ -1,3 +1,7 @@
-"""What an FT checkpoint is, what a family holds, and how a source checkpoint becomes one."""
+"""Conversion of trained checkpoints into FasterTransformer (FT) folders and Triton repositories.
+
+The modules next to this one are the commands; the folders hold what they and the other packages
+use. Running a model belongs to `inference`.
+"""
 
 __version__ = "0.1.0"

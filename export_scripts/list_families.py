@@ -1,14 +1,62 @@
-"""Command: python -m export_scripts.list_families --help."""
+"""Command: python -m export_scripts.list_families --help; nothing here imports numpy."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from export_scripts.commands import command_parser, run_command, say
-from export_scripts.inspection import support_table, table_text
+from export_scripts.families import ORIGINS
+from export_scripts.families.mapping.source_mapping import Origin
+from export_scripts.triton.model_folders import ENGINES
+
+
+def support_table() -> list[dict[str, Any]]:
+    """Return one row per source: what it becomes, what can be added, which engines serve it."""
+    return [_support_row(origin) for origin in ORIGINS]
+
+
+def _support_row(origin: Origin) -> dict[str, Any]:
+    return {
+        "source": origin.title,
+        "format": origin.format,
+        "family": origin.family.name,
+        "model_type": origin.family.model_type,
+        "adds": [kind.replace("_", " ") for kind in origin.accepts],
+        "engines": [
+            name for name in ENGINES if name != "fastertransformer" or origin.family.ft_backend
+        ],
+    }
+
+
+_COLUMNS = (
+    ("source", "source"),
+    ("format", "format"),
+    ("becomes", "family"),
+    ("can add", "adds"),
+    ("served by", "engines"),
+)
+
+
+def table_text(rows: Sequence[Mapping[str, Any]], markdown: bool) -> str:
+    """Return the support table as aligned text or as Markdown."""
+    table = [[title for title, _ in _COLUMNS]]
+    table += [[_cell(row[key]) for _, key in _COLUMNS] for row in rows]
+    widths = [max(len(line[i]) for line in table) for i in range(len(_COLUMNS))]
+    if markdown:
+        rule = ["---"] * len(_COLUMNS)
+        return "\n".join("| " + " | ".join(line) + " |" for line in [table[0], rule, *table[1:]])
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in table
+    )
+
+
+def _cell(value: str | list[str]) -> str:
+    return (", ".join(value) if isinstance(value, list) else value) or "-"
 
 
 def main(arguments: Sequence[str]) -> int:

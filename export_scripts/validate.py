@@ -1,94 +1,16 @@
-"""Compare an FT folder with its config.ini, its family and its manifest.
-
-Command: python -m export_scripts.validate --help
-"""
+"""Command: python -m export_scripts.validate --help."""
 
 from __future__ import annotations
 
 import argparse
-import fnmatch
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from export_scripts.commands import command_parser, run_command, say
-from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.config import ModelConfig
-from export_scripts.families.spec import ModelFamily
-from export_scripts.ft.checksum import checksum_of
 from export_scripts.ft.config_ini import read_config
-from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
-
-
-def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
-    """Return every difference between a folder and what it has to be; empty if it is sound.
-
-    Checked are config.ini, the exact set of weight files, each one's exact size, and, where a
-    manifest lies beside the folder, the files it records (their checksums too with `checksums`).
-    """
-    ft_dir = Path(ft_dir)
-    if not ft_dir.is_dir():
-        return [f"{ft_dir} is not a folder; expected a converted checkpoint such as <dir>/2-gpu"]
-    try:
-        family, config = read_config(ft_dir)
-    except CheckpointMismatchError as error:
-        return error.problems
-    problems = _compare_files(ft_dir, family, config)
-    for name, problem in _compare_manifest(ft_dir, checksums=checksums).items():
-        problems.setdefault(name, problem)  # each file's first
-    return list(problems.values())
-
-
-def _compare_files(ft_dir: Path, family: ModelFamily, config: ModelConfig) -> dict[str, str]:
-    """Return what is wrong with each file; the folder itself stands under its path."""
-    tp_size = config.tensor_para_size
-    try:
-        expected = expected_files(family, config, tp_size)
-    except ValueError as error:
-        return {str(ft_dir): str(error)}
-    found = {entry.name: entry for entry in ft_dir.iterdir()}
-    problems = {}
-    for name, size in expected.items():
-        entry = found.pop(name, None)
-        if entry is None:
-            problems[name] = f"{name} is missing (expected {size} bytes)"
-        elif not entry.is_file():
-            problems[name] = f"{name} is not a regular file"
-        elif (actual := entry.stat().st_size) != size:
-            problems[name] = f"{name} has {actual} bytes, expected {size}"
-    tolerated = (*EXTRA_FILES, *family.unread)
-    return problems | {
-        name: f"{name} is not expected in a {family.name} folder of {tp_size} ranks"
-        for name in sorted(found)
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in tolerated)
-    }
-
-
-def _compare_manifest(ft_dir: Path, *, checksums: bool) -> dict[str, str]:
-    """Return what is wrong with each file; the manifest itself stands under its path."""
-    path = manifest_path(ft_dir)
-    if not path.exists():
-        return {}
-    try:
-        files: dict[str, dict[str, Any]] = json.loads(path.read_text())["files"]
-        facts = [(name, record["size_bytes"], record["crc32"]) for name, record in files.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return {
-            str(path): f"{path} is not a readable manifest ({error!r}); delete it, or convert "
-            "again with --overwrite"
-        }
-    problems = {}
-    for name, size, checksum in facts:
-        file = ft_dir / name
-        if not file.is_file():
-            problems[name] = f"{name} is missing, but the manifest records it"
-        elif file.stat().st_size != size:
-            problems[name] = f"{name} has {file.stat().st_size} bytes, the manifest records {size}"
-        elif checksums and checksum_of(file) != checksum:
-            problems[name] = f"{name} has other contents than the manifest records (crc32)"
-    return problems
+from export_scripts.ft.layout import expected_files, manifest_path
+from export_scripts.ft.validation import validate_directory
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from export_scripts.request import ConversionRequest
+from export_scripts.conversion.request import ConversionRequest
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
 from launcher_scripts.config import Config
 

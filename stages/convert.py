@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from export_scripts.conversion.request import ConversionRequest
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.layout import ft_directory
-from export_scripts.request import ConversionRequest
 from stages.base import JobSettings, Stage, StageError, Summary, as_json
 from stages.progress import Progress
 
@@ -63,7 +63,7 @@ class ConvertStage(Stage):
 
     def check(self) -> list[str]:
         """Return the problems of checkpoint, sizes and destination."""
-        from export_scripts.convert import check_conversion
+        from export_scripts.conversion.convert import check_conversion
 
         request = self._found()
         if self.marker_path().exists():
@@ -103,7 +103,7 @@ class ConvertStage(Stage):
 
     def damage(self) -> list[str]:
         """Return differences between the shards on disk and the set that the loader needs."""
-        from export_scripts.validate import validate_directory
+        from export_scripts.ft.validation import validate_directory
 
         problems = validate_directory(self.ft_dir, checksums=False)
         remedy = "set overwrite=true to convert again."
@@ -124,7 +124,7 @@ class ConvertStage(Stage):
             CheckpointMismatchError: the checkpoint is not what it has to be.
             StageError: it cannot be read, or there is no room for the shards.
         """
-        from export_scripts.convert import convert
+        from export_scripts.conversion.convert import convert
 
         def report(done_bytes: int, total_bytes: int) -> None:
             progress.update("converting", done=done_bytes, total=total_bytes, unit="bytes")

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, makes_tokenizer
 from export_scripts.triton.object_store import StoreLocation, publish_repository
 from export_scripts.triton.repository import (
     CONFIG_FILE,
@@ -16,7 +17,6 @@ from export_scripts.triton.repository import (
     check_repository,
     repository_models,
 )
-from export_scripts.triton.tokenizer_files import TOKENIZER_CHOICES, makes_tokenizer
 from stages.base import Finding, JobSettings, Stage, StageError, Standing, Summary, as_json
 from stages.convert import KEYS as CONVERT_KEYS
 from stages.progress import Progress

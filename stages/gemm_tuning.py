@@ -16,7 +16,7 @@ from stages.base import StageError
 from stages.deploy_config import DeployConfig
 
 if TYPE_CHECKING:
-    from export_scripts.families.config import ModelConfig
+    from export_scripts.families.layout.config import ModelConfig
 
 RESULT_NAME = "gemm_config.in"
 _POLL_S = 0.2

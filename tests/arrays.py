@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from export_scripts.checkpoints.base import FileMaps, StoredTensor
-from export_scripts.ft.arrays import BF16, Array
+from export_scripts.numeric.arrays import BF16, Array
 
 
 def as_torch(array: Array) -> torch.Tensor:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from export_scripts.families.bert import BERT, BertConfig
-from export_scripts.families.config import ModelConfig
-from export_scripts.families.gpt import GPT, GPTConfig
-from export_scripts.families.spec import ModelFamily
-from export_scripts.ft.dtypes import torch_dtype
+from export_scripts.families.gpt.layout import GPT, GPTConfig
+from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.numeric.dtypes import torch_dtype
 
 
 def unpack_case(case: Path, target: Path, *, tp_size: int, data_type: str = "fp32") -> Path:

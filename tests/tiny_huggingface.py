@@ -11,7 +11,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.reader import FTReader
 
 

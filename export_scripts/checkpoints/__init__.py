@@ -1,4 +1,7 @@
-"""Open a source checkpoint of any known format; see `open_checkpoint`."""
+"""Source checkpoints: one reader for each container format, opened by `open_checkpoint`.
+
+Readers know names, shapes and bytes; what a tensor means to a model is in `families`.
+"""
 
 from __future__ import annotations
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.ft.checksum import crc32
+from export_scripts.files.checksum import crc32
 
 if TYPE_CHECKING:
-    from export_scripts.ft.arrays import Array
+    from export_scripts.numeric.arrays import Array
 
 # Bytes of one value, and torch's name, of every type a source may store.
 SOURCE_TYPES: dict[str, tuple[int, str]] = {
@@ -133,7 +133,7 @@ class StoredTensor:
         """Return the tensor as a read-only view of the mapped file; nothing is copied."""
         import numpy as np
 
-        from export_scripts.ft.arrays import DTYPES
+        from export_scripts.numeric.arrays import DTYPES
 
         dtype = DTYPES[self.dtype]
         if 0 in self.shape:

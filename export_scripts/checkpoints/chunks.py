@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from export_scripts.checkpoints.base import SOURCE_TYPES, FileMaps, Piece, StoredTensor
 
 if TYPE_CHECKING:
-    from export_scripts.ft.arrays import Array
+    from export_scripts.numeric.arrays import Array
 
 # Every pair of chunks is compared: a damaged index would otherwise keep us forever.
 _MOST_CHUNKS = 4096
@@ -65,7 +65,7 @@ class ChunkedTensor:
         """Return the tensor gathered in memory."""
         import numpy as np
 
-        from export_scripts.ft.arrays import DTYPES, bits
+        from export_scripts.numeric.arrays import DTYPES, bits
 
         whole = np.empty(self.shape, DTYPES[self.dtype])
         for chunk in self.chunks:

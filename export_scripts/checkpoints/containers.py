@@ -22,7 +22,7 @@ from typing import IO, Any
 from export_scripts.checkpoints.base import truncated
 from export_scripts.checkpoints.pt_archive import Region
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.ft.disk import telling_full_disk
+from export_scripts.files.disk import telling_full_disk
 
 _COPY_BYTES = 1 << 22
 _MAX_YAML_BYTES = 8 << 20

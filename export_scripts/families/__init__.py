@@ -1,26 +1,30 @@
-"""The tables of families and of the origins they come from; both are read top to bottom."""
+"""The model families: a table of layouts and a table of the sources that become them.
+
+A family of one file stands here, one of several in a folder of its own. Containers of source
+tensors are in `checkpoints`, files of the result in `ft`.
+"""
 
 from __future__ import annotations
 
 from export_scripts.families.bert import BERT, BERT_HUGGINGFACE
-from export_scripts.families.bloom import BLOOM_HUGGINGFACE
-from export_scripts.families.gpt import GPT
-from export_scripts.families.gpt2 import GPT2_HUGGINGFACE
-from export_scripts.families.gpt_core import GPT_CORE_ORIGINS
-from export_scripts.families.gpt_megatron import GPT_MEGATRON_ORIGINS
+from export_scripts.families.gpt.bloom import BLOOM_HUGGINGFACE
+from export_scripts.families.gpt.core import GPT_CORE_ORIGINS
+from export_scripts.families.gpt.gpt2 import GPT2_HUGGINGFACE
+from export_scripts.families.gpt.layout import GPT
+from export_scripts.families.gpt.megatron import GPT_MEGATRON_ORIGINS
+from export_scripts.families.gpt.opt import OPT_HUGGINGFACE
 from export_scripts.families.gptj import GPTJ, GPTJ_HUGGINGFACE
 from export_scripts.families.gptj_jax import GPTJ_JAX
 from export_scripts.families.gptneox import GPTNEOX, GPTNEOX_HUGGINGFACE
 from export_scripts.families.gptneox_eleuther import GPTNEOX_ELEUTHER
-from export_scripts.families.llama import LLAMA
-from export_scripts.families.llama_core import LLAMA_CORE_ORIGINS
-from export_scripts.families.llama_huggingface import LLAMA_HUGGINGFACE
-from export_scripts.families.opt import OPT_HUGGINGFACE
-from export_scripts.families.origin import Origin
-from export_scripts.families.spec import ModelFamily
-from export_scripts.families.t5 import T5, T5_ENCODER
-from export_scripts.families.t5_huggingface import T5_ENCODER_HUGGINGFACE, T5_HUGGINGFACE
-from export_scripts.families.t5_nemo import T5_NEMO
+from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.families.llama.core import LLAMA_CORE_ORIGINS
+from export_scripts.families.llama.huggingface import LLAMA_HUGGINGFACE
+from export_scripts.families.llama.layout import LLAMA
+from export_scripts.families.mapping.source_mapping import Origin
+from export_scripts.families.t5.huggingface import T5_ENCODER_HUGGINGFACE, T5_HUGGINGFACE
+from export_scripts.families.t5.layout import T5, T5_ENCODER
+from export_scripts.families.t5.nemo import T5_NEMO
 
 FAMILIES: dict[str, ModelFamily] = {
     "gpt": GPT,

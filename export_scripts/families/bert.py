@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from export_scripts.families.architecture import EncoderArchitecture, activation_choice
-from export_scripts.families.config import ModelConfig
-from export_scripts.families.origin import Facts, Origin
-from export_scripts.families.settings import huggingface_settings, model_name
-from export_scripts.families.sources import Copy, Source, Transpose
-from export_scripts.families.spec import ModelFamily, WeightSpec
+from export_scripts.families.layout.architecture import EncoderArchitecture, activation_choice
+from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.mapping.settings import huggingface_settings, model_name
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.sources import Copy, Source, Transpose
 
 LAYER = "model.encoder.layer.{layer}."
 

@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from export_scripts.families.architecture import DecoderArchitecture, Rotary
-from export_scripts.families.decoder import PROMPT_WEIGHTS, DecoderConfig
-from export_scripts.families.origin import Facts, Origin
-from export_scripts.families.settings import (
+from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
+from export_scripts.families.layout.decoder import PROMPT_WEIGHTS, DecoderConfig
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.mapping.settings import (
     Settings,
     huggingface_settings,
     model_name,
     stored_head,
 )
-from export_scripts.families.sources import Copy, Source, StackQKV, Transpose
-from export_scripts.families.spec import ModelFamily, WeightSpec
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.sources import Copy, Source, StackQKV, Transpose
 
 LAYER = "model.layers.{layer}."
 

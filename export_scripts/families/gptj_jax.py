@@ -13,9 +13,9 @@ from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.gptj import GPTJ, LAYER, GPTJConfig, check_rotary
-from export_scripts.families.origin import Facts, Origin
-from export_scripts.families.settings import Settings
-from export_scripts.families.sources import (
+from export_scripts.families.mapping.settings import Settings
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.sources import (
     Adjusted,
     Compute,
     Copy,
@@ -23,7 +23,7 @@ from export_scripts.families.sources import (
     StackQKV,
     Transpose,
 )
-from export_scripts.families.tensors import ShapeTensor, float32, rounded
+from export_scripts.families.mapping.tensors import ShapeTensor, float32, rounded
 
 # The one model that was released; its files tell neither of the first two.
 _RELEASED = {"head_num": 16, "rotary_embedding": 64, "hidden": 4096}

@@ -11,20 +11,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from export_scripts.families.architecture import DecoderArchitecture, Rotary
-from export_scripts.families.config import ini_field
-from export_scripts.families.decoder import PROMPT_WEIGHTS, DecoderConfig
-from export_scripts.families.origin import Facts, Origin
-from export_scripts.families.rotary import plain_rotary_dims
-from export_scripts.families.settings import (
+from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
+from export_scripts.families.layout.config import ini_field
+from export_scripts.families.layout.decoder import PROMPT_WEIGHTS, DecoderConfig
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.mapping.rotary import plain_rotary_dims
+from export_scripts.families.mapping.settings import (
     half_precision_warnings,
     huggingface_settings,
     model_name,
     stored_head,
 )
-from export_scripts.families.sources import Compute, Copy, Source, SplitQKV, Transpose, Zeros
-from export_scripts.families.spec import ModelFamily, WeightSpec
-from export_scripts.families.tensors import rounded
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.sources import (
+    Compute,
+    Copy,
+    Source,
+    SplitQKV,
+    Transpose,
+    Zeros,
+)
+from export_scripts.families.mapping.tensors import rounded
 
 LAYER = "model.layers.{layer}."
 

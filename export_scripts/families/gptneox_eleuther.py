@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gptneox import GPTNEOX, LAYER, GPTNeoXConfig, divided_bias_sum
-from export_scripts.families.origin import Facts, Origin
-from export_scripts.families.rotary import FT_BASE
-from export_scripts.families.settings import Settings, half_precision_warnings
-from export_scripts.families.sources import Compute, Copy, Source, SplitQKV, Transpose
-from export_scripts.families.tensors import float32
+from export_scripts.families.mapping.rotary import FT_BASE
+from export_scripts.families.mapping.settings import Settings, half_precision_warnings
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.sources import Compute, Copy, Source, SplitQKV, Transpose
+from export_scripts.families.mapping.tensors import float32
 
 WTE = "embedding.word_embeddings.weight"
 HEAD = "final.final_linear.weight"

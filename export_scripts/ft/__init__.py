@@ -1,1 +1,4 @@
-"""The FasterTransformer checkpoint folder: names, types, config.ini, reading and writing."""
+"""The FT checkpoint folder: file names, config.ini, manifest, tokenizer files; write, check, read.
+
+Which tensors a family has is in `families`, and where they come from in `conversion`.
+"""

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families import FAMILIES
-from export_scripts.families.config import ModelConfig, Sections
-from export_scripts.families.spec import ModelFamily
+from export_scripts.families.layout.config import ModelConfig, Sections
+from export_scripts.families.layout.spec import ModelFamily
 
 CONFIG_NAME = "config.ini"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from export_scripts.families.config import ModelConfig
-from export_scripts.families.spec import FTTensor, ModelFamily
+from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.spec import FTTensor, ModelFamily
 
 # Files beside the weights that any converter may write; none is a weight.
 EXTRA_FILES: tuple[str, ...] = (

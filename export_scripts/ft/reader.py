@@ -9,9 +9,9 @@ import torch
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
-from export_scripts.ft.dtypes import torch_dtype
 from export_scripts.ft.layout import tensor_table
-from export_scripts.validate import validate_directory
+from export_scripts.ft.validation import validate_directory
+from export_scripts.numeric.dtypes import torch_dtype
 
 
 class FTReader:

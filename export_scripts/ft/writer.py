@@ -18,16 +18,16 @@ from types import TracebackType
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.ft.checksum import Checksum, checksum_of
-from export_scripts.ft.disk import (
+from export_scripts.files.checksum import Checksum, checksum_of
+from export_scripts.files.disk import (
     LARGE_BYTES,
     SequentialFile,
     sync_file_system,
     sync_folder,
     telling_full_disk,
 )
+from export_scripts.files.write_behind import AtOnce, WriteBehind
 from export_scripts.ft.layout import ft_directory, manifest_path, staging_directory
-from export_scripts.ft.write_behind import AtOnce, WriteBehind
 
 _TEMPORARY_SUFFIX = ".writing"
 

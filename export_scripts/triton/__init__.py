@@ -1,1 +1,4 @@
-"""Triton model repositories: signatures, configurations, assembly."""
+"""Triton model repositories: signatures, config.pbtxt, model folders, assembly and publishing.
+
+The code that the server runs is in `inference.backend`; `models` holds one-line references to it.
+"""

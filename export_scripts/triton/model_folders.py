@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from export_scripts.families.config import ModelConfig
-from export_scripts.families.spec import ModelFamily
+from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.ft.tokenizer_files import TokenizerFiles
 from export_scripts.triton import signature
 from export_scripts.triton.graph import ensemble_steps
 from export_scripts.triton.model_config import TritonModelConfig
 from export_scripts.triton.repository_request import RepositoryRequest
 from export_scripts.triton.signature import ModelSignature
-from export_scripts.triton.tokenizer_files import TokenizerFiles
 
 PREPROCESSING, POSTPROCESSING, ENSEMBLE = "preprocessing", "postprocessing", "ensemble"
 TOKENIZER = "tokenizer"

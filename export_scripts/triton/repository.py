@@ -11,9 +11,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from export_scripts.families import FAMILIES
-from export_scripts.families.config import ModelConfig
-from export_scripts.families.spec import ModelFamily
+from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.config_ini import read_config
+from export_scripts.ft.tokenizer_files import (
+    SETTINGS_FILE,
+    TOKENIZER_CHOICES,
+    TOKENIZER_KINDS,
+    find_tokenizer,
+)
 from export_scripts.triton.model_folders import (
     ENGINES,
     ENSEMBLE,
@@ -29,12 +35,6 @@ from export_scripts.triton.model_folders import (
     text_models,
 )
 from export_scripts.triton.repository_request import VERSION, RepositoryRequest
-from export_scripts.triton.tokenizer_files import (
-    SETTINGS_FILE,
-    TOKENIZER_CHOICES,
-    TOKENIZER_KINDS,
-    find_tokenizer,
-)
 
 __all__ = [
     "CONFIG_FILE",

@@ -16,7 +16,7 @@ from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
-from export_scripts.validate import validate_directory
+from export_scripts.ft.validation import validate_directory
 from inference.backend.model_settings import ModelSettings, read_settings
 from inference.backend.triton_model import ModelArguments, error_response, with_readable_errors
 from inference.engine.base import EngineBase

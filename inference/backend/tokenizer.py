@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from export_scripts.triton.tokenizer_files import TOKENIZER_KINDS, TokenizerFiles, find_tokenizer
+from export_scripts.ft.tokenizer_files import TOKENIZER_KINDS, TokenizerFiles, find_tokenizer
 
 REPLACEMENT = "\ufffd"
 # The blank that SentencePiece and its likes put before a text.

@@ -8,13 +8,13 @@ from typing import Protocol, cast
 
 import torch
 
-from export_scripts.families.architecture import (
+from export_scripts.families.layout.architecture import (
     DecoderArchitecture,
     EncoderDecoderArchitecture,
 )
-from export_scripts.families.config import ModelConfig
-from export_scripts.families.spec import ModelFamily
-from export_scripts.ft.dtypes import item_size
+from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.numeric.dtypes import item_size
 from inference.decoding.prompts import P_TUNING, SOFT_PROMPT
 from inference.decoding.request import GenerationRequest, ModelLimits
 from inference.engine.options import EngineOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from export_scripts.families.architecture import (
+from export_scripts.families.layout.architecture import (
     Architecture,
     EncoderArchitecture,
     EncoderDecoderArchitecture,

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from export_scripts.families.architecture import EncoderDecoderArchitecture
-from export_scripts.families.config import ModelConfig
+from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
+from export_scripts.families.layout.config import ModelConfig
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions

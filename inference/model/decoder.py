@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from export_scripts.families.architecture import DecoderArchitecture
+from export_scripts.families.layout.architecture import DecoderArchitecture
 from inference.model.layers import MLP, Attention, JointHalves, Normalise
 from inference.model.rotary import Angles, RotaryTable
 from inference.model.step import AttentionRules, Step

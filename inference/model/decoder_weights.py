@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from export_scripts.families.architecture import DecoderArchitecture
+from export_scripts.families.layout.architecture import DecoderArchitecture
 from inference.model.decoder import Decoder, DecoderLayer, Embedding, Head, JointLayer
 from inference.model.layer_loader import LayerLoader
 from inference.model.layers import MLP, Attention, JointHalves, alibi_slopes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from export_scripts.families.architecture import EncoderArchitecture
+from export_scripts.families.layout.architecture import EncoderArchitecture
 from inference.model.layer_loader import LayerLoader
 from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows, attend

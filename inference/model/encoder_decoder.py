@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from export_scripts.families.architecture import EncoderDecoderArchitecture
+from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.cached_attention import EncodedLanes
 from inference.model.kv_cache import KVCache
 from inference.model.layers import Normalise

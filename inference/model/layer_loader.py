@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from export_scripts.families.architecture import Norm
+from export_scripts.families.layout.architecture import Norm
 from inference.model.layers import Normalise, make_norm
 from inference.model.weights import RankWeights
 from inference.parallel.gemm import GemmActivation

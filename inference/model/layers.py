@@ -12,7 +12,7 @@ from types import ModuleType
 import torch
 from torch.nn import functional
 
-from export_scripts.families.architecture import Norm
+from export_scripts.families.layout.architecture import Norm
 from inference.model.cached_attention import attend_group
 from inference.model.kv_cache import KVCache
 from inference.model.rotary import Angles, RotaryTable

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from export_scripts.families.architecture import Rotary
+from export_scripts.families.layout.architecture import Rotary
 
 
 @dataclass(frozen=True)

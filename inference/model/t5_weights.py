@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from export_scripts.families.architecture import EncoderDecoderArchitecture
+from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.layer_loader import LayerLoader
 from inference.model.layers import Normalise
 from inference.model.relative_position import distance_bias

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-from export_scripts.families.architecture import Activation
+from export_scripts.families.layout.architecture import Activation
 
 GemmActivation = Literal["gelu_tanh", "gelu_erf", "relu", "silu"]
 

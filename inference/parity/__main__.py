@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from export_scripts.commands import complain, say
-from export_scripts.ft.dtypes import WEIGHT_DATA_TYPES
+from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 
 _EQUAL, _DEVIATES, _BAD_INPUT = 0, 1, 2
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from export_scripts.families.architecture import (
+from export_scripts.families.layout.architecture import (
     Architecture,
     DecoderArchitecture,
     EncoderArchitecture,

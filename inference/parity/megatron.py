@@ -20,10 +20,10 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed import destroy_process_group, init_process_group
 from torch.nn import functional
 
-from export_scripts.families.gpt_core import core_traits
-from export_scripts.families.megatron_traits import MegatronTraits
-from export_scripts.ft.arrays import float32
-from export_scripts.plan import ConversionPlan
+from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.families.gpt.core import core_traits
+from export_scripts.families.mapping.megatron_traits import MegatronTraits
+from export_scripts.numeric.arrays import float32
 from inference.parity.activations import (
     PROMPT_TOKENS,
     Activations,

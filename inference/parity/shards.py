@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from export_scripts.families.architecture import (
+from export_scripts.families.layout.architecture import (
     DecoderArchitecture,
     EncoderArchitecture,
     EncoderDecoderArchitecture,

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Protocol
 
-from export_scripts.families.architecture import Architecture
-from export_scripts.families.gpt_core import is_core
-from export_scripts.plan import ConversionPlan
+from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.families.gpt.core import is_core
+from export_scripts.families.layout.architecture import Architecture
 from inference.parity.activations import Activations, ModelInputs, NoLibraryError
 from inference.parity.huggingface import load_huggingface
 from inference.parity.megatron import load_megatron

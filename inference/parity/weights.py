@@ -12,16 +12,16 @@ import numpy as np
 import torch
 
 from export_scripts.checkpoints import recognise_format
-from export_scripts.conversion import build_parts
+from export_scripts.conversion.plan import ConversionPlan, make_plan
+from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
+from export_scripts.conversion.tensor_plan import TensorPlan, local_fine_shape
+from export_scripts.conversion.transfer import ValueRange, file_chunks
+from export_scripts.conversion.write import build_parts
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.config import ModelConfig
-from export_scripts.families.sources import Adjusted, Compute
-from export_scripts.ft.dtypes import torch_dtype
+from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.mapping.sources import Adjusted, Compute
 from export_scripts.ft.reader import FTReader
-from export_scripts.ft.transfer import ValueRange, file_chunks
-from export_scripts.plan import ConversionPlan, make_plan
-from export_scripts.request import OPTION_NAMES, ConversionRequest
-from export_scripts.tensor_plan import TensorPlan, local_fine_shape
+from export_scripts.numeric.dtypes import torch_dtype
 
 # Sums of products may round otherwise on another machine: by so much of the largest value.
 _ROUNDING = {"fp32": 1e-6, "fp16": 2.0**-10, "bf16": 2.0**-7}

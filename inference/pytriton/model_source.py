@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from export_scripts.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.layout import ft_directory

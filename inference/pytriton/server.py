@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from export_scripts.ft.config_ini import read_config
-from export_scripts.ft.dtypes import WEIGHT_DATA_TYPES
+from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from inference.backend.tokenizer import load_tokenizer
 from inference.engine.engine import Engine, EngineFailedError, EngineOptions
 from inference.launch_environment import (

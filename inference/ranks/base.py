@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from export_scripts.families.architecture import Architecture
+from export_scripts.families.layout.architecture import Architecture
 from export_scripts.ft.reader import FTReader
 from inference.model.decode_graph import DecodeGraph, of_lanes
 from inference.model.weights import RankWeights

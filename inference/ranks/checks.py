@@ -8,12 +8,12 @@ from functools import partial
 
 import torch
 
-from export_scripts.families.architecture import (
+from export_scripts.families.layout.architecture import (
     Architecture,
     DecoderArchitecture,
     EncoderArchitecture,
 )
-from export_scripts.ft.dtypes import WEIGHT_DATA_TYPES
+from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from inference.model import encoder, t5_weights
 from inference.model.decoder_weights import check_architecture
 from inference.parallel.layout import ParallelLayout

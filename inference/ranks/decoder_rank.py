@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from export_scripts.families.architecture import DecoderArchitecture
-from export_scripts.families.decoder import PREFIX_PROMPT
+from export_scripts.families.layout.architecture import DecoderArchitecture
+from export_scripts.families.layout.decoder import PREFIX_PROMPT
 from inference.model.decode_graph import DecodeGraphs, DecoderGraphModel
 from inference.model.decoder_weights import load_decoder
 from inference.model.kv_cache import CacheShape, KVCache

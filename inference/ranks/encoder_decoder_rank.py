@@ -12,7 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from export_scripts.families.architecture import EncoderDecoderArchitecture, StackArchitecture
+from export_scripts.families.layout.architecture import (
+    EncoderDecoderArchitecture,
+    StackArchitecture,
+)
 from inference.model.decode_graph import DecodeGraphs
 from inference.model.encoder_decoder import (
     DecoderStep,

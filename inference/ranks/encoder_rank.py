@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from export_scripts.families.architecture import EncoderArchitecture
+from export_scripts.families.layout.architecture import EncoderArchitecture
 from inference.model.encoder import Encoder
 from inference.model.ragged import RaggedRows, padded_rows, ragged_rows
 from inference.parallel.pipeline import run_stage

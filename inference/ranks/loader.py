@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from export_scripts.families.architecture import (
+from export_scripts.families.layout.architecture import (
     DecoderArchitecture,
     EncoderArchitecture,
     EncoderDecoderArchitecture,

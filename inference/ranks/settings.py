@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from export_scripts.ft.dtypes import torch_dtype
+from export_scripts.numeric.dtypes import torch_dtype
 from inference.parallel.gemm_cpu import has_fp16_weights, has_onednn
 from inference.parallel.layout import ParallelLayout
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export_scripts.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.ft.config_ini import parse_ini
-from export_scripts.validate import validate_directory
+from export_scripts.ft.validation import validate_directory
 from tests.conftest import SHARED
 
 GOLDEN = SHARED / "golden"

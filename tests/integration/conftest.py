@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.ports import pick_free_ports
 from tests.conftest import ROOT

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.backend.tokenizer import load_tokenizer
 from inference.engine.engine import Engine
 from inference.ports import pick_free_ports

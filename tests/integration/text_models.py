@@ -19,9 +19,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from export_scripts.convert import ConversionRequest, convert
-from export_scripts.families.config import PromptTask
-from export_scripts.families.prompts import P_PROMPT_TUNING
+from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.families.layout.config import PromptTask
+from export_scripts.families.mapping.prompts import P_PROMPT_TUNING
 from export_scripts.ft.config_ini import read_config, write_config
 from export_scripts.triton.repository import RepositoryRequest, build_repository
 

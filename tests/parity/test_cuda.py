@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from export_scripts.families.config import ModelConfig
-from export_scripts.families.gpt import GPT
+from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.gptj import GPTJ, GPTJConfig
 from export_scripts.families.gptneox import GPTNEOX, GPTNeoXConfig
-from export_scripts.families.llama import LLAMA, LlamaConfig
-from export_scripts.families.spec import ModelFamily
+from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.families.llama.layout import LLAMA, LlamaConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.engine import Engine, EngineOptions

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.bert import BERT, BertConfig
 from inference.decoding.request import GenerationRequest, parse_request
 from inference.engine.encoder_engine import EncoderEngine

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from export_scripts.checkpoints import open_checkpoint
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.megatron_core_checkpoints import Save, save_all
 from tests.rank_threads import logits_of
 

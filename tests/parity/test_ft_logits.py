@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.decoding.request import parse_request
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import EncodingResult, parse_encoding
 from inference.ranks.settings import Placement

@@ -13,9 +13,9 @@ import pytest
 import torch
 import transformers
 
-from export_scripts.convert import ConversionRequest, convert
-from export_scripts.families.architecture import activation_choice
-from export_scripts.families.settings import HUGGINGFACE_ACTIVATIONS
+from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.families.layout.architecture import activation_choice
+from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS
 from export_scripts.ft.reader import FTReader
 from inference.parallel.epilogue import activate, gemm_activation
 from tests.rank_threads import logits_of

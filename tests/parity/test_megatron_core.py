@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.rank_threads import logits_of
 
 # Of the largest logit; fp32 on both sides, in another order of summation.

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.parity.__main__ import main
 from inference.parity.comparison import ParityReport, ParityRequest, compare
 from tests.ft_folders import unpack_case

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.conftest import SHARED
 from tests.ft_folders import unpack_case
 from tests.rank_threads import encoded_by, logits_by

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from export_scripts.ft.config_ini import read_config
-from export_scripts.triton.tokenizer_files import find_tokenizer
+from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.requests import ServedTokenizer
 from inference.evaluation.run.served_model import ServedModel, Tokenizer

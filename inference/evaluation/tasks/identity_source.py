@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from export_scripts.families.architecture import Architecture
-from export_scripts.plan import make_plan
-from export_scripts.request import OPTION_NAMES, ConversionRequest
+from export_scripts.conversion.plan import make_plan
+from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
+from export_scripts.families.layout.architecture import Architecture
 from inference.evaluation.options import IdentityOptions
 from inference.evaluation.task import TextGenerator, generates
 from inference.parity.activations import Activations, ModelInputs, Place

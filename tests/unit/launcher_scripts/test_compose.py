@@ -10,7 +10,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from export_scripts.request import ConversionRequest
+from export_scripts.conversion.request import ConversionRequest
 from export_scripts.triton.repository import RepositoryRequest
 from inference.evaluation.options import (
     EvaluationOptions,

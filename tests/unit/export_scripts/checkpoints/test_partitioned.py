@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from tests.tiny import gpt_tensors, write_nemo
 
 

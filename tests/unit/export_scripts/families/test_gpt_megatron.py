@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.reader import FTReader
 from tests.tiny import (

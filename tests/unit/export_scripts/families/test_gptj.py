@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from tests.tiny_huggingface import converted, copy_of, read_tensors
 
 HEADS = (("head_num", "4"), ("rotary_embedding", "2"))

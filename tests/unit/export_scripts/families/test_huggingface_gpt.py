@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from tests.tiny_huggingface import converted, copy_of, read_tensors
 
 HEAD = "model.lm_head.weight"

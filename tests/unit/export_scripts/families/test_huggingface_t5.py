@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.config_ini import parse_ini
 from tests.tiny_huggingface import converted, copy_of, read_tensors
 

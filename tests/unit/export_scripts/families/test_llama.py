@@ -10,8 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from export_scripts.convert import ConversionRequest, check_conversion, convert
-from export_scripts.families.llama import LLAMA, LlamaConfig, llama_architecture
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.families.llama.layout import LLAMA, LlamaConfig, llama_architecture
 from tests.tiny_huggingface import converted
 
 CONFIG: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, check_conversion
+from export_scripts.conversion.convert import ConversionRequest, check_conversion
 from tests.tiny_huggingface import converted
 from tests.tiny_megatron_core import core_state, write_core
 

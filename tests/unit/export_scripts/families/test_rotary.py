@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from export_scripts.families.rotary import rotary_settings
-from export_scripts.families.settings import Settings
+from export_scripts.families.mapping.rotary import rotary_settings
+from export_scripts.families.mapping.settings import Settings
 
 
 def read(config: dict[str, Any], **options: Any) -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.config_ini import parse_ini
 from export_scripts.ft.reader import FTReader
-from export_scripts.validate import validate_directory
+from export_scripts.ft.validation import validate_directory
 from tests.tiny_t5 import ROOT, TinyT5, t5_config, t5_tensors, write_t5
 from tests.tiny_t5_tuning import (
     adapter_tensors,

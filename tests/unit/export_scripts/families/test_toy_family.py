@@ -13,15 +13,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from export_scripts import families, plan
-from export_scripts.convert import ConversionRequest, convert
-from export_scripts.families.architecture import DecoderArchitecture
-from export_scripts.families.config import ModelConfig, ini_field
-from export_scripts.families.origin import Facts, Origin
-from export_scripts.families.sources import Copy, Source, StackQKV, Transpose
-from export_scripts.families.spec import ModelFamily, WeightSpec
+from export_scripts import families
+from export_scripts.conversion import plan
+from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.families.layout.architecture import DecoderArchitecture
+from export_scripts.families.layout.config import ModelConfig, ini_field
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.sources import Copy, Source, StackQKV, Transpose
 from export_scripts.ft.reader import FTReader
-from export_scripts.validate import validate_directory
+from export_scripts.ft.validation import validate_directory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.config import PromptTask, parse_integer
-from export_scripts.families.gpt import GPTConfig
+from export_scripts.families.gpt.layout import GPTConfig
+from export_scripts.families.layout.config import PromptTask, parse_integer
 from export_scripts.ft.config_ini import format_ini, parse_ini, read_config, write_config
 
 CONFIG = GPTConfig(

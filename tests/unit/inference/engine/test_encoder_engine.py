@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.decoding.request import RequestError
 from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import EncodingRequest, parse_encoding

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export_scripts.families.config import PromptTask
+from export_scripts.families.layout.config import PromptTask
 from inference.decoding.request import RequestError, parse_request
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.decoding.request import GenerationRequest, RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions, GenerationStep
 from inference.ranks.settings import Placement

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.families.config import PromptTask
 from export_scripts.families.gptj import GPTJ, GPTJConfig
+from export_scripts.families.layout.config import PromptTask
 from inference.decoding.request import RequestError, parse_request
 from inference.engine.engine import Engine, SessionTurn
 from inference.model.step import Segment

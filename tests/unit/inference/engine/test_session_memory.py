@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from export_scripts.families.llama import LLAMA, LlamaConfig
+from export_scripts.families.llama.layout import LLAMA, LlamaConfig
 from inference.decoding.request import GenerationRequest, RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions, SessionTurn
 from inference.ranks.settings import Placement

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from export_scripts.families.architecture import Rotary
+from export_scripts.families.layout.architecture import Rotary
 from inference.model.rotary import RotaryTable
 
 POSITIONS = torch.tensor([0, 1, 7, 100, 1000])

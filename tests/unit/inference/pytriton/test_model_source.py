@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from export_scripts.convert import ConversionRequest, convert
+from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.config_ini import read_config
-from export_scripts.validate import validate_directory
+from export_scripts.ft.validation import validate_directory
 from inference.pytriton.model_source import (
     ModelName,
     Wanted,

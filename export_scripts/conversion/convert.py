@@ -1,0 +1,294 @@
+"""Conversion of a checkpoint into an FT folder, and its checks before the start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from export_scripts import __version__
+from export_scripts.checkpoints import recognise_format
+from export_scripts.checkpoints.base import fingerprint
+from export_scripts.conversion.plan import ConversionPlan, make_plan
+from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
+from export_scripts.errors import CheckpointMismatchError, listed
+from export_scripts.files.disk import check_space
+from export_scripts.files.lock import FolderLock
+from export_scripts.ft.validation import validate_directory
+from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, settle
+
+if TYPE_CHECKING:
+    from export_scripts.conversion.write import Counter
+
+__all__ = ["ConversionRequest", "ConversionSummary", "check_conversion", "convert"]
+
+Progress = Callable[[int, int], None]
+
+# A gzip archive has to be unpacked to be looked into: beyond this size, not for a quick check.
+_QUICK_GZIP_BYTES = 32 << 20
+
+_NO_LOCKS = (
+    "the output's file system has no locks: nothing keeps a second conversion to the same folder "
+    "from starting"
+)
+
+
+@dataclass(frozen=True)
+class ConversionSummary:
+    """What a conversion did.
+
+    Attributes:
+        ft_dir: The folder.
+        family: Its family's name.
+        tensors: Tensors in it.
+        files: Files in it, config.ini and tokenizer included.
+        size_bytes: Bytes of all of them.
+        written_bytes: Bytes of weights this run wrote; fewer after an interrupted one.
+        seconds: Time this run took.
+        peak_memory_bytes: Largest resident size of this process so far.
+        already_done: Whether there was nothing left to do.
+        remarks: Warnings and choices worth telling.
+    """
+
+    ft_dir: Path
+    family: str
+    tensors: int
+    files: int
+    size_bytes: int
+    written_bytes: int
+    seconds: float
+    peak_memory_bytes: int
+    already_done: bool
+    remarks: tuple[str, ...] = ()
+
+
+def check_conversion(
+    request: ConversionRequest, *, names: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return everything that stands against a conversion; no tensor is read, numpy not imported.
+
+    Args:
+        request: What to convert.
+        names: What to call the request's fields in messages (options of the command by default).
+    """
+    names = {**OPTION_NAMES, **(names or {})}
+    problems = request_problems(request, names)
+    if problems:
+        return problems
+    try:
+        if not _too_large_to_peek(Path(request.checkpoint_path)):
+            make_plan(request, names=names)
+    except CheckpointMismatchError as error:
+        return _under_key(error.problems, request, names)
+    except ValueError as error:
+        return _under_key(str(error).split("\n"), request, names)
+    paths = WorkPaths.of(Path(request.output_dir), request.tp_size)
+    return _folder_problems(request, paths, _identity(request), names)
+
+
+def _under_key(
+    problems: Sequence[str], request: ConversionRequest, names: Mapping[str, str]
+) -> list[str]:
+    """Return problems; those that begin with the checkpoint's path name its key too."""
+    path = str(request.checkpoint_path)
+    return [
+        f"{names['checkpoint_path']}={each}" if each.startswith(path) else each for each in problems
+    ]
+
+
+def _too_large_to_peek(path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size <= _QUICK_GZIP_BYTES:
+        return False
+    recognise_format(path)
+    with path.open("rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+def _folder_problems(
+    request: ConversionRequest, paths: WorkPaths, identity: str, names: Mapping[str, str]
+) -> list[str]:
+    """Return a problem if something else is where the folder has to be."""
+    if not paths.final.exists() or request.overwrite:
+        return []
+    if _is_finished(paths, identity) or is_interrupted(paths, identity):
+        return []
+    return [
+        f"{names['output_dir']}: {paths.final} exists and holds another conversion; choose "
+        f"another folder, or replace it with {names['overwrite']}"
+    ]
+
+
+def convert(
+    request: ConversionRequest,
+    *,
+    progress: Progress | None = None,
+    names: Mapping[str, str] | None = None,
+) -> ConversionSummary:
+    """Write <output_dir>/<tp_size>-gpu, or recognise that it is already there.
+
+    An interrupted run of the same request is continued. The folder appears by one rename once
+    every file is on disk.
+
+    Args:
+        request: What to convert.
+        progress: Called with (bytes done, bytes in total), one call at a time, from any thread.
+        names: What to call the request's fields in messages.
+
+    Raises:
+        CheckpointMismatchError: The source cannot be converted; every reason is listed.
+        ValueError: The request is wrong, the folder is in the way, or the disk is full.
+    """
+    started = time.monotonic()
+    names = {**OPTION_NAMES, **(names or {})}
+    problems = request_problems(request, names)
+    if problems:
+        raise CheckpointMismatchError(problems)
+    paths = WorkPaths.of(Path(request.output_dir), request.tp_size)
+    with FolderLock(paths.lock, paths.final) as lock:
+        settle(paths)
+        identity = _identity(request)
+        if _is_finished(paths, identity):
+            return _summary(paths, started, written_bytes=None)
+        problems = _folder_problems(request, paths, identity, names)
+        if problems:
+            raise CheckpointMismatchError(problems)
+        try:
+            shutil.rmtree(paths.scratch, ignore_errors=True)
+            paths.scratch.mkdir()
+            plan = make_plan(request, names=names, scratch_dir=paths.scratch)
+            if not lock.held:
+                plan = replace(plan, remarks=(*plan.remarks, _NO_LOCKS))
+            written_bytes = _run(plan, paths, identity, progress)
+        finally:
+            shutil.rmtree(paths.scratch, ignore_errors=True)
+        return _summary(paths, started, written_bytes=written_bytes)
+
+
+def _identity(request: ConversionRequest) -> str:
+    """Return a digest of everything that decides the folder's contents."""
+    sources = {
+        "checkpoint": (request.checkpoint_path,),
+        "prompts": request.prompt_checkpoints,
+        "ia3": request.ia3_checkpoints,
+        "adapters": request.adapter_checkpoints,
+        "ranges": (request.activation_ranges,),
+        "tokenizer": (request.vocab_path, request.merges_path),
+    }
+    facts = {
+        "version": __version__,
+        "sources": {
+            kind: [None if path is None else _source_print(Path(path)) for path in paths]
+            for kind, paths in sources.items()
+        },
+        "tp_size": request.tp_size,
+        "weight_data_type": request.weight_data_type,
+        "ia3_in_place": request.ia3_in_place,
+        "given": sorted(request.given),
+        "allow": sorted(request.allow),
+    }
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _source_print(path: Path) -> str:
+    if not path.is_dir():
+        return fingerprint([path])
+    files = (file for file in path.rglob("*") if file.is_file())
+    # Hidden files are a version control system's or an editor's.
+    visible = [f for f in files if not any(p.startswith(".") for p in f.relative_to(path).parts)]
+    return fingerprint(visible)
+
+
+def _is_finished(paths: WorkPaths, identity: str) -> bool:
+    if is_interrupted(paths, identity) or not paths.final.is_dir():
+        return False
+    try:
+        manifest = json.loads(paths.manifest.read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(manifest.get("identity") == identity) and not validate_directory(
+        paths.final, checksums=False
+    )
+
+
+def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progress | None) -> int:
+    """Carry out a plan; return the bytes of weights written."""
+    from export_scripts.conversion.write import Counter, planned_bytes, write_tensors
+
+    counter = Counter(progress, planned_bytes(plan))
+    with FTWriter(paths, identity) as writer:
+        done = sum(int(record["size_bytes"]) for record in writer.records.values())
+        problem = check_space(paths.final.parent, counter.total - done)
+        if problem:
+            if not writer.records:
+                writer.discard()
+            raise ValueError(problem)
+        problems = write_tensors(plan, writer, counter, processes=plan.request.processes)
+        if problems:
+            writer.discard()
+            raise CheckpointMismatchError(listed(problems))
+        for name, data in plan.extra_files.items():
+            if not writer.is_done(name):
+                writer.write(name, len(data), [memoryview(data)])
+        writer.flush()
+        writer.finish(_manifest(plan, writer, identity))
+    problems = validate_directory(paths.final, checksums=False)
+    assert not problems, problems
+    return _counted(counter)
+
+
+def _counted(counter: Counter) -> int:
+    assert counter.done == counter.total, (counter.done, counter.total)
+    return counter.written
+
+
+def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str, Any]:
+    from export_scripts.conversion.write import tensor_records
+
+    request = plan.request
+    files = {
+        name: {key: record[key] for key in ("size_bytes", "crc32", "tensor") if key in record}
+        for name, record in sorted(writer.records.items())
+    }
+    return {
+        "manifest_version": 1,
+        "identity": identity,
+        "tool": f"slipway {__version__}",
+        "command": sys.argv,
+        "source": {
+            "path": str(Path(request.checkpoint_path).absolute()),
+            "format": plan.facts.reader.format,
+            "origin": plan.origin.name,
+            "files": [str(path.absolute()) for path in plan.facts.reader.files()],
+            "fingerprint": _source_print(Path(request.checkpoint_path)),
+        },
+        "family": plan.origin.family.name,
+        "tensor_para_size": request.tp_size,
+        "weight_data_type": request.weight_data_type,
+        "remarks": list(plan.remarks),
+        "tensors": tensor_records(plan, writer),
+        "files": files,
+    }
+
+
+def _summary(paths: WorkPaths, started: float, *, written_bytes: int | None) -> ConversionSummary:
+    """Return the summary of a finished folder; `written_bytes` is None if it was there already."""
+    manifest = json.loads(paths.manifest.read_text())
+    return ConversionSummary(
+        ft_dir=paths.final,
+        family=manifest["family"],
+        tensors=len(manifest["tensors"]),
+        files=len(manifest["files"]),
+        size_bytes=sum(record["size_bytes"] for record in manifest["files"].values()),
+        written_bytes=written_bytes or 0,
+        seconds=time.monotonic() - started,
+        peak_memory_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        already_done=written_bytes is None,
+        remarks=tuple(manifest["remarks"]),
+    )

@@ -1,0 +1,325 @@
+"""Decide a whole conversion before the first byte: origin, config, and each tensor's source.
+
+Everything wrong that can be known from names and shapes is collected here and reported at once.
+Nothing imports numpy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from export_scripts.checkpoints import open_addition, open_checkpoint
+from export_scripts.checkpoints.base import TokenizerFile
+from export_scripts.checkpoints.tokenizers import given_files
+from export_scripts.conversion.request import MODEL_TYPES, ConversionRequest
+from export_scripts.conversion.tensor_plan import TensorPlan, plan_tensors
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families import ORIGINS
+from export_scripts.families.layout.config import ModelConfig, parse_value
+from export_scripts.families.mapping.prompts import prompt_tensors
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.ft.config_ini import config_text
+from export_scripts.ft.layout import ft_directory
+from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, makes_tokenizer
+
+# Keys of config.ini that the request itself decides.
+_ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
+
+
+# Tokens that a config may name, and what becomes of a model without them.
+_NO_START, _NO_END = "it cannot begin without a prompt", "no answer ends before its longest length"
+_SPECIAL_TOKENS = {
+    "start_id": _NO_START,
+    "decoder_start_token_id": _NO_START,
+    "end_id": _NO_END,
+    "eos_token_id": _NO_END,
+}
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """A conversion about which nothing is in doubt but the values."""
+
+    request: ConversionRequest
+    origin: Origin
+    facts: Facts
+    config: ModelConfig
+    tensors: tuple[TensorPlan, ...]
+    remarks: tuple[str, ...]
+    source_files: tuple[Path, ...]
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def make_plan(
+    request: ConversionRequest, *, names: Mapping[str, str], scratch_dir: Path | None = None
+) -> ConversionPlan:
+    """Return the whole plan of a conversion.
+
+    Args:
+        request: What to convert, without `request_problems`.
+        names: What to call its fields in messages.
+        scratch_dir: Where gzip archives are unpacked while the plan is in use.
+
+    Raises:
+        CheckpointMismatchError: Everything that stands against the conversion.
+        ValueError: The path is no known checkpoint.
+    """
+    facts = _open(request, scratch_dir)
+    origin = find_origin(facts, request.model_type)
+    facts = dataclasses.replace(facts, prefix=origin.prefix)
+    stated, problems = _stated_values(origin.family.config, request, names)
+    problems = [*_refused(request, facts, origin, names), *problems]
+    if problems:
+        raise CheckpointMismatchError(problems)
+    config = dataclasses.replace(origin.config(facts), **stated)
+    problems = divisibility_problems(origin, config, request, names)
+    # Once told that a size does not divide, do not tell it again for every tensor.
+    tensors, tensor_problems = plan_tensors(
+        origin, facts, config, request, tp_size=1 if problems else request.tp_size
+    )
+    problems += tensor_problems
+    text = _config_text(config, problems)
+    problems += _tokenizer_problems(request, facts, names)
+    if problems:
+        raise CheckpointMismatchError(problems)
+    readers = (facts.reader, *facts.prompts, *facts.ia3, *facts.adapters)
+    outside = {file.path for file in facts.tokenizer if file.path not in facts.reader.files()}
+    return ConversionPlan(
+        request=request,
+        origin=origin,
+        facts=facts,
+        config=config,
+        tensors=tensors,
+        remarks=(
+            *(note for reader in readers for note in reader.notes()),
+            *origin.warnings(facts, config),
+            *_tokens_never_said(config, names),
+        ),
+        source_files=(
+            *(file for reader in readers for file in reader.files()),
+            *sorted(outside),
+        ),
+        extra_files={
+            **{file.name: file.read() for file in facts.tokenizer},
+            "config.ini": text.encode(),
+        },
+    )
+
+
+def _tokens_never_said(config: ModelConfig, names: Mapping[str, str]) -> list[str]:
+    """Return a warning for each special token that the model's vocabulary lacks."""
+    size = getattr(config, "vocab_size", None)
+    if size is None:
+        return []
+    tokens = {name: getattr(config, name, None) for name in _SPECIAL_TOKENS}
+    return [
+        f"{name} = {token} lies outside the vocabulary of {size}: {_SPECIAL_TOKENS[name]}; if it "
+        f"is not the model's, state {names['given']} {name}=.."
+        for name, token in tokens.items()
+        if token is not None and not 0 <= token < size
+    ]
+
+
+def _tokenizer_problems(
+    request: ConversionRequest, facts: Facts, names: Mapping[str, str]
+) -> list[str]:
+    """Return a problem if text models would find no tokenizer in the folder."""
+    # A folder that is converted already may have been given one by hand.
+    there = ft_directory(request.output_dir, request.tp_size).glob("*")
+    carried = [file.name for file in facts.tokenizer]
+    if (
+        not request.for_text
+        or makes_tokenizer(carried)
+        or makes_tokenizer(path.name for path in there)
+    ):
+        return []
+    return [
+        f"{facts.reader.path} comes with no tokenizer ({TOKENIZER_CHOICES}), which the models that "
+        f"take text need; name its files in {names['vocab_path']} and {names['merges_path']}, or "
+        f"do without these models: {names['for_text']}=false"
+    ]
+
+
+def _config_text(config: ModelConfig, problems: list[str]) -> str:
+    try:
+        return config_text(config)
+    except ValueError as error:
+        problems += str(error).split("\n")
+        return ""
+
+
+def _open(request: ConversionRequest, scratch_dir: Path | None) -> Facts:
+    reader = open_checkpoint(request.checkpoint_path, scratch_dir=scratch_dir)
+
+    def opened(paths: Sequence[Path]) -> tuple[Any, ...]:
+        return tuple(open_addition(path, base=reader, scratch_dir=scratch_dir) for path in paths)
+
+    prompts, ia3, adapters = (
+        opened(request.prompt_checkpoints),
+        opened(request.ia3_checkpoints),
+        opened(request.adapter_checkpoints),
+    )
+    extra = dict(prompt_tensors(prompts))
+    for kind, archives in (("ia3", ia3), ("adapter", adapters)):
+        for number, archive in enumerate(archives):
+            for key in archive.keys():  # noqa: SIM118 - a reader is not a mapping
+                extra[f"{kind}.{number}:{key}"] = tuple(archive.pieces(key))
+    return Facts(
+        reader=reader,
+        tp_size=request.tp_size,
+        weight_data_type=request.weight_data_type,
+        given=dict(request.given),
+        tokenizer=_tokenizer(request, reader.tokenizer_files()),
+        prompts=prompts,
+        ia3=ia3,
+        ia3_in_place=request.ia3_in_place,
+        adapters=adapters,
+        activation_ranges=_read_ranges(request.activation_ranges),
+        extra=extra,
+    )
+
+
+def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
+    if path is None:
+        return None
+    if path.suffix == ".json":
+        try:
+            ranges = json.loads(path.read_text())
+        except ValueError as error:
+            raise CheckpointMismatchError(f"{path} is not JSON: {error}") from error
+    else:
+        from export_scripts.checkpoints.pt_archive import read_torch_file
+
+        ranges = read_torch_file(path)
+    if not isinstance(ranges, Mapping):
+        raise CheckpointMismatchError(f"{path} is not a table of activation ranges")
+    return ranges
+
+
+def _tokenizer(
+    request: ConversionRequest, found: Sequence[TokenizerFile]
+) -> tuple[TokenizerFile, ...]:
+    given = given_files(request.vocab_path, request.merges_path)
+    if not given:
+        return tuple(found)
+    stems = {file.name.split(".")[0] for file in given}
+    replaced = [f for f in found if f.name.split(".")[0] not in stems]
+    return (*given, *replaced)
+
+
+def find_origin(facts: Facts, model_type: str | None = None) -> Origin:
+    """Return the origin a checkpoint comes from.
+
+    Args:
+        facts: The checkpoint.
+        model_type: Kind the user expects, where one source can become several families.
+
+    Raises:
+        CheckpointMismatchError: No origin knows it.
+    """
+    candidates = [origin for origin in ORIGINS if origin.format == facts.reader.format]
+    fitting = [
+        origin
+        for origin in candidates
+        if origin.matches(dataclasses.replace(facts, prefix=origin.prefix))
+    ]
+    kinds = MODEL_TYPES.get(model_type or "", (model_type,))
+    wanted = [origin for origin in fitting if origin.family.name in kinds]
+    if fitting:
+        return (wanted or fitting)[0]
+    kind = facts.config.get("model_type") or facts.config.get("target") or "unknown"
+    names = sorted(facts.reader.keys())[:3]
+    raise CheckpointMismatchError(
+        f"{facts.reader.path} is a {facts.reader.format} checkpoint of no known architecture "
+        f"(model type {kind}; tensors such as {', '.join(names) or 'none'}); known: "
+        + "; ".join(origin.title for origin in candidates)
+    )
+
+
+def _refused(
+    request: ConversionRequest, facts: Facts, origin: Origin, names: Mapping[str, str]
+) -> list[str]:
+    problems = [f"{facts.reader.path}: {reason}" for reason in origin.unsupported(facts)]
+    added = {
+        "prompt": request.prompt_checkpoints,
+        "ia3": request.ia3_checkpoints,
+        "adapter": request.adapter_checkpoints,
+        "activation_ranges": request.activation_ranges,
+    }
+    problems += [
+        f"{origin.title} cannot take {kind.replace('_', ' ')}: {origin.family.name} folders of "
+        "this origin have no place for it"
+        for kind, value in added.items()
+        if value and kind not in origin.accepts
+    ]
+    kinds = MODEL_TYPES.get(request.model_type or "", (request.model_type,))
+    if request.model_type is not None and origin.family.name not in kinds:
+        problems.append(
+            f"{names['model_type']}={request.model_type}, but {facts.reader.path} is a "
+            f"{origin.family.name} model"
+        )
+    return problems
+
+
+def _stated_values(
+    config: type[ModelConfig], request: ConversionRequest, names: Mapping[str, str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the config.ini values the user states, and what is wrong with them."""
+    hints = get_type_hints(config)
+    fields = {f.name for f in dataclasses.fields(config) if not f.metadata.get("skip")}
+    values: dict[str, Any] = {}
+    problems = []
+    for key, text in request.given:
+        if key in _ASKED_FOR:
+            problems.append(f"{names['given']} {key}={text}: use {names[_ASKED_FOR[key]]}")
+        elif key not in fields:
+            known = ", ".join(sorted(fields - set(_ASKED_FOR)))
+            problems.append(
+                f"{names['given']} {key}={text}: not a key of this model's config.ini; known: "
+                f"{known}"
+            )
+        else:
+            try:
+                values[key] = parse_value(text, hints[key])
+            except ValueError as error:
+                problems.append(f"{names['given']} {key}={text}: {error}")
+    return values, problems
+
+
+def divisibility_problems(
+    origin: Origin, config: ModelConfig, request: ConversionRequest, names: Mapping[str, str]
+) -> list[str]:
+    """Return the sizes that the parallel sizes do not divide."""
+    problems = []
+    tp_size, pp_size = request.tp_size, request.pp_size
+    model = f"{origin.family.name} model {Path(request.checkpoint_path).name}"
+    sizes = {_told(name): config.dim(name, {}) for name in origin.family.divisible}
+    odd = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
+    if odd:
+        problems.append(
+            f"{names['tp_size']}={tp_size} does not divide {_listing(odd, 'and')} of {model}; "
+            f"use {_listing(origin.family.tp_sizes(config), 'or')}"
+        )
+    for placeholder, name in config.INDICES.items():
+        size = len(config.index_values(placeholder))
+        if size % pp_size:
+            problems.append(
+                f"{names['pp_size']}={pp_size} does not divide {name}={size} of {model}; "
+                f"use {_listing([n for n in range(1, size + 1) if size % n == 0], 'or')}"
+            )
+    return problems
+
+
+def _told(name: str) -> str:
+    """Return a size's key in config.ini: a folder may store heads more often than it has them."""
+    return name.removeprefix("stored_")
+
+
+def _listing(items: Sequence[object], conjunction: str) -> str:
+    found = [str(item) for item in items]
+    return f" {conjunction} ".join(filter(None, (", ".join(found[:-1]), found[-1])))

@@ -1,0 +1,138 @@
+"""What a conversion is asked for, and what is wrong with the question itself."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from export_scripts.families import FAMILIES
+from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+
+# Words users type for a model's kind -> the families it may be.
+MODEL_TYPES: Mapping[str, tuple[str, ...]] = {"gpt3": ("gpt", "llama"), "mt5": ("t5",)}
+
+
+@dataclass(frozen=True)
+class ConversionRequest:
+    """What to convert, and into what.
+
+    Attributes:
+        checkpoint_path: File or folder of the source.
+        output_dir: Folder under which <tp_size>-gpu appears.
+        tp_size: Tensor-parallel ranks of inference.
+        weight_data_type: "fp32", "fp16" or "bf16".
+        processes: Workers.
+        prompt_checkpoints: Prompt-learning archives to add.
+        ia3_checkpoints: IA3 archives to add, one task each.
+        ia3_in_place: Multiply the IA3 scalers into the weights.
+        adapter_checkpoints: Linear adapter archives to add.
+        activation_ranges: File of activation ranges, for static int8 weights.
+        vocab_path: Vocabulary (or sentencepiece model) in place of the checkpoint's.
+        merges_path: Merges in place of the checkpoint's.
+        overwrite: Replace a folder that holds something else.
+        allow: Patterns of tensor names for which unknown or non-finite is accepted.
+        model_type: Kind the user expects ("gpt3", "t5", "mt5", a family); None for any.
+        pp_size: Pipeline stages of inference; must divide the layers.
+        given: (config key, value) pairs the source does not tell.
+        for_text: Whether models that take text need a tokenizer among the folder's files.
+    """
+
+    checkpoint_path: Path
+    output_dir: Path
+    tp_size: int
+    weight_data_type: str
+    processes: int = 1
+    prompt_checkpoints: tuple[Path, ...] = ()
+    ia3_checkpoints: tuple[Path, ...] = ()
+    ia3_in_place: bool = False
+    adapter_checkpoints: tuple[Path, ...] = ()
+    activation_ranges: Path | None = None
+    vocab_path: Path | None = None
+    merges_path: Path | None = None
+    overwrite: bool = False
+    allow: tuple[str, ...] = ()
+    model_type: str | None = None
+    pp_size: int = 1
+    given: tuple[tuple[str, str], ...] = ()
+    for_text: bool = False
+
+    def allows(self, name: str) -> bool:
+        """Return whether the user accepts a tensor that would otherwise be an error."""
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow)
+
+
+# What to call a request's fields in messages; a caller with other words passes its own.
+OPTION_NAMES: Mapping[str, str] = {
+    "checkpoint_path": "--checkpoint-path",
+    "output_dir": "--output-dir",
+    "tp_size": "--tensor-model-parallel-size",
+    "pp_size": "--pipeline-model-parallel-size",
+    "weight_data_type": "--weight-data-type",
+    "processes": "--processes",
+    "model_type": "--model-type",
+    "prompt_checkpoints": "--prompt-checkpoint",
+    "ia3_checkpoints": "--ia3-checkpoint",
+    "adapter_checkpoints": "--adapter-checkpoint",
+    "activation_ranges": "--activation-ranges",
+    "vocab_path": "--vocab-path",
+    "merges_path": "--merges-path",
+    "given": "--set",
+    "overwrite": "--overwrite",
+    "for_text": "for_text",  # no option: this command serves nothing
+}
+
+
+def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> list[str]:
+    """Return what is wrong with the request itself."""
+    problems = []
+    for key, value in (
+        ("tp_size", request.tp_size),
+        ("pp_size", request.pp_size),
+        ("processes", request.processes),
+    ):
+        if value < 1:
+            problems.append(f"{names[key]}={value} is not a positive number")
+    if request.weight_data_type not in WEIGHT_DATA_TYPES:
+        problems.append(
+            f"{names['weight_data_type']}={request.weight_data_type} is unknown; "
+            f"use {', '.join(WEIGHT_DATA_TYPES)}"
+        )
+    problems += [
+        f"{names[key]}={path} does not exist; check the spelling, and that this machine sees it"
+        for key, paths in _source_paths(request).items()
+        for path in paths
+        if path is not None and not Path(path).exists()
+    ]
+    problems += _output_problems(Path(request.output_dir), names["output_dir"])
+    kinds = (*MODEL_TYPES, *FAMILIES)
+    if request.model_type is not None and request.model_type not in kinds:
+        problems.append(
+            f"{names['model_type']}={request.model_type} is unknown; use {', '.join(kinds)}"
+        )
+    return problems
+
+
+def _source_paths(request: ConversionRequest) -> Mapping[str, tuple[Path | None, ...]]:
+    return {
+        "checkpoint_path": (request.checkpoint_path,),
+        "prompt_checkpoints": request.prompt_checkpoints,
+        "ia3_checkpoints": request.ia3_checkpoints,
+        "adapter_checkpoints": request.adapter_checkpoints,
+        "activation_ranges": (request.activation_ranges,),
+        "vocab_path": (request.vocab_path,),
+        "merges_path": (request.merges_path,),
+    }
+
+
+def _output_problems(output_dir: Path, name: str) -> list[str]:
+    """Return a problem if folders cannot be made at `output_dir`."""
+    path = output_dir.absolute()
+    nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not nearest.is_dir():
+        return [f"{name}={output_dir}: {nearest} is not a folder; choose another place"]
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        return [f"{name}={output_dir}: {nearest} is not writable; choose another place"]
+    return []

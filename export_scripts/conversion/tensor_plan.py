@@ -1,0 +1,178 @@
+"""Find each FT tensor's source, and everything wrong with names and shapes, before reading any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from export_scripts.checkpoints.base import FLOATING_TYPES
+from export_scripts.conversion.request import ConversionRequest
+from export_scripts.errors import listed
+from export_scripts.families.layout.config import Index, ModelConfig
+from export_scripts.families.layout.spec import FTTensor
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.sources import Get, Parts, PerIndex, Source
+from export_scripts.families.mapping.tensors import ShapeTensor
+
+_REMEDY = (
+    "fetch the checkpoint again if it is incomplete, or save the whole model if it was saved "
+    "without a part such as its head"
+)
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor to write."""
+
+    tensor: FTTensor
+    source: Source
+    index: Index
+
+
+def plan_tensors(
+    origin: Origin,
+    facts: Facts,
+    config: ModelConfig,
+    request: ConversionRequest,
+    *,
+    tp_size: int,
+) -> tuple[tuple[TensorPlan, ...], list[str]]:
+    """Return each tensor's source, and every missing, mis-shaped or unknown one."""
+    table = origin.weights(facts, config)
+    plans: list[TensorPlan] = []
+    used: set[str] = set()
+    missing: list[str] = []
+    shapes: list[str] = []
+    for spec, index, tensor in origin.family.expand(config):
+        assert spec.name in table, f"origin {origin.name} has no source for {spec.name}"
+        source = table[spec.name]
+        plan = TensorPlan(
+            tensor, source.choose(index) if isinstance(source, PerIndex) else source, index
+        )
+        plans.append(plan)
+        keys = [(key.format(**index), cut) for key, cut in plan.source.reads]
+        used.update(name for key, _ in keys if (name := facts.resolve(key)))
+        absent = [key for key, _ in keys if not facts.has(key)]
+        missing += [f"{key} is missing (needed for {tensor.name})" for key in absent]
+        if not absent:
+            shapes += _shape_problems(plan, facts, config, keys, tp_size)
+    unknown = _unknown(origin, facts, config, used, request)
+    where = str(facts.reader.path)
+    return tuple(plans), [
+        *listed(missing, f"{where}: "),
+        *([f"{where}: {_remedy(missing, facts)}"] if missing else []),
+        *listed(shapes, f"{where}: "),
+        *listed(unknown, f"{where}: "),
+    ]
+
+
+def _remedy(missing: list[str], facts: Facts) -> str:
+    """Return what to do about missing tensors: names behind a prefix were saved from a wrapper."""
+    wanted = missing[0].split(" ", 1)[0]
+    for key in facts.keys():  # noqa: SIM118 - not a mapping
+        if key.endswith(f".{wanted}"):
+            return (
+                f"names there begin with {key.removesuffix(wanted)!r}: save the model without what "
+                "wraps it"
+            )
+    return _REMEDY
+
+
+def _unknown(
+    origin: Origin,
+    facts: Facts,
+    config: ModelConfig,
+    used: set[str],
+    request: ConversionRequest,
+) -> list[str]:
+    copies = {facts.resolve(key) for key in origin.copies(facts, config)}
+    return [
+        f"{key} {[list(piece.shape) for piece in facts.pieces(key)]} is an unknown tensor; "
+        f"{origin.title} has no place for it (--allow '{key}' leaves it out)"
+        for key in facts.keys()  # noqa: SIM118 - not a mapping
+        if key not in used
+        and key not in copies
+        and not origin.is_ignored(key)
+        and not request.allows(key)
+    ]
+
+
+def _shape_problems(
+    plan: TensorPlan,
+    facts: Facts,
+    config: ModelConfig,
+    keys: list[tuple[str, int | None]],
+    tp_size: int,
+) -> list[str]:
+    problems = []
+    for key, cut in keys:
+        pieces = facts.pieces(key)
+        first = pieces[0].shape
+        for rank, piece in enumerate(pieces):
+            if _without(piece.shape, cut) != _without(first, cut):
+                problems.append(
+                    f"{key}: training rank {rank} has shape {list(piece.shape)}, rank 0 has "
+                    f"{list(first)}"
+                )
+        if pieces[0].dtype not in FLOATING_TYPES:
+            problems.append(
+                f"{key} is stored as {pieces[0].dtype}, expected a floating type; quantised "
+                "checkpoints have to be dequantised first"
+            )
+    if problems:
+        return problems
+    try:
+        parts = plan.source.build(_shapes_of(plan, facts), config)
+        local_fine_shape(parts, plan.tensor, tp_size)
+    except (ValueError, IndexError, ZeroDivisionError) as error:
+        stored = ", ".join(f"{key} {list(facts.pieces(key)[0].shape)}" for key, _ in keys)
+        reason = "it has too few axes" if isinstance(error, IndexError) else error
+        return [f"{stored} does not make {plan.tensor.name}: {reason}"]
+    return []
+
+
+def _shapes_of(plan: TensorPlan, facts: Facts) -> Get:
+    """Return what `Source.build` reads pieces with while only shapes are wanted."""
+    return lambda key, cut=None, unit=1: [
+        ShapeTensor(slab.shape)
+        for piece in facts.pieces(key.format(**plan.index))
+        for slab in piece.slabs(cut, unit)
+    ]
+
+
+def _without(shape: tuple[int, ...], axis: int | None) -> tuple[int | None, ...]:
+    return tuple(None if i == axis else size for i, size in enumerate(shape))
+
+
+def local_fine_shape(parts: Parts, tensor: FTTensor, tp_size: int) -> tuple[tuple[int, ...], int]:
+    """Return one rank's shape in the parts' finer axes, and which of them is split (-1: none).
+
+    Raises:
+        ValueError: The parts are not the tensor, or a rank's share is not a whole number.
+    """
+    fine = parts.shape
+    groups = _group_axes(fine, tensor.shape)
+    if groups is None:
+        raise ValueError(f"it gives shape {list(fine)}, expected {list(tensor.shape)}")
+    if tensor.split is None:
+        return fine, -1
+    axis = groups[tensor.split][0]
+    if fine[axis] % tp_size:
+        raise ValueError(f"axis of {fine[axis]} does not divide by {tp_size} ranks")
+    return (*fine[:axis], fine[axis] // tp_size, *fine[axis + 1 :]), axis
+
+
+def _group_axes(fine: tuple[int, ...], coarse: tuple[int, ...]) -> list[list[int]] | None:
+    """Return which consecutive fine axes make up each coarse one, or None if they do not."""
+    groups: list[list[int]] = []
+    axis = 0
+    for size in coarse:
+        group: list[int] = []
+        product = 1
+        while axis < len(fine) and (not group or product < size):
+            group.append(axis)
+            product *= fine[axis]
+            axis += 1
+        if product != size or not group:
+            return None
+        groups.append(group)
+    return groups if axis == len(fine) else None

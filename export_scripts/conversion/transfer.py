@@ -1,0 +1,240 @@
+"""Copy strided, cast, cut tensors into contiguous file contents, a bounded piece at a time.
+
+Shapes: P rows of the file chunk, R the product of its other axes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from export_scripts.families.mapping.sources import Parts
+from export_scripts.families.mapping.tensors import ShapeTensor
+from export_scripts.files.disk import BLOCK_BYTES, LARGE_BYTES
+from export_scripts.numeric.arrays import DTYPES, Array, bits, store
+
+# A chunk of a file: large enough that system calls do not count, small enough for several workers.
+CHUNK_BYTES = 8 << 20
+# A large page of memory.
+_HUGE_BYTES = 2 << 20
+
+# A transposed tile: it fits the second-level cache, the lines of its rows nearly the first.
+_TILE_ROWS = 512
+_TILE_COLUMNS = 512
+# Rows are apart by an odd number of cache lines: by a power of two, they would share a few sets.
+_TILE_GAP_BYTES = 64
+# Below this the plain strided copy is as fast.
+_SMALL = 4096
+
+# Views of the same width: signed for the largest value, unsigned for the most negative one.
+_INTEGERS = {
+    "fp32": (np.int32, np.uint32, 0x7F800000),
+    "fp16": (np.int16, np.uint16, 0x7C00),
+    "bf16": (np.int16, np.uint16, 0x7F80),
+}
+
+
+@dataclass
+class ValueRange:
+    """Smallest and largest value of what was written; `finite` is False after inf or NaN."""
+
+    smallest: float = math.inf
+    largest: float = -math.inf
+    finite: bool = True
+
+    @property
+    def largest_magnitude(self) -> float:
+        """Largest absolute value."""
+        return max(abs(self.smallest), abs(self.largest))
+
+    def include(self, other: ValueRange) -> None:
+        """Widen to another range."""
+        self.smallest = min(self.smallest, other.smallest)
+        self.largest = max(self.largest, other.largest)
+        self.finite = self.finite and other.finite
+
+
+@dataclass
+class Workspace:
+    """One worker's buffers, allocated once.
+
+    Chunks of large files alternate between two: one is written to disk while the next is made.
+    """
+
+    chunk_bytes: int = CHUNK_BYTES
+    _chunks: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    _tile: npt.NDArray[np.uint8] = field(
+        default_factory=lambda: np.empty(
+            _TILE_ROWS * (_TILE_COLUMNS * 4 + _TILE_GAP_BYTES), np.uint8
+        )
+    )
+
+    def next_chunk(self, size_bytes: int) -> npt.NDArray[np.uint8]:
+        """Return the buffer that was not given out last, for `size_bytes`."""
+        chunk = self._chunks.pop(0) if len(self._chunks) == 2 else _aligned(self.chunk_bytes)
+        if len(chunk) < size_bytes:
+            chunk = _aligned(size_bytes)
+        self._chunks.append(chunk)
+        return chunk[:size_bytes]
+
+    def tile(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return scratch of a shape (..., columns)."""
+        pitch = _TILE_COLUMNS * dtype.itemsize + _TILE_GAP_BYTES
+        rows = self._tile[: math.prod(shape[:-1]) * pitch].view(dtype).reshape(*shape[:-1], -1)
+        return rows[..., : shape[-1]]
+
+
+def _aligned(size_bytes: int) -> npt.NDArray[np.uint8]:
+    """Return memory in large pages, as far as the system has them.
+
+    Direct writes want it to begin at a page at least. Of small pages, which lie anywhere, a disk
+    takes but a fraction of a chunk at once, and works at half its speed.
+    """
+    # Shared memory, which mmap gives unless told otherwise, has no large pages.
+    memory = mmap.mmap(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(AttributeError, OSError):  # a system without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % _HUGE_BYTES
+    return whole[start : start + size_bytes]
+
+
+def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
+    """Return how many rows to write at once: whole blocks where that many fit."""
+    rows = max(1, chunk_bytes // max(row_bytes, 1))
+    whole = BLOCK_BYTES // math.gcd(row_bytes, BLOCK_BYTES)
+    return rows // whole * whole or rows
+
+
+_workspaces = threading.local()
+
+
+def workspace() -> Workspace:
+    """Return the calling thread's buffers."""
+    found = getattr(_workspaces, "own", None)
+    if found is None:
+        found = _workspaces.own = Workspace()
+    assert isinstance(found, Workspace)
+    return found
+
+
+def file_chunks(
+    parts: Parts, shape: tuple[int, ...], split_axis: int, tp_rank: int, data_type: str
+) -> Iterator[tuple[memoryview, ValueRange]]:
+    """Yield the contents of one rank's file, with the range of each chunk's values.
+
+    A chunk of a file of LARGE_BYTES or more is valid until the next but one is asked for.
+
+    Args:
+        parts: The whole tensor.
+        shape: The rank's shape in the parts' axes.
+        split_axis: Axis shared among ranks, -1 for none.
+        tp_rank: The rank.
+        data_type: Type on disk.
+    """
+    space = workspace()
+    dtype = DTYPES[data_type]
+    row = math.prod(shape[1:]) * dtype.itemsize
+    step = _rows_per_chunk(row, space.chunk_bytes)
+    start = tp_rank * shape[split_axis] if split_axis >= 0 else 0
+    large = shape[0] * row >= LARGE_BYTES
+    for first in range(0, shape[0], step):
+        rows = min(step, shape[0] - first)
+        raw = space.next_chunk(rows * row) if large else np.empty(rows * row, np.uint8)
+        out = raw.view(dtype).reshape(rows, *shape[1:])
+        window = [(0, size) for size in shape]
+        window[0] = (first, first + rows)
+        if split_axis >= 0:
+            low, high = window[split_axis]
+            window[split_axis] = (low + start, high + start)
+        _gather(out, parts, window, space)
+        yield raw.data, value_range(raw, data_type)
+
+
+def _gather(out: Array, parts: Parts, window: list[tuple[int, int]], space: Workspace) -> None:
+    """Fill `out` with the window (low, high per axis) of the whole tensor."""
+    offset = 0
+    low, high = window[parts.axis]
+    for part in parts.tensors:
+        size = part.shape[parts.axis]
+        begin, end = max(low, offset), min(high, offset + size)
+        if begin < end:
+            place = [slice(None)] * out.ndim
+            place[parts.axis] = slice(begin - low, end - low)
+            taken = [slice(first, last) for first, last in window]
+            taken[parts.axis] = slice(begin - offset, end - offset)
+            target = out[tuple(place)]
+            if isinstance(part, ShapeTensor):
+                store(target, np.broadcast_to(np.float32(part.fill), target.shape))
+            else:
+                _copy(target, part[tuple(taken)], space)
+        offset += size
+
+
+def _copy(target: Array, source: Array, space: Workspace) -> None:
+    item = source.itemsize
+    if (
+        source.ndim < 2
+        or source.size < _SMALL
+        or source.strides[0] != item
+        or source.strides[-1] == item
+    ):
+        store(target, source)
+    else:
+        _transpose(target, np.moveaxis(source, 0, -1), space)
+
+
+def _transpose(target: Array, rows: Array, space: Workspace) -> None:
+    """Copy `rows` (R..., P), contiguous along P, into `target` (P, R...).
+
+    Tiles pass through scratch memory: a cast row copy, then a strided one that stays in the cache.
+    """
+    inner = math.prod(rows.shape[1:-1])
+    if rows.ndim > 2 and inner > _TILE_ROWS:
+        for i in range(rows.shape[0]):
+            _transpose(target[:, i], rows[i], space)
+        return
+    group = max(1, _TILE_ROWS // inner)
+    for first in range(0, rows.shape[0], group):
+        block = rows[first : first + group]  # (r, ..., P)
+        for start in range(0, rows.shape[-1], _TILE_COLUMNS):
+            piece = block[..., start : start + _TILE_COLUMNS]
+            place = target[start : start + _TILE_COLUMNS, first : first + group]
+            straight = space.tile(piece.shape, target.dtype)
+            store(straight, piece)
+            np.copyto(bits(place), bits(np.moveaxis(straight, -1, 0)))
+
+
+def value_range(raw: npt.NDArray[np.uint8], data_type: str) -> ValueRange:
+    """Return the range of a chunk of values, by comparing their bit patterns as integers.
+
+    Non-negative floats are ordered like signed integers; negative ones, read as unsigned, are
+    ordered by magnitude and lie above all others. Integer maxima run at memory speed.
+    """
+    if data_type not in _INTEGERS:
+        values = raw.view(np.int8)
+        return ValueRange(float(values.min()), float(values.max()))
+    signed, unsigned, infinity = _INTEGERS[data_type]
+    sign = 1 << (np.dtype(unsigned).itemsize * 8 - 1)
+    top, bottom = int(raw.view(signed).max()), int(raw.view(unsigned).max())
+    # All negative: the largest is the one of least magnitude. All positive: the smallest likewise.
+    largest = top if top >= 0 else int(raw.view(unsigned).min())
+    smallest = bottom if bottom >= sign else int(raw.view(signed).min())
+    finite = (largest & (sign - 1)) < infinity and (smallest & (sign - 1)) < infinity
+    return ValueRange(_float(smallest, data_type), _float(largest, data_type), finite)
+
+
+def _float(bits: int, data_type: str) -> float:
+    if data_type == "bf16":
+        return float(np.uint32(bits << 16).view(np.float32))
+    if data_type == "fp16":
+        return float(np.uint16(bits).view(np.float16))
+    return float(np.uint32(bits).view(np.float32))

@@ -1,0 +1,265 @@
+"""The one loop over a plan's tensors: read, rearrange, cast, cut, write.
+
+Threads suffice as workers: copies, casts, checksums and writes all run outside the interpreter
+lock, and all workers share one mapping of the source.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from export_scripts.checkpoints.base import StoredTensor
+from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.conversion.tensor_plan import TensorPlan, local_fine_shape
+from export_scripts.conversion.transfer import ValueRange, file_chunks
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.mapping.sources import Parts
+from export_scripts.families.mapping.tensors import ShapeTensor
+from export_scripts.ft.writer import FTWriter
+from export_scripts.numeric.arrays import float32
+from export_scripts.numeric.dtypes import LARGEST_FINITE
+
+Progress = Callable[[int, int], None]
+
+_SCAN_VALUES = 1 << 20
+
+
+@dataclass
+class Counter:
+    """Bytes done, told to the caller.
+
+    Attributes:
+        progress: Called with (done, total) after every change, one call at a time.
+        total: Bytes of all weight files.
+        done: Bytes complete, those of an earlier run included.
+        written: Bytes written by this run.
+    """
+
+    progress: Progress | None
+    total: int = 0
+    done: int = 0
+    written: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, count: int, *, written: bool = True) -> None:
+        """Count bytes."""
+        with self._lock:
+            self.done += count
+            self.written += count if written else 0
+            if self.progress is not None:
+                self.progress(self.done, self.total)
+
+
+def planned_bytes(plan: ConversionPlan) -> int:
+    """Return the bytes of all weight files."""
+    tp_size = plan.config.tensor_para_size
+    kind = plan.config.weight_data_type
+    return sum(
+        item.tensor.file_bytes(tp_size, kind) * len(item.tensor.file_names(tp_size))
+        for item in plan.tensors
+    )
+
+
+def write_tensors(
+    plan: ConversionPlan, writer: FTWriter, counter: Counter, *, processes: int
+) -> list[str]:
+    """Write every file that is not there yet; return what is wrong with the values.
+
+    The result of every worker is awaited; the first exception stops the others and is raised.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(processes, "convert")
+    stopping = threading.Event()
+    task = _Task(plan, writer, counter, stopping)
+    try:
+        # The source is read forward; and a layer's small tensors lie among its large ones, so that
+        # some worker always has something for the disk.
+        ordered = sorted(plan.tensors, key=task.place)
+        futures = {item.tensor.name: pool.submit(task.write, item) for item in ordered}
+        done, _ = concurrent.futures.wait(
+            futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION
+        )
+        for future in done:
+            future.result()
+        writer.flush()
+        names = (item.tensor.name for item in plan.tensors)
+        return [problem for name in names for problem in futures[name].result()]
+    finally:
+        stopping.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
+    """Return a tensor's parts: views of the source's files as far as nothing is computed."""
+
+    def get(key: str, cut: int | None = None, unit: int = 1) -> list[Any]:
+        pieces = plan.facts.pieces(key.format(**item.index))
+        return [slab.load(plan.facts.maps) for piece in pieces for slab in piece.slabs(cut, unit)]
+
+    return item.source.build(get, plan.config)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What every worker shares."""
+
+    plan: ConversionPlan
+    writer: FTWriter
+    counter: Counter
+    stopping: threading.Event
+
+    def place(self, item: TensorPlan) -> tuple[str, int]:
+        """Return where in the source a tensor begins: file and offset."""
+        return next(((str(stored.path), stored.offset) for _, stored in self._read(item)), ("", 0))
+
+    def write(self, item: TensorPlan) -> list[str]:
+        """Write the missing files of one tensor; return what is wrong with its values."""
+        try:
+            return self._write(item)
+        except CheckpointMismatchError as error:
+            return [f"{item.tensor.name}: {problem}" for problem in error.problems]
+
+    def _write(self, item: TensorPlan) -> list[str]:
+        tp_size = self.plan.config.tensor_para_size
+        kind = item.tensor.dtype or self.plan.config.weight_data_type
+        size = item.tensor.file_bytes(tp_size, kind)
+        whole = ValueRange()
+        missing: list[tuple[int, str]] = []
+        for tp_rank, name in enumerate(item.tensor.file_names(tp_size)):
+            if self.writer.is_done(name):
+                self.counter.add(size, written=False)
+                whole.include(recorded_range(self.writer.records[name]))
+            else:
+                missing.append((tp_rank, name))
+        if missing:
+            self._check(item)
+            parts = build_parts(self.plan, item)
+            shape, axis = local_fine_shape(parts, item.tensor, tp_size)
+            for tp_rank, name in missing:
+                found = ValueRange()
+                chunks = self._chunks(file_chunks(parts, shape, axis, tp_rank, kind), found)
+                facts = _range_recorder(item.tensor.name, found)
+                self.writer.write(name, size, chunks, facts=facts)
+                whole.include(found)
+            del parts
+            self._forget(item)
+        if whole.finite or self.plan.request.allows(item.tensor.name):
+            return []
+        problem = _value_problem(item.tensor.name, build_parts(self.plan, item), kind)
+        self._forget(item)
+        return [problem]
+
+    def _read(self, item: TensorPlan) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield what is read for a tensor: key and part; of a replicated key, the first copy."""
+        for pattern, cut in item.source.reads:
+            key = pattern.format(**item.index)
+            pieces = self.plan.facts.pieces(key)
+            for piece in pieces[:1] if cut is None else pieces:
+                yield from ((key, stored) for stored in piece.stored)
+
+    def _check(self, item: TensorPlan) -> None:
+        """Fail if something read for a tensor changed since it was saved.
+
+        Raises:
+            CheckpointMismatchError: It did; every such source is named.
+        """
+        name = item.tensor.name
+        maps = self.plan.facts.maps
+        for _, piece in self._read(item):
+            maps.prefetch(piece)
+        damaged = [
+            f"{key} in {piece.path} does not have the checksum that the archive tells, so it is "
+            f"damaged; copy the file again (--allow '{name}' converts it as it is)"
+            for key, piece in self._read(item)
+            if not self.plan.request.allows(name) and not maps.is_intact(piece)
+        ]
+        if damaged:
+            raise CheckpointMismatchError(damaged)
+
+    def _forget(self, item: TensorPlan) -> None:
+        """Drop the source's pages, so that memory does not grow with the model."""
+        for _, piece in self._read(item):
+            self.plan.facts.maps.forget(piece)
+
+    def _chunks(
+        self, chunks: Iterator[tuple[memoryview, ValueRange]], found: ValueRange
+    ) -> Iterator[memoryview]:
+        for chunk, values in chunks:
+            if self.stopping.is_set():
+                raise concurrent.futures.CancelledError
+            found.include(values)
+            yield chunk
+            self.counter.add(len(chunk))
+
+
+def _range_recorder(tensor: str, found: ValueRange) -> Callable[[], Mapping[str, Any]]:
+    def record() -> Mapping[str, Any]:
+        return {"tensor": tensor, "min": repr(found.smallest), "max": repr(found.largest)}
+
+    return record
+
+
+def recorded_range(record: Mapping[str, Any]) -> ValueRange:
+    """Return the range of values that a file's record holds."""
+    low, high = float(record["min"]), float(record["max"])
+    return ValueRange(low, high, math.isfinite(low) and math.isfinite(high))
+
+
+def _value_problem(name: str, parts: Parts, kind: str) -> str:
+    """Return what is wrong with a tensor that came out with infinities or NaN."""
+    largest, bad = _source_extent(parts)
+    if bad:
+        return (
+            f"{name}: the checkpoint holds {bad} values that are infinite or not a number; "
+            f"training diverged or the file is damaged (--allow '{name}' converts it as it is)"
+        )
+    return (
+        f"{name}: values up to {largest:.6g} in magnitude become infinite in {kind}, whose largest "
+        f"is {LARGEST_FINITE[kind]:.6g}; convert to bf16 or fp32"
+    )
+
+
+def _source_extent(parts: Parts) -> tuple[float, int]:
+    """Return the largest finite magnitude of the source, and how many values are not finite."""
+    largest, bad = 0.0, 0
+    for part in parts.tensors:
+        if isinstance(part, ShapeTensor):
+            continue
+        flat = part.ravel(order="K")
+        for start in range(0, flat.size, _SCAN_VALUES):
+            values = flat[start : start + _SCAN_VALUES]
+            values = values if values.dtype == np.float64 else float32(values)
+            finite = np.isfinite(values)
+            bad += int((~finite).sum())
+            if finite.any():
+                largest = max(largest, float(abs(values[finite]).max()))
+    return largest, bad
+
+
+def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, Any]:
+    """Return what the manifest tells of each tensor: shape, type, sources, range of values."""
+    out: dict[str, Any] = {}
+    for item in plan.tensors:
+        whole = ValueRange()
+        for name in item.tensor.file_names(plan.config.tensor_para_size):
+            whole.include(recorded_range(writer.records[name]))
+        out[item.tensor.name] = {
+            "shape": list(item.tensor.shape),
+            "split": item.tensor.split,
+            "dtype": item.tensor.dtype or plan.config.weight_data_type,
+            "source": [key.format(**item.index) for key, _ in item.source.reads],
+            "min": _json_number(whole.smallest),
+            "max": _json_number(whole.largest),
+            "abs_max": _json_number(whole.largest_magnitude),
+        }
+    return out
+
+
+def _json_number(value: float) -> float | str:
+    return value if math.isfinite(value) else repr(value)

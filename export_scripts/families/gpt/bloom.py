@@ -1,0 +1,88 @@
+"""Hugging Face BLOOM as an origin of the GPT layout: ALiBi, and a layernorm before the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
+from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings, model_name
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.sources import Copy, Source, SplitQKV, Transpose
+
+WTE = "transformer.word_embeddings.weight"
+LM_HEAD = "lm_head.weight"
+
+
+def _config(facts: Facts) -> GPTConfig:
+    """Return the GPT config of a BLOOM.
+
+    Raises:
+        CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
+    """
+    settings = huggingface_settings(facts.config)
+    hidden = settings.integer("hidden_size", "n_embed", "n_embd")
+    heads = settings.integer("n_head", "num_attention_heads")
+    post = settings.flag("apply_residual_connection_post_layernorm", default=False)
+    start_id, end_id = settings.token_ids(facts, bos=1, eos=2)
+    config = GPTConfig(
+        model_name=model_name(facts.config, "bloom"),
+        head_num=heads,
+        size_per_head=settings.divide(hidden, heads, "hidden_size by n_head"),
+        inter_size=4 * hidden,
+        num_layer=settings.integer("n_layer", "num_hidden_layers"),
+        vocab_size=settings.integer("vocab_size"),
+        start_id=start_id,
+        end_id=end_id,
+        layernorm_eps=settings.number("layer_norm_epsilon", default=1e-5),
+        layernorm_type="post_layernorm" if post else "pre_layernorm",
+        model_variant="bloom-post" if post else "bloom-pre",
+        has_positional_encoding=False,
+        has_pre_decoder_layernorm=True,
+        use_attention_linear_bias=True,
+        tie_word_embeddings=head_is_tied(facts, settings, LM_HEAD, WTE, default=True),
+        weight_data_type=facts.weight_data_type,
+        tensor_para_size=facts.tp_size,
+    )
+    settings.finish()
+    return config
+
+
+_H = "transformer.h.{layer}."
+_QKV = "self_attention.query_key_value."
+_COPIED = {
+    "model.pre_decoder_layernorm": "transformer.word_embeddings_layernorm",
+    LAYER + "input_layernorm": _H + "input_layernorm",
+    LAYER + "post_attention_layernorm": _H + "post_attention_layernorm",
+    "model.final_layernorm": "transformer.ln_f",
+}
+_LINEAR = {
+    "attention.dense": "self_attention.dense",
+    "mlp.dense_h_to_4h": "mlp.dense_h_to_4h",
+    "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
+}
+
+WEIGHTS: Mapping[str, Source] = {
+    "model.wte": Copy(WTE),
+    **{
+        f"{ours}.{kind}": Copy(f"{theirs}.{kind}")
+        for ours, theirs in _COPIED.items()
+        for kind in ("weight", "bias")
+    },
+    LAYER + "attention.query_key_value.weight": SplitQKV(_H + _QKV + "weight"),
+    LAYER + "attention.query_key_value.bias": SplitQKV(_H + _QKV + "bias"),
+    **{f"{LAYER}{o}.weight": Transpose(f"{_H}{t}.weight") for o, t in _LINEAR.items()},
+    **{f"{LAYER}{o}.bias": Copy(f"{_H}{t}.bias") for o, t in _LINEAR.items()},
+    HEAD: Copy(LM_HEAD),
+}
+
+BLOOM_HUGGINGFACE = Origin(
+    name="huggingface-bloom",
+    title="Hugging Face BLOOM",
+    family=GPT,
+    format="huggingface",
+    matches=lambda facts: facts.config.get("model_type") == "bloom",
+    config=_config,
+    weights=lambda *_: WEIGHTS,
+    copies=lambda _, config: (LM_HEAD,) if config.tie_word_embeddings else (),
+    prefix="transformer.",
+)

@@ -1,0 +1,182 @@
+"""The GPT layout, which NeMo, Megatron, GPT-2, OPT and BLOOM checkpoints all become.
+
+Layout: FasterTransformer, models/multi_gpu_gpt/ParallelGptWeight.cc and
+ParallelGptDecoderLayerWeight.cc (5.3 line).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from export_scripts.families.layout.architecture import DecoderArchitecture, activation_choice
+from export_scripts.families.layout.config import Sections
+from export_scripts.families.layout.decoder import PROMPT_WEIGHTS, DecoderConfig
+from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+
+LAYER = "model.layers.{layer}."
+HEAD = "model.lm_head.weight"
+
+# max_pos_seq_len that FT assumes for a model without a table of positions.
+UNLIMITED_POSITIONS = 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(DecoderConfig):
+    """config.ini [gpt]; absent keys have the loader's defaults."""
+
+    SECTION: ClassVar[str] = "gpt"
+
+    max_pos_seq_len: int | None = None  # None with ALiBi, which has no table
+    layernorm_eps: float = 1e-6
+    layernorm_type: str = "pre_layernorm"
+    activation_type: str = "Gelu"
+    has_positional_encoding: bool = True
+    has_pre_decoder_layernorm: bool = False
+    has_post_decoder_layernorm: bool = True
+    use_attention_linear_bias: bool = False
+    has_adapters: bool = False
+    adapter_inter_size: int = 0
+    model_variant: str | None = None
+    int8: bool | None = None  # static int8 files lie beside the weights
+    exact_gelu: bool = False  # not an FT key (FT takes tanh gelu): the source's is by erf
+    # Not an FT key: tells a lost model.lm_head.weight.bin from a tied head.
+    tie_word_embeddings: bool = True
+
+    @property
+    def local_hidden(self) -> int:
+        """Attention width of one tensor-parallel rank."""
+        return self.hidden // self.tensor_para_size
+
+    @property
+    def untied_head(self) -> bool:
+        """Whether the folder holds its own LM head."""
+        return not self.tie_word_embeddings
+
+    @classmethod
+    def absent_keys(
+        cls,
+        sections: Sections,  # noqa: ARG003 - the hook's signature
+        files: Collection[str],
+    ) -> dict[str, Any]:
+        """FT decides by the file's presence whether the head is tied."""
+        return {"tie_word_embeddings": f"{HEAD}.bin" not in files}
+
+
+def gpt_architecture(config: GPTConfig) -> DecoderArchitecture:
+    """Return the decoder a GPT config describes.
+
+    Raises:
+        ValueError: layernorm_type or activation_type is one the loader aborts on.
+    """
+    if config.layernorm_type not in ("pre_layernorm", "post_layernorm"):
+        raise ValueError(
+            f"layernorm_type = {config.layernorm_type}; known: pre_layernorm, post_layernorm"
+        )
+    activation, gated = activation_choice(config.activation_type)
+    if gated:
+        raise ValueError(f"activation_type = {config.activation_type}: GPT folders hold no gate")
+    learned = config.has_positional_encoding
+    alibi = config.use_attention_linear_bias
+    # BLOOM's post variant normalises first and adds the residual of what was normalised.
+    bloom_post = config.model_variant == "bloom-post"
+    return DecoderArchitecture(
+        head_num=config.head_num,
+        kv_head_num=config.head_num,
+        size_per_head=config.size_per_head,
+        hidden=config.hidden,
+        inter_size=config.inter_size,
+        num_layer=config.num_layer,
+        vocab_size=config.vocab_size,
+        position="learned" if learned else "alibi" if alibi else "none",
+        max_pos_seq_len=config.max_pos_seq_len if learned else None,
+        norm_eps=config.layernorm_eps,
+        norm_before=config.layernorm_type == "pre_layernorm" or bloom_post,
+        residual_from_norm=bloom_post,
+        activation=activation,
+        exact_gelu=config.exact_gelu,
+        pre_decoder_norm=config.has_pre_decoder_layernorm,
+        post_decoder_norm=config.has_post_decoder_layernorm,
+        untied_head=config.untied_head,
+        adapter_inter_size=config.adapter_inter_size if config.has_adapters else 0,
+    )
+
+
+def _norm(name: str, when: tuple[str, ...] = ()) -> tuple[WeightSpec, ...]:
+    return (
+        WeightSpec(f"{name}.weight", ("hidden",), when=when),
+        WeightSpec(f"{name}.bias", ("hidden",), when=when),
+    )
+
+
+def _adapter(name: str) -> tuple[WeightSpec, ...]:
+    width, when = "adapter_inter_size", ("has_adapters",)
+    name = f"{LAYER}{name}."
+    return (
+        WeightSpec(f"{name}dense_h_to_4h.weight", ("hidden", width), split=1, when=when),
+        WeightSpec(f"{name}dense_h_to_4h.bias", (width,), split=0, when=when),
+        WeightSpec(f"{name}dense_4h_to_h.weight", (width, "hidden"), split=0, when=when),
+        WeightSpec(f"{name}dense_4h_to_h.bias", ("hidden",), when=when),
+    )
+
+
+def _int8(
+    name: str, shape: tuple[str | int, ...], *, split: int, parts: int = 1
+) -> tuple[WeightSpec, ...]:
+    """Static int8 twin of one GEMM weight; its scales are always fp32 (QKV: one per part)."""
+    name = LAYER + name
+    inter: tuple[str | int, ...] = (1,) if parts == 1 else (parts, "local_hidden")
+    when = ("int8",)
+    return (
+        WeightSpec(f"{name}.weight.int8", shape, split=split, when=when, dtype="int8"),
+        WeightSpec(f"{name}.scale", (parts,), when=when, dtype="fp32"),
+        WeightSpec(f"{name}.scale_inter", inter, when=when, dtype="fp32"),
+        WeightSpec(f"{name}.scale_out", (parts,), when=when, dtype="fp32"),
+    )
+
+
+LAYOUT: tuple[WeightSpec, ...] = (
+    WeightSpec("model.wte", ("vocab_size", "hidden")),
+    WeightSpec("model.wpe", ("max_pos_seq_len", "hidden"), when=("has_positional_encoding",)),
+    *_norm("model.pre_decoder_layernorm", when=("has_pre_decoder_layernorm",)),
+    *_norm(LAYER + "input_layernorm"),
+    WeightSpec(LAYER + "attention.query_key_value.weight", ("hidden", 3, "hidden"), split=2),
+    WeightSpec(LAYER + "attention.query_key_value.bias", (3, "hidden"), split=1),
+    WeightSpec(LAYER + "attention.dense.weight", ("hidden", "hidden"), split=0),
+    WeightSpec(LAYER + "attention.dense.bias", ("hidden",)),
+    *_norm(LAYER + "post_attention_layernorm"),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.weight", ("hidden", "inter_size"), split=1),
+    WeightSpec(LAYER + "mlp.dense_h_to_4h.bias", ("inter_size",), split=0),
+    WeightSpec(LAYER + "mlp.dense_4h_to_h.weight", ("inter_size", "hidden"), split=0),
+    WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",)),
+    *_int8("attention.query_key_value", ("hidden", 3, "hidden"), split=2, parts=3),
+    *_int8("attention.dense", ("hidden", "hidden"), split=0),
+    *_int8("mlp.dense_h_to_4h", ("hidden", "inter_size"), split=1),
+    *_int8("mlp.dense_4h_to_h", ("inter_size", "hidden"), split=0),
+    *_adapter("after_attention_adapter"),
+    *_adapter("after_ffn_adapter"),
+    *_norm("model.final_layernorm", when=("has_post_decoder_layernorm",)),
+    WeightSpec(HEAD, ("vocab_size", "hidden"), when=("untied_head",)),
+    *PROMPT_WEIGHTS,
+)
+
+
+def _ft_limits(config: GPTConfig) -> list[str]:
+    if config.model_variant == "bloom-post":
+        return [
+            "model_variant = bloom-post adds the residual of the normalised input, which "
+            "FasterTransformer's post_layernorm does not"
+        ]
+    return []
+
+
+GPT = ModelFamily(
+    name="gpt",
+    model_type="GPT",
+    config=GPTConfig,
+    architecture=gpt_architecture,
+    layout=LAYOUT,
+    divisible=("head_num", "inter_size", "adapter_inter_size"),
+    ft_limits=_ft_limits,
+)

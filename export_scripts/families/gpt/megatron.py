@@ -1,0 +1,312 @@
+"""NeMo 1.x and Megatron-LM origins of the GPT layout, in the names before megatron-core.
+
+Each table is a layout record's name -> where the tensor lies in the source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, LAYOUT, GPTConfig
+from export_scripts.families.gpt.limits import not_gpt
+from export_scripts.families.mapping.megatron_traits import (
+    MegatronTraits,
+    megatron_traits,
+    nemo_traits,
+)
+from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.sources import (
+    Adjusted,
+    Copy,
+    Source,
+    SplitQKV,
+    Transpose,
+    Zeros,
+)
+
+# GPT-2's end of text, which Megatron's converters assume when no vocabulary lies at hand.
+_GPT2_END_OF_TEXT = 50256
+_GPT2_TOKENIZER = "GPT2BPETokenizer"
+
+_ACTIVATIONS = {"gelu": "Gelu", "relu": "Relu", "silu": "Silu"}
+_NORM_SCALES = ("layernorm.weight",)
+
+# Row order of the fused QKV projection by checkpoint version.
+# Layout: NVIDIA/Megatron-LM, megatron/checkpointing.py fix_query_key_value_ordering.
+_QKV_ORDER = {0: "knd", 1: "ndk", 2: "nkd", 3: "nkd"}
+
+
+def gpt_config(facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: bool) -> GPTConfig:
+    """Return the config of a Megatron-style GPT, once nothing speaks against it.
+
+    Raises:
+        ValueError: The special tokens are not known, or added archives contradict themselves.
+    """
+    heads, hidden, width = traits.head_num, traits.hidden, traits.inter_size
+    depth = traits.num_layer
+    assert heads is not None
+    assert hidden is not None
+    assert width is not None
+    assert depth is not None
+    start_id, end_id = start_and_end(facts)
+    return GPTConfig(
+        model_name="gpt",
+        weight_data_type=facts.weight_data_type,
+        tensor_para_size=facts.tp_size,
+        head_num=heads,
+        size_per_head=hidden // heads,
+        inter_size=width,
+        num_layer=depth,
+        max_pos_seq_len=traits.max_positions,
+        vocab_size=vocab_size,
+        start_id=start_id,
+        end_id=end_id,
+        layernorm_eps=traits.norm_eps,
+        activation_type=_ACTIVATIONS[traits.activation],
+        exact_gelu=traits.exact_gelu,
+        has_adapters=traits.project_size > 0,
+        adapter_inter_size=traits.project_size,
+        tie_word_embeddings=tied,
+        **prompt_fields(facts, start_id=vocab_size),
+    )
+
+
+def start_and_end(facts: Facts) -> tuple[int, int]:
+    """Return start_id and end_id: given, the tokenizer's, or GPT-2's where that is the tokenizer.
+
+    Raises:
+        ValueError: The tokenizer is another one and its files are not at hand.
+    """
+    given = facts.given_int("start_id"), facts.given_int("end_id")
+    known = facts.special_ids()
+    start = given[0] if given[0] is not None else known.bos if known else None
+    end = given[1] if given[1] is not None else known.eos if known else None
+    if end is None and _assumes_gpt2(facts):
+        end = _GPT2_END_OF_TEXT
+    start = end if start is None else start
+    if start is None or end is None:
+        raise ValueError(
+            "start_id and end_id are not known: the tokenizer's files are not in the checkpoint; "
+            "name them (--vocab-path) or state the ids (--set start_id=.. --set end_id=..)"
+        )
+    return start, end
+
+
+def _assumes_gpt2(facts: Facts) -> bool:
+    settings = facts.config.get("tokenizer")
+    if isinstance(settings, Mapping):
+        return settings.get("type") == _GPT2_TOKENIZER
+    return facts.config.get("tokenizer_type") in (_GPT2_TOKENIZER, None)
+
+
+def assumed_tokens_warning(facts: Facts, config: Any) -> list[str]:
+    """Return a warning when the special tokens were assumed rather than read."""
+    if facts.special_ids() is not None or "end_id" in facts.given:
+        return []
+    return [
+        f"no tokenizer files came with the checkpoint; start_id and end_id are set to GPT-2's "
+        f"{config.end_id}: name the vocabulary (--vocab-path) if it is another"
+    ]
+
+
+def with_bias_and_norm(
+    table: Mapping[str, Source], traits: MegatronTraits, facts: Facts
+) -> dict[str, Source]:
+    """Return the table with zeros for absent biases and 1 added to layernorm1p scales."""
+    shapes = {spec.name: spec.shape for spec in LAYOUT}
+    out: dict[str, Source] = {}
+    for name, source in table.items():
+        key = source.reads[0][0].format(layer=0, task="")
+        if name.endswith(".bias") and not traits.bias and not facts.has(key):
+            source = Zeros(shapes[name])
+        elif traits.normalization == "layernorm1p" and name.endswith(_NORM_SCALES):
+            source = Adjusted(source, lambda part, _: part + 1)
+        out[name] = source
+    return out | dict(PROMPT_SOURCES)
+
+
+def linear_sources(target: str, source: str, *, row_split: bool) -> dict[str, Source]:
+    """Return the sources of a weight (out, in) and its bias, which is whole when rows are split."""
+    return {
+        f"{target}.weight": Transpose(f"{source}.weight", cut=1 if row_split else 0),
+        f"{target}.bias": Copy(f"{source}.bias", cut=None if row_split else 0),
+    }
+
+
+def norm_sources(target: str, source: str) -> dict[str, Source]:
+    """Return the sources of a layernorm's scale and bias."""
+    return {f"{target}.{part}": Copy(f"{source}.{part}") for part in ("weight", "bias")}
+
+
+def layer_table(layer: str, attention: str, order: str) -> dict[str, Source]:
+    """Return the sources of one layer in Megatron's names before megatron-core."""
+    qkv = f"{layer}{attention}.query_key_value"
+    return {
+        **norm_sources(LAYER + "input_layernorm", layer + "input_layernorm"),
+        LAYER + "attention.query_key_value.weight": SplitQKV(f"{qkv}.weight", order),
+        LAYER + "attention.query_key_value.bias": SplitQKV(f"{qkv}.bias", order),
+        **linear_sources(LAYER + "attention.dense", f"{layer}{attention}.dense", row_split=True),
+        **norm_sources(LAYER + "post_attention_layernorm", layer + "post_attention_layernorm"),
+        **linear_sources(LAYER + "mlp.dense_h_to_4h", layer + "mlp.dense_h_to_4h", row_split=False),
+        **linear_sources(LAYER + "mlp.dense_4h_to_h", layer + "mlp.dense_4h_to_h", row_split=True),
+    }
+
+
+_NEMO = "model.language_model."
+_NEMO_WTE = _NEMO + "embedding.word_embeddings.weight"
+_NEMO_HEAD = _NEMO + "output_layer.weight"
+_NEMO_TABLE: Mapping[str, Source] = {
+    "model.wte": Copy(_NEMO_WTE, cut=0),
+    "model.wpe": Copy(_NEMO + "embedding.position_embeddings.weight"),
+    **layer_table(_NEMO + "encoder.layers.{layer}.", "self_attention", "nkd"),
+    **norm_sources("model.final_layernorm", _NEMO + "encoder.final_layernorm"),
+    HEAD: Copy(_NEMO_HEAD, cut=0),
+}
+
+
+def _is_nemo_gpt(facts: Facts) -> bool:
+    return facts.has(_NEMO_WTE)
+
+
+def tuned_keys(facts: Facts) -> list[str]:
+    """Return a reason if a checkpoint holds tensors of parameter-efficient tuning."""
+    keys = facts.keys()
+    found = [key for key in keys if re.search(r"lora|adapter|ia3|ptuning", key)]
+    if not found:
+        return []
+    return [
+        f"{len(found)} tensors of parameter-efficient tuning, such as {found[0]}: merge them into "
+        "the base model first"
+    ]
+
+
+def _nemo_reasons(facts: Facts) -> list[str]:
+    return not_gpt(nemo_traits(facts.config)) + tuned_keys(facts)
+
+
+def _nemo_config(facts: Facts) -> GPTConfig:
+    traits, rows = nemo_traits(facts.config), facts.rows(_NEMO_WTE)
+    # A head that is neither stored nor tied is left to be reported as missing.
+    tied = traits.tied and not facts.has(_NEMO_HEAD)
+    return gpt_config(facts, traits, vocab_size=rows, tied=tied)
+
+
+def _nemo_weights(facts: Facts, config: GPTConfig) -> Mapping[str, Source]:  # noqa: ARG001
+    return with_bias_and_norm(_NEMO_TABLE, nemo_traits(facts.config), facts)
+
+
+NEMO_GPT = Origin(
+    name="nemo-gpt",
+    title="NeMo 1.x GPT (.nemo, unpacked, checkpoint folder)",
+    family=GPT,
+    format="nemo",
+    matches=_is_nemo_gpt,
+    config=_nemo_config,
+    weights=_nemo_weights,
+    unsupported=_nemo_reasons,
+    # The last pipeline stage's copy of the tied embedding.
+    ignored=("model.word_embeddings.weight", "*._extra_state"),
+    accepts=("prompt",),
+    warnings=assumed_tokens_warning,
+)
+
+_LM = "language_model."
+_LM_WTE = _LM + "embedding.word_embeddings.weight"
+_LM_HEAD = _LM + "output_layer.weight"
+
+
+def _is_megatron_gpt(facts: Facts) -> bool:
+    return facts.has(_LM_WTE)
+
+
+def _stack_name(facts: Facts) -> str:
+    return "encoder" if facts.has_any(_LM + "encoder.*") else "transformer"
+
+
+def _attention_name(facts: Facts) -> str:
+    return "self_attention" if facts.has_any("*.self_attention.*") else "attention"
+
+
+def _lm_traits(facts: Facts) -> MegatronTraits:
+    """Return the traits from the arguments, or for version 0 from the tensors and the user."""
+    if facts.config.get("num_layers") is not None:
+        return megatron_traits(facts.config)
+    layer = f"{_LM}{_stack_name(facts)}.layers."
+    keys = facts.keys()
+    numbers = [int(m[1]) for k in keys if (m := re.match(rf"{layer}(\d+)\.", k))]
+    wte = facts.pieces(_LM_WTE)[0].shape
+    traits = megatron_traits({"hidden_size": wte[1] if len(wte) == 2 else None})
+    return dataclasses.replace(
+        traits,
+        head_num=facts.given_int("head_num"),
+        inter_size=facts.rows(f"{layer}0.mlp.dense_h_to_4h.weight") or None,
+        num_layer=max(numbers, default=-1) + 1 or None,
+        max_positions=facts.pieces(_LM + "embedding.position_embeddings.weight")[0].shape[0],
+        norm_eps=1e-6,
+    )
+
+
+def _lm_version(facts: Facts) -> Any:
+    return facts.config.get("checkpoint_version", 0)
+
+
+def _lm_reasons(facts: Facts) -> list[str]:
+    reasons = []
+    traits = _lm_traits(facts)
+    if facts.config.get("num_attention_heads") is None and traits.head_num is None:
+        reasons.append("the checkpoint does not tell its number of heads: state --set head_num=..")
+        traits = dataclasses.replace(traits, head_num=1)
+    version = _lm_version(facts)
+    if version not in _QKV_ORDER:
+        known = ", ".join(map(str, _QKV_ORDER))
+        reasons.append(f"checkpoint_version = {version}; known versions: {known}")
+    return reasons + not_gpt(traits)
+
+
+def _lm_config(facts: Facts) -> GPTConfig:
+    padded = facts.config.get("padded_vocab_size")
+    rows = padded if isinstance(padded, int) else facts.rows(_LM_WTE)
+    traits = _lm_traits(facts)
+    tied = traits.tied and not facts.has(_LM_HEAD)
+    return gpt_config(facts, traits, vocab_size=rows, tied=tied)
+
+
+def _lm_weights(facts: Facts, config: GPTConfig) -> Mapping[str, Source]:  # noqa: ARG001
+    stack = f"{_LM}{_stack_name(facts)}."
+    layer = stack + "layers.{layer}."
+    table: dict[str, Source] = {
+        "model.wte": Copy(_LM_WTE, cut=0),
+        "model.wpe": Copy(_LM + "embedding.position_embeddings.weight"),
+        **layer_table(layer, _attention_name(facts), _QKV_ORDER[_lm_version(facts)]),
+        **norm_sources("model.final_layernorm", stack + "final_layernorm"),
+        HEAD: Copy(_LM_HEAD, cut=0),
+    }
+    for target, source in (
+        ("after_attention_adapter", "adaptor1"),
+        ("after_ffn_adapter", "adaptor2"),
+    ):
+        up, down = f"{target}.dense_h_to_4h", f"{target}.dense_4h_to_h"
+        table |= linear_sources(LAYER + up, f"{layer}{source}.dense_h_to_4h", row_split=False)
+        table |= linear_sources(LAYER + down, f"{layer}{source}.dense_4h_to_h", row_split=True)
+    return with_bias_and_norm(table, _lm_traits(facts), facts)
+
+
+MEGATRON_GPT = Origin(
+    name="megatron-gpt",
+    title="Megatron-LM GPT, checkpoint versions 0 to 3",
+    family=GPT,
+    format="megatron",
+    matches=_is_megatron_gpt,
+    config=_lm_config,
+    weights=_lm_weights,
+    unsupported=_lm_reasons,
+    ignored=("word_embeddings_for_head.weight", "*._extra_state"),
+    accepts=("prompt",),
+    warnings=assumed_tokens_warning,
+)
+
+GPT_MEGATRON_ORIGINS: tuple[Origin, ...] = (NEMO_GPT, MEGATRON_GPT)

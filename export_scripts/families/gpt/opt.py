@@ -1,0 +1,165 @@
+"""Hugging Face OPT as an origin of the GPT layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
+from export_scripts.families.gpt.opt_int8 import check_ranges, int8_weights
+from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings, model_name
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.sources import (
+    Compute,
+    Copy,
+    Mapped,
+    Ones,
+    PerIndex,
+    Source,
+    StackQKV,
+    Transpose,
+    Zeros,
+)
+from export_scripts.families.mapping.tensors import float32
+
+# OPT has no key for it: transformers builds its layernorms with torch's default.
+LAYERNORM_EPS = 1e-5
+
+# The table of positions begins with two rows that no token ever reads.
+POSITION_OFFSET = 2
+
+EMBEDDING = "model.decoder.embed_tokens.weight"
+PROJECT_IN = "model.decoder.project_in.weight"
+PROJECT_OUT = "model.decoder.project_out.weight"
+LM_HEAD = "lm_head.weight"
+
+
+def _config(facts: Facts) -> GPTConfig:
+    """Return the GPT config of an OPT.
+
+    Its folder always holds a head of its own, as NVIDIA's converter writes it.
+
+    Raises:
+        CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
+    """
+    settings = huggingface_settings(facts.config)
+    hidden = settings.integer("hidden_size")
+    heads = settings.integer("num_attention_heads")
+    norm_before = settings.flag("do_layer_norm_before", default=True)
+    removed = settings.flag("_remove_final_layer_norm", default=False)
+    activation, exact_gelu = settings.activation("activation_function", default="relu")
+    start_id, end_id = settings.token_ids(facts, bos=2, eos=2)
+    config = GPTConfig(
+        model_name=model_name(facts.config, "opt"),
+        head_num=heads,
+        size_per_head=settings.divide(hidden, heads, "hidden_size by num_attention_heads"),
+        inter_size=settings.integer("ffn_dim"),
+        num_layer=settings.integer("num_hidden_layers"),
+        vocab_size=settings.integer("vocab_size"),
+        max_pos_seq_len=settings.integer("max_position_embeddings"),
+        start_id=start_id,
+        end_id=end_id,
+        layernorm_eps=LAYERNORM_EPS,
+        layernorm_type="pre_layernorm" if norm_before else "post_layernorm",
+        activation_type=activation,
+        exact_gelu=exact_gelu,
+        has_post_decoder_layernorm=norm_before and not removed,
+        int8=facts.activation_ranges is not None,
+        tie_word_embeddings=False,
+        weight_data_type=facts.weight_data_type,
+        tensor_para_size=facts.tp_size,
+    )
+    settings.finish()
+    if facts.activation_ranges is not None:
+        check_ranges(facts.activation_ranges, config.num_layer)
+    return config
+
+
+def _embed_in(_: GPTConfig, table: Any, project: Any) -> Any:
+    """Return (V, hidden) of a narrower table (V, w) and project_in (hidden, w)."""
+    return float32(table) @ float32(project).T
+
+
+def _embed_out(_: GPTConfig, table: Any, project: Any) -> Any:
+    """Return (V, hidden) of a narrower table (V, w) and project_out (w, hidden)."""
+    return float32(table) @ float32(project)
+
+
+def _without_offset(table: Any, _: GPTConfig) -> Any:
+    return table[POSITION_OFFSET:]
+
+
+_L = "model.decoder.layers.{layer}."
+_NORMS = {
+    LAYER + "input_layernorm": _L + "self_attn_layer_norm",
+    LAYER + "post_attention_layernorm": _L + "final_layer_norm",
+    "model.final_layernorm": "model.decoder.final_layer_norm",
+}
+_LINEAR = {
+    "attention.dense": ("self_attn.out_proj", "hidden"),
+    "mlp.dense_h_to_4h": ("fc1", "inter_size"),
+    "mlp.dense_4h_to_h": ("fc2", "hidden"),
+}
+
+
+def _weights(facts: Facts, _: GPTConfig) -> Mapping[str, Source | PerIndex]:
+    """Return where each GPT tensor lies."""
+    bias = facts.config.get("enable_bias", True)
+    affine = facts.config.get("layer_norm_elementwise_affine", True)
+    q, k, v = (f"{_L}self_attn.{part}_proj." for part in "qkv")
+    qkv = LAYER + "attention.query_key_value."
+    return {
+        **_embeddings(facts),
+        **(int8_weights(facts.activation_ranges) if facts.activation_ranges is not None else {}),
+        "model.wpe": Mapped("model.decoder.embed_positions.weight", _without_offset),
+        **{
+            f"{ours}.{kind}": Copy(f"{theirs}.{kind}") if affine else _neutral(kind)
+            for ours, theirs in _NORMS.items()
+            for kind in ("weight", "bias")
+        },
+        qkv + "weight": StackQKV(q + "weight", k + "weight", v + "weight"),
+        qkv + "bias": StackQKV(q + "bias", k + "bias", v + "bias")
+        if bias
+        else Zeros((3, "hidden")),
+        **{f"{LAYER}{o}.weight": Transpose(f"{_L}{t}.weight") for o, (t, _) in _LINEAR.items()},
+        **{
+            f"{LAYER}{ours}.bias": Copy(f"{_L}{theirs}.bias") if bias else Zeros((width,))
+            for ours, (theirs, width) in _LINEAR.items()
+        },
+    }
+
+
+def _is_tied(facts: Facts) -> bool:
+    settings = huggingface_settings(facts.config)
+    return head_is_tied(facts, settings, LM_HEAD, EMBEDDING, default=True)
+
+
+def _embeddings(facts: Facts) -> dict[str, Source]:
+    """Return embedding and head; opt-350m keeps both narrow with a projection beside them."""
+    head = EMBEDDING if _is_tied(facts) else LM_HEAD
+    return {
+        "model.wte": Compute(_embed_in, (EMBEDDING, PROJECT_IN))
+        if facts.has(PROJECT_IN)
+        else Copy(EMBEDDING),
+        HEAD: Compute(_embed_out, (head, PROJECT_OUT)) if facts.has(PROJECT_OUT) else Copy(head),
+    }
+
+
+def _neutral(kind: str) -> Source:
+    """Return a layernorm parameter of a model whose layernorms have none."""
+    return Zeros(("hidden",)) if kind == "bias" else Ones(("hidden",))
+
+
+OPT_HUGGINGFACE = Origin(
+    name="huggingface-opt",
+    title="Hugging Face OPT",
+    family=GPT,
+    format="huggingface",
+    matches=lambda facts: facts.config.get("model_type") == "opt",
+    config=_config,
+    weights=_weights,
+    ignored=("*decoder.version",),
+    copies=lambda facts, _: (LM_HEAD,) if _is_tied(facts) else (),
+    prefix="model.",
+    accepts=("activation_ranges",),
+)

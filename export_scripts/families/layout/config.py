@@ -1,0 +1,242 @@
+"""The config of a model: a frozen dataclass per family whose fields are keys of config.ini."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar, get_type_hints
+
+from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+
+Sections = dict[str, dict[str, str]]
+Index = Mapping[str, int | str]
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
+_BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
+# A damaged number would otherwise have its tensors listed until memory ends.
+_MOST_LAYERS = 10_000
+_INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)")
+
+ConfigT = TypeVar("ConfigT", bound="ModelConfig")
+
+
+def ini_field(
+    default: Any = dataclasses.MISSING,
+    *,
+    key: str | None = None,
+    sections: tuple[str, ...] | None = None,
+    as_digit: bool = False,
+) -> Any:
+    """Declare a config field whose place in config.ini is not just its name in the main section.
+
+    Args:
+        default: Value when the key is absent; a field without one is required.
+        key: Key in the file, when it is not the field's name.
+        sections: Sections that hold it (all get the same value), when not the main one.
+        as_digit: Write a boolean as 1 or 0, for keys the loader reads as integers.
+    """
+    metadata = {"key": key, "sections": sections, "as_digit": as_digit}
+    if default is dataclasses.MISSING:
+        return dataclasses.field(metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _not_ini(default: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"skip": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptTask:
+    """One p-tuned task: its table holds `prompt_length` virtual-token embeddings."""
+
+    task_name: str
+    prompt_length: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Base of every family's config; the fields are config.ini keys verbatim.
+
+    A field whose value is None is not written. `tasks` are the p-tuned prompt tables, kept in
+    sections [task_<i>].
+    """
+
+    # Section of keys that name no other; further sections a family always writes.
+    SECTION: ClassVar[str] = ""
+    EXTRA_SECTIONS: ClassVar[tuple[str, ...]] = ()
+    # Index placeholders of the layout's names -> the config field that counts them.
+    INDICES: ClassVar[Mapping[str, str]] = {"layer": "num_layer"}
+
+    weight_data_type: str
+    tensor_para_size: int = 1
+    prompt_learning_start_id: int | None = None
+    prompt_learning_type: int | None = None
+    tasks: tuple[PromptTask, ...] = _not_ini(())
+
+    @property
+    def prompt_length(self) -> Mapping[str, int]:
+        """Virtual tokens of each prompt task by its name."""
+        return {task.task_name: task.prompt_length for task in self.tasks}
+
+    def index_values(self, placeholder: str) -> Sequence[int | str]:
+        """Return the values a placeholder such as {layer} or {task} takes, in order.
+
+        Raises:
+            ValueError: There would be more layers than any model has.
+        """
+        if placeholder == "task":
+            return [task.task_name for task in self.tasks]
+        name = self.INDICES[placeholder]
+        count = int(getattr(self, name))
+        if count > _MOST_LAYERS:
+            raise ValueError(
+                f"{name} = {count}: expected at most {_MOST_LAYERS}; the configuration is damaged"
+            )
+        return range(count)
+
+    def dim(self, name: str | int, index: Index) -> int:
+        """Return the size of a dimension: a number, or a field or property of this config."""
+        if isinstance(name, int):
+            return name
+        value = getattr(self, name)
+        if isinstance(value, Mapping):
+            value = value[index["task"]]
+        return int(value)
+
+    def sections(self) -> Sections:
+        """Return the sections and keys of config.ini, spelled for the loader."""
+        names = [self.SECTION, *self.EXTRA_SECTIONS]
+        out: Sections = {name: {} for name in names}
+        for field in _ini_fields(type(self)):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            for section in field.metadata.get("sections") or (self.SECTION,):
+                out[section][_key(field)] = _spell(value, field.metadata.get("as_digit", False))
+        if self.tasks:
+            out[self.SECTION]["num_tasks"] = str(len(self.tasks))
+        for number, task in enumerate(self.tasks):
+            out[f"task_{number}"] = {
+                "task_name": task.task_name,
+                "prompt_length": str(task.prompt_length),
+            }
+        return out
+
+    @classmethod
+    def absent_keys(
+        cls,
+        sections: Sections,  # noqa: ARG003 - for families that need them
+        files: Collection[str],  # noqa: ARG003
+    ) -> dict[str, Any]:
+        """Return values of fields whose keys other writers leave out, from the folder's files."""
+        return {}
+
+    @classmethod
+    def from_sections(
+        cls: type[ConfigT], sections: Sections, files: Collection[str] = ()
+    ) -> ConfigT:
+        """Build the config from parsed sections.
+
+        Args:
+            sections: Section -> key -> text, names in lower case.
+            files: Names of the weight files present, for facts told only by presence.
+
+        Raises:
+            ValueError: Keys missing or not readable as their type; all of them are listed.
+        """
+        values: dict[str, Any] = {}
+        problems: list[str] = []
+        known = cls.absent_keys(sections, files)
+        hints = get_type_hints(cls)
+        for field in _ini_fields(cls):
+            section = (field.metadata.get("sections") or (cls.SECTION,))[0]
+            text = sections.get(section, {}).get(_key(field).lower())
+            if text is None:
+                if field.name in known:
+                    values[field.name] = known[field.name]
+                elif field.default is dataclasses.MISSING:
+                    problems.append(f"config.ini [{section}] has no {_key(field)}")
+                continue
+            try:
+                values[field.name] = parse_value(text, hints[field.name])
+            except ValueError as error:
+                problems.append(f"config.ini [{section}] {_key(field)}: {error}")
+        tasks = _parse_tasks(sections, cls.SECTION, problems)
+        if problems:
+            raise ValueError("\n".join(problems))
+        config = cls(**values, tasks=tasks)
+        if config.weight_data_type not in WEIGHT_DATA_TYPES:
+            known_types = ", ".join(WEIGHT_DATA_TYPES)
+            raise ValueError(
+                f"config.ini weight_data_type = {config.weight_data_type}; known: {known_types}"
+            )
+        return config
+
+
+def _ini_fields(cls: type[ModelConfig]) -> list[dataclasses.Field[Any]]:
+    return [f for f in dataclasses.fields(cls) if not f.metadata.get("skip")]
+
+
+def _key(field: dataclasses.Field[Any]) -> str:
+    return field.metadata.get("key") or field.name
+
+
+def _spell(value: Any, as_digit: bool) -> str:
+    if isinstance(value, bool):
+        return str(int(value)) if as_digit else str(value)
+    return str(value)
+
+
+def parse_value(text: str, hint: Any) -> Any:
+    """Return the value that a config.ini key's text stands for.
+
+    Args:
+        text: What the file says.
+        hint: Type of the config's field.
+
+    Raises:
+        ValueError: The text is no such value.
+    """
+    kind = str(hint)
+    if hint is str or "str" in kind:
+        return text
+    if hint is bool or "bool" in kind:
+        if text.lower() not in _BOOLEANS:
+            raise ValueError(f"{text!r} is not a boolean (true/yes/on/1, false/no/off/0)")
+        return _BOOLEANS[text.lower()]
+    if hint is float or "float" in kind:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{text!r} is not a number") from None
+    return parse_integer(text)
+
+
+def parse_integer(text: str) -> int:
+    """Return the integer the loader reads: strtol base 0, so 0x is hexadecimal and 0 octal.
+
+    Raises:
+        ValueError: The text is not wholly an integer; the loader would end its process or cut it.
+    """
+    if not _INTEGER.fullmatch(text):
+        raise ValueError(f"{text!r} is not an integer")
+    digits = text.lstrip("+-")
+    base = 16 if digits[:2] in ("0x", "0X") else 8 if len(digits) > 1 and digits[0] == "0" else 10
+    return int(text, base)
+
+
+def _parse_tasks(sections: Sections, main: str, problems: list[str]) -> tuple[PromptTask, ...]:
+    try:
+        count = parse_integer(sections.get(main, {}).get("num_tasks", "0"))
+        return tuple(
+            PromptTask(
+                task_name=sections[f"task_{i}"]["task_name"],
+                prompt_length=parse_integer(sections[f"task_{i}"]["prompt_length"]),
+            )
+            for i in range(count)
+        )
+    except (KeyError, ValueError) as error:
+        problems.append(f"config.ini prompt tasks are incomplete: {error}")
+        return ()

@@ -1,0 +1,59 @@
+"""What all decoder-only families have: keys of config.ini, and the files of loaded prompts.
+
+Prompts: FasterTransformer 5.3, models/gptj/GptJWeight.cc, kernels/unfused_attention_kernels.cu.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.spec import WeightSpec
+
+# prompt_learning_type of keys and values that precede the prompt in every layer.
+PREFIX_PROMPT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig(ModelConfig):
+    """Keys that all decoders have; each family adds its own."""
+
+    model_name: str
+    head_num: int
+    size_per_head: int
+    inter_size: int
+    num_layer: int
+    vocab_size: int
+    start_id: int
+    end_id: int
+
+    @property
+    def hidden(self) -> int:
+        """Width of the residual stream."""
+        return self.head_num * self.size_per_head
+
+    @property
+    def has_prefix_prompts(self) -> bool:
+        """Whether the loaded prompts are keys and values of every layer."""
+        return self.prompt_learning_type == PREFIX_PROMPT
+
+    @property
+    def has_prompt_tables(self) -> bool:
+        """Whether the loaded prompts, if any, are tables of virtual tokens."""
+        return not self.has_prefix_prompts
+
+
+PROMPT_WEIGHTS = (
+    WeightSpec(
+        "model.prompt_table.{task}.weight",
+        ("prompt_length", "hidden"),
+        when=("has_prompt_tables",),
+    ),
+    # Keys, which no rotary embedding turns any more, then values of every layer.
+    WeightSpec(
+        "model.prefix_prompt.{task}.weight",
+        ("num_layer", 2, "head_num", "prompt_length", "size_per_head"),
+        split=2,
+        when=("has_prefix_prompts",),
+    ),
+)

@@ -1,0 +1,153 @@
+"""The records a family is made of: its tensors, and the family itself.
+
+A layout is data: what a file is called, its shape in names of config fields, and the axis that
+tensor-parallel ranks share. Nothing here imports numpy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from export_scripts.families.layout.architecture import Architecture
+from export_scripts.families.layout.config import Index, ModelConfig, Sections
+from export_scripts.numeric.dtypes import item_size
+
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True)
+class FTTensor:
+    """One tensor of an FT folder.
+
+    Attributes:
+        name: File stem, indices filled in.
+        shape: Whole shape, before any split.
+        split: Axis divided among tensor-parallel ranks; None for one copy read by all.
+        dtype: Type on disk when it is not the folder's weight_data_type.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None = None
+    dtype: str | None = None
+
+    def file_name(self, tp_rank: int = 0) -> str:
+        """Return the file that rank `tp_rank` reads."""
+        return f"{self.name}.bin" if self.split is None else f"{self.name}.{tp_rank}.bin"
+
+    def file_names(self, tp_size: int) -> tuple[str, ...]:
+        """Return every file of this tensor."""
+        if self.split is None:
+            return (self.file_name(),)
+        return tuple(self.file_name(rank) for rank in range(tp_size))
+
+    def local_shape(self, tp_size: int) -> tuple[int, ...]:
+        """Return the shape of one file.
+
+        Raises:
+            ValueError: The split axis does not divide by `tp_size`.
+        """
+        if self.split is None:
+            return self.shape
+        size = self.shape[self.split]
+        if size % tp_size:
+            raise ValueError(f"{self.name}: axis of {size} does not divide by {tp_size} ranks")
+        shape = list(self.shape)
+        shape[self.split] = size // tp_size
+        return tuple(shape)
+
+    def file_bytes(self, tp_size: int, weight_data_type: str) -> int:
+        """Return the exact size of one file in bytes."""
+        count = 1
+        for size in self.local_shape(tp_size):
+            count *= size
+        return count * item_size(self.dtype or weight_data_type)
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One record of a layout.
+
+    Attributes:
+        name: File stem; {layer}, {task} and the like are expanded.
+        shape: Whole FT shape, in numbers and names of config fields or properties.
+        split: Axis divided among tensor-parallel ranks; None for one copy.
+        when: Config fields or properties that are all true (or not zero) of a model that has the
+            tensor.
+        dtype: Type on disk when it is not the folder's weight_data_type.
+    """
+
+    name: str
+    shape: tuple[str | int, ...]
+    _: dataclasses.KW_ONLY
+    split: int | None = None
+    when: tuple[str, ...] = ()
+    dtype: str | None = None
+
+    @property
+    def placeholders(self) -> tuple[str, ...]:
+        """Names of the indices in `name`, such as layer."""
+        return tuple(_PLACEHOLDER.findall(self.name))
+
+    def expand(self, config: ModelConfig) -> Iterator[tuple[Index, FTTensor]]:
+        """Yield (index, tensor) for every tensor this record stands for in a model."""
+        if not all(getattr(config, name) for name in self.when):
+            return
+        names = self.placeholders
+        for values in itertools.product(*(config.index_values(name) for name in names)):
+            index: Index = dict(zip(names, values, strict=True))
+            shape = tuple(config.dim(size, index) for size in self.shape)
+            yield index, FTTensor(self.name.format(**index), shape, self.split, self.dtype)
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Everything about a family but where its sources keep their tensors.
+
+    Attributes:
+        name: Key of the families table.
+        model_type: As config.pbtxt spells it for NVIDIA's backend.
+        config: Class of its configs.
+        architecture: Derives what the runtime builds from a config.
+        layout: Every tensor of a folder.
+        divisible: Config fields or properties that the tensor-parallel size must divide.
+        unread: Patterns of file names that other converters write and no loader reads.
+        ft_backend: Whether NVIDIA's FasterTransformer backend can serve it.
+        ft_limits: Why that backend would compute a model of some config wrongly.
+        owns: Whether a config.ini that has the main section is this family's, where two share it.
+    """
+
+    name: str
+    model_type: str
+    config: type[ModelConfig]
+    architecture: Callable[[Any], Architecture]
+    layout: tuple[WeightSpec, ...]
+    divisible: tuple[str, ...] = ("head_num", "inter_size")
+    unread: tuple[str, ...] = ()
+    ft_backend: bool = True
+    ft_limits: Callable[[Any], list[str]] = lambda _: []
+    owns: Callable[[Sections], bool] = lambda _: True
+
+    def expand(self, config: ModelConfig) -> Iterator[tuple[WeightSpec, Index, FTTensor]]:
+        """Yield (record, index, tensor) for every tensor of the folder, in layout order."""
+        for spec in self.layout:
+            for index, tensor in spec.expand(config):
+                yield spec, index, tensor
+
+    def tp_sizes(self, config: ModelConfig) -> list[int]:
+        """Return the numbers of tensor-parallel ranks that can share a model, up to 128."""
+        return [n for n in range(1, 129) if self.is_divisible(config, n)]
+
+    def is_divisible(self, config: ModelConfig, tp_size: int) -> bool:
+        """Return whether `tp_size` ranks can share a model; some sizes depend on their number."""
+        cut = dataclasses.replace(config, tensor_para_size=tp_size)
+        return all(cut.dim(name, {}) % tp_size == 0 for name in self.divisible)
+
+    def tensors(self, config: ModelConfig) -> tuple[FTTensor, ...]:
+        """Return every tensor of the folder."""
+        return tuple(tensor for _, _, tensor in self.expand(config))

@@ -1,0 +1,177 @@
+"""Hugging Face Llama, Mistral and Qwen2 as an origin of the Llama layout."""
+
+# Shapes: k key/value heads, d size per head, h hidden
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from export_scripts.families.llama.layout import (
+    GATED,
+    LAYER,
+    LLAMA,
+    LlamaConfig,
+    in_first,
+    repeated_heads,
+    rotary_fields,
+)
+from export_scripts.families.mapping.rotary import rotary_settings
+from export_scripts.families.mapping.settings import (
+    Settings,
+    half_precision_warnings,
+    head_is_tied,
+    huggingface_settings,
+    model_name,
+    token_warnings,
+)
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.sources import Copy, Mapped, Source, Transpose
+
+_MODEL_TYPES = ("llama", "mistral", "qwen2")
+
+WTE = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
+_HF = "model.layers.{layer}."
+
+
+def _config(facts: Facts) -> LlamaConfig:
+    """Return the config of a Hugging Face Llama, Mistral or Qwen2.
+
+    Raises:
+        CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
+    """
+    settings = huggingface_settings(facts.config)
+    hidden = settings.integer("hidden_size")
+    heads = settings.integer("num_attention_heads")
+    kv_heads = settings.integer("num_key_value_heads", default=heads)
+    settings.divide(heads, kv_heads, "num_attention_heads by num_key_value_heads")
+    if facts.config.get("head_dim") is not None:
+        size_per_head = settings.integer("head_dim")
+    else:
+        size_per_head = settings.divide(hidden, heads, "hidden_size by num_attention_heads")
+    # Qwen2 has no tokens of its own accord.
+    ids = {} if facts.config["model_type"] == "qwen2" else {"bos": 1, "eos": 2}
+    start_id, end_id = settings.token_ids(facts, **ids)
+    activation, exact_gelu = settings.activation("hidden_act", default="silu")
+    rotary = rotary_settings(settings)
+    if rotary.fraction != 1:
+        settings.problems.append(
+            f"config.json: partial_rotary_factor = {rotary.fraction:g} cannot be represented: "
+            "transformers turns whole heads of these models"
+        )
+    first = _HF.format(layer=0)
+    config = LlamaConfig(
+        model_name=model_name(facts.config, str(facts.config["model_type"])),
+        head_num=heads,
+        kv_head_num=kv_heads,
+        size_per_head=size_per_head,
+        hidden_size=hidden,
+        inter_size=settings.integer("intermediate_size"),
+        num_layer=settings.integer("num_hidden_layers"),
+        vocab_size=settings.integer("vocab_size"),
+        max_pos_seq_len=settings.integer("max_position_embeddings"),
+        start_id=start_id,
+        end_id=end_id,
+        layernorm_eps=settings.number("rms_norm_eps", default=1e-6),
+        activation_type=GATED[activation.lower()],
+        exact_gelu=exact_gelu,
+        tie_word_embeddings=head_is_tied(facts, settings, LM_HEAD, WTE, default=False),
+        has_qkv_bias=facts.has(first + "self_attn.q_proj.bias"),
+        has_attention_dense_bias=facts.has(first + "self_attn.o_proj.bias"),
+        has_mlp_bias=facts.has(first + "mlp.down_proj.bias"),
+        sliding_window=_sliding_window(settings),
+        **rotary_fields(rotary, size_per_head),
+        weight_data_type=facts.weight_data_type,
+        tensor_para_size=facts.tp_size,
+    )
+    settings.finish()
+    return config
+
+
+def _sliding_window(settings: Settings) -> int | None:
+    """Return the window every layer attends in, or None; layers that differ are a problem."""
+    source = settings.source
+    if not source.get("use_sliding_window", source.get("model_type") != "qwen2"):
+        return None
+    if source.get("sliding_window") is None:
+        return None
+    count = settings.integer("num_hidden_layers")
+    full = min(settings.integer("max_window_layers", default=0, least=0), count)
+    default = ["full_attention"] * (full > 0) + ["sliding_attention"] * (count > full)
+    stated = source.get("layer_types")
+    kinds = set(map(str, stated if isinstance(stated, list) and stated else default))
+    if kinds == {"full_attention"}:
+        return None
+    if kinds != {"sliding_attention"}:
+        settings.problems.append(
+            f"{settings.origin}: only some layers attend in a sliding window; a folder holds one "
+            "rule for all layers"
+        )
+    return settings.integer("sliding_window")
+
+
+def _heads_apart(rows: Any, config: LlamaConfig) -> Any:
+    """Return (heads, d[, h]) of a projection (heads * d, h), or of its bias."""
+    d = config.size_per_head
+    return rows.reshape(rows.shape[0] // d, d, *rows.shape[1:])
+
+
+def _query(rows: Any, config: LlamaConfig) -> Any:
+    return in_first(_heads_apart(rows, config))
+
+
+def _key_or_value(rows: Any, config: LlamaConfig) -> Any:
+    return in_first(repeated_heads(_heads_apart(rows, config), config))
+
+
+def _linear(ours: str, theirs: str) -> dict[str, Source]:
+    return {
+        f"{LAYER}{ours}.weight": Transpose(f"{_HF}{theirs}.weight"),
+        f"{LAYER}{ours}.bias": Copy(f"{_HF}{theirs}.bias"),
+    }
+
+
+def _projection(ours: str, theirs: str, function: Any) -> dict[str, Source]:
+    return {
+        f"{LAYER}{ours}.{kind}": Mapped(f"{_HF}{theirs}.{kind}", function)
+        for kind in ("weight", "bias")
+    }
+
+
+WEIGHTS: Mapping[str, Source] = {
+    "model.wte": Copy(WTE),
+    LAYER + "input_layernorm.weight": Copy(_HF + "input_layernorm.weight"),
+    **_projection("attention.query", "self_attn.q_proj", _query),
+    **_projection("attention.key", "self_attn.k_proj", _key_or_value),
+    **_projection("attention.value", "self_attn.v_proj", _key_or_value),
+    **_linear("attention.dense", "self_attn.o_proj"),
+    LAYER + "post_attention_layernorm.weight": Copy(_HF + "post_attention_layernorm.weight"),
+    **_linear("mlp.dense_h_to_4h", "mlp.gate_proj"),
+    **_linear("mlp.dense_h_to_4h_2", "mlp.up_proj"),
+    **_linear("mlp.dense_4h_to_h", "mlp.down_proj"),
+    "model.final_layernorm.weight": Copy("model.norm.weight"),
+    "model.lm_head.weight": Copy(LM_HEAD),
+}
+
+
+def _warnings(facts: Facts, config: LlamaConfig) -> list[str]:
+    # Llama and Mistral are served in fp16 everywhere; Qwen2's activations are known to overflow.
+    qwen = facts.config["model_type"] == "qwen2"
+    overflow = half_precision_warnings(facts, config, WTE) if qwen else []
+    return token_warnings(facts) + overflow
+
+
+LLAMA_HUGGINGFACE = Origin(
+    name="huggingface-llama",
+    title="Hugging Face Llama, Mistral, Qwen2",
+    family=LLAMA,
+    format="huggingface",
+    matches=lambda facts: facts.config.get("model_type") in _MODEL_TYPES,
+    config=_config,
+    weights=lambda *_: WEIGHTS,
+    ignored=("*rotary_emb.inv_freq",),
+    copies=lambda _, config: (LM_HEAD,) if config.tie_word_embeddings else (),
+    prefix="model.",
+    warnings=_warnings,
+)

@@ -1,0 +1,99 @@
+"""Prompt-learning archives (p-tuning, prompt tuning) added to any family with prompt tables.
+
+Archive: NeMo, MegatronGPTPromptLearningModel / MegatronT5PromptLearningModel; model_config.yaml
+lists task_templates, the weights hold one table per task.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from export_scripts.checkpoints.base import CheckpointReader, Piece
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.layout.config import PromptTask
+from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.families.mapping.sources import Copy, Source
+
+# FasterTransformer's prompt_learning_type of tables chosen by task name.
+P_PROMPT_TUNING = 3
+
+PROMPT_TABLE = "model.prompt_table.{task}.weight"
+PROMPT_SOURCES: Mapping[str, Source] = {PROMPT_TABLE: Copy("prompt:{task}")}
+
+_TABLE = re.compile(r"(?:^|\.)prompt_table\.(?P<task>[^.]+)\.prompt_embeddings\.weight$")
+_TASK_NAME = re.compile(r"[\w][\w\- ]*")
+
+
+def prompt_tensors(
+    archives: Sequence[CheckpointReader],
+) -> dict[str, tuple[Piece, ...]]:
+    """Return the tables as "prompt:<task>" and whatever else the archives hold by full name.
+
+    Raises:
+        CheckpointMismatchError: Two archives hold the same task, or a name cannot be a file's.
+    """
+    tensors: dict[str, tuple[Piece, ...]] = {}
+    for number, archive in enumerate(archives):
+        for key in archive.keys():  # noqa: SIM118 - a reader is not a mapping
+            match = _TABLE.search(key)
+            name = f"prompt:{match['task']}" if match else f"prompt.{number}:{key}"
+            if match and not _TASK_NAME.fullmatch(match["task"]):
+                raise CheckpointMismatchError(
+                    f"{archive.path}: task {match['task']!r} cannot be part of a file name"
+                )
+            if name in tensors:
+                raise CheckpointMismatchError(
+                    f"{archive.path}: task {match['task'] if match else key} was already added "
+                    "by another prompt archive"
+                )
+            tensors[name] = tuple(archive.pieces(key))
+    return tensors
+
+
+def prompt_fields(facts: Facts, *, start_id: int) -> dict[str, Any]:
+    """Return the config fields that describe the added prompt tables (empty without any).
+
+    Args:
+        facts: The source.
+        start_id: First virtual token id, unless the user gives prompt_learning_start_id.
+
+    Raises:
+        CheckpointMismatchError: An archive's templates and tables disagree.
+    """
+    if not facts.prompts:
+        return {}
+    tasks: list[PromptTask] = []
+    problems: list[str] = []
+    for archive in facts.prompts:
+        for template in _templates(archive, problems):
+            name = str(template.get("taskname"))
+            if not facts.has(f"prompt:{name}"):
+                problems.append(f"{archive.path} has no table of task {name!r}")
+                continue
+            rows = facts.rows(f"prompt:{name}")
+            stated = template.get("total_virtual_tokens", rows)
+            if stated != rows:
+                problems.append(
+                    f"{archive.path}: task {name!r} states {stated} virtual tokens, its table "
+                    f"has {rows} rows"
+                )
+            tasks.append(PromptTask(task_name=name, prompt_length=rows))
+    if problems:
+        raise CheckpointMismatchError(problems)
+    given = facts.given_int("prompt_learning_start_id")
+    return {
+        "tasks": tuple(tasks),
+        "prompt_learning_start_id": start_id if given is None else given,
+        "prompt_learning_type": P_PROMPT_TUNING,
+    }
+
+
+def _templates(archive: CheckpointReader, problems: list[str]) -> list[Mapping[str, Any]]:
+    templates = archive.config().get("task_templates")
+    if not isinstance(templates, list) or not all(isinstance(t, Mapping) for t in templates):
+        problems.append(f"{archive.path} lists no task_templates; is it a prompt archive?")
+        return []
+    # Templates of tasks trained later may follow those of the tasks the archive holds.
+    return templates

@@ -1,0 +1,128 @@
+"""Rotary positions as Hugging Face configurations describe them, old spelling and new.
+
+Before version 5: rope_theta (rotary_emb_base), partial_rotary_factor (rotary_pct) and rope_scaling;
+since then one rope_parameters. Meanings: transformers, modeling_rope_utils.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from export_scripts.families.mapping.settings import Settings
+
+# Built into FasterTransformer's GPT-J and GPT-NeoX.
+FT_BASE = 10000.0
+
+# Parameters each kind needs besides its base.
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+@dataclass(frozen=True)
+class RotarySettings:
+    """Base, rotated fraction of a head, and scaling of a source's rotary positions.
+
+    `scaling` is empty for the default kind; for yarn its attention_factor is worked out.
+    """
+
+    kind: str = "default"
+    base: float = 10000.0
+    fraction: float = 1.0
+    scaling: Mapping[str, Any] = field(default_factory=dict)
+
+
+def rotary_settings(settings: Settings, *, fraction: float = 1.0) -> RotarySettings:
+    """Return a configuration's rotary positions; what is unknown is noted in `settings`.
+
+    Args:
+        settings: The configuration.
+        fraction: The rotated fraction where the configuration names none.
+    """
+    source = settings.source
+    given = source.get("rope_parameters") or source.get("rope_scaling") or {}
+    if not isinstance(given, Mapping):
+        settings.problems.append(
+            f"{settings.origin}: rotary scaling {given!r} is not a table of parameters"
+        )
+        return RotarySettings()
+    if any(isinstance(value, Mapping) for value in given.values()):
+        settings.problems.append(f"{settings.origin}: layers with rotary positions of their own")
+        return RotarySettings()
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if not isinstance(kind, str) or kind not in _REQUIRED:
+        known = ", ".join(_REQUIRED)
+        settings.problems.append(
+            f"{settings.origin}: rotary scaling {kind!r} cannot be represented; known: {known}"
+        )
+        return RotarySettings()
+    base = settings.number("rope_theta", "rotary_emb_base", default=FT_BASE)
+    part = settings.number("partial_rotary_factor", "rotary_pct", default=fraction)
+    inner = Settings(given, f"{settings.origin}: rotary scaling", settings.problems)
+    base = inner.number("rope_theta", default=base)
+    part = inner.number("partial_rotary_factor", default=part)
+    missing = [name for name in _REQUIRED[kind] if given.get(name) is None]
+    if missing:
+        settings.problems.append(
+            f"{settings.origin}: {kind} rotary scaling without {', '.join(missing)}"
+        )
+        return RotarySettings()
+    return RotarySettings(kind, base, part, _scaling(kind, inner, settings))
+
+
+def plain_rotary_dims(settings: Settings, size_per_head: int, *, fraction: float) -> int:
+    """Return the rotated dimensions of a head for a family whose runtime has no other choice."""
+    rotary = rotary_settings(settings, fraction=fraction)
+    if rotary.kind != "default" or rotary.base != FT_BASE:
+        settings.problems.append(
+            f"{settings.origin}: rotary positions of kind {rotary.kind} and base {rotary.base:g} "
+            f"cannot be represented: FT's are plain, of base {FT_BASE:g}"
+        )
+    return int(size_per_head * rotary.fraction)
+
+
+def _scaling(kind: str, given: Settings, settings: Settings) -> dict[str, Any]:
+    if kind == "default":
+        return {}
+    context = settings.integer("max_position_embeddings")
+    out: dict[str, Any] = {name: given.number(name) for name in _REQUIRED[kind]}
+    if kind == "dynamic":
+        # The growth is measured against the model's own limit.
+        out["original_max_position_embeddings"] = context
+    if kind in ("llama3", "yarn"):
+        # A key beside rope_scaling counts before one inside it; the limit is the last resort.
+        inside = given.integer("original_max_position_embeddings", default=context)
+        original = settings.integer("original_max_position_embeddings", default=inside)
+        out["original_max_position_embeddings"] = original
+    if kind == "yarn":
+        out |= {
+            "beta_fast": given.number("beta_fast", default=32.0),
+            "beta_slow": given.number("beta_slow", default=1.0),
+            "attention_factor": _attention_factor(given),
+            "truncate": given.flag("truncate", default=True),
+        }
+    return out
+
+
+def _attention_factor(given: Settings) -> float:
+    """Return what yarn multiplies sine and cosine by.
+
+    YaRN (arXiv 2309.00071), section 3.4; mscale and mscale_all_dim are DeepSeek's refinement.
+    """
+    if given.source.get("attention_factor") is not None:
+        return given.number("attention_factor")
+    factor = given.number("factor")
+
+    def growth(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if given.source.get("mscale") and given.source.get("mscale_all_dim"):
+        return growth(given.number("mscale")) / growth(given.number("mscale_all_dim"))
+    return growth(1.0)

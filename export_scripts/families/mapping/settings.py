@@ -1,0 +1,276 @@
+"""Read another project's model configuration: required keys, aliases, and what it cannot mean.
+
+Problems are gathered and raised together; keys a file leaves out have the defaults of the library
+that wrote it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.mapping.source_mapping import Facts
+
+_REQUIRED = object()
+
+_MOST_NAME_BYTES = 120
+
+# Names of Hugging Face activations -> spelling in config.ini, and whether its gelu is by erf.
+# transformers, activations.py
+HUGGINGFACE_ACTIVATIONS: dict[str, tuple[str, bool]] = {
+    "gelu": ("Gelu", True),
+    "gelu_python": ("Gelu", True),
+    "gelu_new": ("Gelu", False),
+    "gelu_fast": ("Gelu", False),
+    "gelu_pytorch_tanh": ("Gelu", False),
+    "gelu_accurate": ("Gelu", False),
+    "gelu_python_tanh": ("Gelu", False),
+    "relu": ("Relu", False),
+    "silu": ("Silu", False),
+    "swish": ("Silu", False),
+}
+
+
+@dataclass
+class Settings:
+    """A source configuration being read.
+
+    Attributes:
+        source: The configuration as its library wrote it.
+        origin: What to call it in messages.
+        problems: What was missing or unreadable so far.
+    """
+
+    source: Mapping[str, Any]
+    origin: str = "config.json"
+    problems: list[str] = field(default_factory=list)
+
+    def value(self, *names: str, default: Any = _REQUIRED) -> Any:
+        """Return the first of several spellings that is set; null counts as unset."""
+        for name in names:
+            if self.source.get(name) is not None:
+                return self.source[name]
+        if default is _REQUIRED:
+            self.problems.append(f"{self.origin} has no {' or '.join(names)}")
+            return None
+        return default
+
+    def integer(self, *names: str, default: Any = _REQUIRED, least: int = 1) -> int:
+        """Return an integer of at least `least`; 1 stands in where a problem was noted."""
+        value = self.value(*names, default=default)
+        if value is None:
+            return 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.problems.append(
+                f"{self.origin}: {names[0]} = {value!r} is not a count; expected a whole number "
+                f"of at least {least}"
+            )
+            return 1
+        return value
+
+    def number(self, *names: str, default: Any = _REQUIRED) -> float:
+        """Return a number greater than 0; 1.0 stands in where a problem was noted."""
+        value = self.value(*names, default=default)
+        if value is None:
+            return 1.0
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not 0 < value < sys.float_info.max
+        ):
+            self.problems.append(
+                f"{self.origin}: {names[0]} = {value!r} cannot be meant; expected a number greater "
+                "than 0"
+            )
+            return 1.0
+        return float(value)
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        """Return a boolean."""
+        value = self.value(name, default=default)
+        if not isinstance(value, bool):
+            self.problems.append(f"{self.origin}: {name} = {value!r} is neither true nor false")
+            return default
+        return value
+
+    def activation(self, *names: str, default: str) -> tuple[str, bool]:
+        """Return (spelling in config.ini, whether gelu is by erf)."""
+        name = self.value(*names, default=default)
+        if not isinstance(name, str) or name not in HUGGINGFACE_ACTIVATIONS:
+            known = ", ".join(HUGGINGFACE_ACTIVATIONS)
+            self.problems.append(
+                f"{self.origin}: {names[0]} = {name} cannot be represented; known: {known}"
+            )
+            return "Gelu", False
+        return HUGGINGFACE_ACTIVATIONS[name]
+
+    def expect(self, name: str, *allowed: Any, why: str) -> None:
+        """Note a problem unless a key is absent or has one of the allowed values."""
+        value = self.source.get(name, allowed[0])
+        if value not in allowed:
+            self.problems.append(f"{self.origin}: {name} = {value!r} cannot be represented: {why}")
+
+    def divide(self, total: int, parts: int, what: str) -> int:
+        """Return total / parts, noting a problem when it leaves a rest."""
+        if parts == 0 or total % parts:
+            self.problems.append(f"{self.origin}: {what}: {total} does not divide by {parts}")
+            return 1
+        return total // parts
+
+    def token_ids(
+        self, facts: Facts, *, bos: int | None = None, eos: int | None = None
+    ) -> tuple[int, int]:
+        """Return (start_id, end_id); each stands in for the other where a model has only one.
+
+        They are what the user states, else config.json, generation_config.json or the tokenizer.
+
+        Args:
+            facts: The source.
+            bos: What the library takes an absent bos_token_id for.
+            eos: What the library takes an absent eos_token_id for.
+        """
+        generation = _generation_config(facts)
+        known = facts.special_ids()
+        found = []
+        for name, ours, default, told in (
+            ("bos_token_id", "start_id", bos, known.bos if known else None),
+            ("eos_token_id", "end_id", eos, known.eos if known else None),
+        ):
+            candidates = (
+                facts.given_int(ours),
+                self.token(name, self.source.get(name, default)),
+                self.token(name, generation.get(name)),
+                told,
+            )
+            found.append(next((token for token in candidates if token is not None), None))
+        start, end = found
+        start, end = (end if start is None else start), (start if end is None else end)
+        if start is None or end is None:
+            self.problems.append(
+                f"{self.origin} has neither bos_token_id nor eos_token_id, and no tokenizer tells "
+                "them: state --set start_id=.. --set end_id=.."
+            )
+            return 0, 0
+        return start, end
+
+    def token(self, name: str, value: Any) -> int | None:
+        """Return the first of several token ids (a model may name several last tokens)."""
+        if isinstance(value, list):
+            value = value[0] if value else None
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            self.problems.append(f"{self.origin}: {name} = {value!r} is not a token id")
+            return None
+        return value
+
+    def finish(self) -> None:
+        """Raise what was noted.
+
+        Raises:
+            CheckpointMismatchError: Something was.
+        """
+        if self.problems:
+            raise CheckpointMismatchError(self.problems)
+
+
+def _generation_config(facts: Facts) -> Mapping[str, Any]:
+    """Return generation_config.json, which newer folders keep the token ids in."""
+    for file in facts.tokenizer:
+        if file.name == "generation_config.json":
+            try:
+                content = json.loads(file.read())
+            except ValueError as error:
+                raise CheckpointMismatchError(f"{file.path} is not JSON: {error}") from error
+            return content if isinstance(content, Mapping) else {}
+    return {}
+
+
+def huggingface_settings(source: Mapping[str, Any]) -> Settings:
+    """Start reading a config.json, refusing what no family can represent."""
+    settings = Settings(source)
+    settings.problems += quantization_reasons(source)
+    settings.expect("is_encoder_decoder", False, why="expected a decoder alone")
+    settings.expect("add_cross_attention", False, why="there is no cross attention")
+    return settings
+
+
+def quantization_reasons(source: Mapping[str, Any]) -> list[str]:
+    """Return a reason if a config.json says that the weights are quantized."""
+    quantization = source.get("quantization_config")
+    if quantization is None:
+        return []
+    told = isinstance(quantization, Mapping)
+    method = quantization.get("quant_method", "unknown") if told else quantization
+    return [f"config.json: the weights are quantized ({method}); convert the unquantized model"]
+
+
+def head_is_tied(
+    facts: Facts, settings: Settings, head: str, embedding: str, *, default: bool
+) -> bool:
+    """Return whether a model's head is its embedding.
+
+    tie_word_embeddings says so, but where both are stored and differ, the data counts.
+
+    Args:
+        facts: The source.
+        settings: Its configuration.
+        head: Key of the head.
+        embedding: Key of the embedding.
+        default: What the library takes an absent tie_word_embeddings for.
+    """
+    tied = settings.flag("tie_word_embeddings", default=default)
+    if not facts.has(head):
+        return tied
+    return tied and (not facts.has(embedding) or facts.same_values(head, embedding))
+
+
+def stored_head(facts: Facts, names: Sequence[str], embedding: str) -> str:
+    """Return the key that holds the head: the first name stored, or a tied model's embedding."""
+    for name in names:
+        if facts.has(name):
+            return name
+    return embedding if facts.config.get("tie_word_embeddings") else names[0]
+
+
+def model_name(source: Mapping[str, Any], family: str) -> str:
+    """Return the name for config.ini: the source's own without folders, or the family's."""
+    name = str(source.get("_name_or_path") or source.get("name_or_path") or "")
+    name = name.rstrip("/").rsplit("/", 1)[-1]
+    # config.ini has a place for one short line without the characters that mean something there.
+    name = "".join(each for each in name if each.isprintable() and each not in "%;")
+    return name.encode()[:_MOST_NAME_BYTES].decode(errors="ignore").strip() or family
+
+
+def half_precision_warnings(facts: Facts, config: ModelConfig, embedding: str) -> list[str]:
+    """Return a warning when weights trained in bf16 are to be computed in fp16.
+
+    Args:
+        facts: The source.
+        config: The config to be written.
+        embedding: Key of a tensor whose stored type tells that of training.
+    """
+    stated = str(facts.config.get("dtype") or facts.config.get("torch_dtype") or "")
+    stored = [piece.dtype for piece in facts.pieces(embedding)] if facts.has(embedding) else []
+    if config.weight_data_type != "fp16" or not ("bfloat16" in stated or "bf16" in stored):
+        return []
+    return [
+        "the model was trained in bf16, whose range fp16 lacks: activations can overflow in fp16 "
+        "even though every weight fits; convert with weight_data_type bf16 or fp32 and serve with "
+        "data_type bf16"
+    ]
+
+
+def token_warnings(facts: Facts) -> list[str]:
+    """Return a warning when a model ends its answers with several tokens."""
+    ends = facts.config.get("eos_token_id")
+    if not isinstance(ends, list) or len(ends) < 2:
+        return []
+    others = ", ".join(str(token) for token in ends[1:])
+    return [
+        f"the model ends with any of several tokens; end_id is {ends[0]}: name the others "
+        f"({others}) as stop words of a request"
+    ]

@@ -1,0 +1,174 @@
+"""Where a family's tensors come from: one record per source architecture and format."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from export_scripts.checkpoints.base import (
+    CheckpointReader,
+    FileMaps,
+    Piece,
+    TokenizerFile,
+)
+from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
+from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.families.mapping.sources import PerIndex, Source
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a source before converting it: an origin decides from this alone.
+
+    Attributes:
+        reader: The checkpoint.
+        tp_size: Tensor-parallel ranks of the folder to write.
+        weight_data_type: Type of the weights to write.
+        given: Config values the user states because the source does not hold them.
+        tokenizer: Tokenizer files that will lie in the folder.
+        prompts: Opened prompt-learning archives, in order.
+        ia3: Opened IA3 archives, in order.
+        ia3_in_place: Multiply IA3 scalers into the weights instead of storing them.
+        adapters: Opened adapter archives, in order.
+        activation_ranges: Ranges of module inputs and outputs, for static int8.
+        extra: Tensors of the added archives, by the names origins use for them.
+        prefix: Key prefix that a source may leave out.
+    """
+
+    reader: CheckpointReader
+    tp_size: int
+    weight_data_type: str
+    given: Mapping[str, str] = field(default_factory=dict)
+    tokenizer: tuple[TokenizerFile, ...] = ()
+    prompts: tuple[CheckpointReader, ...] = ()
+    ia3: tuple[CheckpointReader, ...] = ()
+    ia3_in_place: bool = False
+    adapters: tuple[CheckpointReader, ...] = ()
+    activation_ranges: Mapping[str, Any] | None = None
+    extra: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
+    prefix: str = ""
+    maps: FileMaps = field(default_factory=FileMaps)
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The source's configuration as it wrote it."""
+        return self.reader.config()
+
+    def keys(self) -> Collection[str]:
+        """Return the names of all tensors, those of added archives included."""
+        return [*self.reader.keys(), *self.extra]
+
+    def resolve(self, key: str) -> str | None:
+        """Return the name under which the source stores `key`, or None if it does not.
+
+        A name in the origin's table may start with a prefix the source leaves out.
+        """
+        known = self.reader.keys()
+        if key in self.extra or key in known:
+            return key
+        bare = key.removeprefix(self.prefix)
+        return bare if self.prefix and bare in known else None
+
+    def has(self, key: str) -> bool:
+        """Return whether the source holds a tensor."""
+        return self.resolve(key) is not None
+
+    def has_any(self, pattern: str) -> bool:
+        """Return whether a stored name matches a shell pattern."""
+        return any(fnmatch.fnmatchcase(key, pattern) for key in self.keys())
+
+    def pieces(self, key: str) -> Sequence[Piece]:
+        """Return a tensor's pieces, one per training rank.
+
+        Raises:
+            KeyError: The source does not hold it.
+        """
+        name = self.resolve(key)
+        if name is None:
+            raise KeyError(key)
+        return self.extra[name] if name in self.extra else self.reader.pieces(name)
+
+    def rows(self, key: str, default: int = 0) -> int:
+        """Return the rows of a tensor that training ranks cut on axis 0 (`default` if absent)."""
+        if not self.has(key):
+            return default
+        return sum(piece.shape[0] for piece in self.pieces(key) if piece.shape)
+
+    def same_values(self, first: str, second: str) -> bool:
+        """Return whether two tensors are stored with the same bytes."""
+        pairs = self.pieces(first), self.pieces(second)
+        return len(pairs[0]) == len(pairs[1]) and all(
+            a.same_bytes(b, self.maps) for a, b in zip(*pairs, strict=True)
+        )
+
+    def special_ids(self) -> SpecialIds | None:
+        """Return the special token ids that the tokenizer files tell."""
+        return special_ids(self.tokenizer)
+
+    def given_int(self, name: str) -> int | None:
+        """Return an integer the user states.
+
+        Raises:
+            ValueError: It is not an integer.
+        """
+        text = self.given.get(name)
+        if text is None:
+            return None
+        try:
+            return int(text)
+        except ValueError:
+            raise ValueError(f"{name}={text} is not an integer") from None
+
+
+def _no_reasons(facts: Facts) -> list[str]:  # noqa: ARG001 - the signature of Origin.unsupported
+    return []
+
+
+def _no_copies(facts: Facts, config: Any) -> tuple[str, ...]:  # noqa: ARG001
+    return ()
+
+
+def _no_warnings(facts: Facts, config: Any) -> list[str]:  # noqa: ARG001
+    return []
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A format and architecture that becomes a family's layout.
+
+    Attributes:
+        name: Unique short name, such as "nemo-gpt".
+        title: For the support table.
+        family: The layout it becomes.
+        format: Reader's format it applies to.
+        matches: Whether a checkpoint is of this kind (first match of the table wins).
+        config: Builds the family's config.
+        weights: Layout record's name -> source; asked once the config is known.
+        unsupported: Every reason why this model has no such layout.
+        ignored: Patterns of source names that hold nothing to convert.
+        copies: Names that only repeat another tensor in this model, such as a tied head.
+        prefix: Key prefix that sources may leave out.
+        accepts: Kinds of added archives: "prompt", "ia3", "adapter", "activation_ranges".
+        warnings: What converts but may disappoint, with the remedy.
+    """
+
+    name: str
+    title: str
+    family: ModelFamily
+    format: str
+    matches: Callable[[Facts], bool]
+    config: Callable[[Facts], ModelConfig]
+    weights: Callable[[Facts, Any], Mapping[str, Source | PerIndex]]
+    unsupported: Callable[[Facts], list[str]] = _no_reasons
+    ignored: tuple[str, ...] = ()
+    copies: Callable[[Facts, Any], tuple[str, ...]] = _no_copies
+    prefix: str = ""
+    accepts: tuple[str, ...] = ()
+    warnings: Callable[[Facts, Any], list[str]] = _no_warnings
+
+    def is_ignored(self, key: str) -> bool:
+        """Return whether a source tensor is known to hold nothing to convert."""
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.ignored)

@@ -1,0 +1,344 @@
+"""Operations that make one FT tensor of the tensors a source stores.
+
+An operation rearranges views and computes nothing it need not: the result is a list of parts
+along one axis, which the conversion copies straight into the files. The same code runs on
+`ShapeTensor`, which has a shape and no values, so that every shape is checked before a byte is
+read. Tensors are handled through their methods only; nothing here imports numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from export_scripts.families.mapping.tensors import ShapeTensor, Tensor, float32, joined
+
+
+class Get(Protocol):
+    """Gives the pieces of a key, one per training rank."""
+
+    def __call__(self, key: str, cut: int | None = None, unit: int = 1) -> Sequence[Tensor]:
+        """Return the pieces.
+
+        Args:
+            key: Source key.
+            cut: Axis on which they may be cut once more, where that saves gathering them.
+            unit: How many entries of that axis belong together.
+        """
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A tensor in FT layout, as consecutive parts along one axis.
+
+    The shape may be finer than the FT shape (heads and size per head apart, where FT has their
+    product), as long as it is the same in C order.
+    """
+
+    axis: int
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole."""
+        shape = list(self.tensors[0].shape)
+        shape[self.axis] = sum(part.shape[self.axis] for part in self.tensors)
+        return tuple(shape)
+
+
+class Source(Protocol):
+    """Where an FT tensor comes from."""
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """Keys read, each with the axis on which training ranks cut it (None: replicated)."""
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return the tensor; `get` gives the pieces of a key, one per training rank."""
+
+
+def join(pieces: Sequence[Tensor], axis: int | None) -> Tensor:
+    """Return one tensor from a key's pieces (the first when they are copies)."""
+    return pieces[0] if axis is None or len(pieces) == 1 else joined(pieces, axis)
+
+
+def _taken(pieces: Sequence[Tensor], cut: int | None) -> Sequence[Tensor]:
+    return pieces[:1] if cut is None else pieces
+
+
+@dataclass(frozen=True)
+class Copy:
+    """As stored; `cut` is the axis on which training ranks cut it."""
+
+    key: str
+    cut: int | None = None
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """The one key."""
+        return ((self.key, self.cut),)
+
+    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
+        """Return the pieces as they are."""
+        return Parts(self.cut or 0, tuple(_taken(get(self.key, self.cut), self.cut)))
+
+
+@dataclass(frozen=True)
+class Transpose:
+    """nn.Linear keeps (out, in), FT keeps (in, out); `cut` is the axis in the source."""
+
+    key: str
+    cut: int | None = None
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """The one key."""
+        return ((self.key, self.cut),)
+
+    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
+        """Return the pieces transposed."""
+        pieces = _taken(get(self.key, self.cut), self.cut)
+        axis = 0 if self.cut is None else 1 - self.cut
+        return Parts(axis, tuple(piece.T for piece in pieces))
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """`function(piece, config)` of each training rank's piece.
+
+    Args:
+        key: Source key.
+        function: Gives the piece in FT layout.
+        cut: Axis on which training ranks cut the source.
+        axis: Axis of the result along which the pieces follow each other.
+        unit: Gives how many entries of the cut axis `function` needs together; without it, those
+            of a training rank.
+    """
+
+    key: str
+    function: Callable[[Tensor, Any], Tensor]
+    cut: int | None = None
+    axis: int = 0
+    unit: Callable[[Any], int] | None = None
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """The one key."""
+        return ((self.key, self.cut),)
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return the mapped pieces."""
+        found = get(self.key, self.cut, self.unit(config)) if self.unit else get(self.key)
+        pieces = _taken(found, self.cut)
+        return Parts(self.axis, tuple(self.function(piece, config) for piece in pieces))
+
+
+@dataclass(frozen=True)
+class Half:
+    """A half of the rows of a whole tensor, transposed if it is a weight: (2 * f[, in]).
+
+    Args:
+        key: Source key, of a checkpoint that keeps whole tensors.
+        which: 0 for the first half, 1 for the second.
+    """
+
+    key: str
+    which: int
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """The one key."""
+        return ((self.key, 0),)
+
+    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
+        """Return the rows of the half, as far apart as they are stored."""
+        pieces = get(self.key, 0)
+        rows = sum(piece.shape[0] for piece in pieces)
+        low, high = (rows * i // 2 for i in (self.which, self.which + 1))
+        parts = []
+        begin = 0
+        for piece in pieces:
+            end = begin + piece.shape[0]
+            part = piece[max(low - begin, 0) : max(min(high, end) - begin, 0)]
+            if part.shape[0]:
+                parts.append(part.T if part.ndim == 2 else part)
+            begin = end
+        return Parts(parts[0].ndim - 1, tuple(parts))
+
+
+# Row order of a fused projection on one training rank: n heads, k parts (q, k, v), d per head.
+ORDERS = ("nkd", "knd", "ndk")
+
+
+@dataclass(frozen=True)
+class SplitQKV:
+    """A fused projection with rows (heads x parts x size per head) -> (in, parts, heads, size).
+
+    Args:
+        key: Weight (rows, in) or bias (rows,).
+        order: Nesting of the rows on one training rank, one of ORDERS.
+        cut: 0 when training ranks each hold some heads.
+        parts: 3 for q, k, v; 2 for k, v.
+        select: Take one part alone -> (in, heads, size).
+        head_size: Config field with the size per head.
+    """
+
+    key: str
+    order: str = "nkd"
+    cut: int | None = 0
+    parts: int = 3
+    select: int | None = None
+    head_size: str = "size_per_head"
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """The one key."""
+        return ((self.key, self.cut),)
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return each rank's heads, parts first."""
+        assert self.order in ORDERS, self.order
+        d = getattr(config, self.head_size)
+        # Heads may only be told apart where they are the outermost.
+        found = get(self.key, self.cut, self.parts * d) if self.order[0] == "n" else get(self.key)
+        out = tuple(self._split(piece, d) for piece in _taken(found, self.cut))
+        return Parts(out[0].ndim - 2, out)
+
+    def _split(self, rows: Tensor, d: int) -> Tensor:
+        n = rows.shape[0] // (self.parts * d)
+        sizes = {"n": n, "k": self.parts, "d": d}
+        tail = tuple(rows.shape[1:])  # (in,) for a weight, () for a bias
+        split = rows.reshape(*(sizes[axis] for axis in self.order), *tail)
+        order = [self.order.index(axis) for axis in "knd"]
+        split = split.transpose(*([3] if tail else []), *order)  # ([in], k, n, d)
+        if self.select is None:
+            return split
+        return split[:, self.select] if tail else split[self.select]
+
+
+@dataclass(frozen=True)
+class StackQKV:
+    """Three tensors side by side on a new axis before the last.
+
+    Weights (out, in) become (in, 3, out), or stay (in, out) with `transposed=False`; biases
+    (out,) become (3, out).
+    """
+
+    q: str
+    k: str
+    v: str
+    transposed: bool = True
+    cut: int | None = None
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """The three keys."""
+        return tuple((key, self.cut) for key in (self.q, self.k, self.v))
+
+    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
+        """Return q, k and v as three parts."""
+        wholes = [join(get(key), self.cut) for key, _ in self.reads]
+        if wholes[0].ndim == 1:
+            return Parts(0, tuple(whole[None] for whole in wholes))
+        turned = [whole.T if self.transposed else whole for whole in wholes]
+        return Parts(1, tuple(whole[:, None] for whole in turned))
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Tensors stacked on a new first axis, one per task."""
+
+    keys: tuple[str, ...]
+    cut: int | None = None
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """All keys."""
+        return tuple((key, self.cut) for key in self.keys)
+
+    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
+        """Return one part per key."""
+        wholes = [join(get(key), self.cut) for key in self.keys]
+        return Parts(0, tuple(whole[None] for whole in wholes))
+
+
+@dataclass(frozen=True)
+class Compute:
+    """`function(config, *wholes)` of gathered tensors, for what is not a rearrangement.
+
+    Arithmetic is the function's, in `float32`.
+    """
+
+    function: Callable[..., Tensor]
+    keys: tuple[str, ...]
+    cuts: tuple[int | None, ...] = ()
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """All keys with their cuts (replicated where none is given)."""
+        cuts = self.cuts or (None,) * len(self.keys)
+        return tuple(zip(self.keys, cuts, strict=True))
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return the function's result."""
+        wholes = [join(get(key), cut) for key, cut in self.reads]
+        return Parts(0, (self.function(config, *wholes),))
+
+
+@dataclass(frozen=True)
+class Adjusted:
+    """Another source with `function(part, config)` applied to each of its parts in fp32."""
+
+    source: Source
+    function: Callable[[Tensor, Any], Tensor]
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """The other source's keys."""
+        return self.source.reads
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return the adjusted parts."""
+        parts = self.source.build(get, config)
+        changed = tuple(self.function(float32(part), config) for part in parts.tensors)
+        return Parts(parts.axis, changed)
+
+
+@dataclass(frozen=True)
+class PerIndex:
+    """A source that differs from layer to layer: `choose(index)` gives the one of an index."""
+
+    choose: Callable[[Mapping[str, int | str]], Source]
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """A tensor the loader requires and the architecture lacks; `shape` as in the layout."""
+
+    shape: tuple[str | int, ...]
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """Nothing."""
+        return ()
+
+    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
+        """Return a part without values, which the conversion writes as zeros."""
+        return Parts(0, (ShapeTensor([config.dim(size, {}) for size in self.shape]),))
+
+
+@dataclass(frozen=True)
+class Ones:
+    """A scale the loader requires and the architecture leaves out; `shape` as in the layout."""
+
+    shape: tuple[str | int, ...]
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """Nothing."""
+        return ()
+
+    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
+        """Return a part without values, which the conversion writes as ones."""
+        return Parts(0, (ShapeTensor([config.dim(size, {}) for size in self.shape], fill=1.0),))

@@ -1,0 +1,200 @@
+"""What a T5 folder's config.ini says, and the encoder-decoder it describes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from export_scripts.families.layout.architecture import (
+    EncoderDecoderArchitecture,
+    StackArchitecture,
+    activation_choice,
+)
+from export_scripts.families.layout.config import ModelConfig, Sections, ini_field
+
+HEAD = "lm_head.weight"
+
+# Hard-wired in FasterTransformer's T5.
+FT_MAX_DISTANCE = 128
+FT_NORM_EPS = 1e-6
+
+_BOTH = ("encoder", "decoder")
+_DECODER = ("decoder",)
+_STRUCTURE = ("structure",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5Config(ModelConfig):
+    """config.ini [encoder], [decoder] and [structure]; an encoder alone has no decoder layers.
+
+    Absent keys have the loader's defaults.
+    """
+
+    SECTION: ClassVar[str] = "encoder"
+    EXTRA_SECTIONS: ClassVar[tuple[str, ...]] = ("decoder", "structure")
+    INDICES: ClassVar[Mapping[str, str]] = {
+        "encoder_layer": "num_layers",
+        "decoder_layer": "num_decoder_layers",
+    }
+
+    name_or_path: str = ini_field(key="_name_or_path", sections=_BOTH)
+    weight_data_type: str = ini_field(sections=_BOTH)
+    tensor_para_size: int = ini_field(1, sections=_BOTH)
+    vocab_size: int = ini_field(sections=_BOTH)
+    d_model: int = ini_field(sections=_BOTH)
+    d_kv: int = ini_field(sections=_BOTH)
+    d_ff: int = ini_field(sections=_BOTH)
+    num_heads: int = ini_field(sections=_BOTH)
+    num_layers: int = ini_field(sections=("encoder",))
+    num_decoder_layers: int = ini_field(0, key="num_layers", sections=_DECODER)
+    feed_forward_proj: str = ini_field(sections=_BOTH)
+    relative_attention_num_buckets_or_max_pos_seq_len: int = ini_field(sections=_BOTH)
+    # Not read by FT, which knows these values only: for engines that do.
+    relative_attention_max_distance: int = ini_field(FT_MAX_DISTANCE, sections=_BOTH)
+    layer_norm_epsilon: float = ini_field(FT_NORM_EPS, sections=_BOTH)
+    decoder_start_token_id: int | None = ini_field(None, sections=_DECODER)
+    eos_token_id: int | None = ini_field(None, sections=_DECODER)
+    pad_id: int | None = ini_field(None, sections=_DECODER)
+    # In a model without biases: whether the logits are divided by sqrt(d_model).
+    tie_word_embeddings: bool = ini_field(True, sections=_DECODER)
+    # Not an FT key: tells a lost lm_head.weight.bin from a head that is the embedding.
+    has_lm_head: bool = ini_field(True, sections=_DECODER)
+    has_adapter: bool | None = ini_field(None, sections=_BOTH)
+    adapter_inter_size: int = ini_field(0, sections=_BOTH)
+    adapter_norm_position: str | None = ini_field(None, sections=_BOTH)
+    t5_with_bias: bool = ini_field(False, sections=_STRUCTURE)
+    use_gated_activation: bool = ini_field(False, sections=_STRUCTURE)
+    # Not an FT key: gelu by erf, as the source computes it, where FT takes the tanh form.
+    exact_gelu: bool = ini_field(False, sections=_STRUCTURE)
+    position_embedding_type: str = ini_field("relative", sections=_STRUCTURE)
+    ia3_num_tasks: int = ini_field(0, sections=_STRUCTURE)
+    ia3_adapted: bool | None = ini_field(None, sections=_STRUCTURE)
+
+    @property
+    def inner(self) -> int:
+        """Attention width, which need not be d_model."""
+        return self.num_heads * self.d_kv
+
+    @property
+    def positions(self) -> int:
+        """Rows of the bias or position table."""
+        return self.relative_attention_num_buckets_or_max_pos_seq_len
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether positions are relative; the loader takes any other word as absolute."""
+        return self.position_embedding_type == "relative"
+
+    @property
+    def is_absolute(self) -> bool:
+        """Whether there is a table of positions."""
+        return not self.is_relative
+
+    @property
+    def is_encoder_only(self) -> bool:
+        """Whether there is no decoder."""
+        return self.num_decoder_layers == 0
+
+    @property
+    def start_id(self) -> int | None:
+        """First decoder token."""
+        return self.decoder_start_token_id
+
+    @property
+    def end_id(self) -> int | None:
+        """Token that ends a sequence."""
+        return self.eos_token_id
+
+    def sections(self) -> Sections:
+        """Return the sections of config.ini; [decoder] stays empty for an encoder alone."""
+        out = super().sections()
+        if self.is_encoder_only:
+            out["decoder"] = {}
+        return out
+
+    @classmethod
+    def absent_keys(cls, sections: Sections, files: Collection[str]) -> dict[str, Any]:
+        """FT decides by the file's presence whether there is a head; depth 0 needs none."""
+        has_decoder = bool(sections.get("decoder"))
+        return {"has_lm_head": has_decoder and f"{HEAD}.bin" in files}
+
+    @classmethod
+    def from_sections(cls, sections: Sections, files: Collection[str] = ()) -> T5Config:
+        """Build the config from parsed sections.
+
+        Raises:
+            ValueError: Keys missing or unreadable, or encoder and decoder disagree.
+        """
+        encoder, decoder = sections.get("encoder", {}), sections.get("decoder", {})
+        problems = [
+            f"config.ini {key} = {encoder[key]} in [encoder] but {decoder[key]} in [decoder]"
+            for key in _SHARED_KEYS
+            if key in encoder and key in decoder and encoder[key] != decoder[key]
+        ]
+        if decoder:
+            problems += [
+                f"config.ini [decoder] has no {key}" for key in _DECODER_KEYS if key not in decoder
+            ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return super().from_sections(sections, files)
+
+
+# What both stacks share: one embedding and, in FT's T5, one shape of layer.
+_SHARED_KEYS = (
+    "weight_data_type",
+    "tensor_para_size",
+    "vocab_size",
+    "d_model",
+    "d_kv",
+    "d_ff",
+    "num_heads",
+    "relative_attention_num_buckets_or_max_pos_seq_len",
+    "adapter_inter_size",
+)
+_DECODER_KEYS = ("num_layers", "decoder_start_token_id", "eos_token_id", "weight_data_type")
+
+
+def t5_architecture(config: T5Config) -> EncoderDecoderArchitecture:
+    """Return the encoder-decoder, or encoder, a T5 config describes.
+
+    Raises:
+        ValueError: feed_forward_proj is one the loader aborts on, or disagrees with the gate.
+    """
+    activation, gated_spelling = activation_choice(config.feed_forward_proj)
+    if gated_spelling and not config.use_gated_activation:
+        raise ValueError(
+            f"feed_forward_proj = {config.feed_forward_proj} is gated, but "
+            "use_gated_activation is false in [structure]"
+        )
+    bias = config.t5_with_bias
+    encoder, decoder = (
+        StackArchitecture(
+            num_layer=depth,
+            head_num=config.num_heads,
+            size_per_head=config.d_kv,
+            inter_size=config.d_ff,
+        )
+        for depth in (config.num_layers, config.num_decoder_layers)
+    )
+    return EncoderDecoderArchitecture(
+        hidden=config.d_model,
+        vocab_size=config.vocab_size,
+        encoder=encoder,
+        decoder=None if config.is_encoder_only else decoder,
+        position="relative" if config.is_relative else "absolute",
+        num_buckets_or_max_pos_seq_len=config.positions,
+        max_distance=config.relative_attention_max_distance,
+        norm="layernorm" if bias else "rmsnorm",
+        norm_eps=config.layer_norm_epsilon,
+        bias=bias,
+        scale_attention=bias,
+        scale_logits=config.tie_word_embeddings and not bias,
+        activation=activation,
+        exact_gelu=config.exact_gelu,
+        gated=config.use_gated_activation,
+        untied_head=config.has_lm_head,
+        adapter_inter_size=config.adapter_inter_size,
+        ia3_num_tasks=config.ia3_num_tasks,
+    )

@@ -1,0 +1,230 @@
+"""Hugging Face origins of the T5 layout: T5, T5-v1.1, flan-T5, mT5, UL2, and encoders alone.
+
+Names: transformers, models/t5/modeling_t5.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from export_scripts.families.mapping.settings import Settings, model_name, quantization_reasons
+from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.sources import Copy, Source, StackQKV, Transpose
+from export_scripts.families.t5.config import HEAD, T5Config
+from export_scripts.families.t5.layout import (
+    DECODER,
+    ENCODER,
+    RELATIVE_BIAS,
+    T5,
+    T5_ENCODER,
+    t5_warnings,
+)
+
+_EMBEDDING = "shared.weight"
+# Copies of the embedding that a file may hold besides, or instead of, shared.weight.
+_COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_MODEL_TYPES = ("t5", "mt5")
+
+# transformers' activation -> the loader's spelling, and whether its gelu is by erf.
+# gated-gelu means gelu_new whatever else the file says (T5Config).
+_FEED_FORWARD = {
+    "relu": ("relu", False),
+    "gelu": ("gelu", True),
+    "gelu_new": ("gelu", False),
+    "silu": ("silu", False),
+    "swish": ("silu", False),
+    "gated-relu": ("gated-relu", False),
+    "gated-gelu": ("gated-gelu", False),
+    "gated-gelu_new": ("gated-gelu", False),
+    "gated-silu": ("gated-silu", False),
+    "gated-swish": ("gated-silu", False),
+}
+
+
+def _is_t5(facts: Facts) -> bool:
+    return facts.config.get("model_type") in _MODEL_TYPES and not _lacks_decoder(facts)
+
+
+def _is_encoder(facts: Facts) -> bool:
+    # A whole T5 also has an encoder: taken when that is what the user asks for.
+    return facts.config.get("model_type") in _MODEL_TYPES
+
+
+def _lacks_decoder(facts: Facts) -> bool:
+    return not facts.has_any("decoder.block.*")
+
+
+def _embedding_key(facts: Facts) -> str:
+    return next((key for key in (_EMBEDDING, *_COPIES) if facts.has(key)), _EMBEDDING)
+
+
+def _reasons(facts: Facts) -> list[str]:
+    reasons = quantization_reasons(facts.config)
+    proj = _feed_forward(facts)
+    if proj not in _FEED_FORWARD:
+        reasons.append(
+            f"config.json: feed_forward_proj = {proj} cannot be represented; known: "
+            f"{', '.join(_FEED_FORWARD)}"
+        )
+    whole = _embedding_key(facts)
+    return reasons + [
+        f"{key} differs from {whole}: FT's T5 has one embedding for both stacks"
+        for key in _COPIES
+        if facts.has(whole) and facts.has(key) and not facts.same_values(key, whole)
+    ]
+
+
+def _feed_forward(facts: Facts) -> str:
+    return str(facts.config.get("feed_forward_proj") or "relu")
+
+
+def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
+    source = facts.config
+    settings = Settings(source)
+    spelling, exact_gelu = _FEED_FORWARD[_feed_forward(facts)]
+    layers = settings.integer("num_layers")
+    pad = settings.integer("pad_token_id", default=0, least=0)
+    start = settings.integer("decoder_start_token_id", default=pad, least=0)
+    eos = settings.token("eos_token_id", source.get("eos_token_id"))
+    eos = 1 if eos is None else eos
+    decoder: dict[str, Any] = {}
+    if has_decoder:
+        decoder = {
+            "num_decoder_layers": settings.integer("num_decoder_layers", default=layers),
+            "decoder_start_token_id": start,
+            "eos_token_id": eos,
+            "tie_word_embeddings": _scales_logits(settings),
+        }
+    config = T5Config(
+        name_or_path=model_name(source, "t5"),
+        weight_data_type=facts.weight_data_type,
+        tensor_para_size=facts.tp_size,
+        vocab_size=settings.integer("vocab_size"),
+        d_model=settings.integer("d_model"),
+        d_kv=settings.integer("d_kv"),
+        d_ff=settings.integer("d_ff"),
+        num_heads=settings.integer("num_heads"),
+        num_layers=layers,
+        feed_forward_proj=spelling,
+        exact_gelu=exact_gelu,
+        relative_attention_num_buckets_or_max_pos_seq_len=settings.integer(
+            "relative_attention_num_buckets", default=32
+        ),
+        relative_attention_max_distance=settings.integer(
+            "relative_attention_max_distance", default=128
+        ),
+        layer_norm_epsilon=settings.number("layer_norm_epsilon", default=1e-6),
+        use_gated_activation=spelling.startswith("gated-"),
+        has_lm_head=has_decoder,
+        **decoder,
+    )
+    settings.finish()
+    return config
+
+
+def _scales_logits(settings: Settings) -> bool:
+    """Return whether the logits are divided by sqrt(d_model), which tied heads once stood for.
+
+    transformers 5 ties every head, states a T5's scaling under a name of its own, and never
+    scales an mT5; transformers 4 scales what is tied.
+    """
+    is_mt5 = settings.source.get("model_type") == "mt5"
+    version = str(settings.source.get("transformers_version", "4")).split(".")[0]
+    if is_mt5 and version.isdigit() and int(version) >= 5:
+        return False
+    tied = settings.flag("tie_word_embeddings", default=not is_mt5)
+    return settings.flag("scale_decoder_outputs", default=tied)
+
+
+def _whole_config(facts: Facts) -> T5Config:
+    return _config(facts, has_decoder=True)
+
+
+def _encoder_config(facts: Facts) -> T5Config:
+    return _config(facts, has_decoder=False)
+
+
+def _attention(name: str) -> dict[str, Source]:
+    return {f"{name}.{part}.weight": Transpose(f"{name}.{part}.weight") for part in "qkvo"}
+
+
+def _mlp(name: str, config: T5Config) -> dict[str, Source]:
+    if not config.use_gated_activation:
+        return {
+            f"{name}.{part}.weight": Transpose(f"{name}.{part}.weight") for part in ("wi", "wo")
+        }
+    parts = {"wi": "wi_0", "wi2": "wi_1", "wo": "wo"}
+    return {f"{name}.{ft}.weight": Transpose(f"{name}.{hf}.weight") for ft, hf in parts.items()}
+
+
+def _norms(*names: str) -> dict[str, Source]:
+    return {f"{name}.weight": Copy(f"{name}.weight") for name in names}
+
+
+def _encoder_weights(facts: Facts, config: T5Config) -> dict[str, Source]:
+    bias = RELATIVE_BIAS.format(side="encoder")
+    return {
+        "shared.weight_T": Copy(_embedding_key(facts)),
+        bias: Transpose(bias),
+        **_norms(ENCODER + "layer.0.layer_norm", ENCODER + "layer.1.layer_norm"),
+        **_attention(ENCODER + "layer.0.SelfAttention"),
+        **_mlp(ENCODER + "layer.1.DenseReluDense", config),
+        **_norms("encoder.final_layer_norm"),
+    }
+
+
+def _whole_weights(facts: Facts, config: T5Config) -> Mapping[str, Source]:
+    bias = RELATIVE_BIAS.format(side="decoder")
+    name = DECODER + "layer.0.SelfAttention"
+    q, k, v = (f"{name}.{part}.weight" for part in "qkv")
+    return {
+        **_encoder_weights(facts, config),
+        bias: Transpose(bias),
+        **_norms(*(f"{DECODER}layer.{index}.layer_norm" for index in range(3))),
+        f"{name}.qkv.weight": StackQKV(q, k, v),
+        f"{name}.o.weight": Transpose(f"{name}.o.weight"),
+        **_attention(DECODER + "layer.1.EncDecAttention"),
+        **_mlp(DECODER + "layer.2.DenseReluDense", config),
+        **_norms("decoder.final_layer_norm"),
+        # Written for tied models too: FT then needs no rule.
+        HEAD: Copy(HEAD if _has_own_head(facts) else _embedding_key(facts)),
+    }
+
+
+def _has_own_head(facts: Facts) -> bool:
+    """A head that is neither stored nor tied is left to be reported as missing."""
+    return facts.has(HEAD) or facts.config.get("tie_word_embeddings") is False
+
+
+_SHARED_IGNORED = (
+    *_COPIES,
+    # Early T5 files hold a second table that no layer reads.
+    "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+)
+
+T5_HUGGINGFACE = Origin(
+    name="huggingface-t5",
+    title="Hugging Face T5, T5-v1.1, flan-T5, mT5, UL2",
+    family=T5,
+    format="huggingface",
+    matches=_is_t5,
+    config=_whole_config,
+    weights=_whole_weights,
+    unsupported=_reasons,
+    ignored=_SHARED_IGNORED,
+    warnings=t5_warnings,
+)
+
+T5_ENCODER_HUGGINGFACE = Origin(
+    name="huggingface-t5-encoder",
+    title="Hugging Face T5EncoderModel, or the encoder of a whole T5",
+    family=T5_ENCODER,
+    format="huggingface",
+    matches=_is_encoder,
+    config=_encoder_config,
+    weights=_encoder_weights,
+    unsupported=_reasons,
+    ignored=(*_SHARED_IGNORED, "decoder.*", HEAD),
+    warnings=t5_warnings,
+)

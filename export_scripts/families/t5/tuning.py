@@ -1,0 +1,267 @@
+"""Linear adapters and IA3 archives added to a T5, and sources with factors multiplied in.
+
+Archives: NeMo 1.x, nlp/models/language_modeling/megatron_t5_adapter_model.py; keys end in
+layers.<i>:<adapter>, in later versions layers.<i>.<sublayer>:<adapter>.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from export_scripts.checkpoints.base import CheckpointReader
+from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.families.mapping.sources import (
+    Copy,
+    Get,
+    Parts,
+    Source,
+    Stack,
+    Transpose,
+    join,
+)
+from export_scripts.families.mapping.tensors import ShapeTensor, Tensor, constant, float32, stacked
+from export_scripts.families.t5.layout import DECODER, ENCODER
+
+_SIDE_LAYER = r"\.(?P<side>encoder|decoder)\.model\.layers\.(?P<layer>\d+)"
+_IA3 = re.compile(
+    r"^ia3\.(?P<task>\d+):.*"
+    + _SIDE_LAYER
+    + r"(?:\.(?P<part>self_attention|inter_attention|mlp))?"
+    + r":(?P<inter>inter_)?(?P<kind>key|value|mlp)_infused_adapter\.scalers$"
+)
+_ADAPTER = re.compile(
+    r"^adapter\.0:.*" + _SIDE_LAYER + r":adapter_(?P<number>[12])\.module\.0\.weight$"
+)
+_INDEX = {"encoder": "{encoder_layer}", "decoder": "{decoder_layer}"}
+
+
+@dataclass(frozen=True)
+class Scalers:
+    """Where IA3 archives keep the scalers: (task, side, kind) -> key with its layer's index.
+
+    Kinds are key, value, inter_key, inter_value and mlp.
+    """
+
+    task_num: int
+    keys: Mapping[tuple[int, str, str], str]
+
+    def key(self, task: int, side: str, kind: str) -> str:
+        """Return the key of one scaler; of one that no archive holds, the name it would have."""
+        missing = (
+            f"ia3.{task}:enc_dec_model.enc_dec_model.{side}.model.layers.{_INDEX[side]}"
+            f":{kind}_infused_adapter.scalers"
+        )
+        return self.keys.get((task, side, kind), missing)
+
+
+def find_scalers(facts: Facts) -> Scalers:
+    """Return where the added IA3 archives keep their scalers, in either way of naming them."""
+    keys: dict[tuple[int, str, str], str] = {}
+    for key in facts.extra:
+        match = _IA3.search(key)
+        if match is None:
+            continue
+        inter = match["inter"] or ("inter_" if match["part"] == "inter_attention" else "")
+        place = (int(match["task"]), match["side"], inter + match["kind"])
+        keys[place] = _with_index(key, match)
+    return Scalers(len(facts.ia3), keys)
+
+
+def _with_index(key: str, match: re.Match[str]) -> str:
+    start, end = match.span("layer")
+    return key[:start] + _INDEX[match["side"]] + key[end:]
+
+
+def tuning_kind(archive: CheckpointReader) -> Mapping[str, Any]:
+    """Return the adapter_tuning section of an archive's configuration (empty without one)."""
+    section = archive.config().get("adapter_tuning")
+    return section if isinstance(section, Mapping) else {}
+
+
+def ia3_reasons(archives: Sequence[CheckpointReader], *, in_place: bool) -> list[str]:
+    """Return why IA3 archives cannot be added."""
+    reasons = [
+        f"{archive.path}: adapter_tuning.type = {tuning_kind(archive).get('type')!r} is not an "
+        "IA3 archive; expected ia3"
+        for archive in archives
+        if tuning_kind(archive).get("type") not in (None, "ia3")
+    ]
+    if in_place and len(archives) != 1:
+        reasons.append(
+            f"{len(archives)} IA3 archives cannot be multiplied into one set of weights; give one"
+        )
+    return reasons
+
+
+def rank_reasons(facts: Facts) -> list[str]:
+    """Return which added archives were trained with other parallel sizes than the model."""
+    reasons = []
+    for archive in (*facts.ia3, *facts.adapters):
+        for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+            mine, theirs = facts.config.get(key) or 1, archive.config().get(key) or 1
+            if mine != theirs:
+                reasons.append(
+                    f"{archive.path}: {key} = {theirs}, but the model was trained with {mine}"
+                )
+    return reasons
+
+
+def adapter_reasons(archives: Sequence[CheckpointReader]) -> list[str]:
+    """Return why adapter archives cannot be added."""
+    if not archives:
+        return []
+    wanted = {"type": "linear_adapter", "norm_position": "pre", "norm_type": "mixedfusedlayernorm"}
+    reasons = [] if len(archives) == 1 else [f"{len(archives)} adapter archives; FT holds one"]
+    for archive in archives:
+        section = tuning_kind(archive)
+        reasons += [
+            f"{archive.path}: adapter_tuning.{key} = {section.get(key)!r}; FT has only {value}"
+            for key, value in wanted.items()
+            if section.get(key) != value
+        ]
+        if not isinstance(section.get("adapter_dim"), int):
+            reasons.append(f"{archive.path}: adapter_tuning.adapter_dim is missing")
+    return reasons
+
+
+def adapter_fields(archives: Sequence[CheckpointReader]) -> dict[str, Any]:
+    """Return the config fields that describe an added adapter (empty without one)."""
+    if not archives:
+        return {}
+    return {
+        "has_adapter": True,
+        "adapter_inter_size": int(tuning_kind(archives[0])["adapter_dim"]),
+        "adapter_norm_position": "pre",
+    }
+
+
+def adapter_sources(facts: Facts) -> dict[str, Source]:
+    """Return the sources of the adapters of both stacks (empty without an archive)."""
+    sources: dict[str, Source] = {}
+    for key in facts.extra:
+        match = _ADAPTER.search(key)
+        if match is None:
+            continue
+        block = _BLOCKS[match["side"]]
+        place = {"1": "after_attention_adapter", "2": "after_ffn_adapter"}[match["number"]]
+        stem = _with_index(key, match).removesuffix("0.weight")
+        name = f"{block}{place}."
+        sources |= {
+            f"{name}layer_norm.weight": Copy(f"{stem}0.weight"),
+            f"{name}layer_norm.bias": Copy(f"{stem}0.bias"),
+            f"{name}DenseSiluDense.wi.weight": Transpose(f"{stem}1.weight", cut=0),
+            f"{name}DenseSiluDense.wo.weight": Transpose(f"{stem}3.weight", cut=1),
+        }
+    return sources
+
+
+_BLOCKS = {"encoder": ENCODER, "decoder": DECODER}
+# What IA3 scales on each side: name in the layout (after the block's) -> kind of scaler.
+_SCALED = {
+    "encoder": {
+        "layer.0.SelfAttention.k": "key",
+        "layer.0.SelfAttention.v": "value",
+        "layer.1.DenseReluDense": "mlp",
+    },
+    "decoder": {
+        "layer.0.SelfAttention.k": "key",
+        "layer.0.SelfAttention.v": "value",
+        "layer.1.EncDecAttention.k": "inter_key",
+        "layer.1.EncDecAttention.v": "inter_value",
+        "layer.2.DenseReluDense": "mlp",
+    },
+}
+
+
+def ia3_sources(scalers: Scalers) -> dict[str, Source]:
+    """Return the sources of the stored scalers of both stacks, one row per task."""
+    return {
+        f"{_BLOCKS[side]}{name}.ia3.weight": Stack(
+            tuple(scalers.key(task, side, kind) for task in range(scalers.task_num)), cut=0
+        )
+        for side, names in _SCALED.items()
+        for name, kind in names.items()
+    }
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Another source, computed whole in fp32 and multiplied by a factor.
+
+    Args:
+        source: What is scaled.
+        factor: Gives the factor from the config and the wholes of `keys`; it broadcasts.
+        keys: Further keys the factor needs, each cut on axis 0 over training ranks.
+    """
+
+    source: Source
+    factor: Callable[..., Tensor]
+    keys: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> tuple[tuple[str, int | None], ...]:
+        """The other source's keys, and the factor's."""
+        return (*self.source.reads, *((key, 0) for key in self.keys))
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return one scaled part."""
+        parts = self.source.build(get, config)
+        whole = float32(join(parts.tensors, parts.axis))
+        factors = [join(get(key), 0) for key in self.keys]
+        if isinstance(whole, ShapeTensor) and not factors:
+            return Parts(parts.axis, (whole,))
+        return Parts(parts.axis, (whole * self.factor(config, *factors),))
+
+
+def ia3_in_place(table: Mapping[str, Source], scalers: Scalers) -> dict[str, Source]:
+    """Return the table with the only task's scalers multiplied into what they would scale.
+
+    Keys and values are scaled after their bias, so the biases are scaled too; the MLP's scaler
+    acts on the rows of its second matrix.
+    """
+    out = dict(table)
+    for side, names in _SCALED.items():
+        for name, kind in names.items():
+            stem, scaler = _BLOCKS[side] + name, scalers.key(0, side, kind)
+            if kind == "mlp":
+                _scale(out, f"{stem}.wo.weight", _rows, scaler)
+            else:
+                _scale(out, f"{stem}.weight", _heads, scaler)
+                _scale(out, f"{stem}.bias", _heads, scaler)
+    fused = f"{DECODER}layer.0.SelfAttention.qkv."
+    pair = [scalers.key(0, "decoder", kind) for kind in ("key", "value")]
+    _scale(out, f"{fused}weight", _fused, *pair)
+    _scale(out, f"{fused}bias", _fused, *pair)
+    return out
+
+
+def _scale(table: dict[str, Source], name: str, factor: Callable[..., Tensor], *keys: str) -> None:
+    if name in table and table[name].reads:
+        table[name] = Scaled(table[name], factor, keys)
+
+
+def _rows(_: Any, scaler: Tensor) -> Tensor:
+    return float32(scaler)[:, None]  # (d_ff, 1)
+
+
+def _heads(config: Any, scaler: Tensor) -> Tensor:
+    return float32(scaler).reshape(config.num_heads, config.d_kv)
+
+
+def _fused(config: Any, key: Tensor, value: Tensor) -> Tensor:
+    """Factors of the fused (..., 3, heads, size) projection: queries stay."""
+    queries = constant([1.0] * config.inner, like=key)
+    rows = [queries, float32(key), float32(value)]
+    return stacked(rows, 0).reshape(3, config.num_heads, config.d_kv)
+
+
+def scale_queries(factor: float) -> Callable[[Any], Tensor]:
+    """Return a factor for the fused (..., 3, heads, size) projection that scales queries alone."""
+
+    def fused(_: Any) -> Tensor:
+        return constant([factor, 1.0, 1.0]).reshape(3, 1, 1)
+
+    return fused

@@ -1,0 +1,4 @@
+"""Files on a disk: written fast and completely, locked, checksummed.
+
+Nothing here knows what the bytes mean; formats are in `checkpoints` and `ft`.
+"""

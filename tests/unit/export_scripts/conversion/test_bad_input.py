@@ -1,0 +1,191 @@
+"""Mistyped values, absent files and odd destinations are told in the user's own words."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.reader import FTReader
+from tests.tiny import gpt_tensors, nemo_config, nemo_members, write_megatron, write_nemo
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"num_layers": "4x"}, "num_layers = '4x' is not a positive whole number"),
+        ({"hidden_size": 30.5}, "hidden_size = 30.5 is not a positive whole number"),
+        ({"layernorm_epsilon": "small"}, "layernorm_epsilon = 'small' is not a number"),
+        ({"num_attention_heads": [6]}, "num_attention_heads = [6] is not a positive whole number"),
+    ],
+)
+def test_sizes_that_are_no_sizes_are_told(
+    tmp_path: Path, config: dict[str, Any], told: str
+) -> None:
+    source = write_nemo(tmp_path / "x.nemo", config=config)
+    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert problems == [f"model_config.yaml: {told}"]
+
+
+def test_an_epsilon_without_a_point_is_read_as_a_number(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "x.nemo", config={"layernorm_epsilon": "1e-3"})
+    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert "layernorm_eps = 0.001" in (done.ft_dir / "config.ini").read_text()
+
+
+def test_absurdly_many_layers_are_refused_without_listing_their_tensors(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "x.nemo", config={"num_layers": 10**9})
+    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert problems == [
+        "num_layer = 1000000000: expected at most 10000; the configuration is damaged"
+    ]
+
+
+@pytest.mark.parametrize("key", ["tensor_model_parallel_size", "pipeline_model_parallel_size"])
+def test_absurdly_many_training_ranks_are_refused(tmp_path: Path, key: str) -> None:
+    source = write_nemo(tmp_path / "x.nemo", config={key: 10**9})
+    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert len(problems) == 1
+    assert "expected at most 100000 training ranks" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ({"tensor_model_parallel_size": "2"}, "tensor_model_parallel_size is '2'; expected"),
+        ({"num_layers": 2.5}, "num_layers = 2.5 is not a positive whole number"),
+        ({"project_size": [3]}, "project_size = [3] is not a positive whole number"),
+    ],
+)
+def test_sizes_in_megatron_arguments_that_are_no_sizes_are_told(
+    tmp_path: Path, args: dict[str, Any], told: str
+) -> None:
+    source = write_megatron(tmp_path / "m", gpt_tensors(), pp=2, args=args)
+    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert len(problems) == 1
+    assert told in problems[0]
+
+
+def test_added_files_that_do_not_exist_are_named_with_their_options(tmp_path: Path) -> None:
+    wanted = ConversionRequest(
+        write_nemo(tmp_path / "x.nemo"),
+        tmp_path / "out",
+        1,
+        "fp32",
+        prompt_checkpoints=(tmp_path / "p",),
+        vocab_path=tmp_path / "v",
+    )
+    remedy = "check the spelling, and that this machine sees it"
+    assert check_conversion(wanted) == [
+        f"--prompt-checkpoint={tmp_path / 'p'} does not exist; {remedy}",
+        f"--vocab-path={tmp_path / 'v'} does not exist; {remedy}",
+    ]
+
+
+def test_stated_values_that_cannot_be_read_are_all_told(tmp_path: Path) -> None:
+    given = (("start_id", "abc"), ("layernorm_eps", "x"), ("tensor_para_size", "2"))
+    wanted = ConversionRequest(
+        write_nemo(tmp_path / "x.nemo"), tmp_path / "out", 1, "fp32", given=given
+    )
+    assert check_conversion(wanted) == [
+        "--set start_id=abc: 'abc' is not an integer",
+        "--set layernorm_eps=x: 'x' is not a number",
+        "--set tensor_para_size=2: use --tensor-model-parallel-size",
+    ]
+
+
+def test_an_output_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    source = write_nemo(tmp_path / "x.nemo")
+    problems = check_conversion(ConversionRequest(source, tmp_path / "file" / "out", 1, "fp32"))
+    assert problems == [
+        f"--output-dir={tmp_path / 'file' / 'out'}: {tmp_path / 'file'} is not a folder; choose "
+        "another place"
+    ]
+
+
+def test_a_refused_conversion_leaves_no_folder_it_made(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "x.nemo")
+    with pytest.raises(CheckpointMismatchError):
+        convert(ConversionRequest(source, tmp_path / "new" / "out", 5, "fp32"))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("as_link", [False, True])
+def test_overwriting_replaces_a_file_or_link_in_the_way(tmp_path: Path, as_link: bool) -> None:
+    source = write_nemo(tmp_path / "x.nemo")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept").touch()
+    place = tmp_path / "out" / "1-gpu"
+    place.parent.mkdir()
+    if as_link:
+        place.symlink_to(tmp_path / "elsewhere")
+    else:
+        place.touch()
+    convert(ConversionRequest(source, tmp_path / "out", 1, "fp32", overwrite=True))
+    assert (place / "config.ini").is_file()
+    assert (tmp_path / "elsewhere" / "kept").exists()
+
+
+def test_a_missing_tensor_comes_with_what_to_do(tmp_path: Path) -> None:
+    tensors = {k: v for k, v in gpt_tensors().items() if "layers.1.input_layernorm" not in k}
+    source = write_nemo(tmp_path / "x.nemo", tensors)
+    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert len(problems) == 3
+    assert "fetch the checkpoint again" in problems[2]
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ("gpt-b-last.ckpt", "gpt-a-last.ckpt"),
+        ("gpt-step=9-last.ckpt", "gpt-step=10-last.ckpt"),
+        ("last.ckpt", "last-v1.ckpt"),
+    ],
+)
+def test_the_newest_of_several_last_checkpoints_is_taken(
+    tmp_path: Path, older: str, newer: str
+) -> None:
+    source = tmp_path / "checkpoints"
+    source.mkdir()
+    members = nemo_members(gpt_tensors())
+    weights = members.pop("model_weights.ckpt")
+    for name, data in members.items():
+        (source / name).write_bytes(data)
+    state = torch.load(io.BytesIO(weights), weights_only=True)
+    for step, name, scale in ((9, older, 2.0), (10, newer, 1.0)):
+        content = {"global_step": step, "state_dict": {k: v * scale for k, v in state.items()}}
+        torch.save(content, source / name)
+    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    expected = gpt_tensors()["model.language_model.encoder.final_layernorm.bias"]
+    found = FTReader(done.ft_dir).read("model.final_layernorm.bias")
+    assert torch.equal(found, expected)
+    assert "of step 10, the newest of several" in done.remarks[0]
+
+
+def test_averaged_weights_that_are_left_are_told(tmp_path: Path) -> None:
+    source = tmp_path / "checkpoints"
+    source.mkdir()
+    content = {"state_dict": gpt_tensors(), "hyper_parameters": {"cfg": nemo_config()}}
+    torch.save(content, source / "gpt-step=9-last-EMA.ckpt")
+    problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert "of gpt-step=9-last-EMA.ckpt give one such a name" in problems[0]
+    torch.save(content, source / "gpt-step=9-last.ckpt")
+    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert done.remarks[0].startswith("left gpt-step=9-last-EMA.ckpt")
+
+
+@pytest.mark.parametrize("end_id", ["50256", "-1"])
+def test_token_ids_outside_the_vocabulary_are_warned_of(tmp_path: Path, end_id: str) -> None:
+    source = write_nemo(tmp_path / "x.nemo")
+    given = (("start_id", "0"), ("end_id", end_id))
+    done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32", given=given))
+    told = [remark for remark in done.remarks if "outside the vocabulary" in remark]
+    assert len(told) == 1
+    assert told[0].startswith(f"end_id = {end_id} lies outside the vocabulary of ")
+    assert "--set end_id=.." in told[0]

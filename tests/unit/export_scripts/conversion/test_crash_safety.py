@@ -1,0 +1,302 @@
+"""A conversion killed at any moment goes on to the same bytes; two runs never interleave."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.files.lock import FolderLock
+from export_scripts.ft.validation import validate_directory
+from export_scripts.ft.writer import FTWriter, WorkPaths
+from tests.tiny import TinyGPT, gpt_tensors, write_nemo
+
+# Large enough that kills land everywhere, small enough for a test.
+MODEL = TinyGPT(head_num=6, size_per_head=16, inter_size=330, num_layer=2, vocab_size=1026)
+KILLS = 50
+
+
+def request(source: Path, output_dir: Path, **fields: Any) -> ConversionRequest:
+    values: dict[str, Any] = {"tp_size": 3, "weight_data_type": "fp16", "processes": 2} | fields
+    return ConversionRequest(checkpoint_path=source, output_dir=output_dir, **values)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source") / "x.nemo"
+    return write_nemo(path, gpt_tensors(MODEL), MODEL, tp=2)
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    return contents(convert(request(source, tmp_path_factory.mktemp("expected"))).ft_dir)
+
+
+def started(source: Path, output_dir: Path) -> int:
+    """Return the id of a new process that converts; it shares what this one has imported."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            convert(request(source, output_dir))
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def files_in(folder: Path) -> int:
+    """Return how many files a folder holds; the last rename may take it away at any moment."""
+    try:
+        return sum(1 for _ in folder.iterdir())
+    except FileNotFoundError:
+        return 0
+
+
+def killed_after(files: int, source: Path, output_dir: Path, pause_s: float) -> bool:
+    """Run a conversion and kill it once some files are there; return whether it was cut off."""
+    staging = WorkPaths.of(output_dir, 3).staging
+    child = started(source, output_dir)
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if staging.is_dir() and files_in(staging) >= files:
+            time.sleep(pause_s)
+            os.kill(child, signal.SIGKILL)
+            return os.waitpid(child, 0)[1] != 0
+        time.sleep(0.0002)
+    return False
+
+
+@pytest.mark.soak
+def test_runs_killed_at_random_moments_end_with_the_same_bytes(
+    source: Path, expected: dict[str, bytes], tmp_path: Path, soak: int
+) -> None:
+    chance = random.Random(11)
+    cut_off = 0
+    for number in range(KILLS * soak):
+        output = tmp_path / str(number)
+        files = chance.randrange(len(expected) + 2)
+        cut_off += killed_after(files, source, output, chance.random() * 0.003)
+        if (output / "3-gpu").exists():
+            assert validate_directory(output / "3-gpu") == []
+        summary = convert(request(source, output))
+        assert contents(summary.ft_dir) == expected
+        assert sorted(path.name for path in output.iterdir()) == ["3-gpu", "3-gpu.manifest.json"]
+        shutil.rmtree(output)
+    assert cut_off > KILLS * soak // 2, f"only {cut_off} of {KILLS * soak} kills came in time"
+
+
+class StopConversionError(Exception):
+    """Raised by a progress callback to interrupt a conversion."""
+
+
+def interrupt(wanted: ConversionRequest, *, after: float) -> None:
+    def progress(done: int, total: int) -> None:
+        if done > after * total:
+            raise StopConversionError
+
+    with pytest.raises(StopConversionError):
+        convert(wanted, progress=progress)
+
+
+def test_only_what_was_unfinished_is_written_again(source: Path, tmp_path: Path) -> None:
+    wanted = request(source, tmp_path)
+    interrupt(wanted, after=0.6)
+    summary = convert(wanted)
+    weights = sum(path.stat().st_size for path in summary.ft_dir.glob("*.bin"))
+    assert 0 < summary.written_bytes < 0.5 * weights
+
+
+def test_a_file_damaged_while_interrupted_is_written_again(
+    source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    wanted = request(source, tmp_path)
+    interrupt(wanted, after=0.6)
+    staging = WorkPaths.of(tmp_path, 3).staging
+    victim = next(path for path in staging.iterdir() if path.suffix == ".bin")
+    victim.write_bytes(victim.read_bytes()[:-1])
+    assert contents(convert(wanted).ft_dir) == expected
+
+
+def test_after_a_reboot_files_are_trusted_only_by_checksum(
+    source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    wanted = request(source, tmp_path)
+    interrupt(wanted, after=0.6)
+    paths = WorkPaths.of(tmp_path, 3)
+    first, *rest = paths.journal.read_text().splitlines(keepends=True)
+    paths.journal.write_text(
+        json.dumps(json.loads(first) | {"boot": "other"}) + "\n" + "".join(rest)
+    )
+    victim = next(path for path in paths.staging.iterdir() if path.suffix == ".bin")
+    victim.write_bytes(bytes(victim.stat().st_size))
+    assert contents(convert(wanted).ft_dir) == expected
+
+
+def test_a_journal_line_cut_off_by_a_kill_is_ignored(
+    source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    wanted = request(source, tmp_path)
+    interrupt(wanted, after=0.6)
+    journal = WorkPaths.of(tmp_path, 3).journal
+    journal.write_bytes(journal.read_bytes()[:-30])
+    assert contents(convert(wanted).ft_dir) == expected
+
+
+def test_leftovers_of_another_request_are_not_mixed_in(source: Path, tmp_path: Path) -> None:
+    interrupt(request(source, tmp_path), after=0.6)
+    summary = convert(request(source, tmp_path, weight_data_type="fp32"))
+    assert validate_directory(summary.ft_dir) == []
+    weights = sum(path.stat().st_size for path in summary.ft_dir.glob("*.bin"))
+    assert summary.written_bytes == weights
+
+
+def test_the_same_request_again_finds_its_work_done(source: Path, tmp_path: Path) -> None:
+    first = convert(request(source, tmp_path))
+    folder = first.ft_dir
+    stamps = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    again = convert(request(source, tmp_path, processes=1))
+    assert check_conversion(request(source, tmp_path)) == []
+    assert (first.already_done, again.already_done) == (False, True)
+    assert again.written_bytes == 0
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == stamps
+
+
+def test_overwriting_exchanges_the_folder_whole(
+    source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    other = write_nemo(tmp_path / "other.nemo", gpt_tensors(MODEL, seed=5), MODEL)
+    output = tmp_path / "out"
+    before = contents(convert(request(other, output)).ft_dir)
+    interrupt(request(source, output, overwrite=True), after=0.5)
+    assert contents(output / "3-gpu") == before
+    assert contents(convert(request(source, output, overwrite=True)).ft_dir) == expected
+    assert sorted(path.name for path in output.iterdir()) == ["3-gpu", "3-gpu.manifest.json"]
+
+
+def test_a_kill_between_the_two_renames_of_an_exchange_is_repaired(
+    source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    other = write_nemo(tmp_path / "other.nemo", gpt_tensors(MODEL, seed=5), MODEL)
+    output = tmp_path / "out"
+    convert(request(other, output))
+    wanted = request(source, output, overwrite=True)
+    interrupt(wanted, after=0.5)
+    paths = WorkPaths.of(output, 3)
+    paths.manifest.rename(paths.replaced_manifest)
+    paths.final.rename(paths.replaced)
+    assert contents(convert(wanted).ft_dir) == expected
+    assert not paths.replaced.exists()
+
+
+def test_a_kill_after_the_last_rename_is_recognised_as_finished(
+    source: Path, tmp_path: Path
+) -> None:
+    convert(request(source, tmp_path))
+    paths = WorkPaths.of(tmp_path, 3)
+    identity = json.loads(paths.manifest.read_text())["identity"]
+    paths.journal.write_text(json.dumps({"identity": identity}) + "\n")
+    assert convert(request(source, tmp_path)).already_done
+    assert not paths.journal.exists()
+
+
+def test_an_interrupted_exchange_does_not_open_the_folder_to_others(
+    source: Path, tmp_path: Path
+) -> None:
+    first = write_nemo(tmp_path / "first.nemo", gpt_tensors(MODEL, seed=5), MODEL)
+    third = write_nemo(tmp_path / "third.nemo", gpt_tensors(MODEL, seed=6), MODEL)
+    output = tmp_path / "out"
+    convert(request(first, output))
+    interrupt(request(source, output, overwrite=True), after=0.5)
+    with pytest.raises(ValueError, match="holds another conversion"):
+        convert(request(third, output))
+    assert convert(request(first, output)).already_done
+
+
+def test_a_second_run_to_the_same_folder_is_refused(source: Path, tmp_path: Path) -> None:
+    paths = WorkPaths.of(tmp_path, 3)
+    with FolderLock(paths.lock, paths.final), pytest.raises(ValueError, match="another conversion"):
+        convert(request(source, tmp_path))
+    assert convert(request(source, tmp_path)).ft_dir.is_dir()
+
+
+def test_a_lock_left_by_a_dead_process_does_not_hold(source: Path, tmp_path: Path) -> None:
+    lock = WorkPaths.of(tmp_path, 3).lock
+    lock.write_text("999999\n")
+    assert convert(request(source, tmp_path)).ft_dir.is_dir()
+
+
+def test_a_run_of_another_size_is_not_held_up(source: Path, tmp_path: Path) -> None:
+    paths = WorkPaths.of(tmp_path, 2)
+    with FolderLock(paths.lock, paths.final):
+        assert convert(request(source, tmp_path)).ft_dir.is_dir()
+
+
+def test_too_small_a_disk_is_told_before_writing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(ValueError, match=r"has 1,000 bytes free, the conversion needs \d+"):
+        convert(request(source, tmp_path))
+
+
+def test_a_disk_that_fills_up_is_told_and_what_is_finished_kept(tmp_path: Path) -> None:
+    paths = WorkPaths.of(tmp_path, 1)
+
+    def full() -> Any:
+        yield memoryview(b"ab")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with FTWriter(paths, "x") as writer:
+        writer.write("one.bin", 2, [memoryview(b"ab")])
+        with pytest.raises(ValueError, match=r"the disk is full: writing two\.bin"):
+            writer.write("two.bin", 4, full())
+    with FTWriter(paths, "x") as writer:
+        assert writer.is_done("one.bin")
+        assert not writer.is_done("two.bin")
+
+
+def test_an_exception_in_a_worker_ends_the_conversion(source: Path, tmp_path: Path) -> None:
+    wanted = request(source, tmp_path)
+    interrupt(wanted, after=0.2)
+    assert not (tmp_path / "3-gpu").exists()
+    lock = WorkPaths.of(tmp_path, 3).lock
+    assert not lock.exists()
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_progress_counts_every_byte_once(source: Path, tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    summary = convert(request(source, tmp_path), progress=lambda *counts: seen.append(counts))
+    weights = sum(path.stat().st_size for path in summary.ft_dir.glob("*.bin"))
+    assert seen[-1] == (weights, weights)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_the_manifest_records_files_ranges_and_source(source: Path, tmp_path: Path) -> None:
+    summary = convert(request(source, tmp_path))
+    manifest = json.loads((tmp_path / "3-gpu.manifest.json").read_text())
+    assert set(manifest["files"]) == {path.name for path in summary.ft_dir.iterdir()}
+    qkv = manifest["tensors"]["model.layers.1.attention.query_key_value.weight"]
+    wanted = gpt_tensors(MODEL)[
+        "model.language_model.encoder.layers.1.self_attention.query_key_value.weight"
+    ].half()
+    assert (qkv["shape"], qkv["split"], qkv["dtype"]) == ([96, 3, 96], 2, "fp16")
+    assert (qkv["min"], qkv["max"]) == (float(wanted.min()), float(wanted.max()))
+    assert qkv["abs_max"] == float(wanted.abs().max())
+    assert manifest["source"]["path"] == str(source)

@@ -1,0 +1,329 @@
+"""What cannot be converted is refused with the reason, before a folder appears."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from tests.tiny import NEMO, gpt_tensors, nemo_members, write_megatron, write_nemo, write_tar
+
+QKV = NEMO + "encoder.layers.1.self_attention.query_key_value.weight"
+
+
+def request(source: Path, tmp_path: Path, **fields: Any) -> ConversionRequest:
+    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | fields
+    return ConversionRequest(checkpoint_path=source, output_dir=tmp_path / "out", **values)
+
+
+def refusal(source: Path, tmp_path: Path, **fields: Any) -> str:
+    """Return the message with which a conversion ends; nothing may be left behind."""
+    wanted = request(source, tmp_path, **fields)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the caller looks at the text
+        convert(wanted)
+    output = wanted.output_dir
+    assert not output.exists() or list(output.iterdir()) == []
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["gpt_nemo/train_tp1_pp1_bf16/source/megatron_gpt.nemo", "gpt2/tiny/source",
+     "bert/tiny/source", "opt/pre_ln/source", "t5/relu_tied/source"],
+)  # fmt: skip
+@pytest.mark.parametrize("tp_size", [3, 5, 8])
+def test_sizes_that_do_not_divide_are_refused(
+    shared: Path, tmp_path: Path, source: str, tp_size: int
+) -> None:
+    text = refusal(shared / "golden" / source, tmp_path, tp_size=tp_size)
+    assert re.search(
+        rf"--tensor-model-parallel-size={tp_size} does not divide (head_num|num_heads)=4\b.* of "
+        r".*; use 1, 2 or 4$",
+        text,
+    )
+    assert "does not make" not in text  # once for the model, not for every tensor
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [(float("nan"), "not a number"), (1e6, "become infinite in fp16"), (-1e6, "1e+06")],
+)
+def test_values_that_fp16_cannot_hold_are_named(
+    shared: Path, tmp_path: Path, value: float, words: str
+) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(shared / "golden/gpt2/tiny/source", source)
+    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    key = next(name for name in tensors if name.endswith("h.1.mlp.c_fc.weight"))
+    tensors[key][3, 5] = value
+    safetensors.torch.save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    text = refusal(source, tmp_path, weight_data_type="fp16", tp_size=2)
+    assert "model.layers.1.mlp.dense_h_to_4h.weight" in text
+    assert words in text
+
+
+def test_every_tensor_that_overflows_is_named(tmp_path: Path) -> None:
+    tensors = gpt_tensors()
+    tensors[QKV][0, 0] = 70000.0
+    tensors[NEMO + "embedding.word_embeddings.weight"][5, 5] = float("-inf")
+    text = refusal(write_nemo(tmp_path / "x.nemo", tensors), tmp_path, weight_data_type="fp16")
+    assert "layers.1.attention.query_key_value.weight: values up to 70000" in text
+    assert "model.wte: the checkpoint holds 1 values that are infinite" in text
+
+
+def test_an_overflow_is_accepted_where_it_is_allowed_by_name(tmp_path: Path) -> None:
+    tensors = gpt_tensors()
+    tensors[QKV][0, 0] = 70000.0
+    source = write_nemo(tmp_path / "x.nemo", tensors)
+    allowed = ("model.layers.1.attention.query_key_value.weight",)
+    summary = convert(request(source, tmp_path, weight_data_type="fp16", allow=allowed))
+    assert summary.ft_dir.is_dir()
+
+
+def test_a_large_value_is_no_overflow_in_bf16(tmp_path: Path) -> None:
+    tensors = gpt_tensors()
+    tensors[QKV][0, 0] = 70000.0
+    source = write_nemo(tmp_path / "x.nemo", tensors)
+    assert convert(request(source, tmp_path, weight_data_type="bf16")).ft_dir.is_dir()
+
+
+def test_a_missing_training_rank_is_named(tmp_path: Path) -> None:
+    members = nemo_members(gpt_tensors(), tp=2)
+    del members["mp_rank_01/model_weights.ckpt"]
+    text = refusal(write_tar(tmp_path / "x.nemo", members), tmp_path)
+    assert "checkpoint has 1 of 2 tensor-parallel ranks: mp_rank_01 is missing" in text
+
+
+def test_missing_pipeline_ranks_are_named(tmp_path: Path) -> None:
+    members = nemo_members(gpt_tensors(), tp=2, pp=2)
+    del members["tp_rank_01_pp_rank_000/model_weights.ckpt"]
+    del members["tp_rank_00_pp_rank_001/model_weights.ckpt"]
+    text = refusal(write_tar(tmp_path / "x.nemo", members), tmp_path)
+    assert "2 of 4 training ranks" in text
+    assert "tp_rank_00_pp_rank_001, tp_rank_01_pp_rank_000 are missing" in text
+
+
+def test_ranks_beyond_the_configuration_are_named(tmp_path: Path) -> None:
+    members = nemo_members(gpt_tensors(), tp=3, config={"tensor_model_parallel_size": 2})
+    text = refusal(write_tar(tmp_path / "x.nemo", members), tmp_path)
+    assert "holds mp_rank_02, but its configuration says TP 2" in text
+
+
+def test_a_rank_of_another_shape_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "megatron"
+    write_megatron(folder, gpt_tensors(), tp=2)
+    file = folder / "mp_rank_01" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    encoder = content["model"]["language_model"]["encoder"]
+    encoder["layers.2.mlp.dense_4h_to_h.weight"] = torch.zeros(31, 33)
+    torch.save(content, file)
+    text = refusal(folder, tmp_path)
+    assert "layers.2.mlp.dense_4h_to_h.weight: training rank 1 has shape [31, 33]" in text
+
+
+def test_every_missing_misshaped_and_unknown_tensor_is_listed(tmp_path: Path) -> None:
+    tensors = gpt_tensors()
+    del tensors[NEMO + "encoder.layers.3.mlp.dense_4h_to_h.bias"]
+    tensors[QKV] = torch.zeros(90, 31)
+    tensors[NEMO + "encoder.layers.0.mlp.dense_h_to_4h_2.weight"] = torch.zeros(66, 30)
+    text = refusal(write_nemo(tmp_path / "x.nemo", tensors), tmp_path)
+    assert "encoder.layers.3.mlp.dense_4h_to_h.bias is missing" in text
+    assert "[90, 31]" in text
+    assert "does not make model.layers.1.attention.query_key_value.weight" in text
+    assert "encoder.layers.0.mlp.dense_h_to_4h_2.weight [[66, 30]] is an unknown tensor" in text
+
+
+def test_names_behind_a_prefix_are_told_to_come_from_a_wrapper(
+    shared: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(shared / "golden/gpt2/tiny/source", source)
+    weights = source / "model.safetensors"
+    tensors = safetensors.torch.load_file(weights)
+    safetensors.torch.save_file({f"module.{k}": v for k, v in tensors.items()}, weights)
+    text = refusal(source, tmp_path)
+    assert "names there begin with 'module.': save the model without what wraps it" in text
+
+
+def test_an_unknown_tensor_is_left_out_where_it_is_allowed_by_name(tmp_path: Path) -> None:
+    tensors = gpt_tensors() | {NEMO + "extra": torch.zeros(2)}
+    source = write_nemo(tmp_path / "x.nemo", tensors)
+    assert "unknown tensor" in refusal(source, tmp_path)
+    assert convert(request(source, tmp_path, allow=("*.extra",))).ft_dir.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"activation": "swiglu"}, "activation = swiglu"),
+        ({"activation": "fast-geglu"}, "activation = fast-geglu"),
+        ({"activation": "squared-relu"}, "activation = squared-relu"),
+        ({"position_embedding_type": "rope"}, "position_embedding_type = rope"),
+        ({"normalization": "rmsnorm"}, "normalization = rmsnorm"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "virtual_pipeline_model_parallel_size = 2"),
+        ({"num_query_groups": 2}, "num_query_groups = 2"),
+        ({"multi_query_attention": True}, "multi_query_attention"),
+        ({"qk_layernorm": True}, "qk_layernorm"),
+        ({"transformer_block_type": "post_ln"}, "transformer_block_type = post_ln"),
+        ({"headscale": True}, "headscale"),
+        ({"normalize_attention_scores": False}, "normalize_attention_scores"),
+        ({"kv_channels": 8}, "6 heads of 8 do not make hidden_size = 30"),
+        ({"num_moe_experts": 4}, "4 experts"),
+        ({"num_layers": None}, "num_layers = None"),
+    ],
+)
+def test_models_that_the_layout_cannot_hold_are_refused(
+    tmp_path: Path, config: dict[str, Any], words: str
+) -> None:
+    source = write_nemo(tmp_path / "x.nemo", config=config)
+    assert words in refusal(source, tmp_path)
+    assert any(words in problem for problem in check_conversion(request(source, tmp_path)))
+
+
+def test_all_reasons_are_listed_together(tmp_path: Path) -> None:
+    config = {"activation": "swiglu", "normalization": "rmsnorm", "position_embedding_type": "rope"}
+    text = refusal(write_nemo(tmp_path / "x.nemo", config=config), tmp_path)
+    assert all(word in text for word in ("swiglu", "rmsnorm", "rope"))
+
+
+def test_tensors_of_low_rank_adapters_are_refused(tmp_path: Path) -> None:
+    key = NEMO + "encoder.layers.0.self_attention.lora_kqv_adapter.linear_in.weight"
+    source = write_nemo(tmp_path / "x.nemo", gpt_tensors() | {key: torch.zeros(8, 30)})
+    assert "merge them into the base model first" in refusal(source, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x"])
+def test_archive_members_outside_their_folder_are_refused(tmp_path: Path, name: str) -> None:
+    path = write_nemo(tmp_path / "x.nemo")
+    with tarfile.open(path, "a") as archive:
+        info = tarfile.TarInfo(name)
+        info.size = 1
+        archive.addfile(info, io.BytesIO(b"x"))
+    text = refusal(path, tmp_path)
+    assert f"refused: member '{name}' leads outside its folder" in text
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE])
+def test_links_and_devices_in_archives_are_refused(tmp_path: Path, kind: bytes) -> None:
+    path = write_nemo(tmp_path / "x.nemo")
+    with tarfile.open(path, "a") as archive:
+        info = tarfile.TarInfo("odd")
+        info.type, info.linkname = kind, "/etc/passwd"
+        archive.addfile(info)
+    assert "refused: member 'odd' is" in refusal(path, tmp_path)
+
+
+def test_a_truncated_archive_is_told(tmp_path: Path) -> None:
+    path = write_nemo(tmp_path / "x.nemo", tp=2)
+    path.write_bytes(path.read_bytes()[:-20000])
+    text = refusal(path, tmp_path)
+    assert "x.nemo" in text
+    assert "truncated" in text or "missing" in text or "not a readable tar" in text
+
+
+def test_a_truncated_gzip_archive_is_told(tmp_path: Path) -> None:
+    path = write_nemo(tmp_path / "x.nemo", gzip=True)
+    path.write_bytes(path.read_bytes()[:-5000])
+    assert "truncated" in refusal(path, tmp_path)
+
+
+def test_an_interleaved_megatron_checkpoint_is_refused(tmp_path: Path) -> None:
+    folder = write_megatron(tmp_path / "m", gpt_tensors())
+    file = folder / "mp_rank_00" / "model_optim_rng.pt"
+    content = torch.load(file, weights_only=False)
+    content["model0"] = content["model1"] = content.pop("model")
+    torch.save(content, file)
+    assert "interleaved pipeline" in refusal(folder, tmp_path)
+
+
+def test_an_existing_folder_is_not_replaced_unasked(tmp_path: Path) -> None:
+    first = write_nemo(tmp_path / "a.nemo")
+    second = write_nemo(tmp_path / "b.nemo", gpt_tensors(seed=1))
+    folder = convert(request(first, tmp_path)).ft_dir
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert "exists and holds another conversion" in check_conversion(request(second, tmp_path))[0]
+    with pytest.raises(ValueError, match="exists and holds another conversion"):
+        convert(request(second, tmp_path))
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_a_foreign_folder_in_the_way_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out" / "1-gpu").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds another conversion"):
+        convert(request(write_nemo(tmp_path / "a.nemo"), tmp_path))
+
+
+def test_unknown_names_and_sizes_are_listed_together(tmp_path: Path) -> None:
+    wanted = request(
+        tmp_path / "nowhere", tmp_path, tp_size=0, weight_data_type="int4", model_type="gpt9"
+    )
+    problems = check_conversion(wanted, names={"tp_size": "export.model.tp"})
+    text = "\n".join(problems)
+    assert "export.model.tp=0 is not a positive number" in text
+    assert "--weight-data-type=int4 is unknown; use fp32, fp16, bf16" in text
+    assert "--model-type=gpt9 is unknown" in text
+    assert f"--checkpoint-path={tmp_path / 'nowhere'} does not exist" in text
+
+
+def test_another_kind_of_model_than_expected_is_refused(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "a.nemo")
+    assert "--model-type=t5, but" in refusal(source, tmp_path, model_type="t5")
+    assert check_conversion(request(source, tmp_path, model_type="gpt3")) == []
+
+
+def test_pipeline_stages_that_do_not_divide_the_layers_are_refused(tmp_path: Path) -> None:
+    text = refusal(write_nemo(tmp_path / "a.nemo"), tmp_path, pp_size=3)
+    assert "--pipeline-model-parallel-size=3 does not divide num_layer=4" in text
+    assert "use 1, 2 or 4" in text
+
+
+def test_a_path_of_no_known_format_is_told(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(b"hello")
+    text = refusal(tmp_path / "x.bin", tmp_path)
+    assert "is not a checkpoint of a known format" in text
+    assert ".nemo archive" in text
+
+
+def test_an_unknown_hugging_face_architecture_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    text = refusal(tmp_path, tmp_path)
+    assert "no known architecture (model type mamba" in text
+
+
+def test_an_unknown_stated_key_is_told(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "a.nemo")
+    text = refusal(source, tmp_path, given=(("hed_num", "4"),))
+    assert "--set hed_num=4: not a key of this model's config.ini" in text
+
+
+def test_archives_that_a_source_cannot_take_are_refused(tmp_path: Path) -> None:
+    source = write_nemo(tmp_path / "a.nemo")
+    text = refusal(source, tmp_path, ia3_checkpoints=(source,))
+    assert "cannot take ia3" in text
+
+
+def test_checks_import_neither_torch_nor_numpy(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    source = write_nemo(tmp_path / "a.nemo", tp=2, pp=2)
+    code = (
+        "import sys, pathlib\n"
+        "from export_scripts.conversion.convert import ConversionRequest, check_conversion\n"
+        f"source = pathlib.Path({str(source)!r})\n"
+        "r = ConversionRequest(source, pathlib.Path('/nowhere'), 5, 'fp16')\n"
+        "problems = check_conversion(r)\n"
+        "assert 'does not divide' in problems[0], problems\n"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])

@@ -1,0 +1,192 @@
+"""Any training parallelism becomes any inference parallelism, with the same bytes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.ft.reader import FTReader
+from tests.tiny import NEMO, TinyGPT, gpt_tensors, write_megatron, write_nemo
+
+MODEL = TinyGPT()
+
+
+def folder(source: Path, output: Path, tp_size: int, data_type: str = "fp32") -> Path:
+    return convert(ConversionRequest(source, output, tp_size, data_type, processes=2)).ft_dir
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in path.glob("*.bin")}
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 3, 6])
+@pytest.mark.parametrize(("train_tp", "train_pp"), [(2, 1), (3, 1), (6, 1), (1, 2), (2, 2), (3, 4)])
+def test_every_training_layout_gives_the_same_bytes(
+    tmp_path: Path, train_tp: int, train_pp: int, tp_size: int
+) -> None:
+    whole = write_nemo(tmp_path / "whole.nemo")
+    parts = write_nemo(tmp_path / "parts.nemo", tp=train_tp, pp=train_pp)
+    expected = contents(folder(whole, tmp_path / "whole", tp_size))
+    assert contents(folder(parts, tmp_path / "parts", tp_size)) == expected
+
+
+@pytest.mark.parametrize("depths", [(1, 3), (3, 1), (1, 1, 2), (0, 2, 2)])
+def test_stages_of_unequal_depth_are_joined_in_order(
+    tmp_path: Path, depths: tuple[int, ...]
+) -> None:
+    whole = write_megatron(tmp_path / "whole", gpt_tensors())
+    parts = write_megatron(tmp_path / "parts", gpt_tensors(), pp=4)
+    _merge_stages(parts, depths)
+    expected = contents(folder(whole, tmp_path / "a", 2))
+    assert contents(folder(parts, tmp_path / "b", 2)) == expected
+
+
+def _merge_stages(source: Path, depths: tuple[int, ...]) -> None:
+    """Give a checkpoint of four stages with one layer each as many stages of these depths."""
+    files = sorted(source.glob("mp_rank_*/model_optim_rng.pt"))
+    trees = [torch.load(file, weights_only=False) for file in files]
+    models = [tree["model"]["language_model"] for tree in trees]
+    layers = [
+        {k.removeprefix("layers.0."): v for k, v in model["encoder"].items() if "layers" in k}
+        for model in models
+    ]
+    final = {k: v for k, v in models[-1]["encoder"].items() if "layers" not in k}
+    first = models[0]["embedding"]
+    for stage, depth in enumerate(depths):
+        begin = sum(depths[:stage])
+        stack = {
+            f"layers.{i}.{k}": v
+            for i, layer in enumerate(layers[begin : begin + depth])
+            for k, v in layer.items()
+        }
+        last = stage == len(depths) - 1
+        models[stage]["encoder"] = stack | (final if last else {})
+        models[stage]["embedding"] = {} if stage else first
+        trees[stage]["args"].pipeline_model_parallel_size = len(depths)
+        torch.save(trees[stage], files[stage])
+    for file in files[len(depths) :]:
+        shutil.rmtree(file.parent)
+
+
+@pytest.mark.parametrize("tp_size", [2, 3])
+def test_ranks_hold_their_heads_and_columns(tmp_path: Path, tp_size: int) -> None:
+    """The rule itself, written out with numpy for one layer."""
+    tensors = gpt_tensors(MODEL)
+    n, d, h, f = MODEL.head_num, MODEL.size_per_head, MODEL.hidden, MODEL.inter_size
+    reader = FTReader(folder(write_nemo(tmp_path / "x.nemo"), tmp_path / "out", tp_size))
+    source = NEMO + "encoder.layers.2."
+    target = "model.layers.2."
+    fused = tensors[source + "self_attention.query_key_value.weight"].numpy().reshape(n, 3, d, h)
+    for rank in range(tp_size):
+        heads = slice(rank * n // tp_size, (rank + 1) * n // tp_size)
+        mine = fused[heads].transpose(3, 1, 0, 2).reshape(h, 3, h // tp_size)
+        columns = slice(rank * f // tp_size, (rank + 1) * f // tp_size)
+        up = tensors[source + "mlp.dense_h_to_4h.weight"].numpy().T[:, columns]
+        down = tensors[source + "mlp.dense_4h_to_h.weight"].numpy().T[columns]
+        qkv = reader.read(target + "attention.query_key_value.weight", rank)
+        assert np.array_equal(qkv.numpy(), mine)
+        assert np.array_equal(reader.read(target + "mlp.dense_h_to_4h.weight", rank).numpy(), up)
+        assert np.array_equal(reader.read(target + "mlp.dense_4h_to_h.weight", rank).numpy(), down)
+
+
+@pytest.mark.parametrize("source_type", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("data_type", ["fp32", "fp16", "bf16"])
+def test_every_type_becomes_every_type_by_rounding_to_nearest(
+    tmp_path: Path, source_type: torch.dtype, data_type: str
+) -> None:
+    tensors = gpt_tensors(MODEL, dtype=source_type)
+    reader = FTReader(
+        folder(write_nemo(tmp_path / "x.nemo", tensors), tmp_path / "out", 1, data_type)
+    )
+    target = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[data_type]
+    for name, key in (
+        ("model.wte", NEMO + "embedding.word_embeddings.weight"),
+        (
+            "model.layers.0.attention.dense.bias",
+            NEMO + "encoder.layers.0.self_attention.dense.bias",
+        ),
+    ):
+        assert torch.equal(reader.read(name), tensors[key].float().to(target))
+    dense = tensors[NEMO + "encoder.layers.3.self_attention.dense.weight"]
+    assert torch.equal(
+        reader.read("model.layers.3.attention.dense.weight"), dense.float().to(target).t()
+    )
+
+
+def test_tensors_larger_than_a_chunk_keep_their_rows(tmp_path: Path) -> None:
+    """Rows of a large table go through several chunks and transposed tiles."""
+    model = TinyGPT(head_num=4, size_per_head=32, inter_size=20_480, num_layer=1, vocab_size=40_000)
+    tensors = gpt_tensors(model)
+    source = write_nemo(tmp_path / "x.nemo", tensors, model, tp=2)
+    reader = FTReader(folder(source, tmp_path / "out", 2))
+    layer = NEMO + "encoder.layers.0.mlp."
+    assert torch.equal(reader.read("model.wte"), tensors[NEMO + "embedding.word_embeddings.weight"])
+    up = tensors[layer + "dense_h_to_4h.weight"].t().chunk(2, 1)
+    down = tensors[layer + "dense_4h_to_h.weight"].t().chunk(2, 0)
+    for rank in range(2):
+        name = "model.layers.0.mlp.dense_h_to_4h.weight"
+        assert torch.equal(reader.read(name, rank), up[rank])
+        name = "model.layers.0.mlp.dense_4h_to_h.weight"
+        assert torch.equal(reader.read(name, rank), down[rank])
+
+
+@pytest.mark.parametrize("processes", [1, 3, 16])
+def test_the_number_of_workers_changes_nothing(tmp_path: Path, processes: int) -> None:
+    source = write_nemo(tmp_path / "x.nemo")
+    one = folder(source, tmp_path / "one", 2)
+    request = ConversionRequest(source, tmp_path / "many", 2, "fp32", processes=processes)
+    assert contents(convert(request).ft_dir) == contents(one)
+
+
+def test_a_gzip_archive_a_folder_and_a_plain_archive_agree(tmp_path: Path) -> None:
+    import tarfile
+
+    plain = write_nemo(tmp_path / "plain.nemo", tp=2)
+    zipped = write_nemo(tmp_path / "zipped.nemo", tp=2, gzip=True)
+    unpacked = tmp_path / "unpacked"
+    with tarfile.open(plain) as archive:
+        archive.extractall(unpacked, filter="data")
+    # As `tar` packs a folder by its name.
+    with tarfile.open(tmp_path / "wrapped.nemo", "w") as archive:
+        archive.add(unpacked, "run_7")
+    expected = contents(folder(plain, tmp_path / "a", 3))
+    assert contents(folder(zipped, tmp_path / "b", 3)) == expected
+    assert contents(folder(unpacked, tmp_path / "c", 3)) == expected
+    assert contents(folder(tmp_path / "wrapped.nemo", tmp_path / "d", 3)) == expected
+    assert sorted(path.name for path in (tmp_path / "b").iterdir()) == [
+        "3-gpu",
+        "3-gpu.manifest.json",
+    ]
+
+
+def test_megatron_and_nemo_layouts_of_one_model_agree(tmp_path: Path) -> None:
+    tensors = gpt_tensors(MODEL)
+    nemo = contents(folder(write_nemo(tmp_path / "x.nemo"), tmp_path / "nemo", 3))
+    megatron = write_megatron(tmp_path / "megatron", tensors, tp=2, pp=2)
+    assert contents(folder(megatron, tmp_path / "out", 3)) == nemo
+
+
+def test_megatron_core_checkpoints_cut_differently_agree(shared: Path, tmp_path: Path) -> None:
+    golden = shared / "golden" / "gpt_mcore"
+    one, two = (
+        folder(golden / name / "source/model.nemo", tmp_path / name, 4)
+        for name in ("gpt_tp1", "gpt_tp2")
+    )
+    assert contents(one) == contents(two)
+
+
+def test_the_sample_model_becomes_any_size(shared: Path, tmp_path: Path) -> None:
+    source = shared / "sample_model" / "gpt_books_5m.nemo"
+    name = "model.layers.3.mlp.dense_h_to_4h.weight"
+    whole = FTReader(folder(source, tmp_path, 1, "fp16"))
+    for tp_size in (2, 4):
+        reader = FTReader(folder(source, tmp_path, tp_size, "fp16"))
+        parts = [reader.read(name, rank) for rank in range(tp_size)]
+        assert torch.equal(torch.cat(parts, 1), whole.read(name))
+        assert torch.equal(reader.read("model.wte"), whole.read("model.wte"))
+        assert reader.config.end_id == 8191

@@ -1,0 +1,134 @@
+"""Strided copies through bounded buffers, and ranges of values by their bit patterns."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from export_scripts.conversion import transfer
+from export_scripts.conversion.transfer import file_chunks, value_range
+from export_scripts.families.mapping.sources import Parts
+from export_scripts.numeric.dtypes import torch_dtype
+from tests.arrays import as_array
+
+TYPES = ["fp32", "fp16", "bf16"]
+
+
+def raw(values: list[float], data_type: str) -> np.ndarray:  # type: ignore[type-arg]
+    tensor = torch.tensor(values, dtype=torch.float64).to(torch_dtype(data_type))
+    return tensor.view(torch.uint8).numpy()
+
+
+@pytest.mark.parametrize("data_type", TYPES)
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.5, -2.0, 0.25], (-2.0, 1.5)),
+        ([1.0, 3.0], (1.0, 3.0)),
+        ([-1.0, -3.0], (-3.0, -1.0)),
+        ([0.0], (0.0, 0.0)),
+        ([-0.0, 0.5], (0.0, 0.5)),
+    ],
+)
+def test_smallest_and_largest_are_exact(
+    data_type: str, values: list[float], expected: tuple[float, float]
+) -> None:
+    found = value_range(raw(values, data_type), data_type)
+    assert (found.smallest, found.largest, found.finite) == (*expected, True)
+
+
+@pytest.mark.parametrize("data_type", TYPES)
+@pytest.mark.parametrize("odd", [math.inf, -math.inf, math.nan, -math.nan])
+@pytest.mark.parametrize("rest", [[1.0], [-1.0], [0.0], [-1.0, 1.0]])
+def test_infinities_and_nan_are_noticed(data_type: str, odd: float, rest: list[float]) -> None:
+    bits = raw([*rest, odd], data_type)
+    if math.isnan(odd) and math.copysign(1, odd) < 0:
+        bits[-1] |= 0x80  # torch drops the sign of NaN
+    assert not value_range(bits, data_type).finite
+
+
+@pytest.mark.parametrize("data_type", TYPES)
+def test_the_largest_finite_values_are_finite(data_type: str) -> None:
+    top = torch.finfo(torch_dtype(data_type)).max
+    assert value_range(raw([top, -top], data_type), data_type).finite
+
+
+@pytest.mark.parametrize("data_type", TYPES)
+def test_ranges_agree_with_torch_on_random_values(data_type: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for shift in (-4, 0, 4):
+        tensor = (torch.randn(5000, generator=generator) + shift).to(torch_dtype(data_type))
+        found = value_range(tensor.view(torch.uint8).numpy(), data_type)
+        assert found.smallest == float(tensor.min())
+        assert found.largest == float(tensor.max())
+
+
+def written(parts: Parts, shape: tuple[int, ...], axis: int, rank: int, kind: str) -> torch.Tensor:
+    data = b"".join(bytes(chunk) for chunk, _ in file_chunks(parts, shape, axis, rank, kind))
+    return torch.frombuffer(bytearray(data), dtype=torch_dtype(kind)).view(shape)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 2, 3])
+@pytest.mark.parametrize("split", [-1, 1, 2, 3])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 0, 2), (2, 3, 1, 0), (1, 0, 3, 2)])
+@pytest.mark.parametrize(("stored", "kind"), [("fp32", "fp16"), ("bf16", "bf16")])
+def test_any_cut_any_split_any_order_of_axes(
+    monkeypatch: pytest.MonkeyPatch,
+    cut: int,
+    split: int,
+    order: tuple[int, ...],
+    stored: str,
+    kind: str,
+) -> None:
+    """Small chunks and tiles, so that every border is crossed."""
+    monkeypatch.setattr(transfer, "_TILE_COLUMNS", 8)
+    monkeypatch.setattr(transfer, "_TILE_ROWS", 5)
+    monkeypatch.setattr(transfer, "_SMALL", 1)
+    space = transfer.Workspace(chunk_bytes=1500)
+    monkeypatch.setattr(transfer, "workspace", lambda: space)
+    shape = (14, 6, 4, 10)
+    base = torch.randn([shape[order.index(axis)] for axis in range(4)]).to(torch_dtype(stored))
+    whole = base.permute(order)
+    assert tuple(whole.shape) == shape
+    halves = whole.split([shape[cut] // 2 + 1, shape[cut] // 2 - 1], cut)
+    parts = Parts(cut, tuple(as_array(half) for half in halves))
+    local = tuple(size // 2 if axis == split else size for axis, size in enumerate(shape))
+    for rank in range(2 if split >= 0 else 1):
+        expected = whole if split < 0 else whole.chunk(2, split)[rank]
+        assert torch.equal(written(parts, local, split, rank, kind), expected.to(torch_dtype(kind)))
+
+
+def test_a_row_larger_than_a_chunk_is_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = transfer.Workspace(chunk_bytes=100)
+    monkeypatch.setattr(transfer, "workspace", lambda: space)
+    tensor = torch.randn(3, 500)
+    assert torch.equal(written(Parts(0, (tensor.numpy(),)), (3, 500), -1, 0, "fp32"), tensor)
+
+
+def test_a_chunk_stays_until_the_next_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = transfer.Workspace(chunk_bytes=8)
+    monkeypatch.setattr(transfer, "workspace", lambda: space)
+    values = np.arange(6, dtype=np.float32).reshape(3, 2)
+    chunks = (chunk for chunk, _ in file_chunks(Parts(0, (values,)), (3, 2), -1, 0, "fp32"))
+    first = next(chunks)
+    second = next(chunks)
+    assert bytes(first) == values[0].tobytes()
+    assert bytes(second) == values[1].tobytes()
+
+
+def test_buffers_lie_in_private_memory_from_a_large_page_on() -> None:
+    """Shared memory gets no large pages, without which direct writes take twice as long."""
+    chunk = transfer.Workspace().next_chunk(1 << 20)
+    address = chunk.ctypes.data
+    assert address % (2 << 20) == 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions, *_ = line.split()
+        low, high = (int(end, 16) for end in span.split("-"))
+        if low <= address < high:
+            assert permissions == "rw-p"
+            return
+    pytest.fail("the buffer is in no mapping")

@@ -1,0 +1,87 @@
+"""Large files reach the disk whole, whatever their sizes and whatever the file system can do."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from export_scripts.files import disk
+from export_scripts.files.disk import SequentialFile, check_space, telling_full_disk
+
+BLOCK = disk.BLOCK_BYTES
+
+
+def write(path: Path, sizes: list[int], *, aligned: bool = True) -> bytes:
+    """Write chunks of these sizes from one buffer; return what they hold."""
+    buffer = mmap.mmap(-1, max(sizes) + 1)
+    view = memoryview(buffer)[0 if aligned else 1 :]
+    expected = b""
+    with contextlib.closing(SequentialFile(path, sum(sizes))) as file:
+        for number, size in enumerate(sizes):
+            data = random.Random(number).randbytes(size)
+            view[:size] = data
+            file.write(view[:size])
+            expected += data
+    assert file.written_bytes == len(expected)
+    return expected
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [100],
+        [1 << 20],
+        [BLOCK * 300, BLOCK * 300],
+        [BLOCK * 300, BLOCK * 300 + 17],
+        [BLOCK * 300 + 17, BLOCK * 300 + 5, 3],
+        [1 << 21, 1],
+        [3, 1 << 21],
+    ],
+)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_files_hold_what_was_written(tmp_path: Path, sizes: list[int], aligned: bool) -> None:
+    expected = write(tmp_path / "x", sizes, aligned=aligned)
+    assert (tmp_path / "x").read_bytes() == expected
+
+
+def test_a_file_system_without_direct_writes_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_O_DIRECT", 0)
+    expected = write(tmp_path / "x", [BLOCK * 300, BLOCK * 300])
+    assert (tmp_path / "x").read_bytes() == expected
+
+
+def test_an_existing_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"z" * (1 << 22))
+    expected = write(tmp_path / "x", [1 << 20])
+    assert (tmp_path / "x").read_bytes() == expected
+
+
+def test_a_full_disk_is_told_with_what_was_needed(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ValueError, match=r"the disk is full: writing a under .* needs 12 bytes"),
+        telling_full_disk(tmp_path, "writing a", 12),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_other_errors_pass_through_with_what_was_written(tmp_path: Path) -> None:
+    with (
+        pytest.raises(PermissionError, match=r"writing a under .*: no"),
+        telling_full_disk(tmp_path, "writing a", 12),
+    ):
+        raise PermissionError(errno.EACCES, "no")
+
+
+def test_space_is_judged_where_the_folder_will_be(tmp_path: Path) -> None:
+    assert check_space(tmp_path / "not" / "yet", 1) is None
+    problem = check_space(tmp_path / "not" / "yet", 1 << 62)
+    assert problem is not None
+    assert f"the conversion needs {1 << 62:,}" in problem

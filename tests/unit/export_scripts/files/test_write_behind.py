@@ -1,0 +1,68 @@
+"""Steps to the disk run in order behind a worker, and no failure of theirs is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from export_scripts.files.write_behind import AtOnce, WriteBehind
+
+
+@pytest.fixture
+def queue() -> Iterator[WriteBehind]:
+    with contextlib.closing(WriteBehind()) as made:
+        yield made
+
+
+def fail() -> None:
+    raise OSError("broken")
+
+
+def test_a_step_runs_while_its_maker_goes_on(queue: WriteBehind) -> None:
+    go = threading.Event()
+    queue.run(lambda: go.wait(60) and None)
+    go.set()  # reached although the step has not ended
+    queue.wait()
+
+
+def test_no_second_step_starts_before_the_first_is_done(queue: WriteBehind) -> None:
+    done: list[int] = []
+    for number in range(50):
+        queue.run(lambda number=number: done.append(number))  # type: ignore[misc]
+        assert done[:number] == list(range(number))
+    queue.wait()
+    assert done == list(range(50))
+
+
+def test_a_failure_reaches_whoever_starts_the_next_step(queue: WriteBehind) -> None:
+    queue.run(fail)
+    with pytest.raises(OSError, match="broken"):
+        queue.run(lambda: None)
+    queue.wait()  # told once
+
+
+def test_nothing_follows_a_failed_step(queue: WriteBehind) -> None:
+    done: list[int] = []
+    queue.run(fail)
+    queue.run_next(lambda: done.append(1))
+    with pytest.raises(OSError, match="broken"):
+        queue.wait()
+    assert done == []
+
+
+def test_settling_hides_a_failure_that_is_known(queue: WriteBehind) -> None:
+    queue.run(fail)
+    queue.settle()
+    queue.wait()
+
+
+def test_a_step_at_once_has_run_and_told_its_failure_when_it_returns() -> None:
+    done: list[int] = []
+    AtOnce().run(lambda: done.append(1))
+    AtOnce().run_next(lambda: done.append(2))
+    assert done == [1, 2]
+    with pytest.raises(OSError, match="broken"):
+        AtOnce().run(fail)

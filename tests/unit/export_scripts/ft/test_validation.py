@@ -1,0 +1,93 @@
+"""A folder is loadable only if it is exactly what its config.ini and manifest say."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.ft.reader import FTReader
+from export_scripts.ft.validation import validate_directory
+from tests.tiny import write_nemo
+
+QKV = "model.layers.0.attention.query_key_value.weight.1.bin"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    source = write_nemo(tmp_path / "x.nemo")
+    return convert(ConversionRequest(source, tmp_path / "out", 2, "fp16")).ft_dir
+
+
+def test_a_converted_folder_is_sound(folder: Path) -> None:
+    assert validate_directory(folder) == []
+
+
+def test_every_difference_is_listed(folder: Path) -> None:
+    (folder / QKV).unlink()
+    (folder / "model.wpe.bin").write_bytes(b"short")
+    (folder / "model.layers.0.attention.query_key_value.weight.7.bin").write_bytes(b"")
+    (folder / "model.final_layernorm.bias.bin").unlink()
+    (folder / "model.final_layernorm.bias.bin").mkdir()
+    text = "\n".join(validate_directory(folder, checksums=False))
+    assert f"{QKV} is missing (expected 2700 bytes)" in text
+    assert "model.wpe.bin has 5 bytes, expected 1200" in text
+    assert "weight.7.bin is not expected in a gpt folder of 2 ranks" in text
+    assert "model.final_layernorm.bias.bin is not a regular file" in text
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+    assert "is not a folder" in validate_directory(tmp_path / "none")[0]
+
+
+def test_changed_contents_are_found_by_checksum_only(folder: Path) -> None:
+    data = bytearray((folder / QKV).read_bytes())
+    data[7] ^= 1
+    (folder / QKV).write_bytes(data)
+    assert validate_directory(folder, checksums=False) == []
+    assert validate_directory(folder) == [
+        f"{QKV} has other contents than the manifest records (crc32)"
+    ]
+
+
+def test_a_folder_without_a_manifest_is_judged_by_its_config(folder: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved" / "2-gpu"
+    shutil.copytree(folder, moved)
+    assert validate_directory(moved) == []
+
+
+def test_a_damaged_manifest_is_told(folder: Path) -> None:
+    (folder.parent / "2-gpu.manifest.json").write_text("{")
+    assert "not a readable manifest" in validate_directory(folder)[0]
+
+
+def test_a_changed_config_changes_what_is_expected(folder: Path) -> None:
+    config = folder / "config.ini"
+    config.write_text(config.read_text().replace("fp16", "fp32"))
+    problems = validate_directory(folder, checksums=False)
+    assert any("has 1200 bytes, expected 2400" in problem for problem in problems)
+
+
+def test_a_reader_refuses_what_is_not_sound(folder: Path) -> None:
+    (folder / QKV).unlink()
+    with pytest.raises(CheckpointMismatchError, match=f"{QKV} is missing"):
+        FTReader(folder)
+
+
+def test_a_reader_names_what_it_lacks(folder: Path) -> None:
+    reader = FTReader(folder)
+    with pytest.raises(CheckpointMismatchError, match=r"holds no tensor model\.lm_head\.weight"):
+        reader.read("model.lm_head.weight")
+    with pytest.raises(CheckpointMismatchError, match="for 2 ranks; there is no rank 2"):
+        reader.read("model.wte", 2)
+
+
+def test_each_damaged_file_is_told_once(folder: Path) -> None:
+    (folder / QKV).unlink()
+    (folder / "model.wpe.bin").write_bytes(b"short")
+    problems = validate_directory(folder)
+    assert len(problems) == 2
+    assert sum(QKV in text for text in problems) == 1
