@@ -12,9 +12,207 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Each may import those after it, and none before it.
-ORDER = ("launcher_scripts", "stages", "inference", "export_scripts")
-MODEL_FILES = ROOT / "export_scripts" / "triton" / "models"
+# The map of the tree, from the ground up: each folder and the folders it imports from, which stand
+# above it. A module belongs to the longest name here that begins its own.
+ARROWS: dict[str, tuple[str, ...]] = {
+    "export_scripts.__init__": (),
+    "export_scripts.errors": (),
+    "export_scripts.numeric": (),
+    "export_scripts.files": (),
+    "export_scripts.checkpoints": (
+        "export_scripts.errors",
+        "export_scripts.files",
+        "export_scripts.numeric",
+    ),
+    "export_scripts.families.layout": ("export_scripts.numeric",),
+    "export_scripts.families.mapping": (
+        "export_scripts.checkpoints",
+        "export_scripts.errors",
+        "export_scripts.families.layout",
+        "export_scripts.numeric",
+    ),
+    "export_scripts.families.gpt": (
+        "export_scripts.errors",
+        "export_scripts.families.layout",
+        "export_scripts.families.mapping",
+    ),
+    "export_scripts.families.llama": (
+        "export_scripts.families.gpt",
+        "export_scripts.families.layout",
+        "export_scripts.families.mapping",
+    ),
+    "export_scripts.families.t5": (
+        "export_scripts.checkpoints",
+        "export_scripts.families.layout",
+        "export_scripts.families.mapping",
+    ),
+    "export_scripts.families": (
+        "export_scripts.errors",
+        "export_scripts.families.gpt",
+        "export_scripts.families.layout",
+        "export_scripts.families.llama",
+        "export_scripts.families.mapping",
+        "export_scripts.families.t5",
+    ),
+    "export_scripts.ft": (
+        "export_scripts.errors",
+        "export_scripts.families",
+        "export_scripts.families.layout",
+        "export_scripts.files",
+        "export_scripts.numeric",
+    ),
+    "export_scripts.conversion": (
+        "export_scripts.__init__",
+        "export_scripts.checkpoints",
+        "export_scripts.errors",
+        "export_scripts.families",
+        "export_scripts.families.layout",
+        "export_scripts.families.mapping",
+        "export_scripts.files",
+        "export_scripts.ft",
+        "export_scripts.numeric",
+    ),
+    "export_scripts.triton": (
+        "export_scripts.families",
+        "export_scripts.families.layout",
+        "export_scripts.ft",
+    ),
+    # The commands.
+    "export_scripts": (
+        "export_scripts.checkpoints",
+        "export_scripts.conversion",
+        "export_scripts.errors",
+        "export_scripts.families",
+        "export_scripts.families.mapping",
+        "export_scripts.ft",
+        "export_scripts.numeric",
+        "export_scripts.triton",
+    ),
+    "inference": (),  # ports, paths, the launch environment
+    "inference.parallel": ("export_scripts.families.layout",),
+    "inference.model": (
+        "export_scripts.errors",
+        "export_scripts.families.layout",
+        "export_scripts.ft",
+        "inference.parallel",
+    ),
+    "inference.ranks": (
+        "export_scripts.__init__",
+        "export_scripts.families.layout",
+        "export_scripts.ft",
+        "export_scripts.numeric",
+        "inference",
+        "inference.model",
+        "inference.parallel",
+    ),
+    "inference.decoding": (),
+    "inference.engine": (
+        "export_scripts.families.layout",
+        "export_scripts.ft",
+        "export_scripts.numeric",
+        "inference.decoding",
+        "inference.model",
+        "inference.parallel",
+        "inference.ranks",
+    ),
+    "inference.backend": (
+        "export_scripts.errors",
+        "export_scripts.ft",
+        "inference",
+        "inference.decoding",
+        "inference.engine",
+        "inference.ranks",
+    ),
+    # Runs in the server, which has the whole project.
+    "export_scripts.triton.models": ("inference.backend",),
+    "inference.server": ("inference", "inference.decoding"),
+    "inference.pytriton": (
+        "export_scripts.conversion",
+        "export_scripts.errors",
+        "export_scripts.ft",
+        "export_scripts.numeric",
+        "export_scripts.triton",
+        "inference",
+        "inference.backend",
+        "inference.decoding",
+        "inference.engine",
+        "inference.ranks",
+        "inference.server",
+    ),
+    "inference.parity": (
+        "export_scripts",
+        "export_scripts.checkpoints",
+        "export_scripts.conversion",
+        "export_scripts.errors",
+        "export_scripts.families.gpt",
+        "export_scripts.families.layout",
+        "export_scripts.families.mapping",
+        "export_scripts.ft",
+        "export_scripts.numeric",
+        "inference.backend",
+        "inference.model",
+        "inference.parallel",
+        "inference.ranks",
+    ),
+    "inference.evaluation": (
+        "export_scripts.conversion",
+        "export_scripts.families.layout",
+        "export_scripts.ft",
+        "inference.backend",
+        "inference.parity",
+        "inference.server",
+    ),
+    "inference.client": (
+        "export_scripts.triton",
+        "inference",
+        "inference.decoding",
+        "inference.server",
+    ),
+    "inference.compare": ("inference.evaluation",),
+    "stages": (
+        "export_scripts.checkpoints",
+        "export_scripts.conversion",
+        "export_scripts.errors",
+        "export_scripts.families.layout",
+        "export_scripts.ft",
+        "export_scripts.triton",
+        "inference",
+        "inference.evaluation",
+        "inference.server",
+    ),
+    "launcher_scripts.launchers": ("inference", "stages"),
+    "launcher_scripts": (
+        "export_scripts.conversion",
+        "export_scripts.triton",
+        "inference.compare",
+        "inference.evaluation",
+        "launcher_scripts.launchers",
+        "stages",
+    ),
+}
+# Importer and imported, folders of the map or single modules, against its direction. An entry goes
+# with the import that needs it.
+EXCEPTIONS: dict[tuple[str, str], str] = {
+    ("launcher_scripts.launchers", "launcher_scripts"): (
+        "launchers read the configuration, which takes its clusters' names from them"
+    ),
+    ("inference.ranks", "inference.engine"): "a launched rank makes its plans' options by itself",
+    ("inference.decoding.rows", "inference.decoding.prompts"): (
+        "a row holds its prompt, and prompts of one request are checked as rows"
+    ),
+    ("inference.engine.sessions", "inference.engine.running"): (
+        "a session keeps the sequence that runs for it, and a sequence its session"
+    ),
+    ("inference.model.step", "inference.model.decoding_cuda"): "a step on CUDA fills its buffers",
+    ("stages.job", "stages.step"): "a job runs steps, and a step names the job it belongs to",
+}
+# Modules of one folder, its __init__ left out.
+MOST_MODULES = 21
+LARGE_FOLDERS = {
+    "inference.evaluation": "44 modules: tasks, the run and the report in one folder",
+    "launcher_scripts": "27 modules: composition, checks and commands in one folder",
+}
+
 HEAVY = ("torch", "transformers", "numpy", "tritonclient", "grpc", "matplotlib", "sentencepiece")
 COMMANDS = {
     "--help": ["--help"],
@@ -24,26 +222,92 @@ COMMANDS = {
 }
 
 
-def imported_packages(path: Path) -> Iterator[str]:
+def read_modules() -> dict[str, Path]:
+    roots = dict.fromkeys(name.partition(".")[0] for name in ARROWS)
+    paths = (path for root in roots for path in (ROOT / root).rglob("*.py"))
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+
+
+MODULES = read_modules()
+
+
+def module_called(name: str) -> str | None:
+    return next((each for each in (name, f"{name}.__init__") if each in MODULES), None)
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Yield the project's modules that a file imports, lazily or for types alone included."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield node.module.partition(".")[0]
+            found = [module_called(alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: a relative import"
+            found = [
+                module_called(f"{node.module}.{alias.name}") or module_called(node.module)
+                for alias in node.names
+            ]
+        else:
+            continue
+        yield from filter(None, found)
 
 
-@pytest.mark.parametrize("package", ORDER)
-def test_imports_point_in_one_direction(package: str) -> None:
-    forbidden = set(ORDER[: ORDER.index(package)])
+IMPORTS = {name: set(imported_modules(path)) - {name} for name, path in MODULES.items()}
+
+
+def folder_of(module: str) -> str:
+    parts = module.split(".")
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next(name for name in names if name in ARROWS)
+
+
+def test_the_map_is_drawn_from_the_ground_up() -> None:
+    order = list(ARROWS)
     wrong = {
-        f"{path.relative_to(ROOT)} imports {name}"
-        for path in (ROOT / package).rglob("*.py")
-        # Model files of a repository run in the server, which has the whole project.
-        if MODEL_FILES not in path.parents
-        for name in imported_packages(path)
-        if name in forbidden
+        f"{folder} imports from {other}, which has to stand above it"
+        for folder, others in ARROWS.items()
+        for other in others
+        if order.index(other) >= order.index(folder)
     }
     assert not wrong
+
+
+def exception_of(name: str, other: str) -> tuple[str, str] | None:
+    pairs = ((name, other), (folder_of(name), folder_of(other)))
+    return next((pair for pair in pairs if pair in EXCEPTIONS), None)
+
+
+def test_imports_follow_the_map() -> None:
+    found = {
+        (folder_of(name), folder_of(other)): f"{name} imports {other}"
+        for name, others in IMPORTS.items()
+        for other in others
+        if folder_of(name) != folder_of(other) and not exception_of(name, other)
+    }
+    drawn = {(folder, other) for folder, others in ARROWS.items() for other in others}
+    assert not {text for pair, text in found.items() if pair not in drawn}
+    unused = drawn - set(found)
+    assert not unused, "nothing imports along these arrows; delete them"
+
+
+def test_no_circle_of_modules() -> None:
+    left = {
+        name: {other for other in others if not exception_of(name, other)}
+        for name, others in IMPORTS.items()
+    }
+    # Without those that import none of the rest, what stays is circles and what leads to them.
+    while free := {name for name, others in left.items() if not others}:
+        left = {name: others - free for name, others in left.items() if name not in free}
+    assert not left
+    used = {exception_of(name, other) for name, others in IMPORTS.items() for other in others}
+    assert set(EXCEPTIONS) <= used, "nothing imports against the map there; delete the exception"
+
+
+@pytest.mark.parametrize("folder", [name for name in ARROWS if f"{name}.__init__" in MODULES])
+def test_a_folder_says_what_belongs_there_and_stays_small(folder: str) -> None:
+    path = MODULES[f"{folder}.__init__"]
+    assert ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    modules = [each for each in path.parent.glob("*.py") if each != path]
+    assert (len(modules) > MOST_MODULES) == (folder in LARGE_FOLDERS), len(modules)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
