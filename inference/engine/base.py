@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from export_scripts.families.architecture import Architecture
+from export_scripts.families.layout.architecture import Architecture
 from inference.engine.loop import EngineLoop
 from inference.engine.options import EngineOptions
 from inference.ranks.checks import check_ranks

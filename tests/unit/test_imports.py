@@ -154,12 +154,20 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.parallel",
         "inference.ranks",
     ),
-    "inference.evaluation": (
+    "inference.evaluation": (),
+    "inference.evaluation.tasks": (
         "export_scripts.conversion",
         "export_scripts.families.layout",
+        "inference.evaluation",
+        "inference.parity",
+    ),
+    "inference.evaluation.report": ("inference.evaluation",),
+    "inference.evaluation.run": (
         "export_scripts.ft",
         "inference.backend",
-        "inference.parity",
+        "inference.evaluation",
+        "inference.evaluation.report",
+        "inference.evaluation.tasks",
         "inference.server",
     ),
     "inference.client": (
@@ -168,7 +176,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.decoding",
         "inference.server",
     ),
-    "inference.compare": ("inference.evaluation",),
+    "inference.compare": ("inference.evaluation.report",),
     "stages": (
         "export_scripts.checkpoints",
         "export_scripts.conversion",
@@ -178,6 +186,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.triton",
         "inference",
         "inference.evaluation",
+        "inference.evaluation.run",
         "inference.server",
     ),
     "launcher_scripts.launchers": ("inference", "stages"),
@@ -186,6 +195,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.triton",
         "inference.compare",
         "inference.evaluation",
+        "inference.evaluation.tasks",
         "launcher_scripts.launchers",
         "stages",
     ),
@@ -209,7 +219,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 # Modules of one folder, its __init__ left out.
 MOST_MODULES = 21
 LARGE_FOLDERS = {
-    "inference.evaluation": "44 modules: tasks, the run and the report in one folder",
     "launcher_scripts": "27 modules: composition, checks and commands in one folder",
 }
 

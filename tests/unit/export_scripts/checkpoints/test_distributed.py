@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from export_scripts.inspect import describe
 from megatron.core.dist_checkpointing.strategies.torch import MCoreMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -22,6 +21,7 @@ from export_scripts.checkpoints import open_checkpoint
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.llama.layout import LlamaConfig
 from export_scripts.ft.reader import FTReader
+from export_scripts.inspect import describe
 from tests.tiny import write_tar
 from tests.tiny_distributed import megatron_common, sharded, write_distributed, write_state
 from tests.tiny_megatron_core import CORE, core_state, write_core
