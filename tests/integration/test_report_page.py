@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import re
 import shutil
 import struct
@@ -10,13 +12,15 @@ import subprocess
 import threading
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from inference.evaluation.options import Bound, EvaluationOptions, LambadaOptions, LatencyOptions
-from inference.evaluation.record import RunFacts, StageTiming
+from inference.evaluation.record import RunFacts, StageTiming, read_predictions, read_report
+from inference.evaluation.report.html_page import render_html
 from inference.evaluation.run.evaluator import evaluate
 from tests.fake_model import partly_right_model, write_passages
 
@@ -118,8 +122,10 @@ def first_pixel(path: Path) -> tuple[int, ...]:
 
 
 def with_script(folder: Path, name: str, script: str) -> str:
-    """Write a copy of the report that runs `script` at its end, and return the copy's name."""
+    """Write a copy of the report that may run `script` at its end, and return the copy's name."""
     page = (folder / "report.html").read_text()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = page.replace("script-src ", f"script-src 'sha256-{digest}' ")
     (folder / name).write_text(page.replace("</body>", f"<script>{script}</script></body>"))
     return name
 
@@ -175,3 +181,24 @@ def test_the_page_makes_no_request(browser: Browser, url, folder, requested, tmp
     )
     browser(f"{url}/{name}", shot=tmp_path / "shot.png")
     assert set(requested) - {"/favicon.ico"} == {f"/{name}"}
+
+
+def test_markup_in_samples_is_shown_and_does_not_run(browser: Browser, url, folder, tmp_path):
+    owned = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
+    texts = ["<!-- <script>", f"</script>{owned}", f"one\u2028two {owned}", "]]>--></style><b>"]
+    report = read_report(folder / "report.json")
+    predictions = [
+        replace(each, text=text, target=text, answer=text)
+        for each, text in zip(read_predictions(folder / "predictions.jsonl"), texts, strict=True)
+    ]
+    hostile = replace(report, run=replace(report.run, name=owned, command=owned))
+    (folder / "hostile.html").write_text(render_html(hostile, predictions))
+    # Nor does a script that reached the page some other way.
+    page = (folder / "hostile.html").read_text().replace("</body>", f"{owned}</body>")
+    (folder / "injected.html").write_text(page)
+    for name in ("hostile.html", "injected.html"):
+        shown = browser(f"{url}/{name}", shot=tmp_path / "shot.png")
+        assert "<title>owned</title>" not in shown
+        assert "4 of 4 samples" in shown
+        assert len(re.findall("<tr tabindex", shown)) == 4
+        assert "&lt;!-- &lt;script&gt;" in shown

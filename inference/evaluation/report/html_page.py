@@ -34,7 +34,7 @@ from inference.evaluation.report.markdown import (
     verdict,
 )
 from inference.evaluation.report.page import facts_table, figure, page, table
-from inference.evaluation.report.samples import samples_script, samples_section
+from inference.evaluation.report.samples import samples_data, samples_section
 from inference.evaluation.task import Metric
 
 
@@ -59,7 +59,7 @@ def render_html(report: Report, predictions: Sequence[Prediction]) -> str:
         _header(report),
         sections,
         footer=footer,
-        script=samples_script(report, predictions),
+        data=samples_data(report, predictions),
     )
 
 

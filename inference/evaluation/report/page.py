@@ -1,33 +1,65 @@
-"""The frame of a page and its recurring parts, as HTML text.
+"""A self-contained page and its recurring parts, as HTML text.
 
-A page needs nothing else: its content security policy forbids every request.
+The content security policy forbids every request, and every style and script but the page's own:
+those are named by their hashes, so a script that reaches the page through data does not run.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib import resources
+from typing import Any
 
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+# Inside a script element these begin and end markup: `<!--` with `<script` swallows the rest of the
+# page. U+2028 and U+2029, which end a line of JavaScript, are among what json.dumps escapes itself.
+_ESCAPES = {ord(each): f"\\u{ord(each):04x}" for each in "<>&"}
 
 
-def page(title: str, header: str, sections: Sequence[str], *, footer: str, script: str = "") -> str:
-    """Return a whole page around its parts, which are HTML except for the title."""
+def page(title: str, header: str, sections: Sequence[str], *, footer: str, data: Any = None) -> str:
+    """Return a whole page around its parts, which are HTML except for the title.
+
+    `data`, if any, is embedded as JSON for the page's script.
+    """
+    style = f"\n{_asset('report.css')}"
+    script = "" if data is None else f"\n{_asset('report.js')}"
+    body = "\n".join(section for section in sections if section)
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{asset('report.css')}</style>\n</head>\n<body>\n"
-        + header
-        + "<main>\n"
-        + "\n".join(section for section in sections if section)
-        + f"\n</main>\n<footer>{footer}</footer>\n{script}</body>\n</html>\n"
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n{header}"
+        f"<main>\n{body}\n</main>\n<footer>{footer}</footer>\n"
+        + (f"{_embedded(data)}<script>{script}</script>\n" if script else "")
+        + "</body>\n</html>\n"
     )
 
 
-def asset(name: str) -> str:
-    """Return the text of a style sheet or script of this package."""
+def _policy(style: str, script: str) -> str:
+    """Return the content security policy of a page with one style sheet and at most one script."""
+    allowed = f"script-src {_source_hash(script)}; " if script else ""
+    return (
+        f"default-src 'none'; style-src {_source_hash(style)}; {allowed}"
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _source_hash(text: str) -> str:
+    """Return the policy's name of an inline text: its SHA-256 (CSP level 2, section 7.2.2)."""
+    digest = hashlib.sha256(text.encode("utf-8")).digest()
+    return f"'sha256-{base64.b64encode(digest).decode('ascii')}'"
+
+
+def _embedded(data: Any) -> str:
+    """Return data as a JSON element that holds no markup, whatever its texts are."""
+    text = json.dumps(data).translate(_ESCAPES)
+    return f'<script type="application/json" id="data">{text}</script>\n'
+
+
+def _asset(name: str) -> str:
     return (resources.files("inference.evaluation.report") / "assets" / name).read_text("utf-8")
 
 

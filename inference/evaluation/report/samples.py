@@ -1,14 +1,13 @@
-"""The table of samples in a report: its frame, and the data and script that fill it."""
+"""The table of samples in a report: its frame, and the data that fill it."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from inference.evaluation.record import Prediction, Report
 from inference.evaluation.report.formatting import metric_title
-from inference.evaluation.report.page import asset
 from inference.evaluation.task import Metric
 
 
@@ -43,10 +42,10 @@ def samples_section(report: Report, predictions: Sequence[Prediction]) -> str:
     )
 
 
-def samples_script(report: Report, predictions: Sequence[Prediction]) -> str:
-    """Return the samples as JSON, and the script that shows them."""
+def samples_data(report: Report, predictions: Sequence[Prediction]) -> Any:
+    """Return what the page's script shows, as plain values; None without samples."""
     if not predictions:
-        return ""
+        return None
     names = [metric.sample_value for metric in _marked(report)]
     rows = [
         {
@@ -60,11 +59,7 @@ def samples_script(report: Report, predictions: Sequence[Prediction]) -> str:
         }
         for each in predictions
     ]
-    data = json.dumps({"metrics": names, "rows": rows}).replace("</", "<\\/")
-    return (
-        f'<script type="application/json" id="data">{data}</script>\n'
-        f"<script>\n{asset('report.js')}</script>\n"
-    )
+    return {"metrics": names, "rows": rows}
 
 
 def _rounded(value: float | None) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -74,12 +76,35 @@ def test_every_element_is_closed(page):
     assert Page(page).open == []
 
 
-def test_text_of_samples_cannot_end_the_script(page):
-    scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
-    assert len(scripts) == 2
-    rows = json.loads(scripts[0])["rows"]
-    assert [row["text"] for row in rows] == ["The cook lit the", "</script><b>& the"]
-    assert [row["marks"] for row in rows] == [[1], [0]]
+HOSTILE = (
+    "</script><b>& the",
+    "<!-- <script> and no end",
+    "--></style><script>alert(1)</script>",
+    "one\u2028two\u2029three \\u003c]]>",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_of_samples_stays_data(report, predictions, text):
+    hostile = [replace(predictions[0], text=text, target=text, answer=text), predictions[1]]
+    page = render_html(report, hostile)
+    data, script = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
+    assert json.loads(data)["rows"][0]["text"] == text
+    assert not set(data) & set("<>&\u2028\u2029")
+    assert "alert" not in script
+
+
+def test_marks_of_samples_are_in_the_data(page):
+    (data, _) = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
+    assert [row["marks"] for row in json.loads(data)["rows"]] == [[1], [0]]
+
+
+@pytest.mark.parametrize("tag", ["style", "script"])
+def test_the_policy_allows_the_pages_own_style_and_script_alone(page, tag):
+    (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+    assert f"{tag}-src 'sha256-{digest}';" in page
+    assert "unsafe" not in page
 
 
 def test_metrics_of_one_quantity_share_a_column(report, predictions, make_metric):
