@@ -57,7 +57,10 @@ def _found_by(each: PlannedStage, records: Records) -> dict[str, Any]:
 def _findings(name: str, found: Mapping[str, Any]) -> list[str]:
     """Return what the stage's own summary has to say to a reader."""
     lines = [f"{name}: {remark}" for remark in found.get("remarks", ())]
-    lines += [f"{metric}: {value:.4g}" for metric, value in found.get("metrics", {}).items()]
+    compared = found.get("references", {})
+    for metric, value in found.get("metrics", {}).items():
+        reference = f" ({compared[metric]})" if metric in compared else ""
+        lines.append(f"{metric}: {value:.4g}{reference}")
     if "report" in found:
         lines.append(f"report: {found['report']}")
     return lines

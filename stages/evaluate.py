@@ -142,6 +142,7 @@ class EvaluateStage(Stage):
                 self.config.endpoint_path.with_name(STOP_NAME).touch()
 
     def _ask(self, options: EvaluationOptions, facts: RunFacts, progress: Progress) -> Summary:
+        from inference.evaluation.report.formatting import references
         from inference.evaluation.run.evaluator import evaluate
         from inference.evaluation.run.task_run import EvaluationError
 
@@ -160,6 +161,7 @@ class EvaluateStage(Stage):
             raise NotEvaluatedError(str(error)) from error
         summary: Summary = {
             "metrics": {metric.name: metric.value for metric in report.metrics},
+            "references": references(report),
             "report": str(options.output_dir / _REPORT_PAGE),
         }
         if not report.gate.passed:

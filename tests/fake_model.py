@@ -36,6 +36,7 @@ class FakeModel:
         self.unavailable = unavailable
         self.streams = streams
         self.reason = ""
+        self.inputs: tuple[str, ...] = ("input_ids", "input_lengths", "request_output_len")
         self.requests: list[str] = []
         self.tensors: list[dict[str, object]] = []
         self.log_probs: dict[str, float] = {}
@@ -101,6 +102,14 @@ class FakeModel:
     ) -> tuple[tuple[int, ...], Completion]:
         answer = self.complete_ids(self.encode(prompt), output_len=output_len)
         return answer, Completion(self.decode(answer), len(answer))
+
+    def input_names(self) -> tuple[str, ...]:
+        return self.inputs
+
+    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> dict[str, object]:
+        self.tensors.append(dict(tensors))
+        self._request(f"infer {self.inputs}")
+        return dict.fromkeys(outputs)
 
     def context_log_prob(self, input_ids: Sequence[int]) -> float:
         text = self.decode(input_ids)

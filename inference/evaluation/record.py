@@ -169,10 +169,11 @@ class LatencyPoint:
     """One point of the latency sweep.
 
     Attributes:
+        output_len: 0 for an encoder, whose requests return hidden states.
         generated: tokens of all answers; fewer than asked where an end token came first.
-        tokens_per_s: these over the time they took together.
+        tokens_per_s: these, or of an encoder the tokens sent, over the time they took together.
         first_token_ms, first_token_p95_ms: median and 95th percentile of the time to the first
-            token.
+            token; null for an encoder.
         per_token_ms: median time between two tokens; null for one token, or lost in noise.
         streamed: whether these were seen in a stream. Else the first token is the same request for
             one token only, and each further token what it adds to the median.
@@ -186,7 +187,7 @@ class LatencyPoint:
     generated: int
     latency: Distribution
     tokens_per_s: float
-    first_token_ms: float
+    first_token_ms: float | None = None
     per_token_ms: float | None = None
     first_token_p95_ms: float | None = None
     streamed: bool = False

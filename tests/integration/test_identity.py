@@ -79,7 +79,9 @@ def evaluated(root: Path, server: TritonServer, name: str, tmp_path: Path) -> Re
         weights_dir=weights,
         source_path=root / "sources" / name,
         identity=IdentityOptions(samples=6, input_len=16, output_len=6, types=(kind,)),
-        latency=LatencyOptions(enabled=False),
+        latency=LatencyOptions(
+            shapes=("8+2",), batch_sizes=(1, 2), concurrencies=(1,), requests=3, warmup=1
+        ),
         concurrency=4,
     )
     return evaluate(options, RunFacts(name=name))
@@ -97,6 +99,11 @@ def test_served_model_is_its_source(
     assert 0 < values["identity_mean_difference"] <= values["identity_max_difference"]
     generates = MODELS[name][0] in ("gpt2", "t5")
     assert values.get("identity_same_tokens") == (1.0 if generates else None)
+    points = [(each.batch_size, each.input_len, each.output_len) for each in report.latency]
+    output_len = 2 if generates else 0
+    assert points == [(1, 8, output_len), (2, 8, output_len)]
+    assert all((each.first_token_ms is None) == (not generates) for each in report.latency)
+    assert all(each.tokens_per_s > 0 for each in report.latency)
 
 
 def test_damaged_shard_is_found_and_the_message_says_how_to_find_it(

@@ -134,8 +134,9 @@ def with_script(folder: Path, name: str, script: str) -> str:
 def test_the_report_follows_the_colour_scheme(browser: Browser, url, tmp_path, scheme):
     page = browser(f"{url}/report.html", scheme=scheme, shot=tmp_path / "shot.png")
     assert first_pixel(tmp_path / "shot.png") == HEADER[scheme]
-    # Accuracies, two of the load, four of the sweep, stages, and one per metric over its history.
-    assert len(re.findall("<svg", page)) == 1 + 2 + 4 + 1 + 3
+    # Accuracies and stages in two widths, two charts of the load, four of the sweep, and one per
+    # metric over its history.
+    assert len(re.findall("<svg", page)) == 2 + 2 + 4 + 2 + 3
     assert len(re.findall("<tr tabindex", page)) == 4
     assert "4 of 4 samples" in page
 
@@ -150,6 +151,40 @@ def test_nothing_sticks_out_of_the_page(browser: Browser, url, folder, tmp_path,
     page = browser(f"{url}/{name}", width=width, shot=tmp_path / "shot.png")
     wide, room = map(int, re.findall(r"<title>(\d+) of (\d+)</title>", page)[0])
     assert wide <= room
+
+
+# A window of Chromium is at least 500 pixels wide; a frame in it may be narrower.
+_FRAME = """<!doctype html><iframe src="report.html" style="width: %dpx; height: 900px"></iframe>
+<script>
+document.querySelector("iframe").onload = ({ target }) => {
+  const { documentElement: root } = target.contentDocument;
+  const problems = root.scrollWidth > target.clientWidth ? [`${root.scrollWidth} wide`] : [];
+  let labels = 0;
+  for (const label of root.querySelectorAll("svg text")) {
+    const [box, chart] = [label, label.closest("svg")].map((each) => each.getBoundingClientRect());
+    if (!chart.width) continue;
+    labels += 1;
+    const isWhole = box.left >= chart.left - 1 && box.right <= chart.right + 1;
+    if (!isWhole) problems.push(`cut: ${label.textContent}`);
+    if (box.height < 9) problems.push(`${box.height} high: ${label.textContent}`);
+  }
+  for (const chart of root.querySelectorAll("svg")) {
+    const box = chart.getBoundingClientRect();
+    const card = chart.closest(".card").getBoundingClientRect();
+    if (box.right > card.right) problems.push(`chart cut: ${chart.getAttribute("aria-label")}`);
+  }
+  document.title = `${labels} labels, problems: ${problems.join("; ")}.`;
+};
+</script>"""
+
+
+@pytest.mark.parametrize("width", [1100, 400])
+def test_charts_are_whole_and_legible(browser: Browser, url, folder, tmp_path, width):
+    (folder / "frame.html").write_text(_FRAME % width)
+    page = browser(f"{url}/frame.html", shot=tmp_path / "shot.png")
+    labels, problems = re.findall(r"<title>(\d+) labels, problems: (.*)\.</title>", page)[0]
+    assert int(labels) > 50
+    assert problems == ""
 
 
 def test_samples_can_be_searched(browser: Browser, url, folder, tmp_path):

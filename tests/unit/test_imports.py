@@ -186,6 +186,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.triton",
         "inference",
         "inference.evaluation",
+        "inference.evaluation.report",
         "inference.evaluation.run",
         "inference.server",
     ),

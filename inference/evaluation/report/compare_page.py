@@ -5,7 +5,11 @@ from __future__ import annotations
 from html import escape
 
 from inference.evaluation.record import Comparison, LatencyPoint, Report
-from inference.evaluation.report.charts import comparison_chart, latency_comparison_chart
+from inference.evaluation.report.charts import (
+    comparison_chart,
+    latency_comparison_chart,
+    responsive,
+)
 from inference.evaluation.report.compare import ChangedSample, RunComparison
 from inference.evaluation.report.formatting import (
     difference_text,
@@ -118,18 +122,19 @@ def _drawn(comparison: RunComparison) -> str:
     pairs = [(before[metric.name], metric) for metric in fractions if metric.name in before]
     if not pairs:
         return ""
-    return f'<div class="card"><div class="scroll wide">{comparison_chart(pairs)}</div></div>'
+    chart = responsive(lambda width: comparison_chart(pairs, width=width))
+    return f'<div class="card">{chart}</div>'
 
 
 def _latency(comparison: RunComparison) -> str:
     if not comparison.latency:
         return ""
     rows = [_latency_row(*pair) for pair in comparison.latency]
-    chart = latency_comparison_chart(comparison.latency)
+    chart = responsive(lambda width: latency_comparison_chart(comparison.latency, width=width))
     return (
         f'<h2>Latency</h2><p class="lead">Points that both runs measured: median of a request, '
-        f'with a line up to its 95th percentile, in milliseconds.</p>\n<div class="card">'
-        f'<div class="scroll wide">{chart}</div></div>'
+        f"with a line up to its 95th percentile, in milliseconds.</p>\n"
+        f'<div class="card">{chart}</div>'
         f'<div class="card scroll">{table(_LATENCY_HEAD, rows)}</div>'
     )
 

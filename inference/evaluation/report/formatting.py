@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inference.evaluation.record import LatencyPoint
+from inference.evaluation.record import Comparison, LatencyPoint, Report
 from inference.evaluation.task import Metric
 
 
@@ -32,6 +32,31 @@ def difference_text(value: float, unit: str) -> str:
     if unit == "fraction":
         return f"{100 * value:+.2f} pt"
     return f"{value:+.4g}"
+
+
+def reference_text(comparison: Comparison, unit: str) -> str:
+    """Return how a metric compares with its reference, in one line."""
+    if comparison.agreeing is not None and not comparison.disagreeing:
+        return f"equals the reference on all {comparison.agreeing:,} samples"
+    words = f"reference {value_text(comparison.reference, unit)}"
+    if comparison.agreeing is None and comparison.largest_difference is not None:
+        return f"{words}, samples within {number_text(comparison.largest_difference)}"
+    words += f" ({difference_text(comparison.difference, unit)})"
+    if comparison.disagreeing:
+        total = comparison.disagreeing + (comparison.agreeing or 0)
+        words += f", {comparison.disagreeing:,} of {total:,} samples differ"
+    return words
+
+
+def references(report: Report) -> dict[str, str]:
+    """Return how each metric that has a reference compares with it, by the metric's name."""
+    units = {metric.name: metric.unit for metric in report.metrics}
+    compared = [task.reference for task in report.tasks if task.reference is not None]
+    return {
+        each.metric: reference_text(each, units[each.metric])
+        for reference in compared
+        for each in reference.metrics
+    }
 
 
 def interval_text(metric: Metric) -> str:
@@ -65,8 +90,8 @@ def metric_title(name: str) -> str:
 
 
 def shape_text(point: LatencyPoint) -> str:
-    """Return the tokens in and out of a point."""
-    return f"{point.input_len} + {point.output_len}"
+    """Return the tokens in and out of a point; of an encoder, which generates none, those in."""
+    return f"{point.input_len} + {point.output_len}" if point.output_len else str(point.input_len)
 
 
 def load_text(point: LatencyPoint) -> str:

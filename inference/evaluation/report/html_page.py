@@ -6,25 +6,30 @@ All values come from the record; text of samples and configuration is escaped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from html import escape
 
 from inference.evaluation.record import Prediction, Report, TaskReport
-from inference.evaluation.report.charts import accuracy_chart, history_chart, stages_chart
-from inference.evaluation.report.formatting import (
-    difference_text,
-    interval_text,
-    metric_title,
-    number_text,
-    seconds_text,
-    value_text,
-)
-from inference.evaluation.report.latency_charts import (
+from inference.evaluation.report.charts import (
+    accuracy_chart,
+    history_chart,
     latency_histogram,
+    responsive,
+    stages_chart,
     sweep_first_token_chart,
     sweep_latency_chart,
     sweep_per_token_chart,
     sweep_throughput_chart,
     throughput_chart,
+)
+from inference.evaluation.report.formatting import (
+    difference_text,
+    interval_text,
+    metric_title,
+    number_text,
+    reference_text,
+    seconds_text,
+    value_text,
 )
 from inference.evaluation.report.markdown import (
     LATENCY_HEAD,
@@ -104,25 +109,13 @@ def _card(task: TaskReport, metric: Metric) -> str:
 
 
 def _against(task: TaskReport, metric: Metric) -> str:
-    """Return how a metric compares with its reference, in one line."""
-    found = [] if task.reference is None else task.reference.metrics
-    for each in found:
-        if each.metric != metric.name:
-            continue
-        if each.agreeing is not None and not each.disagreeing:
-            return (
-                f'<span class="good">equals the reference on all {each.agreeing:,} samples</span>'
-            )
-        if each.agreeing is None and each.largest_difference is not None:
-            largest = number_text(each.largest_difference)
-            return f"reference {value_text(each.reference, metric.unit)}, samples to {largest}"
-        difference = difference_text(each.difference, metric.unit)
-        told = f"reference {value_text(each.reference, metric.unit)} ({difference})"
-        if each.disagreeing:
-            total = each.disagreeing + (each.agreeing or 0)
-            told += f', <span class="bad">{each.disagreeing:,} of {total:,} samples differ</span>'
-        return told
-    return ""
+    """Return how a metric compares with its reference, in one line of HTML."""
+    found = {} if task.reference is None else {each.metric: each for each in task.reference.metrics}
+    if metric.name not in found:
+        return ""
+    each = found[metric.name]
+    kind = "" if each.agreeing is None else "bad" if each.disagreeing else "good"
+    return f'<span class="{kind}">{escape(reference_text(each, metric.unit))}</span>'
 
 
 def _task(report: Report, task: TaskReport) -> str:
@@ -153,7 +146,9 @@ def _accuracies(report: Report, task: TaskReport) -> str:
     found = () if task.reference is None else task.reference.metrics
     references = {each.metric: each.reference for each in found}
     baselines = {name: metric.value for name, metric in report.baseline.items()}
-    chart = accuracy_chart(shown, references=references, baselines=baselines, bounds=report.bounds)
+    draw = partial(
+        accuracy_chart, shown, references=references, baselines=baselines, bounds=report.bounds
+    )
     names = {metric.name for metric in shown}
     keys = [
         ("value", "measured, with 95% interval", True),
@@ -166,8 +161,8 @@ def _accuracies(report: Report, task: TaskReport) -> str:
         for kind, words, present in keys
         if words and present
     )
-    scrolled = f'<div class="scroll wide">{chart}</div>'
-    return f'<div class="card">{scrolled}<ul class="key">{items}</ul></div>'
+    chart = responsive(lambda width: draw(width=width))
+    return f'<div class="card">{chart}<ul class="key">{items}</ul></div>'
 
 
 def _metric_table(task: TaskReport) -> str:
@@ -203,9 +198,10 @@ def _latency(report: Report) -> str:
     rows = [tuple(map(escape, latency_row(point))) for point in points]
     charts = [
         figure("Latency of a request", sweep_latency_chart(points)),
-        figure("Generated tokens", sweep_throughput_chart(points)),
-        figure("Time to the first token", sweep_first_token_chart(points)),
+        figure("Throughput", sweep_throughput_chart(points)),
     ]
+    if any(point.first_token_ms is not None for point in points):
+        charts.append(figure("Time to the first token", sweep_first_token_chart(points)))
     if any(point.per_token_ms is not None for point in points):
         charts.append(figure("Each further token", sweep_per_token_chart(points)))
     return (
@@ -219,9 +215,10 @@ def _stages(report: Report) -> str:
     if not report.run.stages:
         return ""
     total = seconds_text(sum(stage.seconds for stage in report.run.stages))
+    chart = responsive(lambda width: stages_chart(report.run.stages, width=width))
     return (
         f'<h2>Stages</h2>\n<p class="lead">{total} of work in all.</p>\n'
-        f'<div class="card"><div class="scroll wide">{stages_chart(report.run.stages)}</div></div>'
+        f'<div class="card">{chart}</div>'
     )
 
 

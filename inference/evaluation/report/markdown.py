@@ -126,7 +126,10 @@ LATENCY_HEAD = (
 
 def latency_row(point: LatencyPoint) -> tuple[str, ...]:
     """Return a point of the latency sweep as text, under LATENCY_HEAD."""
-    further = "" if point.per_token_ms is None else milliseconds_text(point.per_token_ms)
+    first, further = (
+        "" if each is None else milliseconds_text(each)
+        for each in (point.first_token_ms, point.per_token_ms)
+    )
     return (
         shape_text(point),
         load_text(point),
@@ -134,7 +137,7 @@ def latency_row(point: LatencyPoint) -> tuple[str, ...]:
         milliseconds_text(point.latency.p50_ms),
         milliseconds_text(point.latency.p95_ms),
         milliseconds_text(point.latency.p99_ms),
-        milliseconds_text(point.first_token_ms),
+        first,
         further,
         number_text(point.tokens_per_s),
     )
@@ -143,12 +146,16 @@ def latency_row(point: LatencyPoint) -> tuple[str, ...]:
 def latency_note(report: Report) -> str:
     """Return how the sweep was measured."""
     program = "NVIDIA's perf_analyzer" if report.load_generator == "perf_analyzer" else "Our client"
-    tokens = (
-        "The model streams: tokens were timed as they came."
-        if all(point.streamed for point in report.latency)
-        else "The model answers whole: its first token is estimated by requests for one token "
-        "only, each further one by what it adds to the median."
-    )
+    if not any(point.output_len for point in report.latency):
+        tokens = "The model is an encoder: tokens per second are those of the requests."
+    elif all(point.streamed for point in report.latency):
+        tokens = "The model streams: each token was timed on arrival."
+    else:
+        tokens = (
+            "The model returns whole answers: the time to the first token is that of a request for "
+            "one token, and the time of each further token is the rest of the median latency, "
+            "divided evenly."
+        )
     return f"{program} sent each request when the one before it was answered. {tokens}"
 
 

@@ -1,7 +1,7 @@
-"""Draw small charts as SVG text: scales, axes, marks. Colours come from the page's style sheet.
+"""SVG charts as text: scales, ticks, axes, marks. Colours come from the page's style sheet.
 
-A chart is a string that stands for itself inside HTML; coordinates are in its own user units,
-about one CSS pixel at full width.
+A chart is one element inside HTML; coordinates are in its own user units, about one CSS pixel at
+full width.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from html import escape
 SERIES = 8  # colours of the style sheet
 _LEGEND_ROW = 18
 
+Point = tuple[float, float]
+
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps a range of values to a range of coordinates, evenly or by their logarithms."""
+    """A map from a range of values to a range of coordinates, linear or logarithmic."""
 
     low: float
     high: float
@@ -32,36 +34,6 @@ class Scale:
             value, low, high = math.log(value), math.log(low), math.log(high)
         share = (value - low) / (high - low)
         return self.start + share * (self.end - self.start)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """The plotting area inside a chart; margins leave room for labels."""
-
-    width: float
-    height: float
-    left: float = 56
-    right: float = 16
-    top: float = 20
-    bottom: float = 40
-
-    @property
-    def x_end(self) -> float:
-        """Right edge of the plotting area."""
-        return self.width - self.right
-
-    @property
-    def y_end(self) -> float:
-        """Lower edge of the plotting area."""
-        return self.height - self.bottom
-
-    def x(self, low: float, high: float) -> Scale:
-        """Return the horizontal scale of values from `low` to `high`."""
-        return Scale(low, high, self.left, self.x_end)
-
-    def y(self, low: float, high: float, *, is_log: bool = False) -> Scale:
-        """Return the vertical scale, growing upwards."""
-        return Scale(low, high, self.y_end, self.top, is_log)
 
 
 def nice_ticks(high: float, *, low: float = 0.0, count: int = 5) -> list[float]:
@@ -86,122 +58,144 @@ def log_ticks(low: float, high: float) -> list[float]:
     return steps[first : max(last, first + 1) + 1]
 
 
-def svg(width: float, height: float, body: Sequence[str], *, label: str) -> str:
-    """Return a whole chart; `label` is read out to those who cannot see it."""
-    return (
-        f'<svg viewBox="0 0 {_n(width)} {_n(height)}" role="img" aria-label="{escape(label)}">'
-        + "".join(body)
-        + "</svg>"
-    )
+@dataclass(frozen=True)
+class Frame:
+    """The plotting area inside a chart, and its axes; margins leave room for labels."""
+
+    width: float
+    height: float
+    left: float = 56
+    right: float = 16
+    top: float = 20
+    bottom: float = 40
+
+    @property
+    def x_end(self) -> float:
+        """Right edge of the plotting area."""
+        return self.width - self.right
+
+    @property
+    def y_end(self) -> float:
+        """Lower edge of the plotting area."""
+        return self.height - self.bottom
+
+    def x(self, low: float, high: float) -> Scale:
+        """Return the horizontal scale of values from `low` to `high`."""
+        return Scale(low, high, self.left, self.x_end)
+
+    def y_axis(
+        self, ticks: Sequence[float], tick_text: Callable[[float], str], *, is_log: bool = False
+    ) -> tuple[Scale, list[str]]:
+        """Return the vertical scale over `ticks`, and horizontal grid lines with their values."""
+        scale = Scale(ticks[0], ticks[-1], self.y_end, self.top, is_log)
+        marks = []
+        for tick in ticks:
+            y = scale(tick)
+            marks.append(line((self.left, y), (self.x_end, y), kind=_grid(tick)))
+            marks.append(text((self.left - 8, y + 4), tick_text(tick), anchor="end"))
+        return scale, marks
+
+    def x_axis(
+        self,
+        ticks: Sequence[float],
+        tick_text: Callable[[float], str],
+        *,
+        high: float | None = None,
+        grid: bool = False,
+    ) -> tuple[Scale, list[str]]:
+        """Return the horizontal scale and the values below it, with grid lines if `grid`.
+
+        The scale ends at `high`, where ticks beyond it are left out, or at the last tick.
+        """
+        scale = self.x(ticks[0], ticks[-1] if high is None else high)
+        marks = []
+        for tick in (each for each in ticks if each <= scale.high):
+            x = scale(tick)
+            if grid:
+                marks.append(line((x, self.top), (x, self.y_end), kind=_grid(tick)))
+            marks.append(text((x, self.y_end + 18), tick_text(tick), anchor="middle"))
+        return scale, marks
+
+    def axis_names(self, *, x: str, y: str) -> list[str]:
+        """Return the names of the axes: x below on the right, y above on the left."""
+        return [
+            text((self.x_end, self.height - 5), x, anchor="end", kind="axis"),
+            text((0, 11), y, kind="axis"),
+        ]
+
+    def svg(self, body: Sequence[str], *, label: str) -> str:
+        """Return the whole chart; a screen reader reads `label`."""
+        return (
+            f'<svg viewBox="0 0 {_n(self.width)} {_n(self.height)}" role="img" '
+            f'aria-label="{escape(label)}">{"".join(body)}</svg>'
+        )
 
 
-def text(x: float, y: float, content: str, *, anchor: str = "start", kind: str = "tick") -> str:
+def _grid(tick: float) -> str:
+    return "base" if tick == 0 else "grid"
+
+
+def text(at: Point, content: str, *, anchor: str = "start", kind: str = "tick") -> str:
     """Return a label; `kind` is its class."""
-    return (
-        f'<text x="{_n(x)}" y="{_n(y)}" text-anchor="{anchor}" class="{kind}">'
-        f"{escape(content)}</text>"
-    )
+    place = f'x="{_n(at[0])}" y="{_n(at[1])}" text-anchor="{anchor}"'
+    return f'<text {place} class="{kind}">{escape(content)}</text>'
 
 
-def line(x1: float, y1: float, x2: float, y2: float, *, kind: str) -> str:
+def line(start: Point, end: Point, *, kind: str) -> str:
     """Return a straight line."""
+    (x1, y1), (x2, y2) = start, end
     return f'<line x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}" class="{kind}"/>'
 
 
 def rectangle(
-    x: float, y: float, width: float, height: float, *, kind: str, hint: str = "", radius: float = 0
+    corner: Point, width: float, height: float, *, kind: str, hint: str = "", radius: float = 0
 ) -> str:
-    """Return a rectangle with a hint shown under the pointer."""
-    inner = f"<title>{escape(hint)}</title>" if hint else ""
-    return (
-        f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(max(width, 0))}" height="{_n(max(height, 0))}" '
-        f'rx="{_n(radius)}" class="{kind}">{inner}</rect>'
-    )
+    """Return a rectangle by its upper left corner, with a hint shown under the pointer."""
+    place = f'x="{_n(corner[0])}" y="{_n(corner[1])}"'
+    size = f'width="{_n(max(width, 0))}" height="{_n(max(height, 0))}" rx="{_n(radius)}"'
+    return f'<rect {place} {size} class="{kind}">{_hint(hint)}</rect>'
 
 
-def dot(x: float, y: float, radius: float, *, kind: str, hint: str = "") -> str:
+def dot(at: Point, radius: float, *, kind: str, hint: str = "") -> str:
     """Return a filled circle with a hint shown under the pointer."""
-    inner = f"<title>{escape(hint)}</title>" if hint else ""
-    return f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{_n(radius)}" class="{kind}">{inner}</circle>'
+    place = f'cx="{_n(at[0])}" cy="{_n(at[1])}" r="{_n(radius)}"'
+    return f'<circle {place} class="{kind}">{_hint(hint)}</circle>'
 
 
-def diamond(x: float, y: float, radius: float, *, kind: str, hint: str = "") -> str:
+def diamond(at: Point, radius: float, *, kind: str, hint: str = "") -> str:
     """Return a diamond with a hint shown under the pointer."""
-    points = ((x, y - radius), (x + radius, y), (x, y + radius), (x - radius, y))
-    joined = " ".join(f"{_n(a)},{_n(b)}" for a, b in points)
-    inner = f"<title>{escape(hint)}</title>" if hint else ""
-    return f'<polygon points="{joined}" class="{kind}">{inner}</polygon>'
+    x, y = at
+    corners = ((x, y - radius), (x + radius, y), (x, y + radius), (x - radius, y))
+    return polygon(corners, kind=kind, hint=hint)
 
 
-def polyline(points: Sequence[tuple[float, float]], *, kind: str) -> str:
+def polyline(points: Sequence[Point], *, kind: str) -> str:
     """Return a line through all points."""
-    joined = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
-    return f'<polyline points="{joined}" class="{kind}"/>'
+    return f'<polyline points="{_joined(points)}" class="{kind}"/>'
 
 
-def polygon(points: Sequence[tuple[float, float]], *, kind: str) -> str:
-    """Return a filled outline."""
-    joined = " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
-    return f'<polygon points="{joined}" class="{kind}"/>'
-
-
-def y_axis(
-    frame: Frame, scale: Scale, ticks: Sequence[float], format_tick: Callable[[float], str]
-) -> list[str]:
-    """Return horizontal grid lines with their values on the left."""
-    marks = []
-    for tick in ticks:
-        y = scale(tick)
-        marks.append(line(frame.left, y, frame.x_end, y, kind="base" if tick == 0 else "grid"))
-        marks.append(text(frame.left - 8, y + 4, format_tick(tick), anchor="end"))
-    return marks
-
-
-def x_axis(
-    frame: Frame,
-    scale: Scale,
-    ticks: Sequence[float],
-    format_tick: Callable[[float], str],
-    *,
-    grid: bool = False,
-) -> list[str]:
-    """Return values below the plotting area, with vertical grid lines if `grid`."""
-    marks = []
-    for tick in ticks:
-        x = scale(tick)
-        if grid:
-            marks.append(line(x, frame.top, x, frame.y_end, kind="base" if tick == 0 else "grid"))
-        marks.append(text(x, frame.y_end + 18, format_tick(tick), anchor="middle"))
-    return marks
-
-
-def axis_names(frame: Frame, *, x: str = "", y: str = "") -> list[str]:
-    """Return the names of the axes: x below on the right, y above on the left."""
-    names = []
-    if x:
-        names.append(text(frame.x_end, frame.height - 5, x, anchor="end", kind="axis"))
-    if y:
-        names.append(text(0, 11, y, kind="axis"))
-    return names
+def polygon(points: Sequence[Point], *, kind: str, hint: str = "") -> str:
+    """Return a filled outline with a hint shown under the pointer."""
+    return f'<polygon points="{_joined(points)}" class="{kind}">{_hint(hint)}</polygon>'
 
 
 def legend(frame: Frame, names: Sequence[str], *, y: float = 25) -> list[str]:
-    """Return the names of the series beside their colours, in lines from `y` on."""
+    """Return the names of the series next to their colours, in lines from `y` on."""
     body = []
     for index, (name, (x, row)) in enumerate(zip(names, _legend_places(frame, names), strict=True)):
         top = y + _LEGEND_ROW * row
-        body.append(rectangle(x, top, 11, 11, kind=f"bar s{index % SERIES}", radius=2))
-        body.append(text(x + 16, top + 10, name, kind="note"))
+        body.append(rectangle((x, top), 11, 11, kind=f"bar s{index % SERIES}", radius=2))
+        body.append(text((x + 16, top + 10), name, kind="note"))
     return body
 
 
 def legend_height(frame: Frame, names: Sequence[str]) -> float:
-    """Return how much room the legend needs."""
+    """Return the height of the legend."""
     return _LEGEND_ROW * (1 + max((row for _, row in _legend_places(frame, names)), default=0))
 
 
 def _legend_places(frame: Frame, names: Sequence[str]) -> Iterator[tuple[float, int]]:
-    """Yield where each name begins, and in which line."""
+    """Yield the horizontal start of each name and its line."""
     x, row = frame.left, 0
     for name in names:
         width = 34 + 6.6 * len(name)
@@ -209,6 +203,14 @@ def _legend_places(frame: Frame, names: Sequence[str]) -> Iterator[tuple[float, 
             x, row = frame.left, row + 1
         yield x, row
         x += width
+
+
+def _hint(content: str) -> str:
+    return f"<title>{escape(content)}</title>" if content else ""
+
+
+def _joined(points: Sequence[Point]) -> str:
+    return " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
 
 
 def _n(value: float) -> str:

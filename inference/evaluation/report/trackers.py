@@ -59,7 +59,8 @@ def figures(report: Report) -> dict[str, float]:
         )
         found[f"{place}/p50_ms"] = point.latency.p50_ms
         found[f"{place}/p95_ms"] = point.latency.p95_ms
-        found[f"{place}/first_token_ms"] = point.first_token_ms
+        if point.first_token_ms is not None:
+            found[f"{place}/first_token_ms"] = point.first_token_ms
         found[f"{place}/tokens_per_s"] = point.tokens_per_s
     return found
 

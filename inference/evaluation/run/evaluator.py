@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import json
 import secrets
 import string
 import time
@@ -61,8 +61,6 @@ from inference.evaluation.run.task_run import (
 )
 from inference.evaluation.task import TextGenerator, generates
 from inference.evaluation.tasks import TASKS
-
-logger = logging.getLogger(__name__)
 
 
 def evaluate(
@@ -204,12 +202,12 @@ def _latency(
 ) -> tuple[LatencyPoint, ...]:
     if not options.latency.enabled:
         return ()
-    if set(options.tasks) == {"identity"} and not generates(model):
-        logger.warning("latency is not measured: the model generates no tokens.")
-        return ()
     texts = [prediction.text for run in runs for prediction in run.predictions]
+    if not generates(model):
+        return _encoder_latency(options, model, texts, progress)
+    tokens = map(model.encode, texts)
     if options.latency.load_generator == "client":
-        return measure_latency(model, texts, options.latency, progress=progress)
+        return measure_latency(model, tokens, options.latency, progress=progress)
     from inference.evaluation.run.perf_analyzer import perf_analyzer
     from inference.evaluation.run.served_model import ServedModel
 
@@ -219,8 +217,32 @@ def _latency(
         )
     with perf_analyzer(options, model) as generator:
         return measure_latency(
-            model, texts, options.latency, generator=generator, progress=progress
+            model, tokens, options.latency, generator=generator, progress=progress
         )
+
+
+def _encoder_latency(
+    options: EvaluationOptions,
+    model: TextGenerator,
+    texts: Sequence[str],
+    progress: ProgressCallback | None,
+) -> tuple[LatencyPoint, ...]:
+    """Measure an encoder with the rows of token ids that the task identity wrote as text."""
+    if options.latency.load_generator != "client":
+        raise EvaluationError(
+            "evaluate.latency.load_generator=perf_analyzer sends prompts, which an encoder does "
+            "not take; use client."
+        )
+    rows = (tuple(map(int, text.split())) for text in texts)
+    width = None if options.source_path is None else _hidden_size(options.source_path)
+    return measure_latency(model, rows, options.latency, hidden_size=width, progress=progress)
+
+
+def _hidden_size(checkpoint: Path) -> int | None:
+    """Return the hidden size that a Hugging Face checkpoint states, as BERT's does."""
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return config.get("hidden_size")
 
 
 def _task_report(options: EvaluationOptions, run: TaskRun, prepared: Prepared) -> TaskReport:

@@ -1,17 +1,20 @@
 """Latency and throughput through the running server, over shapes, batch sizes and concurrencies.
 
-Every point sends requests in a closed loop: the next when the last is answered, `concurrency` of
-them side by side. Prompts are windows of real text, so that token ids fit any vocabulary. A model
-that streams shows when each token comes. Of another the first token is the time of a request for
-one token only, and what the others cost is the rest over their number.
+Every point is a closed loop: `concurrency` requests are in flight, each sent when the one before it
+was answered. Prompts are windows of the tasks' own tokens, so that the ids fit any vocabulary. The
+tokens of a streaming model are timed on arrival. For another model, the time to the first token is
+that of a request for one token, and the time of each further token is the rest of the median
+latency, divided evenly. An encoder is measured by the tokens in: its requests return hidden states.
 """
+
+# Shapes: B rows, S tokens, H hidden width
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +28,7 @@ from inference.evaluation.run.task_run import (
 )
 from inference.evaluation.run.timing import distribution
 from inference.evaluation.statistics import percentile
-from inference.evaluation.task import TextGenerator
+from inference.evaluation.task import RequestTensors, TextGenerator, generates
 
 _PHASE = "latency"
 _MAX_PROMPTS = 64
@@ -82,19 +85,23 @@ class LoadGenerator(Protocol):
 
 def measure_latency(
     model: TextGenerator,
-    texts: Sequence[str],
+    tokens: Iterable[Sequence[int]],
     options: LatencyOptions,
     *,
     generator: LoadGenerator | None = None,
+    hidden_size: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> tuple[LatencyPoint, ...]:
-    """Measure every point of the options; prompts are cut from `texts`.
+    """Measure every point of the options; prompts are cut from `tokens`, read as far as needed.
+
+    `hidden_size` is the width of an encoder that takes embeddings in place of token ids.
 
     Raises:
         EvaluationError: a request failed.
     """
-    sender = generator or ClosedLoop(model, options)
-    loads = list(_loads(model, texts, options))
+    sender = generator or ClosedLoop(model, options, hidden_size=hidden_size)
+    shapes = _shapes(model, options)
+    loads = list(_loads(model, tokens, shapes, options))
     measured: dict[_Place, Answered] = {}
     for done, load in enumerate(loads):
         _tell(progress, done, len(loads))
@@ -106,22 +113,33 @@ def measure_latency(
                 "so many positions and rows (evaluate.latency.shapes and batch_sizes)."
             ) from error
     _tell(progress, len(loads), len(loads))
-    wanted = {parse_shape(text) for text in options.shapes}
-    return tuple(_point(load, measured) for load in loads if load.shape in wanted)
+    return tuple(_point(load, measured) for load in loads if load.shape in shapes)
 
 
-def _loads(model: TextGenerator, texts: Sequence[str], options: LatencyOptions) -> Iterator[Load]:
-    """Yield every point once; unless the model streams, after the same point for one token."""
+def _shapes(model: TextGenerator, options: LatencyOptions) -> list[Shape]:
+    """Return the shapes of the options, each once; those of an encoder generate nothing."""
     shapes = [parse_shape(text) for text in options.shapes]
+    if not generates(model):
+        shapes = [Shape(shape.input_len, 0) for shape in shapes]
+    return list(dict.fromkeys(shapes))
+
+
+def _loads(
+    model: TextGenerator,
+    tokens: Iterable[Sequence[int]],
+    shapes: Sequence[Shape],
+    options: LatencyOptions,
+) -> Iterator[Load]:
+    """Yield every point once, after the point for one token that its estimates need, if any."""
     needed = dict.fromkeys(
         each
         for shape in shapes
-        for each in (() if model.streams else (Shape(shape.input_len, 1),)) + (shape,)
+        for each in (Shape(shape.input_len, 1), shape)
+        if each == shape or (shape.output_len and not model.streams)
     )
-    prompts = {
-        input_len: cut_prompts(model, texts, input_len=input_len)
-        for input_len in {shape.input_len for shape in shapes}
-    }
+    lengths = {shape.input_len for shape in shapes}
+    ids = _first_ids(tokens, count=max(lengths) * _MAX_PROMPTS)
+    prompts = {input_len: cut_prompts(ids, input_len=input_len) for input_len in lengths}
     for shape, batch_size, concurrency in itertools.product(
         needed, options.batch_sizes, options.concurrencies
     ):
@@ -131,15 +149,20 @@ def _loads(model: TextGenerator, texts: Sequence[str], options: LatencyOptions) 
 def _point(load: Load, measured: dict[_Place, Answered]) -> LatencyPoint:
     answered = measured[load.place]
     latency = distribution(answered.durations_s)
+    first_s: list[float] = []
+    per_token_ms = None
     if answered.arrivals_s:
         first_s = [each[0] for each in answered.arrivals_s]
         per_token_ms = _per_token_ms(answered.arrivals_s)
-    else:
+    elif load.shape.output_len:
         first = measured[Shape(load.shape.input_len, 1), load.batch_size, load.concurrency]
         first_s = list(first.durations_s)
         further = answered.generated / (len(answered.durations_s) * load.batch_size) - 1
         rest_ms = latency.p50_ms - 1000 * percentile(first_s, 50)
         per_token_ms = rest_ms / further if further > 0 and rest_ms > 0 else None
+    counted = answered.generated
+    if not load.shape.output_len:
+        counted = len(answered.durations_s) * load.batch_size * load.shape.input_len
     return LatencyPoint(
         batch_size=load.batch_size,
         input_len=load.shape.input_len,
@@ -148,9 +171,9 @@ def _point(load: Load, measured: dict[_Place, Answered]) -> LatencyPoint:
         requests=len(answered.durations_s),
         generated=answered.generated,
         latency=latency,
-        tokens_per_s=answered.generated / answered.seconds,
-        first_token_ms=1000 * percentile(first_s, 50),
-        first_token_p95_ms=1000 * percentile(first_s, 95),
+        tokens_per_s=counted / answered.seconds,
+        first_token_ms=1000 * percentile(first_s, 50) if first_s else None,
+        first_token_p95_ms=1000 * percentile(first_s, 95) if first_s else None,
         per_token_ms=per_token_ms,
         streamed=bool(answered.arrivals_s),
     )
@@ -164,23 +187,20 @@ def _per_token_ms(arrivals_s: Sequence[Sequence[float]]) -> float | None:
     return percentile(steps_ms, 50) if steps_ms else None
 
 
-def cut_prompts(
-    model: TextGenerator, texts: Sequence[str], *, input_len: int
-) -> tuple[tuple[int, ...], ...]:
-    """Return prompts of exactly `input_len` tokens, cut from the texts at different places.
+def _first_ids(tokens: Iterable[Sequence[int]], *, count: int) -> list[int]:
+    """Return the first `count` token ids, or all there are."""
+    return list(itertools.islice(itertools.chain.from_iterable(tokens), count))
+
+
+def cut_prompts(ids: Sequence[int], *, input_len: int) -> tuple[tuple[int, ...], ...]:
+    """Return prompts of exactly `input_len` tokens, cut from `ids` at different places.
 
     Raises:
-        ValueError: there is no text.
+        ValueError: there are no tokens.
     """
-    ids: list[int] = []
-    for text in texts:
-        ids.extend(model.encode(text))
-        if len(ids) >= input_len * _MAX_PROMPTS:
-            break
     if not ids:
         raise ValueError("latency needs some text to cut prompts from")
-    while len(ids) < input_len:
-        ids.extend(ids)
+    ids = [*ids] * -(-input_len // len(ids))
     last = len(ids) - input_len
     stride = max(1, min(input_len, last // (_MAX_PROMPTS - 1)))
     return tuple(tuple(ids[start : start + input_len]) for start in range(0, last + 1, stride))
@@ -189,9 +209,12 @@ def cut_prompts(
 class ClosedLoop:
     """Our own load generator: threads that send until enough is answered or the time is up."""
 
-    def __init__(self, model: TextGenerator, options: LatencyOptions) -> None:
+    def __init__(
+        self, model: TextGenerator, options: LatencyOptions, *, hidden_size: int | None = None
+    ) -> None:
         self._model = model
         self._options = options
+        self._hidden_size = hidden_size
 
     def send(self, load: Load) -> Answered:
         """Send all requests of a point after the warm-up.
@@ -199,7 +222,7 @@ class ClosedLoop:
         Raises:
             RequestFailedError: the first failure of any thread.
         """
-        point = _RunningPoint(self._model, load, self._options)
+        point = _RunningPoint(self._model, load, self._options, self._hidden_size)
         for ticket in range(self._options.warmup):
             point.ask(ticket)
         return point.run()
@@ -208,9 +231,19 @@ class ClosedLoop:
 class _RunningPoint:
     """The state that the threads of one point share."""
 
-    def __init__(self, model: TextGenerator, load: Load, options: LatencyOptions) -> None:
+    def __init__(
+        self,
+        model: TextGenerator,
+        load: Load,
+        options: LatencyOptions,
+        hidden_size: int | None,
+    ) -> None:
         self._model = model
         self._load = load
+        self._encoder_request: RequestTensors | None = None
+        if not load.shape.output_len:
+            rows = itertools.islice(itertools.cycle(load.prompts), load.batch_size)
+            self._encoder_request = encoder_request(list(rows), model.input_names(), hidden_size)
         self._max_point_s = options.max_point_s
         self._tickets = iter(range(options.requests))
         self._lock = threading.Lock()
@@ -222,6 +255,9 @@ class _RunningPoint:
 
     def ask(self, ticket: int) -> tuple[int, list[float]]:
         """Send one request; return how many tokens came back, and when each came of a stream."""
+        if self._encoder_request is not None:
+            self._model.infer(self._encoder_request, ("output_hidden_state",))
+            return 0, []
         prompts, rows = self._load.prompts, self._load.batch_size
         batch = [prompts[(ticket * rows + row) % len(prompts)] for row in range(rows)]
         begin = time.perf_counter()
@@ -269,6 +305,31 @@ class _RunningPoint:
             if self._failure is not None or (out_of_time and self._durations_s):
                 return None
             return next(self._tickets, None)
+
+
+def encoder_request(
+    rows: Sequence[Sequence[int]], names: Collection[str], hidden_size: int | None
+) -> RequestTensors:
+    """Return the request of an encoder for rows of equal length.
+
+    An encoder that takes embeddings (B, S, H) gets random ones: the time does not depend on them.
+
+    Raises:
+        EvaluationError: it takes embeddings, and their width is not known.
+    """
+    import numpy as np
+
+    lengths = [[len(row)] for row in rows]
+    if "input_hidden_state" not in names:
+        return {"input_ids": list(rows), "sequence_length": lengths}
+    if hidden_size is None:
+        raise EvaluationError(
+            "the latency of this encoder needs its hidden size, which is read from the source "
+            "checkpoint's config.json; set export.model.checkpoint_path, or "
+            "evaluate.latency.enabled=false."
+        )
+    states = np.random.default_rng(0).standard_normal((len(rows), len(rows[0]), hidden_size))
+    return {"input_hidden_state": states.astype(np.float32), "sequence_lengths": lengths}
 
 
 def _tell(progress: ProgressCallback | None, done: int, total: int) -> None:

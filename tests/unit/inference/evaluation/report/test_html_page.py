@@ -17,17 +17,15 @@ from inference.evaluation.record import LatencyPoint, RequestStatistics, StageTi
 from inference.evaluation.report.charts import (
     accuracy_chart,
     latency_comparison_chart,
-    stages_chart,
-)
-from inference.evaluation.report.html_page import render_html
-from inference.evaluation.report.latency_charts import (
     latency_histogram,
+    stages_chart,
     sweep_first_token_chart,
     sweep_latency_chart,
     sweep_per_token_chart,
     sweep_throughput_chart,
     throughput_chart,
 )
+from inference.evaluation.report.html_page import render_html
 from inference.evaluation.report.svg import Frame, legend, legend_height, log_ticks, nice_ticks
 from inference.evaluation.run.timing import distribution
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from inference.evaluation.options import LatencyOptions
-from inference.evaluation.run.latency import Answered, Load, cut_prompts, measure_latency
+from inference.evaluation.run.latency import (
+    Answered,
+    Load,
+    cut_prompts,
+    encoder_request,
+    measure_latency,
+)
 from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.run.timing import distribution, interval_for
 
@@ -21,7 +29,7 @@ OPTIONS = LatencyOptions(
 
 
 def test_every_point_of_the_grid_is_measured(model):
-    points = measure_latency(model, TEXTS, OPTIONS)
+    points = measure_latency(model, map(model.encode, TEXTS), OPTIONS)
     assert [(each.output_len, each.batch_size, each.concurrency) for each in points] == [
         (1, 1, 1),
         (1, 1, 3),
@@ -41,7 +49,7 @@ def test_the_first_token_is_measured_once_and_not_listed_unless_asked_for(model)
     options = LatencyOptions(
         shapes=("6+4", "6+3"), concurrencies=(1,), requests=5, warmup=0, max_point_s=60
     )
-    points = measure_latency(model, TEXTS, options)
+    points = measure_latency(model, map(model.encode, TEXTS), options)
     assert [each.output_len for each in points] == [4, 3]
     assert len(model.requests) == 3 * 5
 
@@ -57,7 +65,7 @@ class Clock:
 
 def test_further_tokens_cost_what_is_left_over_their_number(model):
     options = LatencyOptions(shapes=("6+1", "6+11"), batch_sizes=(3,), concurrencies=(1,))
-    one, eleven = measure_latency(model, TEXTS, options, generator=Clock())
+    one, eleven = measure_latency(model, map(model.encode, TEXTS), options, generator=Clock())
     assert (one.first_token_ms, one.per_token_ms) == (pytest.approx(10.0), None)
     assert eleven.first_token_ms == pytest.approx(10.0)
     assert eleven.per_token_ms == pytest.approx(2.0)
@@ -77,7 +85,9 @@ class StreamingClock:
 def test_tokens_of_a_stream_are_timed_as_they_come(fake_model):
     options = LatencyOptions(shapes=("6+1", "6+5"), concurrencies=(1,))
     model = fake_model(streams=True)
-    one, five = measure_latency(model, TEXTS, options, generator=StreamingClock())
+    one, five = measure_latency(
+        model, map(model.encode, TEXTS), options, generator=StreamingClock()
+    )
     assert (one.first_token_ms, one.per_token_ms) == (pytest.approx(10.0), None)
     assert (five.first_token_ms, five.first_token_p95_ms) == (pytest.approx(10.0),) * 2
     assert five.per_token_ms == pytest.approx(3.0)
@@ -91,7 +101,7 @@ def test_a_model_that_streams_is_not_asked_for_single_tokens_besides(fake_model)
     options = LatencyOptions(
         shapes=("6+4",), concurrencies=(1,), requests=5, warmup=0, max_point_s=60
     )
-    (point,) = measure_latency(model, TEXTS, options)
+    (point,) = measure_latency(model, map(model.encode, TEXTS), options)
     assert len(model.requests) == 5
     assert point.streamed
     assert 0 < point.first_token_ms < point.latency.p50_ms
@@ -99,24 +109,53 @@ def test_a_model_that_streams_is_not_asked_for_single_tokens_besides(fake_model)
 
 def test_a_point_ends_when_its_time_is_up(model):
     options = LatencyOptions(shapes=("6+1",), concurrencies=(1,), requests=10**6, max_point_s=0.05)
-    (point,) = measure_latency(model, TEXTS, options)
+    (point,) = measure_latency(model, map(model.encode, TEXTS), options)
     assert 1 <= point.requests < 10**6
 
 
 def test_a_failed_request_fails_the_measurement(fake_model):
+    model = fake_model(unavailable=True)
     with pytest.raises(EvaluationError, match=r"latency of 6 \+ 1 tokens, batch 1, concurrency 1"):
-        measure_latency(fake_model(unavailable=True), TEXTS, OPTIONS)
+        measure_latency(model, map(model.encode, TEXTS), OPTIONS)
 
 
 @pytest.mark.parametrize("input_len", [1, 5, 40])
 def test_prompts_have_exactly_the_length_asked_for(model, input_len):
-    prompts = cut_prompts(model, TEXTS, input_len=input_len)
+    prompts = cut_prompts(model.encode(TEXTS[0]), input_len=input_len)
     assert {len(prompt) for prompt in prompts} == {input_len}
 
 
-def test_latency_needs_text(model):
+def test_latency_needs_text():
     with pytest.raises(ValueError, match="needs some text"):
-        cut_prompts(model, [], input_len=4)
+        cut_prompts([], input_len=4)
+
+
+def test_an_encoder_is_measured_by_the_tokens_in(model):
+    model.inputs = ("input_ids", "sequence_length")
+    options = LatencyOptions(
+        shapes=("3+8", "5+8", "3+1"), batch_sizes=(2,), concurrencies=(1,), requests=4, warmup=1
+    )
+    points = measure_latency(model, [range(10, 40)], options)
+    assert [(each.input_len, each.output_len) for each in points] == [(3, 0), (5, 0)]
+    assert len(model.tensors) == 2 * (4 + 1)
+    assert model.tensors[0] == {
+        "input_ids": [(10, 11, 12), (11, 12, 13)],
+        "sequence_length": [[3], [3]],
+    }
+    (point,) = measure_latency(
+        model, [range(30)], replace(options, shapes=("5+8",)), generator=Clock()
+    )
+    assert (point.first_token_ms, point.per_token_ms) == (None, None)
+    assert point.tokens_per_s == pytest.approx(2 * 5 / (point.latency.p50_ms / 1000))
+
+
+def test_an_encoder_of_embeddings_gets_rows_of_its_width():
+    names = ("input_hidden_state", "sequence_lengths")
+    request = encoder_request([(1, 2, 3)] * 2, names, 16)
+    assert request["input_hidden_state"].shape == (2, 3, 16)
+    assert request["sequence_lengths"] == [[3], [3]]
+    with pytest.raises(EvaluationError, match="hidden size"):
+        encoder_request([(1, 2, 3)], names, None)
 
 
 def test_the_histogram_holds_every_duration():
