@@ -186,7 +186,8 @@ def test_more_beams_than_tokens_is_no_problem(pool: bool) -> None:
 
 
 def test_negative_diversity_rate_spreads_the_beams_over_parents() -> None:
-    table = chain(8, t4={1: 0.55, 2: 0.45}, t1={5: 0.55, 6: 0.45}, t2={5: 0.55, 6: 0.45})
+    # 1 5 before 1 6 before 2 5: 0.55 x 0.55, 0.55 x 0.45 and 0.45 x 0.53.
+    table = chain(8, t4={1: 0.55, 2: 0.45}, t1={5: 0.55, 6: 0.45}, t2={5: 0.53, 6: 0.47})
     together = search(table, beam_width=2, output_len=2)
     apart = search(table, beam_width=2, output_len=2, beam_search_diversity_rate=-1.0)
     assert {ids[0] for ids in together.output_ids} == {1}

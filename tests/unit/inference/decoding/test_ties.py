@@ -1,0 +1,75 @@
+"""Equal scores: the lower id is the better token, the earlier beam the better parent.
+
+The scores here are equal to the last bit, which no order of a sum changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.options import RowOptions
+from inference.decoding.request import RowRequest
+
+VOCAB = 24
+END = 0
+# Whole numbers, so that sums are exact; few of them, so that most are equal.
+LEVELS = st.lists(st.sampled_from([-2.0, 0.0, 1.0]), min_size=VOCAB, max_size=VOCAB)
+
+
+def best_ids(logits: list[float]) -> list[int]:
+    """Return all ids by the rule: logit down, then id up."""
+    return sorted(range(VOCAB), key=lambda token: (-logits[token], token))
+
+
+def first_token(logits: list[float], options: RowOptions) -> int:
+    decoder = BatchDecoder(DecodingConfig(VOCAB))
+    handle = decoder.add(RowRequest((1,), 1, options, (1,)))
+    (step,) = decoder.step([handle], torch.tensor([logits]))
+    return int(step.tokens[0])
+
+
+@settings(deadline=None)
+@given(LEVELS)
+def test_best_token_is_the_lowest_of_equal_ids(logits: list[float]) -> None:
+    plain = RowOptions(end_id=END)
+    ruled = RowOptions(end_id=END, return_log_probs=True)
+    assert first_token(logits, plain) == first_token(logits, ruled) == best_ids(logits)[0]
+
+
+@settings(deadline=None)
+@given(LEVELS, st.integers(2, VOCAB - 1), st.integers(0, 2**32))
+def test_top_k_keeps_the_lowest_of_equal_ids(logits: list[float], top_k: int, seed: int) -> None:
+    options = RowOptions(end_id=END, top_k=top_k, random_seed=seed)
+    assert first_token(logits, options) in best_ids(logits)[:top_k]
+
+
+@settings(deadline=None)
+@given(st.floats(0.05, 0.95), st.integers(0, 2**32))
+def test_nucleus_keeps_the_lowest_of_equal_ids(top_p: float, seed: int) -> None:
+    options = RowOptions(end_id=END, top_k=0, top_p=top_p, random_seed=seed)
+    assert first_token([1.0] * VOCAB, options) <= top_p * VOCAB
+
+
+@settings(deadline=None, max_examples=50)
+@given(LEVELS, st.integers(2, 4), st.booleans())
+def test_beams_are_those_of_the_earlier_parents_and_lower_ids(
+    logits: list[float], beams: int, pool: bool
+) -> None:
+    """The same logits at each step: the two orders of two tokens have the same score."""
+    logits[END] = -50.0
+    row = RowRequest((1,), 2, RowOptions(end_id=END, beam_width=beams), (1,))
+    decoder = BatchDecoder(DecodingConfig(VOCAB, hypothesis_pool=pool))
+    handle = decoder.add(row)
+    for _ in range(2):
+        (step,) = decoder.step([handle], torch.tensor([logits] * decoder.lanes(handle)))
+    assert step.finished
+
+    ids = best_ids(logits)[: 2 * beams]
+    pairs = itertools.product(ids[:beams], ids)  # by parent, then by rank
+    expected = sorted(pairs, key=lambda pair: -(logits[pair[0]] + logits[pair[1]]))[:beams]
+    assert decoder.result(handle).output_ids == tuple(expected)
