@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import tempfile
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from inference.plain_path import is_plain
@@ -89,8 +90,14 @@ def _from_wheel(folder: Path) -> TritonInstallation:
             f"nvidia-pytriton has no Python backend for Python {version} (it has: {found}); "
             "use one of those, or name another server in TRITON_SERVER."
         )
-    library_folder = sysconfig.get_config_var("LIBDIR")  # of libpython, which the stub links
-    libraries = (folder.parents[1] / "nvidia_pytriton.libs", Path(library_folder or "/usr/lib"))
+    numpy = metadata.version("numpy")
+    if int(numpy.partition(".")[0]) > 1:
+        raise FileNotFoundError(
+            f"nvidia-pytriton's tritonserver gives empty answers with numpy {numpy}; install numpy "
+            "1.26, or name another server in TRITON_SERVER."
+        )
+    library_folder = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
+    libraries = (folder.parents[1] / "nvidia_pytriton.libs", library_folder)
     return TritonInstallation(
         program=folder / "bin" / "tritonserver",
         backend_directory=_assembled_backends(folder / "backends", stub),
@@ -103,11 +110,12 @@ def _assembled_backends(backends: Path, stub: Path) -> Path:
     """Return a copy of the wheel's backends with the stub of this interpreter in place.
 
     The stub's interpreter ignores PYTHONPATH but searches its own folder, so links there let the
-    model files import this project from a checkout that is not installed. The copy is made once per
-    wheel, interpreter and checkout; several processes may make it at the same time.
+    model files import what this process can: this project, from a checkout that is not installed,
+    and packages in folders of PYTHONPATH. The copy is made once per wheel, interpreter and set of
+    links; several processes may make it at the same time.
     """
-    root = Path(__file__).resolve().parents[2]
-    identity = f"{stub} {stub.stat().st_mtime_ns} {root}"
+    links = _importable()
+    identity = f"{stub} {stub.stat().st_mtime_ns} {sorted(links.items())}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     target = _cache_root() / f"backends-{key}"
     if target.is_dir():
@@ -124,8 +132,9 @@ def _assembled_backends(backends: Path, stub: Path) -> Path:
         )
         copied = Path(shutil.copy2(stub, partial / "python"))
         copied.chmod(copied.stat().st_mode | 0o111)
-        for package in ("inference", "export_scripts"):
-            (partial / "python" / package).symlink_to(root / package)
+        for name, path in links.items():
+            if not (link := partial / "python" / name).exists():
+                link.symlink_to(path)
         partial.rename(target)
     except OSError:
         if not target.is_dir():  # else another process was first
@@ -133,6 +142,18 @@ def _assembled_backends(backends: Path, stub: Path) -> Path:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
+
+
+def _importable() -> dict[str, Path]:
+    """Return what the Python backend would not find by itself, by name: the first of each wins."""
+    root = Path(__file__).resolve().parents[2]
+    found = {package: root / package for package in ("inference", "export_scripts")}
+    for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        folder = Path(entry).resolve()
+        if folder.is_dir() and folder != root:
+            for path in sorted(folder.iterdir()):
+                found.setdefault(path.name, path)
+    return found
 
 
 def _cache_root() -> Path:

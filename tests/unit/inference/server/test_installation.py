@@ -1,0 +1,34 @@
+"""The environment a tritonserver starts in."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from inference.server.installation import find_triton
+
+
+@pytest.fixture(autouse=True)
+def no_other_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_SERVER", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_packages_on_pythonpath_are_found_by_the_python_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("first", "second"):
+        (tmp_path / folder / "planted").mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'first'}::{tmp_path / 'second'}")
+    backends = find_triton().backend_directory
+    assert backends is not None
+    assert (backends / "python/planted").resolve() == tmp_path / "first/planted"
+    assert (backends / "python/inference/server").is_dir()
+
+
+def test_numpy_that_the_server_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: "2.5.5")
+    with pytest.raises(FileNotFoundError, match=r"numpy 2\.5\.5; install numpy 1\.26"):
+        find_triton()
