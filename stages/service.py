@@ -20,10 +20,13 @@ from stages.serving import serving
 if TYPE_CHECKING:
     from inference.server.server import TritonServer
 
-_POLL_S = 0.5
-# A server that is very busy may not answer for so long.
+_POLL_S = 0.25
+# A server that is very busy may not answer for so long. The supervisor notices earlier that one has
+# ended or is stopped by a signal.
 _PATIENCE_S = 30.0
 _MAX_BACKOFF_S = 300.0
+# A failure after so long has nothing to do with the one before: the next start is immediate.
+_STEADY_S = 600.0
 # Other nodes see files of this one a little later.
 _LOSS_WAIT_S = 2.0
 _NOT_NEEDED, _TIME_LIMIT, _STOPPED = "no longer needed", "time limit", "stopped"
@@ -57,6 +60,7 @@ class Service:
             until: On the monotonic clock, when the job's time is over.
         """
         self.restarts = 0
+        self._failures = 0  # in a row
         self._config = config
         self._folder = folder
         self._progress = progress
@@ -88,6 +92,7 @@ class Service:
             if self.restarts >= self._config.max_restarts or not self._config.may_start_again:
                 raise StageError(self._last_words(failure))
             self.restarts += 1
+            self._failures += 1
             if ended := self._wait(failure):
                 return ended
 
@@ -144,17 +149,24 @@ class Service:
 
     def _watch(self, server: TritonServer) -> tuple[str, str]:
         """Block while the server serves; return why it should stop now, or why it failed."""
+        began = time.monotonic()
         self._progress.update(f"serving HTTP on {server.http_url}, gRPC on {server.grpc_url}")
         while True:
             if ended := self._ended():
                 return ended, ""
             if failure := server.failure(patience_s=_PATIENCE_S):
+                if time.monotonic() - began > _STEADY_S:
+                    self._failures = 0
                 return "", failure
             time.sleep(_POLL_S)
 
     def _wait(self, failure: str) -> str:
-        """Wait before the next start; return why there is none, if so."""
-        wait_s = min(self._config.restart_backoff_s * 2.0 ** (self.restarts - 1), _MAX_BACKOFF_S)
+        """Wait before the next start; return why there is none, if so.
+
+        The first start after a failure is immediate: most failures do not come back at once.
+        """
+        doubled = self._config.restart_backoff_s * 2.0 ** (self._failures - 2)
+        wait_s = 0.0 if self._failures == 1 else min(doubled, _MAX_BACKOFF_S)
         sys.stderr.write(
             f"{failure}\nstarting the server again in {wait_s:g} s "
             f"(restart {self.restarts} of {self._config.max_restarts})\n"

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inference.server.probe import ProbeError, probe
 from stages.base import StageError
 from stages.deploy_config import FASTERTRANSFORMER, PORT_KEYS, DeployConfig
 from stages.endpoint import Endpoint, server_log
 from stages.gemm_tuning import tune
 from stages.own_job import job_id_here, node_address
-from stages.probe import ProbeError, probe
 from stages.progress import Progress
 from stages.record import now
 from stages.server_starts import RENDEZVOUS_VARIABLE, announce_start
@@ -68,6 +68,7 @@ def serving(
         progress.update("asking for a first answer")
         left_s = config.ready_timeout_s - (time.monotonic() - began)
         _probe(config, server, endpoint, timeout_s=max(left_s, _LEAST_PROBE_S), check=check)
+        server.watch_answers(hidden=hidden_size(config.weights_dir))
         yield server, endpoint
 
 

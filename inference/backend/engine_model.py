@@ -1,14 +1,16 @@
 """A model in Triton's Python backend that hands its requests to an engine and answers them later.
 
 `execute` never waits, so that one instance holds any number of requests. A failing request gets an
-error, the others their answers; a failed engine takes its model out of service.
+error, the others their answers; when its engine fails, a model leaves service.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
@@ -22,9 +24,12 @@ from inference.backend.triton_model import ModelArguments, error_response, with_
 from inference.engine.base import EngineBase
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.ranks.launched_rank import open_rendezvous
+from inference.supervision import BUSY, CANARY_PARAMETER, SUPERVISED_VARIABLE
 
 _WATCH_S = 0.1
 _HEALTH_EVERY = 5  # of these
+_FLUSH_S = 2.0  # for the answers of a failed engine to be handed to the server
+_SEND_S = 0.2  # for the server to send them
 # Asking whether a client has left takes 0.1 ms; so many requests are asked about at a time.
 _ASKED_AT_ONCE = 64
 _STOP = None
@@ -92,9 +97,9 @@ class EngineModel:
         check_weights(self.settings.checkpoint_path)
         self.running_engine = self.make_engine(self.settings)
         self.running_engine.start()
-        self._restarts = self.settings.engine.restart_failed_ranks
         self._running: dict[Exchange, Future[Any]] = {}
         self._asked = 0  # the place among the running where asking goes on
+        self._canary_steps = -1  # of the engine, when a canary was last sent away
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -123,6 +128,9 @@ class EngineModel:
         """Take requests (called by Triton); None tells it that the answers come later."""
         for request in requests:
             exchange = Exchange(request)
+            if _is_canary(request) and self._makes_progress():
+                exchange.fail(BUSY, "UNAVAILABLE")
+                continue
             try:
                 future, answer = self.submit(exchange)
             except ValueError as error:
@@ -131,6 +139,12 @@ class EngineModel:
                 exchange.fail(str(error), "UNAVAILABLE")
             else:
                 self._follow(exchange, future, answer)
+
+    def _makes_progress(self) -> bool:
+        """Return whether requests are running and steps were made since this was last asked."""
+        steps, before = self.running_engine.steps, self._canary_steps
+        self._canary_steps = steps
+        return bool(self._running) and steps != before
 
     def finalize(self) -> None:
         """Stop the engine (called by Triton)."""
@@ -173,8 +187,7 @@ class EngineModel:
                 continue
             if os.getppid() != parent:
                 os._exit(1)  # the server is gone; the workers follow this process
-            reason = None if self._restarts else self.running_engine.healthy()
-            if reason is not None:
+            if (reason := self.running_engine.healthy()) is not None:
                 self._leave_service(reason)
                 return
 
@@ -189,15 +202,31 @@ class EngineModel:
                 self.running_engine.cancel(future)
 
     def _leave_service(self, reason: str) -> None:
-        """Take the model out of service, so that it and the server report not ready."""
+        """End this process once every request has its answer, and with it the server.
+
+        Its supervisor ends a server that has lost a model, and whoever started it starts another.
+        A server without a supervisor unloads the model, which is then listed as not ready.
+        """
         import triton_python_backend_utils as pb_utils
 
         pb_utils.Logger.log_error(f"{self.name} is out of service: {reason}")
+        if os.environ.get(SUPERVISED_VARIABLE):
+            flushed = threading.Event()
+            self.later(flushed.set)
+            flushed.wait(_FLUSH_S)
+            time.sleep(_SEND_S)
+            os._exit(1)
         try:
             pb_utils.unload_model(self.name)
         except pb_utils.TritonModelException as error:
             # The server was started so that only it may unload models.
             pb_utils.Logger.log_warn(f"{self.name} stays listed as ready: {error}")
+
+
+def _is_canary(request: Any) -> bool:
+    """Return whether a request only asks whether the model answers."""
+    parameters = request.parameters()
+    return bool(parameters) and CANARY_PARAMETER in json.loads(parameters)
 
 
 def engine_arguments(settings: ModelSettings) -> dict[str, Any]:

@@ -78,7 +78,6 @@ _ENGINE: dict[str, Callable[[str], Any]] = {
     "shared_memory": _flag,
     "rank_timeout_s": _seconds,
     "start_timeout_s": _seconds,
-    "restart_failed_ranks": _flag,
     "output_log_probs_mode": _one_of("renormalized", "full"),
     "nucleus_include_boundary": _flag,
 }

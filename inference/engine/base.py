@@ -65,6 +65,11 @@ class EngineBase(ABC):
         return self._loop.healthy()
 
     @property
+    def steps(self) -> int:
+        """Steps that all ranks have finished since the start."""
+        return self._loop.steps
+
+    @property
     def queued_rows(self) -> int:
         """Rows that are not begun, of all requests."""
         return self._loop.queued_rows

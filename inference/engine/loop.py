@@ -107,7 +107,7 @@ class LoopScheduler(Protocol[RequestT]):
 
 
 class EngineLoop(Generic[RequestT]):
-    """Runs one engine in a thread of its own."""
+    """Runs one engine in a thread of its own. `steps` counts those that every rank has finished."""
 
     def __init__(
         self,
@@ -144,6 +144,7 @@ class EngineLoop(Generic[RequestT]):
         self._warm_up = (warm_up, warm_up_embeddings)
         self._wake = threading.Condition()
         self._inbox: deque[RequestT] = deque()
+        self.steps = 0
         self._queued_rows = 0
         self._arrivals = 0
         self._stopping = False
@@ -280,6 +281,7 @@ class EngineLoop(Generic[RequestT]):
         try:
             result = ranks.run(step.plan, step.embeddings)
             alike = True
+            self.steps += 1
             scheduler.finish(step, result, seconds=perf_counter() - began)
         except Exception as error:  # whatever it was is the answer to the step's requests
             if not alike:

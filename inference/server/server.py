@@ -1,4 +1,4 @@
-"""A tritonserver of our own: start it, wait until it is ready, keep its log, stop all of it."""
+"""A tritonserver of our own: start it, wait until it is ready, watch it, stop all of it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +19,10 @@ from types import TracebackType
 from inference.plain_path import PlainFolder
 from inference.ports import pick_free_ports, ports_problems
 from inference.server import supervisor
+from inference.server.canary import Canary
 from inference.server.installation import find_triton
 from inference.server.options import old_server_options, server_options
-from inference.server.server_log import ServerLog, errors_of, last_lines, out_of_service
+from inference.server.server_log import ServerLog, errors_of, last_lines, losses_of
 from inference.server.server_status import (
     LOG_TAIL_LINES,
     ModelStatus,
@@ -27,6 +30,7 @@ from inference.server.server_status import (
     ask,
     model_statuses,
 )
+from inference.supervision import SUPERVISED_VARIABLE
 
 __all__ = ["LOG_TAIL_LINES", "ModelStatus", "ServerStartError", "TritonServer"]
 
@@ -81,7 +85,10 @@ class TritonServer:
         self._silent_since: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline = -1
+        self._canary: Canary | None = None
         self._admin_key = secrets.token_hex(16)
+        # Names the server's segments in /dev/shm, so that what a killed one leaves is known as its.
+        self._shm_prefix = f"{supervisor.user_prefix()}{secrets.token_hex(8)}-"
 
     @property
     def http_port(self) -> int:
@@ -102,6 +109,11 @@ class TritonServer:
     def http_url(self) -> str:
         """`host:port` for HTTP clients on this machine."""
         return f"{_bracketed(self.connect_host)}:{self.http_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        """`host:port` of the metrics for clients on this machine."""
+        return f"{_bracketed(self.connect_host)}:{self.metrics_port}"
 
     @property
     def grpc_url(self) -> str:
@@ -125,7 +137,7 @@ class TritonServer:
         return self.host == "localhost"
 
     def port_problems(self) -> list[str]:
-        """Return a message for every wanted port that cannot be had."""
+        """Return a message for every wanted port that is unavailable."""
         return ports_problems(self.host, self._wanted_ports, keys=self._port_keys)
 
     def start(
@@ -137,7 +149,8 @@ class TritonServer:
     ) -> None:
         """Start the server and return once every model is ready.
 
-        `check` is called all the while; what it raises ends the start.
+        `check` is called all the while; what it raises ends the start. From then on the end of a
+        model's process, or a process that stays stopped, ends the server.
 
         Raises:
             ServerStartError: a port is taken, the server ended, a model failed or time ran out; no
@@ -162,7 +175,19 @@ class TritonServer:
                 if not (may_retry and log.port_was_taken()):
                     raise
             else:
+                assert self._process is not None
+                self._process.send_signal(signal.SIGUSR1)
                 return
+
+    def watch_answers(self, *, hidden: int | None = None) -> None:
+        """Have `failure` notice models that are loaded but do not answer.
+
+        Each model that has been idle gets a small request now and then. `hidden` is the width of
+        the hidden states that an encoder takes; an encoder of unknown width is not asked.
+        """
+        if not self._is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
+            self._canary = Canary(self.http_url, self.metrics_url, self.models, hidden=hidden)
+            self._canary.start()
 
     def poll(self) -> int | None:
         """Return the exit status (128 + n after signal n), or None while the server runs."""
@@ -179,20 +204,30 @@ class TritonServer:
         A server that runs but does not answer, such as one that is very busy, gets `patience_s`.
         """
         if (status := self.poll()) is not None:
-            return f"tritonserver ended with status {status}"
+            return "; ".join(losses_of(self.log_path)) or f"tritonserver ended with status {status}"
         try:
-            statuses = self.index()
+            lost = [name for name in self.models if not self._is_model_ready(name)]
         except OSError as error:
+            if losses := losses_of(self.log_path):  # the server is about to end
+                return "; ".join(losses)
             self._silent_since = self._silent_since or time.monotonic()
             if time.monotonic() - self._silent_since < patience_s:
                 return None
             return f"tritonserver does not answer on {self.http_url}: {error}"
         self._silent_since = None
-        ready = {each.name for each in statuses if each.state == "READY"}
-        lost = [each for each in statuses if each.name in set(self.models) - ready]
-        said = out_of_service(self.log_path) if lost else []
-        told = [f"model {each.name} is {each.state}: {each.reason}" for each in lost]
-        return "; ".join(said or told) or None
+        if lost:
+            return "; ".join(
+                losses_of(self.log_path) or [f"model {name} is not ready" for name in lost]
+            )
+        return self._canary.failure() if self._canary is not None else None
+
+    def _is_model_ready(self, name: str) -> bool:
+        try:
+            path = f"/v2/models/{urllib.parse.quote(name, safe='')}/ready"
+            ask(self.http_url, path, admin_key=self._admin_key)
+        except urllib.error.HTTPError:
+            return False
+        return True
 
     def index(self) -> list[ModelStatus]:
         """Return the state of every model of the repository. Raises OSError without an answer."""
@@ -202,6 +237,8 @@ class TritonServer:
         """End the server and everything it started; running requests get `drain_s` to finish."""
         if self._process is None:
             return
+        if self._canary is not None:
+            self._canary.stop()
         if self._process.poll() is None and drain_s > 0:
             self._process.terminate()
             self._drain(drain_s)
@@ -239,14 +276,16 @@ class TritonServer:
         self._ports = self._wanted_ports | dict(chosen)
         installation = find_triton()
         program = [*self._prefix, str(installation.program), *installation.arguments()]
-        command = [*program, *self._arguments(), *self._extra_args]
+        segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
+        command = [*program, *self._arguments(), segments, *self._extra_args]
         environment = os.environ | installation.environment() | self._env
+        environment[SUPERVISED_VARIABLE] = "1"
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         lifeline, self._lifeline = os.pipe()
         try:
             with self.log_path.open("wb") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", supervisor.__file__, str(lifeline), *command],
+                    [sys.executable, "-I", *self._supervisor(lifeline), *command],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -258,6 +297,9 @@ class TritonServer:
         finally:
             os.close(lifeline)
         return ServerLog(self.log_path)
+
+    def _supervisor(self, lifeline: int) -> list[str]:
+        return [supervisor.__file__, str(lifeline), self._shm_prefix]
 
     def _arguments(self) -> list[str]:
         if self._is_old:

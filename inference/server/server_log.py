@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from inference.server.fastertransformer_log import fatal_lines
+from inference.server.supervisor import LOSS_MARK
 
 _TAIL_BYTES = 64 * 1024
 _MANY = 1000
@@ -48,10 +49,11 @@ def short_reason(text: str) -> str:
     return _TRACE.sub("", plain).strip()
 
 
-def out_of_service(path: Path) -> list[str]:
-    """Return what models said when they took themselves out of service."""
-    text = "\n".join(last_lines(path, _MANY))
-    return list(dict.fromkeys(each.strip() for each in _OUT.findall(text)))
+def losses_of(path: Path) -> list[str]:
+    """Return why a server lost what it serves: models' own reasons, else the supervisor's."""
+    lines = last_lines(path, _MANY)
+    left = list(dict.fromkeys(each.strip() for each in _OUT.findall("\n".join(lines))))
+    return left or [line.removeprefix(LOSS_MARK) for line in lines if line.startswith(LOSS_MARK)]
 
 
 class ServerLog:

@@ -1,26 +1,39 @@
-"""Run one command so that nothing of it outlives its owner.
+"""Run one server so that nothing of it outlives its owner, and no part of it ends unnoticed.
 
-A small process of its own, standard library only: `supervisor.py LIFELINE_FD COMMAND...`. The
-owner holds the other end of the lifeline pipe; when it closes, however the owner ended, or when the
-command ends, every process that descends from the command is stopped. SIGTERM asks the command to
-end by itself, SIGQUIT ends it at once.
+A small process, standard library only: `supervisor.py LIFELINE_FD SHM_PREFIX COMMAND...`. The owner
+holds the other end of the lifeline pipe; when it closes, however the owner ended, or when the
+command ends, every process that descends from the command is stopped and the shared memory whose
+names begin with the prefix is removed. SIGTERM asks the command to end by itself, SIGQUIT ends it
+at once. SIGUSR1 states that the server is ready: from then on it is ended if it has lost the
+process of a model or one of its processes stays stopped, neither of which Triton notices.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-OWNER_LOST_GRACE_S = 5.0  # between SIGTERM and SIGKILL once nobody waits for the command any more
-LEFTOVER_GRACE_S = 2.0  # for processes that the command itself left behind
+OWNER_LOST_GRACE_S = 5.0  # between SIGTERM and SIGKILL once the owner is gone
+LEFTOVER_GRACE_S = 2.0  # for processes that an orderly end of the command left behind
+STOPPED_LIMIT_S = 3.0  # how long a process may stay stopped by SIGSTOP
+LOSS_MARK = "supervisor: "  # before the reason in the server's log
+SHM_FOLDER = Path("/dev/shm")
 _POLL_S = 0.05
+_LOOK_S = 0.25  # between looks at the known processes
+_SCAN_S = 2.0  # between searches for new ones, which read all of /proc
+_SCAN_WHILE_LOADING_S = 0.5
+_STUB = "triton_python_backend_stub"  # the program of a model's process
+_LOCK_SUFFIX = ".lock"
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -37,15 +50,39 @@ def _die_with_parent() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+@dataclass(frozen=True)
+class ProcessState:
+    """A line of /proc/PID/stat, proc(5).
+
+    Attributes:
+        letter: Such as S, R, Z (ended, not collected), T (stopped by a signal).
+        started: Start time in clock ticks; tells two processes of the same id apart.
+        exit_code: Wait status of one that has ended; 0 where this user may not see it.
+    """
+
+    letter: str
+    parent: int
+    started: int
+    exit_code: int
+
+
+def process_state(pid: int) -> ProcessState | None:
+    """Return the state of a process, None if there is none of this id."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # "pid (name) state ppid ...": the name may hold blanks and parentheses.
+    fields = text.rpartition(")")[2].split()
+    return ProcessState(fields[0], int(fields[1]), int(fields[19]), int(fields[49]))
+
+
 def descendants(pid: int) -> list[int]:
     """Return the process ids below `pid`, parents first."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                # "pid (name) state ppid ...": the name may hold blanks and parentheses.
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                children.setdefault(parent, []).append(int(entry.name))
+        if entry.name.isdigit() and (state := process_state(int(entry.name))) is not None:
+            children.setdefault(state.parent, []).append(int(entry.name))
     found: list[int] = []
     pending = [pid]
     while pending:
@@ -53,6 +90,146 @@ def descendants(pid: int) -> list[int]:
         found += below
         pending += below
     return found
+
+
+def _served_model(pid: int) -> str | None:
+    """Return the model that a process of the Python backend runs, None for other processes."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    if len(words) < 2 or Path(words[0]).name != _STUB:
+        return None
+    return Path(words[1]).parent.parent.name  # <repository>/<model>/<version>/model.py
+
+
+class ServerWatch:
+    """The processes of a server: whether all of them are there and run.
+
+    Set `is_ready` once every model has loaded. Until then the server itself reports models whose
+    processes end, and a loss is only kept.
+    """
+
+    def __init__(self, root: int) -> None:
+        self.is_ready = False
+        self._root = root
+        self._loss: str | None = None
+        self._started: dict[int, int] = {}  # of every process
+        self._models: dict[int, str] = {}  # of the processes that run one
+        self._stopped: dict[int, float] = {}  # since when
+        self._scanned = self._looked = float("-inf")
+
+    def loss(self) -> str | None:
+        """Return what a ready server has lost, None while it is whole. Quick enough for a loop."""
+        now = time.monotonic()
+        if now - self._scanned > (_SCAN_S if self.is_ready else _SCAN_WHILE_LOADING_S):
+            self._scan()
+            self._scanned = now
+        if now - self._looked > _LOOK_S:
+            self._looked = now
+            for pid in list(self._started):
+                self._loss = self._loss or self._look(pid, now)
+        return self._loss if self.is_ready else None
+
+    def _scan(self) -> None:
+        for pid in (self._root, *descendants(self._root)):
+            state = process_state(pid)
+            if pid in self._started or state is None:
+                continue
+            self._started[pid] = state.started
+            if model := _served_model(pid):
+                self._models[pid] = model
+
+    def _look(self, pid: int, now: float) -> str | None:
+        state = process_state(pid)
+        if state is None or state.letter in "ZX" or state.started != self._started[pid]:
+            return self._end_of(pid, state)
+        if state.letter != "T":
+            self._stopped.pop(pid, None)
+        elif now - self._stopped.setdefault(pid, now) >= STOPPED_LIMIT_S and self.is_ready:
+            return f"{self._name(pid)} has been stopped for {STOPPED_LIMIT_S:g} s"
+        return None
+
+    def _end_of(self, pid: int, state: ProcessState | None) -> str | None:
+        """Forget a process that has ended; return how, if it was that of a model."""
+        name, is_model = self._name(pid), pid in self._models
+        is_same = state is not None and state.started == self._started[pid]
+        how = _how_ended(state.exit_code) if state is not None and is_same else "has ended"
+        for known in (self._started, self._models, self._stopped):
+            known.pop(pid, None)
+        return f"{name} {how}" if is_model else None
+
+    def _name(self, pid: int) -> str:
+        model = self._models.get(pid)
+        return f"process {pid}" + (f" of model {model}" if model else "")
+
+
+def _how_ended(wait_status: int) -> str:
+    if not os.WIFSIGNALED(wait_status):
+        return f"has ended with status {os.WEXITSTATUS(wait_status)}"
+    number = os.WTERMSIG(wait_status)
+    # The kernel's log names the process if so.
+    hint = ", perhaps because memory ran out" if number == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(number).name}{hint}"
+
+
+@contextlib.contextmanager
+def shared_memory_of(prefix: str) -> Iterator[None]:
+    """Hold a prefix of names in /dev/shm and remove what carries it at the end.
+
+    A locked file says that the prefix is in use; the lock ends with the process. What earlier
+    servers of this user left behind, killed with all of their processes, is removed first.
+    """
+    if not prefix or not SHM_FOLDER.is_dir():
+        yield
+        return
+    path = SHM_FOLDER / f"{prefix}{_LOCK_SUFFIX}"
+    held = _locked_file(path)
+    try:
+        remove_stale_segments()
+        yield
+    finally:
+        _remove_segments(prefix)
+        path.unlink(missing_ok=True)
+        os.close(held)
+
+
+def _locked_file(path: Path) -> int:
+    """Return the descriptor of a new file, locked."""
+    while True:
+        held = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(held), path.stat()):
+                return held
+        os.close(held)  # somebody took it for a stale one before it was locked
+
+
+def remove_stale_segments() -> None:
+    """Remove the shared memory of this user's servers that have ended without doing so."""
+    for path in SHM_FOLDER.glob(f"{user_prefix()}*{_LOCK_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            held = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                if os.fstat(held).st_uid != os.getuid():
+                    continue
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove_segments(path.name.removesuffix(_LOCK_SUFFIX))
+                path.unlink(missing_ok=True)
+            finally:
+                os.close(held)
+
+
+def user_prefix() -> str:
+    """Return how the names of this user's segments begin."""
+    return f"slipway-{os.getuid()}-"
+
+
+def _remove_segments(prefix: str) -> None:
+    for path in SHM_FOLDER.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            if path.suffix != _LOCK_SUFFIX and path.lstat().st_uid == os.getuid():
+                path.unlink()
 
 
 def _signal_descendants(number: int) -> None:
@@ -72,43 +249,70 @@ def _reap_all() -> bool:
             return False
 
 
-def _stop_leftovers() -> None:
+def _stop_leftovers(grace_s: float) -> None:
     """End everything that is still below this process, which adopts orphans."""
-    deadline = time.monotonic() + LEFTOVER_GRACE_S
-    _signal_descendants(signal.SIGTERM)
+    deadline = time.monotonic() + grace_s
+    if grace_s > 0:
+        _signal_descendants(signal.SIGTERM)
     while not _reap_all():
         if time.monotonic() > deadline:
             _signal_descendants(signal.SIGKILL)
         time.sleep(_POLL_S)
 
 
-def _wait(child: subprocess.Popen[bytes], lifeline: int) -> int:
-    """Wait for the command, or for the end of the lifeline and then for the command."""
-    kill_at = None
-    while (status := child.poll()) is None:
-        timeout_s = _POLL_S if kill_at else 4 * _POLL_S
-        if kill_at is None and select.select([lifeline], [], [], timeout_s)[0]:
-            child.terminate()
-            kill_at = time.monotonic() + OWNER_LOST_GRACE_S
-        elif kill_at is not None:
-            if time.monotonic() > kill_at:
-                child.kill()
-            time.sleep(timeout_s)
-    return status
+class _Run:
+    """The command and what is asked of it by signals."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._kill_at: float | None = None
+        self._child = subprocess.Popen(command, preexec_fn=_die_with_parent)
+        self._watch: ServerWatch | None = ServerWatch(self._child.pid)
+        signal.signal(signal.SIGTERM, lambda *_: self._end(self._child.terminate))
+        signal.signal(signal.SIGQUIT, lambda *_: self._end(self._child.kill))
+        signal.signal(signal.SIGUSR1, lambda *_: self._note_ready())
+
+    def wait(self, lifeline: int) -> int:
+        """Wait for the command, or for the end of the lifeline and then for the command."""
+        while (status := self._child.poll()) is None:
+            if self._kill_at is None:
+                self._look(lifeline)
+                continue
+            if time.monotonic() > self._kill_at:
+                self._child.kill()
+            time.sleep(_POLL_S)
+        return status
+
+    def _look(self, lifeline: int) -> None:
+        if select.select([lifeline], [], [], 4 * _POLL_S)[0]:
+            self._end(self._child.terminate)
+            self._kill_at = time.monotonic() + OWNER_LOST_GRACE_S
+        elif self._watch is not None and (loss := self._watch.loss()):
+            # Requests that a lost process held would never be answered: close their connections.
+            sys.stdout.write(f"{LOSS_MARK}{loss}; ending the server\n")
+            sys.stdout.flush()
+            self._end(self._child.kill)
+
+    def _note_ready(self) -> None:
+        if self._watch is not None:
+            self._watch.is_ready = True
+
+    def _end(self, how: Callable[[], None]) -> None:
+        self._watch = None  # processes end now, as they should
+        how()
 
 
 def main(argv: list[str]) -> int:
-    """Run `argv[1:]` under the lifeline `argv[0]`; return its status, 128 + n for signal n."""
-    lifeline = int(argv[0])
+    """Run `argv[2:]` under the lifeline `argv[0]`; return its status, 128 + n for signal n."""
+    lifeline, prefix, command = int(argv[0]), argv[1], argv[2:]
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    child = subprocess.Popen(argv[1:], preexec_fn=_die_with_parent)
-    signal.signal(signal.SIGTERM, lambda *_: child.terminate())
-    signal.signal(signal.SIGQUIT, lambda *_: child.kill())
-    try:
-        status = _wait(child, lifeline)
-    finally:
-        _stop_leftovers()
+    with shared_memory_of(prefix):
+        status = -signal.SIGKILL
+        try:
+            status = _Run(command).wait(lifeline)
+        finally:
+            # Nothing is saved by processes whose server was killed.
+            _stop_leftovers(LEFTOVER_GRACE_S if status != -signal.SIGKILL else 0.0)
     return status if status >= 0 else 128 - status
 
 

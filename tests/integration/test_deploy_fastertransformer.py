@@ -111,7 +111,7 @@ def test_server_that_does_not_answer_a_first_request_is_not_published(
     text = finish(command)
     assert command.returncode == 1, text
     assert "tritonserver is ready, but does not answer:" in text
-    assert f"model ensemble has not answered a first small request: {said}" in text
+    assert f"model ensemble did not answer a first small request: {said}" in text
     assert not (results / RESULTS / "deploy" / "endpoint.json").exists()
 
 

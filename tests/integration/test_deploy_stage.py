@@ -50,7 +50,7 @@ def answer(endpoint: dict[str, Any]) -> str:
 
 def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -> None:
     path = exported / RESULTS / "deploy" / "endpoint.json"
-    words_here = ("stages=[deploy]", "deploy.max_restarts=1", "deploy.restart_backoff_s=0.2")
+    words_here = ("stages=[deploy]", "deploy.max_restarts=2", "deploy.restart_backoff_s=0.2")
     command = start(*words(exported, *words_here))
     try:
         first = endpoint_of(path, command)
@@ -59,6 +59,9 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -
         second = endpoint_of(path, command, restarts=1)
         assert (second["http"], second["grpc"]) == (first["http"], first["grpc"])
         assert answer(second) == text
+        os.kill(one_process(exported, "python_backend_stub", "preprocessing"), signal.SIGKILL)
+        third = endpoint_of(path, command, restarts=2)
+        assert answer(third) == text
         os.kill(one_process(exported, "inference.ranks.worker", "--settings"), signal.SIGKILL)
         told = finish(command)
     finally:
@@ -66,11 +69,11 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -
             command.send_signal(signal.SIGINT)
             finish(command)
     assert command.returncode == 1, told
-    assert "the server failed again after 1 restarts: " in told
+    assert "the server failed again after 2 restarts: " in told
     assert "rank 1: was ended by SIGKILL" in told
     assert not path.exists()
-    logs = list(path.parent.glob(f"tritonserver-{second['job_id']}*.log"))
-    assert len(logs) == 2  # one for each start
+    logs = list(path.parent.glob(f"tritonserver-{third['job_id']}*.log"))
+    assert len(logs) == 3  # one for each start
 
 
 @pytest.mark.parametrize("by", ["file", "signal"])

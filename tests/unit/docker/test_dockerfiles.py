@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from inference.server.__main__ import _parser
 from tests.conftest import ROOT
 
 if sys.version_info >= (3, 11):
@@ -97,8 +98,9 @@ def test_the_health_check_asks_whether_the_server_is_ready(name: str) -> None:
 def test_the_server_listens_for_all_of_the_container(name: str) -> None:
     (command,) = [json.loads(rest) for word, rest in final(name) if word == "CMD"]
     assert "--model-repository=/models" in command
-    for kind in ("http", "grpc", "metrics"):
-        assert f"--{kind}-address=0.0.0.0" in command
+    assert "--host=0.0.0.0" in command
+    assert command[1:3] == ["-m", "inference.server"]
+    _parser().parse_args(command[3:])
     assert [rest for word, rest in final(name) if word == "EXPOSE"] == ["8000 8001 8002"]
 
 

@@ -26,7 +26,7 @@ sys.exit(7)
 def _run(command: list[str]) -> tuple[subprocess.Popen[bytes], int]:
     read_end, write_end = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, supervisor.__file__, str(read_end), *command],
+        [sys.executable, supervisor.__file__, str(read_end), "", *command],
         pass_fds=[read_end],
         start_new_session=True,
     )

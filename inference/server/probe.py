@@ -1,4 +1,4 @@
-"""One small request through what a server serves, before its address is published.
+"""Small requests that show whether a server answers: before its address is published, and after.
 
 Plain HTTP with binary tensors: every release of tritonserver takes it, and images need no client.
 """
@@ -16,7 +16,7 @@ from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any
 
-Config = Mapping[str, Any]  # config.pbtxt of a model as the server tells it
+Config = Mapping[str, Any]  # config.pbtxt of a model as the server reports it
 
 _POLL_S = 0.1
 _HTTP_TIMEOUT_S = 10.0
@@ -34,17 +34,15 @@ _SESSION_LEN, _SESSION_TOKENS = "session_len", 64  # optional in config.pbtxt, n
 _SESSION = {"sequence_id": 2**31, "sequence_start": True, "sequence_end": True}
 _INTEGER_BYTES = {"UINT32": 4, "INT32": 4, "UINT64": 8}
 _FLOAT_ONES = {"FP32": b"\x00\x00\x80\x3f", "FP16": b"\x00\x3c", "BF16": b"\x80\x3f"}
-
-
 _HIDDEN_TYPES = tuple(f"TYPE_{dtype}" for dtype in _FLOAT_ONES)
 
 
 class ProbeError(RuntimeError):
-    """The server has not answered the request; the message holds its own words."""
+    """The server did not answer the request; the message holds the server's own words."""
 
 
-class _RefusalError(ValueError):
-    """An answer of HTTP with another status than 200."""
+class RefusalError(ValueError):
+    """An HTTP answer with a status other than 200, or an error within a stream (status 500)."""
 
     def __init__(self, status: int, words: str) -> None:
         super().__init__(words or f"HTTP status {status}")
@@ -137,7 +135,7 @@ def probe(
         check: Called all the while; what it raises ends the wait.
 
     Raises:
-        ProbeError: Some model has answered with an error, or not in time.
+        ProbeError: Some model answered with an error, or not in time.
     """
     # In a thread, since a server may take a request and say nothing; it ends with the server.
     pool = ThreadPoolExecutor(1, thread_name_prefix="probe")
@@ -147,9 +145,7 @@ def probe(
     while not answered.done():
         check()
         if time.monotonic() > deadline:
-            raise ProbeError(
-                f"{', '.join(models)}: no answer to a first small request in {timeout_s:.0f} s"
-            )
+            raise ProbeError(_silence(", ".join(models), timeout_s))
         wait([answered], timeout=_POLL_S)
     if failures := [failure for failure in answered.result() if failure]:
         raise ProbeError("\n".join(failures))
@@ -158,23 +154,70 @@ def probe(
 def _failure(address: str, model: str, hidden: int | None, timeout_s: float) -> str:
     """Return why a model has not answered, empty if it has."""
     try:
-        _ask(f"http://{address}/v2/models/{model}", hidden, timeout_s)
+        config = model_config(address, model)
+        if (tensors := probe_tensors(config, hidden=hidden)) is not None:
+            ask_model(address, model, config, tensors, timeout_s=timeout_s)
     except (OSError, HTTPException, ValueError) as error:
-        return f"model {model} has not answered a first small request: {error}"
+        if is_timeout(error):
+            return _silence(model, timeout_s)
+        return f"model {model} did not answer a first small request: {error}"
     return ""
 
 
-def _ask(url: str, hidden: int | None, timeout_s: float) -> None:
-    """Send one request. Raises OSError or ValueError with the server's words."""
-    config = json.loads(_http(f"{url}/config", timeout_s=_HTTP_TIMEOUT_S))
-    tensors = probe_tensors(config, hidden=hidden)
-    if tensors is None:
-        return
+def _silence(models: str, timeout_s: float) -> str:
+    return f"{models}: no answer to a first small request in {timeout_s:g} s"
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Return whether a request ended because its time was over."""
+    return isinstance(error, TimeoutError) or isinstance(
+        getattr(error, "reason", None), TimeoutError
+    )
+
+
+def model_config(address: str, model: str) -> Config:
+    """Return the configuration of a model. Raises OSError or ValueError without an answer."""
+    config: Config = json.loads(
+        http_request(f"http://{address}/v2/models/{model}/config", timeout_s=_HTTP_TIMEOUT_S)
+    )
+    return config
+
+
+def is_interactive(config: Config) -> bool:
+    """Return whether a model's requests belong to sessions."""
+    return "sequence_batching" in config
+
+
+def ask_model(
+    address: str,
+    model: str,
+    config: Config,
+    tensors: Sequence[ProbeTensor],
+    *,
+    timeout_s: float,
+    parameters: Mapping[str, Any] | None = None,
+) -> None:
+    """Send one request and wait for its answer.
+
+    Args:
+        address: host:port of HTTP.
+        model: Its name.
+        config: Of the model.
+        tensors: From `probe_tensors`.
+        timeout_s: Longest wait for the answer.
+        parameters: Of the request.
+
+    Raises:
+        RefusalError: The model answered with an error; the message is the server's.
+        OSError: There was no answer.
+    """
+    url = f"http://{address}/v2/models/{model}"
+    parameters = dict(parameters or {})
     if config.get("model_transaction_policy", {}).get("decoupled", False):
-        _ask_for_stream(url, tensors, timeout_s)
+        _ask_for_stream(url, tensors, timeout_s, parameters)
         return
-    parameters: dict[str, Any] = {"binary_data_output": True}
-    if "sequence_batching" in config:
+    parameters["binary_data_output"] = True
+    if is_interactive(config):
         parameters |= _SESSION
     raw = [tensor.raw() for tensor in tensors]
     inputs = [
@@ -187,7 +230,7 @@ def _ask(url: str, hidden: int | None, timeout_s: float) -> None:
         for tensor, data in zip(tensors, raw, strict=True)
     ]
     header = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
-    _http(
+    http_request(
         f"{url}/infer",
         body=header + b"".join(raw),
         headers={"Inference-Header-Content-Length": str(len(header))},
@@ -195,35 +238,38 @@ def _ask(url: str, hidden: int | None, timeout_s: float) -> None:
     )
 
 
-def _ask_for_stream(url: str, tensors: Sequence[ProbeTensor], timeout_s: float) -> None:
+def _ask_for_stream(
+    url: str, tensors: Sequence[ProbeTensor], timeout_s: float, parameters: Mapping[str, Any]
+) -> None:
     """Ask a streaming model, which a plain request over HTTP does not reach.
 
     Releases before the generate endpoint (23.10) cannot be asked without gRPC, and are not.
     """
-    values: dict[str, Any] = {}
+    values = dict(parameters)
     for tensor in tensors:
         count = tensor.shape[-1]
         values[tensor.name] = tensor.value if count == 1 else [tensor.value] * count
     body = json.dumps(values).encode()
     try:
-        answer = _http(f"{url}/generate_stream", body=body, timeout_s=timeout_s)
-    except _RefusalError as error:
+        answer = http_request(f"{url}/generate_stream", body=body, timeout_s=timeout_s)
+    except RefusalError as error:
         if error.status == HTTPStatus.NOT_FOUND:
             return
         raise
     for line in answer.decode(errors="replace").splitlines():
         # A stream that has begun reports what goes wrong as an event.
         if line.startswith("data:") and line[5:].lstrip().startswith('{"error"'):
-            raise ValueError(json.loads(line[5:])["error"])
+            raise RefusalError(HTTPStatus.INTERNAL_SERVER_ERROR, json.loads(line[5:])["error"])
 
 
-def _http(
+def http_request(
     url: str,
     *,
     timeout_s: float,
     body: bytes | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> bytes:
+    """Return the body of an answer with status 200. Raises RefusalError or OSError."""
     request = urllib.request.Request(url, data=body, headers=dict(headers or {}))
     # Never through a proxy: the server is on this machine.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -231,7 +277,7 @@ def _http(
         with opener.open(request, timeout=timeout_s) as response:
             return bytes(response.read())
     except urllib.error.HTTPError as error:
-        raise _RefusalError(error.code, _words(error.read())) from error
+        raise RefusalError(error.code, _words(error.read())) from error
 
 
 def _words(body: bytes) -> str:

@@ -1,0 +1,138 @@
+"""How long a served model is away after each fault, from the fault to the next answer.
+
+    python -m benchmarks.recovery --work-dir DIR [--repeats 2]
+
+Runs the deploy stage on the bundled 5M model with two ranks, kills or stops one process of the
+server after another, and asks over HTTP all the while. `away` ends with the first answer of the
+next server; `noticed` is when readiness ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.models import ROOT
+from inference.server.supervisor import descendants
+
+# Fault, words of the command line of the process that it hits, signal.
+FAULTS = (
+    ("process of rank 0's model killed", ("python_backend_stub", "/fastertransformer/"), 9),
+    ("process of `preprocessing` killed", ("python_backend_stub", "/preprocessing/"), 9),
+    ("rank 1 killed", ("inference.ranks.worker", "--settings"), 9),
+    ("`tritonserver` killed", ("bin/tritonserver", "--model-repository"), 9),
+    ("`tritonserver` stopped", ("bin/tritonserver", "--model-repository"), 19),
+    ("rank 1 stopped", ("inference.ranks.worker", "--settings"), 19),
+)
+_POLL_S = 0.02
+_LIMIT_S = 120.0
+
+
+@contextlib.contextmanager
+def deployed(work_dir: Path, restarts: int) -> Iterator[tuple[int, Path]]:
+    """Run the deploy stage; yield its process id and where it publishes the address."""
+    words = ["export=gpt3/sample", "stages=[deploy]", f"base_results_dir={work_dir}"]
+    words += [f"deploy.{name}_port=0" for name in ("http", "grpc", "metrics")]
+    words += [f"deploy.max_restarts={restarts}", "deploy.restart_backoff_s=0.01"]
+    command = subprocess.Popen([sys.executable, "main.py", *words], cwd=ROOT)
+    try:
+        folder = work_dir / "gpt_books_5m" / "export_tp2_pp1_fp16_fp32" / "deploy"
+        yield command.pid, folder / "endpoint.json"
+    finally:
+        command.send_signal(signal.SIGINT)
+        command.wait()
+
+
+def process(root: int, words: tuple[str, ...]) -> int:
+    """Return the process below `root` whose command line holds all words; not a supervisor."""
+    for pid in descendants(root):
+        with contextlib.suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if all(word in line for word in words) and "supervisor.py" not in line:
+                return pid
+    raise RuntimeError(f"no process of {' '.join(words)}")
+
+
+def is_ready(http_port: int) -> bool:
+    """Return whether a server at this port says so."""
+    try:
+        url = f"http://127.0.0.1:{http_port}/v2/health/ready"
+        return bool(urllib.request.urlopen(url, timeout=0.5).status == 200)
+    except OSError:
+        return False
+
+
+def answers(http_port: int) -> bool:
+    """Return whether the text ensemble answers."""
+    inputs = [
+        {"name": "INPUT_0", "datatype": "BYTES", "shape": [1, 1], "data": ["It was"]},
+        {"name": "INPUT_1", "datatype": "UINT32", "shape": [1, 1], "data": [2]},
+    ]
+    url = f"http://127.0.0.1:{http_port}/v2/models/ensemble/infer"
+    body = json.dumps({"inputs": inputs}).encode()
+    try:
+        return bool(urllib.request.urlopen(url, data=body, timeout=1.0).status == 200)
+    except OSError:
+        return False
+
+
+def since(began: float, path: Path, restarts: int) -> tuple[float, float]:
+    """Return when readiness ended and when the next server answered, in seconds after a fault."""
+    port = json.loads(path.read_text())["http"]
+    noticed = None
+    while time.monotonic() - began < _LIMIT_S:
+        if noticed is None:
+            noticed = None if is_ready(port) else time.monotonic() - began
+        elif is_ready(port) and answers(port):
+            wait_for_address(path, restarts)
+            return noticed, time.monotonic() - began
+        time.sleep(_POLL_S)
+    raise TimeoutError(f"no recovery within {_LIMIT_S:g} s")
+
+
+def wait_for_address(path: Path, restarts: int) -> None:
+    """Wait until a server is published that was started again so often."""
+    deadline = time.monotonic() + _LIMIT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(path.read_text())["restarts"] == restarts:
+                return
+        time.sleep(_POLL_S)
+    raise TimeoutError(f"{path} does not appear")
+
+
+def main() -> None:
+    """Parse the command line, run and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work-dir", type=Path, required=True, help="keeps the repository")
+    parser.add_argument("--repeats", type=int, default=2)
+    args = parser.parse_args()
+    rounds = [fault for fault in FAULTS for _ in range(args.repeats)]
+    times: dict[str, list[tuple[float, float]]] = {}
+    with deployed(args.work_dir, len(rounds)) as (root, path):
+        path.unlink(missing_ok=True)
+        for number, (name, words, which) in enumerate(rounds):
+            wait_for_address(path, number)
+            victim, began = process(root, words), time.monotonic()
+            os.kill(victim, which)
+            times.setdefault(name, []).append(since(began, path, number + 1))
+    print("| fault | noticed, s | away, s |\n| --- | --- | --- |")
+    for name, each in times.items():
+        noticed, away = (statistics.median(column) for column in zip(*each, strict=True))
+        print(f"| {name} | {noticed:.1f} | {away:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""`python -m inference.server`: serve a repository in the foreground, without a deploy stage.
+
+For containers and pods: one process to start, one signal to stop it. It ends, with status 1 and the
+reason, as soon as the server lost something it was started to serve, so that whoever started it
+starts it again; readiness never returns for a server that lost a model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from inference.server.server import ServerStartError, TritonServer
+
+_POLL_S = 0.25
+_PATIENCE_S = 30.0
+_MPIRUN = ("mpirun", "-n", "1", "--allow-run-as-root")
+_FASTERTRANSFORMER = "fastertransformer"
+
+
+class _StopRequest(BaseException):
+    """A signal asked for the end. Not an Exception, so that nothing on the way handles it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT (status 0), or until the server fails (status 1)."""
+    arguments = _parser().parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _ask_to_stop)
+    with tempfile.TemporaryDirectory(prefix="slipway-server-") as folder:
+        server = _server(arguments, Path(folder) / "tritonserver.log")
+        with _Forwarded(server.log_path):
+            try:
+                return _serve(server, arguments.ready_timeout_s)
+            except (ServerStartError, FileNotFoundError) as error:
+                sys.stderr.write(f"{error}\n")
+                return 1
+            except _StopRequest:
+                server.stop(drain_s=arguments.drain_s)
+                return 0
+            finally:
+                server.stop(drain_s=0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m inference.server",
+        description="Serve a Triton repository until SIGTERM; end with status 1 and the reason "
+        "when a model is lost.",
+    )
+    parser.add_argument("--model-repository", required=True, metavar="FOLDER_OR_URL")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        parser.add_argument(f"--{name}-port", type=int, default=port, help="(%(default)s)")
+    parser.add_argument(
+        "--engine",
+        choices=("pytorch", _FASTERTRANSFORMER),
+        default="pytorch",
+        help="fastertransformer: NVIDIA's server, started through mpirun (%(default)s)",
+    )
+    parser.add_argument(
+        "--ready-timeout-s", type=float, default=1800.0, help="limit for loading (%(default)g)"
+    )
+    parser.add_argument(
+        "--drain-s", type=float, default=60.0, help="for running requests at the end (%(default)g)"
+    )
+    return parser
+
+
+def _server(arguments: argparse.Namespace, log_path: Path) -> TritonServer:
+    is_old = arguments.engine == _FASTERTRANSFORMER
+    names = ("http", "grpc", "metrics")
+    return TritonServer(
+        arguments.model_repository,
+        http_port=arguments.http_port,
+        grpc_port=arguments.grpc_port,
+        metrics_port=arguments.metrics_port,
+        host=arguments.host,
+        log_path=log_path,
+        port_keys={name: f"--{name}-port" for name in names},
+        prefix=_MPIRUN if is_old and shutil.which(_MPIRUN[0]) else (),
+        is_old=is_old,
+        extra_args=[f"--{name}-address={arguments.host}" for name in names] if is_old else (),
+    )
+
+
+def _serve(server: TritonServer, ready_timeout_s: float) -> int:
+    """Return 1 once the server has failed."""
+    server.start(timeout_s=ready_timeout_s)
+    server.watch_answers()
+    while (failure := server.failure(patience_s=_PATIENCE_S)) is None:
+        time.sleep(_POLL_S)
+    sys.stderr.write(f"the server failed: {failure}\n")
+    return 1
+
+
+def _ask_to_stop(number: int, frame: FrameType | None) -> NoReturn:
+    del frame
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)  # a second one changes nothing
+    raise _StopRequest(signal.Signals(number).name)
+
+
+class _Forwarded:
+    """Copies a growing log to standard output for the duration of a block."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        position, is_last = 0, False
+        while not is_last:
+            is_last = self._ended.wait(_POLL_S)
+            if not self._path.exists():
+                continue
+            with self._path.open("rb") as log:
+                log.seek(position)
+                added = log.read()
+            position += len(added)
+            sys.stdout.buffer.write(added)
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

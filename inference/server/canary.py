@@ -1,0 +1,138 @@
+"""Canary requests: a token through each model that has been idle, so that ready means answering."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from http.client import HTTPException
+
+from inference.server.probe import (
+    Config,
+    ProbeTensor,
+    RefusalError,
+    ask_model,
+    http_request,
+    is_interactive,
+    is_timeout,
+    model_config,
+    probe_tensors,
+)
+from inference.supervision import BUSY, CANARY_PARAMETER
+
+INTERVAL_S = 10.0
+TIMEOUT_S = 20.0
+# One error may be that request's own, such as memory that was short for a moment.
+_FAILURES = 2
+_METRICS_TIMEOUT_S = 5.0
+_ANSWERED = re.compile(
+    r'^nv_inference_request_success\{model="(?P<model>[^"]+)"[^}]*\} (?P<count>\S+)$', re.MULTILINE
+)
+
+
+class Canary:
+    """Asks models of a server that have answered nobody else for a while, in a thread.
+
+    Models of sessions are not asked: a canary would wait behind the sessions that users keep open.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        metrics_address: str,
+        models: Sequence[str],
+        *,
+        hidden: int | None = None,
+        interval_s: float = INTERVAL_S,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Prepare; nothing is asked before `start`.
+
+        Args:
+            address: host:port of HTTP.
+            metrics_address: host:port of the metrics, which say who has been idle.
+            models: Their names.
+            hidden: Width of an encoder's hidden states, see `probe_tensors`.
+            interval_s: How long a model is idle before it is asked.
+            timeout_s: Longest wait for one answer.
+        """
+        self._address, self._metrics_address = address, metrics_address
+        self._models, self._hidden = tuple(models), hidden
+        self._interval_s, self._timeout_s = interval_s, timeout_s
+        self._failures: dict[str, list[str]] = {}  # of each model, since its last answer
+        self._answered: Mapping[str, float] = {}  # requests by model, at the last look
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="canary", daemon=True)
+
+    def start(self) -> None:
+        """Begin to ask."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask no more; the thread ends with the answer it waits for."""
+        self._stopping.set()
+
+    def failure(self) -> str | None:
+        """Return which models do not answer and why, or None."""
+        lost = {
+            model: reasons[-1]
+            for model, reasons in list(self._failures.items())
+            if len(reasons) >= _FAILURES
+        }
+        return "; ".join(f"model {model} {reason}" for model, reason in lost.items()) or None
+
+    def _run(self) -> None:
+        requests: dict[str, tuple[Config, Sequence[ProbeTensor]]] = {}
+        while not self._stopping.wait(self._interval_s):
+            answered = self._counts()
+            for model in self._models:
+                if answered.get(model, 0.0) != self._answered.get(model, 0.0):
+                    self._failures.pop(model, None)
+                elif not self._stopping.is_set():
+                    self._ask(model, requests)
+            self._answered = self._counts()
+
+    def _counts(self) -> Mapping[str, float]:
+        """Return how many requests each model has answered; empty if the server does not say."""
+        try:
+            url = f"http://{self._metrics_address}/metrics"
+            text = http_request(url, timeout_s=_METRICS_TIMEOUT_S).decode(errors="replace")
+        except (OSError, HTTPException, ValueError):
+            return {}
+        return {each["model"]: float(each["count"]) for each in _ANSWERED.finditer(text)}
+
+    def _ask(self, model: str, requests: dict[str, tuple[Config, Sequence[ProbeTensor]]]) -> None:
+        """Ask one model and note how that ended."""
+        try:
+            if model not in requests:
+                config = model_config(self._address, model)
+                skipped = is_interactive(config)
+                found = None if skipped else probe_tensors(config, hidden=self._hidden)
+                requests[model] = config, found or []
+            config, tensors = requests[model]
+            if tensors:
+                ask_model(
+                    self._address,
+                    model,
+                    config,
+                    tensors,
+                    timeout_s=self._timeout_s,
+                    parameters={CANARY_PARAMETER: True},
+                )
+        except RefusalError as error:
+            if _is_failure(error):
+                self._failures.setdefault(model, []).append(f"answers a canary with: {error}")
+                return
+        except (OSError, HTTPException, ValueError) as error:
+            silence = f"has not answered a canary for {self._timeout_s:g} s"
+            reason = silence if is_timeout(error) else f"does not answer a canary: {error}"
+            self._failures.setdefault(model, []).append(reason)
+            return
+        self._failures.pop(model, None)
+
+
+def _is_failure(error: RefusalError) -> bool:
+    """Return whether a refusal speaks against the model rather than the request."""
+    is_of_server = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    return is_of_server and error.status != HTTPStatus.SERVICE_UNAVAILABLE and str(error) != BUSY

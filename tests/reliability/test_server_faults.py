@@ -1,0 +1,257 @@
+"""Processes of a server that are killed, stopped or hung: noticed in time, and nothing is left.
+
+The promises and their times are the table of docs/reliability.md. The limits here are longer, for
+slow machines, and shorter than what happens where nobody notices: nothing, or the client's own
+timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from inference.server import supervisor
+from inference.server.canary import Canary
+from inference.server.server import TritonServer
+from tests.conftest import ROOT
+from tests.integration.triton_process import DOUBLE, add_model, new_server, processes
+from tests.waiting import lives, until
+
+pytestmark = pytest.mark.triton
+
+NOTICE_S = 10.0  # promised: 2 s
+STOPPED_NOTICE_S = 15.0  # promised: 5 s
+CLIENT_TIMEOUT_S = 60.0
+START_S = 120.0
+# Answers later, from a thread, as the engine's models do; inputs above 10 are never answered.
+DEFERRED = """
+import threading
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            value = request.inputs()[0].as_numpy() * 2
+            if value.sum() <= 20:
+                sender = request.get_response_sender()
+                sender.send(
+                    pb_utils.InferenceResponse([pb_utils.Tensor("y", value)]),
+                    flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+                )
+            else:
+                self.held = getattr(self, "held", []) + [request.get_response_sender()]
+"""
+HANGING = DOUBLE.replace(
+    "        return [",
+    "        import os, time\n"
+    "        while os.path.exists(HANG):\n"
+    "            time.sleep(0.1)\n"
+    "        return [",
+)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TritonServer]:
+    """Yields a ready server of two models."""
+    repository = add_model(tmp_path / "repository", "deferred", DEFERRED)
+    with new_server(add_model(repository, "double", DOUBLE), tmp_path) as started:
+        started.start(timeout_s=START_S)
+        yield started
+
+
+def infer(server: TritonServer, model: str, value: int) -> int:
+    """Return the status of a request over HTTP. Raises OSError for a lost connection."""
+    x = {"name": "x", "datatype": "UINT32", "shape": [1, 1], "data": [value]}
+    url = f"http://{server.http_url}/v2/models/{model}/infer"
+    request = urllib.request.Request(url, data=json.dumps({"inputs": [x]}).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=CLIENT_TIMEOUT_S) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return bool(
+            urllib.request.urlopen(f"http://{url}/v2/health/ready", timeout=1).status == 200
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def process_of(server: TritonServer, model: str) -> int:
+    """Return the process that runs a model."""
+    found = [pid for pid in processes(server) if supervisor._served_model(pid) == model]
+    assert len(found) == 1
+    return found[0]
+
+
+def segments(server: TritonServer) -> list[Path]:
+    return list(supervisor.SHM_FOLDER.glob(f"{server._shm_prefix}*"))
+
+
+@pytest.mark.parametrize("model", ["deferred", "double"])
+def test_killed_model_process_ends_the_server_and_what_it_held(
+    server: TritonServer, model: str
+) -> None:
+    assert infer(server, model, 1) == 200
+    everything = processes(server)
+    with ThreadPoolExecutor(1) as pool:
+        held: Future[int] = pool.submit(infer, server, "deferred", 100)
+        time.sleep(0.3)
+        killed_at = time.monotonic()
+        os.kill(process_of(server, model), signal.SIGKILL)
+        until(lambda: not is_ready(server.http_url), "the end of readiness", limit_s=NOTICE_S)
+        with pytest.raises(OSError):  # noqa: PT011 - reset, or closed without an answer
+            held.result(NOTICE_S)
+    assert time.monotonic() - killed_at < NOTICE_S
+    until(lambda: server.poll() is not None, "the end of the server")
+    failure = server.failure() or ""
+    assert f"of model {model} was ended by SIGKILL" in failure
+    assert not [pid for pid in everything if lives(pid)]
+    assert segments(server) == []
+
+
+@pytest.mark.parametrize("which", ["tritonserver", "deferred"])
+def test_stopped_process_ends_the_server(server: TritonServer, which: str) -> None:
+    is_model = which == "deferred"
+    pid = process_of(server, which) if is_model else processes(server)[1]
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: server.poll() is not None, "the end of the server", limit_s=STOPPED_NOTICE_S)
+    assert f"process {pid}" in (server.failure() or "")
+    assert "has been stopped" in (server.failure() or "")
+
+
+def test_process_that_is_stopped_for_a_moment_does_no_harm(server: TritonServer) -> None:
+    pid = process_of(server, "double")
+    os.kill(pid, signal.SIGSTOP)
+    time.sleep(supervisor.STOPPED_LIMIT_S / 3)
+    os.kill(pid, signal.SIGCONT)
+    time.sleep(supervisor.STOPPED_LIMIT_S)
+    assert server.failure() is None
+    assert infer(server, "double", 1) == 200
+
+
+def test_model_that_hangs_while_it_is_idle_is_noticed_by_its_canary(tmp_path: Path) -> None:
+    hang = tmp_path / "hang"
+    script = HANGING.replace("HANG", repr(str(hang)))
+    with new_server(add_model(tmp_path / "repository", "hanging", script), tmp_path) as server:
+        server.start(timeout_s=START_S)
+        canary = Canary(
+            server.http_url, server.metrics_url, server.models, interval_s=0.2, timeout_s=5.0
+        )
+        canary.start()
+        time.sleep(1)
+        assert canary.failure() is None
+        hang.touch()
+        assert is_ready(server.http_url)  # so much for Triton's own answer
+        until(lambda: canary.failure() is not None, "the canary's notice")
+        assert canary.failure() == "model hanging has not answered a canary for 5 s"
+        hang.unlink()
+        until(lambda: canary.failure() is None, "the first answer after that")
+        canary.stop()
+
+
+def test_segments_of_a_killed_server_are_removed_by_the_next_start(tmp_path: Path) -> None:
+    repository = add_model(tmp_path / "repository", "double", DOUBLE)
+    server = new_server(repository, tmp_path)
+    server.start(timeout_s=START_S)
+    # Nobody can clean up after everything is killed at once.
+    for pid in processes(server):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: server.poll() is not None, "the end of the server")
+    left = segments(server)
+    assert len(left) > 1
+    other = supervisor.SHM_FOLDER / f"slipway-{os.getuid() + 1}-of-another-user.lock"
+    other.touch()
+    try:
+        with new_server(repository, tmp_path) as alive:
+            alive.start(timeout_s=START_S)
+            assert not [path for path in left if path.exists()]
+            # A third start leaves what a live server and another user own.
+            with supervisor.shared_memory_of(f"{supervisor.user_prefix()}third-"):
+                assert len(segments(alive)) > 1
+            assert infer(alive, "double", 1) == 200
+            assert other.exists()
+    finally:
+        other.unlink()
+    server.stop()
+    assert segments(alive) == []
+
+
+def served_alone(
+    repository: Path, *options: str
+) -> tuple[subprocess.Popen[str], TritonServer, list[str]]:
+    """Start `python -m inference.server`; return it, its address and the lines of its log."""
+    ports = free_ports(3)
+    names = ("http", "grpc", "metrics")
+    words = [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
+    words = ["-m", "inference.server", f"--model-repository={repository}", *words, *options]
+    command = subprocess.Popen(
+        [sys.executable, *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    lines: list[str] = []
+    assert command.stdout is not None
+    threading.Thread(target=lines.extend, args=(command.stdout,), daemon=True).start()
+    address = TritonServer(repository, http_port=ports[0], log_path=Path(os.devnull))
+    until(lambda: is_ready(address.http_url) or command.poll() is not None, "the server")
+    assert command.poll() is None, "".join(lines)
+    return command, address, lines
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def test_server_without_a_stage_never_gets_ready_again_once_a_model_is_lost(
+    tmp_path: Path,
+) -> None:
+    repository = add_model(tmp_path / "repository", "double", DOUBLE)
+    command, address, lines = served_alone(add_model(repository, "other", DEFERRED))
+    try:
+        assert infer(address, "other", 1) == 200
+        running = [command.pid, *supervisor.descendants(command.pid)]
+        (stub,) = [pid for pid in running if supervisor._served_model(pid) == "double"]
+        os.kill(stub, signal.SIGKILL)
+        until(lambda: not is_ready(address.http_url), "the end of readiness", limit_s=NOTICE_S)
+        assert command.wait(NOTICE_S) == 1
+        # A server that took the model out of its list was ready again 3 s later.
+        for _ in range(20):
+            assert not is_ready(address.http_url)
+            time.sleep(1)
+    finally:
+        command.kill()
+        command.wait()
+    until(lambda: any("the server failed: process" in line for line in lines), "the reason")
+    assert not [pid for pid in running if lives(pid)]
+
+
+def test_server_without_a_stage_ends_in_order_at_a_signal(tmp_path: Path) -> None:
+    repository = add_model(tmp_path / "repository", "double", DOUBLE)
+    command, address, lines = served_alone(repository)
+    assert infer(address, "double", 1) == 200
+    command.send_signal(signal.SIGTERM)
+    assert command.wait(60) == 0
+    assert any("successfully loaded 'double'" in line for line in lines)
