@@ -19,6 +19,7 @@ import numpy as np
 
 from export_scripts.triton.signature import GPT, T5, TensorSignature, ensemble
 from inference.decoding.session_turn import SessionTurn
+from inference.gateway.credentials import Credentials
 from inference.request_file import file_tensors, json_object, merged
 from inference.server.client import DEFAULT_IN_FLIGHT, DEFAULT_URLS, PROTOCOLS, TritonClient
 
@@ -26,6 +27,7 @@ _PARSERS = {"UINT32": int, "INT32": int, "UINT64": int, "FP32": float}
 _SHORT = {"runtime_top_k": "--top-k", "runtime_top_p": "--top-p", "random_seed": "--seed"}
 # Of a request file's `config`, for models that keep sessions.
 _SESSION_KEYS = ("sequence_id", "sequence_start", "sequence_end")
+_TLS_SCHEMES = {"https": "http", "grpcs": "grpc"}
 _NOT_FLAGS = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}
 
 
@@ -126,7 +128,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_connection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-u", "--url", help="host:port (default localhost:8001, http 8000)")
+    parser.add_argument(
+        "-u",
+        "--url",
+        help="host:port (default localhost:8001, http 8000); https:// and grpcs:// use TLS",
+    )
+    parser.add_argument(
+        "--ca", type=Path, metavar="FILE.pem", help="use TLS, and trust these certificates alone"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="send the token in this file, of mode 600"
+    )
     parser.add_argument("-i", "--protocol", choices=PROTOCOLS, default=None)
     parser.add_argument("--timeout-s", type=float, default=None, help="limit of each request")
 
@@ -170,6 +182,14 @@ def _client(
         ValueError: The URL has another form, or names another protocol than --protocol.
     """
     scheme, _, address = (arguments.url or "").rpartition("://")
+    credentials = Credentials(
+        uses_tls=scheme in _TLS_SCHEMES or arguments.ca is not None,
+        ca=arguments.ca,
+        token_file=arguments.token_file,
+    )
+    if problems := credentials.problems():
+        raise ValueError(" ".join(problems))
+    scheme = _TLS_SCHEMES.get(scheme, scheme)
     protocol = arguments.protocol or scheme or default_protocol
     if scheme not in ("", protocol) or protocol not in PROTOCOLS:
         raise ValueError(
@@ -179,7 +199,13 @@ def _client(
     if address and ":" not in address.rpartition("]")[2]:
         address += ":" + DEFAULT_URLS[protocol].rpartition(":")[2]
     arguments.url = address or DEFAULT_URLS[protocol]
-    return TritonClient(arguments.url, protocol=protocol, timeout_s=arguments.timeout_s, **more)
+    return TritonClient(
+        arguments.url,
+        protocol=protocol,
+        timeout_s=arguments.timeout_s,
+        credentials=credentials,
+        **more,
+    )
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -238,8 +264,7 @@ def _health(arguments: argparse.Namespace) -> int:
         ready = client.is_ready()
     _say("server is ready" if ready else "server is not ready")
     for model in models:
-        reason = f": {model['reason']}" if model["reason"] else ""
-        _say(f"{model['name']}: {model['state'] or 'not loaded'}{reason}")
+        _say(f"{model['name']}: {model['state'] or 'not loaded'}")
     return 0 if ready else 1
 
 

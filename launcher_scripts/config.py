@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from inference.gateway.access import DEFAULT_MAX_REQUEST_MB
 from launcher_scripts.cluster_config import CLUSTERS, ClusterConfig
 from launcher_scripts.option import Key, keys_of, option
 
@@ -164,6 +165,13 @@ class DeployConfig:
     http_port: int = option("port of HTTP requests; 0 takes a free one", minimum=0)
     grpc_port: int = option("port of gRPC requests; 0 takes a free one", minimum=0)
     metrics_port: int = option("port of the Prometheus metrics; 0 takes a free one", minimum=0)
+    max_request_mb: int = option("largest request, in MiB", DEFAULT_MAX_REQUEST_MB, minimum=1)
+    tls_cert: str | None = option("certificate chain of the server, PEM", None, path=True)
+    tls_key: str | None = option("its key, PEM, of mode 600", None, path=True)
+    token_file: str | None = option(
+        "tokens, one on each line, of which a request must bring one; mode 600", None, path=True
+    )
+    client_shared_memory: bool = option("clients may register shared memory of their own", False)
     ready_timeout_s: float = option("seconds until every model must be ready", minimum=1)
     drain_s: float = option("seconds that running requests get when the server stops", minimum=0)
     max_restarts: int = option("starts again after a failure, at most", 3, minimum=0)
@@ -247,6 +255,8 @@ class EvaluateConfig:
     tasks: list[str] = option("what to measure, such as [lambada]")
     server: str | None = option("host:port of a running server; null: the pipeline's, or its own")
     protocol: str = option("how to ask", choices=("grpc", "http"))
+    ca: str | None = option("ask with TLS, and trust these certificates, PEM", None, path=True)
+    token_file: str | None = option("send the first token in this file", None, path=True)
     output_dir: str = option("where the report goes", path=True)
     concurrency: int = option("requests kept in flight", minimum=1)
     limit: int | None = option("ask only this many samples", minimum=1)

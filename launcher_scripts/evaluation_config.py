@@ -21,6 +21,7 @@ from inference.evaluation.options import (
 )
 from inference.evaluation.record import RunFacts
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
+from inference.gateway.credentials import Credentials
 from launcher_scripts.config import Config, TextTaskConfig
 from launcher_scripts.export_config import has_ensemble
 from launcher_scripts.server_config import server_config
@@ -32,7 +33,7 @@ from stages.evaluate import EvaluateConfig
 
 _Options = TypeVar("_Options")
 # Fields of the options that are not copied as they are.
-_SET_APART = ("lambada", "identity", "latency", "gate", "reference", "output_dir")
+_SET_APART = ("credentials", "lambada", "identity", "latency", "gate", "reference", "output_dir")
 
 
 def evaluation_config(
@@ -88,9 +89,19 @@ def _evaluation_options(
         text_tasks={name: _text_task(getattr(evaluate, name)) for name in TEXT_TASKS},
         identity=_identity(config),
         latency=_options(LatencyOptions, evaluate.latency),
+        credentials=_credentials(config),
         gate=dict(gate),
         reference=_reference(evaluate.reference),
         **_fields(EvaluationOptions, evaluate, without=_SET_APART),
+    )
+
+
+def _credentials(config: Config) -> Credentials:
+    ca, token_file = config.evaluate.ca, config.evaluate.token_file
+    return Credentials(
+        uses_tls=ca is not None,
+        ca=None if ca is None else Path(ca),
+        token_file=None if token_file is None else Path(token_file),
     )
 
 

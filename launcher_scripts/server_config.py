@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from export_scripts.triton.object_store import StoreLocation
+from inference.gateway.access import Access
 from launcher_scripts.config import Config
 from launcher_scripts.switches import only_writes
 from stages.base import Resources
@@ -39,6 +40,7 @@ def server_config(config: Config) -> DeployConfig:
         http_port=deploy.http_port,
         grpc_port=deploy.grpc_port,
         metrics_port=deploy.metrics_port,
+        access=_access(config),
         ready_timeout_s=deploy.ready_timeout_s,
         drain_s=deploy.drain_s,
         data_type=config.export.triton_deployment.data_type,
@@ -78,6 +80,21 @@ def _visible_devices(
         return ",".join(shown[:needed]) if needed < len(shown) else None
     takes_whole_nodes = config.cluster_type == "bcp" or config.cluster.exclusive
     return placement.visible_devices if placement and takes_whole_nodes else None
+
+
+def _access(config: Config) -> Access:
+    deploy = config.deploy
+    return Access(
+        max_request_mb=deploy.max_request_mb,
+        tls_cert=_path(deploy.tls_cert),
+        tls_key=_path(deploy.tls_key),
+        token_file=_path(deploy.token_file),
+        client_shared_memory=deploy.client_shared_memory,
+    )
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
 
 
 def _local_gpus(config: Config) -> list[str] | None:

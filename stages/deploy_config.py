@@ -7,6 +7,7 @@ from pathlib import Path
 
 from export_scripts.ft.layout import ft_directory
 from export_scripts.triton.object_store import StoreLocation, parse_location
+from inference.gateway.access import OPEN_ACCESS, Access
 from inference.ports import port_problem, ports_problems
 
 PORT_KEYS = {
@@ -47,6 +48,7 @@ class DeployConfig:
         host: address that the server listens on.
         http_port, grpc_port, metrics_port: 0 takes a free one.
         ready_timeout_s: the start fails when the models are not ready by then.
+        access: who may ask, and how large a request may be; of the pytorch engine.
         drain_s: time that running requests get to finish when the server stops.
         max_restarts: how often a server that has failed is started again.
         restart_backoff_s: wait before the first restart; doubled for each further one.
@@ -71,6 +73,7 @@ class DeployConfig:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    access: Access = OPEN_ACCESS
     ready_timeout_s: float = 300.0
     drain_s: float = 30.0
     max_restarts: int = 0
@@ -137,6 +140,14 @@ def store_location(repository: str | None, endpoint_url: str | None) -> StoreLoc
 def check_deploy(config: DeployConfig) -> list[str]:
     """Return the problems of a server's configuration."""
     problems = [*_repository_problems(config), *_port_problems(config)]
+    if config.engine == PYTORCH:
+        problems += config.access.problems()
+    elif config.access != OPEN_ACCESS:
+        problems.append(
+            "deploy.max_request_mb, deploy.tls_cert, deploy.token_file and "
+            "deploy.client_shared_memory have no effect with deploy.engine=fastertransformer, "
+            "whose server listens itself; leave them out, and put a proxy in front of it."
+        )
     world_size = config.tp_size * config.pp_size
     if config.local_gpus is not None and config.local_gpus < world_size:
         problems.append(

@@ -109,6 +109,7 @@ class EvaluateStage(Stage):
         """Return every option, and who is asked."""
         options = as_json(asdict(self.config.options))
         options.pop("url")
+        options.pop("credentials")
         return {
             **_flat(options, "evaluate"),
             "evaluate.server": self.config.server,

@@ -92,7 +92,7 @@ def _probe(
     models = [endpoint.ensemble] if endpoint.ensemble else others
     hidden = hidden_size(config.weights_dir)
     try:
-        probe(server.http_url, models, hidden=hidden, timeout_s=timeout_s, check=look)
+        probe(server.control_address, models, hidden=hidden, timeout_s=timeout_s, check=look)
     except ProbeError as error:
         raise ServerStartError(
             "tritonserver is ready, but does not answer:",
@@ -150,6 +150,7 @@ def _server(
         env=environment,
         port_keys=PORT_KEYS,
         prefix=server_prefix(config),
+        access=config.access,
         is_old=config.engine == FASTERTRANSFORMER,
         work_dir=None if config.gemm_tuning is None else folder / "gemm",
     )

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from inference.gateway.credentials import PLAIN, Credentials
+
 REFERENCES = ("none", "huggingface")  # or a file
 TRACKERS = ("mlflow", "tensorboard")  # packages, and extras of this one
 LAMBADA_METRICS = ("lambada_last_word", "lambada_last_token", "lambada_perplexity")
@@ -184,6 +186,7 @@ class EvaluationOptions:
         data_dir: where downloaded data sets are kept.
         tasks: names in the table of tasks, run in this order.
         url: host and port of the server; `protocol` is grpc or http.
+        credentials: TLS and the token of requests.
         model_name, ensemble_name: Triton models for token ids and for text; without an ensemble
             (null) text is encoded and decoded here and the model is asked.
         tokenizer_dir: folder with the served tokenizer's files; null asks the server's own
@@ -209,6 +212,7 @@ class EvaluationOptions:
     tasks: tuple[str, ...] = ("lambada",)
     url: str = "127.0.0.1:8001"
     protocol: str = "grpc"
+    credentials: Credentials = PLAIN
     model_name: str = "fastertransformer"
     ensemble_name: str | None = "ensemble"
     tokenizer_dir: Path | None = None

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from inference.gateway.access import access_of, add_access_options
 from inference.server.server import ServerStartError, TritonServer
 
 _POLL_S = 0.25
@@ -33,7 +34,10 @@ class _StopRequest(BaseException):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until SIGTERM or SIGINT (status 0), or until the server fails (status 1)."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if problems := access_of(vars(arguments)).problems(prefix="--", joiner="-"):
+        parser.error(" ".join(problems))
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ask_to_stop)
     with tempfile.TemporaryDirectory(prefix="slipway-server-") as folder:
@@ -73,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--drain-s", type=float, default=60.0, help="for running requests at the end (%(default)g)"
     )
+    add_access_options(parser)
     return parser
 
 
@@ -89,6 +94,7 @@ def _server(arguments: argparse.Namespace, log_path: Path) -> TritonServer:
         port_keys={name: f"--{name}-port" for name in names},
         prefix=_MPIRUN if is_old and shutil.which(_MPIRUN[0]) else (),
         is_old=is_old,
+        access=access_of(vars(arguments)),
         extra_args=[f"--{name}-address={arguments.host}" for name in names] if is_old else (),
     )
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from inference.decoding.session_turn import SessionTurn
+from inference.gateway.credentials import PLAIN, Credentials
 from inference.server.transport import (
     GrpcTransport,
     HttpTransport,
@@ -42,7 +43,8 @@ class TritonClient:
     """A connection to one server; safe to use from several threads.
 
     At most `max_in_flight` asynchronous requests wait for the server at a time. `timeout_s` limits
-    each request. `model_name` and `ensemble_name` are those of the repository.
+    each request. `model_name` and `ensemble_name` are those of the repository. `credentials` hold
+    TLS and the token.
 
     Failures arrive as tritonclient's InferenceServerException: the server's own words, or that it
     cannot be reached.
@@ -57,6 +59,7 @@ class TritonClient:
         ensemble_name: str = "ensemble",
         timeout_s: float | None = None,
         max_in_flight: int = DEFAULT_IN_FLIGHT,
+        credentials: Credentials = PLAIN,
     ) -> None:
         if protocol not in PROTOCOLS:
             raise ValueError(
@@ -69,13 +72,14 @@ class TritonClient:
         self.model_name = model_name
         self.ensemble_name = ensemble_name
         self.timeout_s = timeout_s
+        self._credentials = credentials
         self._places = threading.BoundedSemaphore(max_in_flight)
         self._input_types: dict[str, dict[str, str]] = {}
         self._decoupled: dict[str, bool] = {}
         self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="triton-stream")
         transport = GrpcTransport if protocol == "grpc" else HttpTransport
         self._transport: GrpcTransport | HttpTransport = transport(
-            self.url, timeout_s=timeout_s, max_in_flight=max_in_flight
+            self.url, timeout_s=timeout_s, max_in_flight=max_in_flight, credentials=credentials
         )
 
     def infer(
@@ -131,7 +135,9 @@ class TritonClient:
         if self.protocol != "grpc":
             raise ValueError("streaming needs protocol=grpc: HTTP carries one response a request.")
         typed = self._typed(model, inputs)
-        return stream_responses(self.url, self.timeout_s, model, typed, outputs, turn)
+        return stream_responses(
+            self.url, self._credentials, self.timeout_s, model, typed, outputs, turn
+        )
 
     def _typed(self, model: str, inputs: Tensors) -> TypedTensors:
         types = self.input_types(model)
@@ -258,7 +264,7 @@ class TritonClient:
             return False
 
     def models(self) -> list[dict[str, str]]:
-        """Return name, state and reason of every model in the server's repository."""
+        """Return name and state of every model in the server's repository."""
         return self._transport.models()
 
     def close(self) -> None:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-ADMIN_HEADER = "slipway-admin"
+from inference.gateway.sockets import ServerSockets
+
 # The server itself waits this long for running requests; `stop` sets the limit that counts.
 _EXIT_TIMEOUT_S = 3600
 
 
-def server_options(
-    repository: str, ports: Mapping[str, int], *, host: str, admin_key: str | None
-) -> list[str]:
-    """Return the options of a server of this project.
+def server_options(repository: str, sockets: ServerSockets) -> list[str]:
+    """Return the options of a server of this project, which listens on Unix sockets alone.
 
-    Args:
-        repository: Folder or URL.
-        ports: Of "http", "grpc" and "metrics".
-        host: Address to listen on.
-        admin_key: What closes loading and unloading to others; None leaves it open.
+    Loading and unloading is open there, to the sockets' owner; the gateway passes none of it on.
     """
-    options = [f"--model-repository={repository}"]
-    for name, port in ports.items():
-        options += [f"--{name}-address={host}", f"--{name}-port={port}"]
-    options += [
+    return [
+        f"--model-repository={repository}",
+        *sockets.server_options(),
         # Lets a model whose workers died take itself out of service.
         "--model-control-mode=explicit",
         "--load-model=*",
@@ -33,10 +27,6 @@ def server_options(
         f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
         "--disable-auto-complete-config",
     ]
-    if admin_key is not None:
-        key = f"model-repository:{ADMIN_HEADER}={admin_key}"
-        options += [f"--http-restricted-api={key}", f"--grpc-restricted-protocol={key}"]
-    return options
 
 
 def old_server_options(repository: str, ports: Mapping[str, int]) -> list[str]:

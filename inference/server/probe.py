@@ -16,6 +16,8 @@ from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any
 
+from inference.server.local_http import local_opener
+
 Config = Mapping[str, Any]  # config.pbtxt of a model as the server reports it
 
 _POLL_S = 0.1
@@ -271,10 +273,8 @@ def http_request(
 ) -> bytes:
     """Return the body of an answer with status 200. Raises RefusalError or OSError."""
     request = urllib.request.Request(url, data=body, headers=dict(headers or {}))
-    # Never through a proxy: the server is on this machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=timeout_s) as response:
+        with local_opener().open(request, timeout=timeout_s) as response:
             return bytes(response.read())
     except urllib.error.HTTPError as error:
         raise RefusalError(error.code, _words(error.read())) from error

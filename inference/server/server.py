@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
-import secrets
 import signal
 import subprocess
 import sys
@@ -15,12 +13,16 @@ import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
+from inference.gateway.access import OPEN_ACCESS, Access
+from inference.gateway.sockets import ServerSockets, new_sockets
 from inference.plain_path import PlainFolder
 from inference.ports import pick_free_ports, ports_problems
 from inference.server import supervisor
 from inference.server.canary import Canary
 from inference.server.installation import find_triton
+from inference.server.local_http import socket_address
 from inference.server.options import old_server_options, server_options
 from inference.server.server_log import ServerLog, errors_of, last_lines, losses_of
 from inference.server.server_status import (
@@ -37,18 +39,20 @@ __all__ = ["LOG_TAIL_LINES", "ModelStatus", "ServerStartError", "TritonServer"]
 PORT_NAMES = ("http", "grpc", "metrics")
 _POLL_S = 0.1
 _KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
+_GATEWAY_WAIT_S = 5.0  # for the last answers to be sent
 _DRAINED = "Found 0 live models"  # what remains is closing idle connections, which takes seconds
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class TritonServer:
-    """One tritonserver process and everything it starts.
+    """One tritonserver process, everything it starts, and the gateway through which it is reached.
 
     Ports of 0 are chosen when the server starts; `http_port`, `grpc_port` and `metrics_port` then
     hold the real ones. `port_keys` gives the configuration key of each port ("http", "grpc",
     "metrics") for messages. `env` is added to this process's environment. `prefix` starts the
-    server, such as mpirun. `is_old` keeps to the options that every release knows, which leaves
-    the control of models open to clients. The server runs in `work_dir`.
+    server, such as mpirun. `access` limits who may ask, and how much. `is_old` keeps to the options
+    that every release knows: the server then listens itself, without a gateway, and leaves the
+    control of models open to clients. The server runs in `work_dir`.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class TritonServer:
         prefix: Sequence[str] = (),
         is_old: bool = False,
         work_dir: Path | None = None,
+        access: Access = OPEN_ACCESS,
     ) -> None:
         self.model_repository = str(model_repository)
         self._repository = PlainFolder(self.model_repository)
@@ -86,9 +91,11 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline = -1
         self._canary: Canary | None = None
-        self._admin_key = secrets.token_hex(16)
         # Names the server's segments in /dev/shm, so that what a killed one leaves is known as its.
         self._shm_prefix = f"{supervisor.user_prefix()}{secrets.token_hex(8)}-"
+        self._access = access
+        self._sockets: ServerSockets | None = None
+        self._gateway: subprocess.Popen[bytes] | None = None
 
     @property
     def http_port(self) -> int:
@@ -131,10 +138,12 @@ class TritonServer:
         return _WILDCARDS.get(self.host, self.host)
 
     @property
-    def _is_loopback(self) -> bool:
-        with contextlib.suppress(ValueError):
-            return ipaddress.ip_address(self.host).is_loopback
-        return self.host == "localhost"
+    def control_address(self) -> str:
+        """Address, as in `local_http`, at which the server answers its owner, and nobody else.
+
+        All of Triton's API is open there: loading and unloading of models, too.
+        """
+        return self.http_url if self._sockets is None else socket_address(self._sockets.http)
 
     def port_problems(self) -> list[str]:
         """Return a message for every wanted port that is unavailable."""
@@ -186,7 +195,10 @@ class TritonServer:
         the hidden states that an encoder takes; an encoder of unknown width is not asked.
         """
         if not self._is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
-            self._canary = Canary(self.http_url, self.metrics_url, self.models, hidden=hidden)
+            metrics = self.metrics_url
+            if self._sockets is not None:
+                metrics = socket_address(self._sockets.metrics)
+            self._canary = Canary(self.control_address, metrics, self.models, hidden=hidden)
             self._canary.start()
 
     def poll(self) -> int | None:
@@ -205,6 +217,8 @@ class TritonServer:
         """
         if (status := self.poll()) is not None:
             return "; ".join(losses_of(self.log_path)) or f"tritonserver ended with status {status}"
+        if self._gateway is not None and (status := self._gateway.poll()) is not None:
+            return f"the gateway, which clients reach, ended with status {status}"
         try:
             lost = [name for name in self.models if not self._is_model_ready(name)]
         except OSError as error:
@@ -224,14 +238,14 @@ class TritonServer:
     def _is_model_ready(self, name: str) -> bool:
         try:
             path = f"/v2/models/{urllib.parse.quote(name, safe='')}/ready"
-            ask(self.http_url, path, admin_key=self._admin_key)
+            ask(self.control_address, path)
         except urllib.error.HTTPError:
             return False
         return True
 
     def index(self) -> list[ModelStatus]:
         """Return the state of every model of the repository. Raises OSError without an answer."""
-        return model_statuses(self.http_url, admin_key=self._admin_key)
+        return model_statuses(self.control_address)
 
     def stop(self, *, drain_s: float = 30.0) -> None:
         """End the server and everything it started; running requests get `drain_s` to finish."""
@@ -251,8 +265,12 @@ class TritonServer:
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
         if self._lifeline >= 0:
-            os.close(self._lifeline)
+            os.close(self._lifeline)  # the gateway ends with it
             self._lifeline = -1
+        if self._gateway is not None:
+            _end(self._gateway)
+        if self._sockets is not None:
+            self._sockets.remove()
         self._repository.remove()
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> list[str]:
@@ -276,6 +294,7 @@ class TritonServer:
         self._ports = self._wanted_ports | dict(chosen)
         installation = find_triton()
         program = [*self._prefix, str(installation.program), *installation.arguments()]
+        self._sockets = None if self._is_old else new_sockets()
         segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
         command = [*program, *self._arguments(), segments, *self._extra_args]
         environment = os.environ | installation.environment() | self._env
@@ -294,6 +313,8 @@ class TritonServer:
                     pass_fds=[lifeline],
                     start_new_session=True,
                 )
+                if self._sockets is not None:
+                    self._gateway = self._start_gateway(self._sockets, lifeline, log)
         finally:
             os.close(lifeline)
         return ServerLog(self.log_path)
@@ -301,12 +322,29 @@ class TritonServer:
     def _supervisor(self, lifeline: int) -> list[str]:
         return [supervisor.__file__, str(lifeline), self._shm_prefix]
 
+    def _start_gateway(
+        self, sockets: ServerSockets, lifeline: int, log: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        ports = [f"--{name}-port={port}" for name, port in self._ports.items()]
+        where = [f"--sockets={sockets.folder}", f"--host={self.host}", *ports]
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "inference.gateway", *where),
+                *(f"--lifeline={lifeline}", *self._access.arguments()),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # The checkout that this process runs, wherever it was started.
+            cwd=Path(__file__).resolve().parents[2],
+            pass_fds=[lifeline],
+            start_new_session=True,
+        )
+
     def _arguments(self) -> list[str]:
-        if self._is_old:
+        if self._sockets is None:
             return old_server_options(self._repository.path, self._ports)
-        # Loading and unloading stays with us when others can reach the server.
-        key = None if self._is_loopback else self._admin_key
-        return server_options(self._repository.path, self._ports, host=self.host, admin_key=key)
+        return server_options(self._repository.path, self._sockets)
 
     def _await_ready(
         self,
@@ -323,6 +361,8 @@ class TritonServer:
                 progress(message)
             if status is not None:
                 self._fail(f"tritonserver ended with status {status} before it was ready:", log)
+            if self._gateway is not None and self._gateway.poll() is not None:
+                self._fail("the gateway, which clients reach, did not start:", log)
             if log.failures:
                 self._fail("tritonserver cannot serve this repository:", log)
             if self._is_ready(log):
@@ -348,8 +388,10 @@ class TritonServer:
             log.failures += [f"model {each.name}: {each.reason}" for each in failed]
             if failed or any(each.state != "READY" for each in statuses):
                 return False
-            ask(self.http_url, "/v2/health/ready", admin_key=self._admin_key)
+            ask(self.control_address, "/v2/health/ready")
         except OSError:
+            return False
+        if self._sockets is not None and not self._sockets.listening.exists():
             return False
         if not statuses:
             log.failures.append(f"{self.model_repository} holds no model")
@@ -375,6 +417,15 @@ class TritonServer:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that was asked to, by force if need be."""
+    try:
+        process.wait(_GATEWAY_WAIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _bracketed(host: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference.server.options import ADMIN_HEADER
+from inference.server.local_http import local_opener
 from inference.server.server_log import last_lines, short_reason
 
 LOG_TAIL_LINES = 20
@@ -38,25 +38,21 @@ class ModelStatus:
     reason: str
 
 
-def model_statuses(address: str, *, admin_key: str) -> list[ModelStatus]:
+def model_statuses(address: str) -> list[ModelStatus]:
     """Return the state of every model of the repository. Raises OSError without an answer."""
-    entries = json.loads(ask(address, "/v2/repository/index", admin_key=admin_key, body=b"{}"))
+    entries = json.loads(ask(address, "/v2/repository/index", body=b"{}"))
     return [
         ModelStatus(entry["name"], entry.get("state", ""), short_reason(entry.get("reason", "")))
         for entry in entries
     ]
 
 
-def ask(address: str, path: str, *, admin_key: str, body: bytes | None = None) -> bytes:
-    """Return the answer of the server at `host:port`.
+def ask(address: str, path: str, *, body: bytes | None = None) -> bytes:
+    """Return the answer of the server at an address as in `local_http`.
 
     Raises:
         OSError: There is none, or it is a refusal.
     """
-    request = urllib.request.Request(
-        f"http://{address}{path}", data=body, headers={ADMIN_HEADER: admin_key}
-    )
-    # Never through a proxy: the server is on this machine.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(request, timeout=_HTTP_TIMEOUT_S) as response:
+    request = urllib.request.Request(f"http://{address}{path}", data=body)
+    with local_opener().open(request, timeout=_HTTP_TIMEOUT_S) as response:
         return bytes(response.read())

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from inference.decoding.session_turn import SessionTurn
+from inference.gateway.credentials import Credentials, with_token
 
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 Outputs = dict[str, "np.ndarray[Any, Any]"]
@@ -72,12 +73,19 @@ def _arrays(result: Any, names: Sequence[str]) -> Outputs:
 class GrpcTransport:
     """gRPC: one channel carries any number of requests."""
 
-    def __init__(self, url: str, *, timeout_s: float | None, max_in_flight: int) -> None:  # noqa: ARG002
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float | None,
+        max_in_flight: int,  # noqa: ARG002
+        credentials: Credentials,
+    ) -> None:
         from tritonclient import grpc
 
         self._grpc = grpc
         self._timeout_s = timeout_s
-        self._client = grpc.InferenceServerClient(url, channel_args=_GRPC_OPTIONS)
+        self._client = _grpc_client(url, credentials)
 
     def infer(
         self,
@@ -135,12 +143,9 @@ class GrpcTransport:
         return bool(self._client.is_model_ready(model, client_timeout=self._timeout_s))
 
     def models(self) -> list[dict[str, str]]:
-        """Return name, state and reason of every model."""
+        """Return name and state of every model."""
         index = self._client.get_model_repository_index(client_timeout=self._timeout_s)
-        return [
-            {"name": model.name, "state": model.state, "reason": model.reason}
-            for model in index.models
-        ]
+        return [{"name": model.name, "state": model.state} for model in index.models]
 
     def close(self) -> None:
         """Close the connection."""
@@ -150,12 +155,20 @@ class GrpcTransport:
 class HttpTransport:
     """HTTP: a connection serves one thread at a time, so each thread has its own."""
 
-    def __init__(self, url: str, *, timeout_s: float | None, max_in_flight: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_s: float | None,
+        max_in_flight: int,
+        credentials: Credentials,
+    ) -> None:
         from tritonclient import http
 
         self._http = http
         self._url = url
         self._timeout_s = timeout_s
+        self._credentials = credentials
         self._local = threading.local()
         self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="triton-http")
 
@@ -163,9 +176,10 @@ class HttpTransport:
     def _client(self) -> Any:
         if not hasattr(self._local, "client"):
             # None is no limit; left out, the library gives an answer a minute.
-            self._local.client = self._http.InferenceServerClient(
-                self._url, network_timeout=self._timeout_s
+            client = self._http.InferenceServerClient(
+                self._url, network_timeout=self._timeout_s, **self._credentials.http_arguments()
             )
+            self._local.client = with_token(client, self._credentials)
         return self._local.client
 
     def infer(
@@ -202,13 +216,18 @@ class HttpTransport:
 
     def is_ready(self, model: str | None) -> bool:
         """Return whether the server, or one model, is ready."""
+        from geventhttpclient.response import HTTPParseError
+
         client = self._client
-        return bool(client.is_server_ready() if model is None else client.is_model_ready(model))
+        try:
+            return bool(client.is_server_ready() if model is None else client.is_model_ready(model))
+        except HTTPParseError:  # what answers there speaks no HTTP, or speaks it over TLS
+            return False
 
     def models(self) -> list[dict[str, str]]:
-        """Return name, state and reason of every model."""
+        """Return name and state of every model."""
         index = self._client.get_model_repository_index()
-        return [{key: each.get(key, "") for key in ("name", "state", "reason")} for each in index]
+        return [{key: each.get(key, "") for key in ("name", "state")} for each in index]
 
     def close(self) -> None:
         """Close this thread's connection; those of the pool close with their threads."""
@@ -217,8 +236,18 @@ class HttpTransport:
             self._local.client.close()
 
 
+def _grpc_client(url: str, credentials: Credentials) -> Any:
+    from tritonclient import grpc
+
+    client = grpc.InferenceServerClient(
+        url, channel_args=_GRPC_OPTIONS, **credentials.grpc_arguments()
+    )
+    return with_token(client, credentials)
+
+
 def stream_responses(
     url: str,
+    credentials: Credentials,
     timeout_s: float | None,
     model: str,
     inputs: TypedTensors,
@@ -231,7 +260,7 @@ def stream_responses(
     responses: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
     # A stream belongs to its client object; without a pool of its own, channels to the same address
     # share one connection.
-    client = grpc.InferenceServerClient(url, channel_args=_GRPC_OPTIONS)
+    client = _grpc_client(url, credentials)
     done = False
     try:
         client.start_stream(

@@ -16,6 +16,7 @@ from inference.evaluation.options import (
     parse_shape,
 )
 from inference.evaluation.tasks import TASKS
+from inference.gateway.credentials import PLAIN
 
 
 def check_evaluation(options: EvaluationOptions) -> list[str]:
@@ -31,6 +32,12 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     if not options.tasks:
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
     problems += _check_numbers(options)
+    problems += options.credentials.problems(prefix="evaluate.", joiner="_")
+    if options.credentials != PLAIN and options.latency.load_generator == "perf_analyzer":
+        problems.append(
+            "evaluate.latency.load_generator=perf_analyzer takes neither evaluate.ca nor "
+            "evaluate.token_file; use client."
+        )
     entries = {name: TASKS[name] for name in options.tasks if name in TASKS}
     for entry in entries.values():
         problems += entry.check(options)

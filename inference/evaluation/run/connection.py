@@ -29,7 +29,10 @@ def connect(options: EvaluationOptions) -> Iterator[ServedModel]:
     from inference.server.client import TritonClient
 
     with TritonClient(
-        options.url, protocol=options.protocol, timeout_s=options.request_timeout_s
+        options.url,
+        protocol=options.protocol,
+        timeout_s=options.request_timeout_s,
+        credentials=options.credentials,
     ) as client:
         _check_ready(client, options)
         tokenizer: Tokenizer = ServedTokenizer(client)
@@ -75,5 +78,4 @@ def _check_ready(client: TritonClient, options: EvaluationOptions) -> None:
 
 
 def _described(model: dict[str, str]) -> str:
-    reason = f": {model['reason']}" if model["reason"] else ""
-    return f"{model['name']} ({model['state'].lower() or 'not loaded'}{reason})"
+    return f"{model['name']} ({model['state'].lower() or 'not loaded'})"

@@ -310,7 +310,7 @@ def test_launcher_resolvers_are_registered() -> None:
             EvaluationOptions,
             {"name", "time_limit", "server", "cpus_per_task", "mem_gb"}
             | {"url", "data_dir", "model_name", "ensemble_name", "tokenizer_dir", "weights_dir"}
-            | {"source_path"}
+            | {"source_path", "credentials", "ca", "token_file"}
             # Each text task has a section of its own.
             | {"text_tasks", *TEXT_TASKS},
         ),

@@ -1,0 +1,92 @@
+"""`python -m inference.gateway`: what clients reach of a tritonserver that listens on Unix sockets.
+
+`deploy` starts it next to its server. It ends at SIGTERM or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from inference.gateway.access import Access, access_of, add_access_options
+from inference.gateway.grpc_relay import GrpcRelay, grpc_server
+from inference.gateway.http_relay import HttpRelay
+from inference.gateway.rules import Rules
+from inference.gateway.sockets import ServerSockets
+
+_GRACE_S = 1.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until a signal; return 0, 1 if a port cannot be had or 2 for wrong arguments."""
+    arguments = _parser().parse_args(argv)
+    access = access_of(vars(arguments))
+    if problems := access.problems(prefix="--", joiner="-"):
+        sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
+        return 2
+    try:
+        asyncio.run(_serve(arguments, access))
+    except OSError as error:
+        sys.stderr.write(f"error: the gateway cannot listen: {error}\n")
+        return 1
+    return 0
+
+
+async def _serve(arguments: argparse.Namespace, access: Access) -> None:
+    host, sockets = arguments.host, ServerSockets(arguments.sockets)
+    rules = Rules(tokens=access.tokens(), client_shared_memory=access.client_shared_memory)
+    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopped.set)
+    if arguments.lifeline is not None:
+        loop.add_reader(arguments.lifeline, stopped.set)
+    async with contextlib.AsyncExitStack() as stack:
+        http = HttpRelay(
+            access, rules, socket=sockets.http, metrics_socket=sockets.metrics, listens_at=host
+        )
+        stack.push_async_callback(http.close)
+        tls = access.ssl_context()
+        for handler, port in (
+            (http.answer, arguments.http_port),
+            (http.answer_metrics, arguments.metrics_port),
+        ):
+            runner = web.ServerRunner(
+                web.Server(handler, access_log=None, handler_cancellation=True)
+            )
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            site = web.TCPSite(runner, host, port, ssl_context=tls, shutdown_timeout=_GRACE_S)
+            await site.start()
+        grpc = GrpcRelay(rules, socket=sockets.grpc)
+        stack.push_async_callback(grpc.close)
+        address = f"[{host}]" if ":" in host else host
+        server = grpc_server(access, grpc, address=f"{address}:{arguments.grpc_port}")
+        await server.start()
+        stack.push_async_callback(server.stop, _GRACE_S)
+        sockets.listening.touch()
+        await stopped.wait()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m inference.gateway", description=__doc__)
+    add = parser.add_argument
+    add("--sockets", type=Path, required=True, help="folder of the server's sockets")
+    add("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)")
+    add("--http-port", type=int, default=8000, help="default 8000")
+    add("--grpc-port", type=int, default=8001, help="default 8001")
+    add("--metrics-port", type=int, default=8002, help="default 8002")
+    add("--lifeline", type=int, metavar="FD",
+        help="end when the other end of this pipe is closed")  # fmt: skip
+    add_access_options(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""The limits of a gateway: size of a request, TLS, tokens, and shared memory of clients."""
+
+from __future__ import annotations
+
+import argparse
+import ssl
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+DEFAULT_MAX_REQUEST_MB = 128
+_MEBIBYTE = 1 << 20
+# tritonserver reads a body in pieces of some kilobytes and takes 16 bytes of stack for each.
+MOST_REQUEST_MB = 1024
+# 96 bits in hexadecimal digits are 24 characters: enough that nobody guesses them.
+_LEAST_TOKEN_CHARACTERS = 24
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask a server, and how large a request may be.
+
+    Attributes:
+        max_request_mb: the largest request, uncompressed, in MiB.
+        tls_cert: the server's certificate and those above it, PEM; None serves without TLS.
+        tls_key: the certificate's key, PEM, readable by its owner alone.
+        token_file: tokens, one on each line, readable by its owner alone; a request must bring
+            one of them as `Authorization: Bearer <token>`. None asks for none.
+        client_shared_memory: clients may register POSIX shared memory of their own.
+    """
+
+    max_request_mb: int = DEFAULT_MAX_REQUEST_MB
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    token_file: Path | None = None
+    client_shared_memory: bool = False
+
+    @property
+    def max_request_bytes(self) -> int:
+        """The largest request in bytes."""
+        return self.max_request_mb * _MEBIBYTE
+
+    def problems(self, *, prefix: str = "deploy.", joiner: str = "_") -> list[str]:
+        """Return what cannot be used, by its key or option; files are read."""
+        size, cert, key, tokens = (
+            prefix + joiner.join(words)
+            for words in (("max", "request", "mb"), ("tls", "cert"), ("tls", "key"),
+                          ("token", "file"))
+        )  # fmt: skip
+        found = []
+        if not 1 <= self.max_request_mb <= MOST_REQUEST_MB:
+            found.append(f"{size}={self.max_request_mb} must be 1 to {MOST_REQUEST_MB}.")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            found.append(
+                f"{cert}={self.tls_cert or 'null'} and {key}={self.tls_key or 'null'}: TLS needs "
+                "both files; give both, or none."
+            )
+        found += [
+            f"{name}={path} {problem}"
+            for name, path in ((key, self.tls_key), (tokens, self.token_file))
+            if path is not None and (problem := secret_problem(path))
+        ]
+        if found:
+            return found
+        try:
+            self.ssl_context()
+        except OSError as error:
+            found.append(
+                f"{cert}={self.tls_cert} and {key}={self.tls_key} are not a certificate in PEM "
+                f"and its key: {error}"
+            )
+        try:
+            self.tokens()
+        except ValueError as error:
+            found.append(f"{tokens}={self.token_file} {error}")
+        return found
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Return the context of a TLS server, None without TLS.
+
+        Raises:
+            OSError: a file cannot be read, or holds something else.
+        """
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self.tls_cert, self.tls_key)
+        return context
+
+    def tokens(self) -> tuple[str, ...] | None:
+        """Return the accepted tokens, None if none is asked for. Raises ValueError."""
+        return None if self.token_file is None else read_tokens(self.token_file)
+
+    def arguments(self) -> list[str]:
+        """Return the options of `python -m inference.gateway`; they name files, no secrets."""
+        files = {"tls-cert": self.tls_cert, "tls-key": self.tls_key, "token-file": self.token_file}
+        options = [f"--{name}={path.absolute()}" for name, path in files.items() if path]
+        if self.client_shared_memory:
+            options.append("--client-shared-memory")
+        return [f"--max-request-mb={self.max_request_mb}", *options]
+
+
+OPEN_ACCESS = Access()
+
+
+def access_of(values: Mapping[str, object]) -> Access:
+    """Return the access that a mapping with at least its fields describes."""
+    return Access(**{field.name: values[field.name] for field in fields(Access)})  # type: ignore[arg-type]
+
+
+def add_access_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each field of Access; `access_of` takes what was parsed."""
+    add = parser.add_argument
+    add("--max-request-mb", type=int, default=DEFAULT_MAX_REQUEST_MB,
+        help="largest request in MiB (%(default)s)")  # fmt: skip
+    add("--tls-cert", type=Path, help="certificate chain of the server, PEM")
+    add("--tls-key", type=Path, help="its key, PEM, of mode 600")
+    add("--token-file", type=Path, help="accepted tokens, one on each line, of mode 600")
+    add("--client-shared-memory", action="store_true",
+        help="let clients register shared memory of their own")  # fmt: skip
+
+
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """Return the tokens in a file, one on each line.
+
+    Raises:
+        ValueError: there is none, or one is too short or holds blanks.
+    """
+    tokens = tuple(line.strip() for line in path.read_text("ascii").splitlines() if line.strip())
+    if not tokens:
+        raise ValueError("holds no token; write one on each line.")
+    for number, token in enumerate(tokens, 1):
+        if len(token) < _LEAST_TOKEN_CHARACTERS or not token.isprintable() or " " in token:
+            raise ValueError(
+                f"has a token (number {number}) that is shorter than {_LEAST_TOKEN_CHARACTERS} "
+                "characters or holds blanks; `openssl rand -hex 32` makes a good one."
+            )
+    return tokens
+
+
+def secret_problem(path: Path) -> str | None:
+    """Return why a file cannot hold a secret: unreadable, or open to others."""
+    try:
+        with path.open("rb"):
+            mode = path.stat().st_mode
+    except OSError as error:
+        return f"cannot be read: {error.strerror}."
+    if not stat.S_ISREG(mode):
+        return "is not a file."
+    if mode & 0o077:
+        return f"can be read by others (mode {stat.S_IMODE(mode):o}); chmod 600 it."
+    return None

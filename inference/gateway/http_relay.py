@@ -1,0 +1,222 @@
+"""HTTP of the gateway: check a request, pass it on to tritonserver, pass back the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from inference.gateway.access import Access
+from inference.gateway.rules import (
+    CLOSED,
+    Rules,
+    browser_problem,
+    has_internal_names,
+    is_health,
+    shared_memory_problem,
+    without_internal_names,
+)
+
+BODY_TIMEOUT_S = 120.0  # for a request's body to arrive
+_METRICS_PATH = "/metrics"
+_INDEX_PATH = "/v2/repository/index"
+# Of one connection, or already dealt with here.
+_NOT_PASSED_ON = frozenset(
+    {
+        *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
+        *("upgrade", "expect", "host", "content-length", "content-encoding", "authorization"),
+    }
+)
+_NOT_PASSED_BACK = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
+
+
+class _RefusedError(Exception):
+    """A request that is not passed on."""
+
+    def __init__(self, status: HTTPStatus, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class HttpRelay:
+    """Answers requests of HTTP from a server that listens on Unix sockets.
+
+    Args:
+        access: The limits.
+        rules: The requests that pass.
+        socket: Of tritonserver's requests.
+        metrics_socket: Of tritonserver's metrics.
+        listens_at: Address that clients reach.
+    """
+
+    def __init__(
+        self, access: Access, rules: Rules, *, socket: Path, metrics_socket: Path, listens_at: str
+    ) -> None:
+        self._limit = access.max_request_bytes
+        self._max_request_mb = access.max_request_mb
+        self._rules = rules
+        self._listens_at = listens_at
+        self._session = _session(socket)
+        self._metrics_session = _session(metrics_socket)
+
+    async def close(self) -> None:
+        """Close the connections to the server."""
+        await self._session.close()
+        await self._metrics_session.close()
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        try:
+            self._check(request, is_open=self._rules.passes_http(request.method, request.path))
+            body = await self._body(request)
+            if request.path.endswith("/register"):
+                body = _own_shared_memory(body)
+            return await _passed_on(self._session, request, body)
+        except _RefusedError as error:
+            return _refusal(error.status, str(error))
+
+    async def answer_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request for metrics."""
+        try:
+            is_open = request.method == "GET" and request.path == _METRICS_PATH
+            self._check(request, is_open=is_open)
+            return await _passed_on(self._metrics_session, request, None)
+        except _RefusedError as error:
+            return _refusal(error.status, str(error))
+
+    def _check(self, request: web.BaseRequest, *, is_open: bool) -> None:
+        """Raise _RefusedError for what is not passed on, whatever its body says."""
+        if problem := browser_problem(request.headers, listens_at=self._listens_at):
+            raise _RefusedError(HTTPStatus.FORBIDDEN, problem)
+        if not is_health(request.path) and not self._rules.is_authorized(
+            request.headers.get("Authorization")
+        ):
+            raise _RefusedError(
+                HTTPStatus.UNAUTHORIZED, "this server asks for `Authorization: Bearer <token>`"
+            )
+        # What was sent must be what was looked at: no character of a path has a second spelling.
+        if not is_open or request.raw_path.partition("?")[0] != request.path:
+            raise _RefusedError(HTTPStatus.FORBIDDEN, CLOSED)
+
+    async def _body(self, request: web.BaseRequest) -> bytes | None:
+        """Return the body, decompressed, while it is not larger than it may be."""
+        if request.method == "GET":
+            return None
+        if (request.content_length or 0) > self._limit:
+            raise self._too_large()
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = bytearray()
+
+        async def read() -> None:
+            async for part in request.content.iter_any():
+                if len(body) + len(part) > self._limit:
+                    raise self._too_large()
+                body.extend(part)
+
+        try:
+            await asyncio.wait_for(read(), BODY_TIMEOUT_S)
+        except asyncio.TimeoutError as error:
+            reason = f"the body has not arrived within {BODY_TIMEOUT_S:g} s"
+            raise _RefusedError(HTTPStatus.REQUEST_TIMEOUT, reason) from error
+        except aiohttp.ClientPayloadError as error:
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, "the body cannot be decoded") from error
+        return bytes(body)
+
+    def _too_large(self) -> _RefusedError:
+        return _RefusedError(
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            f"the request is larger than {self._max_request_mb} MiB; send fewer rows, or have "
+            "deploy.max_request_mb raised",
+        )
+
+
+def _session(socket: Path) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.UnixConnector(str(socket), limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+def _own_shared_memory(body: bytes | None) -> bytes:
+    """Return a request to register shared memory as it was understood here, and no other way.
+
+    Raises:
+        _RefusedError: The memory is not a client's own.
+    """
+    try:
+        content = json.loads(body or b"")
+        key = content["key"]
+    except (ValueError, KeyError, TypeError):
+        raise _RefusedError(HTTPStatus.BAD_REQUEST, "the body is not JSON with a key") from None
+    if problem := shared_memory_problem(key):
+        raise _RefusedError(HTTPStatus.FORBIDDEN, problem)
+    return json.dumps(content).encode()
+
+
+async def _passed_on(
+    session: aiohttp.ClientSession, request: web.BaseRequest, body: bytes | None
+) -> web.StreamResponse:
+    headers = _without(request.headers, _NOT_PASSED_ON)
+    url = URL(f"http://tritonserver{request.raw_path}", encoded=True)
+    try:
+        async with session.request(
+            request.method, url, data=body, headers=headers, allow_redirects=False
+        ) as answer:
+            return await _passed_back(request, answer)
+    except aiohttp.ClientError:
+        reason = "the server behind the gateway does not answer; it is starting, or it has ended"
+        raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, reason) from None
+
+
+async def _passed_back(
+    request: web.BaseRequest, answer: aiohttp.ClientResponse
+) -> web.StreamResponse:
+    headers = _without(answer.headers, _NOT_PASSED_BACK)
+    if answer.headers.get("Content-Type", "").startswith("text/event-stream"):
+        return await _streamed(request, answer, headers)
+    data = await answer.read()
+    if request.path == _INDEX_PATH and answer.status == HTTPStatus.OK:
+        data = _without_reasons(data)
+    elif has_internal_names(data):
+        data = without_internal_names(data.decode(errors="replace")).encode()
+    return web.Response(status=answer.status, headers=headers, body=data)
+
+
+async def _streamed(
+    request: web.BaseRequest, answer: aiohttp.ClientResponse, headers: dict[str, str]
+) -> web.StreamResponse:
+    response = web.StreamResponse(status=answer.status, headers=headers)
+    response.enable_chunked_encoding()
+    await response.prepare(request)
+    async for part in answer.content.iter_any():
+        await response.write(part)
+    await response.write_eof()
+    return response
+
+
+def _without(headers: Mapping[str, str], names: frozenset[str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name.lower() not in names}
+
+
+def _without_reasons(index: bytes) -> bytes:
+    """Return the list of models without what the server says of those that have failed."""
+    models = [{key: each[key] for key in each if key != "reason"} for each in json.loads(index)]
+    return json.dumps(models).encode()
+
+
+def _refusal(status: HTTPStatus, reason: str) -> web.Response:
+    response = web.json_response({"error": reason}, status=status)
+    if status == HTTPStatus.UNAUTHORIZED:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if status != HTTPStatus.SERVICE_UNAVAILABLE:
+        response.force_close()  # what is left of the body is not read
+    return response

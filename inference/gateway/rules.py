@@ -1,0 +1,127 @@
+"""The requests that strangers may send to tritonserver, and what its errors may say to them."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+
+# Shared memory that clients may register begins like this: never the server's own.
+SHARED_MEMORY_PREFIX = "/slipway-client-"
+
+_MODEL = r"/v2/models/[^/?#%\s]+(?:/versions/[0-9]+)?"
+_PATHS = {
+    "GET": (
+        r"/v2",
+        r"/v2/health/(?:live|ready)",
+        r"/v2/models/stats",
+        rf"{_MODEL}(?:/(?:ready|config|stats))?",
+    ),
+    "POST": (rf"{_MODEL}/(?:infer|generate|generate_stream)", r"/v2/repository/index"),
+}
+_SHARED_MEMORY_PATHS = {
+    "GET": (r"/v2/systemsharedmemory(?:/region/[^/?#%\s]+)?/status",),
+    "POST": (r"/v2/systemsharedmemory(?:/region/[^/?#%\s]+)?/(?:register|unregister)",),
+}
+_HEALTH = re.compile(r"/v2/health/(?:live|ready)")
+
+_SERVICE = "/inference.GRPCInferenceService/"
+_CALLS: tuple[str, ...] = (
+    *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata"),
+    *("ModelConfig", "ModelStatistics", "RepositoryIndex", "ModelInfer", "ModelStreamInfer"),
+)
+_SHARED_MEMORY_CALLS = tuple(f"SystemSharedMemory{n}" for n in ("Status", "Register", "Unregister"))
+_HEALTH_CALLS = ("/grpc.health.v1.Health/Check", *(_SERVICE + n for n in _CALLS[:2]))
+STREAM_CALL = f"{_SERVICE}ModelStreamInfer"
+INDEX_CALL = f"{_SERVICE}RepositoryIndex"
+REGISTER_CALL = f"{_SERVICE}SystemSharedMemoryRegister"
+
+CLOSED = "this request is closed to clients"
+# Regions of the Python backend: its own prefix, or that of a server of this project.
+_INTERNAL_NAME = re.compile(r"/?(?:triton_python_backend_shm_region_|slipway-\d+-)[\w-]*")
+
+
+class Rules:
+    """The table of requests that pass.
+
+    Args:
+        tokens: Of which a request must bring one; None asks for none.
+        client_shared_memory: Whether clients may register shared memory of their own.
+    """
+
+    def __init__(self, *, tokens: Sequence[str] | None, client_shared_memory: bool) -> None:
+        self._tokens = None if tokens is None else tuple(token.encode() for token in tokens)
+        paths = dict(_PATHS)
+        calls = _CALLS
+        if client_shared_memory:
+            paths = {method: paths[method] + _SHARED_MEMORY_PATHS[method] for method in paths}
+            calls += _SHARED_MEMORY_CALLS
+        self._paths = {method: re.compile("|".join(each)) for method, each in paths.items()}
+        self._calls = {*_HEALTH_CALLS, *(_SERVICE + name for name in calls)}
+
+    def passes_http(self, method: str, path: str) -> bool:
+        """Return whether a request of HTTP is one that clients may send."""
+        pattern = self._paths.get(method)
+        return pattern is not None and pattern.fullmatch(path) is not None
+
+    def passes_grpc(self, call: str) -> bool:
+        """Return whether a call of gRPC, `/service/method`, is one that clients may send."""
+        return call in self._calls
+
+    def is_authorized(self, authorization: str | None) -> bool:
+        """Return whether the value of an Authorization header brings a token."""
+        if self._tokens is None:
+            return True
+        scheme, _, token = (authorization or "").partition(" ")
+        given = token.strip().encode(errors="replace")
+        matches = [hmac.compare_digest(given, each) for each in self._tokens]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+def is_health(target: str) -> bool:
+    """Return whether a path of HTTP or a call of gRPC asks for health, which needs no token."""
+    return target in _HEALTH_CALLS or _HEALTH.fullmatch(target) is not None
+
+
+def browser_problem(headers: Mapping[str, str], *, listens_at: str) -> str | None:
+    """Return why a request of HTTP comes from a web page, None if it does not.
+
+    A page that a browser on this machine shows can send requests to loopback. They carry the page's
+    origin, or, where its own name was made to resolve to loopback, that name as their host.
+    """
+    if "Origin" in headers or headers.get("Sec-Fetch-Site", "none") != "none":
+        return "requests of web pages are refused: this one names its origin"
+    host = headers.get("Host", "")
+    if _is_loopback(listens_at) and not _is_loopback(_host_name(host)):
+        return f"this server listens on loopback alone, and the request is for {host[:100]!r}"
+    return None
+
+
+def _host_name(host: str) -> str:
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def shared_memory_problem(key: object) -> str | None:
+    """Return why a client may not register shared memory of this name, None if it may."""
+    name = re.escape(SHARED_MEMORY_PREFIX) + r"[\w.-]+"
+    if isinstance(key, str) and re.fullmatch(name, key):
+        return None
+    return f"shared memory of clients is named {SHARED_MEMORY_PREFIX}<letters, digits, _ . ->"
+
+
+def without_internal_names(text: str) -> str:
+    """Return an error of the server without the names of its own shared memory."""
+    return _INTERNAL_NAME.sub("(internal)", text)
+
+
+def has_internal_names(data: bytes) -> bool:
+    """Return whether a message of the server may hold such a name; quick for large ones."""
+    return b"shm_region_" in data or b"slipway-" in data

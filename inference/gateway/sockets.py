@@ -1,0 +1,59 @@
+"""Unix sockets of a tritonserver, in a folder that its owner alone can enter."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+# The kernel keeps a socket's name in 108 bytes; `grpc:8001` needs some of them.
+_LONGEST_FOLDER = 80
+
+
+class ServerSockets:
+    """The places in one such folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def http(self) -> Path:
+        """Where tritonserver answers HTTP, its control of models included."""
+        return self.folder / "http"
+
+    @property
+    def grpc(self) -> Path:
+        """Where tritonserver answers gRPC; it adds the port to the name it is given."""
+        return self.folder / "grpc:8001"
+
+    @property
+    def metrics(self) -> Path:
+        """Where tritonserver answers requests for metrics."""
+        return self.folder / "metrics"
+
+    @property
+    def listening(self) -> Path:
+        """An empty file that appears once the gateway listens."""
+        return self.folder / "listening"
+
+    def server_options(self) -> list[str]:
+        """Return the options that have tritonserver listen here and nowhere else."""
+        return [
+            f"--http-address=unix:{self.http}",
+            f"--grpc-address=unix:{self.folder / 'grpc'}",
+            "--grpc-port=8001",
+            f"--metrics-address=unix:{self.metrics}",
+        ]
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def new_sockets() -> ServerSockets:
+    """Return the sockets of a new server, in a new folder of mode 700 on this machine's disk."""
+    place = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    if len(os.fsencode(place)) > _LONGEST_FOLDER or not os.access(place, os.W_OK):
+        place = "/tmp"
+    return ServerSockets(Path(tempfile.mkdtemp(prefix="slipway-", dir=place)))

@@ -1,0 +1,475 @@
+"""Attacks on a server by whoever reaches its ports, each of which must be refused.
+
+The server is one that `deploy` starts by default, on loopback, where other users of the node reach
+it, and web pages in a browser on it.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import subprocess
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from tritonclient.grpc import service_pb2
+
+from inference.gateway.access import Access
+from inference.gateway.credentials import Credentials
+from inference.gateway.rules import SHARED_MEMORY_PREFIX
+from inference.server.client import TritonClient
+from inference.server.server import TritonServer
+from inference.server.supervisor import descendants
+from tests.integration.triton_process import DOUBLE, add_model, processes
+from tests.waiting import until
+
+pytestmark = pytest.mark.triton
+
+LIMIT_MB = 4
+CALLS = "/inference.GRPCInferenceService/"
+# Every endpoint of tritonserver's HTTP (docs/protocol of its repository) that a stranger has no
+# business with.
+CLOSED = [
+    ("POST", "/v2/repository/models/double/load"),
+    ("POST", "/v2/repository/models/double/unload"),
+    ("POST", "/v2/repository/other/models/double/load"),
+    ("GET", "/v2/systemsharedmemory/status"),
+    ("GET", "/v2/systemsharedmemory/region/a/status"),
+    ("POST", "/v2/systemsharedmemory/region/a/register"),
+    ("POST", "/v2/systemsharedmemory/region/a/unregister"),
+    ("POST", "/v2/systemsharedmemory/unregister"),
+    ("GET", "/v2/cudasharedmemory/status"),
+    ("POST", "/v2/cudasharedmemory/region/a/register"),
+    ("POST", "/v2/cudasharedmemory/unregister"),
+    ("GET", "/v2/trace/setting"),
+    ("POST", "/v2/trace/setting"),
+    ("GET", "/v2/models/double/trace/setting"),
+    ("POST", "/v2/models/double/trace/setting"),
+    ("GET", "/v2/logging"),
+    ("POST", "/v2/logging"),
+    # Other spellings of the same.
+    ("POST", "//v2/repository/models/double/unload"),
+    ("POST", "/v2/models/../repository/models/double/unload"),
+    ("POST", "/v2/models/double%2f..%2f..%2frepository/infer"),
+    ("POST", "/v2%2frepository/models/double/unload"),
+    ("POST", "/v2/repository/models/double/unload?x=/v2/models/double/infer"),
+    ("PUT", "/v2/repository/models/double/unload"),
+    ("GET", "/metrics"),
+]
+OPEN = [
+    ("GET", "/v2"),
+    ("GET", "/v2/health/live"),
+    ("GET", "/v2/health/ready"),
+    ("GET", "/v2/models/double"),
+    ("GET", "/v2/models/double/ready"),
+    ("GET", "/v2/models/double/versions/1/ready"),
+    ("GET", "/v2/models/double/config"),
+    ("GET", "/v2/models/double/stats"),
+    ("GET", "/v2/models/stats"),
+    ("POST", "/v2/repository/index"),
+]
+OPEN_CALLS = {
+    *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata", "ModelConfig"),
+    *("ModelStatistics", "RepositoryIndex", "ModelInfer", "ModelStreamInfer"),
+}
+INFER = {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "UINT32", "data": [[1, 2]]}]}
+# A model folder that a stranger wants to have run.
+INTRUDER = """
+from pathlib import Path
+Path({marker!r}).touch()
+
+class TritonPythonModel:
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    folder = tmp_path_factory.mktemp("strangers")
+    repository = add_model(folder / "repo", "double", DOUBLE)
+    with _server(repository, folder, Access(max_request_mb=LIMIT_MB)) as server:
+        server.start(timeout_s=60)
+        yield server
+
+
+def _server(repository: Path, folder: Path, access: Access) -> TritonServer:
+    return TritonServer(
+        repository,
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+        log_path=folder / "triton.log",
+        access=access,
+    )
+
+
+def _http(
+    server: TritonServer,
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, bytes]:
+    connection = HTTPConnection(server.http_url, timeout=30)
+    try:
+        connection.request(method, path, body, headers or {})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def _call(channel: grpc.Channel, name: str, request: Any = b"") -> bytes:
+    data = request if isinstance(request, bytes) else request.SerializeToString()
+    reply: bytes = channel.unary_unary(name)(data, timeout=30)
+    return reply
+
+
+def _code(channel: grpc.Channel, name: str) -> grpc.StatusCode:
+    try:
+        _call(channel, name)
+    except grpc.RpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+def _still_answers(server: TritonServer) -> bool:
+    status, body = _http(server, "POST", "/v2/models/double/infer", json.dumps(INFER))
+    return status == 200 and json.loads(body)["outputs"][0]["data"] == [2, 4]
+
+
+def _intrusion(marker: Path) -> dict[str, bytes]:
+    tensor = {"data_type": "TYPE_UINT32", "dims": [1]}
+    config = json.dumps(
+        {
+            "backend": "python",
+            "input": [{"name": "x", **tensor}],
+            "output": [{"name": "y", **tensor}],
+            "instance_group": [{"kind": "KIND_CPU"}],
+        }
+    )
+    script = INTRUDER.format(marker=str(marker))
+    return {"config": config.encode(), "file:1/model.py": script.encode()}
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "text/plain"])
+def test_nobody_loads_a_model_of_its_own_over_http(
+    server: TritonServer, tmp_path: Path, content_type: str
+) -> None:
+    marker = tmp_path / "ran"
+    parameters = {
+        name: value.decode() if name == "config" else base64.b64encode(value).decode()
+        for name, value in _intrusion(marker).items()
+    }
+    status, _ = _http(
+        server,
+        "POST",
+        "/v2/repository/models/intruder/load",
+        json.dumps({"parameters": parameters}),
+        {"Content-Type": content_type, "Origin": "http://a.page"},
+    )
+    assert status == 403
+    assert not marker.exists()
+
+
+def test_nobody_loads_a_model_of_its_own_over_grpc(server: TritonServer, tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    request = service_pb2.RepositoryModelLoadRequest(model_name="intruder")
+    for name, value in _intrusion(marker).items():
+        if name == "config":
+            request.parameters[name].string_param = value.decode()
+        else:
+            request.parameters[name].bytes_param = value
+    with (
+        grpc.insecure_channel(server.grpc_url) as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        _call(channel, f"{CALLS}RepositoryModelLoad", request)
+    assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert not marker.exists()
+
+
+def test_the_whole_of_http_as_a_stranger_sees_it(server: TritonServer) -> None:
+    def statuses(requests: list[tuple[str, str]]) -> set[int]:
+        bodies = {"GET": None, "POST": "{}", "PUT": "{}"}
+        return {_http(server, each, path, bodies[each])[0] for each, path in requests}
+
+    assert statuses(OPEN) == {200}
+    assert statuses(CLOSED) == {403}
+    assert _still_answers(server)
+
+
+def test_the_whole_of_grpc_as_a_stranger_sees_it(server: TritonServer) -> None:
+    methods = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+    assert set(methods) > OPEN_CALLS
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        codes = {name: _code(channel, CALLS + name) for name in methods}
+    denied = {name for name, code in codes.items() if code == grpc.StatusCode.PERMISSION_DENIED}
+    assert denied == set(methods) - OPEN_CALLS
+    assert _still_answers(server)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://a.page", "Content-Type": "text/plain"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Host": "rebound.a.page:8000"},
+        {"Host": "127.0.0.1.a.page"},
+        {"Host": ""},
+    ],
+)
+def test_web_pages_are_refused(server: TritonServer, headers: dict[str, str]) -> None:
+    body = json.dumps(INFER)
+    assert _http(server, "POST", "/v2/models/double/infer", body, headers)[0] == 403
+    assert _http(server, "GET", "/v2/models/double/config", None, headers)[0] == 403
+
+
+def _taken_memory() -> int:
+    usage = os.statvfs("/dev/shm")
+    return (usage.f_blocks - usage.f_bfree) * usage.f_frsize
+
+
+def _too_large_json() -> bytes:
+    numbers = b",".join([b"1"] * (LIMIT_MB << 19))
+    return b'{"inputs":[{"name":"x","shape":[1,1],"datatype":"UINT32","data":[' + numbers + b"]}]}"
+
+
+@pytest.mark.parametrize("form", ["declared", "chunked", "compressed", "never sent"])
+def test_bodies_beyond_the_limit_are_refused_unread(server: TritonServer, form: str) -> None:
+    path, body = "/v2/models/double/infer", _too_large_json() + b" " * (LIMIT_MB << 20)
+    before = _taken_memory()
+    if form == "declared":
+        status, answer = _http(server, "POST", path, body)
+    elif form == "chunked":
+        parts = (body[start : start + 65536] for start in range(0, len(body), 65536))
+        try:
+            status, answer = _http(server, "POST", path, parts)
+        except (BrokenPipeError, ConnectionResetError):
+            status, answer = 413, b"MiB"  # it closes the connection while more is sent
+    elif form == "compressed":
+        headers = {"Content-Encoding": "gzip"}
+        status, answer = _http(server, "POST", path, gzip.compress(body), headers)
+    else:
+        status, answer = _http(server, "POST", path, None, {"Content-Length": str(1 << 40)})
+    assert status == 413
+    assert b"MiB" in answer
+    assert _taken_memory() - before < LIMIT_MB << 20
+    assert _still_answers(server)
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+def test_messages_beyond_the_limit_are_refused(
+    server: TritonServer, compression: grpc.Compression
+) -> None:
+    request = service_pb2.ModelInferRequest(model_name="double")
+    request.raw_input_contents.append(bytes(2 * LIMIT_MB << 20))
+    unlimited = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(server.grpc_url, options=unlimited) as channel:
+        for name in ("ModelInfer", "ModelStreamInfer"):
+            call = channel.stream_stream(CALLS + name)
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call(iter([request.SerializeToString()]), timeout=30, compression=compression))
+            assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert _still_answers(server)
+
+
+def test_a_body_in_a_million_pieces_does_not_end_the_server(server: TritonServer) -> None:
+    """CVE-2025-23310 of this server: it takes 16 bytes of its stack for each piece."""
+    pid = processes(server)[1]
+    with socket.create_connection(server.http_url.split(":")) as attacker:
+        attacker.sendall(
+            b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 700_000 + b"0\r\n\r\n"
+        )
+        assert attacker.recv(12).startswith(b"HTTP/1.1 ")
+    assert processes(server)[1] == pid
+    assert _still_answers(server)
+
+
+def test_a_request_has_one_length(server: TritonServer) -> None:
+    smuggled = b"POST /v2/repository/models/double/unload HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    head = b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\n"
+    for lengths in (
+        b"Content-Length: 0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"Content-Length: 4\r\nContent-Length: 0\r\n\r\n",
+        b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+    ):
+        with socket.create_connection(server.http_url.split(":")) as attacker:
+            attacker.sendall(head + lengths + smuggled)
+            attacker.shutdown(socket.SHUT_WR)
+            answer = b"".join(iter(lambda: attacker.recv(65536), b""))
+        assert b" 200 " not in answer
+    assert _still_answers(server)
+
+
+def test_only_the_owner_enters_the_servers_sockets(server: TritonServer) -> None:
+    listening = subprocess.run(
+        ["ss", "-Hltnp"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert not [line for line in listening if f"pid={processes(server)[1]}," in line]
+    arguments = Path(f"/proc/{processes(server)[1]}/cmdline").read_text()
+    folder = re.search(r"--http-address=unix:([^\0]+)/http", arguments)
+    assert folder is not None
+    assert stat.S_IMODE(Path(folder[1]).stat().st_mode) == 0o700
+
+
+def test_the_list_of_models_says_nothing_of_the_servers_inside(server: TritonServer) -> None:
+    with TritonClient(server.grpc_url) as client:
+        assert client.models() == [{"name": "double", "state": "READY"}]
+    with TritonClient(server.http_url, protocol="http") as client:
+        assert client.models() == [{"name": "double", "state": "READY"}]
+
+
+# With keys: TLS, tokens, shared memory of clients.
+
+TOKEN = "6f1c6b0a8d2e4f7390ab12cd34ef56789a0b1c2d"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TritonServer, Path]]:
+    """Return a server that asks for a token over TLS, and the folder of its keys."""
+    folder = tmp_path_factory.mktemp("guarded")
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
+            *("-keyout", "key.pem", "-out", "cert.pem", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"),
+        ],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
+    (folder / "tokens").write_text(f"{'0' * 40}\n{TOKEN}\n")
+    (folder / "token").write_text(TOKEN)
+    (folder / "wrong").write_text(TOKEN[::-1])
+    for name in ("key.pem", "tokens", "token", "wrong"):
+        (folder / name).chmod(0o600)
+    access = Access(
+        tls_cert=folder / "cert.pem",
+        tls_key=folder / "key.pem",
+        token_file=folder / "tokens",
+        client_shared_memory=True,
+    )
+    repository = add_model(folder / "repo", "double", DOUBLE)
+    with _server(repository, folder, access) as server:
+        server.start(timeout_s=60)
+        yield server, folder
+
+
+def _client(
+    guarded: tuple[TritonServer, Path], protocol: str, token: str | None, ca: str | None
+) -> TritonClient:
+    server, folder = guarded
+    port = server.grpc_port if protocol == "grpc" else server.http_port
+    credentials = Credentials(
+        uses_tls=ca is not None,
+        ca=None if ca is None else folder / ca,
+        token_file=None if token is None else folder / token,
+    )
+    return TritonClient(
+        f"localhost:{port}", protocol=protocol, timeout_s=10, credentials=credentials
+    )
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_client_with_certificate_and_token_is_served(
+    guarded: tuple[TritonServer, Path], protocol: str
+) -> None:
+    x = np.array([[3]], np.uint32)
+    with _client(guarded, protocol, "token", "cert.pem") as client:
+        assert client.infer("double", {"x": x})["y"] == [[6]]
+        assert client.infer_async("double", {"x": x}).result(10)["y"] == [[6]]
+        if protocol == "grpc":
+            assert [frame["y"] for frame in client.stream("double", {"x": x})] == [[[6]]]
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+@pytest.mark.parametrize("token", [None, "wrong"])
+def test_without_the_token_only_health_is_seen(
+    guarded: tuple[TritonServer, Path], protocol: str, token: str | None
+) -> None:
+    from tritonclient.utils import InferenceServerException
+
+    with _client(guarded, protocol, token, "cert.pem") as client:
+        assert client.is_ready()
+        for ask in (client.models, lambda: client.input_types("double")):
+            with pytest.raises(InferenceServerException, match=r"Bearer <token>"):
+                ask()
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_nothing_is_served_in_the_clear(guarded: tuple[TritonServer, Path], protocol: str) -> None:
+    with _client(guarded, protocol, "token", None) as client:
+        assert not client.is_ready()
+
+
+def test_the_command_of_clients_takes_ca_and_token(
+    guarded: tuple[TritonServer, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from inference.client import main
+
+    server, folder = guarded
+    keys = ["--ca", str(folder / "cert.pem"), "--token-file", str(folder / "token")]
+    assert main(["health", "--url", f"grpcs://localhost:{server.grpc_port}", *keys]) == 0
+    assert main(["health", "--url", f"https://localhost:{server.http_port}", *keys]) == 0
+    assert capsys.readouterr().out.count("double: READY") == 2
+    (folder / "open").write_text(TOKEN)
+    (folder / "open").chmod(0o644)
+    assert main(["health", *keys[:2], "--token-file", str(folder / "open")]) == 1
+    assert "chmod 600" in capsys.readouterr().err
+
+
+def test_clients_share_memory_of_their_own_alone(guarded: tuple[TritonServer, Path]) -> None:
+    server, folder = guarded
+    own = f"{SHARED_MEMORY_PREFIX}{os.getpid()}"
+    Path(f"/dev/shm{own}").write_bytes(bytes(4096))
+    internal = [path.name for path in Path("/dev/shm").iterdir() if "region" in path.name]
+    try:
+        options = [("grpc.ssl_target_name_override", "localhost")]
+        trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
+        metadata = [("authorization", f"Bearer {TOKEN}")]
+        address = f"localhost:{server.grpc_port}"
+        with grpc.secure_channel(address, trust, options=options) as channel:
+            register = channel.unary_unary(f"{CALLS}SystemSharedMemoryRegister")
+
+            def ask(key: str) -> None:
+                message = service_pb2.SystemSharedMemoryRegisterRequest
+                request = message(name="a", key=key, byte_size=64).SerializeToString()
+                register(request, timeout=30, metadata=metadata)
+
+            ask(own)
+            for key in [*internal, f"/{internal[0]}", f"{SHARED_MEMORY_PREFIX}../x", "/etc/passwd"]:
+                with pytest.raises(grpc.RpcError) as caught:
+                    ask(key)
+                assert caught.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    finally:
+        Path(f"/dev/shm{own}").unlink()
+
+
+def test_killed_gateway_is_noticed(tmp_path: Path) -> None:
+    repository = add_model(tmp_path / "repo", "double", DOUBLE)
+    with _server(repository, tmp_path, Access()) as server:
+        server.start(timeout_s=60)
+        assert server.failure() is None
+        port = f"--http-port={server.http_port}"
+        (gateway,) = [
+            pid
+            for pid in descendants(os.getpid())
+            if port in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        ]
+        os.kill(gateway, signal.SIGKILL)
+        until(lambda: server.failure() is not None)
+        assert "gateway" in str(server.failure())
