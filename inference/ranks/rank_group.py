@@ -12,9 +12,10 @@ from torch._C._distributed_c10d import Store
 from inference.parallel.groups import RankGroups
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.loader import make_rank
+from inference.ranks.node_store import NodeStore
 from inference.ranks.plan import Command, StepPlan, pack, pack_command, received, unpack
 from inference.ranks.processes import RankProcesses
-from inference.ranks.rendezvous import Rendezvous, open_store
+from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import RankSettings
 from inference.ranks.startup import failure_of, give_go, wait_until_loaded
 
@@ -46,6 +47,7 @@ class RankGroup:
         self._count = settings.layout.world_size
         self._processes: RankProcesses | None = None
         self._store: Store | None = None
+        self._meeting: NodeStore | None = None
         self._groups: RankGroups | None = None
         self._rank: RankBase | None = None
         self._busy_since: float | None = None
@@ -100,11 +102,10 @@ class RankGroup:
         if self._rendezvous is not None:
             self._rendezvous.announce(self._settings)
             return self._settings, self._rendezvous.store
-        host = self._settings.store[0]
-        store = open_store(host, 0, timeout_s=self._settings.rank_timeout_s)
-        settings = self._settings.at(host, store.port)
+        self._meeting = NodeStore(timeout_s=self._settings.rank_timeout_s)
+        settings = self._settings.at(self._meeting.path)
         self._processes = RankProcesses([settings.for_rank(rank) for rank in others])
-        return settings, store
+        return settings, self._meeting.store
 
     def _check_alive(self) -> None:
         if problem := self._ended():
@@ -156,6 +157,8 @@ class RankGroup:
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.stop(grace_s=grace_s)
+        if self._meeting is not None:
+            self._meeting.close()
         if self._rendezvous is not None:
             self._rendezvous.close(grace_s=grace_s)
 

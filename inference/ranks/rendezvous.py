@@ -242,7 +242,7 @@ class Follower:
         if "problem" in message:
             raise RendezvousError(f"rank 0 gave up: {message['problem']}")
         settings = RankSettings.from_json(message["settings"]).for_rank(self.place.rank)
-        return replace(settings, store=self._address, device_index=self.place.local_rank)
+        return replace(settings, device_index=self.place.local_rank)
 
     def leave(self) -> None:
         """Say that this process ends by itself."""

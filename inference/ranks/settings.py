@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -44,7 +45,7 @@ class RankSettings(Placement):
     lanes: int
     max_len: int  # tokens a lane holds
     threads: int  # of the CPU, for this rank
-    store: tuple[str, int] = ("127.0.0.1", 0)  # host and port of the rendezvous
+    store: str = ""  # path of the store that ranks of one node share
     shared_memory: bool = True  # False: CPU ranks talk over gloo even on one host
     rank_timeout_s: float = 8.0
     encoder_only: bool = False  # serve the encoder of a whole encoder-decoder
@@ -60,9 +61,9 @@ class RankSettings(Placement):
         """Return the settings of another rank of the same engine."""
         return replace(self, rank=rank)
 
-    def at(self, host: str, port: int) -> RankSettings:
-        """Return the same settings with the rendezvous found."""
-        return replace(self, store=(host, port))
+    def at(self, store: Path) -> RankSettings:
+        """Return the same settings with the path of a store."""
+        return replace(self, store=str(store))
 
     def to_json(self) -> str:
         """Return the settings as text, for a command line."""
@@ -71,8 +72,7 @@ class RankSettings(Placement):
     @classmethod
     def from_json(cls, text: str) -> RankSettings:
         """Return the settings that `to_json` wrote."""
-        values = json.loads(text)
-        return cls(**{**values, "store": tuple(values["store"])})
+        return cls(**json.loads(text))
 
 
 def rank_device(settings: RankSettings) -> torch.device:

@@ -14,14 +14,15 @@ import signal
 import sys
 import threading
 import traceback
-from datetime import timedelta
+from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from inference.launch_environment import LaunchEnvironment
 from inference.parallel.groups import RankGroups
 from inference.ranks.loader import make_rank
+from inference.ranks.node_store import join_node_store
 from inference.ranks.plan import Command, command_of, unpack
 from inference.ranks.rendezvous import Follower, RendezvousError, device_name
 from inference.ranks.settings import RankSettings
@@ -52,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.lifeline:
         _end_with_owner()
     torch.set_num_threads(settings.threads)
-    store = TCPStore(*settings.store, timeout=timedelta(seconds=settings.rank_timeout_s))
+    store = join_node_store(Path(settings.store), timeout_s=settings.rank_timeout_s)
     try:
         _serve(settings, store)
     except Exception as error:  # whatever it was, rank 0 is to hear of it

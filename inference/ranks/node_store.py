@@ -1,0 +1,36 @@
+"""A store of ranks on one node: a file in a folder that their user alone can enter.
+
+Nothing listens for it, so that there is nothing that a stranger could connect to.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+from torch._C._distributed_c10d import FileStore, Store
+
+_NAME = "store"
+_KEPT = -1  # a number of ranks: the file is not removed with the last of its users
+
+
+class NodeStore:
+    """A new store, for the process that looks after the others. `close` removes it."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="slipway-ranks-"))  # of mode 700
+        self.path = self._folder / _NAME
+        self.store = join_node_store(self.path, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        """Remove the file; may be called again."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def join_node_store(path: Path, *, timeout_s: float) -> Store:
+    """Return the store at a path, whose waits end after `timeout_s`."""
+    store = FileStore(str(path), _KEPT)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return store
