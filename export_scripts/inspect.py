@@ -15,7 +15,7 @@ from typing import Any
 from export_scripts.checkpoints import open_checkpoint
 from export_scripts.checkpoints.base import CheckpointReader
 from export_scripts.commands import command_parser, run_command, say
-from export_scripts.conversion.plan import find_origin
+from export_scripts.conversion.plan import find_mapping
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.mapping.source_mapping import Facts
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
@@ -100,21 +100,21 @@ def _becomes(reader: CheckpointReader) -> dict[str, Any]:
         reader=reader, tp_size=1, weight_data_type="fp16", tokenizer=tuple(reader.tokenizer_files())
     )
     try:
-        origin = find_origin(facts)
-        facts = dataclasses.replace(facts, prefix=origin.prefix)
-        reasons = origin.unsupported(facts)
-        config = None if reasons else origin.config(facts)
+        mapping = find_mapping(facts)
+        facts = dataclasses.replace(facts, prefix=mapping.prefix)
+        reasons = mapping.unsupported(facts)
+        config = None if reasons else mapping.config(facts)
     except CheckpointMismatchError as error:
         return {"cannot be converted": error.problems}
     except ValueError as error:
-        return {"source": origin.title, "family": origin.family.name, "needs": str(error)}
-    out: dict[str, Any] = {"source": origin.title, "family": origin.family.name}
+        return {"source": mapping.title, "family": mapping.family.name, "needs": str(error)}
+    out: dict[str, Any] = {"source": mapping.title, "family": mapping.family.name}
     if config is None:
         return out | {"cannot be converted": reasons}
-    shapes = [tensor.shape for tensor in origin.family.tensors(config)]
+    shapes = [tensor.shape for tensor in mapping.family.tensors(config)]
     return out | {
         "parameters": sum(math.prod(shape) for shape in shapes),
-        "inference tensor parallel": origin.family.tp_sizes(config),
+        "inference tensor parallel": mapping.family.tp_sizes(config),
     }
 
 

@@ -9,25 +9,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from export_scripts.commands import command_parser, run_command, say
-from export_scripts.families import ORIGINS
-from export_scripts.families.mapping.source_mapping import Origin
+from export_scripts.families import SOURCE_MAPPINGS
+from export_scripts.families.mapping.source_mapping import SourceMapping
 from export_scripts.triton.model_folders import ENGINES
 
 
 def support_table() -> list[dict[str, Any]]:
     """Return one row per source: what it becomes, what can be added, which engines serve it."""
-    return [_support_row(origin) for origin in ORIGINS]
+    return [_support_row(mapping) for mapping in SOURCE_MAPPINGS]
 
 
-def _support_row(origin: Origin) -> dict[str, Any]:
+def _support_row(mapping: SourceMapping) -> dict[str, Any]:
     return {
-        "source": origin.title,
-        "format": origin.format,
-        "family": origin.family.name,
-        "model_type": origin.family.model_type,
-        "adds": [kind.replace("_", " ") for kind in origin.accepts],
+        "source": mapping.title,
+        "format": mapping.format,
+        "family": mapping.family.name,
+        "model_type": mapping.family.model_type,
+        "adds": [kind.replace("_", " ") for kind in mapping.accepts],
         "engines": [
-            name for name in ENGINES if name != "fastertransformer" or origin.family.ft_backend
+            name for name in ENGINES if name != "fastertransformer" or mapping.family.ft_backend
         ],
     }
 

@@ -16,7 +16,7 @@ from stages.base import StageError
 from stages.deploy_config import DeployConfig
 
 if TYPE_CHECKING:
-    from export_scripts.families.layout.config import ModelConfig
+    from export_scripts.families.layout.config import FTConfig
 
 RESULT_NAME = "gemm_config.in"
 _POLL_S = 0.2
@@ -94,7 +94,7 @@ def _run(command: Sequence[str], work_dir: Path, log_path: Path, check: Callable
         process.wait()
 
 
-def _model_arguments(family: str, model: ModelConfig) -> tuple[str, list[int]]:
+def _model_arguments(family: str, model: FTConfig) -> tuple[str, list[int]]:
     """Return the program for a family and the sizes of the model in its order."""
 
     def sizes(*names: str) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 
 from export_scripts.families.bert import BERT, BertConfig
 from export_scripts.families.gpt.layout import GPT, GPTConfig
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.numeric.dtypes import torch_dtype
 
@@ -37,7 +37,7 @@ def unpack_case(case: Path, target: Path, *, tp_size: int, data_type: str = "fp3
 
 
 def write_random(
-    family: ModelFamily, config: ModelConfig, target: Path, *, seed: int = 0, scale: float = 0.3
+    family: ModelFamily, config: FTConfig, target: Path, *, seed: int = 0, scale: float = 0.3
 ) -> Path:
     """Write an FT folder of random weights, fp32 or fp16; a seed gives one model for every TP."""
     tp_size = config.tensor_para_size

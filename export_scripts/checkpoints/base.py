@@ -320,7 +320,7 @@ class TensorIndex:
         return self.remarks
 
 
-def fingerprint(files: Sequence[Path]) -> str:
+def fingerprint_files(files: Sequence[Path]) -> str:
     """Return a digest that changes when a source file is replaced or edited.
 
     It covers each file's name, size, modification time and its first and last 64 KiB, where torch

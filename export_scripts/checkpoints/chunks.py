@@ -135,7 +135,7 @@ class ChunkedTensor:
         return self.chunks[0].values if len(self.chunks) == 1 else self
 
 
-def stacked(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
+def concatenated(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
     """Return two tensors of one type one after the other along their first axis."""
     rows = first.shape[0]
     moved = tuple(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.checkpoints.base import Piece
-from export_scripts.checkpoints.chunks import ChunkedTensor, stacked
+from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.dcp import INDEX_NAME, TorchDistFolder
 from export_scripts.checkpoints.pt_archive import read_torch_file
@@ -30,7 +30,7 @@ _BACKENDS = ("torch_dist", "zarr")
 _WRAPPERS = re.compile(r"^(?:(?:model|module)\.)+")
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 
-# Layers that are alike are stacked into one tensor, whose first axis counts them.
+# Layers that are alike are concatenated into one tensor, whose first axis counts them.
 _STACKED = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
 _MOST_LAYERS = 10_000
 
@@ -157,7 +157,7 @@ def _with_joined_halves(tensors: Mapping[str, ChunkedTensor]) -> dict[str, Chunk
         bare = name.removesuffix(gate)
         other = tensors.get(bare + linear) if name.endswith(gate) else None
         if other is not None and (other.dtype, other.shape) == (half.dtype, half.shape):
-            joined[bare] = stacked(joined.pop(name), joined.pop(bare + linear))
+            joined[bare] = concatenated(joined.pop(name), joined.pop(bare + linear))
     return joined
 
 

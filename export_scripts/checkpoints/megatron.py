@@ -20,7 +20,7 @@ from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.distributed import is_distributed, read_distributed
 from export_scripts.checkpoints.partitioned import (
     RankName,
-    check_ranks,
+    check_training_ranks,
     count_of,
     flatten,
     join_ranks,
@@ -71,7 +71,7 @@ def open_megatron(path: Path) -> TensorIndex:
         config, "pipeline_model_parallel_size", default=1 + max(r.pp_rank for r in files)
     )
     config |= {"tensor_model_parallel_size": tp_size, "pipeline_model_parallel_size": pp_size}
-    by_rank = check_ranks(files, tp_size=tp_size, pp_size=pp_size, where=str(root))
+    by_rank = check_training_ranks(files, tp_size=tp_size, pp_size=pp_size, where=str(root))
     states = {place: _state(trees[rank], root) for place, rank in by_rank.items()}
     tensors = join_ranks(
         states,

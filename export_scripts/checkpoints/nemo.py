@@ -22,7 +22,7 @@ from export_scripts.checkpoints.nemo2 import CONTEXT, WEIGHTS, is_nemo2, open_ne
 from export_scripts.checkpoints.nemo_tokenizer import tokenizer_files
 from export_scripts.checkpoints.partitioned import (
     RankName,
-    check_ranks,
+    check_training_ranks,
     count_of,
     flatten,
     join_ranks,
@@ -89,7 +89,7 @@ def open_nemo(
     tp_size, pp_size = (
         count_of(config, f"{k}_model_parallel_size", default=1) for k in ("tensor", "pipeline")
     )
-    by_rank = check_ranks(ranks, tp_size=tp_size, pp_size=pp_size, where=str(path))
+    by_rank = check_training_ranks(ranks, tp_size=tp_size, pp_size=pp_size, where=str(path))
     states = {place: _state(trees(weights[rank.folder])) for place, rank in by_rank.items()}
     maps = FileMaps()
     tensors = join_ranks(

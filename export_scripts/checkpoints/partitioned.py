@@ -63,7 +63,7 @@ def count_of(config: Mapping[str, Any], key: str, *, default: int | None = None)
     return value
 
 
-def check_ranks(
+def check_training_ranks(
     found: Iterable[RankName], *, tp_size: int, pp_size: int, where: str
 ) -> dict[tuple[int, int], RankName]:
     """Return the folder of each (tp_rank, pp_rank).

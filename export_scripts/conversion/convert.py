@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from export_scripts import __version__
 from export_scripts.checkpoints import recognise_format
-from export_scripts.checkpoints.base import fingerprint
-from export_scripts.conversion.plan import ConversionPlan, make_plan
+from export_scripts.checkpoints.base import fingerprint_files
+from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
 from export_scripts.errors import CheckpointMismatchError, listed
 from export_scripts.files.disk import check_space
 from export_scripts.files.lock import FolderLock
 from export_scripts.ft.validation import validate_directory
-from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, settle
+from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recover
 
 if TYPE_CHECKING:
     from export_scripts.conversion.write import Counter
@@ -84,7 +84,7 @@ def check_conversion(
         return problems
     try:
         if not _too_large_to_peek(Path(request.checkpoint_path)):
-            make_plan(request, names=names)
+            plan_conversion(request, names=names)
     except CheckpointMismatchError as error:
         return _under_key(error.problems, request, names)
     except ValueError as error:
@@ -152,7 +152,7 @@ def convert(
         raise CheckpointMismatchError(problems)
     paths = WorkPaths.of(Path(request.output_dir), request.tp_size)
     with FolderLock(paths.lock, paths.final) as lock:
-        settle(paths)
+        recover(paths)
         identity = _identity(request)
         if _is_finished(paths, identity):
             return _summary(paths, started, written_bytes=None)
@@ -162,7 +162,7 @@ def convert(
         try:
             shutil.rmtree(paths.scratch, ignore_errors=True)
             paths.scratch.mkdir()
-            plan = make_plan(request, names=names, scratch_dir=paths.scratch)
+            plan = plan_conversion(request, names=names, scratch_dir=paths.scratch)
             if not lock.held:
                 plan = replace(plan, remarks=(*plan.remarks, _NO_LOCKS))
             written_bytes = _run(plan, paths, identity, progress)
@@ -198,11 +198,11 @@ def _identity(request: ConversionRequest) -> str:
 
 def _source_print(path: Path) -> str:
     if not path.is_dir():
-        return fingerprint([path])
+        return fingerprint_files([path])
     files = (file for file in path.rglob("*") if file.is_file())
     # Hidden files are a version control system's or an editor's.
     visible = [f for f in files if not any(p.startswith(".") for p in f.relative_to(path).parts)]
-    return fingerprint(visible)
+    return fingerprint_files(visible)
 
 
 def _is_finished(paths: WorkPaths, identity: str) -> bool:
@@ -264,11 +264,11 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str
         "source": {
             "path": str(Path(request.checkpoint_path).absolute()),
             "format": plan.facts.reader.format,
-            "origin": plan.origin.name,
+            "origin": plan.mapping.name,
             "files": [str(path.absolute()) for path in plan.facts.reader.files()],
             "fingerprint": _source_print(Path(request.checkpoint_path)),
         },
-        "family": plan.origin.family.name,
+        "family": plan.mapping.family.name,
         "tensor_para_size": request.tp_size,
         "weight_data_type": request.weight_data_type,
         "remarks": list(plan.remarks),

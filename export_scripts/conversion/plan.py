@@ -1,4 +1,4 @@
-"""Decide a whole conversion before the first byte: origin, config, and each tensor's source.
+"""Decide a whole conversion before the first byte: mapping, config, and each tensor's source.
 
 Everything wrong that can be known from names and shapes is collected here and reported at once.
 Nothing imports numpy.
@@ -19,10 +19,10 @@ from export_scripts.checkpoints.tokenizers import given_files
 from export_scripts.conversion.request import MODEL_TYPES, ConversionRequest
 from export_scripts.conversion.tensor_plan import TensorPlan, plan_tensors
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families import ORIGINS
-from export_scripts.families.layout.config import ModelConfig, parse_value
+from export_scripts.families import SOURCE_MAPPINGS
+from export_scripts.families.layout.config import FTConfig, parse_value
 from export_scripts.families.mapping.prompts import prompt_tensors
-from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.ft.config_ini import config_text
 from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, makes_tokenizer
@@ -46,16 +46,16 @@ class ConversionPlan:
     """A conversion about which nothing is in doubt but the values."""
 
     request: ConversionRequest
-    origin: Origin
+    mapping: SourceMapping
     facts: Facts
-    config: ModelConfig
+    config: FTConfig
     tensors: tuple[TensorPlan, ...]
     remarks: tuple[str, ...]
     source_files: tuple[Path, ...]
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def make_plan(
+def plan_conversion(
     request: ConversionRequest, *, names: Mapping[str, str], scratch_dir: Path | None = None
 ) -> ConversionPlan:
     """Return the whole plan of a conversion.
@@ -70,17 +70,17 @@ def make_plan(
         ValueError: The path is no known checkpoint.
     """
     facts = _open(request, scratch_dir)
-    origin = find_origin(facts, request.model_type)
-    facts = dataclasses.replace(facts, prefix=origin.prefix)
-    stated, problems = _stated_values(origin.family.config, request, names)
-    problems = [*_refused(request, facts, origin, names), *problems]
+    mapping = find_mapping(facts, request.model_type)
+    facts = dataclasses.replace(facts, prefix=mapping.prefix)
+    stated, problems = _stated_values(mapping.family.config, request, names)
+    problems = [*_refused(request, facts, mapping, names), *problems]
     if problems:
         raise CheckpointMismatchError(problems)
-    config = dataclasses.replace(origin.config(facts), **stated)
-    problems = divisibility_problems(origin, config, request, names)
+    config = dataclasses.replace(mapping.config(facts), **stated)
+    problems = divisibility_problems(mapping, config, request, names)
     # Once told that a size does not divide, do not tell it again for every tensor.
     tensors, tensor_problems = plan_tensors(
-        origin, facts, config, request, tp_size=1 if problems else request.tp_size
+        mapping, facts, config, request, tp_size=1 if problems else request.tp_size
     )
     problems += tensor_problems
     text = _config_text(config, problems)
@@ -91,13 +91,13 @@ def make_plan(
     outside = {file.path for file in facts.tokenizer if file.path not in facts.reader.files()}
     return ConversionPlan(
         request=request,
-        origin=origin,
+        mapping=mapping,
         facts=facts,
         config=config,
         tensors=tensors,
         remarks=(
             *(note for reader in readers for note in reader.notes()),
-            *origin.warnings(facts, config),
+            *mapping.warnings(facts, config),
             *_tokens_never_said(config, names),
         ),
         source_files=(
@@ -111,7 +111,7 @@ def make_plan(
     )
 
 
-def _tokens_never_said(config: ModelConfig, names: Mapping[str, str]) -> list[str]:
+def _tokens_never_said(config: FTConfig, names: Mapping[str, str]) -> list[str]:
     """Return a warning for each special token that the model's vocabulary lacks."""
     size = getattr(config, "vocab_size", None)
     if size is None:
@@ -145,7 +145,7 @@ def _tokenizer_problems(
     ]
 
 
-def _config_text(config: ModelConfig, problems: list[str]) -> str:
+def _config_text(config: FTConfig, problems: list[str]) -> str:
     try:
         return config_text(config)
     except ValueError as error:
@@ -212,24 +212,24 @@ def _tokenizer(
     return (*given, *replaced)
 
 
-def find_origin(facts: Facts, model_type: str | None = None) -> Origin:
-    """Return the origin a checkpoint comes from.
+def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
+    """Return the mapping a checkpoint comes from.
 
     Args:
         facts: The checkpoint.
         model_type: Kind the user expects, where one source can become several families.
 
     Raises:
-        CheckpointMismatchError: No origin knows it.
+        CheckpointMismatchError: No mapping knows it.
     """
-    candidates = [origin for origin in ORIGINS if origin.format == facts.reader.format]
+    candidates = [mapping for mapping in SOURCE_MAPPINGS if mapping.format == facts.reader.format]
     fitting = [
-        origin
-        for origin in candidates
-        if origin.matches(dataclasses.replace(facts, prefix=origin.prefix))
+        mapping
+        for mapping in candidates
+        if mapping.matches(dataclasses.replace(facts, prefix=mapping.prefix))
     ]
     kinds = MODEL_TYPES.get(model_type or "", (model_type,))
-    wanted = [origin for origin in fitting if origin.family.name in kinds]
+    wanted = [mapping for mapping in fitting if mapping.family.name in kinds]
     if fitting:
         return (wanted or fitting)[0]
     kind = facts.config.get("model_type") or facts.config.get("target") or "unknown"
@@ -237,14 +237,14 @@ def find_origin(facts: Facts, model_type: str | None = None) -> Origin:
     raise CheckpointMismatchError(
         f"{facts.reader.path} is a {facts.reader.format} checkpoint of no known architecture "
         f"(model type {kind}; tensors such as {', '.join(names) or 'none'}); known: "
-        + "; ".join(origin.title for origin in candidates)
+        + "; ".join(mapping.title for mapping in candidates)
     )
 
 
 def _refused(
-    request: ConversionRequest, facts: Facts, origin: Origin, names: Mapping[str, str]
+    request: ConversionRequest, facts: Facts, mapping: SourceMapping, names: Mapping[str, str]
 ) -> list[str]:
-    problems = [f"{facts.reader.path}: {reason}" for reason in origin.unsupported(facts)]
+    problems = [f"{facts.reader.path}: {reason}" for reason in mapping.unsupported(facts)]
     added = {
         "prompt": request.prompt_checkpoints,
         "ia3": request.ia3_checkpoints,
@@ -252,22 +252,22 @@ def _refused(
         "activation_ranges": request.activation_ranges,
     }
     problems += [
-        f"{origin.title} cannot take {kind.replace('_', ' ')}: {origin.family.name} folders of "
-        "this origin have no place for it"
+        f"{mapping.title} cannot take {kind.replace('_', ' ')}: {mapping.family.name} folders of "
+        "this mapping have no place for it"
         for kind, value in added.items()
-        if value and kind not in origin.accepts
+        if value and kind not in mapping.accepts
     ]
     kinds = MODEL_TYPES.get(request.model_type or "", (request.model_type,))
-    if request.model_type is not None and origin.family.name not in kinds:
+    if request.model_type is not None and mapping.family.name not in kinds:
         problems.append(
             f"{names['model_type']}={request.model_type}, but {facts.reader.path} is a "
-            f"{origin.family.name} model"
+            f"{mapping.family.name} model"
         )
     return problems
 
 
 def _stated_values(
-    config: type[ModelConfig], request: ConversionRequest, names: Mapping[str, str]
+    config: type[FTConfig], request: ConversionRequest, names: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the config.ini values the user states, and what is wrong with them."""
     hints = get_type_hints(config)
@@ -292,18 +292,18 @@ def _stated_values(
 
 
 def divisibility_problems(
-    origin: Origin, config: ModelConfig, request: ConversionRequest, names: Mapping[str, str]
+    mapping: SourceMapping, config: FTConfig, request: ConversionRequest, names: Mapping[str, str]
 ) -> list[str]:
     """Return the sizes that the parallel sizes do not divide."""
     problems = []
     tp_size, pp_size = request.tp_size, request.pp_size
-    model = f"{origin.family.name} model {Path(request.checkpoint_path).name}"
-    sizes = {_told(name): config.dim(name, {}) for name in origin.family.divisible}
+    model = f"{mapping.family.name} model {Path(request.checkpoint_path).name}"
+    sizes = {_told(name): config.dim(name, {}) for name in mapping.family.divisible}
     odd = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
     if odd:
         problems.append(
             f"{names['tp_size']}={tp_size} does not divide {_listing(odd, 'and')} of {model}; "
-            f"use {_listing(origin.family.tp_sizes(config), 'or')}"
+            f"use {_listing(mapping.family.tp_sizes(config), 'or')}"
         )
     for placeholder, name in config.INDICES.items():
         size = len(config.index_values(placeholder))

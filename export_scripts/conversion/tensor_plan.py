@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from export_scripts.checkpoints.base import FLOATING_TYPES
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.errors import listed
-from export_scripts.families.layout.config import Index, ModelConfig
+from export_scripts.families.layout.config import FTConfig, Index
 from export_scripts.families.layout.spec import FTTensor
-from export_scripts.families.mapping.source_mapping import Facts, Origin
-from export_scripts.families.mapping.sources import Get, Parts, PerIndex, Source
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Get, Parts, PerIndex, TensorSource
 from export_scripts.families.mapping.tensors import ShapeTensor
 
 _REMEDY = (
@@ -24,26 +24,26 @@ class TensorPlan:
     """One tensor to write."""
 
     tensor: FTTensor
-    source: Source
+    source: TensorSource
     index: Index
 
 
 def plan_tensors(
-    origin: Origin,
+    mapping: SourceMapping,
     facts: Facts,
-    config: ModelConfig,
+    config: FTConfig,
     request: ConversionRequest,
     *,
     tp_size: int,
 ) -> tuple[tuple[TensorPlan, ...], list[str]]:
     """Return each tensor's source, and every missing, mis-shaped or unknown one."""
-    table = origin.weights(facts, config)
+    table = mapping.weights(facts, config)
     plans: list[TensorPlan] = []
     used: set[str] = set()
     missing: list[str] = []
     shapes: list[str] = []
-    for spec, index, tensor in origin.family.expand(config):
-        assert spec.name in table, f"origin {origin.name} has no source for {spec.name}"
+    for spec, index, tensor in mapping.family.expand(config):
+        assert spec.name in table, f"mapping {mapping.name} has no source for {spec.name}"
         source = table[spec.name]
         plan = TensorPlan(
             tensor, source.choose(index) if isinstance(source, PerIndex) else source, index
@@ -55,7 +55,7 @@ def plan_tensors(
         missing += [f"{key} is missing (needed for {tensor.name})" for key in absent]
         if not absent:
             shapes += _shape_problems(plan, facts, config, keys, tp_size)
-    unknown = _unknown(origin, facts, config, used, request)
+    unknown = _unknown(mapping, facts, config, used, request)
     where = str(facts.reader.path)
     return tuple(plans), [
         *listed(missing, f"{where}: "),
@@ -78,20 +78,20 @@ def _remedy(missing: list[str], facts: Facts) -> str:
 
 
 def _unknown(
-    origin: Origin,
+    mapping: SourceMapping,
     facts: Facts,
-    config: ModelConfig,
+    config: FTConfig,
     used: set[str],
     request: ConversionRequest,
 ) -> list[str]:
-    copies = {facts.resolve(key) for key in origin.copies(facts, config)}
+    copies = {facts.resolve(key) for key in mapping.copies(facts, config)}
     return [
         f"{key} {[list(piece.shape) for piece in facts.pieces(key)]} is an unknown tensor; "
-        f"{origin.title} has no place for it (--allow '{key}' leaves it out)"
+        f"{mapping.title} has no place for it (--allow '{key}' leaves it out)"
         for key in facts.keys()  # noqa: SIM118 - not a mapping
         if key not in used
         and key not in copies
-        and not origin.is_ignored(key)
+        and not mapping.is_ignored(key)
         and not request.allows(key)
     ]
 
@@ -99,7 +99,7 @@ def _unknown(
 def _shape_problems(
     plan: TensorPlan,
     facts: Facts,
-    config: ModelConfig,
+    config: FTConfig,
     keys: list[tuple[str, int | None]],
     tp_size: int,
 ) -> list[str]:
@@ -131,7 +131,7 @@ def _shape_problems(
 
 
 def _shapes_of(plan: TensorPlan, facts: Facts) -> Get:
-    """Return what `Source.build` reads pieces with while only shapes are wanted."""
+    """Return what `TensorSource.build` reads pieces with while only shapes are wanted."""
     return lambda key, cut=None, unit=1: [
         ShapeTensor(slab.shape)
         for piece in facts.pieces(key.format(**plan.index))

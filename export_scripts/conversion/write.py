@@ -23,7 +23,7 @@ from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.ft.writer import FTWriter
-from export_scripts.numeric.arrays import float32
+from export_scripts.numeric.arrays import to_float32
 from export_scripts.numeric.dtypes import LARGEST_FINITE
 
 Progress = Callable[[int, int], None]
@@ -234,7 +234,7 @@ def _source_extent(parts: Parts) -> tuple[float, int]:
         flat = part.ravel(order="K")
         for start in range(0, flat.size, _SCAN_VALUES):
             values = flat[start : start + _SCAN_VALUES]
-            values = values if values.dtype == np.float64 else float32(values)
+            values = values if values.dtype == np.float64 else to_float32(values)
             finite = np.isfinite(values)
             bad += int((~finite).sum())
             if finite.any():

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from export_scripts.families.bert import BERT, BERT_HUGGINGFACE
 from export_scripts.families.gpt.bloom import BLOOM_HUGGINGFACE
-from export_scripts.families.gpt.core import GPT_CORE_ORIGINS
+from export_scripts.families.gpt.core import GPT_CORE_MAPPINGS
 from export_scripts.families.gpt.gpt2 import GPT2_HUGGINGFACE
 from export_scripts.families.gpt.layout import GPT
-from export_scripts.families.gpt.megatron import GPT_MEGATRON_ORIGINS
+from export_scripts.families.gpt.megatron import GPT_MEGATRON_MAPPINGS
 from export_scripts.families.gpt.opt import OPT_HUGGINGFACE
 from export_scripts.families.gptj import GPTJ, GPTJ_HUGGINGFACE
 from export_scripts.families.gptj_jax import GPTJ_JAX
 from export_scripts.families.gptneox import GPTNEOX, GPTNEOX_HUGGINGFACE
 from export_scripts.families.gptneox_eleuther import GPTNEOX_ELEUTHER
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.llama.core import LLAMA_CORE_ORIGINS
+from export_scripts.families.llama.core import LLAMA_CORE_MAPPINGS
 from export_scripts.families.llama.huggingface import LLAMA_HUGGINGFACE
 from export_scripts.families.llama.layout import LLAMA
-from export_scripts.families.mapping.source_mapping import Origin
+from export_scripts.families.mapping.source_mapping import SourceMapping
 from export_scripts.families.t5.huggingface import T5_ENCODER_HUGGINGFACE, T5_HUGGINGFACE
 from export_scripts.families.t5.layout import T5, T5_ENCODER
 from export_scripts.families.t5.nemo import T5_NEMO
@@ -36,8 +36,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "bert": BERT,
 }
 
-# The first origin whose format and `matches` fit a checkpoint converts it.
-ORIGINS: tuple[Origin, ...] = (
+# The first mapping whose format and `matches` fit a checkpoint converts it.
+SOURCE_MAPPINGS: tuple[SourceMapping, ...] = (
     GPT2_HUGGINGFACE,
     OPT_HUGGINGFACE,
     BLOOM_HUGGINGFACE,
@@ -46,9 +46,9 @@ ORIGINS: tuple[Origin, ...] = (
     GPTNEOX_HUGGINGFACE,
     GPTNEOX_ELEUTHER,
     LLAMA_HUGGINGFACE,
-    *LLAMA_CORE_ORIGINS,
-    *GPT_MEGATRON_ORIGINS,
-    *GPT_CORE_ORIGINS,
+    *LLAMA_CORE_MAPPINGS,
+    *GPT_MEGATRON_MAPPINGS,
+    *GPT_CORE_MAPPINGS,
     T5_HUGGINGFACE,
     T5_ENCODER_HUGGINGFACE,
     T5_NEMO,

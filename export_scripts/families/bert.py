@@ -11,17 +11,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from export_scripts.families.layout.architecture import EncoderArchitecture, activation_choice
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.settings import huggingface_settings, model_name
-from export_scripts.families.mapping.source_mapping import Facts, Origin
-from export_scripts.families.mapping.sources import Copy, Source, Transpose
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Copy, TensorSource, Transpose
 
 LAYER = "model.encoder.layer.{layer}."
 
 
 @dataclass(frozen=True, kw_only=True)
-class BertConfig(ModelConfig):
+class BertConfig(FTConfig):
     """config.ini [bert].
 
     The loader reads neither layer_norm_eps (it assumes 1e-6) nor exact_gelu (it always takes the
@@ -165,8 +165,8 @@ def _config(facts: Facts) -> BertConfig:
     return config
 
 
-def _weights(facts: Facts, _: BertConfig) -> Mapping[str, Source]:
-    table: dict[str, Source] = {}
+def _weights(facts: Facts, _: BertConfig) -> Mapping[str, TensorSource]:
+    table: dict[str, TensorSource] = {}
     for name in _LINEARS:
         table[f"{LAYER}{name}.weight"] = Transpose(f"{_HF}{name}.weight")
         table[f"{LAYER}{name}.bias"] = Copy(f"{_HF}{name}.bias")
@@ -178,7 +178,7 @@ def _weights(facts: Facts, _: BertConfig) -> Mapping[str, Source]:
     return table
 
 
-BERT_HUGGINGFACE = Origin(
+BERT_HUGGINGFACE = SourceMapping(
     name="huggingface-bert",
     title="Hugging Face BERT (layers; embeddings, pooler and heads run outside)",
     family=BERT,

@@ -18,8 +18,8 @@ from export_scripts.families.mapping.settings import (
     model_name,
     stored_head,
 )
-from export_scripts.families.mapping.source_mapping import Facts, Origin
-from export_scripts.families.mapping.sources import Copy, Source, StackQKV, Transpose
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource, Transpose
 
 LAYER = "model.layers.{layer}."
 
@@ -89,7 +89,7 @@ def check_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -
     """Note a problem unless so many dimensions of a head can be turned, two at a time."""
     if dims % 2 or dims > size_per_head:
         settings.problems.append(
-            f"{settings.origin}: {name} = {dims} is not an even number of at most the head size of "
+            f"{settings.label}: {name} = {dims} is not an even number of at most the head size of "
             f"{size_per_head}"
         )
 
@@ -135,7 +135,7 @@ _H = "transformer.h.{layer}."
 WTE = "transformer.wte.weight"
 
 
-def _weights(facts: Facts, _: GPTJConfig) -> Mapping[str, Source]:
+def _weights(facts: Facts, _: GPTJConfig) -> Mapping[str, TensorSource]:
     """Return where each tensor lies; a tied head may be stored as the embedding alone."""
     q, k, v = (f"{_H}attn.{part}_proj.weight" for part in "qkv")
     return {
@@ -155,7 +155,7 @@ def _weights(facts: Facts, _: GPTJConfig) -> Mapping[str, Source]:
     }
 
 
-GPTJ_HUGGINGFACE = Origin(
+GPTJ_HUGGINGFACE = SourceMapping(
     name="huggingface-gptj",
     title="Hugging Face GPT-J",
     family=GPTJ,

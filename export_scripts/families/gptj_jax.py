@@ -1,4 +1,4 @@
-"""The mesh-transformer-jax release of GPT-J as an origin of the GPT-J layout.
+"""The mesh-transformer-jax release of GPT-J as an mapping of the GPT-J layout.
 
 How shards make whole tensors, and the rounding through fp16: FasterTransformer,
 examples/pytorch/gptj/utils/gptj_ckpt_convert.py.
@@ -14,13 +14,13 @@ from typing import Any
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.gptj import GPTJ, LAYER, GPTJConfig, check_rotary
 from export_scripts.families.mapping.settings import Settings
-from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Adjusted,
     Compute,
     Copy,
-    Source,
     StackQKV,
+    TensorSource,
     Transpose,
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, float32, rounded
@@ -128,11 +128,11 @@ def _embedding(config: GPTJConfig, table: Any, bias: Any) -> Any:
 _H = "h.{layer}."
 
 
-def _on_every_shard(function: Any, key: str) -> Source:
+def _on_every_shard(function: Any, key: str) -> TensorSource:
     return Compute(function, (key,), cuts=(0,))
 
 
-WEIGHTS: Mapping[str, Source] = {
+WEIGHTS: Mapping[str, TensorSource] = {
     "model.wte": Compute(_embedding, ("wte.weight", "wte.bias"), cuts=(0, 0)),
     LAYER + "input_layernorm.weight": _on_every_shard(_norm_scale, _H + "ln_1.weight"),
     LAYER + "input_layernorm.bias": _on_every_shard(_norm_bias, _H + "ln_1.bias"),
@@ -151,7 +151,7 @@ WEIGHTS: Mapping[str, Source] = {
     "model.lm_head.bias": Adjusted(Copy("lm_head.bias", cut=0), _rounded),
 }
 
-GPTJ_JAX = Origin(
+GPTJ_JAX = SourceMapping(
     name="jax-gptj",
     title="GPT-J, mesh-transformer-jax slim release (step_*/shard_*/*.npz)",
     family=GPTJ,

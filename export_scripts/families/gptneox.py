@@ -22,12 +22,12 @@ from export_scripts.families.mapping.settings import (
     model_name,
     stored_head,
 )
-from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Compute,
     Copy,
-    Source,
     SplitQKV,
+    TensorSource,
     Transpose,
     Zeros,
 )
@@ -164,7 +164,7 @@ EMBEDDING = "gpt_neox.embed_in.weight"
 HEADS = ("embed_out.weight", "lm_head.weight")
 
 
-def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, Source]:
+def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSource]:
     """Return where each tensor lies."""
     has_bias = facts.config.get("attention_bias", True)
     mlp_out = _L + "mlp.dense_4h_to_h"
@@ -196,7 +196,7 @@ def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, Source]:
     }
 
 
-GPTNEOX_HUGGINGFACE = Origin(
+GPTNEOX_HUGGINGFACE = SourceMapping(
     name="huggingface-gptneox",
     title="Hugging Face GPT-NeoX, Pythia",
     family=GPTNEOX,

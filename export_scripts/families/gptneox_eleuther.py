@@ -1,4 +1,4 @@
-"""EleutherAI's GPT-NeoX layer files as an origin of the GPT-NeoX layout.
+"""EleutherAI's GPT-NeoX layer files as an mapping of the GPT-NeoX layout.
 
 Each training rank keeps norms and output biases of its own: the norms are averaged, the biases are
 summed over all ranks. How: FasterTransformer, examples/pytorch/gptneox/utils/
@@ -17,8 +17,8 @@ from typing import Any
 from export_scripts.families.gptneox import GPTNEOX, LAYER, GPTNeoXConfig, divided_bias_sum
 from export_scripts.families.mapping.rotary import FT_BASE
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
-from export_scripts.families.mapping.source_mapping import Facts, Origin
-from export_scripts.families.mapping.sources import Compute, Copy, Source, SplitQKV, Transpose
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Compute, Copy, SplitQKV, TensorSource, Transpose
 from export_scripts.families.mapping.tensors import float32
 
 WTE = "embedding.word_embeddings.weight"
@@ -37,7 +37,7 @@ def _config(facts: Facts) -> GPTNeoXConfig:
         CheckpointMismatchError: The number of heads or of rotated dimensions is not told, or the
             model is of another architecture; all problems are listed.
     """
-    settings = Settings(facts.config, origin="configs/*.yml")
+    settings = Settings(facts.config, label="configs/*.yml")
     _refuse_other_models(settings)
     assumed = not _is_whole(settings.source)
     hidden = facts.pieces(WTE)[0].shape[1]
@@ -97,7 +97,7 @@ def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
         return 2 * facts.pieces(_FREQUENCIES)[0].shape[0]
     if "rotary-pct" not in settings.source and not _is_whole(settings.source):
         settings.problems.append(
-            f"{settings.origin} has no rotary-pct and the layers hold no rotary_emb.inv_freq: "
+            f"{settings.label} has no rotary-pct and the layers hold no rotary_emb.inv_freq: "
             "state --set rotary_embedding=.."
         )
         return 1
@@ -123,7 +123,7 @@ def _divided_sum(config: GPTNeoXConfig, *joined: Any) -> Any:
     return divided_bias_sum(config, *(_sum(config, bias) for bias in joined))
 
 
-def _everywhere(function: Any, *keys: str) -> Source:
+def _everywhere(function: Any, *keys: str) -> TensorSource:
     return Compute(function, keys, cuts=(0,) * len(keys))
 
 
@@ -136,7 +136,7 @@ _QKV = "attention.query_key_value."
 _ATTENTION_BIAS = _L + "attention.dense.bias"
 _MLP_BIAS = _L + "mlp.dense_4h_to_h.bias"
 
-WEIGHTS: Mapping[str, Source] = {
+WEIGHTS: Mapping[str, TensorSource] = {
     "model.wte": Copy(WTE, cut=0),
     "model.lm_head.weight": Copy(HEAD, cut=0),
     **{
@@ -156,7 +156,7 @@ WEIGHTS: Mapping[str, Source] = {
 }
 
 
-def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, Source]:
+def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSource]:
     """Return where each tensor lies; a model with tied weights has no head of its own."""
     untied = facts.config.get("no-weight-tying", not _is_whole(facts.config))
     if facts.has(HEAD) or untied is not False:
@@ -175,7 +175,7 @@ def _warnings(facts: Facts, config: GPTNeoXConfig) -> list[str]:
     return assumed + half_precision_warnings(facts, config, WTE)
 
 
-GPTNEOX_ELEUTHER = Origin(
+GPTNEOX_ELEUTHER = SourceMapping(
     name="eleuther-gptneox",
     title="GPT-NeoX, EleutherAI layer files (layer_*-model_*-model_states.pt)",
     family=GPTNEOX,

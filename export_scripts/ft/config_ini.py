@@ -10,7 +10,7 @@ from pathlib import Path
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families import FAMILIES
-from export_scripts.families.layout.config import ModelConfig, Sections
+from export_scripts.families.layout.config import FTConfig, Sections
 from export_scripts.families.layout.spec import ModelFamily
 
 CONFIG_NAME = "config.ini"
@@ -92,7 +92,7 @@ def _unreadable(section: str, key: str, value: str, line: str) -> list[str]:
     return problems
 
 
-def config_text(config: ModelConfig) -> str:
+def config_text(config: FTConfig) -> str:
     """Return the config.ini of a folder.
 
     Raises:
@@ -101,7 +101,7 @@ def config_text(config: ModelConfig) -> str:
     return format_ini(config.sections())
 
 
-def write_config(ft_dir: Path, config: ModelConfig) -> Path:
+def write_config(ft_dir: Path, config: FTConfig) -> Path:
     """Write `<ft_dir>/config.ini` and return its path.
 
     Raises:
@@ -125,7 +125,7 @@ def family_of(sections: Sections) -> ModelFamily:
     raise ValueError(f"config.ini has sections {sorted(sections)}; expected one of {known}")
 
 
-def read_config(ft_dir: Path) -> tuple[ModelFamily, ModelConfig]:
+def read_config(ft_dir: Path) -> tuple[ModelFamily, FTConfig]:
     """Return the family and config of an FT folder.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
 
 # Files beside the weights that any converter may write; none is a weight.
@@ -41,7 +41,7 @@ def manifest_path(ft_dir: Path) -> Path:
     return ft_dir.parent / f"{ft_dir.name}.manifest.json"
 
 
-def expected_files(family: ModelFamily, config: ModelConfig, tp_size: int) -> dict[str, int]:
+def expected_files(family: ModelFamily, config: FTConfig, tp_size: int) -> dict[str, int]:
     """Return the exact bytes of every weight file a folder for `tp_size` ranks holds.
 
     Raises:
@@ -54,6 +54,6 @@ def expected_files(family: ModelFamily, config: ModelConfig, tp_size: int) -> di
     }
 
 
-def tensor_table(family: ModelFamily, config: ModelConfig) -> dict[str, FTTensor]:
+def tensor_table(family: ModelFamily, config: FTConfig) -> dict[str, FTTensor]:
     """Return the tensors of a folder by name."""
     return {tensor.name: tensor for tensor in family.tensors(config)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.files.checksum import checksum_of
 from export_scripts.ft.config_ini import read_config
@@ -34,7 +34,7 @@ def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
     return list(problems.values())
 
 
-def _compare_files(ft_dir: Path, family: ModelFamily, config: ModelConfig) -> dict[str, str]:
+def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[str, str]:
     """Return what is wrong with each file; the folder itself stands under its path."""
     tp_size = config.tensor_para_size
     try:

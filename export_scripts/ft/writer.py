@@ -261,7 +261,7 @@ def is_interrupted(paths: WorkPaths, identity: str) -> bool:
     return bool(lines) and lines[0].get("identity") == identity and paths.staging.is_dir()
 
 
-def settle(paths: WorkPaths) -> None:
+def recover(paths: WorkPaths) -> None:
     """Undo, or complete, what a run cut off between its last steps left. Hold the lock."""
     if paths.replaced.exists() and not paths.final.exists():
         paths.replaced.rename(paths.final)

@@ -84,9 +84,9 @@ def _store_block(target: Array, values: Array) -> None:
         table = _table(values.dtype, target.dtype)
         np.copyto(bits(target), np.take(table, values.view(np.uint16), mode="clip"))
     elif target.dtype == BF16:
-        _round_to_bf16(target.view(np.uint16), float32(values))
+        _round_to_bf16(target.view(np.uint16), to_float32(values))
     else:
-        np.copyto(target, float32(values), casting="unsafe")
+        np.copyto(target, to_float32(values), casting="unsafe")
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def _round_to_bf16(target: Array, values: Array) -> None:
     np.copyto(target, rounded, casting="unsafe")
 
 
-def float32(values: Array) -> Array:
+def to_float32(values: Array) -> Array:
     """Return values as fp32: exact for fp16 and bf16, rounded for fp64."""
     if values.dtype == _FP32:
         return values
@@ -125,8 +125,8 @@ def float32(values: Array) -> Array:
         return values.astype(_FP32)
 
 
-def rounded(values: Array, data_type: str) -> Array:
+def round_to(values: Array, data_type: str) -> Array:
     """Return values as fp32 with the precision of a type of DTYPES."""
     narrow = np.empty(values.shape, DTYPES[data_type])
     store(narrow, values)
-    return float32(narrow)
+    return to_float32(narrow)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.tokenizer_files import TokenizerFiles
 from export_scripts.triton import signature
@@ -50,7 +50,7 @@ def takes_text(model_type: str) -> bool:
     return model_type != "bert"
 
 
-def generates(model_type: str) -> bool:
+def is_generative(model_type: str) -> bool:
     """Return whether a model of this type answers with tokens."""
     return model_type not in _ENCODERS
 
@@ -88,7 +88,7 @@ def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
         batch_input=not is_python,
         instance_count=request.instance_count,
     )
-    script = _SCRIPTS / ("generation" if generates(model_type) else "encoder") / _SCRIPT
+    script = _SCRIPTS / ("generation" if is_generative(model_type) else "encoder") / _SCRIPT
     return ModelFolder(config, {_SCRIPT: script} if is_python else {})
 
 
@@ -96,7 +96,7 @@ def text_models(
     request: RepositoryRequest,
     model: ModelSignature,
     model_type: str,
-    config: ModelConfig,
+    config: FTConfig,
     files: TokenizerFiles,
 ) -> list[ModelFolder]:
     """Return the models between text and tokens, and for a generator the ensemble of all."""
@@ -104,7 +104,7 @@ def text_models(
     has_encoder = model_type in (*_ENCODERS, *_ENCODER_DECODERS)
     append_end = int(has_encoder and files.kind in _PLAIN_TOKENIZERS)
     before = {"append_end_id": str(append_end)}
-    if not generates(model_type):
+    if not is_generative(model_type):
         return [builder.folder(TOKENIZER, signature.TOKENIZER, before)]
     after = {
         "answer_only": str(int(request.answer_only)),
@@ -130,9 +130,7 @@ def text_models(
 class _TextModels:
     """Builds the models that hold the tokenizer."""
 
-    def __init__(
-        self, request: RepositoryRequest, config: ModelConfig, files: TokenizerFiles
-    ) -> None:
+    def __init__(self, request: RepositoryRequest, config: FTConfig, files: TokenizerFiles) -> None:
         self._max_batch_size = request.max_batch_size
         self._files = {path.name: path for path in files.all_files}
         self._parameters = {
@@ -153,6 +151,6 @@ class _TextModels:
         return ModelFolder(config, {**self._files, _SCRIPT: _SCRIPTS / name / _SCRIPT})
 
 
-def _token_id(config: ModelConfig, *names: str) -> int:
+def _token_id(config: FTConfig, *names: str) -> int:
     """Return the first of the fields that the family's config has."""
     return next(int(getattr(config, name)) for name in names if hasattr(config, name))

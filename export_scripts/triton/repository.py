@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from export_scripts.families import FAMILIES
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.tokenizer_files import (
@@ -28,7 +28,7 @@ from export_scripts.triton.model_folders import (
     RESERVED_NAMES,
     TOKENIZER,
     ModelFolder,
-    generates,
+    is_generative,
     served_model,
     served_type,
     takes_text,
@@ -145,12 +145,12 @@ def repository_models(request: RepositoryRequest, *, kind: str | None = None) ->
     names = [request.model_dir.name]
     if request.ensemble and takes_text(model_type):
         around = (PREPROCESSING, POSTPROCESSING, ENSEMBLE)
-        names += around if generates(model_type) else (TOKENIZER,)
+        names += around if is_generative(model_type) else (TOKENIZER,)
     return [request.model_dir.parent / name for name in names]
 
 
 def _weight_problems(
-    request: RepositoryRequest, family: ModelFamily, config: ModelConfig
+    request: RepositoryRequest, family: ModelFamily, config: FTConfig
 ) -> list[str]:
     found = []
     if config.tensor_para_size != request.tp_size:
@@ -170,7 +170,7 @@ def _weight_problems(
     model_type = served_type(request, family)
     if model_type not in (family.model_type, *_ALSO_SERVED_AS.get(family.model_type, ())):
         found.append(f"model_type={model_type}, but {request.weights_dir} holds {family.name}.")
-    if request.decoupled and not generates(model_type):
+    if request.decoupled and not is_generative(model_type):
         found.append(f"decoupled=True, but a {model_type} model has nothing to stream.")
     keeping = _INTERACTIVE_TYPES.get(request.engine, ())
     if request.interactive and model_type not in keeping:

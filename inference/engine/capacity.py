@@ -12,7 +12,7 @@ from export_scripts.families.layout.architecture import (
     DecoderArchitecture,
     EncoderDecoderArchitecture,
 )
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.numeric.dtypes import item_size
 from inference.decoding.prompts import P_TUNING, SOFT_PROMPT
@@ -85,7 +85,7 @@ class _TokenConfig(Protocol):
 GeneratorArchitecture = DecoderArchitecture | EncoderDecoderArchitecture
 
 
-def generator_of(family: ModelFamily, config: ModelConfig) -> GeneratorArchitecture:
+def generator_of(family: ModelFamily, config: FTConfig) -> GeneratorArchitecture:
     """Return the architecture of a model that generates.
 
     Raises:
@@ -127,7 +127,7 @@ def _position_limit(architecture: GeneratorArchitecture) -> int | None:
     return architecture.num_buckets_or_max_pos_seq_len if absolute else None
 
 
-def model_limits(config: ModelConfig, architecture: GeneratorArchitecture) -> ModelLimits:
+def model_limits(config: FTConfig, architecture: GeneratorArchitecture) -> ModelLimits:
     """Return what requests to the model must respect."""
     tokens = cast(_TokenConfig, config)
     ia3_num_tasks = getattr(architecture, "ia3_num_tasks", 0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
@@ -245,7 +245,7 @@ def _encoder_layers(architecture: GeneratorArchitecture) -> int:
     return 0
 
 
-def _table_rows(config: ModelConfig) -> tuple[dict[int, int], int]:
+def _table_rows(config: FTConfig) -> tuple[dict[int, int], int]:
     """Return the first row of each prompt task's table among all of them, and the total."""
     first: dict[int, int] = {}
     total = 0

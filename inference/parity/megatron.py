@@ -23,7 +23,7 @@ from torch.nn import functional
 from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.families.gpt.core import core_traits
 from export_scripts.families.mapping.megatron_traits import MegatronTraits
-from export_scripts.numeric.arrays import float32
+from export_scripts.numeric.arrays import to_float32
 from inference.parity.activations import (
     PROMPT_TOKENS,
     Activations,
@@ -180,11 +180,11 @@ def _state(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, torch.Tens
     }
     state = {}
     for key, cut in cuts.items():
-        name = key.removeprefix(plan.origin.prefix)
+        name = key.removeprefix(plan.mapping.prefix)
         for fused, apart in _UNFUSED.items():
             name = name.replace(fused, apart)
         pieces = [
-            torch.from_numpy(np.array(float32(piece.load(plan.facts.maps))))
+            torch.from_numpy(np.array(to_float32(piece.load(plan.facts.maps))))
             for piece in plan.facts.pieces(key)
         ]
         if ".linear_fc1." in name and traits.gated:

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from export_scripts.checkpoints import recognise_format
-from export_scripts.conversion.plan import ConversionPlan, make_plan
+from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
 from export_scripts.conversion.tensor_plan import TensorPlan, local_fine_shape
 from export_scripts.conversion.transfer import ValueRange, file_chunks
 from export_scripts.conversion.write import build_parts
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.mapping.sources import Adjusted, Compute
 from export_scripts.ft.reader import FTReader
 from export_scripts.numeric.dtypes import torch_dtype
@@ -103,7 +103,7 @@ def source_plan(
         given=(*ids, *given),
     )
     names = {**OPTION_NAMES, "model_type": f"the family of {reader.path}"}
-    return make_plan(request, names=names, scratch_dir=scratch_dir)
+    return plan_conversion(request, names=names, scratch_dir=scratch_dir)
 
 
 def compare_weights(plan: ConversionPlan, reader: FTReader) -> WeightComparison:
@@ -119,7 +119,7 @@ def compare_weights(plan: ConversionPlan, reader: FTReader) -> WeightComparison:
     planned = {item.tensor.name for item in plan.tensors}
     return WeightComparison(
         format=plan.facts.reader.format,
-        title=plan.origin.title,
+        title=plan.mapping.title,
         tensors=len(present),
         files=sum(len(item.tensor.file_names(reader.tp_size)) for item in present),
         differences=tuple(sorted(found, key=lambda each: _order(each.tensor))),
@@ -191,7 +191,7 @@ def _compare_file(
     return differing, max_abs, largest
 
 
-def _setting_differences(expected: ModelConfig, found: ModelConfig) -> tuple[str, ...]:
+def _setting_differences(expected: FTConfig, found: FTConfig) -> tuple[str, ...]:
     """Return the config.ini values that the source would make otherwise."""
     return tuple(
         f"{field.name} = {getattr(found, field.name)}, the source makes it "

@@ -11,7 +11,7 @@ import torch
 from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.gptj import GPTJ, GPTJConfig
 from export_scripts.families.gptneox import GPTNEOX, GPTNeoXConfig
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.llama.layout import LLAMA, LlamaConfig
 from inference.decoding.options import RowOptions
@@ -36,7 +36,7 @@ SIZES: dict[str, Any] = {
     "end_id": 52,
     "weight_data_type": "fp32",
 }
-MODELS: dict[str, tuple[ModelFamily, ModelConfig]] = {
+MODELS: dict[str, tuple[ModelFamily, FTConfig]] = {
     "gpt": (GPT, gpt_config(size_per_head=8)),
     "opt": (GPT, gpt_config(layernorm_type="post_layernorm", activation_type="Relu")),
     "bloom": (

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from export_scripts.families import FAMILIES
-from export_scripts.triton.model_folders import generates
+from export_scripts.triton.model_folders import is_generative
 from export_scripts.triton.signature import MODEL_SIGNATURES
 from inference.client import main as client
 from inference.request_file import file_tensors
@@ -78,7 +78,7 @@ def test_engines_and_streaming_are_those_of_the_model(row: str) -> None:
     assert families
     on_ft = all(family.ft_backend for family in families)
     assert engines == ("pytorch, fastertransformer" if on_ft else "pytorch")
-    assert streams == ("yes" if generates(ROWS[row]) else "no")
+    assert streams == ("yes" if is_generative(ROWS[row]) else "no")
 
 
 @pytest.mark.parametrize("command", commands("python main.py"))

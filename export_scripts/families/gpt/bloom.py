@@ -1,4 +1,4 @@
-"""Hugging Face BLOOM as an origin of the GPT layout: ALiBi, and a layernorm before the decoder."""
+"""Hugging Face BLOOM as an mapping of the GPT layout: ALiBi, and a layernorm before the decoder."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
 from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings, model_name
-from export_scripts.families.mapping.source_mapping import Facts, Origin
-from export_scripts.families.mapping.sources import Copy, Source, SplitQKV, Transpose
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Copy, SplitQKV, TensorSource, Transpose
 
 WTE = "transformer.word_embeddings.weight"
 LM_HEAD = "lm_head.weight"
@@ -61,7 +61,7 @@ _LINEAR = {
     "mlp.dense_4h_to_h": "mlp.dense_4h_to_h",
 }
 
-WEIGHTS: Mapping[str, Source] = {
+WEIGHTS: Mapping[str, TensorSource] = {
     "model.wte": Copy(WTE),
     **{
         f"{ours}.{kind}": Copy(f"{theirs}.{kind}")
@@ -75,7 +75,7 @@ WEIGHTS: Mapping[str, Source] = {
     HEAD: Copy(LM_HEAD),
 }
 
-BLOOM_HUGGINGFACE = Origin(
+BLOOM_HUGGINGFACE = SourceMapping(
     name="huggingface-bloom",
     title="Hugging Face BLOOM",
     family=GPT,

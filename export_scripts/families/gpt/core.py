@@ -1,4 +1,4 @@
-"""megatron-core origins of the GPT layout, saved by NeMo or by Megatron-LM, distributed or not.
+"""The GPT layout from megatron-core checkpoints of NeMo or Megatron-LM, distributed or not.
 
 Names: NVIDIA/Megatron-LM, megatron/core/models/gpt/gpt_model.py and its layer specs.
 """
@@ -24,8 +24,8 @@ from export_scripts.families.mapping.megatron_traits import (
     nemo_traits,
 )
 from export_scripts.families.mapping.nemo2_traits import nemo2_traits, unknown_model
-from export_scripts.families.mapping.source_mapping import Facts, Origin
-from export_scripts.families.mapping.sources import Copy, Source, SplitQKV
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Copy, SplitQKV, TensorSource
 
 # Format -> how its configuration is read.
 _TRAITS = {"nemo": nemo_traits, "megatron": megatron_traits, "nemo2": nemo2_traits}
@@ -85,9 +85,9 @@ def _core_config(facts: Facts) -> GPTConfig:
     return gpt_config(facts, core_traits(facts), vocab_size=rows, tied=_core_tied(facts))
 
 
-def _core_weights(facts: Facts, config: GPTConfig) -> Mapping[str, Source]:  # noqa: ARG001
+def _core_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
     qkv = _CORE_LAYER + "self_attention.linear_qkv"
-    table: dict[str, Source] = {
+    table: dict[str, TensorSource] = {
         "model.wte": Copy(_CORE_WTE, cut=0),
         "model.wpe": Copy(_CORE + "embedding.position_embeddings.weight"),
         LAYER + "attention.query_key_value.weight": SplitQKV(f"{qkv}.weight"),
@@ -114,8 +114,8 @@ def _core_copies(facts: Facts, config: GPTConfig) -> tuple[str, ...]:  # noqa: A
     return (_CORE_HEAD,) if config.tie_word_embeddings else ()
 
 
-def _core_origin(name: str, title: str, source_format: str) -> Origin:
-    return Origin(
+def _core_mapping(name: str, title: str, source_format: str) -> SourceMapping:
+    return SourceMapping(
         name=name,
         title=title,
         family=GPT,
@@ -132,11 +132,11 @@ def _core_origin(name: str, title: str, source_format: str) -> Origin:
     )
 
 
-NEMO_CORE_GPT = _core_origin("nemo-core-gpt", "NeMo GPT in megatron-core layout", "nemo")
-MEGATRON_CORE_GPT = _core_origin(
+NEMO_CORE_GPT = _core_mapping("nemo-core-gpt", "NeMo GPT in megatron-core layout", "nemo")
+MEGATRON_CORE_GPT = _core_mapping(
     "megatron-core-gpt", "Megatron-LM GPT in megatron-core layout", "megatron"
 )
-NEMO2_CORE_GPT = _core_origin("nemo2-core-gpt", "NeMo 2 GPT", "nemo2")
+NEMO2_CORE_GPT = _core_mapping("nemo2-core-gpt", "NeMo 2 GPT", "nemo2")
 
 
-GPT_CORE_ORIGINS: tuple[Origin, ...] = (NEMO_CORE_GPT, MEGATRON_CORE_GPT, NEMO2_CORE_GPT)
+GPT_CORE_MAPPINGS: tuple[SourceMapping, ...] = (NEMO_CORE_GPT, MEGATRON_CORE_GPT, NEMO2_CORE_GPT)

@@ -1,4 +1,4 @@
-"""Hugging Face GPT-2 as an origin of the GPT layout."""
+"""Hugging Face GPT-2 as an mapping of the GPT layout."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
 from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings, model_name
-from export_scripts.families.mapping.source_mapping import Facts, Origin
-from export_scripts.families.mapping.sources import Copy, Mapped, Source
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Copy, Mapped, TensorSource
 
 WTE = "transformer.wte.weight"
 LM_HEAD = "lm_head.weight"
@@ -65,7 +65,7 @@ _NAMES = {
 }
 
 # Conv1D keeps (in, out) as FT does, so nothing is transposed.
-WEIGHTS: Mapping[str, Source] = {
+WEIGHTS: Mapping[str, TensorSource] = {
     "model.wte": Copy(WTE),
     "model.wpe": Copy("transformer.wpe.weight"),
     LAYER + "attention.query_key_value.weight": Mapped(_H + "attn.c_attn.weight", _in_thirds),
@@ -80,7 +80,7 @@ WEIGHTS: Mapping[str, Source] = {
     HEAD: Copy(LM_HEAD),
 }
 
-GPT2_HUGGINGFACE = Origin(
+GPT2_HUGGINGFACE = SourceMapping(
     name="huggingface-gpt2",
     title="Hugging Face GPT-2",
     family=GPT,

@@ -1,4 +1,4 @@
-"""NeMo 1.x and Megatron-LM origins of the GPT layout, in the names before megatron-core.
+"""NeMo 1.x and Megatron-LM source mappings of the GPT layout, in the names before megatron-core.
 
 Each table is a layout record's name -> where the tensor lies in the source.
 """
@@ -18,12 +18,12 @@ from export_scripts.families.mapping.megatron_traits import (
     nemo_traits,
 )
 from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
-from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Adjusted,
     Copy,
-    Source,
     SplitQKV,
+    TensorSource,
     Transpose,
     Zeros,
 )
@@ -114,11 +114,11 @@ def assumed_tokens_warning(facts: Facts, config: Any) -> list[str]:
 
 
 def with_bias_and_norm(
-    table: Mapping[str, Source], traits: MegatronTraits, facts: Facts
-) -> dict[str, Source]:
+    table: Mapping[str, TensorSource], traits: MegatronTraits, facts: Facts
+) -> dict[str, TensorSource]:
     """Return the table with zeros for absent biases and 1 added to layernorm1p scales."""
     shapes = {spec.name: spec.shape for spec in LAYOUT}
-    out: dict[str, Source] = {}
+    out: dict[str, TensorSource] = {}
     for name, source in table.items():
         key = source.reads[0][0].format(layer=0, task="")
         if name.endswith(".bias") and not traits.bias and not facts.has(key):
@@ -129,7 +129,7 @@ def with_bias_and_norm(
     return out | dict(PROMPT_SOURCES)
 
 
-def linear_sources(target: str, source: str, *, row_split: bool) -> dict[str, Source]:
+def linear_sources(target: str, source: str, *, row_split: bool) -> dict[str, TensorSource]:
     """Return the sources of a weight (out, in) and its bias, which is whole when rows are split."""
     return {
         f"{target}.weight": Transpose(f"{source}.weight", cut=1 if row_split else 0),
@@ -137,12 +137,12 @@ def linear_sources(target: str, source: str, *, row_split: bool) -> dict[str, So
     }
 
 
-def norm_sources(target: str, source: str) -> dict[str, Source]:
+def norm_sources(target: str, source: str) -> dict[str, TensorSource]:
     """Return the sources of a layernorm's scale and bias."""
     return {f"{target}.{part}": Copy(f"{source}.{part}") for part in ("weight", "bias")}
 
 
-def layer_table(layer: str, attention: str, order: str) -> dict[str, Source]:
+def layer_table(layer: str, attention: str, order: str) -> dict[str, TensorSource]:
     """Return the sources of one layer in Megatron's names before megatron-core."""
     qkv = f"{layer}{attention}.query_key_value"
     return {
@@ -159,7 +159,7 @@ def layer_table(layer: str, attention: str, order: str) -> dict[str, Source]:
 _NEMO = "model.language_model."
 _NEMO_WTE = _NEMO + "embedding.word_embeddings.weight"
 _NEMO_HEAD = _NEMO + "output_layer.weight"
-_NEMO_TABLE: Mapping[str, Source] = {
+_NEMO_TABLE: Mapping[str, TensorSource] = {
     "model.wte": Copy(_NEMO_WTE, cut=0),
     "model.wpe": Copy(_NEMO + "embedding.position_embeddings.weight"),
     **layer_table(_NEMO + "encoder.layers.{layer}.", "self_attention", "nkd"),
@@ -195,11 +195,11 @@ def _nemo_config(facts: Facts) -> GPTConfig:
     return gpt_config(facts, traits, vocab_size=rows, tied=tied)
 
 
-def _nemo_weights(facts: Facts, config: GPTConfig) -> Mapping[str, Source]:  # noqa: ARG001
+def _nemo_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
     return with_bias_and_norm(_NEMO_TABLE, nemo_traits(facts.config), facts)
 
 
-NEMO_GPT = Origin(
+NEMO_GPT = SourceMapping(
     name="nemo-gpt",
     title="NeMo 1.x GPT (.nemo, unpacked, checkpoint folder)",
     family=GPT,
@@ -275,10 +275,10 @@ def _lm_config(facts: Facts) -> GPTConfig:
     return gpt_config(facts, traits, vocab_size=rows, tied=tied)
 
 
-def _lm_weights(facts: Facts, config: GPTConfig) -> Mapping[str, Source]:  # noqa: ARG001
+def _lm_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
     stack = f"{_LM}{_stack_name(facts)}."
     layer = stack + "layers.{layer}."
-    table: dict[str, Source] = {
+    table: dict[str, TensorSource] = {
         "model.wte": Copy(_LM_WTE, cut=0),
         "model.wpe": Copy(_LM + "embedding.position_embeddings.weight"),
         **layer_table(layer, _attention_name(facts), _QKV_ORDER[_lm_version(facts)]),
@@ -295,7 +295,7 @@ def _lm_weights(facts: Facts, config: GPTConfig) -> Mapping[str, Source]:  # noq
     return with_bias_and_norm(table, _lm_traits(facts), facts)
 
 
-MEGATRON_GPT = Origin(
+MEGATRON_GPT = SourceMapping(
     name="megatron-gpt",
     title="Megatron-LM GPT, checkpoint versions 0 to 3",
     family=GPT,
@@ -309,4 +309,4 @@ MEGATRON_GPT = Origin(
     warnings=assumed_tokens_warning,
 )
 
-GPT_MEGATRON_ORIGINS: tuple[Origin, ...] = (NEMO_GPT, MEGATRON_GPT)
+GPT_MEGATRON_MAPPINGS: tuple[SourceMapping, ...] = (NEMO_GPT, MEGATRON_GPT)

@@ -1,4 +1,4 @@
-"""Hugging Face OPT as an origin of the GPT layout."""
+"""Hugging Face OPT as an mapping of the GPT layout."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
 from export_scripts.families.gpt.opt_int8 import check_ranges, int8_weights
 from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings, model_name
-from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Compute,
     Copy,
     Mapped,
     Ones,
     PerIndex,
-    Source,
     StackQKV,
+    TensorSource,
     Transpose,
     Zeros,
 )
@@ -102,7 +102,7 @@ _LINEAR = {
 }
 
 
-def _weights(facts: Facts, _: GPTConfig) -> Mapping[str, Source | PerIndex]:
+def _weights(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource | PerIndex]:
     """Return where each GPT tensor lies."""
     bias = facts.config.get("enable_bias", True)
     affine = facts.config.get("layer_norm_elementwise_affine", True)
@@ -134,7 +134,7 @@ def _is_tied(facts: Facts) -> bool:
     return head_is_tied(facts, settings, LM_HEAD, EMBEDDING, default=True)
 
 
-def _embeddings(facts: Facts) -> dict[str, Source]:
+def _embeddings(facts: Facts) -> dict[str, TensorSource]:
     """Return embedding and head; opt-350m keeps both narrow with a projection beside them."""
     head = EMBEDDING if _is_tied(facts) else LM_HEAD
     return {
@@ -145,12 +145,12 @@ def _embeddings(facts: Facts) -> dict[str, Source]:
     }
 
 
-def _neutral(kind: str) -> Source:
+def _neutral(kind: str) -> TensorSource:
     """Return a layernorm parameter of a model whose layernorms have none."""
     return Zeros(("hidden",)) if kind == "bias" else Ones(("hidden",))
 
 
-OPT_HUGGINGFACE = Origin(
+OPT_HUGGINGFACE = SourceMapping(
     name="huggingface-opt",
     title="Hugging Face OPT",
     family=GPT,

@@ -13,7 +13,7 @@ from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.gpt.layout import LAYER, GPTConfig
-from export_scripts.families.mapping.sources import Compute, PerIndex, Source
+from export_scripts.families.mapping.sources import Compute, PerIndex, TensorSource
 from export_scripts.families.mapping.tensors import ShapeTensor, constant, float32, stacked
 
 _LARGEST = 127.0
@@ -66,7 +66,7 @@ def int8_weights(ranges: Ranges) -> dict[str, PerIndex]:
 def _chooser(modules: tuple[str, ...], ranges: Ranges, kind: Any) -> Any:
     keys = tuple(f"{_L}{module}.weight" for module in modules)
 
-    def choose(index: Mapping[str, int | str]) -> Source:
+    def choose(index: Mapping[str, int | str]) -> TensorSource:
         entries = [ranges[_L.format(**index) + module] for module in modules]
 
         def compute(config: GPTConfig, *weights: Any) -> Any:

@@ -19,7 +19,7 @@ _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
 _MOST_LAYERS = 10_000
 _INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)")
 
-ConfigT = TypeVar("ConfigT", bound="ModelConfig")
+ConfigT = TypeVar("ConfigT", bound="FTConfig")
 
 
 def ini_field(
@@ -56,7 +56,7 @@ class PromptTask:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class FTConfig:
     """Base of every family's config; the fields are config.ini keys verbatim.
 
     A field whose value is None is not written. `tasks` are the p-tuned prompt tables, kept in
@@ -175,7 +175,7 @@ class ModelConfig:
         return config
 
 
-def _ini_fields(cls: type[ModelConfig]) -> list[dataclasses.Field[Any]]:
+def _ini_fields(cls: type[FTConfig]) -> list[dataclasses.Field[Any]]:
     return [f for f in dataclasses.fields(cls) if not f.metadata.get("skip")]
 
 

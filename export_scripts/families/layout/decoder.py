@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import WeightSpec
 
 # prompt_learning_type of keys and values that precede the prompt in every layer.
@@ -15,7 +15,7 @@ PREFIX_PROMPT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderConfig(ModelConfig):
+class DecoderConfig(FTConfig):
     """Keys that all decoders have; each family adds its own."""
 
     model_name: str

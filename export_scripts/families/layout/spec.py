@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.families.layout.architecture import Architecture
-from export_scripts.families.layout.config import Index, ModelConfig, Sections
+from export_scripts.families.layout.config import FTConfig, Index, Sections
 from export_scripts.numeric.dtypes import item_size
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -94,7 +94,7 @@ class WeightSpec:
         """Names of the indices in `name`, such as layer."""
         return tuple(_PLACEHOLDER.findall(self.name))
 
-    def expand(self, config: ModelConfig) -> Iterator[tuple[Index, FTTensor]]:
+    def expand(self, config: FTConfig) -> Iterator[tuple[Index, FTTensor]]:
         """Yield (index, tensor) for every tensor this record stands for in a model."""
         if not all(getattr(config, name) for name in self.when):
             return
@@ -124,7 +124,7 @@ class ModelFamily:
 
     name: str
     model_type: str
-    config: type[ModelConfig]
+    config: type[FTConfig]
     architecture: Callable[[Any], Architecture]
     layout: tuple[WeightSpec, ...]
     divisible: tuple[str, ...] = ("head_num", "inter_size")
@@ -133,21 +133,21 @@ class ModelFamily:
     ft_limits: Callable[[Any], list[str]] = lambda _: []
     owns: Callable[[Sections], bool] = lambda _: True
 
-    def expand(self, config: ModelConfig) -> Iterator[tuple[WeightSpec, Index, FTTensor]]:
+    def expand(self, config: FTConfig) -> Iterator[tuple[WeightSpec, Index, FTTensor]]:
         """Yield (record, index, tensor) for every tensor of the folder, in layout order."""
         for spec in self.layout:
             for index, tensor in spec.expand(config):
                 yield spec, index, tensor
 
-    def tp_sizes(self, config: ModelConfig) -> list[int]:
+    def tp_sizes(self, config: FTConfig) -> list[int]:
         """Return the numbers of tensor-parallel ranks that can share a model, up to 128."""
         return [n for n in range(1, 129) if self.is_divisible(config, n)]
 
-    def is_divisible(self, config: ModelConfig, tp_size: int) -> bool:
+    def is_divisible(self, config: FTConfig, tp_size: int) -> bool:
         """Return whether `tp_size` ranks can share a model; some sizes depend on their number."""
         cut = dataclasses.replace(config, tensor_para_size=tp_size)
         return all(cut.dim(name, {}) % tp_size == 0 for name in self.divisible)
 
-    def tensors(self, config: ModelConfig) -> tuple[FTTensor, ...]:
+    def tensors(self, config: FTConfig) -> tuple[FTTensor, ...]:
         """Return every tensor of the folder."""
         return tuple(tensor for _, _, tensor in self.expand(config))

@@ -1,4 +1,4 @@
-"""Megatron-core checkpoints with rotary positions and RMSNorm as origins of the Llama layout.
+"""The Llama layout from megatron-core checkpoints with rotary positions and RMSNorm.
 
 NeMo and Megatron-LM save the same tensors and differ in their configuration only.
 """
@@ -25,8 +25,15 @@ from export_scripts.families.llama.layout import (
 from export_scripts.families.mapping.megatron_traits import MegatronTraits, foreign_settings
 from export_scripts.families.mapping.nemo2_traits import unknown_model
 from export_scripts.families.mapping.rotary import RotarySettings
-from export_scripts.families.mapping.source_mapping import Facts, Origin
-from export_scripts.families.mapping.sources import Adjusted, Copy, Half, Mapped, Source, Transpose
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import (
+    Adjusted,
+    Copy,
+    Half,
+    Mapped,
+    TensorSource,
+    Transpose,
+)
 
 _CORE = "model.decoder.layers.{layer}."
 _CORE_WTE = "model.embedding.word_embeddings.weight"
@@ -123,7 +130,7 @@ def config_from_core(facts: Facts) -> LlamaConfig:
 
 
 def _known(size: int | None) -> int:
-    assert size, "a size the origin's reasons do not ask for"
+    assert size, "a size the mapping's reasons do not ask for"
     return size
 
 
@@ -188,7 +195,7 @@ def _linear_half(rows: Any, config: LlamaConfig) -> Any:  # noqa: ARG001
     return _half(rows, 1)
 
 
-def _cut(ours: str, theirs: str, function: Any, unit: Any = None) -> dict[str, Source]:
+def _cut(ours: str, theirs: str, function: Any, unit: Any = None) -> dict[str, TensorSource]:
     """A weight and a bias whose rows training ranks share."""
     return {
         f"{LAYER}{ours}.weight": Mapped(f"{theirs}weight", function, cut=0, axis=1, unit=unit),
@@ -196,7 +203,7 @@ def _cut(ours: str, theirs: str, function: Any, unit: Any = None) -> dict[str, S
     }
 
 
-def _gated(facts: Facts) -> dict[str, Source]:
+def _gated(facts: Facts) -> dict[str, TensorSource]:
     """The activated and the linear half of the gated projection, of each rank or of the whole."""
     if not facts.reader.is_distributed:
         return {
@@ -210,7 +217,7 @@ def _gated(facts: Facts) -> dict[str, Source]:
     }
 
 
-def weights_from_core(facts: Facts, config: LlamaConfig) -> Mapping[str, Source]:  # noqa: ARG001
+def weights_from_core(facts: Facts, config: LlamaConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
     """Return where each tensor lies; norms may be fused into the linear that follows."""
     norms = {LAYER + ours: theirs for ours, theirs in core_norm_keys(facts).items()}
     norms["model.final_layernorm"] = "model.decoder.final_layernorm."
@@ -231,7 +238,7 @@ def weights_from_core(facts: Facts, config: LlamaConfig) -> Mapping[str, Source]
     }
 
 
-def _core_norm(facts: Facts, key: str) -> Source:
+def _core_norm(facts: Facts, key: str) -> TensorSource:
     """Return a norm's scale; some models store how far it is from 1."""
     traits = core_traits(facts)
     if traits.normalization.endswith("1p"):
@@ -239,8 +246,8 @@ def _core_norm(facts: Facts, key: str) -> Source:
     return Copy(key)
 
 
-def _core_origin(source_format: str, title: str) -> Origin:
-    return Origin(
+def _core_mapping(source_format: str, title: str) -> SourceMapping:
+    return SourceMapping(
         name=f"{source_format}-core-llama",
         title=title,
         family=LLAMA,
@@ -256,8 +263,8 @@ def _core_origin(source_format: str, title: str) -> Origin:
     )
 
 
-LLAMA_CORE_ORIGINS: tuple[Origin, ...] = (
-    _core_origin("nemo", "NeMo Llama-style decoder in megatron-core layout"),
-    _core_origin("megatron", "Megatron-LM Llama-style decoder in megatron-core layout"),
-    _core_origin("nemo2", "NeMo 2 Llama-style decoder"),
+LLAMA_CORE_MAPPINGS: tuple[SourceMapping, ...] = (
+    _core_mapping("nemo", "NeMo Llama-style decoder in megatron-core layout"),
+    _core_mapping("megatron", "Megatron-LM Llama-style decoder in megatron-core layout"),
+    _core_mapping("nemo2", "NeMo 2 Llama-style decoder"),
 )

@@ -1,4 +1,4 @@
-"""Hugging Face Llama, Mistral and Qwen2 as an origin of the Llama layout."""
+"""Hugging Face Llama, Mistral and Qwen2 as an mapping of the Llama layout."""
 
 # Shapes: k key/value heads, d size per head, h hidden
 
@@ -25,8 +25,8 @@ from export_scripts.families.mapping.settings import (
     model_name,
     token_warnings,
 )
-from export_scripts.families.mapping.source_mapping import Facts, Origin
-from export_scripts.families.mapping.sources import Copy, Mapped, Source, Transpose
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Copy, Mapped, TensorSource, Transpose
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2")
 
@@ -105,7 +105,7 @@ def _sliding_window(settings: Settings) -> int | None:
         return None
     if kinds != {"sliding_attention"}:
         settings.problems.append(
-            f"{settings.origin}: only some layers attend in a sliding window; a folder holds one "
+            f"{settings.label}: only some layers attend in a sliding window; a folder holds one "
             "rule for all layers"
         )
     return settings.integer("sliding_window")
@@ -125,21 +125,21 @@ def _key_or_value(rows: Any, config: LlamaConfig) -> Any:
     return in_first(repeated_heads(_heads_apart(rows, config), config))
 
 
-def _linear(ours: str, theirs: str) -> dict[str, Source]:
+def _linear(ours: str, theirs: str) -> dict[str, TensorSource]:
     return {
         f"{LAYER}{ours}.weight": Transpose(f"{_HF}{theirs}.weight"),
         f"{LAYER}{ours}.bias": Copy(f"{_HF}{theirs}.bias"),
     }
 
 
-def _projection(ours: str, theirs: str, function: Any) -> dict[str, Source]:
+def _projection(ours: str, theirs: str, function: Any) -> dict[str, TensorSource]:
     return {
         f"{LAYER}{ours}.{kind}": Mapped(f"{_HF}{theirs}.{kind}", function)
         for kind in ("weight", "bias")
     }
 
 
-WEIGHTS: Mapping[str, Source] = {
+WEIGHTS: Mapping[str, TensorSource] = {
     "model.wte": Copy(WTE),
     LAYER + "input_layernorm.weight": Copy(_HF + "input_layernorm.weight"),
     **_projection("attention.query", "self_attn.q_proj", _query),
@@ -162,7 +162,7 @@ def _warnings(facts: Facts, config: LlamaConfig) -> list[str]:
     return token_warnings(facts) + overflow
 
 
-LLAMA_HUGGINGFACE = Origin(
+LLAMA_HUGGINGFACE = SourceMapping(
     name="huggingface-llama",
     title="Hugging Face Llama, Mistral, Qwen2",
     family=LLAMA,

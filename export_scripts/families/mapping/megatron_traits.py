@@ -80,26 +80,26 @@ _NUMBERS = (
 )  # fmt: skip
 
 
-def refuse_mistyped(config: Mapping[str, Any], origin: str) -> None:
+def refuse_mistyped(config: Mapping[str, Any], label: str) -> None:
     """Refuse a configuration whose sizes are no sizes; null counts as absent.
 
     Args:
         config: Keys of NeMo or Megatron-LM.
-        origin: What to call it in messages.
+        label: What to call it in messages.
 
     Raises:
         CheckpointMismatchError: Every such key with its value.
     """
     problems = [
-        f"{origin}: {key} = {config[key]!r} is not a positive whole number"
+        f"{label}: {key} = {config[key]!r} is not a positive whole number"
         for key in _COUNTS
         if config.get(key) is not None and not _is_count(config[key])
     ]
     width = config.get("project_size") or 1
     if not _is_count(width):
-        problems.append(f"{origin}: project_size = {width!r} is not a positive whole number")
+        problems.append(f"{label}: project_size = {width!r} is not a positive whole number")
     problems += [
-        f"{origin}: {key} = {config[key]!r} is not a number"
+        f"{label}: {key} = {config[key]!r} is not a number"
         for key in _NUMBERS
         if config.get(key) is not None and not _is_number(config[key])
     ]

@@ -14,13 +14,13 @@ from export_scripts.checkpoints.base import CheckpointReader, Piece
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import PromptTask
 from export_scripts.families.mapping.source_mapping import Facts
-from export_scripts.families.mapping.sources import Copy, Source
+from export_scripts.families.mapping.sources import Copy, TensorSource
 
 # FasterTransformer's prompt_learning_type of tables chosen by task name.
 P_PROMPT_TUNING = 3
 
 PROMPT_TABLE = "model.prompt_table.{task}.weight"
-PROMPT_SOURCES: Mapping[str, Source] = {PROMPT_TABLE: Copy("prompt:{task}")}
+PROMPT_SOURCES: Mapping[str, TensorSource] = {PROMPT_TABLE: Copy("prompt:{task}")}
 
 _TABLE = re.compile(r"(?:^|\.)prompt_table\.(?P<task>[^.]+)\.prompt_embeddings\.weight$")
 _TASK_NAME = re.compile(r"[\w][\w\- ]*")

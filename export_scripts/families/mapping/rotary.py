@@ -50,28 +50,28 @@ def rotary_settings(settings: Settings, *, fraction: float = 1.0) -> RotarySetti
     given = source.get("rope_parameters") or source.get("rope_scaling") or {}
     if not isinstance(given, Mapping):
         settings.problems.append(
-            f"{settings.origin}: rotary scaling {given!r} is not a table of parameters"
+            f"{settings.label}: rotary scaling {given!r} is not a table of parameters"
         )
         return RotarySettings()
     if any(isinstance(value, Mapping) for value in given.values()):
-        settings.problems.append(f"{settings.origin}: layers with rotary positions of their own")
+        settings.problems.append(f"{settings.label}: layers with rotary positions of their own")
         return RotarySettings()
     kind = given.get("rope_type") or given.get("type") or "default"
     if not isinstance(kind, str) or kind not in _REQUIRED:
         known = ", ".join(_REQUIRED)
         settings.problems.append(
-            f"{settings.origin}: rotary scaling {kind!r} cannot be represented; known: {known}"
+            f"{settings.label}: rotary scaling {kind!r} cannot be represented; known: {known}"
         )
         return RotarySettings()
     base = settings.number("rope_theta", "rotary_emb_base", default=FT_BASE)
     part = settings.number("partial_rotary_factor", "rotary_pct", default=fraction)
-    inner = Settings(given, f"{settings.origin}: rotary scaling", settings.problems)
+    inner = Settings(given, f"{settings.label}: rotary scaling", settings.problems)
     base = inner.number("rope_theta", default=base)
     part = inner.number("partial_rotary_factor", default=part)
     missing = [name for name in _REQUIRED[kind] if given.get(name) is None]
     if missing:
         settings.problems.append(
-            f"{settings.origin}: {kind} rotary scaling without {', '.join(missing)}"
+            f"{settings.label}: {kind} rotary scaling without {', '.join(missing)}"
         )
         return RotarySettings()
     return RotarySettings(kind, base, part, _scaling(kind, inner, settings))
@@ -82,7 +82,7 @@ def plain_rotary_dims(settings: Settings, size_per_head: int, *, fraction: float
     rotary = rotary_settings(settings, fraction=fraction)
     if rotary.kind != "default" or rotary.base != FT_BASE:
         settings.problems.append(
-            f"{settings.origin}: rotary positions of kind {rotary.kind} and base {rotary.base:g} "
+            f"{settings.label}: rotary positions of kind {rotary.kind} and base {rotary.base:g} "
             f"cannot be represented: FT's are plain, of base {FT_BASE:g}"
         )
     return int(size_per_head * rotary.fraction)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.mapping.source_mapping import Facts
 
 _REQUIRED = object()
@@ -42,12 +42,12 @@ class Settings:
 
     Attributes:
         source: The configuration as its library wrote it.
-        origin: What to call it in messages.
+        label: What to call it in messages.
         problems: What was missing or unreadable so far.
     """
 
     source: Mapping[str, Any]
-    origin: str = "config.json"
+    label: str = "config.json"
     problems: list[str] = field(default_factory=list)
 
     def value(self, *names: str, default: Any = _REQUIRED) -> Any:
@@ -56,7 +56,7 @@ class Settings:
             if self.source.get(name) is not None:
                 return self.source[name]
         if default is _REQUIRED:
-            self.problems.append(f"{self.origin} has no {' or '.join(names)}")
+            self.problems.append(f"{self.label} has no {' or '.join(names)}")
             return None
         return default
 
@@ -67,7 +67,7 @@ class Settings:
             return 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             self.problems.append(
-                f"{self.origin}: {names[0]} = {value!r} is not a count; expected a whole number "
+                f"{self.label}: {names[0]} = {value!r} is not a count; expected a whole number "
                 f"of at least {least}"
             )
             return 1
@@ -84,7 +84,7 @@ class Settings:
             or not 0 < value < sys.float_info.max
         ):
             self.problems.append(
-                f"{self.origin}: {names[0]} = {value!r} cannot be meant; expected a number greater "
+                f"{self.label}: {names[0]} = {value!r} cannot be meant; expected a number greater "
                 "than 0"
             )
             return 1.0
@@ -94,7 +94,7 @@ class Settings:
         """Return a boolean."""
         value = self.value(name, default=default)
         if not isinstance(value, bool):
-            self.problems.append(f"{self.origin}: {name} = {value!r} is neither true nor false")
+            self.problems.append(f"{self.label}: {name} = {value!r} is neither true nor false")
             return default
         return value
 
@@ -104,7 +104,7 @@ class Settings:
         if not isinstance(name, str) or name not in HUGGINGFACE_ACTIVATIONS:
             known = ", ".join(HUGGINGFACE_ACTIVATIONS)
             self.problems.append(
-                f"{self.origin}: {names[0]} = {name} cannot be represented; known: {known}"
+                f"{self.label}: {names[0]} = {name} cannot be represented; known: {known}"
             )
             return "Gelu", False
         return HUGGINGFACE_ACTIVATIONS[name]
@@ -113,12 +113,12 @@ class Settings:
         """Note a problem unless a key is absent or has one of the allowed values."""
         value = self.source.get(name, allowed[0])
         if value not in allowed:
-            self.problems.append(f"{self.origin}: {name} = {value!r} cannot be represented: {why}")
+            self.problems.append(f"{self.label}: {name} = {value!r} cannot be represented: {why}")
 
     def divide(self, total: int, parts: int, what: str) -> int:
         """Return total / parts, noting a problem when it leaves a rest."""
         if parts == 0 or total % parts:
-            self.problems.append(f"{self.origin}: {what}: {total} does not divide by {parts}")
+            self.problems.append(f"{self.label}: {what}: {total} does not divide by {parts}")
             return 1
         return total // parts
 
@@ -152,7 +152,7 @@ class Settings:
         start, end = (end if start is None else start), (start if end is None else end)
         if start is None or end is None:
             self.problems.append(
-                f"{self.origin} has neither bos_token_id nor eos_token_id, and no tokenizer tells "
+                f"{self.label} has neither bos_token_id nor eos_token_id, and no tokenizer tells "
                 "them: state --set start_id=.. --set end_id=.."
             )
             return 0, 0
@@ -163,7 +163,7 @@ class Settings:
         if isinstance(value, list):
             value = value[0] if value else None
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-            self.problems.append(f"{self.origin}: {name} = {value!r} is not a token id")
+            self.problems.append(f"{self.label}: {name} = {value!r} is not a token id")
             return None
         return value
 
@@ -245,7 +245,7 @@ def model_name(source: Mapping[str, Any], family: str) -> str:
     return name.encode()[:_MOST_NAME_BYTES].decode(errors="ignore").strip() or family
 
 
-def half_precision_warnings(facts: Facts, config: ModelConfig, embedding: str) -> list[str]:
+def half_precision_warnings(facts: Facts, config: FTConfig, embedding: str) -> list[str]:
     """Return a warning when weights trained in bf16 are to be computed in fp16.
 
     Args:

@@ -14,14 +14,14 @@ from export_scripts.checkpoints.base import (
     TokenizerFile,
 )
 from export_scripts.checkpoints.tokenizers import SpecialIds, special_ids
-from export_scripts.families.layout.config import ModelConfig
+from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
-from export_scripts.families.mapping.sources import PerIndex, Source
+from export_scripts.families.mapping.sources import PerIndex, TensorSource
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a source before converting it: an origin decides from this alone.
+    """What is known of a source before converting it: an mapping decides from this alone.
 
     Attributes:
         reader: The checkpoint.
@@ -34,7 +34,7 @@ class Facts:
         ia3_in_place: Multiply IA3 scalers into the weights instead of storing them.
         adapters: Opened adapter archives, in order.
         activation_ranges: Ranges of module inputs and outputs, for static int8.
-        extra: Tensors of the added archives, by the names origins use for them.
+        extra: Tensors of the added archives, by the names source mappings use for them.
         prefix: Key prefix that a source may leave out.
     """
 
@@ -64,7 +64,7 @@ class Facts:
     def resolve(self, key: str) -> str | None:
         """Return the name under which the source stores `key`, or None if it does not.
 
-        A name in the origin's table may start with a prefix the source leaves out.
+        A name in the mapping's table may start with a prefix the source leaves out.
         """
         known = self.reader.keys()
         if key in self.extra or key in known:
@@ -123,7 +123,7 @@ class Facts:
             raise ValueError(f"{name}={text} is not an integer") from None
 
 
-def _no_reasons(facts: Facts) -> list[str]:  # noqa: ARG001 - the signature of Origin.unsupported
+def _no_reasons(facts: Facts) -> list[str]:  # noqa: ARG001 - the signature of SourceMapping.unsupported
     return []
 
 
@@ -136,7 +136,7 @@ def _no_warnings(facts: Facts, config: Any) -> list[str]:  # noqa: ARG001
 
 
 @dataclass(frozen=True)
-class Origin:
+class SourceMapping:
     """A format and architecture that becomes a family's layout.
 
     Attributes:
@@ -160,8 +160,8 @@ class Origin:
     family: ModelFamily
     format: str
     matches: Callable[[Facts], bool]
-    config: Callable[[Facts], ModelConfig]
-    weights: Callable[[Facts, Any], Mapping[str, Source | PerIndex]]
+    config: Callable[[Facts], FTConfig]
+    weights: Callable[[Facts, Any], Mapping[str, TensorSource | PerIndex]]
     unsupported: Callable[[Facts], list[str]] = _no_reasons
     ignored: tuple[str, ...] = ()
     copies: Callable[[Facts, Any], tuple[str, ...]] = _no_copies

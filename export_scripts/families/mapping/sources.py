@@ -22,7 +22,7 @@ class Get(Protocol):
         """Return the pieces.
 
         Args:
-            key: Source key.
+            key: TensorSource key.
             cut: Axis on which they may be cut once more, where that saves gathering them.
             unit: How many entries of that axis belong together.
         """
@@ -47,7 +47,7 @@ class Parts:
         return tuple(shape)
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """Where an FT tensor comes from."""
 
     @property
@@ -108,7 +108,7 @@ class Mapped:
     """`function(piece, config)` of each training rank's piece.
 
     Args:
-        key: Source key.
+        key: TensorSource key.
         function: Gives the piece in FT layout.
         cut: Axis on which training ranks cut the source.
         axis: Axis of the result along which the pieces follow each other.
@@ -139,7 +139,7 @@ class Half:
     """A half of the rows of a whole tensor, transposed if it is a weight: (2 * f[, in]).
 
     Args:
-        key: Source key, of a checkpoint that keeps whole tensors.
+        key: TensorSource key, of a checkpoint that keeps whole tensors.
         which: 0 for the first half, 1 for the second.
     """
 
@@ -290,7 +290,7 @@ class Compute:
 class Adjusted:
     """Another source with `function(part, config)` applied to each of its parts in fp32."""
 
-    source: Source
+    source: TensorSource
     function: Callable[[Tensor, Any], Tensor]
 
     @property
@@ -309,7 +309,7 @@ class Adjusted:
 class PerIndex:
     """A source that differs from layer to layer: `choose(index)` gives the one of an index."""
 
-    choose: Callable[[Mapping[str, int | str]], Source]
+    choose: Callable[[Mapping[str, int | str]], TensorSource]
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tensors as sources and origins see them: numpy arrays with values, or shapes without.
+"""Tensors as sources and source mappings see them: numpy arrays with values, or shapes without.
 
 The same code converts values and, on `ShapeTensor`, checks shapes before a byte is read. numpy is
 imported when there are values.
@@ -113,7 +113,7 @@ def float32(values: Tensor) -> Tensor:
         return values
     from export_scripts.numeric import arrays
 
-    return arrays.float32(values)
+    return arrays.to_float32(values)
 
 
 def rounded(values: Tensor, data_type: str) -> Tensor:
@@ -122,7 +122,7 @@ def rounded(values: Tensor, data_type: str) -> Tensor:
         return values
     from export_scripts.numeric import arrays
 
-    return arrays.rounded(values, data_type)
+    return arrays.round_to(values, data_type)
 
 
 def joined(pieces: Sequence[Tensor], axis: int) -> Tensor:

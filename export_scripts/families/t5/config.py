@@ -11,7 +11,7 @@ from export_scripts.families.layout.architecture import (
     StackArchitecture,
     activation_choice,
 )
-from export_scripts.families.layout.config import ModelConfig, Sections, ini_field
+from export_scripts.families.layout.config import FTConfig, Sections, ini_field
 
 HEAD = "lm_head.weight"
 
@@ -25,7 +25,7 @@ _STRUCTURE = ("structure",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class T5Config(ModelConfig):
+class T5Config(FTConfig):
     """config.ini [encoder], [decoder] and [structure]; an encoder alone has no decoder layers.
 
     Absent keys have the loader's defaults.

@@ -1,4 +1,4 @@
-"""Hugging Face origins of the T5 layout: T5, T5-v1.1, flan-T5, mT5, UL2, and encoders alone.
+"""The T5 layout from Hugging Face: T5, T5-v1.1, flan-T5, mT5, UL2, and encoders alone.
 
 Names: transformers, models/t5/modeling_t5.py.
 """
@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.mapping.settings import Settings, model_name, quantization_reasons
-from export_scripts.families.mapping.source_mapping import Facts, Origin
-from export_scripts.families.mapping.sources import Copy, Source, StackQKV, Transpose
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource, Transpose
 from export_scripts.families.t5.config import HEAD, T5Config
 from export_scripts.families.t5.layout import (
     DECODER,
@@ -145,11 +145,11 @@ def _encoder_config(facts: Facts) -> T5Config:
     return _config(facts, has_decoder=False)
 
 
-def _attention(name: str) -> dict[str, Source]:
+def _attention(name: str) -> dict[str, TensorSource]:
     return {f"{name}.{part}.weight": Transpose(f"{name}.{part}.weight") for part in "qkvo"}
 
 
-def _mlp(name: str, config: T5Config) -> dict[str, Source]:
+def _mlp(name: str, config: T5Config) -> dict[str, TensorSource]:
     if not config.use_gated_activation:
         return {
             f"{name}.{part}.weight": Transpose(f"{name}.{part}.weight") for part in ("wi", "wo")
@@ -158,11 +158,11 @@ def _mlp(name: str, config: T5Config) -> dict[str, Source]:
     return {f"{name}.{ft}.weight": Transpose(f"{name}.{hf}.weight") for ft, hf in parts.items()}
 
 
-def _norms(*names: str) -> dict[str, Source]:
+def _norms(*names: str) -> dict[str, TensorSource]:
     return {f"{name}.weight": Copy(f"{name}.weight") for name in names}
 
 
-def _encoder_weights(facts: Facts, config: T5Config) -> dict[str, Source]:
+def _encoder_weights(facts: Facts, config: T5Config) -> dict[str, TensorSource]:
     bias = RELATIVE_BIAS.format(side="encoder")
     return {
         "shared.weight_T": Copy(_embedding_key(facts)),
@@ -174,7 +174,7 @@ def _encoder_weights(facts: Facts, config: T5Config) -> dict[str, Source]:
     }
 
 
-def _whole_weights(facts: Facts, config: T5Config) -> Mapping[str, Source]:
+def _whole_weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
     bias = RELATIVE_BIAS.format(side="decoder")
     name = DECODER + "layer.0.SelfAttention"
     q, k, v = (f"{name}.{part}.weight" for part in "qkv")
@@ -203,7 +203,7 @@ _SHARED_IGNORED = (
     "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
 )
 
-T5_HUGGINGFACE = Origin(
+T5_HUGGINGFACE = SourceMapping(
     name="huggingface-t5",
     title="Hugging Face T5, T5-v1.1, flan-T5, mT5, UL2",
     family=T5,
@@ -216,7 +216,7 @@ T5_HUGGINGFACE = Origin(
     warnings=t5_warnings,
 )
 
-T5_ENCODER_HUGGINGFACE = Origin(
+T5_ENCODER_HUGGINGFACE = SourceMapping(
     name="huggingface-t5-encoder",
     title="Hugging Face T5EncoderModel, or the encoder of a whole T5",
     family=T5_ENCODER,

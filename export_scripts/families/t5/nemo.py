@@ -1,4 +1,4 @@
-"""NeMo origin of the T5 layout, with adapters, IA3 and prompt tables.
+"""NeMo mapping of the T5 layout, with adapters, IA3 and prompt tables.
 
 Names: NeMo 1.x, nlp/modules/common/megatron/token_level_encoder_decoder.py. FT derives biases,
 norm and the scaling of attention scores from t5_with_bias alone; what a model does otherwise is
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_fields
-from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Adjusted,
     Copy,
-    Source,
     SplitQKV,
+    TensorSource,
     Transpose,
     Zeros,
 )
@@ -165,18 +165,18 @@ def _starts_with_pad(facts: Facts) -> bool:
     return False
 
 
-def _norm(target: str, source: str) -> dict[str, Source]:
+def _norm(target: str, source: str) -> dict[str, TensorSource]:
     return {f"{target}.{part}": Copy(f"{source}.{part}") for part in ("weight", "bias")}
 
 
-def _column(target: str, source: str) -> dict[str, Source]:
+def _column(target: str, source: str) -> dict[str, TensorSource]:
     return {
         f"{target}.weight": Transpose(f"{source}.weight", cut=0),
         f"{target}.bias": Copy(f"{source}.bias", cut=0),
     }
 
 
-def _row(target: str, source: str) -> dict[str, Source]:
+def _row(target: str, source: str) -> dict[str, TensorSource]:
     return {
         f"{target}.weight": Transpose(f"{source}.weight", cut=1),
         f"{target}.bias": Copy(f"{source}.bias"),
@@ -185,7 +185,7 @@ def _row(target: str, source: str) -> dict[str, Source]:
 
 def _fused(
     target: str, source: str, order: str, *, parts: int = 3, select: int | None = None
-) -> dict[str, Source]:
+) -> dict[str, TensorSource]:
     """One part of a fused projection, or all of it."""
     return {
         f"{target}.{kind}": SplitQKV(
@@ -195,7 +195,7 @@ def _fused(
     }
 
 
-def _mlp(target: str, layer: str) -> dict[str, Source]:
+def _mlp(target: str, layer: str) -> dict[str, TensorSource]:
     return {
         **_column(f"{target}.wi", layer + "mlp.dense_h_to_4h"),
         **_column(f"{target}.wi2", layer + "mlp.dense_h_to_4h_2"),
@@ -203,12 +203,12 @@ def _mlp(target: str, layer: str) -> dict[str, Source]:
     }
 
 
-def _relative_bias(side: str) -> dict[str, Source]:
+def _relative_bias(side: str) -> dict[str, TensorSource]:
     key = f"{_ROOT}{side}_relative_position_embedding.relative_position_embedding.weight"
     return {RELATIVE_BIAS.format(side=side): Transpose(key)}
 
 
-def _encoder_table(order: str) -> dict[str, Source]:
+def _encoder_table(order: str) -> dict[str, TensorSource]:
     attention, qkv = ENCODER + "layer.0.SelfAttention", _ELAYER + "self_attention.query_key_value"
     return {
         **_relative_bias("encoder"),
@@ -223,7 +223,7 @@ def _encoder_table(order: str) -> dict[str, Source]:
     }
 
 
-def _decoder_table(order: str) -> dict[str, Source]:
+def _decoder_table(order: str) -> dict[str, TensorSource]:
     attention, cross = DECODER + "layer.0.SelfAttention", DECODER + "layer.1.EncDecAttention"
     key_value = _DLAYER + "inter_attention.key_value"
     return {
@@ -242,10 +242,10 @@ def _decoder_table(order: str) -> dict[str, Source]:
     }
 
 
-def _weights(facts: Facts, config: T5Config) -> Mapping[str, Source]:
+def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
     traits = nemo_t5(facts.config)
     order = "knd" if traits.legacy else "nkd"
-    table: dict[str, Source] = {
+    table: dict[str, TensorSource] = {
         "shared.weight_T": Copy(_EMBEDDING, cut=0),
         "shared.ape": Copy(_POSITIONS),
         **_encoder_table(order),
@@ -263,8 +263,8 @@ def _weights(facts: Facts, config: T5Config) -> Mapping[str, Source]:
 
 
 def _scaled_queries(
-    table: dict[str, Source], traits: NemoT5, config: T5Config
-) -> dict[str, Source]:
+    table: dict[str, TensorSource], traits: NemoT5, config: T5Config
+) -> dict[str, TensorSource]:
     """Return the table with queries multiplied by what FT's scaling of scores leaves to do."""
     factor = traits.query_factor(config.d_kv)
     if factor == 1.0:
@@ -286,11 +286,11 @@ def _scaled_queries(
 
 
 def _with_bias_and_norm(
-    table: Mapping[str, Source], traits: NemoT5, facts: Facts
-) -> dict[str, Source]:
+    table: Mapping[str, TensorSource], traits: NemoT5, facts: Facts
+) -> dict[str, TensorSource]:
     """Return the table with zeros for absent biases and 1 added to layernorm1p scales."""
     shapes = {spec.name: spec.shape for spec in LAYOUT}
-    out: dict[str, Source] = {}
+    out: dict[str, TensorSource] = {}
     for name, source in table.items():
         key = source.reads[0][0].format(encoder_layer=0, decoder_layer=0)
         absent = name.endswith(".bias") and not facts.has(key)
@@ -303,7 +303,7 @@ def _with_bias_and_norm(
     return out
 
 
-T5_NEMO = Origin(
+T5_NEMO = SourceMapping(
     name="nemo-t5",
     title="NeMo T5 (.nemo, unpacked, checkpoint folder), with adapters, IA3 and prompt tables",
     family=T5,

@@ -17,8 +17,8 @@ from export_scripts.families.mapping.sources import (
     Copy,
     Get,
     Parts,
-    Source,
     Stack,
+    TensorSource,
     Transpose,
     join,
 )
@@ -39,7 +39,7 @@ _INDEX = {"encoder": "{encoder_layer}", "decoder": "{decoder_layer}"}
 
 
 @dataclass(frozen=True)
-class Scalers:
+class IA3Scalers:
     """Where IA3 archives keep the scalers: (task, side, kind) -> key with its layer's index.
 
     Kinds are key, value, inter_key, inter_value and mlp.
@@ -57,7 +57,7 @@ class Scalers:
         return self.keys.get((task, side, kind), missing)
 
 
-def find_scalers(facts: Facts) -> Scalers:
+def find_scalers(facts: Facts) -> IA3Scalers:
     """Return where the added IA3 archives keep their scalers, in either way of naming them."""
     keys: dict[tuple[int, str, str], str] = {}
     for key in facts.extra:
@@ -67,7 +67,7 @@ def find_scalers(facts: Facts) -> Scalers:
         inter = match["inter"] or ("inter_" if match["part"] == "inter_attention" else "")
         place = (int(match["task"]), match["side"], inter + match["kind"])
         keys[place] = _with_index(key, match)
-    return Scalers(len(facts.ia3), keys)
+    return IA3Scalers(len(facts.ia3), keys)
 
 
 def _with_index(key: str, match: re.Match[str]) -> str:
@@ -138,9 +138,9 @@ def adapter_fields(archives: Sequence[CheckpointReader]) -> dict[str, Any]:
     }
 
 
-def adapter_sources(facts: Facts) -> dict[str, Source]:
+def adapter_sources(facts: Facts) -> dict[str, TensorSource]:
     """Return the sources of the adapters of both stacks (empty without an archive)."""
-    sources: dict[str, Source] = {}
+    sources: dict[str, TensorSource] = {}
     for key in facts.extra:
         match = _ADAPTER.search(key)
         if match is None:
@@ -176,7 +176,7 @@ _SCALED = {
 }
 
 
-def ia3_sources(scalers: Scalers) -> dict[str, Source]:
+def ia3_sources(scalers: IA3Scalers) -> dict[str, TensorSource]:
     """Return the sources of the stored scalers of both stacks, one row per task."""
     return {
         f"{_BLOCKS[side]}{name}.ia3.weight": Stack(
@@ -197,7 +197,7 @@ class Scaled:
         keys: Further keys the factor needs, each cut on axis 0 over training ranks.
     """
 
-    source: Source
+    source: TensorSource
     factor: Callable[..., Tensor]
     keys: tuple[str, ...] = ()
 
@@ -216,7 +216,7 @@ class Scaled:
         return Parts(parts.axis, (whole * self.factor(config, *factors),))
 
 
-def ia3_in_place(table: Mapping[str, Source], scalers: Scalers) -> dict[str, Source]:
+def ia3_in_place(table: Mapping[str, TensorSource], scalers: IA3Scalers) -> dict[str, TensorSource]:
     """Return the table with the only task's scalers multiplied into what they would scale.
 
     Keys and values are scaled after their bias, so the biases are scaled too; the MLP's scaler
@@ -238,7 +238,9 @@ def ia3_in_place(table: Mapping[str, Source], scalers: Scalers) -> dict[str, Sou
     return out
 
 
-def _scale(table: dict[str, Source], name: str, factor: Callable[..., Tensor], *keys: str) -> None:
+def _scale(
+    table: dict[str, TensorSource], name: str, factor: Callable[..., Tensor], *keys: str
+) -> None:
     if name in table and table[name].reads:
         table[name] = Scaled(table[name], factor, keys)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from export_scripts.conversion.plan import make_plan
+from export_scripts.conversion.plan import plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
 from export_scripts.families.layout.architecture import Architecture
 from inference.evaluation.options import IdentityOptions
@@ -160,8 +160,8 @@ def _architecture(checkpoint: Path) -> Architecture:
     request = ConversionRequest(
         checkpoint, checkpoint.parent, tp_size=1, weight_data_type="fp32", allow=("*",)
     )
-    plan = make_plan(request, names=OPTION_NAMES)
-    return plan.origin.family.architecture(plan.config)
+    plan = plan_conversion(request, names=OPTION_NAMES)
+    return plan.mapping.family.architecture(plan.config)
 
 
 def _compare_states(expected: torch.Tensor, found: Any) -> RowDifference:

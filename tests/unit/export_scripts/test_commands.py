@@ -88,10 +88,10 @@ def test_inspect_tells_why_a_checkpoint_cannot_be_converted(tmp_path: Path) -> N
 
 
 def test_list_families_prints_every_origin() -> None:
-    from export_scripts.families import ORIGINS
+    from export_scripts.families import SOURCE_MAPPINGS
 
     rows = json.loads(run("list_families", "--json").stdout)
-    assert [row["source"] for row in rows] == [origin.title for origin in ORIGINS]
+    assert [row["source"] for row in rows] == [mapping.title for mapping in SOURCE_MAPPINGS]
     llama = next(row for row in rows if row["family"] == "llama")
     assert llama["engines"] == ["pytorch"]
     table = run("list_families", "--markdown").stdout

@@ -17,7 +17,7 @@ from export_scripts import families
 from export_scripts.conversion import plan
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.layout.architecture import DecoderArchitecture
-from export_scripts.families.layout.config import ModelConfig, ini_field
+from export_scripts.families.layout.config import FTConfig, ini_field
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.source_mapping import Facts, Origin
 from export_scripts.families.mapping.sources import Copy, Source, StackQKV, Transpose
@@ -26,7 +26,7 @@ from export_scripts.ft.validation import validate_directory
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToyConfig(ModelConfig):
+class ToyConfig(FTConfig):
     SECTION: ClassVar[str] = "toy"
 
     head_num: int
@@ -88,7 +88,7 @@ def test_a_new_family_needs_only_its_record_and_two_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(families.FAMILIES, "toy", TOY)
-    monkeypatch.setattr(plan, "ORIGINS", (TOY_ORIGIN, *families.ORIGINS))
+    monkeypatch.setattr(plan, "SOURCE_MAPPINGS", (TOY_ORIGIN, *families.SOURCE_MAPPINGS))
     tensors = {"emb": torch.randn(7, 6)}
     tensors |= {f"{i}.{name}": torch.randn(6, 6) for i in range(2) for name in "qkvo"}
     (tmp_path / "config.json").write_text(
@@ -106,10 +106,10 @@ def test_a_new_family_needs_only_its_record_and_two_rows(
 
 
 def test_origins_have_names_of_their_own_and_a_listed_family() -> None:
-    names = [origin.name for origin in families.ORIGINS]
+    names = [mapping.name for mapping in families.SOURCE_MAPPINGS]
     assert len(set(names)) == len(names)
-    for origin in families.ORIGINS:
-        assert families.FAMILIES[origin.family.name] is origin.family
+    for mapping in families.SOURCE_MAPPINGS:
+        assert families.FAMILIES[mapping.family.name] is mapping.family
 
 
 @pytest.mark.parametrize("family", families.FAMILIES.values(), ids=families.FAMILIES)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from export_scripts.numeric import arrays
-from export_scripts.numeric.arrays import BF16, DTYPES, float32, rounded, store
+from export_scripts.numeric.arrays import BF16, DTYPES, round_to, store, to_float32
 from export_scripts.numeric.dtypes import torch_dtype
 from tests.arrays import as_array, as_torch
 
@@ -71,10 +71,10 @@ def test_bf16_cannot_be_computed_with_by_mistake() -> None:
     assert values.dtype == BF16
     with pytest.raises(TypeError):
         values + values
-    assert (float32(values) + 1).tolist() == [2.0] * 3
+    assert (to_float32(values) + 1).tolist() == [2.0] * 3
 
 
 def test_rounded_values_keep_only_what_the_type_holds() -> None:
     values = np.array([1 + 2**-9, 1e6], np.float32)
-    assert rounded(values, "bf16").tolist() == [1.0, 999424.0]
-    assert rounded(values, "fp16").tolist() == [1 + 2**-9, np.inf]
+    assert round_to(values, "bf16").tolist() == [1.0, 999424.0]
+    assert round_to(values, "fp16").tolist() == [1 + 2**-9, np.inf]
