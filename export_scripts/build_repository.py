@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         unless --no-ensemble the text models and the ensemble around it. The weights lie where the
         repository keeps them, at MODEL_DIR/1/<N>-gpu; built again, it changes nothing.
         """,
-        "exit status: 0 when it is built, 1 with every problem told.",
+        "exit status: 0 when built, 1 with every problem listed.",
     )
     parser.add_argument(
         "model_dir",
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     numbers = (
         ("--tensor-model-parallel-size", 1, "ranks that share each layer"),
         ("--pipeline-model-parallel-size", 1, "groups of layers"),
-        ("--max-batch-size", 1, "most rows of one request"),
+        ("--max-batch-size", 1, "most sequences of one request"),
         ("--int8-mode", 0, "0, 1 or 2; the C++ backend's quantisation"),
         ("--enable-custom-all-reduce", 0, "0 or 1; the C++ backend's own reduction"),
         ("--instance-count", 1, "instances of the model"),
@@ -136,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="further parameter of the model, any number of times",
+        help="further parameter of the model; repeat for more",
     )
     return parser
 

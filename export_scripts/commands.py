@@ -1,4 +1,4 @@
-"""What the commands of this package share: output, progress, errors told in plain words."""
+"""Helpers of the commands: output, progress, errors in plain words."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def complain(text: str) -> None:
 
 
 def run_command(parser: argparse.ArgumentParser, handler: Handler, arguments: Sequence[str]) -> int:
-    """Return the exit status: 0, 1 after an error told in plain words, 130 after Ctrl-C."""
+    """Return the exit status: 0, 1 after a reported error, 130 after Ctrl-C."""
     options = parser.parse_args(arguments)
     try:
         return handler(options)
@@ -34,12 +34,12 @@ def run_command(parser: argparse.ArgumentParser, handler: Handler, arguments: Se
             complain(f"error: {line}")
         return 1
     except KeyboardInterrupt:
-        complain("interrupted; run the same command again to go on")
+        complain("interrupted; run the same command again to continue")
         return 130
 
 
 class ProgressLine:
-    """One line on a terminal, redrawn; a line now and then in a log."""
+    """A progress line, redrawn on a terminal and repeated every few seconds in a log."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -71,7 +71,7 @@ class ProgressLine:
 
 
 def command_parser(name: str, text: str, epilog: str = "") -> argparse.ArgumentParser:
-    """Return a parser for `python -m export_scripts.<name>` with its help as it is written."""
+    """Return a parser for `python -m export_scripts.<name>` with its help text left unwrapped."""
     return argparse.ArgumentParser(
         prog=f"python -m export_scripts.{name}",
         description=textwrap.dedent(text).strip(),

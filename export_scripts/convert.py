@@ -16,23 +16,23 @@ _MOST_WORKERS = 8
 
 
 def usual_workers() -> int:
-    """Return how many workers suit this process: one for each core it may use, up to 8."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
+    """Return the default number of workers: one per core this process may use, at most 8."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return min(cores, _MOST_WORKERS)
 
 
 def convert_parser() -> argparse.ArgumentParser:
-    """Return the arguments of `convert`."""
+    """Return the argument parser of `convert`."""
     parser = command_parser(
         "convert",
         """
-        Convert a checkpoint into FasterTransformer shards: <output-dir>/<N>-gpu/ appears.
+        Convert a checkpoint into FasterTransformer shards in <output-dir>/<N>-gpu/.
 
         The format (NeMo, Megatron-LM, Hugging Face, ...) and the family are recognised. Any
         training parallelism becomes any inference parallelism that divides the model. What cannot
         be represented is refused, with every reason, before anything is written; an interrupted
-        run goes on when started again.
+        run continues when started again.
         """,
         """
         examples:
@@ -41,15 +41,15 @@ def convert_parser() -> argparse.ArgumentParser:
           python -m export_scripts.convert --checkpoint-path hf/gpt2 --output-dir out/1 \\
               --tensor-model-parallel-size 1 --weight-data-type fp32 --processes 4
 
-        exit status: 0 when the folder is whole; 1 when it cannot be, with every reason told (and
-        then there is none); 2 for wrong options; 130 after Ctrl-C (run it again to go on).
+        exit status: 0 when the folder is complete; 1 when it cannot be made, with every reason
+        listed and no folder left; 2 for wrong options; 130 after Ctrl-C (run it again to continue).
         """,
     )
     add = parser.add_argument
     add("--checkpoint-path", type=Path, required=True, metavar="PATH",
         help="source: a .nemo archive or a folder")  # fmt: skip
     add("--output-dir", type=Path, required=True, metavar="DIR",
-        help="folder under which <N>-gpu is made")  # fmt: skip
+        help="folder in which <N>-gpu is made")  # fmt: skip
     add("--tensor-model-parallel-size", type=int, required=True, metavar="N",
         help="tensor-parallel ranks of inference")  # fmt: skip
     add("--weight-data-type", required=True, choices=WEIGHT_DATA_TYPES, help="type on disk")
@@ -74,9 +74,9 @@ def convert_parser() -> argparse.ArgumentParser:
         help="vocabulary or sentencepiece model in place of the checkpoint's")  # fmt: skip
     add("--merges-path", type=Path, metavar="FILE", help="merges in place of the checkpoint's")
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="given",
-        help="a config.ini value the checkpoint does not tell, such as head_num=16")  # fmt: skip
+        help="a config.ini value that the checkpoint lacks, such as head_num=16")  # fmt: skip
     add("--allow", action="append", default=[], metavar="PATTERN",
-        help="accept tensors of these names although unknown, damaged or not finite")  # fmt: skip
+        help="accept unknown, damaged or non-finite tensors of these names")  # fmt: skip
     add("--overwrite", action="store_true", help="replace a folder that holds something else")
     return parser
 
@@ -130,10 +130,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def summary_text(summary: ConversionSummary) -> str:
-    """Return the summary of a conversion for people."""
+    """Return a conversion's summary as text."""
     lines = [f"warning: {remark}" for remark in summary.remarks]
     if summary.already_done:
-        lines.append(f"{summary.ft_dir} is already there: nothing left to do")
+        lines.append(f"{summary.ft_dir} is already complete; nothing to do")
     rate = summary.written_bytes / max(summary.seconds, 1e-6) / 1e6
     facts = (
         ("folder", str(summary.ft_dir)),

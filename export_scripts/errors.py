@@ -1,4 +1,4 @@
-"""Errors of the checkpoint vocabulary that callers catch by name."""
+"""Exceptions that callers catch by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MOST_LISTED = 20
 
 
 class CheckpointMismatchError(ValueError):
-    """A checkpoint is not what it has to be; every difference is listed.
+    """A checkpoint that differs from what is expected; every difference is listed.
 
     Attributes:
         problems: One sentence per difference, in the order found.
@@ -23,7 +23,7 @@ class CheckpointMismatchError(ValueError):
 
 
 def listed(problems: Sequence[str], prefix: str = "") -> list[str]:
-    """Return problems of one kind: the first ones, each after a prefix, and how many more."""
+    """Return the first problems of one kind, each after a prefix, and the number of the rest."""
     more = len(problems) - _MOST_LISTED
     shown = [prefix + problem for problem in problems[:_MOST_LISTED]]
     return shown + ([f"{prefix}... and {more} more like these"] if more > 0 else [])

@@ -24,7 +24,7 @@ from export_scripts.ft.validation import validate_directory
 
 
 def describe(path: Path, *, tensors: bool = False) -> dict[str, Any]:
-    """Return what a path holds.
+    """Return a description of a path.
 
     Args:
         path: A checkpoint or a converted folder.
@@ -95,7 +95,7 @@ def _describe_checkpoint(reader: CheckpointReader, *, tensors: bool) -> dict[str
 
 
 def _becomes(reader: CheckpointReader) -> dict[str, Any]:
-    """Return the family a checkpoint becomes, or every reason why it does not."""
+    """Return the family a checkpoint becomes, or every reason it cannot be converted."""
     facts = Facts(
         reader=reader, tp_size=1, weight_data_type="fp16", tokenizer=tuple(reader.tokenizer_files())
     )
@@ -119,7 +119,7 @@ def _becomes(reader: CheckpointReader) -> dict[str, Any]:
 
 
 def description_text(facts: Mapping[str, Any]) -> str:
-    """Return a description for people."""
+    """Return a description as text."""
     lines: list[str] = []
     for name, value in facts.items():
         if isinstance(value, Mapping):
@@ -153,10 +153,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
         "inspect",
         """
-        Say what a checkpoint or a converted folder is: format, family, sizes, parallelism, types,
-        tokenizer, and for a checkpoint whether it can be converted. Reads no tensor.
+        Describe a checkpoint or a converted folder: format, family, sizes, parallelism, types,
+        tokenizer, and whether a checkpoint can be converted. Reads no tensor.
         """,
-        "exit status: 0 when it is known what the path is, 1 otherwise.",
+        "exit status: 0 when the path is recognised, 1 otherwise.",
     )
     parser.add_argument("path", type=Path, help="a .nemo archive, a checkpoint or an FT folder")
     parser.add_argument("--json", action="store_true", help="print JSON")

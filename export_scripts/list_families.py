@@ -15,7 +15,7 @@ from export_scripts.triton.model_folders import ENGINES
 
 
 def support_table() -> list[dict[str, Any]]:
-    """Return one row per source: what it becomes, what can be added, which engines serve it."""
+    """Return one row per source: its family, possible add-ons, and the engines that serve it."""
     return [_support_row(mapping) for mapping in SOURCE_MAPPINGS]
 
 

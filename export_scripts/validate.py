@@ -18,10 +18,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_parser(
         "validate",
         """
-        Compare a converted folder with what its config.ini and its manifest say: the exact set of
+        Compare a converted folder with its config.ini and its manifest: the exact set of
         files, each one's exact size, and (unless --quick) every checksum.
         """,
-        "exit status: 0 when sound, 1 with every difference listed.",
+        "exit status: 0 when they agree, 1 with every difference listed.",
     )
     parser.add_argument("folder", type=Path, help="a folder such as out/1/2-gpu")
     parser.add_argument("--quick", action="store_true", help="do not compute checksums")
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
         say(
             f"{options.folder} is sound: {family.name}, {config.tensor_para_size} ranks, "
             f"{config.weight_data_type}, {len(files)} weight files, {sum(files.values()):,} bytes; "
-            f"{how} agree" + ("" if manifest else " (no manifest lies beside it)")
+            f"{how} agree" + ("" if manifest else " (the folder has no manifest)")
         )
         return 0
 

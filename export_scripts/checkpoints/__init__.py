@@ -26,7 +26,7 @@ Recognise = Callable[[Path], bool]
 # (path, folder to unpack gzip archives in)
 Open = Callable[[Path, Path | None], CheckpointReader]
 
-# Asked in order; the first that recognises the path opens it.
+# Tried in order; the first that recognises the path opens it.
 FORMATS: dict[str, tuple[Recognise, Open]] = {
     "huggingface": (is_huggingface, lambda path, _: open_huggingface(path)),
     "jax": (
@@ -43,10 +43,10 @@ FORMATS: dict[str, tuple[Recognise, Open]] = {
 
 
 def recognise_format(path: Path) -> str:
-    """Return the format of a path, without reading more than names and first bytes.
+    """Return the format of a path; only names and first bytes are read.
 
     Raises:
-        ValueError: The path does not exist, or is no known checkpoint.
+        ValueError: The path does not exist, or is not a known checkpoint.
     """
     if not path.exists():
         raise ValueError(f"checkpoint {path} does not exist")
@@ -74,7 +74,7 @@ def open_checkpoint(path: Path | str, *, scratch_dir: Path | None = None) -> Che
         scratch_dir: Where a gzip archive is unpacked while the reader is in use.
 
     Raises:
-        ValueError: The path does not exist, or is no known checkpoint.
+        ValueError: The path does not exist, or is not a known checkpoint.
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
     """
     path = snapshot_folder(Path(path))
@@ -90,7 +90,7 @@ def open_addition(
 ) -> CheckpointReader:
     """Return the index of an archive that was trained on top of another checkpoint.
 
-    Such archives (prompt tables, adapters, IA3) do not tell how deep the model's stages are.
+    Such archives (prompt tables, adapters, IA3) do not state the depth of the model's stages.
 
     Args:
         path: The archive, or its unpacked folder.
@@ -98,7 +98,7 @@ def open_addition(
         scratch_dir: Where a gzip archive is unpacked while the reader is in use.
 
     Raises:
-        ValueError: The path does not exist, or is no NeMo archive.
+        ValueError: The path does not exist, or is not a NeMo archive.
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
     """
     path = Path(path)

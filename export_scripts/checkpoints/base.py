@@ -1,4 +1,4 @@
-"""What every source format offers: named tensors as byte ranges of files, read when asked.
+"""The interface of source formats: named tensors as byte ranges of files, read on demand.
 
 No reader holds tensors. An index is built without numpy, so that a check on a login node can see
 every name and shape; `StoredTensor.load` maps the bytes when a conversion needs them.
@@ -47,7 +47,7 @@ _COMPARED_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Record:
-    """A byte range of a file whose checksum an archive tells."""
+    """A byte range of a file with the checksum its archive states."""
 
     path: Path
     offset: int
@@ -56,7 +56,7 @@ class Record:
 
 
 class Piece(Protocol):
-    """What a training rank held of a tensor: a `StoredTensor`, or one in several chunks."""
+    """A training rank's piece of a tensor: a `StoredTensor`, or one in several chunks."""
 
     @property
     def dtype(self) -> str:
@@ -72,17 +72,17 @@ class Piece(Protocol):
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """What lies in files."""
+        """The stored tensors it consists of."""
 
     def load(self, maps: FileMaps) -> Array:
-        """Return the values: a read-only view of a file where nothing has to be gathered."""
+        """Return the values: a read-only view of a file unless chunks must be gathered."""
 
     def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:
         """Return consecutive parts along an axis that need less gathering than the whole.
 
         Args:
             axis: The axis; None for the whole.
-            unit: How many of its entries belong together.
+            unit: Number of its entries that belong together.
         """
 
     def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
@@ -91,7 +91,7 @@ class Piece(Protocol):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor as it lies in a file.
+    """One tensor stored in a file.
 
     Attributes:
         path: File that holds the bytes.
@@ -99,7 +99,7 @@ class StoredTensor:
         dtype: Key of SOURCE_TYPES.
         shape: Sizes.
         stride: Steps in elements when the tensor is not contiguous.
-        record: What the tensor is a part of, where an archive tells its checksum.
+        record: The checksummed record the tensor is in, if the archive has one.
     """
 
     path: Path
@@ -183,9 +183,9 @@ class FileMaps:
         return memoryview(self.map(path))
 
     def is_intact(self, tensor: StoredTensor) -> bool:
-        """Return whether a tensor's bytes have the checksum its archive tells, if it tells one.
+        """Return whether a tensor's bytes match the archive's checksum; True without one.
 
-        Every record is read once, whoever asks first.
+        Every record is read once.
         """
         record = tensor.record
         if record is None:
@@ -203,12 +203,12 @@ class FileMaps:
         for start in range(record.offset, record.offset + record.size, _CHECKED_BYTES):
             end = min(start + _CHECKED_BYTES, record.offset + record.size)
             found = crc32(view[start:end], found)
-            if record.size > tensor.span_bytes:  # the rest is not read now
+            if record.size > tensor.span_bytes:  # the rest is not needed now
                 self._drop(record.path, start, end)
         return found
 
     def forget(self, tensor: StoredTensor) -> None:
-        """Drop a tensor's pages from this process; they stay in the system's cache."""
+        """Drop a tensor's pages from this process; the system's cache keeps them."""
         self._drop(tensor.path, tensor.offset, tensor.offset + tensor.span_bytes)
 
     def _drop(self, path: Path, start: int, end: int) -> None:
@@ -219,7 +219,7 @@ class FileMaps:
             mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def prefetch(self, tensor: StoredTensor) -> None:
-        """Ask the system to read a tensor's bytes ahead."""
+        """Start reading a tensor's bytes ahead."""
         mapped = self.map(tensor.path)
         start = tensor.offset // mmap.PAGESIZE * mmap.PAGESIZE
         length = min(tensor.offset + tensor.span_bytes, len(mapped)) - start
@@ -256,11 +256,11 @@ class CheckpointReader(Protocol):
 
     @property
     def path(self) -> Path:
-        """What was opened."""
+        """The path that was opened."""
 
     @property
     def is_distributed(self) -> bool:
-        """Whether it holds whole tensors, layers numbered over all stages, not those of ranks."""
+        """Whether it holds whole tensors with global layer numbers instead of ranks' pieces."""
 
     def config(self) -> Mapping[str, Any]:
         """Return the model's configuration as the source wrote it."""
@@ -278,12 +278,12 @@ class CheckpointReader(Protocol):
         """Return every file the checkpoint consists of."""
 
     def notes(self) -> Sequence[str]:
-        """Return remarks worth telling, such as which of several files was taken."""
+        """Return remarks to report, such as the choice among several files."""
 
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """The plain part of a reader: configuration, pieces and files, all known when it opens."""
+    """A reader whose configuration, pieces and files are all known when it opens."""
 
     format: str
     path: Path
@@ -292,7 +292,7 @@ class TensorIndex:
     source_files: tuple[Path, ...]
     tokenizer: tuple[TokenizerFile, ...] = ()
     remarks: tuple[str, ...] = ()
-    kept: tuple[Any, ...] = field(default=(), compare=False)  # objects whose files must stay
+    kept: tuple[Any, ...] = field(default=(), compare=False)  # objects that keep files alive
     is_distributed: bool = False
 
     def config(self) -> Mapping[str, Any]:
@@ -316,7 +316,7 @@ class TensorIndex:
         return self.source_files
 
     def notes(self) -> Sequence[str]:
-        """Return remarks worth telling."""
+        """Return remarks to report."""
         return self.remarks
 
 
@@ -338,5 +338,5 @@ def fingerprint_files(files: Sequence[Path]) -> str:
 
 
 def truncated(path: Path, what: str) -> CheckpointMismatchError:
-    """Return the error for a file that ends before its contents do."""
+    """Return the error for a truncated or damaged file."""
     return CheckpointMismatchError(f"{path} is truncated or damaged: {what}; copy it again")

@@ -1,6 +1,6 @@
-"""Tensors that lie in several chunks, as distributed checkpoints store them.
+"""Tensors in several chunks, as distributed checkpoints store them.
 
-A chunk is a box of the whole tensor. What training ranks held of it does not matter any more.
+A chunk is a box of the whole tensor. The layout over training ranks no longer matters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from export_scripts.checkpoints.base import SOURCE_TYPES, FileMaps, Piece, Store
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
-# Every pair of chunks is compared: a damaged index would otherwise keep us forever.
+# Every pair of chunks is compared, which a damaged index could make endless.
 _MOST_CHUNKS = 4096
 
 
@@ -26,7 +26,7 @@ class Chunk:
 
     Attributes:
         begin: Index of its first value on each axis of the whole.
-        values: Where its values lie.
+        values: Its stored values.
     """
 
     begin: tuple[int, ...]
@@ -38,7 +38,7 @@ class Chunk:
         return tuple(b + n for b, n in zip(self.begin, self.values.shape, strict=True))
 
     def overlaps(self, other: Chunk) -> bool:
-        """Return whether both hold some value of the whole."""
+        """Return whether two chunks overlap."""
         ranges = zip(self.begin, self.end, other.begin, other.end, strict=True)
         return all(max(a, c) < min(b, d) for a, b, c, d in ranges)
 
@@ -53,7 +53,7 @@ class ChunkedTensor:
 
     @property
     def stored(self) -> tuple[StoredTensor, ...]:
-        """What lies in files."""
+        """The stored tensors it consists of."""
         return tuple(chunk.values for chunk in self.chunks)
 
     @property
@@ -78,7 +78,7 @@ class ChunkedTensor:
 
         Args:
             axis: The axis; None for the whole.
-            unit: What the chunks' sizes on it have to be multiples of.
+            unit: Number of which the chunks' sizes on it must be multiples.
         """
         if axis is None:
             return (self,)
@@ -99,11 +99,11 @@ class ChunkedTensor:
         )
 
     def problems(self) -> list[str]:
-        """Return why the chunks do not make the whole: they overlap, stick out or leave holes."""
+        """Return the reason the chunks do not make the whole: overlap, excess or holes."""
         if len(self.chunks) > _MOST_CHUNKS:
             return [f"it lies in {len(self.chunks)} chunks; expected at most {_MOST_CHUNKS}"]
         outside = [
-            f"a chunk of {list(chunk.values.shape)} at {list(chunk.begin)} sticks out of "
+            f"a chunk of {list(chunk.values.shape)} at {list(chunk.begin)} reaches beyond "
             f"{list(self.shape)}"
             for chunk in self.chunks
             if any(end > size for end, size in zip(chunk.end, self.shape, strict=True))
@@ -122,7 +122,7 @@ class ChunkedTensor:
         return []
 
     def select(self, index: int) -> ChunkedTensor:
-        """Return what lies at `index` of the first axis."""
+        """Return the values at `index` of the first axis."""
         chunks = tuple(
             Chunk(chunk.begin[1:], _row(chunk.values, index - chunk.begin[0]))
             for chunk in self.chunks
@@ -146,7 +146,7 @@ def concatenated(first: ChunkedTensor, second: ChunkedTensor) -> ChunkedTensor:
 
 
 def _row(values: StoredTensor, index: int) -> StoredTensor:
-    """Return what lies at `index` of the first axis; nothing is read."""
+    """Return the values at `index` of the first axis; nothing is read."""
     step = values.stride[0] if values.stride else math.prod(values.shape[1:])
     return dataclasses.replace(
         values,

@@ -22,13 +22,13 @@ from typing import IO, Any
 from export_scripts.checkpoints.base import truncated
 from export_scripts.checkpoints.pt_archive import Region
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.files.disk import telling_full_disk
+from export_scripts.files.disk import disk_full_as_value_error
 
 _COPY_BYTES = 1 << 22
 _MAX_YAML_BYTES = 8 << 20
 _GZIP_MAGIC = b"\x1f\x8b"
 
-# Weights barely compress: what grows beyond both is not a checkpoint.
+# Weights barely compress; anything that grows beyond both is not a checkpoint.
 _BOMB_RATIO = 50
 _BOMB_FLOOR_BYTES = 1 << 30
 
@@ -39,7 +39,7 @@ class Container:
 
     Attributes:
         path: The archive or folder.
-        members: Normalised relative name -> where its bytes lie.
+        members: Normalised relative name -> its byte range.
         kept: Holds the scratch folder of an unpacked gzip while the container is in use.
     """
 
@@ -48,7 +48,7 @@ class Container:
     kept: tuple[Any, ...] = field(default=(), compare=False)
 
     def find(self, name: str) -> Region | None:
-        """Return the member called `name`, if there is one."""
+        """Return the member called `name`, or None."""
         return self.members.get(name)
 
     def read(self, name: str, *, limit_bytes: int) -> bytes:
@@ -74,7 +74,7 @@ def read_yaml(container: Container, name: str) -> dict[str, Any]:
     """Return the table in a member.
 
     Raises:
-        CheckpointMismatchError: It is no YAML, or no table.
+        CheckpointMismatchError: It is not YAML, or not a table.
     """
     import yaml
 
@@ -106,7 +106,9 @@ def open_container(path: Path, *, scratch_dir: Path | None = None) -> Container:
     scratch = _Scratch(scratch_dir)
     plain = scratch.folder / "archive.tar"
     try:
-        with telling_full_disk(scratch.folder, f"unpacking {path.name}", path.stat().st_size):
+        with disk_full_as_value_error(
+            scratch.folder, f"unpacking {path.name}", path.stat().st_size
+        ):
             _gunzip(path, plain)
         return Container(path, _tar_members(plain, path), (scratch,))
     except BaseException:
@@ -115,7 +117,7 @@ def open_container(path: Path, *, scratch_dir: Path | None = None) -> Container:
 
 
 class _Scratch:
-    """A folder that goes when nothing uses it any more."""
+    """A temporary folder removed with its last user."""
 
     def __init__(self, parent: Path | None) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix=".unpacked-", dir=parent))
@@ -161,8 +163,8 @@ def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:
                 problem = _unsafe(info)
                 if problem:
                     problems.append(
-                        f"{shown} is refused: member {info.name!r} {problem}; if you trust where "
-                        "it came from, pack the checkpoint again without that"
+                        f"{shown} is refused: member {info.name!r} {problem}; if you trust its "
+                        "origin, repack the checkpoint without that member"
                     )
                 elif info.isfile():
                     if info.offset_data + info.size > size:
@@ -181,7 +183,7 @@ def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:
 
 
 def _without_wrapper(members: dict[str, Region]) -> dict[str, Region]:
-    """Return the members without the one folder that all lie in, as in a folder packed whole."""
+    """Return the members without the folder that contains them all, if there is one."""
     tops = {name.partition("/")[0] for name in members}
     if len(tops) != 1 or not all("/" in name for name in members):
         return members

@@ -18,7 +18,7 @@ from export_scripts.checkpoints.unpickling import Inert, StorageType, unpickle
 from export_scripts.errors import CheckpointMismatchError, listed
 
 INDEX_NAME = ".metadata"
-# Newer versions of megatron-core keep here what older ones keep in common.pt.
+# Newer versions of megatron-core keep the contents of common.pt here.
 _COMMON_KEY = "common_state/shard_0_1"
 
 _MODULE = "torch.distributed.checkpoint.metadata"
@@ -31,7 +31,7 @@ _STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 
 
 class _OddIndexError(ValueError):
-    """The index holds something that torch does not write."""
+    """The index holds an object that torch does not write."""
 
 
 # (name of a tensor or object, where a chunk of it begins; None for an object)
@@ -40,7 +40,7 @@ _Place = tuple[str, tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where the archive of a chunk or an object lies."""
+    """The location of the archive of a chunk or an object."""
 
     file: str
     offset: int
@@ -51,7 +51,7 @@ class _Entry:
 class _Shape:
     """A tensor of the index: its whole shape, and where its chunks begin -> their shapes.
 
-    The type is empty where it is none that is read.
+    The type is empty if it is not supported.
     """
 
     dtype: str
@@ -63,7 +63,7 @@ class TorchDistFolder:
     """The index of a folder in an archive or on disk.
 
     Args:
-        container: What the folder lies in.
+        container: The archive or folder that contains it.
         folder: Its name with a slash at the end; empty for the container itself.
 
     Raises:
@@ -91,7 +91,7 @@ class TorchDistFolder:
             ) from error
 
     def common(self) -> Any:
-        """Return what the index keeps besides tensors, or None where common.pt has it."""
+        """Return the index's contents besides tensors, or None if common.pt holds them."""
         entry = self._entries.get((_COMMON_KEY, None))
         if entry is None:
             return None
@@ -99,14 +99,14 @@ class TorchDistFolder:
         return objects[0] if isinstance(objects, list) and len(objects) == 1 else objects
 
     def tensors(self, wanted: Callable[[str], bool]) -> dict[str, ChunkedTensor]:
-        """Return the tensors whose name is wanted, whether or not their chunks fit together.
+        """Return the wanted tensors; their chunks are not compared with each other.
 
         Raises:
-            CheckpointMismatchError: Files are missing or truncated, or hold something else.
+            CheckpointMismatchError: Files are missing, truncated or of other contents.
         """
         names = [name for name in self._tensors if wanted(name)]
         problems = [
-            f"{self._source}: {name} is of a type that is not read; save the model in bf16 or fp32"
+            f"{self._source}: {name} has an unsupported type; save the model in bf16 or fp32"
             for name in names
             if not self._tensors[name].dtype
         ]
@@ -119,7 +119,7 @@ class TorchDistFolder:
         return found
 
     def _lost(self, names: list[str]) -> list[str]:
-        """Return which files of some tensors are missing or end too early."""
+        """Return the missing and truncated files of some tensors."""
         homeless: list[str] = []
         held: dict[str, list[_Entry]] = {}
         for name in names:
@@ -155,7 +155,7 @@ class TorchDistFolder:
         return Region(file.path, file.offset + entry.offset, entry.size, shown)
 
     def _read(self, name: str, problems: list[str]) -> ChunkedTensor:
-        """Return a tensor without the chunks that are not what the index says."""
+        """Return a tensor without the chunks that disagree with the index."""
         shape = self._tensors[name]
         chunks = []
         for begin, size in shape.chunks.items():
@@ -174,7 +174,7 @@ class TorchDistFolder:
 
 
 def _state(value: Any, *qualified_names: str) -> Mapping[str, Any]:
-    """Return the attributes of an object of the index, which is of some class."""
+    """Return the attributes of an object of the index, of one of the given classes."""
     if (
         not isinstance(value, Inert)
         or value.qualified_name not in qualified_names
@@ -186,7 +186,7 @@ def _state(value: Any, *qualified_names: str) -> Mapping[str, Any]:
 
 def _table(state: Mapping[str, Any], key: str) -> Mapping[Any, Any]:
     if not isinstance(state.get(key), Mapping):
-        raise _OddIndexError(f"{key} is no table")
+        raise _OddIndexError(f"{key} is not a table")
     return state[key]  # type: ignore[no-any-return]
 
 

@@ -1,6 +1,7 @@
 """Distributed checkpoints of megatron-core: whole tensors in chunks, whatever ranks saved them.
 
-NeMo and Megatron-LM share this; what is around such a folder is theirs. Layout: megatron-core,
+Shared by NeMo and Megatron-LM, whose readers handle what surrounds the folder. Layout: megatron-
+core,
 dist_checkpointing/serialization.py.
 """
 
@@ -26,11 +27,11 @@ _COMMON_NAME = "common.pt"
 _MAX_METADATA_BYTES = 1 << 20
 _BACKENDS = ("torch_dist", "zarr")
 
-# A model's tensors are behind what wrapped it; the optimizer's repeat their names behind its own.
+# Prefixes of a wrapped model's tensors; the optimizer repeats the names after its own prefix.
 _WRAPPERS = re.compile(r"^(?:(?:model|module)\.)+")
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 
-# Layers that are alike are concatenated into one tensor, whose first axis counts them.
+# Equal layers are concatenated into one tensor along its first axis.
 _STACKED = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
 _MOST_LAYERS = 10_000
 
@@ -43,10 +44,10 @@ class Distributed:
     """A distributed checkpoint.
 
     Attributes:
-        common: What it keeps besides tensors: the arguments of Megatron-LM, for example.
+        common: Its contents besides tensors, such as Megatron-LM's arguments.
         tensors: megatron-core's names without what wrapped the model, layers numbered -> the
             tensor as a single piece.
-        files: What it consists of, as far as the model is concerned.
+        files: The files that the model consists of.
     """
 
     common: Mapping[str, Any]
@@ -60,10 +61,10 @@ def is_distributed(path: Path) -> bool:
 
 
 def read_distributed(container: Container, folder: str = "") -> Distributed:
-    """Return a distributed checkpoint that lies in a folder of an archive or on disk.
+    """Return the distributed checkpoint in a folder of an archive or on disk.
 
     Args:
-        container: What the folder lies in.
+        container: The archive or folder that contains it.
         folder: Its name with a slash at the end; empty for the container itself.
 
     Raises:
@@ -82,7 +83,7 @@ def read_distributed(container: Container, folder: str = "") -> Distributed:
         region = container.find(folder + _COMMON_NAME)
         if region is None:
             raise CheckpointMismatchError(
-                f"{container.path} lacks {folder}{_COMMON_NAME}, which tells what was saved"
+                f"{container.path} lacks {folder}{_COMMON_NAME}, the description of what was saved"
             )
         common = read_torch_file(region)
     if not isinstance(common, Mapping):
@@ -102,7 +103,7 @@ def _backend(container: Container, folder: str) -> str:
     """Return the backend that `metadata.json` names.
 
     Raises:
-        CheckpointMismatchError: There is none, or one that is not known.
+        CheckpointMismatchError: It is missing or unknown.
     """
     name = folder + METADATA_NAME
     if container.find(name) is None:
@@ -125,7 +126,7 @@ def _backend(container: Container, folder: str) -> str:
 
 
 def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, ChunkedTensor]:
-    """Return the tensors by their logical names, stacks of layers taken apart.
+    """Return the tensors by their logical names, stacked layers separated.
 
     Raises:
         CheckpointMismatchError: Two tensors have one name.
@@ -150,7 +151,7 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, Chunked
 
 
 def _with_joined_halves(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:
-    """Return the tensors with the halves of each gated projection joined to one, as elsewhere."""
+    """Return the tensors with the halves of each gated projection joined, as other formats do."""
     gate, linear = _HALVES
     joined = dict(tensors)
     for name, half in tensors.items():

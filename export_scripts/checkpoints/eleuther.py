@@ -1,6 +1,6 @@
 """EleutherAI GPT-NeoX checkpoints: one layer_<LL>-model_<RR>-model_states.pt per layer and rank.
 
-The number of a file orders the layers; what a file holds is told by its keys, since the numbers of
+File numbers order the layers. Keys identify a file's contents, because the numbers of
 the embedding, final norm and head differ between releases.
 """
 
@@ -18,7 +18,7 @@ from export_scripts.errors import CheckpointMismatchError
 FORMAT = "eleuther"
 
 _FILE = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-# Keys by which a file is known.
+# Keys that identify a file.
 _EMBEDDING = "word_embeddings.weight"
 _LAYER = "attention.query_key_value.weight"
 
@@ -26,7 +26,7 @@ RankFiles = dict[int, Path]
 
 
 def layer_directory(path: Path) -> Path | None:
-    """Return the folder of layer files that `path` is or points to, or None if there is none.
+    """Return the folder of layer files that `path` is or points to, or None.
 
     A release names its step folder in a text file called latest.
     """

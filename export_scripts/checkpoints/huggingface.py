@@ -35,7 +35,7 @@ _WEIGHTS = (
     ("pytorch_model.bin", "pytorch_model.bin.index.json", "pytorch_model*.bin"),
 )
 
-# Weights in forms that are not read, and what makes them readable.
+# Unsupported forms of weights -> the remedy.
 _RESAVE = "load it with a release of transformers that reads it, and save_pretrained"
 _MERGE = "merge it into its base model (peft: merge_and_unload) and save_pretrained the result"
 _FOREIGN = {
@@ -55,7 +55,7 @@ def is_huggingface(path: Path) -> bool:
 
 
 def foreign_weights(path: Path) -> str:
-    """Return what a folder (or a file) holds in forms that are not read, and what to do, if any."""
+    """Return the unsupported weights in a folder (or file) with the remedy, if any."""
     found = [
         f"{file.name} is {what}"
         for pattern, what in _FOREIGN.items()
@@ -73,9 +73,9 @@ def snapshots(path: Path) -> list[Path]:
 
 
 def snapshot_folder(path: Path) -> Path:
-    """Return the model that the root of a cache folder stands for, any other path as it is.
+    """Return the model in the root of a cache folder; any other path is returned unchanged.
 
-    Of several snapshots it is the one that refs/main names; without that, none.
+    Of several snapshots, the one that refs/main names.
     """
     found = snapshots(path)
     main = path / "refs" / "main"
@@ -170,7 +170,7 @@ def index_safetensors(path: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a safetensors file by name.
 
     Raises:
-        CheckpointMismatchError: The header is damaged, or its tensors are not what the file holds.
+        CheckpointMismatchError: The header is damaged or disagrees with the file.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -198,10 +198,10 @@ def index_safetensors(path: Path) -> dict[str, StoredTensor]:
 
 
 def _check_cover(path: Path, tensors: Mapping[str, StoredTensor], begin: int, size: int) -> None:
-    """Fail unless the tensors fill the file from `begin` on: else bytes were lost or added.
+    """Check that the tensors fill the file from `begin` on: no bytes lost or added.
 
     Raises:
-        CheckpointMismatchError: There is a gap, an overlap or a rest.
+        CheckpointMismatchError: The tensors leave a gap or a rest, or overlap.
     """
     end = begin
     for key, tensor in sorted(
@@ -219,7 +219,7 @@ def _entry(path: Path, key: str, entry: Mapping[str, Any], base: int, size: int)
     if kind not in _SAFETENSORS_TYPES:
         raise CheckpointMismatchError(
             f"{path}: tensor {key} is stored as {kind}; known types: "
-            f"{', '.join(_SAFETENSORS_TYPES)} (quantised checkpoints have to be dequantised first)"
+            f"{', '.join(_SAFETENSORS_TYPES)} (convert the unquantised checkpoint)"
         )
     begin, end = (int(offset) for offset in entry["data_offsets"])
     shape = tuple(int(n) for n in entry["shape"])

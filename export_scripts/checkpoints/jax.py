@@ -1,7 +1,7 @@
 """The GPT-J "slim" release of mesh-transformer-jax: step_*/shard_*/<part>.npz.
 
-Every shard folder holds the same unnamed arrays in the same order; only that order tells what an
-array is. Arrays are indexed inside the .npz files and mapped, never unpacked.
+Every shard folder holds the same unnamed arrays in the same order; only that order identifies an
+array. Arrays are indexed inside the .npz files and mapped, never unpacked.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NPY_MAGIC = b"\x93NUMPY"
 
 
 def step_directory(path: Path) -> Path | None:
-    """Return the step_* folder that `path` is or holds, or None if it is no such checkpoint."""
+    """Return the step_* folder that `path` is or contains, or None for other checkpoints."""
     if not path.is_dir():
         return None
     if _shards(path):
@@ -96,7 +96,7 @@ def _parts(shard: Path) -> list[Path]:
 
 
 def _shape_problems(step: Path, parts: Mapping[Path, Sequence[Path]]) -> list[str]:
-    """Return what is missing among numbered shards and numbered parts."""
+    """Return the missing ones of the numbered shards and parts."""
     problems = []
     present = {_number(shard.name) for shard in parts}
     every = {_number(entry.name) for entry in step.glob("shard_*")} | set(range(max(present) + 1))
@@ -146,7 +146,7 @@ def _gather(
 
 
 def _model_config(step: Path) -> tuple[Path | None, dict[str, Any]]:
-    """Return mesh-transformer-jax's JSON configuration beside the weights, if one is there."""
+    """Return mesh-transformer-jax's JSON configuration next to the weights, if present."""
     for folder in (step, step.parent):
         for file in sorted(folder.glob("*.json")):
             try:
@@ -190,7 +190,7 @@ def _read_npy(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> StoredTensor
 
 
 def _npy_header(file: BinaryIO, where: str) -> tuple[dict[str, Any], int]:
-    """Return the fields of a .npy header and the offset of the data behind it.
+    """Return the fields of a .npy header and the offset of the data after it.
 
     Layout: numpy, numpy/lib/format.py.
     """

@@ -96,7 +96,7 @@ def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> Tenso
     if "args" not in found.common:
         bridge = (root / "run_config.yaml").is_file()
         raise CheckpointMismatchError(
-            f"{root} does not tell its model's sizes: expected Megatron-LM's args in it"
+            f"{root} does not state its model's sizes: expected Megatron-LM's args in it"
             + ("; Megatron Bridge wrote it: export it to Hugging Face's layout" if bridge else "")
         )
     return TensorIndex(
@@ -119,7 +119,7 @@ def _iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
     text = latest.read_text().strip()
     name = text if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else ""
     if not name or not (path / name).is_dir():
-        raise CheckpointMismatchError(f"{latest} names {text!r}, which is not under {path}")
+        raise CheckpointMismatchError(f"{latest} names {text!r}, which is not in {path}")
     return path / name, (f"took {name}, which {_LATEST} names",)
 
 
@@ -168,7 +168,7 @@ def _state(tree: Mapping[str, Any], root: Path) -> dict[str, StoredTensor]:
 
 
 def _tokenizer_files(root: Path) -> tuple[TokenizerFile, ...]:
-    """Return vocabulary files lying beside the ranks."""
+    """Return the vocabulary files next to the rank folders."""
     if root.is_file():
         return ()
     found = []

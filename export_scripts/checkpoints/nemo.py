@@ -1,7 +1,7 @@
 """NeMo checkpoints: a .nemo archive, the folder it unpacks to, or a run's checkpoints folder.
 
 Layout rules: NeMo 1.x, core/connectors/save_restore_connector.py and the checkpoint folders of
-its Megatron models. NeMo 2's are told apart here and read in nemo2.py.
+its Megatron models. NeMo 2 checkpoints are recognised here and read in nemo2.py.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def open_nemo(
     Args:
         path: File or folder.
         scratch_dir: Where a gzip archive is unpacked while the reader is in use.
-        depths: Configuration that tells the layers of each stage, where its own does not.
+        depths: Configuration with the layers of each stage, if the checkpoint's own lacks them.
 
     Raises:
         CheckpointMismatchError: The checkpoint is unsafe, damaged or incomplete.
@@ -132,7 +132,7 @@ def _open_distributed(
 
 
 def _model_folder(path: Path) -> Path:
-    """Return the checkpoint's folder, which is the one above where its weights were named."""
+    """Return the checkpoint's folder, the parent if its weights folder was given."""
     beside = {WEIGHTS: CONTEXT, _DISTRIBUTED: CONFIG_NAME}.get(f"{path.name}/")
     return path.parent if beside and (path.parent / beside).exists() else path
 
@@ -149,7 +149,7 @@ def _is_distributed_nemo(path: Path) -> bool:
 
 
 def _last_folders(path: Path) -> list[Path]:
-    """Return the distributed checkpoints of a run that are its last ones and were finished."""
+    """Return the finished last distributed checkpoints of a run."""
     return [
         folder
         for folder in sorted(path.glob("*last"))
@@ -159,7 +159,7 @@ def _last_folders(path: Path) -> list[Path]:
 
 
 def _chosen_folder(path: Path, remarks: list[str]) -> Path:
-    """Return the checkpoint itself, or the newest of those that a run's folder holds."""
+    """Return the checkpoint itself, or the newest one in a run's folder."""
     if not path.is_dir() or not (found := _last_folders(path)):
         return _model_folder(path)
     newest = max(found, key=lambda folder: (_step_told(folder.name) or -1, folder.name))
@@ -267,7 +267,7 @@ def _weights_name(
 
 
 def _step(name: str, region: Region, trees: _TreeCache) -> int:
-    """Return the training step a checkpoint's name tells, or else the file itself."""
+    """Return the training step from a checkpoint's name, or from the file."""
     step = _step_told(name)
     step = trees(region).get("global_step") if step is None else step
     return step if isinstance(step, int) else -1

@@ -1,4 +1,4 @@
-"""NeMo 2 checkpoints: a distributed checkpoint in weights/, and what it is in context/.
+"""NeMo 2 checkpoints: a distributed checkpoint in weights/, its description in context/.
 
 Layout: NVIDIA/NeMo 2, nemo/lightning/ckpt_utils.py and nemo/lightning/io/mixin.py (io_dump).
 """
@@ -38,7 +38,7 @@ def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> TensorInd
     """
     if container.find(_MODEL) is None:
         raise CheckpointMismatchError(
-            f"{container.path} lacks {_MODEL}, which tells its model's sizes; copy its context/ "
+            f"{container.path} lacks {_MODEL}, which states its model's sizes; copy its context/ "
             "folder too, or save it with NeMo 2.0 or newer"
         )
     model = read_yaml(container, _MODEL)

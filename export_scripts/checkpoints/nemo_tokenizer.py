@@ -1,4 +1,4 @@
-"""Tokenizer files of a NeMo 1.x checkpoint: in its archive, beside its ranks, or where it began."""
+"""Tokenizer files of NeMo 1.x: in its archive, next to its ranks, or at their source."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tokenizer_files(container: Container, config: Mapping[str, Any]) -> tuple[To
 
 
 def _tokenizer_region(container: Container, value: Any, pattern: str) -> Region | None:
-    """Return where a tokenizer file lies: in the root of the checkpoint, or at its own path."""
+    """Return a tokenizer file: in the root of the checkpoint, or at the configured path."""
     if not isinstance(value, str) or not value:
         return None
     inside = value.startswith(("nemo:", "/artifacts/"))
@@ -54,7 +54,7 @@ def _tokenizer_region(container: Container, value: Any, pattern: str) -> Region 
         )
     if hits:
         return container.members[hits[0]]
-    # A run that began with an archive names the archive's files, which its own folder lacks.
+    # A run started from an archive names files of the archive, which its own folder lacks.
     if inside and container.path.is_file():
         raise CheckpointMismatchError(f"{container.path} lacks its tokenizer file {value!r}")
     return _outside_file(container.path, Path(value))

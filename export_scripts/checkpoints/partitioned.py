@@ -1,4 +1,4 @@
-"""Join the files of a training run's ranks into one set of whole, globally numbered tensors.
+"""The files of a training run's ranks as one set of tensors with global layer numbers.
 
 Tensor-parallel ranks each hold a piece of a tensor; pipeline stages number their layers from 0.
 NeMo and Megatron share this; families never see ranks.
@@ -20,13 +20,13 @@ _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 _WRAPPED = re.compile(r"^(model\.)?(?:module\.)+(?=[a-z])")
 
 _MOST_LISTED = 8
-# A damaged number would otherwise have its missing ranks listed until memory ends.
+# A damaged number must not list missing ranks until memory runs out.
 _MOST_RANKS = 100_000
 
 
 @dataclass(frozen=True)
 class RankName:
-    """How the folder of a rank is called, and which rank that is."""
+    """The name of a rank's folder, and the rank."""
 
     folder: str
     tp_rank: int
@@ -40,7 +40,7 @@ _RANK_FOLDERS = (
 
 
 def parse_rank_folder(name: str) -> RankName | None:
-    """Return the rank a folder name stands for, or None if it is not a rank's folder."""
+    """Return the rank in a folder name, or None for other folders."""
     for pattern in _RANK_FOLDERS:
         match = pattern.match(name)
         if match:
@@ -52,7 +52,7 @@ def count_of(config: Mapping[str, Any], key: str, *, default: int | None = None)
     """Return a positive whole number of a training configuration; null counts as absent.
 
     Raises:
-        CheckpointMismatchError: It is something else, or absent without a default.
+        CheckpointMismatchError: It is not such a number, or absent without a default.
     """
     value = config.get(key)
     value = default if value is None else value
@@ -69,7 +69,7 @@ def check_training_ranks(
     """Return the folder of each (tp_rank, pp_rank).
 
     Raises:
-        CheckpointMismatchError: Ranks are missing, superfluous or there twice; all are named.
+        CheckpointMismatchError: Ranks are missing, superfluous or duplicated; all are named.
     """
     if tp_size * pp_size > _MOST_RANKS:
         raise CheckpointMismatchError(
@@ -121,7 +121,7 @@ def layers_before(
 ) -> Callable[[str, int], int]:
     """Return the rule for the global number of a stage's first layer, from a key and the stage.
 
-    It is how many layers the stages before it hold, which need not be equally deep.
+    That number is the depth of all earlier stages, which may differ.
     """
     held: dict[tuple[str, int], set[str]] = {}
     for (_, pp_rank), state in states.items():
@@ -150,7 +150,7 @@ def join_ranks(
         states: (tp_rank, pp_rank) -> that rank's tensors.
         layer_offset: Gives the global number of layer 0 of a stage, from the key and the stage.
         maps: For comparing tensors that several stages hold.
-        where: What to call the checkpoint in messages.
+        where: The checkpoint's name in messages.
 
     Raises:
         CheckpointMismatchError: Ranks of a stage hold different tensors, or stages hold

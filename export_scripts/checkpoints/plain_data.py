@@ -1,4 +1,4 @@
-"""Turn the object tree of a torch file into dicts, lists and values."""
+"""Conversion of a torch file's object tree into dicts, lists and values."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _MOST_VALUES = 20_000_000
 
 
 class UnfoldingError(ValueError):
-    """An object tree shares so much that it would be too large without sharing."""
+    """An object tree that would be too large with its shared objects repeated."""
 
 
 class PlainData:
-    """Turn an object tree into dicts, lists and values.
+    """Return an object tree as dicts, lists and values.
 
-    A shared object is turned once, and a cycle ends in None. A tree that would be too large if
-    nothing were shared is refused: whoever walks over it would not come to an end.
+    A shared object is converted once, and a cycle ends in None. A tree that would be too large if
+    nothing were shared is refused: walking over it would not terminate.
 
     Args:
         tensor_at: Gives the byte range of a tensor.

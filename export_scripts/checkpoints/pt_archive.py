@@ -1,4 +1,4 @@
-"""Index a torch.save file: every tensor's byte range, and the rest of its contents as data.
+"""Index of a torch.save file: the byte range of every tensor, the other contents as data.
 
 Both the zip layout (torch >= 1.6) and the older stream of pickles are read, in a file of its own
 or inside an uncompressed tar. Nothing in the file is executed and no tensor is loaded.
@@ -26,7 +26,7 @@ _LEGACY_PROTOCOL = 1001
 
 _LOCAL_HEADER = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30
-# What torch.serialization.set_crc32_options(False) leaves in place of checksums.
+# Written by torch.serialization.set_crc32_options(False) in place of checksums.
 NO_CRC = 0
 
 
@@ -103,8 +103,8 @@ def read_torch_file(region: Region | Path) -> Any:
     Objects of known frameworks come out as plain dicts, lists and values.
 
     Raises:
-        CheckpointMismatchError: The file is damaged, or names something a checkpoint has no need
-            of.
+        CheckpointMismatchError: The file is damaged, or names an object that no checkpoint
+        needs.
     """
     region = region if isinstance(region, Region) else Region(region)
     with region.open() as stream:
@@ -163,14 +163,14 @@ def _member(region: Region, stream: RegionStream, info: zipfile.ZipInfo) -> byte
     stream.seek(zip_data_offset(region.path, stream, info))
     data = stream.read(info.file_size)
     if info.CRC != NO_CRC and zlib.crc32(data) != info.CRC:
-        raise truncated(region.path, f"{info.filename} does not have the checksum told for it")
+        raise truncated(region.path, f"{info.filename} does not match its checksum")
     return data
 
 
 def _storage_record(
     region: Region, stream: RegionStream, info: zipfile.ZipInfo | None, storage: Storage
 ) -> Record:
-    """Return where a storage's bytes lie in the file."""
+    """Return the byte range of a storage in the file."""
     wanted = storage.count * SOURCE_TYPES[storage.dtype][0]
     if info is None:
         raise truncated(region.path, f"storage {storage.key} is missing")
@@ -183,7 +183,7 @@ def _storage_record(
 
 
 def zip_data_offset(path: Path, file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Return where the contents of a stored zip member begin in its stream.
+    """Return the offset of a stored zip member's contents in its stream.
 
     Raises:
         CheckpointMismatchError: The stream does not hold the whole member.

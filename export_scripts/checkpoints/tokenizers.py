@@ -1,4 +1,4 @@
-"""Tokenizer files of a checkpoint: which go into the FT folder, and their special tokens.
+"""Tokenizer files of a checkpoint: those for the FT folder, and their special tokens.
 
 No tokenizer library is needed: byte-pair vocabularies are JSON, WordPiece ones lines of text, and
 a sentencepiece model is a protocol buffer of which three integers are read.
@@ -42,7 +42,7 @@ class SpecialIds:
 
 
 def special_ids(files: Sequence[TokenizerFile]) -> SpecialIds | None:
-    """Return the special ids that the tokenizer files tell, or None if they tell none.
+    """Return the special ids in the tokenizer files, or None if they state none.
 
     Raises:
         CheckpointMismatchError: A tokenizer file cannot be read.

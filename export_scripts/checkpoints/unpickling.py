@@ -1,4 +1,4 @@
-"""Read the object tree of a torch file without running anything it names.
+"""The object tree of a torch file, read without running anything it names.
 
 Tensors come out as `StoredTensor` records, containers as plain ones, and objects of the training
 frameworks (argparse.Namespace, OmegaConf containers, enums, ...) as inert records of their
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from export_scripts.checkpoints.base import SOURCE_TYPES
 from export_scripts.errors import CheckpointMismatchError
 
-# Objects of these modules become inert records: their names are kept, nothing of them is run.
+# Objects of these modules become inert records: names are kept, no code runs.
 _INERT_MODULES = (
     "apex", "argparse", "datetime", "enum", "lightning", "lightning_fabric", "megatron", "nemo",
     "numpy", "omegaconf", "pathlib", "pytorch_lightning", "torch", "transformer_engine",
@@ -43,7 +43,7 @@ _STORAGE_TYPES = {
 }  # fmt: skip
 _TORCH_TYPES = {name: key for key, (_, name) in SOURCE_TYPES.items()}
 
-# Opcodes no torch file uses, each a way to reach objects or memory that the checks do not see.
+# Opcodes that no torch file uses; each would bypass the checks.
 _REFUSED_OPCODES = (
     pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.BYTEARRAY8, pickle.NEXT_BUFFER,
     pickle.READONLY_BUFFER, pickle.OBJ,
@@ -67,7 +67,7 @@ class Storage:
 
 
 class Inert:
-    """An object of a class that is not run: what it was made of, as data."""
+    """An object of a class that is not run: its arguments and state, as data."""
 
     qualified_name: ClassVar[str] = "?"
 
@@ -115,14 +115,14 @@ class Inert:
 
 
 def _check_key(key: Any) -> None:
-    """Fail for a key that could take forever to hash: nested tuples that share their parts.
+    """Reject a key that could take forever to hash: nested tuples that share their parts.
 
     Raises:
         UnpicklingError: The key is neither plain nor a flat tuple of plain values.
     """
     for value in key if isinstance(key, tuple) else (key,):
         if isinstance(value, (tuple, frozenset)):
-            raise pickle.UnpicklingError("a key nests tuples, as in no checkpoint")
+            raise pickle.UnpicklingError("a key nests tuples, which no checkpoint does")
 
 
 # Opcodes that hash values on the stack, and which of those since the last mark.
@@ -159,7 +159,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
 
     Args:
         data: One pickle.
-        source: What to call the file in messages.
+        source: The file's name in messages.
         place: Gives (path, byte offset) of a storage; None when offsets come later.
     """
 
@@ -172,13 +172,13 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
         self._classes: dict[str, type[Inert]] = {}
 
     def _build(self) -> None:
-        """Give an inert record its state; nothing else is changed after it was made."""
+        """Set the state of an inert record; any other change is refused."""
         stack: list[Any] = self.stack  # type: ignore[attr-defined, unused-ignore]
         state = stack.pop()
         target = stack[-1]
         if isinstance(target, Inert):
             target.__setstate__(state)
-        elif not isinstance(target, _Ordered):  # a state dict's _metadata is not wanted
+        elif not isinstance(target, _Ordered):  # a state dict's _metadata is not needed
             raise CheckpointMismatchError(
                 f"{self._source} is refused: its pickle changes a {type(target).__name__}"
             )
@@ -193,15 +193,15 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a global; nothing is imported."""
+        """Return the inert stand-in of a global; nothing is imported."""
         qualified = f"{module}.{name}"
         known = self._known(module, name, qualified)
         if known is not None:
             return known
         if module.split(".")[0] not in _INERT_MODULES and qualified not in _INERT_NAMES:
             raise CheckpointMismatchError(
-                f"{self._source} is refused: its pickle names {qualified}, which a checkpoint "
-                "has no need of and which is never run"
+                f"{self._source} is refused: its pickle names {qualified}, which no checkpoint "
+                "needs and which is never run"
             )
         if qualified not in self._classes:
             self._classes[qualified] = type("Inert", (Inert,), {"qualified_name": qualified})
@@ -235,7 +235,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
 
 @dataclass(frozen=True, slots=True)
 class PendingTensor:
-    """A tensor whose storage is not placed in the file yet."""
+    """A tensor whose storage has no offset in the file yet."""
 
     storage: Storage
     dtype: str
@@ -265,15 +265,15 @@ def _rebuild_typed(
 
 
 def _check_type(kind: Any) -> None:
-    """Fail for a storage or a tensor of a type that is not read.
+    """Reject a storage or a tensor of an unsupported type.
 
     Raises:
-        UnpicklingError: It is one of few bits, or none at all.
+        UnpicklingError: The type is quantised or unknown.
     """
     if not isinstance(kind, StorageType):
         name = getattr(kind, "qualified_name", reprlib.repr(kind))
         raise pickle.UnpicklingError(
-            f"it holds a tensor of type {name}; quantised checkpoints have to be dequantised first"
+            f"it holds a tensor of type {name}; convert the unquantised checkpoint"
         )
 
 
@@ -302,7 +302,7 @@ _REBUILDERS: dict[str, Callable[..., Any]] = {
 }
 
 
-# What the unpickler raises on bytes that are no pickle, or not one of torch.save.
+# The unpickler's errors on bytes that are not a pickle of torch.save.
 _DAMAGED = (
     pickle.UnpicklingError, EOFError, IndexError, AttributeError, TypeError, ValueError,
     ArithmeticError, struct.error,
@@ -313,7 +313,7 @@ def unpickle(stream: io.BufferedIOBase, *, source: str, storages: dict[str, Stor
     """Return the object tree of the pickle at the stream's position.
 
     Raises:
-        CheckpointMismatchError: The pickle names something refused, or is damaged.
+        CheckpointMismatchError: The pickle names a refused object, or is damaged.
     """
     try:
         return RestrictedUnpickler(stream, source=source, storages=storages).load()

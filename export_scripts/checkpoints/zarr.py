@@ -28,7 +28,7 @@ _TYPES = {
     "<f8": "fp64", "<f4": "fp32", "<f2": "fp16", "bfloat16": "bf16", "<i8": "int64",
     "<i4": "int32", "<i2": "int16", "|i1": "int8", "|u1": "uint8", "|b1": "bool",
 }  # fmt: skip
-# Key of a header -> what it may be, None standing for an absent key.
+# Key of a header -> its allowed values; None is an absent key.
 _EXPECTED: Mapping[str, tuple[Any, ...]] = {
     "zarr_format": (2,),
     "order": ("C",),
@@ -41,7 +41,7 @@ _EXPECTED: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class _Array:
-    """What the header of an array says."""
+    """The header of an array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ def zarr_tensors(
     """Return the tensors of a folder whose name is wanted.
 
     Args:
-        container: What the folder lies in.
+        container: The archive or folder that contains it.
         folder: Its name with a slash at the end; empty for the container itself.
         wanted: Whether to read a tensor of some name.
 
@@ -82,7 +82,7 @@ def zarr_tensors(
 
 
 def _read(container: Container, folder: str, problems: list[str]) -> ChunkedTensor:
-    """Return an array, with no chunks where there is a problem with it."""
+    """Return an array, without chunks if it has a problem."""
     array = _header(container, folder + _HEADER_NAME, problems)
     full_bytes = math.prod(array.chunk) * SOURCE_TYPES[array.dtype][0]
     chunks: list[Chunk] = []
@@ -100,7 +100,7 @@ def _read(container: Container, folder: str, problems: list[str]) -> ChunkedTens
 
 
 def _chunk(array: _Array, place: tuple[int, ...], region: Region) -> Chunk:
-    """Return a chunk; the last ones of an axis are stored whole and reach beyond its end."""
+    """Return a chunk; the last one of an axis is stored whole and reaches beyond its end."""
     begin = tuple(i * step for i, step in zip(place, array.chunk, strict=True))
     shape = tuple(
         min(step, size - b) for step, size, b in zip(array.chunk, array.shape, begin, strict=True)
@@ -119,7 +119,7 @@ def _chunk(array: _Array, place: tuple[int, ...], region: Region) -> Chunk:
 
 
 def _header(container: Container, name: str, problems: list[str]) -> _Array:
-    """Return what a header says, or an empty array where megatron-core writes no such header."""
+    """Return the parsed header, or an empty array if megatron-core writes no such header."""
     try:
         header = json.loads(container.read(name, limit_bytes=_MAX_HEADER_BYTES))
     except ValueError as error:

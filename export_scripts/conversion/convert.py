@@ -31,18 +31,17 @@ __all__ = ["ConversionRequest", "ConversionSummary", "check_conversion", "conver
 
 Progress = Callable[[int, int], None]
 
-# A gzip archive has to be unpacked to be looked into: beyond this size, not for a quick check.
+# A gzip archive must be unpacked to be read; a quick check skips larger ones.
 _QUICK_GZIP_BYTES = 32 << 20
 
 _NO_LOCKS = (
-    "the output's file system has no locks: nothing keeps a second conversion to the same folder "
-    "from starting"
+    "the output's file system has no locks: do not start a second conversion to the same folder"
 )
 
 
 @dataclass(frozen=True)
 class ConversionSummary:
-    """What a conversion did.
+    """Summary of a conversion.
 
     Attributes:
         ft_dir: The folder.
@@ -54,7 +53,7 @@ class ConversionSummary:
         seconds: Time this run took.
         peak_memory_bytes: Largest resident size of this process so far.
         already_done: Whether there was nothing left to do.
-        remarks: Warnings and choices worth telling.
+        remarks: Warnings and choices to report.
     """
 
     ft_dir: Path
@@ -72,11 +71,11 @@ class ConversionSummary:
 def check_conversion(
     request: ConversionRequest, *, names: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Return everything that stands against a conversion; no tensor is read, numpy not imported.
+    """Return every reason a request cannot be converted; no tensor is read, numpy not imported.
 
     Args:
         request: What to convert.
-        names: What to call the request's fields in messages (options of the command by default).
+        names: Field -> its name in messages (by default the command's option).
     """
     names = {**OPTION_NAMES, **(names or {})}
     problems = request_problems(request, names)
@@ -96,7 +95,7 @@ def check_conversion(
 def _under_key(
     problems: Sequence[str], request: ConversionRequest, names: Mapping[str, str]
 ) -> list[str]:
-    """Return problems; those that begin with the checkpoint's path name its key too."""
+    """Return problems, with the key in front of those that begin with the checkpoint's path."""
     path = str(request.checkpoint_path)
     return [
         f"{names['checkpoint_path']}={each}" if each.startswith(path) else each for each in problems
@@ -114,7 +113,7 @@ def _too_large_to_peek(path: Path) -> bool:
 def _folder_problems(
     request: ConversionRequest, paths: WorkPaths, identity: str, names: Mapping[str, str]
 ) -> list[str]:
-    """Return a problem if something else is where the folder has to be."""
+    """Return a problem if the output folder exists and holds something else."""
     if not paths.final.exists() or request.overwrite:
         return []
     if _is_finished(paths, identity) or is_interrupted(paths, identity):
@@ -131,7 +130,7 @@ def convert(
     progress: Progress | None = None,
     names: Mapping[str, str] | None = None,
 ) -> ConversionSummary:
-    """Write <output_dir>/<tp_size>-gpu, or recognise that it is already there.
+    """Write <output_dir>/<tp_size>-gpu unless it is already complete.
 
     An interrupted run of the same request is continued. The folder appears by one rename once
     every file is on disk.
@@ -139,11 +138,11 @@ def convert(
     Args:
         request: What to convert.
         progress: Called with (bytes done, bytes in total), one call at a time, from any thread.
-        names: What to call the request's fields in messages.
+        names: Field -> its name in messages.
 
     Raises:
         CheckpointMismatchError: The source cannot be converted; every reason is listed.
-        ValueError: The request is wrong, the folder is in the way, or the disk is full.
+        ValueError: The request is wrong, the output folder is taken, or the disk is full.
     """
     started = time.monotonic()
     names = {**OPTION_NAMES, **(names or {})}
@@ -200,7 +199,7 @@ def _source_print(path: Path) -> str:
     if not path.is_dir():
         return fingerprint_files([path])
     files = (file for file in path.rglob("*") if file.is_file())
-    # Hidden files are a version control system's or an editor's.
+    # Hidden files belong to version control or an editor.
     visible = [f for f in files if not any(p.startswith(".") for p in f.relative_to(path).parts)]
     return fingerprint_files(visible)
 
@@ -218,7 +217,7 @@ def _is_finished(paths: WorkPaths, identity: str) -> bool:
 
 
 def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progress | None) -> int:
-    """Carry out a plan; return the bytes of weights written."""
+    """Execute a plan; return the bytes of weights written."""
     from export_scripts.conversion.write import Counter, planned_bytes, write_tensors
 
     counter = Counter(progress, planned_bytes(plan))
@@ -278,7 +277,7 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str
 
 
 def _summary(paths: WorkPaths, started: float, *, written_bytes: int | None) -> ConversionSummary:
-    """Return the summary of a finished folder; `written_bytes` is None if it was there already."""
+    """Return the summary of a finished folder; `written_bytes` is None if it already existed."""
     manifest = json.loads(paths.manifest.read_text())
     return ConversionSummary(
         ft_dir=paths.final,

@@ -1,6 +1,6 @@
-"""Decide a whole conversion before the first byte: mapping, config, and each tensor's source.
+"""The plan of a conversion: source mapping, config, and the source of each tensor.
 
-Everything wrong that can be known from names and shapes is collected here and reported at once.
+Every problem visible in names and shapes is collected and reported before a byte is read.
 Nothing imports numpy.
 """
 
@@ -27,12 +27,15 @@ from export_scripts.ft.config_ini import config_text
 from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, makes_tokenizer
 
-# Keys of config.ini that the request itself decides.
+# Keys of config.ini that the request sets.
 _ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
 
 
-# Tokens that a config may name, and what becomes of a model without them.
-_NO_START, _NO_END = "it cannot begin without a prompt", "no answer ends before its longest length"
+# Tokens of a config -> the consequence of an id outside the vocabulary.
+_NO_START, _NO_END = (
+    "generation needs a prompt to start from",
+    "every answer runs to its length limit",
+)
 _SPECIAL_TOKENS = {
     "start_id": _NO_START,
     "decoder_start_token_id": _NO_START,
@@ -43,7 +46,7 @@ _SPECIAL_TOKENS = {
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """A conversion about which nothing is in doubt but the values."""
+    """A conversion checked in everything but the values."""
 
     request: ConversionRequest
     mapping: SourceMapping
@@ -62,12 +65,12 @@ def plan_conversion(
 
     Args:
         request: What to convert, without `request_problems`.
-        names: What to call its fields in messages.
+        names: Field -> its name in messages.
         scratch_dir: Where gzip archives are unpacked while the plan is in use.
 
     Raises:
-        CheckpointMismatchError: Everything that stands against the conversion.
-        ValueError: The path is no known checkpoint.
+        CheckpointMismatchError: The checkpoint cannot be converted; every reason is listed.
+        ValueError: The path is not a known checkpoint.
     """
     facts = _open(request, scratch_dir)
     mapping = find_mapping(facts, request.model_type)
@@ -78,7 +81,7 @@ def plan_conversion(
         raise CheckpointMismatchError(problems)
     config = dataclasses.replace(mapping.config(facts), **stated)
     problems = divisibility_problems(mapping, config, request, names)
-    # Once told that a size does not divide, do not tell it again for every tensor.
+    # A size that does not divide is reported once, not again for every tensor.
     tensors, tensor_problems = plan_tensors(
         mapping, facts, config, request, tp_size=1 if problems else request.tp_size
     )
@@ -118,7 +121,7 @@ def _tokens_never_said(config: FTConfig, names: Mapping[str, str]) -> list[str]:
         return []
     tokens = {name: getattr(config, name, None) for name in _SPECIAL_TOKENS}
     return [
-        f"{name} = {token} lies outside the vocabulary of {size}: {_SPECIAL_TOKENS[name]}; if it "
+        f"{name} = {token} is outside the vocabulary of {size}: {_SPECIAL_TOKENS[name]}; if it "
         f"is not the model's, state {names['given']} {name}=.."
         for name, token in tokens.items()
         if token is not None and not 0 <= token < size
@@ -128,8 +131,8 @@ def _tokens_never_said(config: FTConfig, names: Mapping[str, str]) -> list[str]:
 def _tokenizer_problems(
     request: ConversionRequest, facts: Facts, names: Mapping[str, str]
 ) -> list[str]:
-    """Return a problem if text models would find no tokenizer in the folder."""
-    # A folder that is converted already may have been given one by hand.
+    """Return a problem if the folder would lack the tokenizer that text models need."""
+    # One may have been added by hand to an existing folder.
     there = ft_directory(request.output_dir, request.tp_size).glob("*")
     carried = [file.name for file in facts.tokenizer]
     if (
@@ -139,8 +142,8 @@ def _tokenizer_problems(
     ):
         return []
     return [
-        f"{facts.reader.path} comes with no tokenizer ({TOKENIZER_CHOICES}), which the models that "
-        f"take text need; name its files in {names['vocab_path']} and {names['merges_path']}, or "
+        f"{facts.reader.path} has no tokenizer ({TOKENIZER_CHOICES}), which text "
+        f"models need; name its files in {names['vocab_path']} and {names['merges_path']}, or "
         f"do without these models: {names['for_text']}=false"
     ]
 
@@ -197,7 +200,7 @@ def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
 
         ranges = read_torch_file(path)
     if not isinstance(ranges, Mapping):
-        raise CheckpointMismatchError(f"{path} is not a table of activation ranges")
+        raise CheckpointMismatchError(f"{path} does not hold a table of activation ranges")
     return ranges
 
 
@@ -213,14 +216,14 @@ def _tokenizer(
 
 
 def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
-    """Return the mapping a checkpoint comes from.
+    """Return the source mapping of a checkpoint.
 
     Args:
         facts: The checkpoint.
         model_type: Kind the user expects, where one source can become several families.
 
     Raises:
-        CheckpointMismatchError: No mapping knows it.
+        CheckpointMismatchError: No mapping matches it.
     """
     candidates = [mapping for mapping in SOURCE_MAPPINGS if mapping.format == facts.reader.format]
     fitting = [
@@ -235,7 +238,7 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
     kind = facts.config.get("model_type") or facts.config.get("target") or "unknown"
     names = sorted(facts.reader.keys())[:3]
     raise CheckpointMismatchError(
-        f"{facts.reader.path} is a {facts.reader.format} checkpoint of no known architecture "
+        f"{facts.reader.path} is a {facts.reader.format} checkpoint of an unknown architecture "
         f"(model type {kind}; tensors such as {', '.join(names) or 'none'}); known: "
         + "; ".join(mapping.title for mapping in candidates)
     )
@@ -252,8 +255,8 @@ def _refused(
         "activation_ranges": request.activation_ranges,
     }
     problems += [
-        f"{mapping.title} cannot take {kind.replace('_', ' ')}: {mapping.family.name} folders of "
-        "this mapping have no place for it"
+        f"{mapping.title} does not support {kind.replace('_', ' ')} add-ons in its "
+        f"{mapping.family.name} folders"
         for kind, value in added.items()
         if value and kind not in mapping.accepts
     ]
@@ -269,7 +272,7 @@ def _refused(
 def _stated_values(
     config: type[FTConfig], request: ConversionRequest, names: Mapping[str, str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the config.ini values the user states, and what is wrong with them."""
+    """Return the config.ini values the user states, and their problems."""
     hints = get_type_hints(config)
     fields = {f.name for f in dataclasses.fields(config) if not f.metadata.get("skip")}
     values: dict[str, Any] = {}
@@ -294,11 +297,11 @@ def _stated_values(
 def divisibility_problems(
     mapping: SourceMapping, config: FTConfig, request: ConversionRequest, names: Mapping[str, str]
 ) -> list[str]:
-    """Return the sizes that the parallel sizes do not divide."""
+    """Return a problem for each size that the parallel sizes do not divide."""
     problems = []
     tp_size, pp_size = request.tp_size, request.pp_size
     model = f"{mapping.family.name} model {Path(request.checkpoint_path).name}"
-    sizes = {_told(name): config.dim(name, {}) for name in mapping.family.divisible}
+    sizes = {_ini_key(name): config.dim(name, {}) for name in mapping.family.divisible}
     odd = [f"{name}={size}" for name, size in sizes.items() if size % tp_size]
     if odd:
         problems.append(
@@ -315,7 +318,7 @@ def divisibility_problems(
     return problems
 
 
-def _told(name: str) -> str:
+def _ini_key(name: str) -> str:
     """Return a size's key in config.ini: a folder may store heads more often than it has them."""
     return name.removeprefix("stored_")
 

@@ -1,4 +1,4 @@
-"""What a conversion is asked for, and what is wrong with the question itself."""
+"""The request for a conversion, and its checks that need no checkpoint."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from export_scripts.families import FAMILIES
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 
-# Words users type for a model's kind -> the families it may be.
+# Model types users type -> the families they may be.
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {"gpt3": ("gpt", "llama"), "mt5": ("t5",)}
 
 
 @dataclass(frozen=True)
 class ConversionRequest:
-    """What to convert, and into what.
+    """A request to convert a checkpoint.
 
     Attributes:
         checkpoint_path: File or folder of the source.
@@ -33,11 +33,11 @@ class ConversionRequest:
         vocab_path: Vocabulary (or sentencepiece model) in place of the checkpoint's.
         merges_path: Merges in place of the checkpoint's.
         overwrite: Replace a folder that holds something else.
-        allow: Patterns of tensor names for which unknown or non-finite is accepted.
+        allow: Patterns of tensor names accepted although unknown or non-finite.
         model_type: Kind the user expects ("gpt3", "t5", "mt5", a family); None for any.
         pp_size: Pipeline stages of inference; must divide the layers.
-        given: (config key, value) pairs the source does not tell.
-        for_text: Whether models that take text need a tokenizer among the folder's files.
+        given: (config key, value) pairs that the source lacks.
+        for_text: Whether the folder must hold a tokenizer, for text models.
     """
 
     checkpoint_path: Path
@@ -64,7 +64,7 @@ class ConversionRequest:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow)
 
 
-# What to call a request's fields in messages; a caller with other words passes its own.
+# Names of a request's fields in messages; callers with other names pass their own.
 OPTION_NAMES: Mapping[str, str] = {
     "checkpoint_path": "--checkpoint-path",
     "output_dir": "--output-dir",
@@ -81,12 +81,12 @@ OPTION_NAMES: Mapping[str, str] = {
     "merges_path": "--merges-path",
     "given": "--set",
     "overwrite": "--overwrite",
-    "for_text": "for_text",  # no option: this command serves nothing
+    "for_text": "for_text",  # not an option: this command does not serve
 }
 
 
 def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with the request itself."""
+    """Return the problems of the request itself."""
     problems = []
     for key, value in (
         ("tp_size", request.tp_size),
@@ -128,7 +128,7 @@ def _source_paths(request: ConversionRequest) -> Mapping[str, tuple[Path | None,
 
 
 def _output_problems(output_dir: Path, name: str) -> list[str]:
-    """Return a problem if folders cannot be made at `output_dir`."""
+    """Return a problem if `output_dir` cannot be created."""
     path = output_dir.absolute()
     nearest = next(each for each in (path, *path.parents) if os.path.lexists(each))
     if not nearest.is_dir():

@@ -1,4 +1,4 @@
-"""Find each FT tensor's source, and everything wrong with names and shapes, before reading any."""
+"""Source of each FT tensor, with names and shapes checked before any is read."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def plan_tensors(
 
 
 def _remedy(missing: list[str], facts: Facts) -> str:
-    """Return what to do about missing tensors: names behind a prefix were saved from a wrapper."""
+    """Return the remedy for missing tensors; a common prefix means a wrapper was saved."""
     wanted = missing[0].split(" ", 1)[0]
     for key in facts.keys():  # noqa: SIM118 - not a mapping
         if key.endswith(f".{wanted}"):
             return (
-                f"names there begin with {key.removesuffix(wanted)!r}: save the model without what "
-                "wraps it"
+                f"names there begin with {key.removesuffix(wanted)!r}: save the model without "
+                "its wrapper"
             )
     return _REMEDY
 
@@ -86,8 +86,8 @@ def _unknown(
 ) -> list[str]:
     copies = {facts.resolve(key) for key in mapping.copies(facts, config)}
     return [
-        f"{key} {[list(piece.shape) for piece in facts.pieces(key)]} is an unknown tensor; "
-        f"{mapping.title} has no place for it (--allow '{key}' leaves it out)"
+        f"{key} {[list(piece.shape) for piece in facts.pieces(key)]} is not a tensor of "
+        f"{mapping.title} (--allow '{key}' leaves it out)"
         for key in facts.keys()  # noqa: SIM118 - not a mapping
         if key not in used
         and key not in copies
@@ -115,8 +115,8 @@ def _shape_problems(
                 )
         if pieces[0].dtype not in FLOATING_TYPES:
             problems.append(
-                f"{key} is stored as {pieces[0].dtype}, expected a floating type; quantised "
-                "checkpoints have to be dequantised first"
+                f"{key} is stored as {pieces[0].dtype}, expected a floating type; convert "
+                "the unquantised checkpoint"
             )
     if problems:
         return problems
@@ -131,7 +131,7 @@ def _shape_problems(
 
 
 def _shapes_of(plan: TensorPlan, facts: Facts) -> Get:
-    """Return what `TensorSource.build` reads pieces with while only shapes are wanted."""
+    """Return the reader of pieces that `TensorSource.build` gets when only shapes are needed."""
     return lambda key, cut=None, unit=1: [
         ShapeTensor(slab.shape)
         for piece in facts.pieces(key.format(**plan.index))
@@ -144,10 +144,10 @@ def _without(shape: tuple[int, ...], axis: int | None) -> tuple[int | None, ...]
 
 
 def local_fine_shape(parts: Parts, tensor: FTTensor, tp_size: int) -> tuple[tuple[int, ...], int]:
-    """Return one rank's shape in the parts' finer axes, and which of them is split (-1: none).
+    """Return one rank's shape in the parts' finer axes, and the index of the split one (-1: none).
 
     Raises:
-        ValueError: The parts are not the tensor, or a rank's share is not a whole number.
+        ValueError: The parts do not make the tensor, or a rank's share is not a whole number.
     """
     fine = parts.shape
     groups = _group_axes(fine, tensor.shape)
@@ -162,7 +162,7 @@ def local_fine_shape(parts: Parts, tensor: FTTensor, tp_size: int) -> tuple[tupl
 
 
 def _group_axes(fine: tuple[int, ...], coarse: tuple[int, ...]) -> list[list[int]] | None:
-    """Return which consecutive fine axes make up each coarse one, or None if they do not."""
+    """Return the consecutive fine axes that make up each coarse one, or None if none do."""
     groups: list[list[int]] = []
     axis = 0
     for size in coarse:

@@ -1,4 +1,4 @@
-"""Copy strided, cast, cut tensors into contiguous file contents, a bounded piece at a time.
+"""Contiguous file contents from strided tensors: cast, cut and copied in bounded chunks.
 
 Shapes: P rows of the file chunk, R the product of its other axes.
 """
@@ -21,7 +21,7 @@ from export_scripts.families.mapping.tensors import ShapeTensor
 from export_scripts.files.disk import BLOCK_BYTES, LARGE_BYTES
 from export_scripts.numeric.arrays import DTYPES, Array, bits, store
 
-# A chunk of a file: large enough that system calls do not count, small enough for several workers.
+# A chunk of a file: large enough to amortise system calls, small enough for several workers.
 CHUNK_BYTES = 8 << 20
 # A large page of memory.
 _HUGE_BYTES = 2 << 20
@@ -29,7 +29,7 @@ _HUGE_BYTES = 2 << 20
 # A transposed tile: it fits the second-level cache, the lines of its rows nearly the first.
 _TILE_ROWS = 512
 _TILE_COLUMNS = 512
-# Rows are apart by an odd number of cache lines: by a power of two, they would share a few sets.
+# Rows are an odd number of cache lines apart; at a power of two they would share a few sets.
 _TILE_GAP_BYTES = 64
 # Below this the plain strided copy is as fast.
 _SMALL = 4096
@@ -44,7 +44,7 @@ _INTEGERS = {
 
 @dataclass
 class ValueRange:
-    """Smallest and largest value of what was written; `finite` is False after inf or NaN."""
+    """Smallest and largest value written; `finite` is False after inf or NaN."""
 
     smallest: float = math.inf
     largest: float = -math.inf
@@ -66,7 +66,7 @@ class ValueRange:
 class Workspace:
     """One worker's buffers, allocated once.
 
-    Chunks of large files alternate between two: one is written to disk while the next is made.
+    Chunks of large files alternate between two: one is written while the next is filled.
     """
 
     chunk_bytes: int = CHUNK_BYTES
@@ -78,7 +78,7 @@ class Workspace:
     )
 
     def next_chunk(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """Return the buffer that was not given out last, for `size_bytes`."""
+        """Return `size_bytes` of the buffer that was not returned last."""
         chunk = self._chunks.pop(0) if len(self._chunks) == 2 else _aligned(self.chunk_bytes)
         if len(chunk) < size_bytes:
             chunk = _aligned(size_bytes)
@@ -93,12 +93,12 @@ class Workspace:
 
 
 def _aligned(size_bytes: int) -> npt.NDArray[np.uint8]:
-    """Return memory in large pages, as far as the system has them.
+    """Return page-aligned memory, in large pages if the system has them.
 
-    Direct writes want it to begin at a page at least. Of small pages, which lie anywhere, a disk
-    takes but a fraction of a chunk at once, and works at half its speed.
+    Direct writes need the alignment. With small pages, which are scattered, the disk accepts only
+    a fraction of a chunk at once and runs at half its speed.
     """
-    # Shared memory, which mmap gives unless told otherwise, has no large pages.
+    # Shared memory, mmap's default, has no large pages.
     memory = mmap.mmap(-1, size_bytes + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # a system without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -108,7 +108,7 @@ def _aligned(size_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
-    """Return how many rows to write at once: whole blocks where that many fit."""
+    """Return the number of rows to write at once: whole blocks where they fit."""
     rows = max(1, chunk_bytes // max(row_bytes, 1))
     whole = BLOCK_BYTES // math.gcd(row_bytes, BLOCK_BYTES)
     return rows // whole * whole or rows
@@ -131,7 +131,7 @@ def file_chunks(
 ) -> Iterator[tuple[memoryview, ValueRange]]:
     """Yield the contents of one rank's file, with the range of each chunk's values.
 
-    A chunk of a file of LARGE_BYTES or more is valid until the next but one is asked for.
+    A chunk of a file of LARGE_BYTES or more is valid until the next but one is requested.
 
     Args:
         parts: The whole tensor.
@@ -217,7 +217,7 @@ def value_range(raw: npt.NDArray[np.uint8], data_type: str) -> ValueRange:
     """Return the range of a chunk of values, by comparing their bit patterns as integers.
 
     Non-negative floats are ordered like signed integers; negative ones, read as unsigned, are
-    ordered by magnitude and lie above all others. Integer maxima run at memory speed.
+    ordered by magnitude and sort above all others. Integer maxima run at memory speed.
     """
     if data_type not in _INTEGERS:
         values = raw.view(np.int8)

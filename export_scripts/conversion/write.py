@@ -1,4 +1,4 @@
-"""The one loop over a plan's tensors: read, rearrange, cast, cut, write.
+"""The loop over a plan's tensors: read, rearrange, cast, cut, write.
 
 Threads suffice as workers: copies, casts, checksums and writes all run outside the interpreter
 lock, and all workers share one mapping of the source.
@@ -33,7 +33,7 @@ _SCAN_VALUES = 1 << 20
 
 @dataclass
 class Counter:
-    """Bytes done, told to the caller.
+    """Progress in bytes, reported to the caller.
 
     Attributes:
         progress: Called with (done, total) after every change, one call at a time.
@@ -70,7 +70,7 @@ def planned_bytes(plan: ConversionPlan) -> int:
 def write_tensors(
     plan: ConversionPlan, writer: FTWriter, counter: Counter, *, processes: int
 ) -> list[str]:
-    """Write every file that is not there yet; return what is wrong with the values.
+    """Write every missing file; return the problems of the values.
 
     The result of every worker is awaited; the first exception stops the others and is raised.
     """
@@ -78,8 +78,8 @@ def write_tensors(
     stopping = threading.Event()
     task = _Task(plan, writer, counter, stopping)
     try:
-        # The source is read forward; and a layer's small tensors lie among its large ones, so that
-        # some worker always has something for the disk.
+        # Source order: reads go forward, and a layer's small tensors come between its large ones,
+        # which keeps the disk busy.
         ordered = sorted(plan.tensors, key=task.place)
         futures = {item.tensor.name: pool.submit(task.write, item) for item in ordered}
         done, _ = concurrent.futures.wait(
@@ -96,7 +96,7 @@ def write_tensors(
 
 
 def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
-    """Return a tensor's parts: views of the source's files as far as nothing is computed."""
+    """Return a tensor's parts: views of the source's files unless a value is computed."""
 
     def get(key: str, cut: int | None = None, unit: int = 1) -> list[Any]:
         pieces = plan.facts.pieces(key.format(**item.index))
@@ -107,7 +107,7 @@ def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
 
 @dataclass(frozen=True)
 class _Task:
-    """What every worker shares."""
+    """State that all workers share."""
 
     plan: ConversionPlan
     writer: FTWriter
@@ -115,11 +115,11 @@ class _Task:
     stopping: threading.Event
 
     def place(self, item: TensorPlan) -> tuple[str, int]:
-        """Return where in the source a tensor begins: file and offset."""
+        """Return the file and offset at which a tensor begins in the source."""
         return next(((str(stored.path), stored.offset) for _, stored in self._read(item)), ("", 0))
 
     def write(self, item: TensorPlan) -> list[str]:
-        """Write the missing files of one tensor; return what is wrong with its values."""
+        """Write the missing files of one tensor; return the problems of its values."""
         try:
             return self._write(item)
         except CheckpointMismatchError as error:
@@ -156,7 +156,7 @@ class _Task:
         return [problem]
 
     def _read(self, item: TensorPlan) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield what is read for a tensor: key and part; of a replicated key, the first copy."""
+        """Yield (key, stored part) of everything read for a tensor; of replicas the first."""
         for pattern, cut in item.source.reads:
             key = pattern.format(**item.index)
             pieces = self.plan.facts.pieces(key)
@@ -164,17 +164,17 @@ class _Task:
                 yield from ((key, stored) for stored in piece.stored)
 
     def _check(self, item: TensorPlan) -> None:
-        """Fail if something read for a tensor changed since it was saved.
+        """Compare the checksums of everything read for a tensor.
 
         Raises:
-            CheckpointMismatchError: It did; every such source is named.
+            CheckpointMismatchError: Some differ; every such source is named.
         """
         name = item.tensor.name
         maps = self.plan.facts.maps
         for _, piece in self._read(item):
             maps.prefetch(piece)
         damaged = [
-            f"{key} in {piece.path} does not have the checksum that the archive tells, so it is "
+            f"{key} in {piece.path} does not match its checksum in the archive, so it is "
             f"damaged; copy the file again (--allow '{name}' converts it as it is)"
             for key, piece in self._read(item)
             if not self.plan.request.allows(name) and not maps.is_intact(piece)
@@ -183,7 +183,7 @@ class _Task:
             raise CheckpointMismatchError(damaged)
 
     def _forget(self, item: TensorPlan) -> None:
-        """Drop the source's pages, so that memory does not grow with the model."""
+        """Drop the source's pages, which keeps memory independent of the model's size."""
         for _, piece in self._read(item):
             self.plan.facts.maps.forget(piece)
 
@@ -212,7 +212,7 @@ def recorded_range(record: Mapping[str, Any]) -> ValueRange:
 
 
 def _value_problem(name: str, parts: Parts, kind: str) -> str:
-    """Return what is wrong with a tensor that came out with infinities or NaN."""
+    """Return the problem of a tensor converted to infinities or NaN."""
     largest, bad = _source_extent(parts)
     if bad:
         return (
@@ -226,7 +226,7 @@ def _value_problem(name: str, parts: Parts, kind: str) -> str:
 
 
 def _source_extent(parts: Parts) -> tuple[float, int]:
-    """Return the largest finite magnitude of the source, and how many values are not finite."""
+    """Return the largest finite magnitude of the source and its number of non-finite values."""
     largest, bad = 0.0, 0
     for part in parts.tensors:
         if isinstance(part, ShapeTensor):
@@ -243,7 +243,7 @@ def _source_extent(parts: Parts) -> tuple[float, int]:
 
 
 def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, Any]:
-    """Return what the manifest tells of each tensor: shape, type, sources, range of values."""
+    """Return the manifest's record of each tensor: shape, type, sources, range of values."""
     out: dict[str, Any] = {}
     for item in plan.tensors:
         whole = ValueRange()

@@ -60,7 +60,7 @@ def find_family(name: str) -> ModelFamily:
     """Return the family called `name`.
 
     Raises:
-        ValueError: There is none; the known ones are listed.
+        ValueError: It is unknown; the known ones are listed.
     """
     try:
         return FAMILIES[name]

@@ -1,4 +1,4 @@
-"""The BERT layout and Hugging Face's BERT: transformer layers; all around them runs outside.
+"""The BERT layout and Hugging Face's BERT: the transformer layers alone.
 
 Layout: FasterTransformer, models/bert/BertWeight.h and BertLayerWeight.cc (5.3 line). Source names:
 transformers, models/bert/modeling_bert.py.
@@ -25,7 +25,7 @@ class BertConfig(FTConfig):
     """config.ini [bert].
 
     The loader reads neither layer_norm_eps (it assumes 1e-6) nor exact_gelu (it always takes the
-    tanh form); engines that do agree with the original model to rounding.
+    tanh form); engines that do match the original model to rounding.
     """
 
     SECTION: ClassVar[str] = "bert"
@@ -170,7 +170,7 @@ def _weights(facts: Facts, _: BertConfig) -> Mapping[str, TensorSource]:
     for name in _LINEARS:
         table[f"{LAYER}{name}.weight"] = Transpose(f"{_HF}{name}.weight")
         table[f"{LAYER}{name}.bias"] = Copy(f"{_HF}{name}.bias")
-    # Files written by the first ports of BERT call the parameters of a norm gamma and beta.
+    # The first ports of BERT named the parameters of a norm gamma and beta.
     old = facts.has(f"{_HF.format(layer=0)}{_NORMS[0]}.gamma")
     for name in _NORMS:
         table[f"{LAYER}{name}.weight"] = Copy(f"{_HF}{name}.{'gamma' if old else 'weight'}")

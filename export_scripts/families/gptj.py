@@ -1,4 +1,4 @@
-"""The GPT-J layout: rotary positions, one layernorm feeding attention and MLP side by side.
+"""The GPT-J layout: rotary positions, one layernorm that feeds both attention and MLP.
 
 Layout: FasterTransformer, models/gptj/GptJWeight.cc and GptJDecoderLayerWeight.cc (5.3 line).
 """
@@ -34,7 +34,7 @@ class GPTJConfig(DecoderConfig):
     SECTION: ClassVar[str] = "gptj"
 
     rotary_embedding: int  # dimensions of each head that are rotated
-    # Not an FT key (FT_LAYERNORM_EPS is built in there): what the model was trained with.
+    # Not an FT key (FT_LAYERNORM_EPS is built in there): the model's own value.
     layernorm_eps: float = FT_LAYERNORM_EPS
 
 
@@ -86,7 +86,7 @@ GPTJ = ModelFamily(
 
 
 def check_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -> None:
-    """Note a problem unless so many dimensions of a head can be turned, two at a time."""
+    """Note a problem unless `dims` dimensions of a head can be rotated, two at a time."""
     if dims % 2 or dims > size_per_head:
         settings.problems.append(
             f"{settings.label}: {name} = {dims} is not an even number of at most the head size of "
@@ -136,7 +136,7 @@ WTE = "transformer.wte.weight"
 
 
 def _weights(facts: Facts, _: GPTJConfig) -> Mapping[str, TensorSource]:
-    """Return where each tensor lies; a tied head may be stored as the embedding alone."""
+    """Return each tensor's source; a tied head may be stored as the embedding alone."""
     q, k, v = (f"{_H}attn.{part}_proj.weight" for part in "qkv")
     return {
         "model.wte": Copy(WTE),

@@ -1,4 +1,4 @@
-"""The mesh-transformer-jax release of GPT-J as an mapping of the GPT-J layout.
+"""The GPT-J layout from the mesh-transformer-jax release.
 
 How shards make whole tensors, and the rounding through fp16: FasterTransformer,
 examples/pytorch/gptj/utils/gptj_ckpt_convert.py.
@@ -25,7 +25,7 @@ from export_scripts.families.mapping.sources import (
 )
 from export_scripts.families.mapping.tensors import ShapeTensor, float32, rounded
 
-# The one model that was released; its files tell neither of the first two.
+# The only released model; its files state neither of the first two.
 _RELEASED = {"head_num": 16, "rotary_embedding": 64, "hidden": 4096}
 _END_OF_TEXT = 50256
 
@@ -34,7 +34,7 @@ def _config(facts: Facts) -> GPTJConfig:
     """Return the config of a release: sizes from its arrays, heads stated or the 6B model's.
 
     Raises:
-        CheckpointMismatchError: Heads or positions do not fit the width, or have no place.
+        CheckpointMismatchError: Heads or positions do not fit the width or the layout.
     """
     settings = Settings(facts.config, "the model's JSON configuration, or --set")
     settings.expect("pe", "rotary", why="FT's GPT-J has rotary positions")
@@ -67,7 +67,7 @@ def _config(facts: Facts) -> GPTJConfig:
 
 
 def _stated(facts: Facts, settings: Settings, name: str, theirs: str) -> int:
-    """Return a size the user states, or the JSON beside the weights, or the released model's."""
+    """Return a size: the user's, that in the JSON next to the weights, or the released model's."""
     given = facts.given_int(name)
     if given is not None:
         return Settings({name: given}, "stated", settings.problems).integer(name)
@@ -75,20 +75,20 @@ def _stated(facts: Facts, settings: Settings, name: str, theirs: str) -> int:
 
 
 def _warnings(facts: Facts, config: GPTJConfig) -> list[str]:
-    """Return a warning where a model of another size is taken to have the 6B model's heads."""
+    """Return a warning if a model of another size is assumed to have the 6B model's heads."""
     known = "head_num" in facts.given or "n_heads" in facts.config
     if known or config.hidden == _RELEASED["hidden"]:
         return []
     return [
-        f"the checkpoint does not tell its heads; head_num = {config.head_num} and "
+        f"the checkpoint does not state its heads; head_num = {config.head_num} and "
         f"rotary_embedding = {config.rotary_embedding} are assumed from GPT-J-6B: state "
         "--set head_num=.. --set rotary_embedding=.., or put the model's JSON configuration "
-        "beside the weights"
+        "next to the weights"
     ]
 
 
 def _rounded(values: Any, _: GPTJConfig) -> Any:
-    """Return values with the precision of fp16, which the released converter gave them."""
+    """Return values rounded to fp16, as the released converter did."""
     return rounded(values, "fp16")
 
 
@@ -121,7 +121,7 @@ def _norm_bias(config: GPTJConfig, joined: Any) -> Any:
 
 
 def _embedding(config: GPTJConfig, table: Any, bias: Any) -> Any:
-    """Return the table with the bias every row gets, both rounded to fp16, and so their sum."""
+    """Return the table plus the bias of every row; both, and their sum, are rounded to fp16."""
     return rounded(rounded(table, "fp16") + _replicated(config, bias), "fp16")
 
 

@@ -48,13 +48,13 @@ class GPTNeoXConfig(DecoderConfig):
     rotary_embedding: int  # dimensions of each head that are rotated
     # The loader reads it as an integer: the word True would count as its default.
     use_gptj_residual: bool = ini_field(True, as_digit=True)
-    # Not FT keys, but what the model was trained with: FT takes FT_LAYERNORM_EPS and tanh gelu.
+    # Not FT keys: the model's own values, where FT takes FT_LAYERNORM_EPS and tanh gelu.
     layernorm_eps: float = FT_LAYERNORM_EPS
     exact_gelu: bool = False
 
     @property
     def has_sequential_residual(self) -> bool:
-        """Whether the MLP comes after attention, not beside it."""
+        """Whether the MLP follows attention instead of running parallel to it."""
         return not self.use_gptj_residual
 
 
@@ -106,7 +106,7 @@ GPTNEOX = ModelFamily(
     config=GPTNeoXConfig,
     architecture=gptneox_architecture,
     layout=LAYOUT,
-    # Written by other converters beside the sum that replaces them.
+    # Written by other converters next to the sum that replaces them.
     unread=("model.layers.*.attention.dense.bias.bin", "model.layers.*.mlp.dense_4h_to_h.bias.bin"),
 )
 
@@ -165,7 +165,7 @@ HEADS = ("embed_out.weight", "lm_head.weight")
 
 
 def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSource]:
-    """Return where each tensor lies."""
+    """Return each tensor's source."""
     has_bias = facts.config.get("attention_bias", True)
     mlp_out = _L + "mlp.dense_4h_to_h"
     out_biases = (_L + "attention.dense.bias",) if has_bias else ()

@@ -1,4 +1,4 @@
-"""EleutherAI's GPT-NeoX layer files as an mapping of the GPT-NeoX layout.
+"""The GPT-NeoX layout from EleutherAI's layer files.
 
 Each training rank keeps norms and output biases of its own: the norms are averaged, the biases are
 summed over all ranks. How: FasterTransformer, examples/pytorch/gptneox/utils/
@@ -34,8 +34,8 @@ def _config(facts: Facts) -> GPTNeoXConfig:
     """Return the config of a release: sizes from its tensors, the rest from configs/*.yml.
 
     Raises:
-        CheckpointMismatchError: The number of heads or of rotated dimensions is not told, or the
-            model is of another architecture; all problems are listed.
+        CheckpointMismatchError: The heads or rotated dimensions are unknown, or the
+        architecture is another; all problems are listed.
     """
     settings = Settings(facts.config, label="configs/*.yml")
     _refuse_other_models(settings)
@@ -69,7 +69,8 @@ def _config(facts: Facts) -> GPTNeoXConfig:
 def _is_whole(config: Mapping[str, Any]) -> bool:
     """Return whether a configuration is a training run's, in which absent keys have defaults.
 
-    Rotary positions are none: a run has to name them. A shorter file is a release's, which leaves
+    Rotary positions have no default: a run must name them. A shorter file is a release's, which
+    leaves
     out what GPT-NeoX-20B has. Defaults: EleutherAI/gpt-neox, megatron/neox_arguments/neox_args.py.
     """
     return "pos-emb" in config
@@ -89,7 +90,7 @@ def _refuse_other_models(settings: Settings) -> None:
 
 
 def _rotary_dims(facts: Facts, settings: Settings, size_per_head: int) -> int:
-    """Return the rotated dimensions: stated, told by the stored frequencies, or a fraction."""
+    """Return the rotated dimensions: stated, from the stored frequencies, or a fraction."""
     given = facts.given_int("rotary_embedding")
     if given is not None:
         return given
@@ -157,7 +158,7 @@ WEIGHTS: Mapping[str, TensorSource] = {
 
 
 def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSource]:
-    """Return where each tensor lies; a model with tied weights has no head of its own."""
+    """Return each tensor's source; a model with tied weights has no head of its own."""
     untied = facts.config.get("no-weight-tying", not _is_whole(facts.config))
     if facts.has(HEAD) or untied is not False:
         return WEIGHTS
@@ -165,7 +166,7 @@ def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSource]:
 
 
 def _warnings(facts: Facts, config: GPTNeoXConfig) -> list[str]:
-    """Return what was assumed, and the limits of fp16."""
+    """Return warnings about assumptions and the limits of fp16."""
     assumed = []
     if "gpt-j-residual" not in facts.config and not _is_whole(facts.config):
         assumed.append(

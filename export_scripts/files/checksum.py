@@ -1,4 +1,4 @@
-"""Checksums of files: CRC-32 as zip and gzip have it, some five times as fast as zlib's own."""
+"""CRC-32 checksums of files, as in zip and gzip, about five times as fast as zlib's."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _PIECE_BYTES = 1 << 22
 
 
 class Checksum:
-    """The checksum of bytes added one piece after the other."""
+    """A running checksum of bytes added piece by piece."""
 
     def __init__(self) -> None:
         self._value = 0
 
     def add(self, piece: bytes | memoryview) -> None:
-        """Go on with a piece."""
+        """Add a piece."""
         self._value = crc32(piece, self._value)
 
     def text(self) -> str:

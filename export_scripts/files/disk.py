@@ -1,4 +1,4 @@
-"""System calls around large files: writing them fast, syncing at once, telling a full disk."""
+"""System calls for large files: fast writes, one sync, and clear errors for a full disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 # Direct writes need memory, offsets and lengths in multiples of the disk's block: this suits all.
 BLOCK_BYTES = 4096
-# Smaller files are not worth the calls, nor a thread that writes them in the background.
+# Smaller files do not justify these calls, nor a background thread.
 LARGE_BYTES = 1 << 20
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -23,11 +23,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SequentialFile:
-    """A file written once from start to end, at the disk's speed.
+    """A file written once, from start to end, at disk speed.
 
     Space is reserved at once, which makes the writes several times cheaper, and chunks of whole
     blocks from aligned memory pass by the page cache: no copy, no flood of dirty pages to write
-    back at the end. Where a file system knows neither, plain writes are made.
+    back at the end. File systems without either get plain writes.
 
     Args:
         path: The file; replaced if it exists.
@@ -58,14 +58,16 @@ class SequentialFile:
         self._direct = wanted and _O_DIRECT != 0
 
     def write(self, chunk: memoryview) -> None:
-        """Append a chunk. Whole blocks go directly as long as all before them did."""
+        """Append a chunk; whole blocks are written directly while every earlier one was."""
         blocks = len(chunk) // BLOCK_BYTES * BLOCK_BYTES
         done = 0
         while self._direct and done < blocks:
             try:
                 done += os.write(self._fd, chunk[done:blocks])
             except OSError as error:
-                if error.errno != errno.EINVAL:  # memory or offset not aligned as this disk wants
+                if (
+                    error.errno != errno.EINVAL
+                ):  # this disk needs another alignment of memory or offset
                     raise
                 break
             if done % BLOCK_BYTES:
@@ -80,7 +82,7 @@ class SequentialFile:
         """Close the file, unless it is closed.
 
         Raises:
-            OSError: The file system tells only now that something could not be written.
+            OSError: The file system reports a failed write only now.
         """
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -91,7 +93,7 @@ def _reserve(fd: int, size_bytes: int) -> None:
     """Allocate a file's space.
 
     The C library's posix_fallocate would write into every block where the file system cannot
-    allocate; the system call says so instead, and the writes go on without.
+    allocate; the system call fails instead, and the writes proceed without it.
     """
     call = getattr(_libc, "fallocate", None)
     if call is None:
@@ -102,12 +104,12 @@ def _reserve(fd: int, size_bytes: int) -> None:
 
 
 @contextlib.contextmanager
-def telling_full_disk(folder: Path, what: str, needed_bytes: int) -> Iterator[None]:
-    """Turn a full disk into a message that says what was being written and what it needs.
+def disk_full_as_value_error(folder: Path, what: str, needed_bytes: int) -> Iterator[None]:
+    """Turn a full disk into an error that names what was being written and the space it needs.
 
     Raises:
         ValueError: The disk, or the user's share of it, is full.
-        OSError: Any other error, with what was being written.
+        OSError: Any other error; the message names what was being written.
     """
     try:
         yield
@@ -117,7 +119,7 @@ def telling_full_disk(folder: Path, what: str, needed_bytes: int) -> Iterator[No
         free = shutil.disk_usage(folder).free
         raise ValueError(
             f"the disk is full: {what} under {folder} needs {needed_bytes} bytes, {free} are free; "
-            "free space and run again, what is finished is kept"
+            "free space and run again; finished files are kept"
         ) from error
 
 
@@ -134,7 +136,7 @@ def check_space(folder: Path, needed_bytes: int) -> str | None:
 
 
 def sync_file_system(folder: Path) -> None:
-    """Bring everything written to the folder's file system to disk, in one call.
+    """Flush everything written to the folder's file system, in one call.
 
     Raises:
         OSError: Something could not be written.
@@ -151,7 +153,7 @@ def sync_file_system(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to disk, after a rename in it."""
+    """Flush a folder's entries to disk, after a rename in it."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)

@@ -14,14 +14,14 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class FolderLock:
-    """A lock that the system frees when the process ends.
+    """A lock that the system releases when the process ends.
 
     Args:
         path: The lock's file.
         shown: What to call the folder in messages.
 
     Attributes:
-        held: False where the file system knows no locks, so that nothing keeps others away.
+        held: False on a file system without locks, where others are not kept away.
     """
 
     def __init__(self, path: Path, shown: Path) -> None:
@@ -43,7 +43,7 @@ class FolderLock:
             folder.mkdir(parents=True, exist_ok=True)
             try:
                 fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            except FileNotFoundError:  # a failed run took away the folder it had made
+            except FileNotFoundError:  # a failed run removed the folder it had made
                 continue
             try:
                 self._lock(fd)
@@ -76,7 +76,7 @@ class FolderLock:
             ) from None
 
     def __exit__(self, *_: object) -> None:
-        """Free the lock; remove its file, and the folders made for it if they stayed empty."""
+        """Release the lock; remove its file and the folders made for it that are still empty."""
         self._path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             for folder in self._made:

@@ -1,4 +1,4 @@
-"""Write in the background what a worker has made, while it makes more."""
+"""Background writes: a worker fills one buffer while the previous one is written."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Step = Callable[[], None]
 
 
 class WriteBehind:
-    """One worker's way to the disk: its steps run in order in a thread of their own.
+    """One worker's write queue: its steps run in order in a thread of their own.
 
-    No more than one step waits for the disk when a worker starts another, so that two buffers in
-    turn are enough.
+    At most one step is pending when a worker starts another, so two alternating buffers are
+    enough.
     """
 
     def __init__(self) -> None:
@@ -20,18 +20,18 @@ class WriteBehind:
         self._last: concurrent.futures.Future[None] | None = None
 
     def wait(self) -> None:
-        """Wait for all steps; raise what the last one raised."""
+        """Wait for all steps; raise the last one's error."""
         last, self._last = self._last, None
         if last is not None:
             last.result()
 
     def run(self, step: Step) -> None:
-        """Start a step once the one before is done; raise what that one raised."""
+        """Wait for the previous step, raising its error, and start this one."""
         self.wait()
         self._last = self._thread.submit(step)
 
     def run_next(self, step: Step) -> None:
-        """Start a step after the one before without waiting; not if that one failed."""
+        """Queue a step after the previous one without waiting; it is skipped if that one failed."""
         before = self._last
 
         def after() -> None:
@@ -42,18 +42,18 @@ class WriteBehind:
         self._last = self._thread.submit(after)
 
     def settle(self) -> None:
-        """Wait for all steps, whatever became of them."""
+        """Wait for all steps, failed ones included."""
         last, self._last = self._last, None
         if last is not None:
             concurrent.futures.wait([last])
 
     def close(self) -> None:
-        """Wait for all steps, whatever became of them, and end the thread."""
+        """Wait for all steps, failed ones included, and end the thread."""
         self._thread.shutdown(wait=True)
 
 
 class AtOnce:
-    """In place of `WriteBehind` for what is too little to hand over: every step runs when given."""
+    """The synchronous counterpart of `WriteBehind` for small files: every step runs at once."""
 
     def run(self, step: Step) -> None:
         """Run a step."""
@@ -62,4 +62,4 @@ class AtOnce:
     run_next = run
 
     def settle(self) -> None:
-        """Nothing is on its way."""
+        """Return at once; no step is pending."""

@@ -1,4 +1,4 @@
-"""config.ini as the FasterTransformer loader reads it, and as it must be written for it.
+"""config.ini in the dialect of the FasterTransformer loader: parse, format, write, read.
 
 Reader rules: FasterTransformer, 3rdparty/INIReader.h (inih), a line buffer of 200 bytes.
 """

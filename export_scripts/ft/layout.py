@@ -1,4 +1,4 @@
-"""Where an FT checkpoint lies and which files it holds. Imports only the standard library."""
+"""Paths and file names of an FT checkpoint; imports only the standard library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import FTTensor, ModelFamily
 
-# Files beside the weights that any converter may write; none is a weight.
+# Files that converters write next to the weights.
 EXTRA_FILES: tuple[str, ...] = (
     "config.ini",
     "args.txt",
@@ -32,17 +32,17 @@ def ft_directory(output_dir: Path, tp_size: int) -> Path:
 
 
 def staging_directory(output_dir: Path, tp_size: int) -> Path:
-    """Return the folder that fills while a conversion runs."""
+    """Return the hidden folder that a running conversion fills."""
     return output_dir / f".{tp_size}-gpu.partial"
 
 
 def manifest_path(ft_dir: Path) -> Path:
-    """Return the manifest that belongs to a folder; it lies beside it, not among the weights."""
+    """Return the path of a folder's manifest, which is next to the folder, not in it."""
     return ft_dir.parent / f"{ft_dir.name}.manifest.json"
 
 
 def expected_files(family: ModelFamily, config: FTConfig, tp_size: int) -> dict[str, int]:
-    """Return the exact bytes of every weight file a folder for `tp_size` ranks holds.
+    """Return the exact size of every weight file in a folder for `tp_size` ranks.
 
     Raises:
         ValueError: A split axis does not divide by `tp_size`.

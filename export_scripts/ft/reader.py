@@ -1,4 +1,4 @@
-"""Read one rank's tensors from an FT folder, memory-mapped, after checking the folder."""
+"""Memory-mapped tensors of one rank of an FT folder, which is checked first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files of a folder make a tokenizer, and of which kind."""
+"""Tokenizer files: the kinds known, and the one a folder holds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 class TokenizerFiles:
     """A tokenizer on disk. `kind` is a key of `TOKENIZER_KINDS`.
 
-    `settings` says which markers a text gets, where the checkpoint came with that file.
+    `settings` names the markers added to a text, if the checkpoint has that file.
     """
 
     kind: str

@@ -16,10 +16,10 @@ from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
 
 
 def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
-    """Return every difference between a folder and what it has to be; empty if it is sound.
+    """Return every difference between a folder and its description; empty if there is none.
 
-    Checked are config.ini, the exact set of weight files, each one's exact size, and, where a
-    manifest lies beside the folder, the files it records (their checksums too with `checksums`).
+    Checked are config.ini, the exact set of weight files, each one's exact size, and, if the
+    folder has a manifest, the files it records (their checksums too with `checksums`).
     """
     ft_dir = Path(ft_dir)
     if not ft_dir.is_dir():
@@ -35,7 +35,7 @@ def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
 
 
 def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[str, str]:
-    """Return what is wrong with each file; the folder itself stands under its path."""
+    """Return file name -> problem; a problem of the folder itself is under its path."""
     tp_size = config.tensor_para_size
     try:
         expected = expected_files(family, config, tp_size)
@@ -60,7 +60,7 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
 
 
 def _compare_manifest(ft_dir: Path, *, checksums: bool) -> dict[str, str]:
-    """Return what is wrong with each file; the manifest itself stands under its path."""
+    """Return file name -> problem; a problem of the manifest itself is under its path."""
     path = manifest_path(ft_dir)
     if not path.exists():
         return {}
@@ -80,5 +80,5 @@ def _compare_manifest(ft_dir: Path, *, checksums: bool) -> dict[str, str]:
         elif file.stat().st_size != size:
             problems[name] = f"{name} has {file.stat().st_size} bytes, the manifest records {size}"
         elif checksums and checksum_of(file) != checksum:
-            problems[name] = f"{name} has other contents than the manifest records (crc32)"
+            problems[name] = f"{name} differs from the checksum in the manifest (crc32)"
     return problems

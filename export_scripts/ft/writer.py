@@ -1,7 +1,7 @@
-"""Fill an FT folder so that it appears whole or not at all, and an interrupted run can go on.
+"""Writer of an FT folder that appears complete or not at all; interrupted runs can continue.
 
 Files are written in a hidden sibling of the folder, each under a temporary name until complete. A
-journal beside it lists the complete ones.
+journal next to it lists the complete ones.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from export_scripts.files.checksum import Checksum, checksum_of
 from export_scripts.files.disk import (
     LARGE_BYTES,
     SequentialFile,
+    disk_full_as_value_error,
     sync_file_system,
     sync_folder,
-    telling_full_disk,
 )
 from export_scripts.files.write_behind import AtOnce, WriteBehind
 from export_scripts.ft.layout import ft_directory, manifest_path, staging_directory
@@ -34,7 +34,7 @@ _TEMPORARY_SUFFIX = ".writing"
 
 @dataclass(frozen=True)
 class WorkPaths:
-    """The hidden neighbours of a folder while it is being written."""
+    """The folder, its manifest, and the hidden paths next to it during a conversion."""
 
     final: Path
     staging: Path
@@ -73,10 +73,10 @@ class _PartialFile:
 
     def append(self, chunk: memoryview) -> None:
         try:
-            with telling_full_disk(self._folder, f"writing {self.name}", self._size):
+            with disk_full_as_value_error(self._folder, f"writing {self.name}", self._size):
                 self._opened().write(chunk)
         except BaseException:
-            self.close()  # nothing follows a step that failed
+            self.close()  # no step follows a failed one
             raise
 
     def _opened(self) -> SequentialFile:
@@ -86,7 +86,7 @@ class _PartialFile:
 
     def close(self) -> None:
         if self._file is not None:
-            with telling_full_disk(self._folder, f"writing {self.name}", self._size):
+            with disk_full_as_value_error(self._folder, f"writing {self.name}", self._size):
                 self._file.close()
 
     def finish(self) -> None:
@@ -115,7 +115,7 @@ class FTWriter:
         self._journal_fd = -1
 
     def __enter__(self) -> FTWriter:
-        """Continue an interrupted run of the same identity, or begin anew."""
+        """Continue an interrupted run of the same identity, or start over."""
         paths = self.paths
         if not self._continue():
             _remove(paths.staging)
@@ -134,7 +134,7 @@ class FTWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the journal; what is complete stays for the next run."""
+        """Close the journal; complete files are kept for the next run."""
         for queue in self._queues:
             queue.close()
         os.close(self._journal_fd)
@@ -143,7 +143,7 @@ class FTWriter:
         if not is_interrupted(self.paths, self._identity):
             return False
         lines = _read_journal(self.paths.journal)
-        # After a crash of the machine the journal may know files whose contents were lost.
+        # After a machine crash the journal may list files whose contents were lost.
         trusted = lines[0].get("boot") == _boot_id()
         for record in lines[1:]:
             if _is_intact(self.paths.staging, record, trusted=trusted):
@@ -171,24 +171,24 @@ class FTWriter:
         *,
         facts: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """Write one file; it gets its name once it is complete. Any thread may call this.
+        """Write one file, renamed once it is complete. Any thread may call this.
 
-        Large files are written in the background; the last chunk may still be on its way when this
-        returns: see `flush`. Small ones overtake them.
+        Large files are written in the background; the last chunk may be pending when this
+        returns (see `flush`). Small files overtake large ones.
 
         Args:
             name: File name.
             size: Exact bytes.
-            chunks: Contents in order. Of a file of LARGE_BYTES or more, each stays as it is until
-                the thread asks for the next but one.
-            facts: Called after the last chunk; what to record besides size and checksum.
+            chunks: Contents in order. Of a file of LARGE_BYTES or more, each must stay unchanged
+            until the next but one is requested.
+            facts: Called after the last chunk; returns what to record besides size and checksum.
 
         Raises:
             ValueError: The disk is full.
         """
         queue = self._queue() if size >= LARGE_BYTES else AtOnce()
         checksum = Checksum()
-        with telling_full_disk(self.paths.staging, f"writing {name}", size):
+        with disk_full_as_value_error(self.paths.staging, f"writing {name}", size):
             file = _PartialFile(self.paths.staging, name, size)
             try:
                 for chunk in chunks:
@@ -218,7 +218,7 @@ class FTWriter:
         return queue
 
     def flush(self) -> None:
-        """Wait until every file handed over has its name. No thread may be writing.
+        """Wait until every file is complete and renamed. No thread may be writing.
 
         Raises:
             ValueError: The disk is full.
@@ -227,10 +227,10 @@ class FTWriter:
             queue.wait()
 
     def finish(self, manifest: Mapping[str, Any]) -> None:
-        """Make the folder appear: contents to disk, then the manifest, then one rename.
+        """Publish the folder: flush its contents, write the manifest, rename the folder.
 
         Raises:
-            CheckpointMismatchError: The folder is not what was recorded.
+            CheckpointMismatchError: The folder differs from the journal.
         """
         paths = self.paths
         found = {entry.name for entry in paths.staging.iterdir()}
@@ -256,13 +256,13 @@ class FTWriter:
 
 
 def is_interrupted(paths: WorkPaths, identity: str) -> bool:
-    """Return whether a run of this identity was cut off and can go on."""
+    """Return whether an interrupted run of this identity can be continued."""
     lines = _read_journal(paths.journal)
     return bool(lines) and lines[0].get("identity") == identity and paths.staging.is_dir()
 
 
 def recover(paths: WorkPaths) -> None:
-    """Undo, or complete, what a run cut off between its last steps left. Hold the lock."""
+    """Undo or complete the replacement that an interrupted run left. Requires the lock."""
     if paths.replaced.exists() and not paths.final.exists():
         paths.replaced.rename(paths.final)
         if paths.replaced_manifest.exists():

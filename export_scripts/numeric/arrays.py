@@ -1,6 +1,7 @@
 """Weights as numpy arrays: their types, and conversions that round as torch does.
 
-numpy has no bfloat16. Arrays of it have the void type `BF16`: they can be cut, turned and joined
+numpy has no bfloat16. Arrays of it have the void type `BF16`: they can be sliced, transposed and
+joined
 like any other, and arithmetic on them fails instead of going wrong.
 """
 
@@ -35,7 +36,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 _FP32, _FP16 = DTYPES["fp32"], DTYPES["fp16"]
 
-# Intermediate results of a conversion stay in the second-level cache.
+# Intermediate results of one block fit the second-level cache.
 _BLOCK_VALUES = 1 << 16
 _WORTH_A_TABLE = 1 << 12
 
@@ -45,7 +46,7 @@ _BF16_NAN = 0x7FC0
 def store(target: Array, values: Array) -> None:
     """Copy values into an array of the same shape and any type, rounding to nearest, ties to even.
 
-    fp64 is rounded to fp32 first, as torch does. What is too large becomes infinite.
+    fp64 is rounded to fp32 first, as torch does. Values out of range become infinite.
     """
     if target.dtype == values.dtype:
         np.copyto(bits(target), bits(values))
@@ -91,7 +92,7 @@ def _store_block(target: Array, values: Array) -> None:
 
 @functools.cache
 def _table(stored: np.dtype[Any], wanted: np.dtype[Any]) -> Array:
-    """Return what each of the 65536 values of a type becomes: looking up beats converting."""
+    """Return the 65536 values of a 16-bit type converted: a lookup is faster than a conversion."""
     table = np.empty(1 << 16, wanted)
     every = np.arange(1 << 16, dtype=np.uint16).view(stored)
     step = _WORTH_A_TABLE // 2

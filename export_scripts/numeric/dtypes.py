@@ -1,6 +1,6 @@
-"""The types a weight file may hold: name, bytes per value, torch type.
+"""Types of weight files: name, bytes per value, torch type.
 
-The light facts import nothing; `torch_dtype` imports torch when called.
+Only `torch_dtype` imports torch, when called.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How preprocessing, the model and postprocessing are wired into one text-to-text ensemble."""
+"""Wiring of preprocessing, model and postprocessing into a text-to-text ensemble."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ensemble_steps(
     if "response_input_lengths" in produced:
         to_text["RESPONSE_INPUT_LENGTHS"] = inner("response_input_lengths")
     elif "input_lengths" in taken and not decoupled:
-        # Beside the answers of a streaming model, Triton allows a step no other inputs.
+        # Next to the answers of a streaming model, Triton allows no other inputs of a step.
         to_text["REQUEST_INPUT_LEN"] = inner("REQUEST_INPUT_LEN")
     if "is_finished" in produced:
         to_text["IS_FINISHED"] = inner("is_finished")

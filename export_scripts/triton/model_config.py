@@ -1,4 +1,4 @@
-"""A served model's config.pbtxt, written and read through Triton's own protobuf schema."""
+"""config.pbtxt of a served model, written and read through Triton's protobuf schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from export_scripts.triton.signature import ModelSignature, TensorSignature
 
 INTERACTIVE_IDLE_US = 60_000_000  # a session without requests is dropped after this time
-# Our engine holds many sessions at once and refuses those it has no memory for itself.
+# Our engine holds many sessions at once and refuses those that exceed its memory.
 _MOST_SESSIONS = 1024
 
 
@@ -24,10 +24,10 @@ class EnsembleStep:
 
 @dataclass(frozen=True)
 class TritonModelConfig:
-    """What config.pbtxt says about one model.
+    """The contents of one model's config.pbtxt.
 
     `backend` is "python", "fastertransformer" or "ensemble". `max_queue_delay_us` switches the
-    server's batcher on; None leaves requests as they come. `batch_input` declares, for ragged
+    server's batcher on; None leaves it off. `batch_input` declares, for ragged
     inputs, the tensor of row shapes that only the fastertransformer backend reads.
     """
 
@@ -45,7 +45,7 @@ class TritonModelConfig:
     steps: tuple[EnsembleStep, ...] = ()
 
     def problems(self) -> list[str]:
-        """Return what Triton or the backend would refuse."""
+        """Return the settings that Triton or the backend would refuse."""
         found = []
         if self.interactive and self.max_batch_size != 1:
             found.append(

@@ -1,4 +1,4 @@
-"""What each model of a repository consists of: its configuration and the files of its version."""
+"""The models of a repository: configuration and files of each one's version folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _START = ("start_id", "decoder_start_token_id")
 _END = ("end_id", "eos_token_id")
 _ENCODERS = ("T5-Encoder", "bert")
 _ENCODER_DECODERS = ("T5",)
-# The tokenizers whose files do not say that a text ends with the end token.
+# Tokenizers whose files do not state that a text ends with the end token.
 _PLAIN_TOKENIZERS = ("bpe", "sentencepiece", "wordpiece")
 
 
@@ -46,12 +46,12 @@ def served_type(request: RepositoryRequest, family: ModelFamily) -> str:
 
 
 def takes_text(model_type: str) -> bool:
-    """Return whether text models can stand around a model of this type."""
+    """Return whether a model of this type can have text models around it."""
     return model_type != "bert"
 
 
 def is_generative(model_type: str) -> bool:
-    """Return whether a model of this type answers with tokens."""
+    """Return whether a model of this type generates tokens."""
     return model_type not in _ENCODERS
 
 

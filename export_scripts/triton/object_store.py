@@ -1,9 +1,9 @@
-"""Copy a finished repository to S3 or a compatible store, from where Triton can load it.
+"""Publication of a repository to S3 or a compatible store, from which Triton loads it.
 
-Large files go in parts, each with its checksum; a file that is there already, by its size and
-sha256, is not sent again, so an interrupted copy goes on where it stopped. A model's config.pbtxt
-comes last: without it the server sees no model. Credentials come from the client library's own
-chain (environment, profile, role) and are never read here.
+Large files go in parts, each with its checksum; a file with the size and sha256 of the
+stored object is not sent again, so an interrupted copy resumes. A model's config.pbtxt
+comes last: until then the server does not see the model. Credentials come from the client
+library's chain (environment, profile, role) and are never read here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StoreLocation:
 
 @dataclass(frozen=True)
 class PublishSummary:
-    """What a copy did."""
+    """Summary of a copy."""
 
     url: str  # for tritonserver's --model-repository
     files: int
@@ -58,7 +58,7 @@ def parse_location(url: str, *, endpoint_url: str | None = None) -> StoreLocatio
     """Return the place that `s3://bucket/prefix` names.
 
     Raises:
-        ValueError: the URL, or that of the endpoint, has another form.
+        ValueError: the URL or the endpoint's is malformed.
     """
     parts = urlsplit(url)
     if parts.scheme != "s3" or not parts.netloc or parts.query or parts.fragment:
@@ -91,12 +91,13 @@ def publish_repository(
     Args:
         repository: Folder of models; hidden files in it are left out.
         location: Where to; the bucket must exist.
-        overwrite: Replace objects that differ and delete those that are no longer there.
+        overwrite: Replace objects that differ and delete those not in the repository.
         without: Patterns of file names to leave out.
         progress: Called with bytes done and bytes in all.
 
     Raises:
-        ValueError: there is no model, or the store holds other contents and `overwrite` is off.
+        ValueError: the repository is empty, or the store holds other contents and `overwrite` is
+            off.
         OSError: the store cannot be reached or refuses.
     """
     files = _files(repository, without)
@@ -118,7 +119,7 @@ def publish_repository(
 
 @dataclass(frozen=True)
 class _Changes:
-    """What has to happen at the store."""
+    """The changes to make in the store."""
 
     send: dict[str, Path]
     delete: list[str]
@@ -130,7 +131,7 @@ def _changes(files: dict[str, Path], store: _Store) -> _Changes:
     send = {name: path for name, path in files.items() if not store.holds(name, path, stored)}
     stale = set(stored) - set(files)
     conflicts = sorted(stale | (set(send) & set(stored)))
-    # A model that changes is no model while its parts do not fit together.
+    # A model that changes must not be visible while its parts disagree.
     models = {name.partition("/")[0] for name in conflicts}
     configs = {f"{model}/{CONFIG_FILE}" for model in models}
     send |= {name: files[name] for name in configs & set(files)}
@@ -142,7 +143,7 @@ def _is_config(name: str) -> bool:
 
 
 def _files(repository: Path, without: Sequence[str]) -> dict[str, Path]:
-    """Return what to copy by its path below the repository."""
+    """Return the files to copy by their path in the repository."""
     found = {}
     for path in sorted(repository.rglob("*")):
         name = path.relative_to(repository)
@@ -218,7 +219,7 @@ class _Store:
         return {entry["Key"].removeprefix(base): int(entry["Size"]) for entry in entries}
 
     def holds(self, name: str, path: Path, stored: dict[str, int]) -> bool:
-        """Return whether the store has this very content."""
+        """Return whether the store has exactly this content."""
         if stored.get(name) != path.stat().st_size:
             return False
         head = self._client.head_object(Bucket=self._location.bucket, Key=self._location.key(name))

@@ -1,7 +1,7 @@
 """Assemble a Triton model repository around converted weights.
 
-The weights lie at `<repository>/<model>/1/<TP>-gpu`; everything else is written here. A model's
-config.pbtxt comes last and in one step: a folder without it is no model for the server.
+The weights are in `<repository>/<model>/1/<TP>-gpu`; everything else is written here. A model's
+config.pbtxt is written last and atomically: without it the server ignores the folder.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _NO_TOKENIZER = (
 def check_repository(
     request: RepositoryRequest, *, names: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Return what is wrong with a request, as far as it shows before the weights exist.
+    """Return the problems of a request that are visible before the weights exist.
 
     `names` gives the configuration key of a field for the messages.
     """
@@ -107,7 +107,7 @@ def check_repository(
 def build_repository(request: RepositoryRequest) -> list[Path]:
     """Write the repository's models and return their folders, the ensemble last.
 
-    Files that already hold the same bytes are left alone, so that building again changes nothing.
+    Files that already hold the same bytes are left alone, so that rebuilding changes nothing.
 
     Raises:
         ValueError: the request or the weights do not fit (every problem is listed), or a folder
@@ -138,7 +138,7 @@ def repository_models(request: RepositoryRequest, *, kind: str | None = None) ->
     Args:
         request: What is built.
         kind: Name of the family (t5_encoder, bert, ...) or of a group of them (gpt3, mt5); the
-            request's own model_type counts more. None stands for a model that generates.
+            request's model_type takes precedence. None stands for a generator.
     """
     family = FAMILIES.get(kind or "")
     model_type = request.model_type or (family.model_type if family else "")
@@ -156,7 +156,7 @@ def _weight_problems(
     if config.tensor_para_size != request.tp_size:
         found.append(
             f"{request.weights_dir} is for {config.tensor_para_size} tensor-parallel ranks, "
-            f"tp_size={request.tp_size} was asked for."
+            f"but tp_size={request.tp_size} is requested."
         )
     if request.engine == "fastertransformer" and not family.ft_backend:
         found.append(
@@ -171,7 +171,7 @@ def _weight_problems(
     if model_type not in (family.model_type, *_ALSO_SERVED_AS.get(family.model_type, ())):
         found.append(f"model_type={model_type}, but {request.weights_dir} holds {family.name}.")
     if request.decoupled and not is_generative(model_type):
-        found.append(f"decoupled=True, but a {model_type} model has nothing to stream.")
+        found.append(f"decoupled=True, but a {model_type} model does not stream.")
     keeping = _INTERACTIVE_TYPES.get(request.engine, ())
     if request.interactive and model_type not in keeping:
         found.append(
@@ -180,7 +180,7 @@ def _weight_problems(
         )
     if request.answer_only and request.decoupled and model_type in ("GPT-J", "GPT-NeoX"):
         found.append(
-            f"answer_only=True cannot be streamed with a {model_type} model, which does not say "
+            f"answer_only=True cannot be streamed with a {model_type} model, which does not report "
             "where the answer starts."
         )
     if request.ensemble and request.parameters.get("stream_new_tokens", "0") != "0":
@@ -196,7 +196,7 @@ def _content(source: Path | str) -> bytes:
 
 
 def _differing(request: RepositoryRequest, models: Sequence[ModelFolder]) -> list[str]:
-    """Return the configurations that are already there and say something else."""
+    """Return the existing configurations that differ."""
     found = []
     for model in models:
         path = request.model_dir.parent / model.config.name / CONFIG_FILE
@@ -216,7 +216,7 @@ def _write_model(repository: Path, model: ModelFolder) -> Path:
     config_path = folder / CONFIG_FILE
     wanted = {version / name: _content(source) for name, source in model.files.items()}
     if config_path.exists() and config_path.read_bytes() != text:
-        config_path.unlink()  # no model while its parts change
+        config_path.unlink()  # hides the model while its parts change
     for stale in _own_files(version) - set(wanted):
         stale.unlink()
     for path, content in wanted.items():

@@ -1,4 +1,4 @@
-"""What a Triton repository is asked to be."""
+"""The request for a Triton repository."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class RepositoryRequest:
     """What to build.
 
     `model_dir` is `<repository>/<model name>`, with the weights at `model_dir/1/<tp_size>-gpu`.
-    `max_queue_delay_us` switches the server's batcher on; the C++ backend needs it to batch at all,
-    our engine batches by itself. A portable repository holds no absolute path. `parameters` are
+    `max_queue_delay_us` switches the server's batcher on; the C++ backend batches only with it,
+    our engine always does. A portable repository holds no absolute path. `parameters` are
     further entries for the model's config.pbtxt. `model_type` other than that of the weights can be
     T5-Encoder, for the encoder of a whole T5.
     """

@@ -18,10 +18,10 @@ _TRITON_DATA_TYPES = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16"}
 
 @dataclass(frozen=True)
 class TensorSignature:
-    """One input or output.
+    """One input or output of a model.
 
-    `dims` leave out the batch axis, -1 is any size. `reshape` is what the model sees instead, ()
-    for a scalar per row. `ragged` lets the server's batcher join rows of unequal length.
+    `dims` leave out the batch axis, -1 is any size. `reshape` is the shape the model sees, ()
+    for a scalar per sequence. `ragged` lets the server's batcher join sequences of unequal length.
     """
 
     name: str
@@ -70,11 +70,15 @@ _SAMPLING = (
     _scalar("temperature", "FP32", "divides the logits; 0 is greedy"),
     _scalar("len_penalty", "FP32", "exponent of the length that divides beam scores"),
     _scalar("repetition_penalty", "FP32", "divides logits of tokens already present; 1 is neutral"),
-    _scalar("random_seed", "UINT64", "seed of the row's generator, 0 unless given"),
+    _scalar("random_seed", "UINT64", "seed of the sequence's generator, default 0"),
     _scalar("is_return_log_probs", "BOOL", "also return cum_log_probs and output_log_probs"),
-    _scalar("beam_width", "UINT32", "hypotheses per row, 1 to 64; equal for all rows of a request"),
+    _scalar(
+        "beam_width",
+        "UINT32",
+        "hypotheses per sequence, 1 to 64; equal for all sequences of a request",
+    ),
     _scalar("start_id", "UINT32", "first token of an empty prompt (T5: of the decoder)"),
-    _scalar("end_id", "UINT32", "token that ends a row"),
+    _scalar("end_id", "UINT32", "token that ends a sequence"),
     _tensor(
         "stop_words_list", "INT32", (2, -1), "token ids above their end offsets", optional=True
     ),
@@ -196,7 +200,7 @@ MODEL_SIGNATURES: dict[str, ModelSignature] = {
     "GPT": GPT,
     "GPT-J": GPTJ,
     "GPT-NeoX": GPTNEOX,
-    "Llama": GPT,  # ours alone: no such model in the C++ backend
+    "Llama": GPT,  # ours alone; the C++ backend has no such model
     "T5": T5,
     "T5-Encoder": T5_ENCODER,
     "bert": BERT,
@@ -311,9 +315,11 @@ def _with_rows(tensor: TensorSignature) -> TensorSignature:
 
 
 def resolve(model: ModelSignature, *, data_type: str) -> ModelSignature:
-    """Fill in the computation type. Raises ValueError for an unknown `data_type`.
+    """Return the signature with the computation type filled in.
 
-    The server takes no BF16 prompt table from common clients, so a bf16 model accepts FP32 there.
+    Raises ValueError for an unknown `data_type`.
+
+    Common clients cannot send BF16 tensors, so a bf16 model accepts FP32 prompt tables.
     """
     if data_type not in _TRITON_DATA_TYPES:
         known = ", ".join(_TRITON_DATA_TYPES)

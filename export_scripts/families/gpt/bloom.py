@@ -1,4 +1,4 @@
-"""Hugging Face BLOOM as an mapping of the GPT layout: ALiBi, and a layernorm before the decoder."""
+"""The GPT layout from Hugging Face BLOOM: ALiBi, and a layernorm before the decoder."""
 
 from __future__ import annotations
 

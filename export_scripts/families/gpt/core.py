@@ -27,7 +27,7 @@ from export_scripts.families.mapping.nemo2_traits import nemo2_traits, unknown_m
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, SplitQKV, TensorSource
 
-# Format -> how its configuration is read.
+# Format -> reader of its configuration.
 _TRAITS = {"nemo": nemo_traits, "megatron": megatron_traits, "nemo2": nemo2_traits}
 
 _CORE = "model."
@@ -37,7 +37,7 @@ _CORE_HEAD = _CORE + "output_layer.weight"
 
 
 def core_norm_keys(facts: Facts) -> dict[str, str]:
-    """Return where the two norms of a layer lie: apart, or fused into the following linear.
+    """Return the keys of a layer's two norms: separate, or fused into the following linear.
 
     Transformer Engine's fused modules keep `layer_norm_weight` and `layer_norm_bias` inside.
     """
@@ -64,7 +64,7 @@ def core_traits(facts: Facts) -> MegatronTraits:
     """Return the traits of a megatron-core checkpoint, saved by NeMo or by Megatron-LM."""
     traits = _TRAITS[facts.reader.format](facts.config)
     if facts.reader.is_distributed:
-        # Its layers are numbered over all stages, whatever these were.
+        # Layers are numbered over all pipeline stages.
         return dataclasses.replace(traits, virtual_pp=1)
     return traits
 
@@ -74,7 +74,7 @@ def _core_reasons(facts: Facts) -> list[str]:
 
 
 def _core_tied(facts: Facts) -> bool:
-    """A tied model trained with pipeline stages keeps a copy of its embedding as output layer."""
+    """Return the output layer that a tied model trained with pipeline stages stores as a copy."""
     if not facts.has(_CORE_HEAD):
         return core_traits(facts).tied
     return core_traits(facts).tied and facts.same_values(_CORE_HEAD, _CORE_WTE)

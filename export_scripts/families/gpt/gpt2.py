@@ -1,4 +1,4 @@
-"""Hugging Face GPT-2 as an mapping of the GPT layout."""
+"""The GPT layout from Hugging Face GPT-2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPT layout, which NeMo, Megatron, GPT-2, OPT and BLOOM checkpoints all become.
+"""The GPT layout of NeMo, Megatron, GPT-2, OPT and BLOOM checkpoints.
 
 Layout: FasterTransformer, models/multi_gpu_gpt/ParallelGptWeight.cc and
 ParallelGptDecoderLayerWeight.cc (5.3 line).
@@ -39,9 +39,9 @@ class GPTConfig(DecoderConfig):
     has_adapters: bool = False
     adapter_inter_size: int = 0
     model_variant: str | None = None
-    int8: bool | None = None  # static int8 files lie beside the weights
+    int8: bool | None = None  # static int8 files are next to the weights
     exact_gelu: bool = False  # not an FT key (FT takes tanh gelu): the source's is by erf
-    # Not an FT key: tells a lost model.lm_head.weight.bin from a tied head.
+    # Not an FT key: distinguishes a lost model.lm_head.weight.bin from a tied head.
     tie_word_embeddings: bool = True
 
     @property
@@ -60,7 +60,7 @@ class GPTConfig(DecoderConfig):
         sections: Sections,  # noqa: ARG003 - the hook's signature
         files: Collection[str],
     ) -> dict[str, Any]:
-        """FT decides by the file's presence whether the head is tied."""
+        """Return tie_word_embeddings, which FT derives from the absence of the head's file."""
         return {"tie_word_embeddings": f"{HEAD}.bin" not in files}
 
 

@@ -1,4 +1,4 @@
-"""What of a Megatron-style decoder FT's GPT cannot be."""
+"""Megatron features that FT's GPT layout cannot represent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from export_scripts.families.mapping.megatron_traits import MegatronTraits, fore
 
 
 def not_gpt(traits: MegatronTraits) -> list[str]:
-    """Return every reason why the FT GPT layout cannot hold such a model."""
+    """Return every reason the FT GPT layout cannot hold a model."""
     reasons = [
         f"{key} = {traits.source.get(key)!r}: a GPT folder needs {key}"
         for key, value in (
@@ -38,7 +38,7 @@ def not_gpt(traits: MegatronTraits) -> list[str]:
         (
             traits.virtual_pp > 1,
             f"virtual_pipeline_model_parallel_size = {traits.virtual_pp}: an interleaved "
-            "schedule's layer order cannot be told",
+            "schedule's layer order is unknown",
         ),
         (
             traits.query_groups not in (None, traits.head_num),

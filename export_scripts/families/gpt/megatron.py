@@ -1,6 +1,6 @@
-"""NeMo 1.x and Megatron-LM source mappings of the GPT layout, in the names before megatron-core.
+"""The GPT layout from NeMo 1.x and Megatron-LM, in the names before megatron-core.
 
-Each table is a layout record's name -> where the tensor lies in the source.
+Each table maps a layout record's name to the tensor's source.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from export_scripts.families.mapping.sources import (
     Zeros,
 )
 
-# GPT-2's end of text, which Megatron's converters assume when no vocabulary lies at hand.
+# GPT-2's end of text, which Megatron's converters assume without a vocabulary.
 _GPT2_END_OF_TEXT = 50256
 _GPT2_TOKENIZER = "GPT2BPETokenizer"
 
@@ -41,10 +41,10 @@ _QKV_ORDER = {0: "knd", 1: "ndk", 2: "nkd", 3: "nkd"}
 
 
 def gpt_config(facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: bool) -> GPTConfig:
-    """Return the config of a Megatron-style GPT, once nothing speaks against it.
+    """Return the config of a Megatron-style GPT that passed `unsupported`.
 
     Raises:
-        ValueError: The special tokens are not known, or added archives contradict themselves.
+        ValueError: The special tokens are unknown, or an added archive contradicts itself.
     """
     heads, hidden, width = traits.head_num, traits.hidden, traits.inter_size
     depth = traits.num_layer
@@ -76,10 +76,10 @@ def gpt_config(facts: Facts, traits: MegatronTraits, *, vocab_size: int, tied: b
 
 
 def start_and_end(facts: Facts) -> tuple[int, int]:
-    """Return start_id and end_id: given, the tokenizer's, or GPT-2's where that is the tokenizer.
+    """Return start_id and end_id: stated, the tokenizer's, or GPT-2's for its tokenizer.
 
     Raises:
-        ValueError: The tokenizer is another one and its files are not at hand.
+        ValueError: The tokenizer is another one and its files are missing.
     """
     given = facts.given_int("start_id"), facts.given_int("end_id")
     known = facts.special_ids()
@@ -90,7 +90,7 @@ def start_and_end(facts: Facts) -> tuple[int, int]:
     start = end if start is None else start
     if start is None or end is None:
         raise ValueError(
-            "start_id and end_id are not known: the tokenizer's files are not in the checkpoint; "
+            "start_id and end_id are unknown: the checkpoint lacks the tokenizer's files; "
             "name them (--vocab-path) or state the ids (--set start_id=.. --set end_id=..)"
         )
     return start, end
@@ -190,7 +190,7 @@ def _nemo_reasons(facts: Facts) -> list[str]:
 
 def _nemo_config(facts: Facts) -> GPTConfig:
     traits, rows = nemo_traits(facts.config), facts.rows(_NEMO_WTE)
-    # A head that is neither stored nor tied is left to be reported as missing.
+    # A head that is neither stored nor tied is reported as missing later.
     tied = traits.tied and not facts.has(_NEMO_HEAD)
     return gpt_config(facts, traits, vocab_size=rows, tied=tied)
 
@@ -258,7 +258,7 @@ def _lm_reasons(facts: Facts) -> list[str]:
     reasons = []
     traits = _lm_traits(facts)
     if facts.config.get("num_attention_heads") is None and traits.head_num is None:
-        reasons.append("the checkpoint does not tell its number of heads: state --set head_num=..")
+        reasons.append("the checkpoint does not state its number of heads: state --set head_num=..")
         traits = dataclasses.replace(traits, head_num=1)
     version = _lm_version(facts)
     if version not in _QKV_ORDER:

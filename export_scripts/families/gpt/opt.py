@@ -1,4 +1,4 @@
-"""Hugging Face OPT as an mapping of the GPT layout."""
+"""The GPT layout from Hugging Face OPT."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from export_scripts.families.mapping.sources import (
 )
 from export_scripts.families.mapping.tensors import float32
 
-# OPT has no key for it: transformers builds its layernorms with torch's default.
+# OPT has no key for it; transformers takes torch's default.
 LAYERNORM_EPS = 1e-5
 
-# The table of positions begins with two rows that no token ever reads.
+# The table of positions begins with two unused rows.
 POSITION_OFFSET = 2
 
 EMBEDDING = "model.decoder.embed_tokens.weight"
@@ -37,7 +37,7 @@ LM_HEAD = "lm_head.weight"
 def _config(facts: Facts) -> GPTConfig:
     """Return the GPT config of an OPT.
 
-    Its folder always holds a head of its own, as NVIDIA's converter writes it.
+    Its folder always holds a separate head, as NVIDIA's converter writes it.
 
     Raises:
         CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
@@ -103,7 +103,7 @@ _LINEAR = {
 
 
 def _weights(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource | PerIndex]:
-    """Return where each GPT tensor lies."""
+    """Return each GPT tensor's source."""
     bias = facts.config.get("enable_bias", True)
     affine = facts.config.get("layer_norm_elementwise_affine", True)
     q, k, v = (f"{_L}self_attn.{part}_proj." for part in "qkv")
@@ -135,7 +135,7 @@ def _is_tied(facts: Facts) -> bool:
 
 
 def _embeddings(facts: Facts) -> dict[str, TensorSource]:
-    """Return embedding and head; opt-350m keeps both narrow with a projection beside them."""
+    """Return embedding and head; opt-350m stores both narrow, with a projection each."""
     head = EMBEDDING if _is_tied(facts) else LM_HEAD
     return {
         "model.wte": Compute(_embed_in, (EMBEDDING, PROJECT_IN))
@@ -146,7 +146,7 @@ def _embeddings(facts: Facts) -> dict[str, TensorSource]:
 
 
 def _neutral(kind: str) -> TensorSource:
-    """Return a layernorm parameter of a model whose layernorms have none."""
+    """Return a neutral layernorm parameter, for models that store none."""
     return Zeros(("hidden",)) if kind == "bias" else Ones(("hidden",))
 
 

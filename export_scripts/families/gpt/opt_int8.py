@@ -19,7 +19,7 @@ from export_scripts.families.mapping.tensors import ShapeTensor, constant, float
 _LARGEST = 127.0
 
 _L = "model.decoder.layers.{layer}."
-# FT matrix -> the modules of the source it consists of.
+# FT matrix -> the source's modules it consists of.
 _MODULES = {
     "attention.query_key_value": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "attention.dense": ("self_attn.out_proj",),
@@ -31,10 +31,10 @@ Ranges = Mapping[str, Any]
 
 
 def check_ranges(ranges: Ranges, num_layer: int) -> None:
-    """Fail unless every module has both ranges.
+    """Check that every module has both ranges.
 
     Raises:
-        CheckpointMismatchError: Some are missing, or not positive and finite; all are named.
+        CheckpointMismatchError: Some are missing, non-positive or non-finite; all are named.
     """
     problems = []
     for layer in range(num_layer):

@@ -1,7 +1,7 @@
-"""What the runtime has to build, in plain choices; each family derives one from its config.ini.
+"""Architectures as records of plain choices; each family derives one from its config.ini.
 
-These records carry every fact the forward pass needs, so that a model module never asks which
-family it serves.
+These records carry every fact the forward pass needs, so model modules do not depend on
+the family.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def activation_choice(spelling: str) -> tuple[Activation, bool]:
         return _ACTIVATIONS[spelling.lower()]
     except KeyError:
         raise ValueError(
-            f"activation {spelling!r} is not one the loader knows: {', '.join(_ACTIVATIONS)}"
+            f"activation {spelling!r} is unknown to the loader; known: {', '.join(_ACTIVATIONS)}"
         ) from None
 
 

@@ -15,7 +15,7 @@ Index = Mapping[str, int | str]
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True}
 _BOOLEANS |= {"false": False, "no": False, "off": False, "0": False}
-# A damaged number would otherwise have its tensors listed until memory ends.
+# A damaged number must not list tensors until memory runs out.
 _MOST_LAYERS = 10_000
 _INTEGER = re.compile(r"[+-]?(0[xX][0-9a-fA-F]+|\d+)")
 
@@ -29,7 +29,7 @@ def ini_field(
     sections: tuple[str, ...] | None = None,
     as_digit: bool = False,
 ) -> Any:
-    """Declare a config field whose place in config.ini is not just its name in the main section.
+    """Declare a config field that differs in config.ini from its name in the main section.
 
     Args:
         default: Value when the key is absent; a field without one is required.
@@ -141,7 +141,7 @@ class FTConfig:
 
         Args:
             sections: Section -> key -> text, names in lower case.
-            files: Names of the weight files present, for facts told only by presence.
+            files: Names of the weight files present, for facts that only presence shows.
 
         Raises:
             ValueError: Keys missing or not readable as their type; all of them are listed.
@@ -197,7 +197,7 @@ def parse_value(text: str, hint: Any) -> Any:
         hint: Type of the config's field.
 
     Raises:
-        ValueError: The text is no such value.
+        ValueError: The text is not such a value.
     """
     kind = str(hint)
     if hint is str or "str" in kind:
@@ -215,7 +215,7 @@ def parse_value(text: str, hint: Any) -> Any:
 
 
 def parse_integer(text: str) -> int:
-    """Return the integer the loader reads: strtol base 0, so 0x is hexadecimal and 0 octal.
+    """Return the integer the loader reads: strtol base 0, where 0x is hexadecimal and 0 octal.
 
     Raises:
         ValueError: The text is not wholly an integer; the loader would end its process or cut it.

@@ -1,4 +1,4 @@
-"""What all decoder-only families have: keys of config.ini, and the files of loaded prompts.
+"""Common parts of decoder-only families: keys of config.ini, and the files of loaded prompts.
 
 Prompts: FasterTransformer 5.3, models/gptj/GptJWeight.cc, kernels/unfused_attention_kernels.cu.
 """
@@ -49,7 +49,7 @@ PROMPT_WEIGHTS = (
         ("prompt_length", "hidden"),
         when=("has_prompt_tables",),
     ),
-    # Keys, which no rotary embedding turns any more, then values of every layer.
+    # Keys (already rotated), then values, of every layer.
     WeightSpec(
         "model.prefix_prompt.{task}.weight",
         ("num_layer", 2, "head_num", "prompt_length", "size_per_head"),

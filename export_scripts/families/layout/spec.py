@@ -1,6 +1,6 @@
-"""The records a family is made of: its tensors, and the family itself.
+"""Records of a family: its tensors, and the family itself.
 
-A layout is data: what a file is called, its shape in names of config fields, and the axis that
+A layout is data: the name of a file, its shape in names of config fields, and the axis that
 tensor-parallel ranks share. Nothing here imports numpy.
 """
 
@@ -95,7 +95,7 @@ class WeightSpec:
         return tuple(_PLACEHOLDER.findall(self.name))
 
     def expand(self, config: FTConfig) -> Iterator[tuple[Index, FTTensor]]:
-        """Yield (index, tensor) for every tensor this record stands for in a model."""
+        """Yield (index, tensor) for every tensor of a model that this record describes."""
         if not all(getattr(config, name) for name in self.when):
             return
         names = self.placeholders
@@ -107,7 +107,7 @@ class WeightSpec:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Everything about a family but where its sources keep their tensors.
+    """A model family, without its source mappings.
 
     Attributes:
         name: Key of the families table.
@@ -118,8 +118,8 @@ class ModelFamily:
         divisible: Config fields or properties that the tensor-parallel size must divide.
         unread: Patterns of file names that other converters write and no loader reads.
         ft_backend: Whether NVIDIA's FasterTransformer backend can serve it.
-        ft_limits: Why that backend would compute a model of some config wrongly.
-        owns: Whether a config.ini that has the main section is this family's, where two share it.
+        ft_limits: Reasons that backend would compute a model of some config wrongly.
+        owns: Whether a config.ini with the main section is this family's, if two share it.
     """
 
     name: str
@@ -140,7 +140,7 @@ class ModelFamily:
                 yield spec, index, tensor
 
     def tp_sizes(self, config: FTConfig) -> list[int]:
-        """Return the numbers of tensor-parallel ranks that can share a model, up to 128."""
+        """Return the tensor-parallel sizes that divide a model, up to 128."""
         return [n for n in range(1, 129) if self.is_divisible(config, n)]
 
     def is_divisible(self, config: FTConfig, tp_size: int) -> bool:

@@ -41,8 +41,8 @@ _CORE_HEAD = "model.output_layer.weight"
 _QKV = _CORE + "self_attention.linear_qkv."
 _FC1 = _CORE + "mlp.linear_fc1."
 
-# NeMo's scale_positional_embedding and Megatron-LM's use_rope_scaling are Llama 3.1's scaling: what
-# it needs, under which names either library states it, and its value where neither does.
+# NeMo's scale_positional_embedding and Megatron-LM's use_rope_scaling are Llama 3.1's scaling: its
+# parameters, their names in either library, and their defaults.
 # NeMo 1.x, megatron_gpt_model.py, mcore_model_customize;
 # megatron/core/models/common/embeddings/rotary_pos_embedding.py, _apply_scaling
 _LLAMA31: tuple[tuple[str, tuple[str, ...], float], ...] = (
@@ -61,7 +61,7 @@ def _is_core_llama(facts: Facts) -> bool:
 
 
 def _core_reasons(facts: Facts) -> list[str]:
-    """Return every reason why the layout cannot hold such a model."""
+    """Return every reason the layout cannot hold a model."""
     traits = core_traits(facts)
     source = traits.source
     sizes = (traits.head_num, traits.hidden, traits.inter_size, traits.num_layer)
@@ -75,7 +75,7 @@ def _core_reasons(facts: Facts) -> list[str]:
         (traits.activation not in GATED, f"activation = {traits.activation} is unknown"),
         (traits.expert_num > 1, f"{traits.expert_num} experts: there is no mixture of experts"),
         (traits.qk_norm, "qk_layernorm = true: queries and keys are not normalised"),
-        (traits.virtual_pp > 1, "an interleaved pipeline schedule's layer order cannot be told"),
+        (traits.virtual_pp > 1, "an interleaved pipeline schedule's layer order is unknown"),
         (traits.block_type != "pre_ln", f"transformer_block_type = {traits.block_type}"),
         (not traits.normalized_scores, "normalize_attention_scores = false"),
         (bool(source.get("rotary_interleaved")), "rotary_interleaved = true"),
@@ -135,7 +135,7 @@ def _known(size: int | None) -> int:
 
 
 def _core_window(traits: MegatronTraits) -> int | None:
-    """Return Transformer Engine's window, which counts the positions before the own one."""
+    """Return Transformer Engine's window, which counts the positions before the current one."""
     window = traits.source.get("window_size")
     return int(window[0]) + 1 if window and int(window[0]) >= 0 else None
 
@@ -196,7 +196,7 @@ def _linear_half(rows: Any, config: LlamaConfig) -> Any:  # noqa: ARG001
 
 
 def _cut(ours: str, theirs: str, function: Any, unit: Any = None) -> dict[str, TensorSource]:
-    """A weight and a bias whose rows training ranks share."""
+    """Return the sources of a weight and a bias whose rows training ranks share."""
     return {
         f"{LAYER}{ours}.weight": Mapped(f"{theirs}weight", function, cut=0, axis=1, unit=unit),
         f"{LAYER}{ours}.bias": Mapped(f"{theirs}bias", function, cut=0, axis=0, unit=unit),
@@ -204,7 +204,7 @@ def _cut(ours: str, theirs: str, function: Any, unit: Any = None) -> dict[str, T
 
 
 def _gated(facts: Facts) -> dict[str, TensorSource]:
-    """The activated and the linear half of the gated projection, of each rank or of the whole."""
+    """Return the activated and the linear half of the gated projection, per rank or whole."""
     if not facts.reader.is_distributed:
         return {
             **_cut("mlp.dense_h_to_4h", _FC1, _activated),
@@ -218,7 +218,7 @@ def _gated(facts: Facts) -> dict[str, TensorSource]:
 
 
 def weights_from_core(facts: Facts, config: LlamaConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
-    """Return where each tensor lies; norms may be fused into the linear that follows."""
+    """Return each tensor's source; norms may be fused into the linear that follows."""
     norms = {LAYER + ours: theirs for ours, theirs in core_norm_keys(facts).items()}
     norms["model.final_layernorm"] = "model.decoder.final_layernorm."
     return {
@@ -239,7 +239,7 @@ def weights_from_core(facts: Facts, config: LlamaConfig) -> Mapping[str, TensorS
 
 
 def _core_norm(facts: Facts, key: str) -> TensorSource:
-    """Return a norm's scale; some models store how far it is from 1."""
+    """Return a norm's scale; some models store its distance from 1."""
     traits = core_traits(facts)
     if traits.normalization.endswith("1p"):
         return Adjusted(Copy(key), lambda part, _: part + 1)

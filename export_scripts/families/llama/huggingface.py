@@ -1,4 +1,4 @@
-"""Hugging Face Llama, Mistral and Qwen2 as an mapping of the Llama layout."""
+"""The Llama layout from Hugging Face Llama, Mistral and Qwen2."""
 
 # Shapes: k key/value heads, d size per head, h hidden
 
@@ -50,7 +50,7 @@ def _config(facts: Facts) -> LlamaConfig:
         size_per_head = settings.integer("head_dim")
     else:
         size_per_head = settings.divide(hidden, heads, "hidden_size by num_attention_heads")
-    # Qwen2 has no tokens of its own accord.
+    # Qwen2 has no default tokens.
     ids = {} if facts.config["model_type"] == "qwen2" else {"bos": 1, "eos": 2}
     start_id, end_id = settings.token_ids(facts, **ids)
     activation, exact_gelu = settings.activation("hidden_act", default="silu")
@@ -58,7 +58,7 @@ def _config(facts: Facts) -> LlamaConfig:
     if rotary.fraction != 1:
         settings.problems.append(
             f"config.json: partial_rotary_factor = {rotary.fraction:g} cannot be represented: "
-            "transformers turns whole heads of these models"
+            "transformers rotates whole heads in these models"
         )
     first = _HF.format(layer=0)
     config = LlamaConfig(
@@ -90,7 +90,7 @@ def _config(facts: Facts) -> LlamaConfig:
 
 
 def _sliding_window(settings: Settings) -> int | None:
-    """Return the window every layer attends in, or None; layers that differ are a problem."""
+    """Return the sliding window of all layers, or None; differing layers are a problem."""
     source = settings.source
     if not source.get("use_sliding_window", source.get("model_type") != "qwen2"):
         return None
@@ -105,8 +105,8 @@ def _sliding_window(settings: Settings) -> int | None:
         return None
     if kinds != {"sliding_attention"}:
         settings.problems.append(
-            f"{settings.label}: only some layers attend in a sliding window; a folder holds one "
-            "rule for all layers"
+            f"{settings.label}: only some layers have a sliding window; the layout has one "
+            "window for all layers"
         )
     return settings.integer("sliding_window")
 

@@ -40,7 +40,7 @@ class LlamaConfig(DecoderConfig):
     has_qkv_bias: bool = False
     has_attention_dense_bias: bool = False
     has_mlp_bias: bool = False
-    sliding_window: int | None = None  # tokens a position attends to, itself included
+    sliding_window: int | None = None  # number of positions attended to, the current one included
     rotary_embedding: int  # dimensions of each head that are rotated
     rotary_base: float = 10000.0
     rotary_scaling_type: str | None = None  # linear, dynamic, llama3 or yarn

@@ -1,4 +1,4 @@
-"""What a Megatron-style decoder is, read from a NeMo configuration or Megatron-LM arguments.
+"""Traits of a Megatron-style decoder, from a NeMo configuration or Megatron-LM arguments.
 
 Key names: NeMo 1.x, examples/nlp/language_modeling/conf/megatron_gpt_config.yaml; Megatron-LM,
 megatron/training/arguments.py.
@@ -28,7 +28,7 @@ _PLAIN = {
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronTraits:
-    """Facts of a Megatron-style decoder; sizes are None where the source does not tell."""
+    """Traits of a Megatron-style decoder; sizes are None if the source does not state them."""
 
     head_num: int | None
     hidden: int | None
@@ -38,7 +38,7 @@ class MegatronTraits:
     norm_eps: float
     position: str  # learned_absolute, rope, alibi, ...
     normalization: str  # layernorm, layernorm1p, rmsnorm, ...
-    activation: str  # gelu, relu, silu; the source's own word when it is none of them
+    activation: str  # gelu, relu, silu, or the source's own word
     gated: bool
     fused_gelu: bool  # one kernel adds the bias and computes gelu, in its tanh form
     exact_gelu: bool  # gelu by erf
@@ -81,11 +81,11 @@ _NUMBERS = (
 
 
 def refuse_mistyped(config: Mapping[str, Any], label: str) -> None:
-    """Refuse a configuration whose sizes are no sizes; null counts as absent.
+    """Refuse a configuration with malformed sizes; null counts as absent.
 
     Args:
         config: Keys of NeMo or Megatron-LM.
-        label: What to call it in messages.
+        label: Its name in messages.
 
     Raises:
         CheckpointMismatchError: Every such key with its value.
@@ -123,7 +123,7 @@ def nemo_traits(config: Mapping[str, Any]) -> MegatronTraits:
     """Return the traits of a NeMo model_config.
 
     Raises:
-        CheckpointMismatchError: A size in it is none.
+        CheckpointMismatchError: A size is malformed.
     """
     refuse_mistyped(config, "model_config.yaml")
     word = str(config.get("activation") or "gelu")
@@ -166,7 +166,7 @@ def megatron_traits(args: Mapping[str, Any]) -> MegatronTraits:
     """Return the traits of Megatron-LM's saved arguments.
 
     Raises:
-        CheckpointMismatchError: A size in them is none.
+        CheckpointMismatchError: A size is malformed.
     """
     refuse_mistyped(args, "the checkpoint's args")
     activation = _megatron_activation(args)
@@ -226,7 +226,7 @@ def _megatron_position(args: Mapping[str, Any]) -> str:
 
 
 def _normalization(config: Mapping[str, Any], zero_centred: str) -> str:
-    """Return the norm's word, ending in 1p where scales are stored as their distance from 1."""
+    """Return the norm's name, ending in 1p if scales are stored as their distance from 1."""
     word = str(config.get("normalization") or "layernorm").lower()
     return word if word.endswith("1p") or not config.get(zero_centred) else f"{word}1p"
 
@@ -282,7 +282,7 @@ _FOREIGN = {
 
 
 def foreign_settings(traits: MegatronTraits) -> list[str]:
-    """Return every reason why no layout can hold a model, of those its tensors do not tell."""
+    """Return every reason no layout can hold a model that its tensors do not show."""
     reasons = [
         f"{key} = {traits.source[key]!r}: {what}, which no layout has"
         for key, what in _FOREIGN.items()

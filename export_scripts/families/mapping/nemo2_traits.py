@@ -1,4 +1,4 @@
-"""What a decoder of NeMo 2 is, read from the configuration of its model.
+"""Traits of a NeMo 2 decoder, from the configuration of its model.
 
 Key names: NVIDIA/NeMo 2, nemo/collections/llm/gpt/model/base.py; megatron-core,
 megatron/core/transformer/transformer_config.py.
@@ -11,8 +11,8 @@ from typing import Any
 
 from export_scripts.families.mapping.megatron_traits import MegatronTraits, refuse_mistyped
 
-# Models that compute what their configuration says; others add something of their own, such as a
-# scaled embedding.
+# Models that compute only what their configuration states; others add, for example, a scaled
+# embedding.
 KNOWN_MODELS = ("GPTModel", "LlamaModel", "MistralModel", "NemotronModel", "Qwen2Model",
                 "Starcoder2Model", "StarcoderModel")  # fmt: skip
 
@@ -30,7 +30,7 @@ def nemo2_traits(config: Mapping[str, Any]) -> MegatronTraits:
     """Return the traits of a NeMo 2 model's configuration.
 
     Raises:
-        CheckpointMismatchError: A size in it is none.
+        CheckpointMismatchError: A size is malformed.
     """
     refuse_mistyped(config, "context/model.yaml")
     word = _function_name(config.get("activation_func")) or "gelu"
@@ -64,13 +64,13 @@ def nemo2_traits(config: Mapping[str, Any]) -> MegatronTraits:
         rotary_fraction=float(config.get("rotary_percent") or 1.0),
         rotary_interpolation=config.get("seq_len_interpolation_factor"),
         project_size=0,
-        # A scale_factor is what configurations that scale positions have, and no others.
+        # Only configurations that scale positions have a scale_factor.
         source={**config, "use_rope_scaling": config.get("scale_factor") is not None},
     )
 
 
 def _flag(config: Mapping[str, Any], key: str) -> bool:
-    """Return a setting that is on unless it is said to be off."""
+    """Return a setting that is on by default."""
     value = config.get(key)
     return True if value is None else bool(value)
 
@@ -82,7 +82,7 @@ def _function_name(value: Any) -> str:
 
 
 def unknown_model(config: Mapping[str, Any]) -> list[str]:
-    """Return a reason if nothing is known of what a class of models computes."""
+    """Return a reason if the computation of a class of models is unknown."""
     name = config.get("model_class")
     if not name or name in KNOWN_MODELS:
         return []

@@ -29,7 +29,7 @@ _TASK_NAME = re.compile(r"[\w][\w\- ]*")
 def prompt_tensors(
     archives: Sequence[CheckpointReader],
 ) -> dict[str, tuple[Piece, ...]]:
-    """Return the tables as "prompt:<task>" and whatever else the archives hold by full name.
+    """Return the tables as "prompt:<task>" and everything else in the archives by full name.
 
     Raises:
         CheckpointMismatchError: Two archives hold the same task, or a name cannot be a file's.

@@ -28,9 +28,9 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RotarySettings:
-    """Base, rotated fraction of a head, and scaling of a source's rotary positions.
+    """Rotary positions of a source: base, rotated fraction of a head, scaling.
 
-    `scaling` is empty for the default kind; for yarn its attention_factor is worked out.
+    `scaling` is empty for the default kind; for yarn it includes the computed attention_factor.
     """
 
     kind: str = "default"
@@ -40,7 +40,7 @@ class RotarySettings:
 
 
 def rotary_settings(settings: Settings, *, fraction: float = 1.0) -> RotarySettings:
-    """Return a configuration's rotary positions; what is unknown is noted in `settings`.
+    """Return a configuration's rotary positions; problems are noted in `settings`.
 
     Args:
         settings: The configuration.
@@ -78,12 +78,12 @@ def rotary_settings(settings: Settings, *, fraction: float = 1.0) -> RotarySetti
 
 
 def plain_rotary_dims(settings: Settings, size_per_head: int, *, fraction: float) -> int:
-    """Return the rotated dimensions of a head for a family whose runtime has no other choice."""
+    """Return the rotated dimensions of a head for a family with fixed rotary positions."""
     rotary = rotary_settings(settings, fraction=fraction)
     if rotary.kind != "default" or rotary.base != FT_BASE:
         settings.problems.append(
             f"{settings.label}: rotary positions of kind {rotary.kind} and base {rotary.base:g} "
-            f"cannot be represented: FT's are plain, of base {FT_BASE:g}"
+            f"cannot be represented: FT has only plain ones of base {FT_BASE:g}"
         )
     return int(size_per_head * rotary.fraction)
 
@@ -97,7 +97,7 @@ def _scaling(kind: str, given: Settings, settings: Settings) -> dict[str, Any]:
         # The growth is measured against the model's own limit.
         out["original_max_position_embeddings"] = context
     if kind in ("llama3", "yarn"):
-        # A key beside rope_scaling counts before one inside it; the limit is the last resort.
+        # A key next to rope_scaling takes precedence over one inside; the limit is the last resort.
         inside = given.integer("original_max_position_embeddings", default=context)
         original = settings.integer("original_max_position_embeddings", default=inside)
         out["original_max_position_embeddings"] = original
@@ -112,7 +112,7 @@ def _scaling(kind: str, given: Settings, settings: Settings) -> dict[str, Any]:
 
 
 def _attention_factor(given: Settings) -> float:
-    """Return what yarn multiplies sine and cosine by.
+    """Return yarn's factor of sine and cosine.
 
     YaRN (arXiv 2309.00071), section 3.4; mscale and mscale_all_dim are DeepSeek's refinement.
     """

@@ -1,7 +1,7 @@
-"""Read another project's model configuration: required keys, aliases, and what it cannot mean.
+"""A source's model configuration: required keys, aliases, and refused values.
 
-Problems are gathered and raised together; keys a file leaves out have the defaults of the library
-that wrote it.
+Problems are gathered and raised together. Absent keys have the defaults of the library that
+wrote the file.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ HUGGINGFACE_ACTIVATIONS: dict[str, tuple[str, bool]] = {
 
 @dataclass
 class Settings:
-    """A source configuration being read.
+    """A source's configuration, with the problems found in reading it.
 
     Attributes:
         source: The configuration as its library wrote it.
-        label: What to call it in messages.
-        problems: What was missing or unreadable so far.
+        label: Its name in messages.
+        problems: Missing and unreadable keys so far.
     """
 
     source: Mapping[str, Any]
@@ -61,7 +61,7 @@ class Settings:
         return default
 
     def integer(self, *names: str, default: Any = _REQUIRED, least: int = 1) -> int:
-        """Return an integer of at least `least`; 1 stands in where a problem was noted."""
+        """Return an integer of at least `least`, or 1 after noting a problem."""
         value = self.value(*names, default=default)
         if value is None:
             return 1
@@ -74,7 +74,7 @@ class Settings:
         return value
 
     def number(self, *names: str, default: Any = _REQUIRED) -> float:
-        """Return a number greater than 0; 1.0 stands in where a problem was noted."""
+        """Return a number greater than 0, or 1.0 after noting a problem."""
         value = self.value(*names, default=default)
         if value is None:
             return 1.0
@@ -84,7 +84,7 @@ class Settings:
             or not 0 < value < sys.float_info.max
         ):
             self.problems.append(
-                f"{self.label}: {names[0]} = {value!r} cannot be meant; expected a number greater "
+                f"{self.label}: {names[0]} = {value!r} is out of range; expected a number greater "
                 "than 0"
             )
             return 1.0
@@ -116,7 +116,7 @@ class Settings:
             self.problems.append(f"{self.label}: {name} = {value!r} cannot be represented: {why}")
 
     def divide(self, total: int, parts: int, what: str) -> int:
-        """Return total / parts, noting a problem when it leaves a rest."""
+        """Return total / parts; a remainder is noted as a problem."""
         if parts == 0 or total % parts:
             self.problems.append(f"{self.label}: {what}: {total} does not divide by {parts}")
             return 1
@@ -125,14 +125,14 @@ class Settings:
     def token_ids(
         self, facts: Facts, *, bos: int | None = None, eos: int | None = None
     ) -> tuple[int, int]:
-        """Return (start_id, end_id); each stands in for the other where a model has only one.
+        """Return (start_id, end_id); a model with only one uses it for both.
 
-        They are what the user states, else config.json, generation_config.json or the tokenizer.
+        Sources in order: the user, config.json, generation_config.json, the tokenizer.
 
         Args:
             facts: The source.
-            bos: What the library takes an absent bos_token_id for.
-            eos: What the library takes an absent eos_token_id for.
+            bos: The library's default of bos_token_id.
+            eos: The library's default of eos_token_id.
         """
         generation = _generation_config(facts)
         known = facts.special_ids()
@@ -152,8 +152,8 @@ class Settings:
         start, end = (end if start is None else start), (start if end is None else end)
         if start is None or end is None:
             self.problems.append(
-                f"{self.label} has neither bos_token_id nor eos_token_id, and no tokenizer tells "
-                "them: state --set start_id=.. --set end_id=.."
+                f"{self.label} has neither bos_token_id nor eos_token_id, nor do "
+                "tokenizer files: state --set start_id=.. --set end_id=.."
             )
             return 0, 0
         return start, end
@@ -168,10 +168,10 @@ class Settings:
         return value
 
     def finish(self) -> None:
-        """Raise what was noted.
+        """Raise the noted problems.
 
         Raises:
-            CheckpointMismatchError: Something was.
+            CheckpointMismatchError: There are any.
         """
         if self.problems:
             raise CheckpointMismatchError(self.problems)
@@ -190,7 +190,7 @@ def _generation_config(facts: Facts) -> Mapping[str, Any]:
 
 
 def huggingface_settings(source: Mapping[str, Any]) -> Settings:
-    """Start reading a config.json, refusing what no family can represent."""
+    """Return the settings of a config.json, after checks common to all families."""
     settings = Settings(source)
     settings.problems += quantization_reasons(source)
     settings.expect("is_encoder_decoder", False, why="expected a decoder alone")
@@ -199,7 +199,7 @@ def huggingface_settings(source: Mapping[str, Any]) -> Settings:
 
 
 def quantization_reasons(source: Mapping[str, Any]) -> list[str]:
-    """Return a reason if a config.json says that the weights are quantized."""
+    """Return a reason if a config.json states that the weights are quantized."""
     quantization = source.get("quantization_config")
     if quantization is None:
         return []
@@ -213,14 +213,14 @@ def head_is_tied(
 ) -> bool:
     """Return whether a model's head is its embedding.
 
-    tie_word_embeddings says so, but where both are stored and differ, the data counts.
+    tie_word_embeddings decides, unless both are stored and differ.
 
     Args:
         facts: The source.
         settings: Its configuration.
         head: Key of the head.
         embedding: Key of the embedding.
-        default: What the library takes an absent tie_word_embeddings for.
+        default: The library's default of tie_word_embeddings.
     """
     tied = settings.flag("tie_word_embeddings", default=default)
     if not facts.has(head):
@@ -240,7 +240,7 @@ def model_name(source: Mapping[str, Any], family: str) -> str:
     """Return the name for config.ini: the source's own without folders, or the family's."""
     name = str(source.get("_name_or_path") or source.get("name_or_path") or "")
     name = name.rstrip("/").rsplit("/", 1)[-1]
-    # config.ini has a place for one short line without the characters that mean something there.
+    # config.ini allows one short line without special characters.
     name = "".join(each for each in name if each.isprintable() and each not in "%;")
     return name.encode()[:_MOST_NAME_BYTES].decode(errors="ignore").strip() or family
 
@@ -251,7 +251,7 @@ def half_precision_warnings(facts: Facts, config: FTConfig, embedding: str) -> l
     Args:
         facts: The source.
         config: The config to be written.
-        embedding: Key of a tensor whose stored type tells that of training.
+        embedding: Key of a tensor whose stored type is that of training.
     """
     stated = str(facts.config.get("dtype") or facts.config.get("torch_dtype") or "")
     stored = [piece.dtype for piece in facts.pieces(embedding)] if facts.has(embedding) else []

@@ -1,4 +1,4 @@
-"""Where a family's tensors come from: one record per source architecture and format."""
+"""Source mappings: one record per source architecture and format of a family."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from export_scripts.families.mapping.sources import PerIndex, TensorSource
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a source before converting it: an mapping decides from this alone.
+    """The facts of a source that a mapping decides from.
 
     Attributes:
         reader: The checkpoint.
         tp_size: Tensor-parallel ranks of the folder to write.
         weight_data_type: Type of the weights to write.
-        given: Config values the user states because the source does not hold them.
+        given: Config values stated by the user.
         tokenizer: Tokenizer files that will lie in the folder.
         prompts: Opened prompt-learning archives, in order.
         ia3: Opened IA3 archives, in order.
@@ -105,7 +105,7 @@ class Facts:
         )
 
     def special_ids(self) -> SpecialIds | None:
-        """Return the special token ids that the tokenizer files tell."""
+        """Return the special token ids in the tokenizer files."""
         return special_ids(self.tokenizer)
 
     def given_int(self, name: str) -> int | None:
@@ -123,7 +123,7 @@ class Facts:
             raise ValueError(f"{name}={text} is not an integer") from None
 
 
-def _no_reasons(facts: Facts) -> list[str]:  # noqa: ARG001 - the signature of SourceMapping.unsupported
+def _no_reasons(facts: Facts) -> list[str]:  # noqa: ARG001 - of `unsupported`
     return []
 
 
@@ -137,7 +137,7 @@ def _no_warnings(facts: Facts, config: Any) -> list[str]:  # noqa: ARG001
 
 @dataclass(frozen=True)
 class SourceMapping:
-    """A format and architecture that becomes a family's layout.
+    """The mapping of one source architecture and format to a family's layout.
 
     Attributes:
         name: Unique short name, such as "nemo-gpt".
@@ -147,12 +147,12 @@ class SourceMapping:
         matches: Whether a checkpoint is of this kind (first match of the table wins).
         config: Builds the family's config.
         weights: Layout record's name -> source; asked once the config is known.
-        unsupported: Every reason why this model has no such layout.
-        ignored: Patterns of source names that hold nothing to convert.
-        copies: Names that only repeat another tensor in this model, such as a tied head.
+        unsupported: Every reason the layout cannot hold this model.
+        ignored: Patterns of source tensors without anything to convert.
+        copies: Source tensors that repeat another, such as a tied head.
         prefix: Key prefix that sources may leave out.
         accepts: Kinds of added archives: "prompt", "ia3", "adapter", "activation_ranges".
-        warnings: What converts but may disappoint, with the remedy.
+        warnings: Warnings about a model that converts, with the remedy.
     """
 
     name: str
@@ -170,5 +170,5 @@ class SourceMapping:
     warnings: Callable[[Facts, Any], list[str]] = _no_warnings
 
     def is_ignored(self, key: str) -> bool:
-        """Return whether a source tensor is known to hold nothing to convert."""
+        """Return whether a source tensor has nothing to convert."""
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.ignored)

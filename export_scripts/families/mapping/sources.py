@@ -1,6 +1,6 @@
 """Operations that make one FT tensor of the tensors a source stores.
 
-An operation rearranges views and computes nothing it need not: the result is a list of parts
+An operation rearranges views and avoids arithmetic: the result is a list of parts
 along one axis, which the conversion copies straight into the files. The same code runs on
 `ShapeTensor`, which has a shape and no values, so that every shape is checked before a byte is
 read. Tensors are handled through their methods only; nothing here imports numpy.
@@ -16,15 +16,15 @@ from export_scripts.families.mapping.tensors import ShapeTensor, Tensor, float32
 
 
 class Get(Protocol):
-    """Gives the pieces of a key, one per training rank."""
+    """A function that returns the pieces of a key, one per training rank."""
 
     def __call__(self, key: str, cut: int | None = None, unit: int = 1) -> Sequence[Tensor]:
         """Return the pieces.
 
         Args:
-            key: TensorSource key.
+            key: Source key.
             cut: Axis on which they may be cut once more, where that saves gathering them.
-            unit: How many entries of that axis belong together.
+            unit: Number of entries of that axis that belong together.
         """
 
 
@@ -48,7 +48,7 @@ class Parts:
 
 
 class TensorSource(Protocol):
-    """Where an FT tensor comes from."""
+    """The source of an FT tensor."""
 
     @property
     def reads(self) -> tuple[tuple[str, int | None], ...]:
@@ -69,7 +69,7 @@ def _taken(pieces: Sequence[Tensor], cut: int | None) -> Sequence[Tensor]:
 
 @dataclass(frozen=True)
 class Copy:
-    """As stored; `cut` is the axis on which training ranks cut it."""
+    """A tensor as stored; `cut` is the axis on which training ranks cut it."""
 
     key: str
     cut: int | None = None
@@ -86,7 +86,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Transpose:
-    """nn.Linear keeps (out, in), FT keeps (in, out); `cut` is the axis in the source."""
+    """A transposed nn.Linear weight, (out, in) -> (in, out); `cut` is the axis in the source."""
 
     key: str
     cut: int | None = None
@@ -108,7 +108,7 @@ class Mapped:
     """`function(piece, config)` of each training rank's piece.
 
     Args:
-        key: TensorSource key.
+        key: Source key.
         function: Gives the piece in FT layout.
         cut: Axis on which training ranks cut the source.
         axis: Axis of the result along which the pieces follow each other.
@@ -139,7 +139,7 @@ class Half:
     """A half of the rows of a whole tensor, transposed if it is a weight: (2 * f[, in]).
 
     Args:
-        key: TensorSource key, of a checkpoint that keeps whole tensors.
+        key: Source key, of a checkpoint that keeps whole tensors.
         which: 0 for the first half, 1 for the second.
     """
 
@@ -152,7 +152,7 @@ class Half:
         return ((self.key, 0),)
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return the rows of the half, as far apart as they are stored."""
+        """Return the rows of the half, in as many parts as they are stored."""
         pieces = get(self.key, 0)
         rows = sum(piece.shape[0] for piece in pieces)
         low, high = (rows * i // 2 for i in (self.which, self.which + 1))
@@ -200,7 +200,7 @@ class SplitQKV:
         """Return each rank's heads, parts first."""
         assert self.order in ORDERS, self.order
         d = getattr(config, self.head_size)
-        # Heads may only be told apart where they are the outermost.
+        # Heads can be separated only if they are the outermost.
         found = get(self.key, self.cut, self.parts * d) if self.order[0] == "n" else get(self.key)
         out = tuple(self._split(piece, d) for piece in _taken(found, self.cut))
         return Parts(out[0].ndim - 2, out)
@@ -219,7 +219,7 @@ class SplitQKV:
 
 @dataclass(frozen=True)
 class StackQKV:
-    """Three tensors side by side on a new axis before the last.
+    """Three tensors stacked on a new axis before the last.
 
     Weights (out, in) become (in, 3, out), or stay (in, out) with `transposed=False`; biases
     (out,) become (3, out).
@@ -265,7 +265,7 @@ class Stack:
 
 @dataclass(frozen=True)
 class Compute:
-    """`function(config, *wholes)` of gathered tensors, for what is not a rearrangement.
+    """`function(config, *wholes)` of gathered tensors, where values are computed.
 
     Arithmetic is the function's, in `float32`.
     """

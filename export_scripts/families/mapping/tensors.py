@@ -1,7 +1,7 @@
-"""Tensors as sources and source mappings see them: numpy arrays with values, or shapes without.
+"""Tensors of source mappings: numpy arrays, or shapes alone.
 
 The same code converts values and, on `ShapeTensor`, checks shapes before a byte is read. numpy is
-imported when there are values.
+imported only for values.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ Tensor = Any
 
 
 class ShapeTensor:
-    """A tensor without values: the methods of numpy's arrays that operations use, for shapes.
+    """A tensor without values: the numpy methods that operations use, on shapes.
 
-    Where values are wanted, one stands for `fill` everywhere.
+    If values are needed, all are `fill`.
     """
 
     def __init__(self, shape: Sequence[int], *, fill: float = 0.0) -> None:
@@ -108,7 +108,7 @@ class ShapeTensor:
 
 
 def float32(values: Tensor) -> Tensor:
-    """Return values in fp32, in which all arithmetic is done."""
+    """Return values in fp32, the type of all arithmetic."""
     if isinstance(values, ShapeTensor):
         return values
     from export_scripts.numeric import arrays
@@ -126,7 +126,7 @@ def rounded(values: Tensor, data_type: str) -> Tensor:
 
 
 def joined(pieces: Sequence[Tensor], axis: int) -> Tensor:
-    """Return tensors one after the other along an axis.
+    """Return tensors concatenated along an axis.
 
     Raises:
         ValueError: Their other axes differ.
@@ -143,7 +143,7 @@ def joined(pieces: Sequence[Tensor], axis: int) -> Tensor:
 
 
 def stacked(parts: Sequence[Tensor], axis: int) -> Tensor:
-    """Return tensors of one shape side by side on a new axis (0 or 1)."""
+    """Return tensors of one shape stacked on a new axis (0 or 1)."""
     assert axis in (0, 1), axis
     return joined([part[:, None] if axis else part[None] for part in parts], axis)
 

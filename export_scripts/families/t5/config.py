@@ -1,4 +1,4 @@
-"""What a T5 folder's config.ini says, and the encoder-decoder it describes."""
+"""config.ini of a T5 folder, and the encoder-decoder it describes."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class T5Config(FTConfig):
     num_decoder_layers: int = ini_field(0, key="num_layers", sections=_DECODER)
     feed_forward_proj: str = ini_field(sections=_BOTH)
     relative_attention_num_buckets_or_max_pos_seq_len: int = ini_field(sections=_BOTH)
-    # Not read by FT, which knows these values only: for engines that do.
+    # Not read by FT, which has only these values; for engines that do.
     relative_attention_max_distance: int = ini_field(FT_MAX_DISTANCE, sections=_BOTH)
     layer_norm_epsilon: float = ini_field(FT_NORM_EPS, sections=_BOTH)
     decoder_start_token_id: int | None = ini_field(None, sections=_DECODER)
     eos_token_id: int | None = ini_field(None, sections=_DECODER)
     pad_id: int | None = ini_field(None, sections=_DECODER)
-    # In a model without biases: whether the logits are divided by sqrt(d_model).
+    # Without biases: whether the logits are divided by sqrt(d_model).
     tie_word_embeddings: bool = ini_field(True, sections=_DECODER)
-    # Not an FT key: tells a lost lm_head.weight.bin from a head that is the embedding.
+    # Not an FT key: distinguishes a lost lm_head.weight.bin from a tied head.
     has_lm_head: bool = ini_field(True, sections=_DECODER)
     has_adapter: bool | None = ini_field(None, sections=_BOTH)
     adapter_inter_size: int = ini_field(0, sections=_BOTH)
@@ -83,7 +83,7 @@ class T5Config(FTConfig):
 
     @property
     def is_relative(self) -> bool:
-        """Whether positions are relative; the loader takes any other word as absolute."""
+        """Whether positions are relative; the loader takes any other value as absolute."""
         return self.position_embedding_type == "relative"
 
     @property
@@ -93,7 +93,7 @@ class T5Config(FTConfig):
 
     @property
     def is_encoder_only(self) -> bool:
-        """Whether there is no decoder."""
+        """Whether the model is an encoder alone."""
         return self.num_decoder_layers == 0
 
     @property
@@ -115,7 +115,7 @@ class T5Config(FTConfig):
 
     @classmethod
     def absent_keys(cls, sections: Sections, files: Collection[str]) -> dict[str, Any]:
-        """FT decides by the file's presence whether there is a head; depth 0 needs none."""
+        """Return fields that FT derives from files: a head's presence, and decoder depth 0."""
         has_decoder = bool(sections.get("decoder"))
         return {"has_lm_head": has_decoder and f"{HEAD}.bin" in files}
 
@@ -141,7 +141,7 @@ class T5Config(FTConfig):
         return super().from_sections(sections, files)
 
 
-# What both stacks share: one embedding and, in FT's T5, one shape of layer.
+# Shared by both stacks: one embedding and, in FT's T5, one shape of layer.
 _SHARED_KEYS = (
     "weight_data_type",
     "tensor_para_size",

@@ -22,12 +22,12 @@ from export_scripts.families.t5.layout import (
 )
 
 _EMBEDDING = "shared.weight"
-# Copies of the embedding that a file may hold besides, or instead of, shared.weight.
+# Copies of the embedding that a file may hold next to, or instead of, shared.weight.
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _MODEL_TYPES = ("t5", "mt5")
 
 # transformers' activation -> the loader's spelling, and whether its gelu is by erf.
-# gated-gelu means gelu_new whatever else the file says (T5Config).
+# gated-gelu always means gelu_new (T5Config).
 _FEED_FORWARD = {
     "relu": ("relu", False),
     "gelu": ("gelu", True),
@@ -47,7 +47,7 @@ def _is_t5(facts: Facts) -> bool:
 
 
 def _is_encoder(facts: Facts) -> bool:
-    # A whole T5 also has an encoder: taken when that is what the user asks for.
+    # A whole T5 also matches, if the user asks for its encoder.
     return facts.config.get("model_type") in _MODEL_TYPES
 
 
@@ -124,9 +124,9 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
 
 
 def _scales_logits(settings: Settings) -> bool:
-    """Return whether the logits are divided by sqrt(d_model), which tied heads once stood for.
+    """Return whether the logits are divided by sqrt(d_model), as tied heads once implied.
 
-    transformers 5 ties every head, states a T5's scaling under a name of its own, and never
+    transformers 5 ties every head, states a T5's scaling in a separate key, and never
     scales an mT5; transformers 4 scales what is tied.
     """
     is_mt5 = settings.source.get("model_type") == "mt5"
@@ -187,19 +187,19 @@ def _whole_weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]
         **_attention(DECODER + "layer.1.EncDecAttention"),
         **_mlp(DECODER + "layer.2.DenseReluDense", config),
         **_norms("decoder.final_layer_norm"),
-        # Written for tied models too: FT then needs no rule.
+        # Written for tied models too, which spares FT a rule.
         HEAD: Copy(HEAD if _has_own_head(facts) else _embedding_key(facts)),
     }
 
 
 def _has_own_head(facts: Facts) -> bool:
-    """A head that is neither stored nor tied is left to be reported as missing."""
+    """Return the head's source; one neither stored nor tied is reported as missing later."""
     return facts.has(HEAD) or facts.config.get("tie_word_embeddings") is False
 
 
 _SHARED_IGNORED = (
     *_COPIES,
-    # Early T5 files hold a second table that no layer reads.
+    # Early T5 files hold a second, unused table.
     "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
 )
 

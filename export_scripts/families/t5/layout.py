@@ -1,7 +1,7 @@
 """The T5 layout: T5, T5-v1.1, flan, mT5, UL2 and Megatron T5, whole or the encoder alone.
 
 Layout: FasterTransformer, models/t5/T5EncoderWeight.cc, T5DecodingWeight.cc and their layer
-weights (5.3 line). Encoder and decoder layers are counted apart.
+weights (5.3 line). Encoder and decoder layers are numbered separately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from export_scripts.families.t5.config import (
 
 ENCODER = "encoder.block.{encoder_layer}."
 DECODER = "decoder.block.{decoder_layer}."
-# What a model has when these of its config's fields are true; they are joined with +.
+# Config fields that must be true for a tensor to exist; joined with +.
 _BIAS = ("t5_with_bias",)
 _DECODER = ("num_decoder_layers",)
 _RELATIVE = ("is_relative",)
@@ -58,7 +58,7 @@ def _ia3(name: str, width: str) -> WeightSpec:
 
 
 def _attention(name: str) -> tuple[WeightSpec, ...]:
-    """Three separate projections, as in the encoder and in cross attention."""
+    """Return three separate projections, as in the encoder and in cross attention."""
     return (
         *_column(f"{name}.q", "inner"),
         *_column(f"{name}.k", "inner"),
@@ -70,7 +70,7 @@ def _attention(name: str) -> tuple[WeightSpec, ...]:
 
 
 def _mlp(name: str) -> tuple[WeightSpec, ...]:
-    """The MLP; of a gated one wi is the activated half and wi2 the linear half."""
+    """Return the MLP; in a gated one, wi is the activated half and wi2 the linear half."""
     return (
         *_column(f"{name}.wi", "d_ff"),
         *_column(f"{name}.wi2", "d_ff", _GATED),
@@ -176,7 +176,7 @@ T5_ENCODER = ModelFamily(
 
 
 def t5_warnings(_: Any, config: T5Config) -> list[str]:
-    """Return what converts but may disappoint, with the remedy."""
+    """Return warnings about a model that converts, with the remedy."""
     warnings = []
     if config.weight_data_type == "fp16":
         warnings.append(

@@ -1,8 +1,8 @@
-"""NeMo mapping of the T5 layout, with adapters, IA3 and prompt tables.
+"""The T5 layout from NeMo, with adapters, IA3 and prompt tables.
 
 Names: NeMo 1.x, nlp/modules/common/megatron/token_level_encoder_decoder.py. FT derives biases,
-norm and the scaling of attention scores from t5_with_bias alone; what a model does otherwise is
-made up for in its weights.
+norm and the scaling of attention scores from t5_with_bias alone; other behaviour of a model
+is folded into its weights.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _D = _ROOT + "enc_dec_model.decoder.model."
 _ELAYER = _E + "layers.{encoder_layer}."
 _DLAYER = _D + "layers.{decoder_layer}."
 
-# The decoder's copies of tables that FT has once.
+# The decoder's copies of tables that FT stores once.
 _COPIES = {
     _ROOT + "decoder_embedding.word_embeddings.weight": _EMBEDDING,
     _ROOT + "decoder_embedding.position_embeddings.weight": _POSITIONS,
@@ -76,7 +76,7 @@ def _reasons(facts: Facts) -> list[str]:
     ]
     if not traits.with_bias and facts.has(_HEAD_BIAS):
         reasons.append(
-            f"{_HEAD_BIAS} beside normalization = rmsnorm: FT's T5 without biases adds none to "
+            f"{_HEAD_BIAS} with normalization = rmsnorm: FT's T5 without biases adds none to "
             "its logits"
         )
     gated = facts.has_any(_GATE)
@@ -129,7 +129,7 @@ def _config(facts: Facts) -> T5Config:
 
 
 def _size(value: int | None) -> int:
-    assert value is not None, "not_t5 has refused what lacks a size"
+    assert value is not None, "not_t5 refused sources without a size"
     return value
 
 
@@ -137,7 +137,7 @@ def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
     """Return the decoder's first token, the last one, and padding's.
 
     Raises:
-        ValueError: Neither the tokenizer's files nor the user tell them.
+        ValueError: Neither the tokenizer's files nor the user state them.
     """
     known = facts.special_ids()
     start = facts.given_int("decoder_start_token_id")
@@ -149,15 +149,15 @@ def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
     end = known.eos if end is None and known else end
     if start is None or end is None:
         raise ValueError(
-            "decoder_start_token_id and eos_token_id are not known: the tokenizer's files are not "
-            "in the checkpoint; name them (--vocab-path) or state the ids "
+            "decoder_start_token_id and eos_token_id are unknown: the checkpoint lacks "
+            "the tokenizer's files; name them (--vocab-path) or state the ids "
             "(--set decoder_start_token_id=.. --set eos_token_id=..)"
         )
     return start, end, pad
 
 
 def _starts_with_pad(facts: Facts) -> bool:
-    """P-tuned models may have been trained with padding as the decoder's first token."""
+    """Return the decoder's first token, which is padding in some p-tuned models."""
     for archive in facts.prompts:
         data = archive.config().get("data")
         if isinstance(data, Mapping) and data.get("decoder_starts_with_pad"):
@@ -186,7 +186,7 @@ def _row(target: str, source: str) -> dict[str, TensorSource]:
 def _fused(
     target: str, source: str, order: str, *, parts: int = 3, select: int | None = None
 ) -> dict[str, TensorSource]:
-    """One part of a fused projection, or all of it."""
+    """Return one part of a fused projection, or all of it."""
     return {
         f"{target}.{kind}": SplitQKV(
             f"{source}.{kind}", order, parts=parts, select=select, head_size="d_kv"
@@ -250,7 +250,7 @@ def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
         "shared.ape": Copy(_POSITIONS),
         **_encoder_table(order),
         **_decoder_table(order),
-        # Decided once for the whole model, whatever stages hold.
+        # Decided once for the whole model, not per stage.
         HEAD: Copy(_HEAD if facts.has(_HEAD) else _EMBEDDING, cut=0),
         "shared.bias": Copy(_HEAD_BIAS, cut=0),
     }
@@ -265,7 +265,7 @@ def _weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]:
 def _scaled_queries(
     table: dict[str, TensorSource], traits: NemoT5, config: T5Config
 ) -> dict[str, TensorSource]:
-    """Return the table with queries multiplied by what FT's scaling of scores leaves to do."""
+    """Return the table with queries multiplied by the rest of FT's scaling of scores."""
     factor = traits.query_factor(config.d_kv)
     if factor == 1.0:
         return table

@@ -1,4 +1,4 @@
-"""What a NeMo T5 is, read from its configuration, and what FT's T5 cannot express.
+"""Traits of a NeMo T5, from its configuration, and the limits of FT's T5.
 
 Key names: NeMo 1.x, examples/nlp/language_modeling/conf/megatron_t5_config.yaml and
 megatron_model_base_config.yaml.
@@ -30,7 +30,7 @@ _ACTIVATIONS = {
 _NORMS = ("layernorm", "layernorm1p", "low_precision_layernorm", "rmsnorm")
 _POSITIONS = {"learned_absolute": "absolute", "relative": "relative"}
 
-# Sizes that FT's T5 has once for both stacks.
+# Sizes that FT's T5 stores once for both stacks.
 _COMMON_SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
 _COMMON_CHOICES = (
     "activation", "bias", "normalization", "position_embedding_type", "transformer_block_type",
@@ -53,7 +53,7 @@ class Side:
         return default if value is None else value
 
     def size(self, key: str) -> int | None:
-        """Return a size, or None where it is no positive integer."""
+        """Return a size, or None if it is not a positive integer."""
         value = self.get(key)
         return value if isinstance(value, int) and value > 0 else None
 
@@ -68,7 +68,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class NemoT5:
-    """Facts of a NeMo T5, both stacks alike."""
+    """Traits of a NeMo T5, common to both stacks."""
 
     encoder: Side
     decoder: Side
@@ -93,7 +93,7 @@ class NemoT5:
 
     @property
     def normalization(self) -> str:
-        """The source's word; layernorm when it says nothing."""
+        """The source's norm; layernorm by default."""
         return str(self.encoder.get("normalization", "layernorm")).lower()
 
     @property
@@ -103,12 +103,12 @@ class NemoT5:
 
     @property
     def with_bias(self) -> bool:
-        """What t5_with_bias has to say: biases, LayerNorm and scaled attention, or none."""
+        """The value of t5_with_bias: biases, LayerNorm and scaled attention, or none of them."""
         return self.normalization != "rmsnorm"
 
     @property
     def position(self) -> str:
-        """FT's word, or the source's where FT has none."""
+        """FT's name, or the source's if FT has none."""
         word = str(self.encoder.get("position_embedding_type", "learned_absolute"))
         return _POSITIONS.get(word, word)
 
@@ -121,7 +121,7 @@ class NemoT5:
 
     @property
     def norm_eps(self) -> float:
-        """Epsilon of the norms; FT's where the source says nothing."""
+        """Epsilon of the norms; FT's by default."""
         return float(self.encoder.get("layernorm_epsilon", FT_NORM_EPS))
 
     @property
@@ -140,7 +140,7 @@ class NemoT5:
         return bool(self.encoder.get("normalize_attention_scores", True))
 
     def query_factor(self, size_per_head: int) -> float:
-        """Return what queries have to be multiplied by, as FT scales by t5_with_bias alone."""
+        """Return the factor of queries that corrects FT's scaling by t5_with_bias alone."""
         if self.scores_normalised == self.with_bias:
             return 1.0
         root = math.sqrt(size_per_head)
@@ -151,7 +151,7 @@ def nemo_t5(config: Mapping[str, Any]) -> NemoT5:
     """Return the facts of a NeMo model_config, flat or with a section per stack.
 
     Raises:
-        CheckpointMismatchError: A size in it is none.
+        CheckpointMismatchError: A size is malformed.
     """
 
     def side(name: str) -> Side:
@@ -170,7 +170,7 @@ def nemo_t5(config: Mapping[str, Any]) -> NemoT5:
 
 
 def not_t5(traits: NemoT5) -> list[str]:
-    """Return every reason why the FT T5 layout cannot hold such a model."""
+    """Return every reason the FT T5 layout cannot hold a model."""
     encoder, decoder = traits.encoder, traits.decoder
     reasons = [
         f"{side.name}: {key} = {side.get(key)!r}: a T5 folder needs {key}"
@@ -192,7 +192,7 @@ def not_t5(traits: NemoT5) -> list[str]:
         ),
         (
             bool(encoder.get("openai_gelu")) and traits.activation not in ("gelu", "geglu"),
-            f"openai_gelu = true takes the place of activation = {traits.activation}",
+            f"openai_gelu = true overrides activation = {traits.activation}",
         ),
         (
             traits.position not in _POSITIONS.values(),
@@ -228,7 +228,7 @@ def not_t5(traits: NemoT5) -> list[str]:
         (
             (encoder.get("virtual_pipeline_model_parallel_size") or 1) > 1,
             "virtual_pipeline_model_parallel_size > 1: an interleaved schedule's layer order "
-            "cannot be told",
+            "is unknown",
         ),
     )
     reasons += [text for applies, text in checks if applies]

@@ -40,7 +40,7 @@ _INDEX = {"encoder": "{encoder_layer}", "decoder": "{decoder_layer}"}
 
 @dataclass(frozen=True)
 class IA3Scalers:
-    """Where IA3 archives keep the scalers: (task, side, kind) -> key with its layer's index.
+    """Keys of IA3 scalers: (task, side, kind) -> key with its layer's index.
 
     Kinds are key, value, inter_key, inter_value and mlp.
     """
@@ -49,7 +49,7 @@ class IA3Scalers:
     keys: Mapping[tuple[int, str, str], str]
 
     def key(self, task: int, side: str, kind: str) -> str:
-        """Return the key of one scaler; of one that no archive holds, the name it would have."""
+        """Return the key of one scaler, or its expected name if no archive has it."""
         missing = (
             f"ia3.{task}:enc_dec_model.enc_dec_model.{side}.model.layers.{_INDEX[side]}"
             f":{kind}_infused_adapter.scalers"
@@ -58,7 +58,7 @@ class IA3Scalers:
 
 
 def find_scalers(facts: Facts) -> IA3Scalers:
-    """Return where the added IA3 archives keep their scalers, in either way of naming them."""
+    """Return the scalers of the added IA3 archives, in either naming scheme."""
     keys: dict[tuple[int, str, str], str] = {}
     for key in facts.extra:
         match = _IA3.search(key)
@@ -82,7 +82,7 @@ def tuning_kind(archive: CheckpointReader) -> Mapping[str, Any]:
 
 
 def ia3_reasons(archives: Sequence[CheckpointReader], *, in_place: bool) -> list[str]:
-    """Return why IA3 archives cannot be added."""
+    """Return the reasons IA3 archives cannot be added."""
     reasons = [
         f"{archive.path}: adapter_tuning.type = {tuning_kind(archive).get('type')!r} is not an "
         "IA3 archive; expected ia3"
@@ -97,7 +97,7 @@ def ia3_reasons(archives: Sequence[CheckpointReader], *, in_place: bool) -> list
 
 
 def rank_reasons(facts: Facts) -> list[str]:
-    """Return which added archives were trained with other parallel sizes than the model."""
+    """Return a reason for each added archive trained with other parallel sizes than the model."""
     reasons = []
     for archive in (*facts.ia3, *facts.adapters):
         for key in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
@@ -110,7 +110,7 @@ def rank_reasons(facts: Facts) -> list[str]:
 
 
 def adapter_reasons(archives: Sequence[CheckpointReader]) -> list[str]:
-    """Return why adapter archives cannot be added."""
+    """Return the reasons adapter archives cannot be added."""
     if not archives:
         return []
     wanted = {"type": "linear_adapter", "norm_position": "pre", "norm_type": "mixedfusedlayernorm"}
@@ -159,7 +159,7 @@ def adapter_sources(facts: Facts) -> dict[str, TensorSource]:
 
 
 _BLOCKS = {"encoder": ENCODER, "decoder": DECODER}
-# What IA3 scales on each side: name in the layout (after the block's) -> kind of scaler.
+# Tensors that IA3 scales, per side: name in the layout (after the block's) -> kind of scaler.
 _SCALED = {
     "encoder": {
         "layer.0.SelfAttention.k": "key",
@@ -192,8 +192,8 @@ class Scaled:
     """Another source, computed whole in fp32 and multiplied by a factor.
 
     Args:
-        source: What is scaled.
-        factor: Gives the factor from the config and the wholes of `keys`; it broadcasts.
+        source: The source to scale.
+        factor: Returns the factor, from the config and the tensors of `keys`; it broadcasts.
         keys: Further keys the factor needs, each cut on axis 0 over training ranks.
     """
 
@@ -217,7 +217,7 @@ class Scaled:
 
 
 def ia3_in_place(table: Mapping[str, TensorSource], scalers: IA3Scalers) -> dict[str, TensorSource]:
-    """Return the table with the only task's scalers multiplied into what they would scale.
+    """Return the table with the only task's scalers multiplied into the weights they scale.
 
     Keys and values are scaled after their bias, so the biases are scaled too; the MLP's scaler
     acts on the rows of its second matrix.
@@ -254,7 +254,7 @@ def _heads(config: Any, scaler: Tensor) -> Tensor:
 
 
 def _fused(config: Any, key: Tensor, value: Tensor) -> Tensor:
-    """Factors of the fused (..., 3, heads, size) projection: queries stay."""
+    """Return factors of the fused (..., 3, heads, size) projection; queries keep theirs."""
     queries = constant([1.0] * config.inner, like=key)
     rows = [queries, float32(key), float32(value)]
     return stacked(rows, 0).reshape(3, config.num_heads, config.d_kv)

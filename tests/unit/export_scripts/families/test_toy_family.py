@@ -19,7 +19,7 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.config import FTConfig, ini_field
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
-from export_scripts.families.mapping.source_mapping import Facts, Origin
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, Source, StackQKV, Transpose
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
@@ -66,7 +66,7 @@ def toy_weights(facts: Facts, config: ToyConfig) -> Mapping[str, Source]:
     }
 
 
-TOY_ORIGIN = Origin(
+TOY_ORIGIN = SourceMapping(
     name="toy",
     title="Toy",
     family=TOY,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from export_scripts.files import disk
-from export_scripts.files.disk import SequentialFile, check_space, telling_full_disk
+from export_scripts.files.disk import SequentialFile, check_space, disk_full_as_value_error
 
 BLOCK = disk.BLOCK_BYTES
 
@@ -67,7 +67,7 @@ def test_an_existing_file_is_replaced(tmp_path: Path) -> None:
 def test_a_full_disk_is_told_with_what_was_needed(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match=r"the disk is full: writing a under .* needs 12 bytes"),
-        telling_full_disk(tmp_path, "writing a", 12),
+        disk_full_as_value_error(tmp_path, "writing a", 12),
     ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -75,7 +75,7 @@ def test_a_full_disk_is_told_with_what_was_needed(tmp_path: Path) -> None:
 def test_other_errors_pass_through_with_what_was_written(tmp_path: Path) -> None:
     with (
         pytest.raises(PermissionError, match=r"writing a under .*: no"),
-        telling_full_disk(tmp_path, "writing a", 12),
+        disk_full_as_value_error(tmp_path, "writing a", 12),
     ):
         raise PermissionError(errno.EACCES, "no")
 
