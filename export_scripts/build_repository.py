@@ -86,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
         "build_repository",
         """
         Write a Triton model repository around converted weights: the model's configuration, and
-        unless --no-ensemble the text models and the ensemble around it. The weights lie where the
-        repository keeps them, at MODEL_DIR/1/<N>-gpu; built again, it changes nothing.
+        unless --no-ensemble the text models and the ensemble around it. The weights are where the
+        repository keeps them, at MODEL_DIR/1/<N>-gpu. Rebuilding changes nothing.
         """,
         "exit status: 0 when built, 1 with every problem listed.",
     )

@@ -82,7 +82,7 @@ def convert_parser() -> argparse.ArgumentParser:
 
 
 def request_of(options: argparse.Namespace) -> ConversionRequest:
-    """Return the request that parsed arguments stand for.
+    """Return the request in parsed arguments.
 
     Raises:
         ValueError: A --set is not KEY=VALUE.

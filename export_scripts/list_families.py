@@ -1,4 +1,4 @@
-"""Command: python -m export_scripts.list_families --help; nothing here imports numpy."""
+"""Command: python -m export_scripts.list_families --help; numpy is not imported."""
 
 from __future__ import annotations
 

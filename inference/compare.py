@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from export_scripts.files.replace import replace_file
 from inference.evaluation.report.compare import load_comparison
 from inference.evaluation.report.compare_page import comparison_text, render_comparison
-from inference.evaluation.report.files import replace_file
 from inference.evaluation.report.history import find_run
 
 

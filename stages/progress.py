@@ -7,11 +7,12 @@ second, so that reporting costs nothing beside the work.
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from export_scripts.files.replace import replace_file
 
 _MIN_INTERVAL_S = 0.1
 
@@ -73,9 +74,7 @@ def read_progress(path: Path) -> ProgressState:
 def write_json(path: Path, values: Any) -> None:
     """Replace `path` by `values` in one step; a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    replace_file(path, json.dumps(values, indent=2) + "\n")
 
 
 def read_json(path: Path) -> Any | None:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from export_scripts.files.replace import replace_file
 from inference.launch_environment import read_launch_environment
 from stages.base import StageError
 from stages.own_job import node_address, node_name
@@ -157,9 +158,7 @@ def _tell_loss(folder: Path, job_id: str, number: int, status: int) -> None:
         return
     rank = read_launch_environment(os.environ).rank
     path = folder / _LOSS_NAME.format(job=job_id, life=_life(), number=number, rank=rank)
-    partial = path.with_suffix(".partial")
-    partial.write_text(f"{_who()} was ended by {signal.Signals(-status).name}", encoding="utf-8")
-    partial.replace(path)
+    replace_file(path, f"{_who()} was ended by {signal.Signals(-status).name}")
 
 
 def _who() -> str:

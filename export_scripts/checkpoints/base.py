@@ -246,7 +246,7 @@ class TokenizerFile:
 class CheckpointReader(Protocol):
     """A source checkpoint: its configuration and its tensors under logical names.
 
-    Layers are numbered globally whatever pipeline stage they were trained on, and a tensor that
+    Layers are numbered over all pipeline stages, and a tensor that
     was cut over training ranks has one piece per rank.
     """
 
@@ -260,7 +260,7 @@ class CheckpointReader(Protocol):
 
     @property
     def is_distributed(self) -> bool:
-        """Whether it holds whole tensors with global layer numbers instead of ranks' pieces."""
+        """True if tensors are whole, with global layer numbers, not ranks' pieces."""
 
     def config(self) -> Mapping[str, Any]:
         """Return the model's configuration as the source wrote it."""

@@ -90,7 +90,7 @@ class ChunkedTensor:
         return tuple(chunk.values for chunk in sorted(self.chunks, key=lambda each: each.begin))
 
     def same_bytes(self, other: Piece, maps: FileMaps) -> bool:
-        """Return whether both lie in the same chunks and hold the same values, byte by byte."""
+        """Return whether both have the same chunks and the same values, byte by byte."""
         if not isinstance(other, ChunkedTensor) or self.shape != other.shape:
             return False
         mine, theirs = ({chunk.begin: chunk for chunk in each.chunks} for each in (self, other))
@@ -101,7 +101,7 @@ class ChunkedTensor:
     def problems(self) -> list[str]:
         """Return the reason the chunks do not make the whole: overlap, excess or holes."""
         if len(self.chunks) > _MOST_CHUNKS:
-            return [f"it lies in {len(self.chunks)} chunks; expected at most {_MOST_CHUNKS}"]
+            return [f"it has {len(self.chunks)} chunks; expected at most {_MOST_CHUNKS}"]
         outside = [
             f"a chunk of {list(chunk.values.shape)} at {list(chunk.begin)} reaches beyond "
             f"{list(self.shape)}"

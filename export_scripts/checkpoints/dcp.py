@@ -225,7 +225,7 @@ def _entries(tree: Any) -> Iterator[tuple[_Place, _Entry]]:
         name, begin = place["fqn"], place.get("offset")
         file, numbers = state["relative_path"], _numbers((state["offset"], state["length"]))
         if not isinstance(name, str) or not isinstance(file, str):
-            raise _OddIndexError(f"{name!r:.80} lies in no file")
+            raise _OddIndexError(f"{name!r:.80} is not in a file")
         if state.get("transform_descriptors"):
             raise _OddIndexError(f"{name} is compressed or otherwise transformed")
         yield (name, None if begin is None else _numbers(begin)), _Entry(file, *numbers)

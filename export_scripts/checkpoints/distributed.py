@@ -1,8 +1,7 @@
-"""Distributed checkpoints of megatron-core: whole tensors in chunks, whatever ranks saved them.
+"""Distributed checkpoints of megatron-core: whole tensors in chunks, independent of ranks.
 
-Shared by NeMo and Megatron-LM, whose readers handle what surrounds the folder. Layout: megatron-
-core,
-dist_checkpointing/serialization.py.
+Shared by NeMo and Megatron-LM, whose readers handle the files around it. Layout:
+megatron-core, dist_checkpointing/serialization.py.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _BACKENDS = ("torch_dist", "zarr")
 _WRAPPERS = re.compile(r"^(?:(?:model|module)\.)+")
 _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 
-# Equal layers are concatenated into one tensor along its first axis.
+# Layers of equal shapes are stacked into one tensor along its first axis.
 _STACKED = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
 _MOST_LAYERS = 10_000
 

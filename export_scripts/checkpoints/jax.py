@@ -116,7 +116,7 @@ def _names(count: int, step: Path) -> list[str]:
     if rest or layers < 1:
         raise CheckpointMismatchError(
             f"{step} holds {count} arrays a shard; a GPT-J release holds "
-            f"{len(_FIRST) + len(_LAST)} and {len(_LAYER)} a layer: a part is missing or cut off"
+            f"{len(_FIRST) + len(_LAST)} and {len(_LAYER)} a layer: a part is missing or truncated"
         )
     order = sorted(range(layers), key=str)
     per_layer = [f"h.{layer}.{name}" for layer in order for name in _LAYER]

@@ -133,8 +133,8 @@ def _open_distributed(
 
 def _model_folder(path: Path) -> Path:
     """Return the checkpoint's folder, the parent if its weights folder was given."""
-    beside = {WEIGHTS: CONTEXT, _DISTRIBUTED: CONFIG_NAME}.get(f"{path.name}/")
-    return path.parent if beside and (path.parent / beside).exists() else path
+    sibling = {WEIGHTS: CONTEXT, _DISTRIBUTED: CONFIG_NAME}.get(f"{path.name}/")
+    return path.parent if sibling and (path.parent / sibling).exists() else path
 
 
 def _is_distributed_nemo(path: Path) -> bool:

@@ -18,7 +18,7 @@ from export_scripts.errors import CheckpointMismatchError
 WEIGHTS = "weights/"
 CONTEXT = "context/"
 _MODEL = CONTEXT + "model.yaml"
-# Where the files of a Hugging Face tokenizer lie, and those that came with the model.
+# Folders of a Hugging Face tokenizer's files and of those that came with the model.
 _TOKENIZER_FOLDERS = (CONTEXT + "nemo_tokenizer/", CONTEXT + "artifacts/")
 
 

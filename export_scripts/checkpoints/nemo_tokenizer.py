@@ -21,7 +21,7 @@ def tokenizer_files(container: Container, config: Mapping[str, Any]) -> tuple[To
     """Return the tokenizer files that a model's configuration names.
 
     Raises:
-        CheckpointMismatchError: An archive lacks one of its own, or has several for one.
+        CheckpointMismatchError: An archive lacks one of its files, or has several for one name.
     """
     settings = config.get("tokenizer")
     if not isinstance(settings, Mapping):

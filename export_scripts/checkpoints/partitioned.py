@@ -1,7 +1,7 @@
 """The files of a training run's ranks as one set of tensors with global layer numbers.
 
 Tensor-parallel ranks each hold a piece of a tensor; pipeline stages number their layers from 0.
-NeMo and Megatron share this; families never see ranks.
+Used for NeMo and Megatron; families do not see ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Index of a torch.save file: the byte range of every tensor, the other contents as data.
 
 Both the zip layout (torch >= 1.6) and the older stream of pickles are read, in a file of its own
-or inside an uncompressed tar. Nothing in the file is executed and no tensor is loaded.
+or inside an uncompressed tar. The file's code is not executed and tensors are not loaded.
 """
 
 from __future__ import annotations

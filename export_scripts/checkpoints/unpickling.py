@@ -223,11 +223,11 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
     def persistent_load(self, pid: Any) -> Storage:
         """Return the storage a persistent id names: (storage, type, key, location, count)."""
         if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] not in ("storage", b"storage"):
-            raise pickle.UnpicklingError(f"odd persistent id {reprlib.repr(pid):.80}")
+            raise pickle.UnpicklingError(f"unknown persistent id {reprlib.repr(pid):.80}")
         _, kind, key, _location, count = pid[:5]
         _check_type(kind)
         if not isinstance(key, (str, int)) or not isinstance(count, int) or count < 0:
-            raise pickle.UnpicklingError(f"odd storage {reprlib.repr(pid):.80}")
+            raise pickle.UnpicklingError(f"malformed storage {reprlib.repr(pid):.80}")
         storage = Storage(str(key), kind.dtype, count)
         self._storages[storage.key] = storage
         return storage

@@ -52,7 +52,7 @@ class ConversionSummary:
         written_bytes: Bytes of weights this run wrote; fewer after an interrupted one.
         seconds: Time this run took.
         peak_memory_bytes: Largest resident size of this process so far.
-        already_done: Whether there was nothing left to do.
+        already_done: Whether the folder already existed.
         remarks: Warnings and choices to report.
     """
 

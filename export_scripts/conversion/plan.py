@@ -1,7 +1,7 @@
 """The plan of a conversion: source mapping, config, and the source of each tensor.
 
 Every problem visible in names and shapes is collected and reported before a byte is read.
-Nothing imports numpy.
+numpy is not imported.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource
 
 LAYER = "model.layers.{layer}."
 
-# NVIDIA's GPT-J runtime computes with this epsilon whatever the model was trained with.
+# NVIDIA's GPT-J runtime always computes with this epsilon.
 FT_LAYERNORM_EPS = 1e-6
 
 

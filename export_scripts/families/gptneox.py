@@ -35,7 +35,7 @@ from export_scripts.families.mapping.tensors import rounded
 
 LAYER = "model.layers.{layer}."
 
-# NVIDIA's GPT-NeoX runtime computes with this epsilon whatever the model was trained with.
+# NVIDIA's GPT-NeoX runtime always computes with this epsilon.
 FT_LAYERNORM_EPS = 1e-5
 
 
@@ -54,7 +54,7 @@ class GPTNeoXConfig(DecoderConfig):
 
     @property
     def has_sequential_residual(self) -> bool:
-        """Whether the MLP follows attention instead of running parallel to it."""
+        """True if the MLP follows attention instead of running parallel to it."""
         return not self.use_gptj_residual
 
 

@@ -1,6 +1,6 @@
 """The GPT-NeoX layout from EleutherAI's layer files.
 
-Each training rank keeps norms and output biases of its own: the norms are averaged, the biases are
+Each training rank has separate norms and output biases: the norms are averaged, the biases are
 summed over all ranks. How: FasterTransformer, examples/pytorch/gptneox/utils/
 eleutherai_gpt_neox_convert.py, which sums over some of the ranks only.
 """
@@ -158,7 +158,7 @@ WEIGHTS: Mapping[str, TensorSource] = {
 
 
 def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSource]:
-    """Return each tensor's source; a model with tied weights has no head of its own."""
+    """Return each tensor's source; a model with tied weights has no separate head."""
     untied = facts.config.get("no-weight-tying", not _is_whole(facts.config))
     if facts.has(HEAD) or untied is not False:
         return WEIGHTS

@@ -1,4 +1,4 @@
 """Files on a disk: written fast and completely, locked, checksummed.
 
-Nothing here knows what the bytes mean; formats are in `checkpoints` and `ft`.
+The meaning of the bytes does not matter here; formats are in `checkpoints` and `ft`.
 """

@@ -15,7 +15,7 @@ from export_scripts.families.layout.spec import ModelFamily
 
 CONFIG_NAME = "config.ini"
 
-# The loader cuts longer physical lines and parses the rest as a line of its own.
+# The loader splits longer physical lines.
 MAX_LINE_BYTES = 199
 
 _INLINE_COMMENT = re.compile(r"\s;.*$")

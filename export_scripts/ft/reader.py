@@ -45,13 +45,13 @@ class FTReader:
         """Return rank `tp_rank`'s part of a tensor, mapped copy-on-write from its file.
 
         Raises:
-            CheckpointMismatchError: The folder has no such tensor, or the rank is out of range.
+            CheckpointMismatchError: The tensor or the rank does not exist.
         """
         if not self.has(name):
             raise CheckpointMismatchError(f"{self.path} holds no tensor {name}")
         if not 0 <= tp_rank < self.tp_size:
             raise CheckpointMismatchError(
-                f"{self.path} is for {self.tp_size} ranks; there is no rank {tp_rank}"
+                f"{self.path} is for {self.tp_size} ranks; rank {tp_rank} is out of range"
             )
         tensor = self._tensors[name]
         dtype = torch_dtype(tensor.dtype or self.weight_data_type)

@@ -276,7 +276,7 @@ def recover(paths: WorkPaths) -> None:
 
 
 def _read_journal(path: Path) -> list[dict[str, Any]]:
-    """Return the journal's records; a line cut off by a kill is left out."""
+    """Return the journal's records without an incomplete last line."""
     try:
         text = path.read_text()
     except FileNotFoundError:

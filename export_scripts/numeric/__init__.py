@@ -1,4 +1,4 @@
 """Number types of weights by name, and arrays of them with torch's rounding.
 
-Nothing here knows files, formats or models.
+Files, formats and models belong elsewhere.
 """

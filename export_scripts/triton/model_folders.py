@@ -79,8 +79,8 @@ def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
         max_batch_size=request.max_batch_size,
         signature=tensors,
         parameters=parameters | dict(request.parameters),
-        # To Triton's Python backend this is the name of the script, so the folder is found by the
-        # rule for an empty one: <tensor_para_size>-gpu.
+        # Triton's Python backend takes this for its script's name; the folder is found by the
+        # rule for an empty name: <tensor_para_size>-gpu.
         default_model_filename="" if is_python else request.weights_dir.name,
         decoupled=request.decoupled,
         max_queue_delay_us=request.max_queue_delay_us,

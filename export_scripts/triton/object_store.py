@@ -110,11 +110,13 @@ def publish_repository(
                 f"{location.triton_url} holds other contents: {_some(changes.conflicts)}; set "
                 "overwrite=true to replace them, or choose another prefix."
             )
-        tell = _Progress(progress, total=sum(path.stat().st_size for path in changes.send.values()))
+        count = _Progress(
+            progress, total=sum(path.stat().st_size for path in changes.send.values())
+        )
         store.delete(changes.delete)
-        store.send({n: p for n, p in changes.send.items() if not _is_config(n)}, tell)
-        store.send({n: p for n, p in changes.send.items() if _is_config(n)}, tell)
-    return PublishSummary(location.triton_url, len(files), len(changes.send), tell.done)
+        store.send({n: p for n, p in changes.send.items() if not _is_config(n)}, count)
+        store.send({n: p for n, p in changes.send.items() if _is_config(n)}, count)
+    return PublishSummary(location.triton_url, len(files), len(changes.send), count.done)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ config.pbtxt is written last and atomically: without it the server ignores the f
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from export_scripts.families import FAMILIES
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.files.replace import replace_file
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.tokenizer_files import (
     SETTINGS_FILE,
@@ -107,7 +107,7 @@ def check_repository(
 def build_repository(request: RepositoryRequest) -> list[Path]:
     """Write the repository's models and return their folders, the ensemble last.
 
-    Files that already hold the same bytes are left alone, so that rebuilding changes nothing.
+    Files with the same bytes are left alone; rebuilding changes nothing.
 
     Raises:
         ValueError: the request or the weights do not fit (every problem is listed), or a folder
@@ -234,11 +234,5 @@ def _own_files(version: Path) -> set[Path]:
 
 def _write_whole(path: Path, content: bytes) -> None:
     """Give `path` this content in one step; a file that has it already is not touched."""
-    if path.is_file() and path.read_bytes() == content:
-        return
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    if not path.is_file() or path.read_bytes() != content:
+        replace_file(path, content)

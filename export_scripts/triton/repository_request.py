@@ -13,7 +13,7 @@ VERSION = "1"
 
 @dataclass(frozen=True)
 class RepositoryRequest:
-    """What to build.
+    """The request for a Triton repository.
 
     `model_dir` is `<repository>/<model name>`, with the weights at `model_dir/1/<tp_size>-gpu`.
     `max_queue_delay_us` switches the server's batcher on; the C++ backend batches only with it,

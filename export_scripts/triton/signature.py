@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-DATA_TYPE = "DATA_TYPE"  # stands for the model's computation type until `resolve` fills it in
+DATA_TYPE = "DATA_TYPE"  # placeholder of the model's computation type, filled in by `resolve`
 
 _TRITON_DATA_TYPES = {"fp32": "FP32", "fp16": "FP16", "bf16": "BF16"}
 

@@ -75,6 +75,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "export_scripts.triton": (
         "export_scripts.families",
         "export_scripts.families.layout",
+        "export_scripts.files",
         "export_scripts.ft",
     ),
     # The commands.
@@ -159,11 +160,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "inference.evaluation.tasks": (
         "export_scripts.conversion",
         "export_scripts.families.layout",
+        "export_scripts.files",
         "inference.evaluation",
         "inference.parity",
     ),
-    "inference.evaluation.report": ("inference.evaluation",),
+    "inference.evaluation.report": ("export_scripts.files", "inference.evaluation"),
     "inference.evaluation.run": (
+        "export_scripts.files",
         "export_scripts.ft",
         "inference.backend",
         "inference.evaluation",
@@ -179,12 +182,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.gateway",
         "inference.server",
     ),
-    "inference.compare": ("inference.evaluation.report",),
+    "inference.compare": ("export_scripts.files", "inference.evaluation.report"),
     "stages": (
         "export_scripts.checkpoints",
         "export_scripts.conversion",
         "export_scripts.errors",
         "export_scripts.families.layout",
+        "export_scripts.files",
         "export_scripts.ft",
         "export_scripts.triton",
         "inference",

@@ -64,7 +64,7 @@ _NAMES = {
     "mlp.dense_4h_to_h": "mlp.c_proj",
 }
 
-# Conv1D keeps (in, out) as FT does, so nothing is transposed.
+# Conv1D stores (in, out), as FT does.
 WEIGHTS: Mapping[str, TensorSource] = {
     "model.wte": Copy(WTE),
     "model.wpe": Copy("transformer.wpe.weight"),

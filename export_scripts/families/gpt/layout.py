@@ -51,7 +51,7 @@ class GPTConfig(DecoderConfig):
 
     @property
     def untied_head(self) -> bool:
-        """Whether the folder holds its own LM head."""
+        """True if the folder holds its own LM head."""
         return not self.tie_word_embeddings
 
     @classmethod

@@ -1,7 +1,7 @@
 """Static int8 weights of an OPT from measured activation ranges (int8_mode 2).
 
 The ranges are a table {module: {"input": max |x|, "output": max |y|}}. Formulas: FasterTransformer,
-examples/pytorch/gpt/utils/huggingface_opt_convert.py; the scales are fp32 whatever the weights are,
+examples/pytorch/gpt/utils/huggingface_opt_convert.py; the scales are always fp32,
 as the loader reads them.
 """
 

@@ -190,7 +190,7 @@ def _spell(value: Any, as_digit: bool) -> str:
 
 
 def parse_value(text: str, hint: Any) -> Any:
-    """Return the value that a config.ini key's text stands for.
+    """Return the value of a config.ini key from its text.
 
     Args:
         text: What the file says.

@@ -34,12 +34,12 @@ class DecoderConfig(FTConfig):
 
     @property
     def has_prefix_prompts(self) -> bool:
-        """Whether the loaded prompts are keys and values of every layer."""
+        """True if the loaded prompts are keys and values of every layer."""
         return self.prompt_learning_type == PREFIX_PROMPT
 
     @property
     def has_prompt_tables(self) -> bool:
-        """Whether the loaded prompts, if any, are tables of virtual tokens."""
+        """True if the loaded prompts, if any, are tables of virtual tokens."""
         return not self.has_prefix_prompts
 
 

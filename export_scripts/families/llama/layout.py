@@ -1,7 +1,7 @@
 """Decoders in the style of Llama, Mistral and Qwen2, in a layout of our own.
 
 RMSNorm, gated MLP, grouped-query attention, rotary positions. The layout follows the GPT one where
-it can; docs/llama_layout.md describes it. NVIDIA's FasterTransformer has no such model.
+it can; docs/llama_layout.md describes it. NVIDIA's FasterTransformer has no Llama.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LlamaConfig(DecoderConfig):
 
     @property
     def untied_head(self) -> bool:
-        """Whether the folder holds its own LM head."""
+        """True if the folder holds its own LM head."""
         return not self.tie_word_embeddings
 
     @property

@@ -232,7 +232,7 @@ def _normalization(config: Mapping[str, Any], zero_centred: str) -> str:
 
 
 def _activation(word: str, *, openai_gelu: bool) -> tuple[str, bool]:
-    """Return (kind, gated); NeMo's openai_gelu takes the place of whatever `activation` says."""
+    """Return (kind, gated); NeMo's openai_gelu overrides `activation`."""
     bare = _bare(word)
     if bare in _GATED:
         return "gelu" if openai_gelu else _GATED[bare], True

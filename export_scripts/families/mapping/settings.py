@@ -137,7 +137,7 @@ class Settings:
         generation = _generation_config(facts)
         known = facts.special_ids()
         found = []
-        for name, ours, default, told in (
+        for name, ours, default, stated in (
             ("bos_token_id", "start_id", bos, known.bos if known else None),
             ("eos_token_id", "end_id", eos, known.eos if known else None),
         ):
@@ -145,7 +145,7 @@ class Settings:
                 facts.given_int(ours),
                 self.token(name, self.source.get(name, default)),
                 self.token(name, generation.get(name)),
-                told,
+                stated,
             )
             found.append(next((token for token in candidates if token is not None), None))
         start, end = found
@@ -194,7 +194,7 @@ def huggingface_settings(source: Mapping[str, Any]) -> Settings:
     settings = Settings(source)
     settings.problems += quantization_reasons(source)
     settings.expect("is_encoder_decoder", False, why="expected a decoder alone")
-    settings.expect("add_cross_attention", False, why="there is no cross attention")
+    settings.expect("add_cross_attention", False, why="cross attention is not supported")
     return settings
 
 
@@ -203,8 +203,8 @@ def quantization_reasons(source: Mapping[str, Any]) -> list[str]:
     quantization = source.get("quantization_config")
     if quantization is None:
         return []
-    told = isinstance(quantization, Mapping)
-    method = quantization.get("quant_method", "unknown") if told else quantization
+    stated = isinstance(quantization, Mapping)
+    method = quantization.get("quant_method", "unknown") if stated else quantization
     return [f"config.json: the weights are quantized ({method}); convert the unquantized model"]
 
 

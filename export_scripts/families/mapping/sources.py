@@ -320,7 +320,7 @@ class Zeros:
 
     @property
     def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """Nothing."""
+        """No keys."""
         return ()
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
@@ -336,7 +336,7 @@ class Ones:
 
     @property
     def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """Nothing."""
+        """No keys."""
         return ()
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002

@@ -83,17 +83,17 @@ class T5Config(FTConfig):
 
     @property
     def is_relative(self) -> bool:
-        """Whether positions are relative; the loader takes any other value as absolute."""
+        """True if positions are relative; the loader takes any other value as absolute."""
         return self.position_embedding_type == "relative"
 
     @property
     def is_absolute(self) -> bool:
-        """Whether there is a table of positions."""
+        """True if there is a table of positions."""
         return not self.is_relative
 
     @property
     def is_encoder_only(self) -> bool:
-        """Whether the model is an encoder alone."""
+        """True if the model is an encoder alone."""
         return self.num_decoder_layers == 0
 
     @property

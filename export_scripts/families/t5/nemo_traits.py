@@ -87,7 +87,7 @@ class NemoT5:
 
     @property
     def exact_gelu(self) -> bool:
-        """Whether gelu is by erf; every archive of NeMo states whether its activation is fused."""
+        """True if gelu is by erf; every archive of NeMo states whether its activation is fused."""
         config = self.encoder.source
         return nemo_gelu_is_exact(config) and not nemo_fuses_activation(config)
 
@@ -98,7 +98,7 @@ class NemoT5:
 
     @property
     def bias(self) -> bool:
-        """Whether the linears have biases."""
+        """True if the linears have biases."""
         return bool(self.encoder.get("bias", True))
 
     @property
@@ -131,12 +131,12 @@ class NemoT5:
 
     @property
     def legacy(self) -> bool:
-        """Whether fused projections are ordered parts first, then heads."""
+        """True if fused projections are ordered parts first, then heads."""
         return bool(self.encoder.get("megatron_legacy", False))
 
     @property
     def scores_normalised(self) -> bool:
-        """Whether the source divides attention scores by sqrt(size per head)."""
+        """True if the source divides attention scores by sqrt(size per head)."""
         return bool(self.encoder.get("normalize_attention_scores", True))
 
     def query_factor(self, size_per_head: int) -> float:

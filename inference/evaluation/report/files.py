@@ -6,13 +6,12 @@ Every file is replaced in one step. report.json is written last, so where it is,
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
 
+from export_scripts.files.replace import replace_file
 from inference.evaluation.record import Prediction, Report, TaskReport, to_json
 
 REPORT_JSON = "report.json"
@@ -22,18 +21,6 @@ METRICS_JSON = "metrics.json"
 PREDICTIONS = "predictions.jsonl"
 JUNIT = "junit.xml"
 FILE_NAMES = (REPORT_JSON, REPORT_MARKDOWN, REPORT_HTML, METRICS_JSON, PREDICTIONS, JUNIT)
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write `text` to `path` in one step; a reader sees the old file or the whole new one."""
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(partial).chmod(0o644)
-        Path(partial).replace(path)
-    finally:
-        Path(partial).unlink(missing_ok=True)
 
 
 def report_text(report: Report) -> str:

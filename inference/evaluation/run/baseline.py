@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.replace import replace_file
 from inference.evaluation.record import SCHEMA_VERSION, Report, from_json, to_json
-from inference.evaluation.report.files import replace_file
 from inference.evaluation.task import Dataset, Metric
 
 _REMEDY = "record it again with evaluate.baseline=update."

@@ -13,6 +13,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
+from export_scripts.files.replace import replace_file
 from inference.evaluation.gate import Breach, apply_gate
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.record import (
@@ -30,7 +31,6 @@ from inference.evaluation.report.files import (
     REPORT_JSON,
     REPORT_MARKDOWN,
     junit_error_text,
-    replace_file,
     write_files,
 )
 from inference.evaluation.report.history import append_run, comparable_history, read_history

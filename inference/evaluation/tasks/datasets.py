@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.replace import replacing
 from inference.evaluation.task import Dataset, Sample
 
 _CHUNK_BYTES = 1 << 20
@@ -57,24 +56,20 @@ def ensure_dataset(
     if progress is not None:
         progress(f"downloading {url} to {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with replacing(path) as file:
             found = _download(url, file.write, timeout_s=timeout_s)
-        if found != sha256:
-            raise ValueError(
-                f"{url} gave a file with SHA-256 {found}, expected {sha256}; nothing was kept. "
-                f"Place the right file at {path}, or set {key}."
-            )
-        Path(partial).replace(path)
+            if found != sha256:
+                raise ValueError(
+                    f"{url} gave a file with SHA-256 {found}, expected {sha256}; nothing was "
+                    f"kept. Place the right file at {path}, or set {key}."
+                )
     except (urllib.error.URLError, TimeoutError, OSError) as error:
         reason = getattr(error, "reason", error)
         raise ValueError(
             f"cannot download {url} ({reason}); on a machine without network place the file "
             f"(SHA-256 {sha256}) at {path}, or set {key} to where it is."
         ) from error
-    finally:
-        Path(partial).unlink(missing_ok=True)
     return path
 
 

@@ -1,0 +1,35 @@
+"""Files replaced in one step: a reader sees the old contents or the new ones, never a part."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Open a hidden file next to `path` that replaces it when the block ends without an error.
+
+    Raises:
+        OSError: The file cannot be written; `path` is unchanged.
+    """
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with partial.open("xb") as file:
+            yield file
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Give `path` this content (text as UTF-8) in one step.
+
+    Raises:
+        OSError: The file cannot be written; `path` is unchanged.
+    """
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
