@@ -40,7 +40,7 @@ def test_convert_validate_and_inspect_a_folder(tmp_path: Path) -> None:
     assert (facts["family"], facts["tensor parallel"], facts["weight type"]) == ("gpt", 2, "fp16")
     assert facts["tokenizer"] == ["merges.txt", "vocab.json"]
     again = convert(source, tmp_path / "out")
-    assert "is already there: nothing left to do" in again.stdout
+    assert "is already complete; nothing to do" in again.stdout
 
 
 def test_a_conversion_imports_no_torch(tmp_path: Path) -> None:

@@ -275,7 +275,7 @@ def test_text_models_without_a_tokenizer_are_refused_with_the_keys_that_help(
     tmp_path: Path, textless: Path
 ) -> None:
     (problem,) = plan(tmp_path, *words_for(textless)).problems
-    assert f"{textless} comes with no tokenizer" in problem
+    assert f"{textless} has no tokenizer" in problem
     assert "convert.vocab_path and convert.merges_path" in problem
     assert "export.triton_deployment.ensemble=false" in problem
 

@@ -301,7 +301,7 @@ def test_nemo_2_models_that_compute_more_are_refused(state: Tensors, tmp_path: P
 def test_tokens_of_an_absent_tokenizer_are_asked_for(state: Tensors, tmp_path: Path) -> None:
     args = megatron_common(**ARGS, tokenizer_type="HuggingFaceTokenizer")
     source = write(tmp_path / "iter_0000007", state, common=args)
-    assert "start_id and end_id are not known" in refusal(source, tmp_path)
+    assert "start_id and end_id are unknown" in refusal(source, tmp_path)
     given = (("start_id", "1"), ("end_id", "2"))
     config = FTReader(converted(source, tmp_path / "out", given=given)).config
     assert isinstance(config, LlamaConfig)
@@ -310,7 +310,7 @@ def test_tokens_of_an_absent_tokenizer_are_asked_for(state: Tensors, tmp_path: P
 
 def test_a_checkpoint_that_tells_no_sizes_is_refused(state: Tensors, tmp_path: Path) -> None:
     source = write(tmp_path / "iter_0000007", state, common={"iteration": 7})
-    assert "does not tell its model's sizes" in refusal(source, tmp_path)
+    assert "does not state its model's sizes" in refusal(source, tmp_path)
     (source / "run_config.yaml").touch()
     assert "Megatron Bridge wrote it" in refusal(source, tmp_path)
 
@@ -441,7 +441,7 @@ def test_chunks_that_do_not_fit_together_are_refused(state: Tensors, tmp_path: P
     text = refusal(folder, tmp_path)
     assert f"{head}: chunks of [27, 24] at [0, 0] and of [26, 24] at [25, 0] overlap" in text
     assert f"{table}: its chunks hold 648 of its 1272 values: some are missing" in text
-    assert f"{norm}: a chunk of [24] at [5] sticks out of [24]" in text
+    assert f"{norm}: a chunk of [24] at [5] reaches beyond [24]" in text
 
 
 def test_missing_unknown_and_misshaped_tensors_are_told_together(
@@ -452,7 +452,7 @@ def test_missing_unknown_and_misshaped_tensors_are_told_together(
     state["decoder.final_layernorm.weight"] = torch.ones(25)
     text = refusal(write(tmp_path / "iter_0000007", state, stacked=False), tmp_path)
     assert "decoder.layers.1.mlp.linear_fc2.weight is missing" in text
-    assert "decoder.layers.0.mlp.router.weight [[3]] is an unknown tensor" in text
+    assert "decoder.layers.0.mlp.router.weight [[3]] is not a tensor of" in text
     assert "decoder.final_layernorm.weight [25] does not make model.final_layernorm" in text
 
 
@@ -475,4 +475,4 @@ def test_bytes_that_changed_since_they_were_saved_are_refused(
     assert changed == 1
     text = refusal(source, tmp_path)
     assert "output_layer.weight in" in text
-    assert "does not have the checksum" in text
+    assert "does not match its checksum" in text

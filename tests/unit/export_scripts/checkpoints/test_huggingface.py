@@ -183,7 +183,7 @@ def test_quantised_tensors_are_refused(tmp_path: Path) -> None:
     header = json.dumps({"a": {"dtype": "F8_E4M3", "shape": [3], "data_offsets": [0, 3]}}).encode()
     path = folder(tmp_path / "m", {}) / "model.safetensors"
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(3))
-    with pytest.raises(CheckpointMismatchError, match="dequantised first"):
+    with pytest.raises(CheckpointMismatchError, match="convert the unquantised checkpoint"):
         values(path.parent)
 
 

@@ -187,5 +187,5 @@ def test_token_ids_outside_the_vocabulary_are_warned_of(tmp_path: Path, end_id: 
     done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32", given=given))
     told = [remark for remark in done.remarks if "outside the vocabulary" in remark]
     assert len(told) == 1
-    assert told[0].startswith(f"end_id = {end_id} lies outside the vocabulary of ")
+    assert told[0].startswith(f"end_id = {end_id} is outside the vocabulary of ")
     assert "--set end_id=.." in told[0]

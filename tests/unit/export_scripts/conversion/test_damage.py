@@ -75,7 +75,7 @@ def test_archives_saved_without_checksums_are_converted(tmp_path: Path) -> None:
 def test_a_flipped_pickle_is_refused(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(3)}, tmp_path / "x.pt")
     flip(tmp_path / "x.pt", b"weight")
-    with pytest.raises(CheckpointMismatchError, match=r"data\.pkl does not have the checksum"):
+    with pytest.raises(CheckpointMismatchError, match=r"data\.pkl does not match its checksum"):
         read_torch_file(tmp_path / "x.pt")
 
 

@@ -235,7 +235,7 @@ def test_special_tokens_can_be_stated(tmp_path: Path) -> None:
 def test_a_missing_unknown_tokenizer_asks_for_ids(tmp_path: Path) -> None:
     tokenizer = {"library": "sentencepiece", "type": None, "model": None}
     source = write_nemo(tmp_path / "x.nemo", config={"tokenizer": tokenizer})
-    with pytest.raises(ValueError, match="start_id and end_id are not known"):
+    with pytest.raises(ValueError, match="start_id and end_id are unknown"):
         reader(source, tmp_path)
 
 

@@ -166,7 +166,7 @@ def test_token_ids_left_out_are_the_librarys_own(golden: Path, tmp_path: Path) -
 def test_an_end_token_outside_the_vocabulary_is_warned_about(golden: Path, tmp_path: Path) -> None:
     source = copy_of(golden / "gpt2/tiny/source", tmp_path / "s", config={"eos_token_id": 50256})
     remarks = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32")).remarks
-    assert [text for text in remarks if text.startswith("end_id = 50256 lies outside")]
+    assert [text for text in remarks if text.startswith("end_id = 50256 is outside")]
 
 
 def test_bloom_post_is_not_for_fastertransformer(golden: Path, tmp_path: Path) -> None:
