@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from export_scripts.commands import command_parser, run_command, say
+from export_scripts.commands import command_parser, parse_pair, run_command, say
 from export_scripts.triton.model_folders import ENGINES
 from export_scripts.triton.object_store import parse_location, publish_repository
 from export_scripts.triton.repository import (
@@ -57,7 +57,7 @@ def _build(arguments: argparse.Namespace) -> int:
         answer_only=arguments.answer_only,
         max_queue_delay_us=arguments.max_queue_delay_us,
         instance_count=arguments.instance_count,
-        parameters=dict(_pair(text) for text in arguments.parameter),
+        parameters=dict(parse_pair(text, "--parameter") for text in arguments.parameter),
     )
     if problems := check_repository(request, names=_FLAGS):
         raise ValueError("\n".join(problems))
@@ -72,13 +72,6 @@ def _build(arguments: argparse.Namespace) -> int:
         )
         say(f"{summary.url} ({summary.sent} of {summary.files} files sent)")
     return 0
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, separator, value = text.partition("=")
-    if not (key and separator):
-        raise ValueError(f"--parameter {text} must have the form KEY=VALUE.")
-    return key, value
 
 
 def _parser() -> argparse.ArgumentParser:

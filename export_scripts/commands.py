@@ -38,6 +38,18 @@ def run_command(parser: argparse.ArgumentParser, handler: Handler, arguments: Se
         return 130
 
 
+def parse_pair(text: str, option: str) -> tuple[str, str]:
+    """Return the key and the value of an option's KEY=VALUE.
+
+    Raises:
+        ValueError: It has another form.
+    """
+    key, separator, value = text.partition("=")
+    if not (key and separator):
+        raise ValueError(f"{option} {text} is not KEY=VALUE")
+    return key.strip(), value.strip()
+
+
 class ProgressLine:
     """A progress line, redrawn on a terminal and repeated every few seconds in a log."""
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from export_scripts.commands import ProgressLine, command_parser, run_command, say
+from export_scripts.commands import ProgressLine, command_parser, parse_pair, run_command, say
 from export_scripts.conversion.convert import ConversionRequest, ConversionSummary, convert
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 
@@ -87,12 +87,6 @@ def request_of(options: argparse.Namespace) -> ConversionRequest:
     Raises:
         ValueError: A --set is not KEY=VALUE.
     """
-    given = []
-    for text in options.given:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise ValueError(f"--set {text} is not KEY=VALUE")
-        given.append((key.strip(), value.strip()))
     return ConversionRequest(
         checkpoint_path=options.checkpoint_path,
         output_dir=options.output_dir,
@@ -110,7 +104,7 @@ def request_of(options: argparse.Namespace) -> ConversionRequest:
         allow=tuple(options.allow),
         model_type=options.model_type,
         pp_size=options.pipeline_model_parallel_size,
-        given=tuple(given),
+        given=tuple(parse_pair(text, "--set") for text in options.given),
     )
 
 

@@ -50,5 +50,5 @@ def test_problems_are_told_in_the_words_of_the_command(
     assert "error: --tensor-model-parallel-size=0 must be at least 1." in error
     assert "error: --data-type=fp8 is unknown" in error
     assert main([str(model_dir), "--parameter", "device"]) == 1
-    assert "--parameter device must have the form KEY=VALUE" in capsys.readouterr().err
+    assert "--parameter device is not KEY=VALUE" in capsys.readouterr().err
     assert not (model_dir / "config.pbtxt").exists()

@@ -1,0 +1,228 @@
+"""Command: python -m export_scripts.synthesize --help."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+
+from export_scripts.commands import command_parser, parse_pair, run_command, say
+from export_scripts.families import FAMILIES
+from export_scripts.families.layout.config import FTConfig, parse_value
+from export_scripts.families.layout.spec import FTTensor, ModelFamily
+from export_scripts.ft.config_ini import write_config
+from export_scripts.ft.layout import ft_directory, staging_directory
+from export_scripts.numeric.arrays import DTYPES, Array, store
+from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+
+# Standard deviation of GPT-2's initial weights: activations stay finite at any size.
+_STD = 0.02
+_NORM_SCALE = re.compile(r"layer_?norm\.weight$", re.IGNORECASE)
+_BIAS = re.compile(r"\.bias(\.sum)?$")
+
+
+def synthetic_config(
+    family: ModelFamily,
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    vocab: int,
+    inter_size: int | None = None,
+    positions: int = 2048,
+    weight_data_type: str = "fp16",
+    tensor_para_size: int = 1,
+    given: Sequence[tuple[str, str]] = (),
+) -> FTConfig:
+    """Return the config of a model of the given sizes.
+
+    Args:
+        family: Its family.
+        hidden: Width of the residual stream.
+        layers: Layers; of a T5, those of each stack.
+        heads: Attention heads of hidden / heads dimensions.
+        vocab: Tokens.
+        inter_size: Width of the MLP, 4 * hidden by default.
+        positions: Longest sequence where the family has a limit.
+        weight_data_type: "fp32", "fp16" or "bf16".
+        tensor_para_size: Tensor-parallel ranks.
+        given: Further (key, value) pairs of config.ini.
+
+    Raises:
+        ValueError: The sizes do not divide, or a key is unknown; the message names it.
+    """
+    if min(hidden, layers, heads, vocab) < 1 or hidden % (2 * heads):
+        raise ValueError(
+            f"hidden={hidden}, layers={layers}, heads={heads}, vocab={vocab}: expected positive "
+            "numbers, and an even number of dimensions for each head"
+        )
+    size_per_head, inter = hidden // heads, inter_size or 4 * hidden
+    name = f"synthetic-{family.name}"
+    decoder_layers = 0 if family.name == "t5_encoder" else layers
+    values: dict[str, Any] = {
+        "model_name": name, "name_or_path": name,
+        "hidden_size": hidden, "d_model": hidden,
+        "head_num": heads, "num_heads": heads, "kv_head_num": heads,
+        "size_per_head": size_per_head, "d_kv": size_per_head, "rotary_embedding": size_per_head,
+        "inter_size": inter, "d_ff": inter,
+        "num_layer": layers, "num_layers": layers, "num_decoder_layers": decoder_layers,
+        "vocab_size": vocab, "max_pos_seq_len": positions,
+        "start_id": vocab - 1, "end_id": vocab - 1,
+        "decoder_start_token_id": 0, "eos_token_id": min(1, vocab - 1), "pad_id": 0,
+        "feed_forward_proj": "relu", "relative_attention_num_buckets_or_max_pos_seq_len": 32,
+        "layernorm_eps": 1e-5,
+        "weight_data_type": weight_data_type, "tensor_para_size": tensor_para_size,
+    }  # fmt: skip
+    fields = {field.name for field in dataclasses.fields(family.config)}
+    values = {key: value for key, value in values.items() if key in fields}
+    hints = get_type_hints(family.config)
+    for key, text in given:
+        if key not in fields:
+            raise ValueError(f"--set {key}={text}: {family.name} has no such key in config.ini")
+        values[key] = parse_value(text, hints[key])
+    config = family.config(**values)
+    if not family.is_divisible(config, tensor_para_size):
+        sizes = ", ".join(map(str, family.tp_sizes(config)))
+        raise ValueError(f"tensor_para_size={tensor_para_size} does not divide it; use {sizes}")
+    return config
+
+
+def synthesize(
+    family: ModelFamily, config: FTConfig, output_dir: Path, *, seed: int = 0, sparse: bool = False
+) -> Path:
+    """Write <output_dir>/<N>-gpu with random weights and return it; it appears complete.
+
+    A seed gives the same model for every N. The largest tensor is held in memory in fp32.
+
+    Args:
+        family: Family of the model.
+        config: Its sizes.
+        output_dir: Folder under which the folder appears.
+        seed: Seed of the weights.
+        sparse: Leave matrices as holes, which read as zeros and take no space on disk.
+
+    Raises:
+        ValueError: The folder exists.
+    """
+    tp_size = config.tensor_para_size
+    final, staging = (f(output_dir, tp_size) for f in (ft_directory, staging_directory))
+    if final.exists():
+        raise ValueError(f"{final} exists; delete it, or choose another folder")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        write_config(staging, config)
+        for tensor in family.tensors(config):
+            if sparse and len(tensor.shape) > 1:
+                _write_holes(staging, tensor, config)
+            else:
+                _write_values(staging, tensor, config, seed)
+        staging.rename(final)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return final
+
+
+def _write_holes(folder: Path, tensor: FTTensor, config: FTConfig) -> None:
+    size = tensor.file_bytes(config.tensor_para_size, config.weight_data_type)
+    for name in tensor.file_names(config.tensor_para_size):
+        with (folder / name).open("wb") as file:
+            file.truncate(size)
+
+
+def _write_values(folder: Path, tensor: FTTensor, config: FTConfig, seed: int) -> None:
+    names = tensor.file_names(config.tensor_para_size)
+    whole = _values(tensor, seed)
+    parts = [whole] if tensor.split is None else np.split(whole, len(names), tensor.split)
+    for name, part in zip(names, parts, strict=True):
+        out = np.empty(part.shape, DTYPES[tensor.dtype or config.weight_data_type])
+        store(out, part)
+        out.tofile(folder / name)
+
+
+def _values(tensor: FTTensor, seed: int) -> Array:
+    """Return a tensor in fp32: scales of norms are 1, biases 0, the rest normally distributed."""
+    if _NORM_SCALE.search(tensor.name):
+        return np.ones(tensor.shape, np.float32)
+    if _BIAS.search(tensor.name):
+        return np.zeros(tensor.shape, np.float32)
+    random = np.random.default_rng([seed, zlib.crc32(tensor.name.encode())])
+    values = random.standard_normal(tensor.shape, np.float32)
+    values *= _STD
+    return values
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(
+        "synthesize",
+        """
+        Write an FT folder of any size with random weights, <output-dir>/<N>-gpu: for placement,
+        loading, memory plans and latency of a model before its checkpoint exists.
+        """,
+        """
+        example, GPT-J-6B:
+          python -m export_scripts.synthesize --family gptj --hidden 4096 --layers 28 --heads 16 \\
+              --vocab 50400 --set rotary_embedding=64 --output-dir out/1
+
+        exit status: 0 when the folder is complete, 1 after a reported error.
+        """,
+    )
+    add = parser.add_argument
+    add("--family", required=True, choices=FAMILIES, help="family of the model")
+    for flag, text in (
+        ("--hidden", "width of the residual stream"),
+        ("--layers", "layers; of a T5, those of each stack"),
+        ("--heads", "attention heads"),
+    ):
+        add(flag, type=int, required=True, metavar="N", help=text)
+    add("--vocab", type=int, default=51200, metavar="N", help="tokens (default: 51200)")
+    add("--inter-size", type=int, metavar="N", help="width of the MLP (default: 4 x hidden)")
+    add("--positions", type=int, default=2048, metavar="N",
+        help="longest sequence, where the family has a limit (default: 2048)")  # fmt: skip
+    add("--tensor-para-size", type=int, default=1, metavar="N",
+        help="tensor-parallel ranks (default: 1)")  # fmt: skip
+    add("--weight-data-type", default="fp16", choices=WEIGHT_DATA_TYPES, help="(default: fp16)")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="given",
+        help="any other key of the family's config.ini, such as kv_head_num=8")  # fmt: skip
+    add("--seed", type=int, default=0, metavar="N", help="seed of the weights (default: 0)")
+    add("--sparse", action="store_true",
+        help="leave matrices as holes: zeros that take no space on disk")  # fmt: skip
+    add("--output-dir", type=Path, required=True, metavar="DIR",
+        help="folder in which <N>-gpu is made")  # fmt: skip
+    return parser
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; return the exit status."""
+
+    def handler(options: argparse.Namespace) -> int:
+        family = FAMILIES[options.family]
+        config = synthetic_config(
+            family,
+            hidden=options.hidden,
+            layers=options.layers,
+            heads=options.heads,
+            vocab=options.vocab,
+            inter_size=options.inter_size,
+            positions=options.positions,
+            weight_data_type=options.weight_data_type,
+            tensor_para_size=options.tensor_para_size,
+            given=[parse_pair(text, "--set") for text in options.given],
+        )
+        seed, sparse = options.seed, options.sparse
+        say(str(synthesize(family, config, options.output_dir, seed=seed, sparse=sparse)))
+        return 0
+
+    return run_command(_parser(), handler, arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
