@@ -22,6 +22,12 @@ class CheckpointMismatchError(ValueError):
         return type(self), (self.problems,)
 
 
+def shortened(names: Sequence[str], most: int = 8) -> str:
+    """Return the first of several names, separated by commas, and the number of the rest."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
 def listed(problems: Sequence[str], prefix: str = "") -> list[str]:
     """Return the first problems of one kind, each after a prefix, and the number of the rest."""
     more = len(problems) - _MOST_LISTED

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.checkpoints.base import FileMaps, StoredTensor
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, shortened
 
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 
 # Not an adapter's `module.0`.
 _WRAPPED = re.compile(r"^(model\.)?(?:module\.)+(?=[a-z])")
 
-_MOST_LISTED = 8
 # A damaged number must not list missing ranks until memory runs out.
 _MOST_RANKS = 100_000
 
@@ -90,13 +89,13 @@ def check_training_ranks(
         kind = "tensor-parallel ranks" if pp_size == 1 else "training ranks"
         verb = "is" if len(missing) == 1 else "are"
         problems.append(
-            f"checkpoint has {have} of {len(wanted)} {kind}: {_listed(missing)} {verb} missing "
+            f"checkpoint has {have} of {len(wanted)} {kind}: {shortened(missing)} {verb} missing "
             f"under {where} (its configuration says TP {tp_size}, PP {pp_size})"
         )
     extra = [by_rank[place].folder for place in sorted(set(by_rank) - wanted)]
     if extra:
         problems.append(
-            f"{where} holds {_listed(extra)}, but its configuration says TP {tp_size}, "
+            f"{where} holds {shortened(extra)}, but its configuration says TP {tp_size}, "
             f"PP {pp_size}; the folder mixes runs or the configuration is another's"
         )
     if problems:
@@ -109,11 +108,6 @@ def _rank_folder(tp_rank: int, pp_rank: int, known: Mapping[Any, RankName], pp_s
     if style.startswith("tp_rank") or (not known and pp_size > 1):
         return f"tp_rank_{tp_rank:02d}_pp_rank_{pp_rank:03d}"
     return f"mp_rank_{tp_rank:02d}" + (f"_{pp_rank:03d}" if pp_size > 1 else "")
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _MOST_LISTED
-    return ", ".join(names[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def layers_before(
@@ -191,7 +185,7 @@ def _uneven(ranks: list[Mapping[str, StoredTensor]], pp_rank: int, where: str) -
         lacking = sorted(names - set(rank))
         if lacking:
             problems.append(
-                f"{where}: tensor rank {tp_rank} of stage {pp_rank} lacks {_listed(lacking)}"
+                f"{where}: tensor rank {tp_rank} of stage {pp_rank} lacks {shortened(lacking)}"
             )
     return problems
 

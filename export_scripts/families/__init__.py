@@ -54,15 +54,3 @@ SOURCE_MAPPINGS: tuple[SourceMapping, ...] = (
     T5_NEMO,
     BERT_HUGGINGFACE,
 )
-
-
-def find_family(name: str) -> ModelFamily:
-    """Return the family called `name`.
-
-    Raises:
-        ValueError: It is unknown; the known ones are listed.
-    """
-    try:
-        return FAMILIES[name]
-    except KeyError:
-        raise ValueError(f"unknown family {name!r}; known: {', '.join(FAMILIES)}") from None

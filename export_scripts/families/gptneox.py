@@ -25,11 +25,11 @@ from export_scripts.families.mapping.settings import (
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Compute,
+    Constant,
     Copy,
     SplitQKV,
     TensorSource,
     Transpose,
-    Zeros,
 )
 from export_scripts.families.mapping.tensors import rounded
 
@@ -181,11 +181,11 @@ def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSource]:
         **{f"{ours}.weight": Copy(f"{theirs}.weight") for ours, theirs in copied.items()},
         **{f"{ours}.bias": Copy(f"{theirs}.bias") for ours, theirs in copied.items()},
         LAYER + qkv + "weight": SplitQKV(_L + qkv + "weight"),
-        LAYER + qkv + "bias": SplitQKV(_L + qkv + "bias") if has_bias else Zeros((3, "hidden")),
+        LAYER + qkv + "bias": SplitQKV(_L + qkv + "bias") if has_bias else Constant((3, "hidden")),
         LAYER + "attention.dense.weight": Transpose(_L + "attention.dense.weight"),
         LAYER + "attention.dense.bias": Copy(_L + "attention.dense.bias")
         if has_bias
-        else Zeros(("hidden",)),
+        else Constant(("hidden",)),
         LAYER + "mlp.dense_h_to_4h.weight": Transpose(_L + "mlp.dense_h_to_4h.weight"),
         LAYER + "mlp.dense_h_to_4h.bias": Copy(_L + "mlp.dense_h_to_4h.bias"),
         LAYER + "mlp.dense_4h_to_h.weight": Transpose(mlp_out + ".weight"),

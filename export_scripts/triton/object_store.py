@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from export_scripts.errors import shortened
+
 CONFIG_FILE = "config.pbtxt"
 _DIGEST = "sha256"  # key of the objects' metadata
 _CHUNK_BYTES = 1 << 22
@@ -107,12 +109,11 @@ def publish_repository(
         changes = _changes(files, store)
         if changes.conflicts and not overwrite:
             raise ValueError(
-                f"{location.triton_url} holds other contents: {_some(changes.conflicts)}; set "
-                "overwrite=true to replace them, or choose another prefix."
+                f"{location.triton_url} holds other contents: {shortened(changes.conflicts, 3)}; "
+                "set overwrite=true to replace them, or choose another prefix."
             )
-        count = _Progress(
-            progress, total=sum(path.stat().st_size for path in changes.send.values())
-        )
+        total = sum(path.stat().st_size for path in changes.send.values())
+        count = _Progress(progress, total=total)
         store.delete(changes.delete)
         store.send({n: p for n, p in changes.send.items() if not _is_config(n)}, count)
         store.send({n: p for n, p in changes.send.items() if _is_config(n)}, count)
@@ -154,11 +155,6 @@ def _files(repository: Path, without: Sequence[str]) -> dict[str, Path]:
         if path.is_file() and not any(part.startswith(".") for part in name.parts):
             found[name.as_posix()] = path
     return found
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _sha256(path: Path) -> str:

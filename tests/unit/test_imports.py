@@ -73,6 +73,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.numeric",
     ),
     "export_scripts.triton": (
+        "export_scripts.errors",
         "export_scripts.families",
         "export_scripts.families.layout",
         "export_scripts.files",
@@ -84,6 +85,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.conversion",
         "export_scripts.errors",
         "export_scripts.families",
+        "export_scripts.families.layout",
         "export_scripts.families.mapping",
         "export_scripts.ft",
         "export_scripts.numeric",

@@ -18,9 +18,6 @@ from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 LAYER = "model.layers.{layer}."
 HEAD = "model.lm_head.weight"
 
-# max_pos_seq_len that FT assumes for a model without a table of positions.
-UNLIMITED_POSITIONS = 16384
-
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(DecoderConfig):

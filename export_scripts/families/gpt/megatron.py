@@ -21,11 +21,11 @@ from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_field
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Adjusted,
+    Constant,
     Copy,
     SplitQKV,
     TensorSource,
     Transpose,
-    Zeros,
 )
 
 # GPT-2's end of text, which Megatron's converters assume without a vocabulary.
@@ -122,7 +122,7 @@ def with_bias_and_norm(
     for name, source in table.items():
         key = source.reads[0][0].format(layer=0, task="")
         if name.endswith(".bias") and not traits.bias and not facts.has(key):
-            source = Zeros(shapes[name])
+            source = Constant(shapes[name])
         elif traits.normalization == "layernorm1p" and name.endswith(_NORM_SCALES):
             source = Adjusted(source, lambda part, _: part + 1)
         out[name] = source

@@ -11,14 +11,13 @@ from export_scripts.families.mapping.settings import head_is_tied, huggingface_s
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Compute,
+    Constant,
     Copy,
     Mapped,
-    Ones,
     PerIndex,
     StackQKV,
     TensorSource,
     Transpose,
-    Zeros,
 )
 from export_scripts.families.mapping.tensors import float32
 
@@ -120,10 +119,10 @@ def _weights(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource | PerIndex
         qkv + "weight": StackQKV(q + "weight", k + "weight", v + "weight"),
         qkv + "bias": StackQKV(q + "bias", k + "bias", v + "bias")
         if bias
-        else Zeros((3, "hidden")),
+        else Constant((3, "hidden")),
         **{f"{LAYER}{o}.weight": Transpose(f"{_L}{t}.weight") for o, (t, _) in _LINEAR.items()},
         **{
-            f"{LAYER}{ours}.bias": Copy(f"{_L}{theirs}.bias") if bias else Zeros((width,))
+            f"{LAYER}{ours}.bias": Copy(f"{_L}{theirs}.bias") if bias else Constant((width,))
             for ours, (theirs, width) in _LINEAR.items()
         },
     }
@@ -147,7 +146,7 @@ def _embeddings(facts: Facts) -> dict[str, TensorSource]:
 
 def _neutral(kind: str) -> TensorSource:
     """Return a neutral layernorm parameter, for models that store none."""
-    return Zeros(("hidden",)) if kind == "bias" else Ones(("hidden",))
+    return Constant(("hidden",)) if kind == "bias" else Constant(("hidden",), 1.0)
 
 
 OPT_HUGGINGFACE = SourceMapping(

@@ -67,17 +67,24 @@ def _taken(pieces: Sequence[Tensor], cut: int | None) -> Sequence[Tensor]:
     return pieces[:1] if cut is None else pieces
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A tensor as stored; `cut` is the axis on which training ranks cut it."""
+class _OneKey:
+    """A source that reads one key."""
 
     key: str
-    cut: int | None = None
+    cut: int | None
 
     @property
     def reads(self) -> tuple[tuple[str, int | None], ...]:
         """The one key."""
         return ((self.key, self.cut),)
+
+
+@dataclass(frozen=True)
+class Copy(_OneKey):
+    """A tensor as stored; `cut` is the axis on which training ranks cut it."""
+
+    key: str
+    cut: int | None = None
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
         """Return the pieces as they are."""
@@ -85,16 +92,11 @@ class Copy:
 
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(_OneKey):
     """A transposed nn.Linear weight, (out, in) -> (in, out); `cut` is the axis in the source."""
 
     key: str
     cut: int | None = None
-
-    @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """The one key."""
-        return ((self.key, self.cut),)
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
         """Return the pieces transposed."""
@@ -104,7 +106,7 @@ class Transpose:
 
 
 @dataclass(frozen=True)
-class Mapped:
+class Mapped(_OneKey):
     """`function(piece, config)` of each training rank's piece.
 
     Args:
@@ -121,11 +123,6 @@ class Mapped:
     cut: int | None = None
     axis: int = 0
     unit: Callable[[Any], int] | None = None
-
-    @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """The one key."""
-        return ((self.key, self.cut),)
 
     def build(self, get: Get, config: Any) -> Parts:
         """Return the mapped pieces."""
@@ -172,7 +169,7 @@ ORDERS = ("nkd", "knd", "ndk")
 
 
 @dataclass(frozen=True)
-class SplitQKV:
+class SplitQKV(_OneKey):
     """A fused projection with rows (heads x parts x size per head) -> (in, parts, heads, size).
 
     Args:
@@ -190,11 +187,6 @@ class SplitQKV:
     parts: int = 3
     select: int | None = None
     head_size: str = "size_per_head"
-
-    @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """The one key."""
-        return ((self.key, self.cut),)
 
     def build(self, get: Get, config: Any) -> Parts:
         """Return each rank's heads, parts first."""
@@ -313,10 +305,11 @@ class PerIndex:
 
 
 @dataclass(frozen=True)
-class Zeros:
+class Constant:
     """A tensor the loader requires and the architecture lacks; `shape` as in the layout."""
 
     shape: tuple[str | int, ...]
+    value: float = 0.0
 
     @property
     def reads(self) -> tuple[tuple[str, int | None], ...]:
@@ -324,21 +317,6 @@ class Zeros:
         return ()
 
     def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return a part without values, which the conversion writes as zeros."""
-        return Parts(0, (ShapeTensor([config.dim(size, {}) for size in self.shape]),))
-
-
-@dataclass(frozen=True)
-class Ones:
-    """A scale the loader requires and the architecture leaves out; `shape` as in the layout."""
-
-    shape: tuple[str | int, ...]
-
-    @property
-    def reads(self) -> tuple[tuple[str, int | None], ...]:
-        """No keys."""
-        return ()
-
-    def build(self, get: Get, config: Any) -> Parts:  # noqa: ARG002
-        """Return a part without values, which the conversion writes as ones."""
-        return Parts(0, (ShapeTensor([config.dim(size, {}) for size in self.shape], fill=1.0),))
+        """Return a part without values; the conversion writes `value` everywhere."""
+        shape = [config.dim(size, {}) for size in self.shape]
+        return Parts(0, (ShapeTensor(shape, fill=self.value),))

@@ -14,11 +14,11 @@ from export_scripts.families.mapping.prompts import PROMPT_SOURCES, prompt_field
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Adjusted,
+    Constant,
     Copy,
     SplitQKV,
     TensorSource,
     Transpose,
-    Zeros,
 )
 from export_scripts.families.t5.config import HEAD, T5Config
 from export_scripts.families.t5.layout import (
@@ -295,7 +295,7 @@ def _with_bias_and_norm(
         key = source.reads[0][0].format(encoder_layer=0, decoder_layer=0)
         absent = name.endswith(".bias") and not facts.has(key)
         if absent and ("norm" not in name) and (not traits.bias or name == "shared.bias"):
-            out[name] = Zeros(shapes[name])
+            out[name] = Constant(shapes[name])
         elif traits.normalization == "layernorm1p" and name.endswith("layer_norm.weight"):
             out[name] = Adjusted(source, lambda part, _: part + 1)
         else:
