@@ -52,7 +52,9 @@ def test_every_flipped_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError) as caught:
         convert(request(source))
     first, second = sorted(caught.value.problems)
-    assert first.startswith(f"model.final_layernorm.weight: {NEMO}{NORM} in {source} does not have")
+    assert first.startswith(
+        f"model.final_layernorm.weight: {NEMO}{NORM} in {source} does not match"
+    )
     assert second.startswith(f"model.layers.0.attention.dense.weight: {NEMO}{DENSE} in")
     assert not (tmp_path / "out").exists()
 

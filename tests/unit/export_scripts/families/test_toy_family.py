@@ -20,7 +20,7 @@ from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.config import FTConfig, ini_field
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, Source, StackQKV, Transpose
+from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource, Transpose
 from export_scripts.ft.reader import FTReader
 from export_scripts.ft.validation import validate_directory
 
@@ -58,7 +58,7 @@ TOY = ModelFamily(
 )
 
 
-def toy_weights(facts: Facts, config: ToyConfig) -> Mapping[str, Source]:
+def toy_weights(facts: Facts, config: ToyConfig) -> Mapping[str, TensorSource]:
     return {
         "model.wte": Copy("emb"),
         "model.layers.{layer}.qkv.weight": StackQKV("{layer}.q", "{layer}.k", "{layer}.v"),
@@ -66,7 +66,7 @@ def toy_weights(facts: Facts, config: ToyConfig) -> Mapping[str, Source]:
     }
 
 
-TOY_ORIGIN = SourceMapping(
+TOY_MAPPING = SourceMapping(
     name="toy",
     title="Toy",
     family=TOY,
@@ -88,7 +88,7 @@ def test_a_new_family_needs_only_its_record_and_two_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(families.FAMILIES, "toy", TOY)
-    monkeypatch.setattr(plan, "SOURCE_MAPPINGS", (TOY_ORIGIN, *families.SOURCE_MAPPINGS))
+    monkeypatch.setattr(plan, "SOURCE_MAPPINGS", (TOY_MAPPING, *families.SOURCE_MAPPINGS))
     tensors = {"emb": torch.randn(7, 6)}
     tensors |= {f"{i}.{name}": torch.randn(6, 6) for i in range(2) for name in "qkvo"}
     (tmp_path / "config.json").write_text(
@@ -105,7 +105,7 @@ def test_a_new_family_needs_only_its_record_and_two_rows(
     assert torch.equal(reader.read("model.layers.1.out.weight", 1), tensors["1.o"].t()[3:])
 
 
-def test_origins_have_names_of_their_own_and_a_listed_family() -> None:
+def test_mappings_have_names_of_their_own_and_a_listed_family() -> None:
     names = [mapping.name for mapping in families.SOURCE_MAPPINGS]
     assert len(set(names)) == len(names)
     for mapping in families.SOURCE_MAPPINGS:
