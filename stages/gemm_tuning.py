@@ -39,11 +39,10 @@ def tuning_command(config: DeployConfig) -> list[str]:
     shape = [tuning.batch_size, tuning.beam_width, tuning.input_len]
     kind = _TYPES[config.data_type]
     if program == "bert_gemm":
-        # batch, sequence, heads, size per head, type, whether int8
-        words = [tuning.batch_size, tuning.input_len, *sizes, kind, 0]
-    elif program == "t5_gemm":
-        words = [*shape, *sizes, kind, config.tp_size, int(config.data_type == "fp16")]
+        # batch, sequence, heads, size per head, type, whether int8, ranks
+        words = [tuning.batch_size, tuning.input_len, *sizes, kind, 0, config.tp_size]
     else:
+        # A further word would be whether to append to the result of an earlier run.
         words = [*shape, *sizes, kind, config.tp_size]
     return [str(tuning.program_dir / program), *map(str, words)]
 

@@ -29,6 +29,7 @@ _TEXT_MODELS = (_ENSEMBLE, "preprocessing", "postprocessing", _TOKENIZER)
 # Set by whatever has started this process as one of several that find each other through MPI.
 _MPI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 _MPIRUN = ("mpirun", "-n", "1", "--allow-run-as-root")
+_REMOTE_SHELLS = ("ssh", "rsh")  # Open MPI's mpirun ends at once where there is neither
 _LEAST_PROBE_S = 60.0  # also for a server that took all its time to load
 
 
@@ -124,12 +125,16 @@ def server_environment(config: DeployConfig) -> dict[str, str]:
 
 
 def server_prefix(config: DeployConfig) -> tuple[str, ...]:
-    """Return what starts the server's program: mpirun for NVIDIA's backend on its own."""
+    """Return what starts the server's program: mpirun for NVIDIA's backend on its own.
+
+    Without mpirun the backend's process is the only one of its MPI world, too.
+    """
     if config.engine != FASTERTRANSFORMER or config.is_mpi_step:
         return ()
     if any(name in os.environ for name in _MPI_VARIABLES):
         return ()
-    return _MPIRUN if shutil.which(_MPIRUN[0]) else ()
+    can_run = shutil.which(_MPIRUN[0]) and any(map(shutil.which, _REMOTE_SHELLS))
+    return _MPIRUN if can_run else ()
 
 
 def _server(

@@ -61,6 +61,8 @@ def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
     if request.interactive:
         tensors = signature.interactive(tensors)
     is_python = request.engine == "pytorch"
+    # The C++ backend joins a BERT's file names to its folder without a slash.
+    end = "/" if model_type == "bert" and not is_python else ""
     parameters = {
         "tensor_para_size": str(request.tp_size),
         "pipeline_para_size": str(request.pp_size),
@@ -72,7 +74,7 @@ def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
     if model_type == "bert":
         parameters |= {"is_sparse": "0", "is_remove_padding": str(int(is_python))}
     if not request.portable:
-        parameters["model_checkpoint_path"] = str(request.weights_dir.resolve())
+        parameters["model_checkpoint_path"] = f"{request.weights_dir.resolve()}{end}"
     config = TritonModelConfig(
         name=request.model_dir.name,
         backend=ENGINES[request.engine],
@@ -81,7 +83,7 @@ def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
         parameters=parameters | dict(request.parameters),
         # Triton's Python backend takes this for its script's name; the folder is found by the
         # rule for an empty name: <tensor_para_size>-gpu.
-        default_model_filename="" if is_python else request.weights_dir.name,
+        default_model_filename="" if is_python else f"{request.weights_dir.name}{end}",
         decoupled=request.decoupled,
         max_queue_delay_us=request.max_queue_delay_us,
         interactive=request.interactive,

@@ -38,7 +38,7 @@ def main() -> int:
         },
     }
     Path(os.environ["FAKE_SERVER_TOLD"]).write_text(json.dumps(told))
-    print("[FT][WARNING] gemm_config.in is not found; using default GEMM algo")
+    print("[WARNING] gemm_config.in is not found; using default GEMM algo")
     print(os.environ.get("FAKE_SERVER_SAYS", ""), flush=True)
     configs = {
         path.parent.name: json_format.MessageToDict(

@@ -43,6 +43,8 @@ def environment(tmp_path: Path) -> dict[str, str]:
     mpirun = tmp_path / "bin" / "mpirun"
     mpirun.write_text(f'#!/bin/sh\nprintf "%s " "$@" >{tmp_path}/mpirun\nshift 3\nexec "$@"\n')
     mpirun.chmod(0o755)
+    # Open MPI's launcher needs one to be there.
+    (tmp_path / "bin" / "ssh").touch(0o755)
     return {
         "PATH": f"{program.parent}:{os.environ['PATH']}",
         "FAKE_SERVER_TOLD": str(tmp_path / "told"),

@@ -11,6 +11,7 @@ from stages.base import JobSettings, Resources
 from stages.deploy import DeployStage
 from stages.deploy_config import DeployConfig, GemmTuning, store_location
 from stages.gemm_tuning import tuning_command
+from stages.serving import server_prefix
 
 
 def test_folder_is_no_place_in_a_store() -> None:
@@ -67,7 +68,7 @@ def test_arguments_of_t5_name_both_stacks(tmp_path: Path) -> None:
     )
     ids = "decoder_start_token_id = 0\neos_token_id = 1\n"
     config = write_ini(tmp_path, f"[encoder]\n{stack}[decoder]\n{stack}{ids}[structure]\n")
-    words = "4 2 60 32 4 12 88 32 4 12 88 131 1 2 1"
+    words = "4 2 60 32 4 12 88 32 4 12 88 131 1 2"
     assert tuning_command(config) == ["/p/t5_gemm", *words.split()]
 
 
@@ -77,7 +78,27 @@ def test_arguments_of_bert_are_those_of_an_encoder(tmp_path: Path) -> None:
         "[bert]\nmodel_name = x\nhead_num = 4\nsize_per_head = 8\ninter_size = 88\nnum_layer = 2\n"
         "weight_data_type = fp32\ntensor_para_size = 2\n",
     )
-    assert tuning_command(config) == ["/p/bert_gemm", *["4", "60", "4", "8", "1", "0"]]
+    assert tuning_command(config) == ["/p/bert_gemm", *["4", "60", "4", "8", "1", "0", "2"]]
+
+
+@pytest.mark.parametrize(
+    ("programs", "prefix"),
+    [
+        ((), ()),
+        (("mpirun",), ()),
+        (("mpirun", "ssh"), ("mpirun", "-n", "1", "--allow-run-as-root")),
+        (("mpirun", "rsh"), ("mpirun", "-n", "1", "--allow-run-as-root")),
+    ],
+)
+def test_mpirun_starts_the_server_where_it_can_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: tuple[str, ...], prefix: tuple[str]
+) -> None:
+    for name in ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name in programs:
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert server_prefix(DeployConfig(tmp_path, "m", engine="fastertransformer")) == prefix
 
 
 def stage_of(config: DeployConfig, folder: Path, *, limit_min: int = 60) -> DeployStage:

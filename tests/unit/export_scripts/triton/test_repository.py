@@ -107,6 +107,21 @@ def test_engines_differ_in_backend_script_and_weights_folder(request_: Repositor
     assert _config(theirs).default_model_filename == "2-gpu"
 
 
+@pytest.mark.parametrize("portable", [True, False])
+def test_folder_of_a_bert_ends_in_a_slash_for_the_cpp_backend(
+    request_: RepositoryRequest, portable: bool
+) -> None:
+    (request_.weights_dir / "config.ini").write_text(
+        "[bert]\nmodel_name = x\nhead_num = 4\nsize_per_head = 8\ninter_size = 88\nnum_layer = 2\n"
+        "weight_data_type = fp32\ntensor_para_size = 2\n"
+    )
+    request = replace(request_, engine="fastertransformer", ensemble=False, portable=portable)
+    config = _config(build_repository(request)[0])
+    assert config.default_model_filename == "2-gpu/"
+    path = config.parameters["model_checkpoint_path"].string_value
+    assert path == ("" if portable else f"{request_.weights_dir}/")
+
+
 def test_streaming_model_makes_its_ensemble_streaming(request_: RepositoryRequest) -> None:
     folders = build_repository(replace(request_, decoupled=True))
     decoupled = [_config(folder).model_transaction_policy.decoupled for folder in folders]

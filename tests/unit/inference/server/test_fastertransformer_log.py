@@ -20,6 +20,8 @@ SIZES = "[WARNING] file /w/a.bin only has {}, but request {}, loading model fail
         ("1. Number of visible GPUs must be evenly divisble by TP * PP", "CUDA_VISIBLE_DEVICES"),
         ("[ERROR] world_size (4) should equal to tensor_para_size_", "CUDA_VISIBLE_DEVICES"),
         ("CUDA out of memory", "CUDA out of memory"),
+        ("[FT][ERROR] Unsupported Arch Assertion fail: a.cc:128 ", "Unsupported Arch"),
+        ('server: a.cu:67: f(): Assertion `sm == 80 && "Unsupported"\' failed.', "Unsupported"),
         ("[FT][ERROR] NCCL error x.cc:7 'unhandled'", "NCCL error"),
     ],
 )
@@ -31,7 +33,7 @@ def test_fatal_line_is_explained(line: str, reason: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "[FT][WARNING] gemm_config.in is not found; using default GEMM algo",
+        "[WARNING] gemm_config.in is not found; using default GEMM algo",
         "Custom All Reduce only supports 8 Ranks currently. Using NCCL as Comm.",
         "shape is zero, skip loading weight from file /w/a.bin",
     ],
