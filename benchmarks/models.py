@@ -12,6 +12,8 @@ import torch
 import transformers
 
 from export_scripts.families.gptj import GPTJ, GPTJConfig
+from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.config_ini import CONFIG_NAME, format_ini
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,7 +67,7 @@ def write_gpt2(folder: Path, *, hidden: int = 768, num_layer: int = 12, head_num
     config = transformers.GPT2Config(
         n_embd=hidden, n_layer=num_layer, n_head=head_num, bos_token_id=0, eos_token_id=0
     )
-    _save(transformers.GPT2LMHeadModel, config, folder)
+    save_random(transformers.GPT2LMHeadModel, config, folder)
 
 
 def write_t5(folder: Path, *, hidden: int = 512, num_layer: int = 6, head_num: int = 8) -> None:
@@ -73,12 +75,12 @@ def write_t5(folder: Path, *, hidden: int = 512, num_layer: int = 6, head_num: i
     config = transformers.T5Config(
         d_model=hidden, d_ff=4 * hidden, num_layers=num_layer, num_heads=head_num
     )
-    _save(transformers.T5ForConditionalGeneration, config, folder)
+    save_random(transformers.T5ForConditionalGeneration, config, folder)
 
 
 def write_bert(folder: Path) -> None:
     """Write a BERT-base with random weights."""
-    _save(transformers.BertModel, transformers.BertConfig(), folder)
+    save_random(transformers.BertModel, transformers.BertConfig(), folder)
 
 
 def write_gptj_6b(ft_dir: Path, device: str) -> None:
@@ -95,18 +97,24 @@ def write_gptj_6b(ft_dir: Path, device: str) -> None:
         end_id=0,
         weight_data_type="fp16",
     )
+    write_shards(GPTJ, config, ft_dir, device)
+
+
+def write_shards(family: ModelFamily, config: FTConfig, ft_dir: Path, device: str) -> None:
+    """Write an FT folder for one rank in fp16 with random weights, drawn on a device."""
     if (ft_dir / CONFIG_NAME).exists():
         return
     ft_dir.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator(device).manual_seed(0)
-    for tensor in GPTJ.tensors(config):
+    for tensor in family.tensors(config):
         values = torch.randn(tensor.shape, generator=generator, device=device).mul_(0.02)
         values.half().cpu().numpy().tofile(ft_dir / tensor.file_name(0))
     # Last, as it says that the folder is whole.
     (ft_dir / CONFIG_NAME).write_text(format_ini(config.sections()))
 
 
-def _save(model_class: type, config: transformers.PretrainedConfig, folder: Path) -> None:
+def save_random(model_class: type, config: transformers.PretrainedConfig, folder: Path) -> None:
+    """Write a checkpoint of transformers with random weights, unless it is there."""
     if (folder / "config.json").exists():
         return
     torch.manual_seed(0)

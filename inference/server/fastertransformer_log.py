@@ -14,7 +14,8 @@ _SHORT = re.compile(
 _NO_CONFIG = re.compile(r"Can't load '(?P<path>[^']*config\.ini)'")
 _RANKS = re.compile(r"world_size \(\d+\) should equal to|Number of visible GPUs must be evenly")
 _OTHERS = re.compile(
-    r"Assertion (?:fail|`.*failed)|CUDA out of memory|NCCL[^\n]*\berror\b|MPI_ABORT|Multi-Node Inference only"
+    r"Assertion (?:fail|`.*failed)|CUDA out of memory|NCCL[^\n]*\berror\b|MPI_ABORT"
+    r"|Multi-Node Inference only"
 )
 _MOST = 300  # characters of a line worth showing
 

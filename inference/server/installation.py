@@ -111,11 +111,12 @@ def _assembled_backends(backends: Path, stub: Path) -> Path:
 
     The stub's interpreter ignores PYTHONPATH but searches its own folder, so links there let the
     model files import what this process can: this project, from a checkout that is not installed,
-    and packages in folders of PYTHONPATH. The copy is made once per wheel, interpreter and set of
-    links; several processes may make it at the same time.
+    and packages in folders of PYTHONPATH. The copy is made once per wheel, set of backends,
+    interpreter and set of links; several processes may make it at the same time.
     """
     links = _importable()
-    identity = f"{stub} {stub.stat().st_mtime_ns} {sorted(links.items())}"
+    names = sorted(path.name for path in backends.iterdir())
+    identity = f"{stub} {stub.stat().st_mtime_ns} {names} {sorted(links.items())}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     target = _cache_root() / f"backends-{key}"
     if target.is_dir():

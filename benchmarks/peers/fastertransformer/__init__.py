@@ -1,0 +1,1 @@
+"""NVIDIA's own backend: how it is built, and how it compares."""

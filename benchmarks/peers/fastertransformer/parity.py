@@ -1,0 +1,278 @@
+"""Whether NVIDIA's C++ backend and our engine answer alike, for every family and kind of request.
+
+    python -m benchmarks.peers.fastertransformer.parity --work-dir DIR [--models gpt2 t5 ...]
+
+Needs a GPU and a tritonserver with both backends: docs/fastertransformer_backend.md says how to
+build NVIDIA's. Both load the same shards, of random models. A row of the table says whether the
+tokens are equal, and the largest difference of the log probabilities or hidden states.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as hf
+
+from benchmarks.models import convert, save_random
+from benchmarks.peers.fastertransformer.served import (
+    ENGINES,
+    NEW_TOKENS,
+    OURS,
+    THEIRS,
+    Answer,
+    Served,
+    Tensors,
+    ask,
+    attempt,
+    both,
+    tensors,
+)
+from inference.decoding.session_turn import SessionTurn
+from inference.server.client import TritonClient
+
+# model, kind of request, and how it is asked
+Question = tuple[str, str, Callable[[TritonClient], Answer]]
+_ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+_PROBS = {"is_return_log_probs": True}
+_NUMBERS = ("cum_log_probs", "output_log_probs", "output_hidden_state")
+# Small models with vocabularies of real size: the backend's sampling needs them.
+DECODERS: dict[str, tuple[Any, Any]] = {
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(n_embd=512, n_layer=6, n_head=8, **_ENDS)),
+    "opt": (
+        hf.OPTForCausalLM,
+        hf.OPTConfig(
+            hidden_size=512,
+            word_embed_proj_dim=512,
+            ffn_dim=2048,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            max_position_embeddings=512,
+            **_ENDS,
+        ),
+    ),
+    "bloom": (
+        hf.BloomForCausalLM,
+        hf.BloomConfig(vocab_size=32000, hidden_size=512, n_layer=6, n_head=8, **_ENDS),
+    ),
+    "gptj": (
+        hf.GPTJForCausalLM,
+        # The backend's own epsilon, whatever the model's.
+        hf.GPTJConfig(
+            n_embd=512, n_layer=6, n_head=8, rotary_dim=32, layer_norm_epsilon=1e-6, **_ENDS
+        ),
+    ),
+    "gptneox": (
+        hf.GPTNeoXForCausalLM,
+        hf.GPTNeoXConfig(
+            hidden_size=512,
+            intermediate_size=2048,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            **_ENDS,
+        ),
+    ),
+}
+OTHERS: dict[str, tuple[Any, Any]] = {
+    "t5": (
+        hf.T5ForConditionalGeneration,
+        hf.T5Config(d_model=512, d_ff=2048, num_layers=6, num_heads=8),
+    ),
+    "bert": (hf.BertModel, hf.BertConfig()),
+}
+MODELS = DECODERS | OTHERS
+
+
+def parity(work_dir: Path, names: Sequence[str]) -> None:
+    """Print the table."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(5, 30000, length).tolist() for length in (5, 12, 9, 1)]
+    with ThreadPoolExecutor() as pool:
+        folders = pool.map(lambda name: shards(work_dir, name), names)
+        served = models(dict(zip(names, folders, strict=True)))
+    with both(work_dir, served) as clients:
+        print("| model | request | tokens | apart |\n|---|---|---|---|", flush=True)
+        for name in names:
+            if name not in DECODERS:
+                continue
+            expected = [transformers_answer(work_dir, name, prompt) for prompt in prompts]
+            for engine, client in clients.items():
+                shown = [ask(client, name, tensors([prompt])) for prompt in prompts]
+                cells = [compared(*pair) for pair in zip(expected, shown, strict=True)]
+                equal = f"{sum('equal' in each for each in cells)} of {len(cells)} equal"
+                print(f"| {name} | {engine} against transformers | {equal} | |", flush=True)
+        for model, case, question in questions(names, prompts):
+            answers = [question(clients[each]) if each in clients else "-" for each in ENGINES]
+            print(f"| {model} | {case} | {compared(*answers)} |", flush=True)
+
+
+def shards(work_dir: Path, name: str) -> Path:
+    """Return the converted folder of a random model of transformers."""
+    save_random(*MODELS[name], work_dir / name)
+    return convert(work_dir / name, work_dir / f"{name}_ft")
+
+
+def models(folders: dict[str, Path]) -> dict[str, Served]:
+    """Return what is served."""
+    served = {name: Served(folder) for name, folder in folders.items()}
+    served |= {
+        f"{name}_fp16": Served(folders[name], "fp16") for name in DECODERS if name in folders
+    }
+    if gpt := folders.get("gpt2"):
+        served["gpt2_stream"] = Served(gpt, more={"decoupled": True})
+        served["gpt2_chat"] = Served(gpt, more={"interactive": True, "max_batch_size": 1})
+        served["gpt2_int8"] = Served(gpt, "fp16", is_int8=True)
+    if t5 := folders.get("t5"):
+        served["t5_encoder"] = Served(t5, more={"model_type": "T5-Encoder"})
+    return served
+
+
+def transformers_answer(work_dir: Path, name: str, prompt: Sequence[int]) -> Tensors:
+    """Return what transformers answers to one prompt, greedily."""
+    model = DECODERS[name][0].from_pretrained(work_dir / name).cuda().eval()
+    ids = torch.tensor([prompt], device="cuda")
+    length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    return {"output_ids": model.generate(ids, **length, do_sample=False)[:, None].cpu().numpy()}
+
+
+def questions(names: Sequence[str], prompts: Sequence[Sequence[int]]) -> Iterator[Question]:
+    """Yield every question about the models."""
+    for name in DECODERS:
+        for model in (name, f"{name}_fp16") if name in names else ():
+            for case, options in cases(len(prompts)).items():
+                yield model, case, _asking(model, tensors(prompts, **options))
+    if "gpt2" in names:
+        first = tensors(prompts[:1])
+        yield "gpt2", "stream", lambda client: attempt(lambda: frames(client, first))
+        yield "gpt2", "session", lambda client: attempt(lambda: conversation(client, prompts[:3]))
+        for case, inputs in gpt_cases(prompts).items():
+            yield "gpt2", case, _asking("gpt2", inputs)
+        yield "gpt2_int8", "greedy", _asking("gpt2_int8", tensors(prompts, **_PROBS))
+    if "t5" in names:
+        for case, options in cases(len(prompts), generator_only=True).items():
+            yield "t5", case, _asking("t5", t5_tensors(prompts, **options))
+        encoded = t5_tensors(prompts)
+        del encoded["max_output_len"]
+        yield "t5_encoder", "encode", _asking("t5_encoder", encoded)
+    if "bert" in names:
+        states = np.random.default_rng(1).normal(0, 1, (3, 16, 768)).astype(np.float32)
+        inputs = {"input_hidden_state": states, "sequence_lengths": np.full((3, 1), 16, np.int32)}
+        yield "bert", "encode", _asking("bert", inputs)
+
+
+def _asking(model: str, inputs: Tensors) -> Callable[[TritonClient], Answer]:
+    return lambda client: ask(client, model, inputs)
+
+
+def cases(rows: int, *, generator_only: bool = False) -> dict[str, dict[str, Any]]:
+    """Return the options of each kind of request, without those that T5 does not take."""
+    # Enough words that some would be drawn.
+    many = np.random.default_rng(3).permutation(30000)[:12000].tolist()
+    few = {"presence_penalty": 0.8}, {"min_length": 8}
+    return {
+        "greedy": _PROBS,
+        "top-k 4": {"runtime_top_k": 4, "random_seed": 7, **_PROBS},
+        "top-p 0.9": {"runtime_top_p": 0.9, "random_seed": 7, **_PROBS},
+        "top-k 8, temperature 0.7": {"runtime_top_k": 8, "temperature": 0.7, **_PROBS},
+        "repetition penalty 1.5": {"repetition_penalty": 1.5, **_PROBS},
+        **({} if generator_only else {"presence penalty 0.8": few[0], "minimum length 8": few[1]}),
+        "bad words": {"bad_words_list": words(rows, many), **_PROBS},
+        "stop words": {"stop_words_list": words(rows, many)},
+        "4 beams": {"beam_width": 4, **_PROBS},
+        "4 beams, diversity 0.5": {"beam_width": 4, "beam_search_diversity_rate": 0.5, **_PROBS},
+        "4 beams, length penalty 1": {"beam_width": 4, "len_penalty": 1.0, **_PROBS},
+        "4 beams, repetition 1.5": {"beam_width": 4, "repetition_penalty": 1.5, **_PROBS},
+    }
+
+
+def words(rows: int, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return words of one token each, the same for every row, (rows, 2, W)."""
+    one = np.array([[tokens, range(1, len(tokens) + 1)]], np.int32)
+    return one.repeat(rows, axis=0)
+
+
+def gpt_cases(prompts: Sequence[Sequence[int]]) -> dict[str, Tensors]:
+    """Return further requests, which a GPT alone takes."""
+    sizes, virtual = DECODERS["gpt2"][1], 3
+    table = np.random.default_rng(5).normal(0, 0.1, (len(prompts), virtual, sizes.n_embd))
+    embedding: dict[str, Any] = {
+        "request_prompt_embedding": table.astype(np.float32),
+        "request_prompt_lengths": virtual,
+    }
+    # Ids past the vocabulary stand for rows of the table.
+    tuned = [[*range(sizes.vocab_size, sizes.vocab_size + virtual), *each] for each in prompts]
+    return {
+        "prompt's log probability": tensors(
+            prompts, is_return_context_cum_log_probs=True, **_PROBS
+        ),
+        "p-tuning": tensors(tuned, request_prompt_type=3, **embedding, **_PROBS),
+        "soft prompt": tensors(prompts, request_prompt_type=1, **embedding, **_PROBS),
+    }
+
+
+def t5_tensors(prompts: Sequence[Sequence[int]], **options: Any) -> Tensors:
+    """Return a T5's request."""
+    names = {"input_lengths": "sequence_length", "request_output_len": "max_output_len"}
+    return {names.get(key, key): value for key, value in tensors(prompts, **options).items()}
+
+
+def frames(client: TritonClient, inputs: Tensors) -> Tensors:
+    """Return the tokens of every frame of a stream."""
+    shown = [frame["output_ids"][0, 0] for frame in client.stream("gpt2_stream", inputs)]
+    return {"output_ids": np.stack(shown)}
+
+
+def conversation(client: TritonClient, turns: Sequence[Sequence[int]]) -> Tensors:
+    """Hold a session and return its last answer, which repeats all before."""
+    answer: Tensors = {}
+    for number, prompt in enumerate(turns):
+        inputs = {name: value[None] for name, value in tensors([prompt], session_len=256).items()}
+        turn = SessionTurn(77, starts=number == 0, ends=number == len(turns) - 1)
+        answer = client.infer("gpt2_chat", inputs, turn=turn)
+    return answer
+
+
+def compared(theirs: Answer, ours: Answer) -> str:
+    """Return two cells of the table: tokens, and numbers."""
+    for engine, answer in ((THEIRS, theirs), (OURS, ours)):
+        if isinstance(answer, str):
+            return f"{engine}: {answer} | "
+    assert not isinstance(theirs, str)
+    assert not isinstance(ours, str)
+    tokens = ""
+    if "output_ids" in theirs:
+        left, right = theirs["output_ids"], ours["output_ids"]
+        if left.shape != right.shape:
+            tokens = f"shapes {left.shape} and {right.shape}"
+        elif (left == right).all():
+            tokens = "equal"
+        else:
+            rows = (left == right).all(axis=-1)
+            first = (left == right).all(axis=tuple(range(left.ndim - 1))).argmin()
+            tokens = f"{rows.sum()} of {rows.size} rows, first difference at {first}"
+    apart = [
+        f"{name} {np.abs(theirs[name].astype(float) - ours[name].astype(float)).max():.1g}"
+        for name in _NUMBERS
+        if name in theirs and name in ours and theirs[name].shape == ours[name].shape
+    ]
+    return f"{tokens} | {', '.join(apart)}"
+
+
+def main() -> None:
+    """Parse the command line and run."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work-dir", type=Path, required=True, help="keeps the models")
+    parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS))
+    args = parser.parse_args()
+    parity(args.work_dir.resolve(), args.models)
+
+
+if __name__ == "__main__":
+    main()

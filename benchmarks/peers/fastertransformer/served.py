@@ -1,0 +1,127 @@
+"""The same folders of shards behind two tritonservers: NVIDIA's C++ backend, and our engine."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tritonclient.utils import InferenceServerException
+
+from export_scripts.triton.repository import build_repository
+from export_scripts.triton.repository_request import RepositoryRequest
+from inference.server.client import TritonClient
+from inference.server.server import TritonServer
+from inference.server.server_status import ServerStartError
+
+Tensors = dict[str, np.ndarray[Any, Any]]
+Answer = Tensors | str  # the outputs, or why there are none
+THEIRS, OURS = ENGINES = ("fastertransformer", "pytorch")
+NEW_TOKENS = 24
+_START_LIMIT_S = 300.0
+_ANSWER_LIMIT_S = 60.0
+
+
+class Served(NamedTuple):
+    """One model of the repositories: its shards for one rank, and further fields of the request."""
+
+    shards: Path
+    data_type: str = "fp32"
+    more: Mapping[str, Any] = {}
+    is_int8: bool = False
+
+
+def build(repository: Path, engine: str, served: Mapping[str, Served]) -> Path:
+    """Write an engine's repository, which links to the shards."""
+    for name, model in served.items():
+        version = repository / name / "1"
+        version.mkdir(parents=True, exist_ok=True)
+        if not (version / "1-gpu").exists():
+            (version / "1-gpu").symlink_to(model.shards.resolve())
+        request = RepositoryRequest(
+            repository / name,
+            tp_size=1,
+            pp_size=1,
+            max_batch_size=64,
+            data_type=model.data_type,
+            engine=engine,
+            ensemble=False,
+            overwrite=True,
+        )
+        if model.is_int8:
+            # To our engine it is a parameter of its own.
+            more = {"parameters": {"int8_mode": "1"}} if engine == OURS else {"int8_mode": 1}
+            request = replace(request, **more)
+        build_repository(replace(request, **model.more))
+    return repository
+
+
+@contextlib.contextmanager
+def both(work_dir: Path, served: Mapping[str, Served]) -> Iterator[dict[str, TritonClient]]:
+    """Serve models by both engines and yield a client of each server that started.
+
+    Why one did not is printed; the answers of the other are worth having.
+    """
+    with contextlib.ExitStack() as stack:
+        servers = {
+            engine: stack.enter_context(
+                TritonServer(
+                    build(work_dir / engine, engine, served),
+                    http_port=0,
+                    grpc_port=0,
+                    metrics_port=0,
+                    log_path=work_dir / f"{engine}.log",
+                    is_old=engine == THEIRS,
+                )
+            )
+            for engine in ENGINES
+        }
+
+        def start(engine: str) -> TritonClient | None:
+            try:
+                servers[engine].start(timeout_s=_START_LIMIT_S)
+            except ServerStartError as error:
+                print(f"{engine}: {error}", flush=True)
+                return None
+            return TritonClient(servers[engine].grpc_url, timeout_s=_ANSWER_LIMIT_S)
+
+        with ThreadPoolExecutor() as pool:
+            clients = dict(zip(ENGINES, pool.map(start, ENGINES), strict=True))
+        yield {name: stack.enter_context(each) for name, each in clients.items() if each}
+
+
+def tensors(prompts: Sequence[Sequence[int]], **options: Any) -> Tensors:
+    """Return a decoder's request; numbers among `options` go to every row."""
+    rows, width = len(prompts), max(map(len, prompts))
+    ids = np.zeros((rows, width), np.uint32)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    types = {"random_seed": np.uint64, "min_length": np.int32}
+    kinds = {bool: bool, float: np.float32, int: np.uint32}
+    for name, value in options.items():
+        if not isinstance(value, np.ndarray):
+            kind = types.get(name, kinds[type(value)])
+            options[name] = np.full((rows, 1), value, kind)
+    return {
+        "input_ids": ids,
+        "input_lengths": np.array([[len(prompt)] for prompt in prompts], np.uint32),
+        "request_output_len": np.full((rows, 1), NEW_TOKENS, np.uint32),
+        **options,
+    }
+
+
+def ask(client: TritonClient, model: str, inputs: Tensors) -> Answer:
+    """Return the answer to one request."""
+    return attempt(lambda: client.infer(model, inputs))
+
+
+def attempt(question: Callable[[], Tensors]) -> Answer:
+    """Return what a question gives, or the first line of the server's refusal."""
+    try:
+        return question()
+    except (InferenceServerException, ValueError) as error:  # ValueError: not the shape it says
+        return str(error).splitlines()[0][:160]
