@@ -14,8 +14,8 @@ from typing import Any
 
 from launcher_scripts.config import Config
 from launcher_scripts.console import Console
-from launcher_scripts.exit_status import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from launcher_scripts.launchers import queue_of
+from launcher_scripts.settings import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from stages import STAGES, record
 from stages.progress import DamagedFileError, read_json, read_progress, write_json
 

@@ -13,16 +13,17 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from launcher_scripts.cluster_config import CLUSTERS, ClusterConfig
+from export_scripts.suggest import did_you_mean
+from launcher_scripts.cluster_section import CLUSTERS, ClusterSection
 from launcher_scripts.diagnosis import likely_key
-from launcher_scripts.option import keys_of
-from launcher_scripts.suggest import did_you_mean
+from launcher_scripts.nemo_root import CONFIG_NAME, has_groups
+from launcher_scripts.values import keys_of
 
 CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm"}
 _FOREIGN_CLUSTERS = {
     "k8s": "Kubernetes is not supported; use local inside a pod, bcm or bcp",
 }
-_CLUSTER_KEYS = {key.name for key in keys_of(ClusterConfig)}
+_CLUSTER_KEYS = {key.name for key in keys_of(ClusterSection)}
 _FREE_NAMES = (
     "env_vars.",
     "evaluate.gate.",
@@ -39,7 +40,7 @@ class Arguments:
 
     Attributes:
         overrides: configuration overrides, translated.
-        problems: what is wrong with them as far as can be told from the words alone.
+        problems: what is wrong with them, as far as the words alone show it.
         config_dir, config_name: the root of the configuration, when it is not the shipped one.
         extra_dir: a further folder of configuration files.
         hydra_flags: arguments that Hydra answers itself (`--cfg`, `--info`, ...); usually none.
@@ -73,11 +74,13 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
     if extra_dir is not None and not extra_dir.is_dir():
         problems.append(f"--config-dir={extra_dir} is not a folder.")
         extra_dir = None
-    overrides, more = _translate(words, chooses_files=known.config_path is None)
+    config_dir = _folder(known.config_path)
+    chooses_files = config_dir is None or has_groups(config_dir, known.config_name or CONFIG_NAME)
+    overrides, more = _translate(words, chooses_files=chooses_files)
     return Arguments(
         overrides=tuple(overrides),
         problems=(*problems, *more),
-        config_dir=_folder(known.config_path),
+        config_dir=config_dir,
         config_name=known.config_name,
         extra_dir=extra_dir,
         multirun=bool(known.multirun),
@@ -96,7 +99,7 @@ def _is_utf8(word: str) -> bool:
 
 
 def _with_runs(words: Sequence[str]) -> list[str]:
-    """Return overrides: names beside `action=compare` are the runs that it compares."""
+    """Return overrides: names next to `action=compare` are the runs that it compares."""
     names = [each for each in words if "=" not in each]
     if not names or "action=compare" not in words:
         return list(words)
@@ -149,7 +152,7 @@ def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[s
         return rest, problems
     if "cluster_type" not in names:
         if group not in CLUSTERS:
-            return translated, []  # a file of the user's own: it needs cluster_type beside it
+            return translated, []  # a file of the user's own: it needs cluster_type as well
         kind = group
     files = [f"cluster={group}"] if chooses_files else []
     return [*rest, *files, f"cluster_type={kind}"], []
@@ -168,7 +171,7 @@ def _unknown_cluster(key: str, value: str) -> str:
 def _quoted(override: str) -> str:
     """Return an override that Hydra can read: a text like `nvcr.io#nvidia/x:1` needs quotes.
 
-    A list or a mapping that cannot be read is left as it is, and told in composing.
+    A list or a mapping that cannot be read is left as it is; composing reports it.
     """
     parser = OverridesParser.create()
     key, equals, value = override.partition("=")

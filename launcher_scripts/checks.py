@@ -1,25 +1,37 @@
-"""What is wrong with names, folders and variables, whatever the cluster."""
+"""Checks of names, mounts, folders and variables that hold on every cluster."""
 
 from __future__ import annotations
 
 import operator
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from launcher_scripts.config import Config
-from launcher_scripts.stage_table import STAGE_TABLE
+from launcher_scripts.values import shortened
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "CREDENTIAL")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Names of jobs become names of files, and go into lines of scripts.
-_NOT_IN_NAMES = re.compile(r"[/\x00-\x1f\x7f]")
+# In front of every job's name; some sites want account:project there.
+_PREFIX = re.compile(r"[\w.:@+-]{0,64}")
+# SOURCE[:TARGET[:FLAGS]] as pyxis reads it, FLAGS such as ro+rprivate.
+_MOUNT = re.compile(r"/[^:,]*(:/[^:,]*(:[\w=+-]+)?)?")
+
+# Folders that stages make and fill.
+_WRITTEN = (
+    "base_results_dir",
+    "export.run.results_dir",
+    "export.triton_deployment.triton_model_dir",
+    "evaluate.output_dir",
+    "evaluate.history_dir",
+)
 
 
 def problems_of_settings(config: Config) -> list[str]:
     """Return every problem that needs neither a model nor a cluster to be seen."""
-    return [*_names(config), *_variables(config), *_places(config)]
+    return [*_prefix(config), *_mounts(config), *_variables(config), *_places(config)]
 
 
 def nearest_that_exists(path: Path) -> Path:
@@ -27,19 +39,21 @@ def nearest_that_exists(path: Path) -> Path:
     return next(each for each in (path, *path.parents) if os.access(each, os.F_OK))
 
 
-def _names(config: Config) -> Iterator[str]:
-    """Refuse names of jobs that cannot be names of files."""
-    keys = dict.fromkeys(f"{row.settings}.name" for row in STAGE_TABLE.values())
-    names = {key: operator.attrgetter(key)(config) for key in keys}
-    for key, name in names.items():
-        if not name:
-            yield f"{key} is empty; give the job a name."
-    names["cluster.job_name_prefix"] = config.cluster.job_name_prefix
-    for key, name in names.items():
-        if _NOT_IN_NAMES.search(name):
+def _prefix(config: Config) -> Iterator[str]:
+    prefix = config.cluster.job_name_prefix
+    if not _PREFIX.fullmatch(prefix):
+        yield (
+            f"cluster.job_name_prefix={shortened(prefix)!r} is part of file names; use at most 64 "
+            "letters, digits and . _ - : @ +."
+        )
+
+
+def _mounts(config: Config) -> Iterator[str]:
+    for each in config.container_mounts:
+        if each is not None and not (isinstance(each, str) and _MOUNT.fullmatch(each)):
             yield (
-                f"{key}={name!r} is part of file names, where neither / nor line breaks can be; "
-                "choose another name."
+                f"container_mounts names {each!r}, which is not a mount; write /path, "
+                "/path:/path/in/the/container, or with flags /path:/path/in/the/container:ro."
             )
 
 
@@ -66,7 +80,22 @@ def _places(config: Config) -> Iterator[str]:
             f"launcher_scripts_path={path} does not end in /launcher_scripts; give the folder of "
             "that name in your checkout."
         )
-    results = Path(config.base_results_dir)
-    there = nearest_that_exists(results)
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        yield f"base_results_dir={results}: {there} cannot be written to; choose a folder of yours."
+    tried: set[Path] = set()
+    for key in _WRITTEN:
+        if (path_text := operator.attrgetter(key)(config)) is None:
+            continue
+        there = nearest_that_exists(Path(path_text))
+        if there not in tried and (objection := _objection_to_writing(there)):
+            yield f"{key}={path_text}: {there} {objection}; choose a folder of yours."
+        tried.add(there)
+
+
+def _objection_to_writing(folder: Path) -> str:
+    """Return why no file can be made in a folder; empty if one can."""
+    if not folder.is_dir():
+        return "is not a folder"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"cannot be written to ({error.strerror})"

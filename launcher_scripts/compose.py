@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-import math
+import itertools
 import os
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,14 +15,16 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import AnyNode, DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from launcher_scripts.checkout import CHECKOUT, CONFIG_DIR
+from export_scripts.suggest import closest
 from launcher_scripts.config import GROUPS, Config
 from launcher_scripts.diagnosis import (
     KEYS,
@@ -29,13 +32,11 @@ from launcher_scripts.diagnosis import (
     check_names,
     diagnose,
     first_line,
-    shown,
-    told,
+    objection,
 )
-from launcher_scripts.option import Key
-from launcher_scripts.suggest import closest, did_you_mean
-
-CONFIG_NAME = "config"
+from launcher_scripts.nemo_root import CONFIG_NAME, read_root
+from launcher_scripts.settings import CHECKOUT, CONFIG_DIR
+from launcher_scripts.values import Key
 
 
 @dataclass(frozen=True)
@@ -43,28 +44,47 @@ class Composition:
     """A composed configuration.
 
     Attributes:
-        config: the configuration, or None when too little of it is known.
+        config: the configuration; None when too much of it is missing or wrong.
         resolved: the same as plain data, as it is saved.
         choices: the file chosen for each group.
         problems: everything that is wrong, one sentence each.
+        notes: remarks about the files that were used.
     """
 
     config: Config | None
     resolved: Mapping[str, Any] = field(default_factory=dict)
     choices: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 # Hydra says some of what it objects to as a plain ValueError, such as `export=null`.
+_REFERENCE = re.compile(r"\$\{[\w.]+\}")
 _OBJECTIONS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 
 
 @functools.cache
 def register() -> None:
     """Make the schema and the resolvers known to Hydra and OmegaConf."""
-    ConfigStore.instance().store(name="schema", node=Config)
+    ConfigStore.instance().store(name="schema", node=schema())
     for name, function in _RESOLVERS.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
+
+
+def schema() -> DictConfig:
+    """Return the schema as OmegaConf checks it.
+
+    OmegaConf takes 2 and "on" for true. Truth values stay as they were written, so that `Key` can
+    refuse them.
+    """
+    made: DictConfig = OmegaConf.structured(Config)
+    for key in KEYS.values():
+        if bool in key.types:
+            parent, leaf = _parent(made, key.name), key.name.rpartition(".")[2]
+            old = parent._get_node(leaf)
+            assert isinstance(old, Node)
+            parent.__dict__["_content"][leaf] = AnyNode(old._value(), key=leaf, parent=parent)
+    return made
 
 
 # multiply, divide_ceil and divide_floor are the names that configurations of the NeMo launcher use.
@@ -73,6 +93,7 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
     "divide_ceil": lambda x, y: int(-(-x // y)),
     "divide_floor": lambda x, y: int(x // y),
     "checkout": lambda: str(CHECKOUT),
+    "server_host": lambda cluster: "127.0.0.1" if cluster == "local" else "0.0.0.0",
 }
 
 
@@ -85,11 +106,18 @@ def compose_config(
 ) -> Composition:
     """Return the configuration; overrides that are wrong are named and left out."""
     register()
-    root = config_dir / f"{config_name.removesuffix('.yaml')}.yaml"
-    if not root.is_file():
-        return Composition(None, problems=(f"there is no configuration {root}.",))
-    extra = [f"hydra.searchpath=[file://{extra_dir}]"] if extra_dir else []
-    composer = _Composer(config_name, extra)
+    path = config_dir / f"{config_name.removesuffix('.yaml')}.yaml"
+    if not path.is_file():
+        return Composition(None, problems=(f"there is no configuration {path}.",))
+    try:
+        root = read_root(config_dir, config_name)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return Composition(None, problems=(f"{path} cannot be read: {objection(error)}.",))
+    overrides, foreign = root.without_foreign(overrides)
+    folders = [*filter(None, [extra_dir]), *root.searched]
+    searched = ",".join(f"file://{each}" for each in folders)
+    composer = _Composer(root.name, [f"hydra.searchpath=[{searched}]"] if searched else [])
+    notes = _about_other_stages(path, [*root.foreign, *foreign])
     with _hydra(config_dir):
         config, problems = composer.compose_what_works(overrides)
         if config is None:
@@ -106,7 +134,13 @@ def compose_config(
     assert isinstance(built, Config)
     assert isinstance(resolved, dict)
     plain = {str(key): value for key, value in resolved.items()}
-    return Composition(built, plain, choices, tuple(problems))
+    return Composition(built, plain, choices, tuple(problems), notes)
+
+
+def _about_other_stages(path: Path, foreign: Sequence[str]) -> tuple[str, ...]:
+    """Return a note that names what a root of the NeMo launcher says about other stages."""
+    names = sorted({name.removesuffix("_config") for name in foreign})
+    return (f"{path}: not part of this pipeline: {', '.join(names)}",) if names else ()
 
 
 class _Composer:
@@ -117,7 +151,52 @@ class _Composer:
         self._always = list(always)
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Return the typed configuration. Raises what Hydra, OmegaConf or the choices object to."""
+        """Return the typed configuration. Raises what Hydra, OmegaConf or the schema object to."""
+        config = self._typed(overrides)
+        _check(config)
+        return config
+
+    def compose_what_works(self, overrides: Sequence[str]) -> tuple[DictConfig | None, list[str]]:
+        """Return the configuration without the overrides that are wrong, and their problems.
+
+        Without a file that was asked for the configuration is None: checks of the default file in
+        its place would only mislead.
+        """
+        try:
+            return self.compose(overrides), []
+        except _OBJECTIONS:
+            pass
+        try:
+            self.compose([])
+        except InvalidValueError as error:
+            return None, list(error.problems)
+        except _OBJECTIONS as error:
+            return None, [f"the configuration files cannot be used: {objection(error)}."]
+        problems: list[str] = []
+        # A file is chosen before its keys are set, as Hydra does it.
+        chosen = list(filter(_is_group_choice, overrides))
+        files = [each for each in chosen if not self._objections(each, problems)]
+        config = self._typed(files)
+        for override in itertools.filterfalse(_is_group_choice, overrides):
+            problems += _override(config, override)
+        try:
+            _check(config)
+        except InvalidValueError as error:
+            problems += error.problems
+            return None, problems
+        return config if files == chosen else None, problems
+
+    def _objections(self, choice: str, problems: list[str]) -> bool:
+        """Whether a file cannot be chosen; the reason is added to `problems`."""
+        try:
+            self._typed([choice])
+        except _OBJECTIONS as error:
+            problems += diagnose(choice, error)
+            return True
+        return False
+
+    def _typed(self, overrides: Sequence[str]) -> DictConfig:
+        """Return the configuration with its schema, its values not yet checked."""
         check_names(overrides)
         config = compose(
             self._name, overrides=[*self._always, *overrides], return_hydra_config=True
@@ -125,112 +204,117 @@ class _Composer:
         HydraConfig.instance().set_config(config)
         with open_dict(config):
             del config["hydra"]
-        typed = _typed(config)
-        _check_values(typed)
-        _make_absolute(typed)
+        if OmegaConf.get_type(config) is Config:
+            return config
+        # A saved configuration does not name the schema.
+        typed = OmegaConf.merge(schema(), OmegaConf.to_container(config))
+        assert isinstance(typed, DictConfig)
         return typed
 
-    def compose_what_works(self, overrides: Sequence[str]) -> tuple[DictConfig | None, list[str]]:
-        """Return the configuration without the overrides that are wrong, and their problems.
 
-        Without a file that was asked for there is no configuration: what other checks would say
-        of the default file in its place is of no use to anybody.
-        """
-        try:
-            return self.compose(overrides), []
-        except _OBJECTIONS:
-            pass
-        try:
-            config = self.compose([])
-        except _OBJECTIONS as error:
-            return None, [f"the configuration files cannot be used: {told(error)}."]
-        good: list[str] = []
-        problems: list[str] = []
-        # A file is chosen before its keys are set, as Hydra does it.
-        lacks_file = False
-        for override in sorted(overrides, key=lambda each: not _is_group_choice(each)):
-            composed, problem = self._try(good, override)
-            if composed is None:
-                problems.append(problem)
-                lacks_file |= _is_group_choice(override)
-            else:
-                config = composed
-                good.append(override)
-        return None if lacks_file else config, problems
-
-    def _try(self, good: Sequence[str], override: str) -> tuple[DictConfig | None, str]:
-        try:
-            return self.compose([*good, override]), ""
-        except _OBJECTIONS as error:
-            return None, diagnose(override, error)
+def _override(config: DictConfig, override: str) -> list[str]:
+    """Change a configuration as Hydra would; return the problems of an override left out."""
+    put_back = _nothing
+    try:
+        check_names([override])
+        parsed = OverridesParser.create().parse_override(override)
+        if parsed.is_sweep_override():
+            raise HydraException(override)
+        put_back = _restorer(config, parsed.key_or_group)
+        ConfigLoaderImpl._apply_overrides_to_config([parsed], config)
+        _check(config, below=parsed.key_or_group)
+    except _OBJECTIONS as error:
+        put_back()
+        return diagnose(override, error)
+    return []
 
 
-def _typed(config: DictConfig) -> DictConfig:
-    """Return the configuration with its schema: a saved file has none yet."""
-    if OmegaConf.get_type(config) is Config:
-        return config
-    plain = OmegaConf.to_container(config)
-    typed = OmegaConf.merge(OmegaConf.structured(Config), plain)
-    assert isinstance(typed, DictConfig)
-    return typed
+def _nothing() -> None:
+    """Put nothing back: nothing was changed."""
 
 
-def _check_values(config: DictConfig) -> None:
-    """Refuse empty paths, values not among the choices or too small, and lists inside lists."""
-    for key in KEYS.values():
-        is_list = typing.get_origin(key.type) is list
-        if not key.choices and key.minimum is None and not is_list and not key.is_path:
-            continue
-        if _is_missing(config, key.name):
+def _restorer(config: DictConfig, name: str) -> Callable[[], None]:
+    """Return what gives a key, or the mapping that it is to be added to, its present value."""
+    parent, leaf = config, name
+    for part in name.split("."):
+        leaf = part
+        node = parent._get_node(part)
+        if not isinstance(node, DictConfig) or f"{parent._get_full_key(part)}" == name:
+            break
+        parent = node
+    content = parent.__dict__["_content"]
+    before = copy.deepcopy(content.get(leaf)) if isinstance(content, dict) else None
+
+    def put_back() -> None:
+        if before is None:
+            content.pop(leaf, None)
+        else:
+            content[leaf] = before
+
+    return put_back
+
+
+def _check(config: DictConfig, *, below: str = "") -> None:
+    """Make paths absolute. Raises InvalidValueError with everything that the schema refuses.
+
+    With `below` only this key, or those of this section, are looked at.
+    """
+    keys = [key for key in KEYS.values() if not below or f"{key.name}.".startswith(f"{below}.")]
+    if problems := list(_problems(config, keys)) or list(_make_absolute(config, keys)):
+        raise InvalidValueError(*problems)
+
+
+def _problems(config: DictConfig, keys: Iterable[Key]) -> Iterator[str]:
+    """Yield what is wrong with the values of keys; of those that only repeat another, nothing."""
+    for key in keys:
+        parent, leaf = _parent(config, key.name), key.name.rpartition(".")[2]
+        if OmegaConf.is_missing(parent, leaf):
             continue
         try:
             value = OmegaConf.select(config, key.name)
         except OmegaConfBaseException:
-            continue  # an interpolation of something that is missing, which is told elsewhere
-        if is_list and any(OmegaConf.is_config(each) for each in value):
-            raise InvalidValueError(
-                f"{key.name}={value}: expected a list of single values such as [a,b] ({key.text})."
-            )
-        if key.is_path and value == "":
-            raise InvalidValueError(
-                f"{key.name}= is empty ({key.text}); give a path (was a variable of the shell "
-                "not set?)."
-            )
-        if key.choices and not any(value == each for each in key.choices):
-            known = [shown(each) for each in key.choices]
-            raise InvalidValueError(
-                f"{key.name}={shown(value)}: {key.text}{did_you_mean(str(value), known)}; "
-                f"use one of {', '.join(dict.fromkeys(known))}."
-            )
-        if key.minimum is not None and value is not None and not key.minimum <= value < math.inf:
-            kind = "" if math.isfinite(value) else "a finite number of "
-            raise InvalidValueError(
-                f"{key.name}={shown(value)}: {key.text}; must be {kind}at least {key.minimum:g}."
-            )
-
-
-def _make_absolute(config: DictConfig) -> None:
-    """Make paths independent of the folder in which the command was typed."""
-    for key in KEYS.values():
-        if not key.is_path:
+            continue  # an interpolation of something that is missing, which is reported elsewhere
+        if _repeats_another(parent, leaf):
             continue
+        if found := key.problem(value):
+            yield found
+
+
+def _repeats_another(parent: DictConfig, leaf: str) -> bool:
+    """Whether a value is a mere reference to another key, which has the same problem."""
+    node = parent._get_node(leaf)
+    text = node._value() if isinstance(node, Node) else None
+    return isinstance(text, str) and _REFERENCE.fullmatch(text) is not None
+
+
+def _make_absolute(config: DictConfig, keys: Iterable[Key]) -> Iterator[str]:
+    """Make paths independent of the folder of the command; yield what is wrong with them."""
+    for key in keys:
         parent, leaf = _parent(config, key.name), key.name.rpartition(".")[2]
-        if _is_missing(config, key.name) or OmegaConf.is_interpolation(parent, leaf):
+        if (
+            not key.is_path
+            or OmegaConf.is_missing(parent, leaf)
+            or OmegaConf.is_interpolation(parent, leaf)
+            or not parent[leaf]
+        ):
             continue
-        value = parent[leaf]
-        if isinstance(value, str) and "://" in value:
-            continue  # in an object store
-        if isinstance(value, str):
-            parent[leaf] = _absolute(value, key.name)
-        elif value:
-            parent[leaf] = [_absolute(each, key.name) for each in value]
+        try:
+            if key.is_list:
+                parent[leaf] = [_absolute(each, key.name) for each in parent[leaf]]
+            else:
+                parent[leaf] = _absolute(parent[leaf], key.name)
+        except InvalidValueError as error:
+            yield from error.problems
 
 
 def _absolute(text: str, key: str) -> str:
     """Return one name for a path wherever it is written; links are kept but before '..'.
 
-    `~` and variables of the environment are replaced where the shell has not done so.
+    `~` and variables of the environment are replaced where the shell has not done so. What lies in
+    an object store stays as it is.
     """
+    if "://" in text:
+        return text
     path = Path(os.path.expandvars(text))
     if unset := [part for part in path.parts if part.startswith("$")]:
         raise InvalidValueError(f"{key}={text}: {unset[0]} is not set; give the path.")

@@ -13,56 +13,66 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from inference.gateway.access import DEFAULT_MAX_REQUEST_MB
-from launcher_scripts.cluster_config import CLUSTERS, ClusterConfig
-from launcher_scripts.option import Key, keys_of, option
+from launcher_scripts.cluster_section import CLUSTERS, ClusterSection
+from launcher_scripts.values import Key, keys_of, option
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
+# Bounds beyond which a number can only be a typing error.
+_RANKS, _NODE_GPUS, _NODE_CPUS, _NODE_MEMORY_GB = 4096, 64, 4096, 65536
+_TOKENS, _SECONDS, _PORT = 1 << 20, 30 * 24 * 3600, 65535
+_INT32 = (1 << 31) - 1  # numbers of config.pbtxt
 
 
 @dataclass
-class RunConfig:
+class RunSection:
     """`export.run`: names, folders and resources of the exported model."""
 
-    name: str = option("name of the convert and export jobs")
+    name: str = option("name of the convert and export jobs", name=True)
     time_limit: Any = option("MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS")
-    model_train_name: str = option("name of the trained model")
+    model_train_name: str = option("name of the trained model", name=True)
     dependency: str | None = option("dependency of the first job, such as singleton", None)
     training_dir: str | None = option("folder of the training run", None, path=True)
-    config_summary: str = option("distinguishes exports of one model in folder names")
+    config_summary: str = option("distinguishes exports of one model in folder names", name=True)
     results_dir: str = option("folder of this export: logs, repository and report", path=True)
     model_type: str = option("kind of checkpoint: gpt3, t5, mt5, ...")
-    gpus_per_node: int | None = option("GPUs for convert and export, which need none", None)
-    cpus_per_task: int | None = option("processors for convert and export", None, minimum=1)
-    mem_gb: float | None = option("memory for convert and export, in GB", None, minimum=0)
+    gpus_per_node: int | None = option(
+        "GPUs for convert and export, which need none", None, within=(1, _NODE_GPUS)
+    )
+    cpus_per_task: int | None = option(
+        "CPU cores for convert and export", None, within=(1, _NODE_CPUS)
+    )
+    mem_gb: float | None = option(
+        "memory for convert and export, in GB", None, within=(0, _NODE_MEMORY_GB)
+    )
 
 
 @dataclass
-class ModelConfig:
+class ModelSection:
     """`export.model`: the checkpoint and how its weights are divided."""
 
     checkpoint_path: str = option(
         "a .nemo file, an unpacked one, or a folder of checkpoints", path=True
     )
     tensor_model_parallel_size: int = option(
-        "GPUs that share each layer when serving; must divide the heads", minimum=1
+        "GPUs that share each layer when serving; must divide the heads", within=(1, _RANKS)
     )
     weight_data_type: str = option("stored type of the weights", choices=DATA_TYPES)
-    processes: int = option("processes that convert in parallel", minimum=1)
+    processes: int = option("processes that convert in parallel", within=(1, _NODE_CPUS))
     load_checkpoints_to_cpu: bool = option(
-        "accepted for compatibility: checkpoints are always read on the CPU", False
+        "accepted for compatibility: checkpoints are always read on the CPU", False, ignored=True
     )
 
 
 @dataclass
-class TritonDeploymentConfig:
+class TritonDeploymentSection:
     """`export.triton_deployment`: what the Triton repository says."""
 
     triton_model_dir: str = option(
         "folder of the served model; its parent is the Triton repository", path=True
     )
-    max_batch_size: int = option("largest batch that the server accepts", minimum=1)
+    max_batch_size: int = option("largest batch that the server accepts", within=(1, _INT32))
     pipeline_model_parallel_size: int = option(
-        "groups of layers when serving; must divide the layers", minimum=1
+        "groups of layers when serving; must divide the layers", within=(1, _RANKS)
     )
     int8_mode: Any = option("weight-only int8", choices=(False, True, 0, 1, 2))
     enable_custom_all_reduce: Any = option("NVIDIA's all-reduce", choices=(False, True, 0, 1))
@@ -71,33 +81,54 @@ class TritonDeploymentConfig:
     ensemble: bool = option(
         "add preprocessing, postprocessing and the ensemble: text in and out", True
     )
-    portable: bool = option("no absolute path in the repository", True)
+    portable: bool = option("write no absolute path into the repository", True)
     interactive: bool = option(
         "keep conversations between requests (max_batch_size=1, ensemble=false)", False
     )
     answer_only: bool = option("the ensemble answers without repeating the prompt", False)
-    max_queue_delay_us: int | None = option("the server's own batching waits so long", None)
-    instance_count: int = option("copies of the model in one server", 1, minimum=1)
-    model_type: str | None = option("serve the weights as this kind, such as T5-Encoder", None)
+    max_queue_delay_us: int | None = option(
+        "longest wait of Triton's dynamic batcher; null: no dynamic batcher",
+        None,
+        within=(0, 60_000_000),
+    )
+    instance_count: int = option("copies of the model in one server", 1, within=(1, 1024))
+    model_type: str | None = option("model type to serve the weights as, such as T5-Encoder", None)
     parameters: dict[str, Any] = option("further parameters of the model's config.pbtxt", {})
 
 
 @dataclass
-class BenchmarkConfig:
+class BenchmarkSection:
     """`export.benchmark`: how long to wait for the server; `evaluate.latency` does the rest."""
 
-    input_len: int = option("accepted for compatibility: see evaluate.latency.shapes", 60)
-    output_len: int = option("accepted for compatibility: see evaluate.latency.shapes", 20)
+    input_len: int = option(
+        "accepted for compatibility: see evaluate.latency.shapes",
+        60,
+        within=(1, _TOKENS),
+        ignored=True,
+    )
+    output_len: int = option(
+        "accepted for compatibility: see evaluate.latency.shapes",
+        20,
+        within=(1, _TOKENS),
+        ignored=True,
+    )
     batch_sizes: list[int] = option(
         "accepted for compatibility: see evaluate.latency.batch_sizes",
         [1, 2, 4, 8, 16, 32, 64, 128, 256],
+        within=(1, _INT32),
+        ignored=True,
     )
-    triton_wait_time_s: float = option("seconds to wait for the server", 300, minimum=0)
-    vocab_size: int = option("accepted for compatibility: prompts are real text", 51200)
+    triton_wait_time_s: float = option("seconds to wait for the server", 300, within=(0, _SECONDS))
+    vocab_size: int = option(
+        "accepted for compatibility: prompts are real text",
+        51200,
+        within=(1, _INT32),
+        ignored=True,
+    )
 
 
 @dataclass
-class AccuracyConfig:
+class AccuracySection:
     """`export.accuracy`: measure the exported model as part of the export."""
 
     enabled: bool = option("run evaluate after export", False)
@@ -106,19 +137,19 @@ class AccuracyConfig:
 
 
 @dataclass
-class ExportConfig:
+class ExportSection:
     """`export`: the model to serve (conf/export/<family>/<name>.yaml)."""
 
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    triton_deployment: TritonDeploymentConfig = field(default_factory=TritonDeploymentConfig)
-    benchmark: BenchmarkConfig = field(default_factory=BenchmarkConfig)
-    accuracy: AccuracyConfig = field(default_factory=AccuracyConfig)
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelSection = field(default_factory=ModelSection)
+    triton_deployment: TritonDeploymentSection = field(default_factory=TritonDeploymentSection)
+    benchmark: BenchmarkSection = field(default_factory=BenchmarkSection)
+    accuracy: AccuracySection = field(default_factory=AccuracySection)
 
 
 @dataclass
-class ConvertConfig:
-    """`convert`: what the conversion needs besides `export.model`."""
+class ConvertSection:
+    """`convert`: options of the conversion beyond those of `export.model`."""
 
     prompt_checkpoints: list[str] = option("p-tuning checkpoints to add", path=True)
     ia3_checkpoints: list[str] = option("IA3 adapters to add, one task each", path=True)
@@ -128,30 +159,30 @@ class ConvertConfig:
     vocab_path: str | None = option("vocabulary to use instead of the checkpoint's", path=True)
     merges_path: str | None = option("BPE merges to use instead of the checkpoint's", path=True)
     allow: list[str] = option("tensors (patterns) that may be unknown or not finite")
-    given: dict[str, Any] = option("config.ini values that the checkpoint does not tell", {})
+    given: dict[str, Any] = option("config.ini values that the checkpoint does not record", {})
 
 
 @dataclass
-class GemmTuningConfig:
+class GemmTuningSection:
     """`deploy.gemm_tuning`: measure NVIDIA's matrix products before the server starts."""
 
     enabled: bool = option("measure; engine fastertransformer only", False)
-    batch_size: int = option("rows of the largest requests", 8, minimum=1)
-    beam_width: int = option("beams of the largest requests", 1, minimum=1)
-    input_len: int = option("tokens of the longest prompts", 128, minimum=1)
+    batch_size: int = option("sequences in the largest request", 8, within=(1, _INT32))
+    beam_width: int = option("beams of the largest request", 1, within=(1, 1024))
+    input_len: int = option("tokens of the longest prompt", 128, within=(1, _TOKENS))
     program_dir: str = option(
-        "folder of gpt_gemm, t5_gemm and bert_gemm", "/opt/FasterTransformer/build/bin"
+        "folder of gpt_gemm, t5_gemm and bert_gemm", "/opt/FasterTransformer/build/bin", path=True
     )
 
 
 @dataclass
-class DeployConfig:
+class DeploySection:
     """`deploy`: the server (conf/deploy/default.yaml)."""
 
-    name: str = option("name of the job")
+    name: str = option("name of the job", name=True)
     time_limit: Any = option("the server is stopped after this time; notation as in export.run")
     engine: str = option(
-        "what computes: pytorch (this project), or NVIDIA's fastertransformer",
+        "what runs the model: pytorch (Slipway's engine) or fastertransformer (NVIDIA's backend)",
         choices=("pytorch", "fastertransformer"),
     )
     repository: str | None = option(
@@ -160,29 +191,39 @@ class DeployConfig:
         path=True,
     )
     endpoint_url: str | None = option("address of an S3-compatible store; null: S3 itself", None)
-    container: str | None = option("image of the server; null: that of every job", None)
+    container: str | None = option("image of the server; null: the one of `container`", None)
     host: str = option("address to listen on; 0.0.0.0 for every interface")
-    http_port: int = option("port of HTTP requests; 0 takes a free one", minimum=0)
-    grpc_port: int = option("port of gRPC requests; 0 takes a free one", minimum=0)
-    metrics_port: int = option("port of the Prometheus metrics; 0 takes a free one", minimum=0)
-    max_request_mb: int = option("largest request, in MiB", DEFAULT_MAX_REQUEST_MB, minimum=1)
+    http_port: int = option("port of HTTP requests; 0 takes a free one", within=(0, _PORT))
+    grpc_port: int = option("port of gRPC requests; 0 takes a free one", within=(0, _PORT))
+    metrics_port: int = option(
+        "port of the Prometheus metrics; 0 takes a free one", within=(0, _PORT)
+    )
+    max_request_mb: int = option(
+        "largest request, in MiB", DEFAULT_MAX_REQUEST_MB, within=(1, 1 << 20)
+    )
     tls_cert: str | None = option("certificate chain of the server, PEM", None, path=True)
     tls_key: str | None = option("its key, PEM, of mode 600", None, path=True)
     token_file: str | None = option(
         "tokens, one on each line, of which a request must bring one; mode 600", None, path=True
     )
     client_shared_memory: bool = option("clients may register shared memory of their own", False)
-    ready_timeout_s: float = option("seconds until every model must be ready", minimum=1)
-    drain_s: float = option("seconds that running requests get when the server stops", minimum=0)
-    max_restarts: int = option("starts again after a failure, at most", 3, minimum=0)
-    restart_backoff_s: float = option(
-        "seconds before the first of them; doubled for each further one", 5.0, minimum=0
+    ready_timeout_s: float = option("seconds until every model must be ready", within=(1, _SECONDS))
+    drain_s: float = option(
+        "seconds that running requests get to finish when the server stops", within=(0, _SECONDS)
     )
-    gemm_tuning: GemmTuningConfig = field(default_factory=GemmTuningConfig)
+    max_restarts: int = option("most restarts after failures", 3, within=(0, _INT32))
+    restart_backoff_s: float = option(
+        "seconds before the second restart in a row; doubled for each further one",
+        5.0,
+        within=(0, _SECONDS),
+    )
+    gemm_tuning: GemmTuningSection = field(default_factory=GemmTuningSection)
     keep: bool = option("keep serving after the evaluation, until Ctrl-C or the time limit")
-    gpus_per_node: int | None = option("GPUs for the server; null: as many as TP x PP needs")
-    cpus_per_task: int | None = option("processors for the server", minimum=1)
-    mem_gb: float | None = option("memory for the server, in GB", minimum=0)
+    gpus_per_node: int | None = option(
+        "GPUs for the server; null: as many as TP x PP needs", within=(1, _NODE_GPUS)
+    )
+    cpus_per_task: int | None = option("CPU cores for the server", within=(1, _NODE_CPUS))
+    mem_gb: float | None = option("memory for the server, in GB", within=(0, _NODE_MEMORY_GB))
 
 
 @dataclass
@@ -202,11 +243,15 @@ class LambadaConfig:
 class PromptConfig:
     """`evaluate.<task>.prompt`: virtual tokens of a model tuned by p-tuning."""
 
-    length: int = option("virtual tokens ahead of every prompt", 0, minimum=0)
-    start_id: int = option("id of the first, prompt_learning_start_id of config.ini", 0, minimum=0)
-    task_id: int | None = option("prompt table that the server has loaded", None)
+    length: int = option("virtual tokens ahead of every prompt", 0, within=(0, _TOKENS))
+    start_id: int = option(
+        "id of the first, prompt_learning_start_id of config.ini", 0, within=(0, _INT32)
+    )
+    task_id: int | None = option(
+        "prompt table that the server has loaded", None, within=(0, _INT32)
+    )
     table_path: str | None = option("prompt table to send with every request", None, path=True)
-    append_ids: list[int] = option("token ids after every prompt", [])
+    append_ids: list[int] = option("token ids after every prompt", [], within=(0, _INT32))
 
 
 @dataclass
@@ -215,8 +260,8 @@ class TextTaskConfig:
 
     data_path: str | None = option("the data; needed when the task is asked for", None, path=True)
     target_path: str | None = option("translation: the right lines", None, path=True)
-    template: str | None = option("prompt with the data's fields in braces", None)
-    output_len: int | None = option("tokens to generate", None, minimum=1)
+    template: str | None = option("prompt with the data's fields in braces", None, lines=True)
+    output_len: int | None = option("tokens to generate", None, within=(1, _TOKENS))
     method: str = option("how to ask", "generation", choices=("generation", "log_likelihood"))
     reference_path: str | None = option("figures of the same data to compare with", None, path=True)
     prompt: PromptConfig = field(default_factory=PromptConfig)
@@ -226,10 +271,12 @@ class TextTaskConfig:
 class IdentityConfig:
     """`evaluate.identity`: the served model beside the source checkpoint's own library."""
 
-    samples: int = option("rows of random token ids", minimum=1)
-    input_len: int = option("tokens of the longest row", minimum=1)
-    output_len: int = option("tokens of an answer", minimum=1)
-    tolerance: float | None = option("largest relative difference; null: by the types", minimum=0)
+    samples: int = option("rows of random token ids", within=(1, _INT32))
+    input_len: int = option("tokens of the longest row", within=(1, _TOKENS))
+    output_len: int = option("tokens of an answer", within=(1, _TOKENS))
+    tolerance: float | None = option(
+        "largest relative difference; null: by the types", within=(0, _INT32)
+    )
 
 
 @dataclass
@@ -238,11 +285,11 @@ class LatencyConfig:
 
     enabled: bool = option("measure at all")
     shapes: list[str] = option("tokens in and out such as 60+20, or a use case by its name")
-    batch_sizes: list[int] = option("rows of a request")
-    concurrencies: list[int] = option("requests in flight")
-    requests: int = option("timed requests of a point")
-    warmup: int = option("requests before those that count")
-    max_point_s: float = option("seconds after which a point ends")
+    batch_sizes: list[int] = option("rows of a request", within=(1, _INT32))
+    concurrencies: list[int] = option("requests in flight", within=(1, 65536))
+    requests: int = option("timed requests of a point", within=(1, _INT32))
+    warmup: int = option("requests before those that count", within=(0, _INT32))
+    max_point_s: float = option("seconds after which a point ends", within=(0.1, _SECONDS))
     load_generator: str = option("who sends the requests", choices=("client", "perf_analyzer"))
 
 
@@ -250,7 +297,7 @@ class LatencyConfig:
 class EvaluateConfig:
     """`evaluate`: what to measure (conf/evaluate/<name>.yaml)."""
 
-    name: str = option("name of the job")
+    name: str = option("name of the job", name=True)
     time_limit: Any = option("as in export.run")
     tasks: list[str] = option("what to measure, such as [lambada]")
     server: str | None = option("host:port of a running server; null: the pipeline's, or its own")
@@ -258,10 +305,12 @@ class EvaluateConfig:
     ca: str | None = option("ask with TLS, and trust these certificates, PEM", None, path=True)
     token_file: str | None = option("send the first token in this file", None, path=True)
     output_dir: str = option("where the report goes", path=True)
-    concurrency: int = option("requests kept in flight", minimum=1)
-    limit: int | None = option("ask only this many samples", minimum=1)
-    seed: int = option("seed of whatever is drawn")
-    request_timeout_s: float = option("seconds after which a request has failed", minimum=0)
+    concurrency: int = option("requests kept in flight", within=(1, 65536))
+    limit: int | None = option("ask only this many samples", within=(1, _INT32))
+    seed: int = option("seed of whatever is drawn", within=(0, (1 << 63) - 1))
+    request_timeout_s: float = option(
+        "seconds after which a request has failed", within=(0, _SECONDS)
+    )
     reference: str = option(
         "what to compare with: none, huggingface (the source checkpoint), or a report.json", "none"
     )
@@ -270,8 +319,8 @@ class EvaluateConfig:
     baseline_path: str | None = option("the baseline's file", path=True)
     history_dir: str | None = option("run store that the report is added to", path=True)
     trackers: list[str] = option("send the report to these too: mlflow, tensorboard", [])
-    cpus_per_task: int | None = option("processors for the evaluation", minimum=1)
-    mem_gb: float | None = option("memory for the evaluation, in GB", minimum=0)
+    cpus_per_task: int | None = option("processors for the evaluation", within=(1, _NODE_CPUS))
+    mem_gb: float | None = option("memory for the evaluation, in GB", within=(0, _NODE_MEMORY_GB))
     lambada: LambadaConfig = field(default_factory=LambadaConfig)
     boolq: TextTaskConfig = field(default_factory=TextTaskConfig)
     mnli: TextTaskConfig = field(default_factory=TextTaskConfig)
@@ -290,8 +339,8 @@ class Config:
     stages: list[str] = option("what to run: convert, export, deploy, evaluate")
     cluster_type: str = option("where to run", choices=CLUSTERS)
     launcher_scripts_path: str = option("folder that ends in /launcher_scripts", path=True)
-    data_dir: str = option("data sets", path=True)
-    base_results_dir: str = option("everything that is written", path=True)
+    data_dir: str = option("folder of data sets", path=True)
+    base_results_dir: str = option("folder of all results", path=True)
     dry_run: bool = option("write and print every job's script and configuration; start nothing")
     overwrite: bool = option("replace outputs of another configuration")
     wait: bool = option("on a cluster, follow the jobs to their end", False)
@@ -301,25 +350,29 @@ class Config:
         choices=("run", "status", "logs", "cancel", "compare"),
     )
     runs: list[str] = option(
-        "the two evaluations that action=compare means: ids, latest, latest~1, or reports",
+        "the two evaluations that action=compare compares: ids, latest, latest~1, or reports",
         ["latest~1", "latest"],
     )
     run_dir: str | None = option(
-        "results folder whose jobs are meant by action; null: the last run", None, path=True
+        "results folder that action works on; null: that of the last run", None, path=True
     )
     container: str | None = option("image of every job: registry path or .sqsh file")
     container_mounts: list[Any] = option("further mounts: /a, or /a:/b")
     env_vars: dict[str, Any] = option("environment of every job; null entries are left out")
-    wandb_api_key_file: str | None = option("accepted for compatibility: nothing is sent", None)
-    numa_mapping: dict[str, Any] = option("accepted for compatibility: training only", {})
+    wandb_api_key_file: str | None = option(
+        "accepted for compatibility: nothing is sent", None, ignored=True
+    )
+    numa_mapping: dict[str, Any] = option(
+        "accepted for compatibility: training only", {}, ignored=True
+    )
     bcp_no_redirect: bool = option("all ranks write to the job's log on bcp", True)
     debug: bool = option("show tracebacks", False)
-    ci_test: bool = option("accepted for compatibility", False)
-    api_log: bool = option("accepted for compatibility", False)
-    cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    export: ExportConfig = field(default_factory=ExportConfig)
-    convert: ConvertConfig = field(default_factory=ConvertConfig)
-    deploy: DeployConfig = field(default_factory=DeployConfig)
+    ci_test: bool = option("accepted for compatibility", False, ignored=True)
+    api_log: bool = option("accepted for compatibility", False, ignored=True)
+    cluster: ClusterSection = field(default_factory=ClusterSection)
+    export: ExportSection = field(default_factory=ExportSection)
+    convert: ConvertSection = field(default_factory=ConvertSection)
+    deploy: DeploySection = field(default_factory=DeploySection)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
 
 

@@ -1,4 +1,4 @@
-"""What the command shows: lines, one live line on a terminal, tables, and the list of problems."""
+"""Output of the command: lines, one live line on a terminal, tables, the list of problems."""
 
 from __future__ import annotations
 

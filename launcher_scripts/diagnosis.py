@@ -1,21 +1,18 @@
-"""What is wrong with an override, in words: what was expected, and what to write instead."""
+"""Messages for wrong overrides: what was expected, and what to write instead."""
 
 from __future__ import annotations
 
-import types
-import typing
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from launcher_scripts.checkout import CONFIG_DIR
+from export_scripts.suggest import closest, did_you_mean
 from launcher_scripts.config import GROUPS, keys
-from launcher_scripts.option import Key
-from launcher_scripts.suggest import closest, did_you_mean
+from launcher_scripts.settings import CONFIG_DIR
+from launcher_scripts.values import Key, shortened
 from stages import STAGES
 
 KEYS: Mapping[str, Key] = {key.name: key for key in keys()}
@@ -23,7 +20,11 @@ _SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, n
 
 
 class InvalidValueError(ValueError):
-    """A value that has the right type but is not allowed."""
+    """Values that the schema refuses; `problems` has a sentence for each."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
 
 
 def files_of_group(group: str) -> list[str]:
@@ -60,15 +61,19 @@ def check_names(overrides: Sequence[str]) -> None:
         )
 
 
-def diagnose(override: str, error: Exception) -> str:
-    """Return what is wrong with one override, what is expected and what to do."""
+def diagnose(override: str, error: Exception) -> list[str]:
+    """Return what is wrong with one override: what is expected and what to do."""
+    if isinstance(error, InvalidValueError):
+        return list(error.problems)
+    return [_diagnosis(override, error)]
+
+
+def _diagnosis(override: str, error: Exception) -> str:
     try:
         parsed = OverridesParser.create().parse_override(override)
     except HydraException:
         return _unreadable(override)
     key = parsed.key_or_group
-    if isinstance(error, InvalidValueError):
-        return str(error)
     if parsed.is_delete():
         return f"{override}: there is no such entry; those that are null are left out anyway."
     if key in GROUPS and not parsed.is_sweep_override():
@@ -118,34 +123,14 @@ def _unknown_key(override: str, key: str) -> str:
 
 
 def _wrong_type(parsed: Override, key: Key | None, error: Exception) -> str:
+    word = shortened(str(parsed.input_line))
     if key is None:
-        return f"{parsed.input_line}: {told(error)}"
-    if typing.get_origin(key.type) is list and not isinstance(parsed.value(), list):
+        return f"{word}: {objection(error)}"
+    if key.is_list and not isinstance(parsed.value(), (list, dict)):
         if parsed.value() is None:
-            return f"{parsed.input_line}: expected a list such as [a,b]; [] is one without entries."
-        return f"{parsed.input_line}: expected a list; write '{key.name}=[{parsed.value()}]'."
-    return f"{parsed.input_line}: expected {_kind(key)} ({key.text})."
-
-
-def _kind(key: Key) -> str:
-    """Return the type of a key in words."""
-    if key.choices:
-        return "one of " + ", ".join(dict.fromkeys(map(shown, key.choices)))
-    options = [key.type]
-    if isinstance(key.type, types.UnionType):
-        options = list(typing.get_args(key.type))
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a text",
-             type(None): "null", Any: "a value"}  # fmt: skip
-    words = []
-    for each in options:
-        origin = typing.get_origin(each)
-        if origin is list:
-            words.append("a list such as [a,b]")
-        elif origin is dict:
-            words.append("a mapping such as {a: 1}")
-        else:
-            words.append(names[each])
-    return " or ".join(words)
+            return f"{word}: expected a list such as [a,b]; [] is one without entries."
+        return f"{word}: expected a list; write '{key.name}=[{shortened(str(parsed.value()))}]'."
+    return f"{word}: expected {key.expected()} ({key.text})."
 
 
 def _is_below_free_form(name: str) -> bool:
@@ -154,14 +139,7 @@ def _is_below_free_form(name: str) -> bool:
     return any(each in KEYS for each in parents)
 
 
-def shown(value: Any) -> str:
-    """Return a value as it is written in YAML."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def told(error: BaseException) -> str:
+def objection(error: BaseException) -> str:
     """Return what Hydra, OmegaConf or YAML objects to, in a line."""
     if isinstance(error, yaml.YAMLError):
         return " ".join(str(error).split())

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from export_scripts.suggest import did_you_mean
 from export_scripts.triton.repository import ENSEMBLE
 from inference.evaluation.options import (
     REFERENCES,
@@ -25,7 +26,6 @@ from inference.gateway.credentials import Credentials
 from launcher_scripts.config import Config, TextTaskConfig
 from launcher_scripts.export_config import has_ensemble
 from launcher_scripts.server_config import server_config
-from launcher_scripts.suggest import did_you_mean
 from stages.convert import find_checkpoint
 from stages.deploy_config import DeployConfig
 from stages.endpoint import ENDPOINT_NAME

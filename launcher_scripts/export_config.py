@@ -1,4 +1,4 @@
-"""From the configuration to the exported model: what is converted, what the repository says."""
+"""Requests for the conversion and for the Triton repository, from the configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--help` prints: how to call the command, and every key with its meaning."""
+"""The text of `--help`: usage, examples, and every key with its meaning."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Slipway takes a trained language-model checkpoint to a served, measured Triton e
 
 usage: python main.py [group=file ...] [key=value ...] [options]
 
-stages (in this order; what a stage needs and does not find runs first)
+stages (in this order; missing prerequisites run first)
   convert     checkpoint -> FasterTransformer shards        <triton_model_dir>/1/<TP>-gpu
   export      shards -> Triton repository                   config.pbtxt of every model
   deploy      repository -> running server, until Ctrl-C    deploy/endpoint.json

@@ -21,16 +21,12 @@ if missing := [name for name in ("hydra", "submitit", "yaml") if find_spec(name)
     )
 
 from launcher_scripts.arguments import Arguments, read_arguments  # noqa: E402
-from launcher_scripts.checkout import CONFIG_DIR  # noqa: E402
-from launcher_scripts.compose import (  # noqa: E402
-    CONFIG_NAME,
-    Composition,
-    compose_config,
-    register,
-)
+from launcher_scripts.compose import Composition, compose_config, register  # noqa: E402
 from launcher_scripts.config import Config  # noqa: E402
 from launcher_scripts.console import Console  # noqa: E402
-from launcher_scripts.exit_status import (  # noqa: E402
+from launcher_scripts.nemo_root import CONFIG_NAME  # noqa: E402
+from launcher_scripts.settings import (  # noqa: E402
+    CONFIG_DIR,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
@@ -92,11 +88,13 @@ def _run(words: Sequence[str]) -> int:
     if (other := _other_replica(composition.config)) and not problems:
         console.say(f"replica {other}: the first replica of this job runs the stages")
         return EXIT_OK
-    from launcher_scripts.session import Session
+    from launcher_scripts.invocation import Invocation
 
-    session = Session(composition.config, composition.resolved, words, console)
-    run = session.prepare(problems)
-    return _report(problems) if run is None else session.execute(run)
+    invocation = Invocation(
+        composition.config, composition.resolved, words, console, notes=composition.notes
+    )
+    run = invocation.prepare(problems)
+    return _report(problems) if run is None else invocation.execute(run)
 
 
 def _compose(arguments: Arguments, overrides: Sequence[str]) -> Composition:
@@ -110,13 +108,13 @@ def _compose(arguments: Arguments, overrides: Sequence[str]) -> Composition:
 
 def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
     """Run one pipeline for each combination of the listed values."""
-    from launcher_scripts.session import Session, run_all
+    from launcher_scripts.invocation import Invocation, run_all
     from launcher_scripts.sweep import Outcome, combinations, compose_all
 
     wanted, problems = combinations(arguments.overrides)
     problems = [*arguments.problems, *problems]
     outcomes: list[Outcome] = []
-    sessions: list[Session] = []
+    invocations: list[Invocation] = []
     composed = compose_all(wanted, functools.partial(_compose, arguments))
     for each, composition in zip(wanted, composed, strict=True):
         found = list(composition.problems)
@@ -125,13 +123,15 @@ def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
                 found.append("--multirun runs; leave action out, or leave --multirun out.")
             if _other_replica(config):
                 return EXIT_OK
-            session = Session(config, composition.resolved, words, console, each.label)
-            run = session.prepare(found)
-            sessions.append(session)
+            invocation = Invocation(
+                config, composition.resolved, words, console, each.label, composition.notes
+            )
+            run = invocation.prepare(found)
+            invocations.append(invocation)
             outcomes.append(Outcome(each, Path(config.export.run.results_dir), run, config))
         label = f"{each.label}: " if len(wanted) > 1 and each.values else ""
         problems += [f"{label}{text}" for text in found]
-    return _report(problems) if problems else run_all(sessions, outcomes, console)
+    return _report(problems) if problems else run_all(invocations, outcomes, console)
 
 
 def _other_replica(config: Config) -> int:

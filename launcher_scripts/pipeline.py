@@ -1,4 +1,4 @@
-"""Which stages run, in which order, what each waits for, and what came of it."""
+"""The plan: the stages that run, their order, and what each waits for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from export_scripts.suggest import did_you_mean
 from launcher_scripts.config import Config
 from launcher_scripts.stage_table import STAGE_TABLE, Context, build_stage
-from launcher_scripts.suggest import did_you_mean
 from launcher_scripts.time_limit import minutes
 from stages import STAGES
 from stages.base import Finding, Stage, Standing
@@ -44,7 +44,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages in their order, with everything that speaks against running them."""
+    """The stages in their order, and every problem that keeps them from running."""
 
     stages: tuple[PlannedStage, ...]
     problems: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ def read_stages(names: Sequence[str]) -> tuple[list[str], list[str]]:
     return [name for name in STAGES if name in wanted], problems
 
 
-def make_plan(config: Config, context: Context) -> Plan:
+def plan_pipeline(config: Config, context: Context) -> Plan:
     """Return what would be done, without doing anything."""
     asked = [*config.stages, "evaluate"] if _measures_export(config) else config.stages
     requested, problems = read_stages(asked)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from launcher_scripts import job_folder
 from launcher_scripts.console import Console
-from launcher_scripts.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.launchers.base import (
     AFTER_START,
     AFTER_SUCCESS,
@@ -22,6 +21,7 @@ from launcher_scripts.launchers.base import (
     SubmissionError,
 )
 from launcher_scripts.pipeline import PlannedStage
+from launcher_scripts.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.summary import metrics, summary
 from stages import record
 from stages.progress import ProgressState, read_json, read_progress

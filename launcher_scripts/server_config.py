@@ -1,4 +1,4 @@
-"""From the configuration to the server: what it serves, where its ranks go, what it may see."""
+"""Settings and resources of the server, from the configuration."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from export_scripts.triton.object_store import StoreLocation
 from inference.gateway.access import Access
 from launcher_scripts.config import Config
-from launcher_scripts.switches import only_writes
+from launcher_scripts.settings import is_dry_run
 from stages.base import Resources
 from stages.deploy_config import PYTORCH, DeployConfig, GemmTuning, store_location
 from stages.placement import Placement, place
 
 
 def server_config(config: Config) -> DeployConfig:
-    """Return what the server is told. Raises ValueError if its ranks or its place do not fit."""
+    """Return the settings of the server. Raises ValueError if its ranks or its image do not fit."""
     deploy = config.deploy
     if deploy.container is not None and config.cluster_type != "bcm":
         raise ValueError(
@@ -49,7 +49,7 @@ def server_config(config: Config) -> DeployConfig:
         nodes=placement.nodes if placement else 1,
         is_mpi_step=config.cluster_type == "bcm" and config.cluster.mpi is not None,
         visible_devices=_visible_devices(config, placement, shown),
-        serves_here=config.cluster_type != "bcm" and not only_writes(config),
+        serves_here=config.cluster_type != "bcm" and not is_dry_run(config),
         local_gpus=None if shown is None else len(shown),
         gemm_tuning=_gemm_tuning(config),
         remarks=(placement.warning,) if placement and placement.warning else (),
@@ -115,7 +115,7 @@ def server_store(config: Config) -> StoreLocation | None:
 
 
 def deploy_resources(config: Config, limit_min: int) -> Resources:
-    """Return what the server's job asks of a cluster. Raises ValueError if it cannot be had."""
+    """Return the resources of the server's job. Raises ValueError if no node can give them."""
     placement = _placement(config)
     nodes = placement.nodes if placement else 1
     ranks_per_node = _world_size(config) // nodes
@@ -137,7 +137,7 @@ def _world_size(config: Config) -> int:
 
 
 def _placement(config: Config) -> Placement | None:
-    """Return where the ranks go, None where nobody counts GPUs.
+    """Return the placement of the ranks; None on a cluster that does not count GPUs.
 
     Raises:
         ValueError: they do not fit.

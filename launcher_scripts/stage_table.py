@@ -21,7 +21,7 @@ from stages.export import ExportStage
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage is told about the run that is not in the configuration.
+    """Facts about a run that the configuration does not hold.
 
     Attributes:
         deploys: whether the same pipeline deploys a server.
@@ -37,13 +37,13 @@ class Context:
 
 @dataclass(frozen=True)
 class StageRow:
-    """What the launcher knows of a stage.
+    """One stage as the launcher sees it.
 
     Attributes:
         make: makes it from the configuration.
         resources: what its job asks of a cluster, given its time limit in minutes.
-        settings: section of the configuration with the `name` and `time_limit` of its job.
-        saved: sections that are saved beside its job; further ones become part of the first.
+        settings: section of the configuration that holds the `name` and `time_limit` of its job.
+        saved: sections that are saved with its job; further ones become part of the first.
         needs: the stage whose outputs it works on.
     """
 
@@ -84,7 +84,7 @@ def build_stage(name: str, config: Config, context: Context) -> Stage:
 
 
 def _warning_s(config: Config) -> float:
-    """Return how long before its time limit a server stops."""
+    """Return the seconds before its time limit at which a server stops."""
     if config.cluster_type == "local":
         return 45.0
     # Slurm's signal may come up to a minute early.

@@ -1,4 +1,4 @@
-"""What came of a pipeline, for whoever reads the output of the command."""
+"""The table of stages and their results at the end of a run."""
 
 from __future__ import annotations
 

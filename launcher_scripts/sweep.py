@@ -20,7 +20,6 @@ from hydra.errors import HydraException
 from launcher_scripts.compose import Composition
 from launcher_scripts.config import Config
 from launcher_scripts.console import Console
-from launcher_scripts.exit_status import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.launchers.base import (
     AFTER_TWIN,
     Dependency,
@@ -29,6 +28,7 @@ from launcher_scripts.launchers.base import (
     SubmissionError,
 )
 from launcher_scripts.run import Run
+from launcher_scripts.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from stages import record
 from stages.progress import write_json
 
@@ -74,7 +74,7 @@ class ArrayLauncher(Protocol):
 
 @dataclass
 class Outcome:
-    """What came of one combination."""
+    """The result of one combination."""
 
     combination: Combination
     results_dir: Path
@@ -96,7 +96,7 @@ def combinations(overrides: Sequence[str]) -> tuple[list[Combination], list[str]
         try:
             parsed = parser.parse_override(each)
         except HydraException:
-            fixed.append(each)  # told in composing
+            fixed.append(each)  # composing reports it
             continue
         if not parsed.is_sweep_override():
             fixed.append(each)
@@ -241,7 +241,7 @@ def _run_of(outcome: Outcome) -> Run:
 
 
 def _look(outcome: Outcome) -> None:
-    """Read from the records what came of a combination."""
+    """Read the result of a combination from its records."""
     run = outcome.run
     if run is None:
         return

@@ -82,7 +82,10 @@ class ExportStage(Stage):
 
     def check(self) -> list[str]:
         """Return the problems of sizes, types and destination."""
-        problems = [*check_repository(self.request, names=KEYS), *self._tokenizer_problems()]
+        problems = [
+            *check_repository(self.request, names=KEYS, kind=self.kind),
+            *self._tokenizer_problems(),
+        ]
         if self.publish_to is not None and find_spec("boto3") is None:
             problems.append(
                 "deploy.repository is an object store, which needs boto3; install the extra 's3' "

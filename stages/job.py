@@ -19,6 +19,7 @@ from submitit.core.utils import UncompletedJobError
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.files.disk import full_disk
 from inference.launch_environment import LaunchEnvironment, read_launch_environment
 from inference.server.server import ServerStartError
 from stages import record
@@ -145,6 +146,8 @@ def assist(stage: Stage, place: LaunchEnvironment) -> Summary:
 def cause_of(error: BaseException) -> str:
     """Return an error in words: the message alone when it was written for users."""
     text = str(error).strip()
+    if isinstance(error, OSError) and (full := full_disk(error, Path.cwd())):
+        return full
     if isinstance(error, (ValueError, StageError, RuntimeError, OSError)) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from export_scripts.families import FAMILIES
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
+from export_scripts.suggest import did_you_mean
 
 # Model types users type -> the families they may be.
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {"gpt3": ("gpt", "llama"), "mt5": ("t5",)}
@@ -110,7 +111,8 @@ def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> li
     kinds = (*MODEL_TYPES, *FAMILIES)
     if request.model_type is not None and request.model_type not in kinds:
         problems.append(
-            f"{names['model_type']}={request.model_type} is unknown; use {', '.join(kinds)}"
+            f"{names['model_type']}={request.model_type} is unknown"
+            f"{did_you_mean(request.model_type, kinds)}; use {', '.join(kinds)}"
         )
     return problems
 

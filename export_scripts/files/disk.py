@@ -123,6 +123,25 @@ def disk_full_as_value_error(folder: Path, what: str, needed_bytes: int) -> Iter
         ) from error
 
 
+def full_disk(error: OSError, nearby: Path) -> str | None:
+    """Return which disk is full and what to do; None for any other error.
+
+    `nearby` is a path on the disk, for errors that name none.
+    """
+    if error.errno not in _FULL:
+        return None
+    path = Path(os.fsdecode(error.filename)) if error.filename else nearby
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    mount = next(each for each in (there.resolve(), *there.resolve().parents) if each.is_mount())
+    free = shutil.disk_usage(there).free
+    full = "is full" if error.errno == errno.ENOSPC else "has no more room for this user (quota)"
+    return (
+        f"the disk mounted at {mount} {full}: {path} cannot be written, {free:,} bytes are free; "
+        "free space there, or choose a folder on another disk, and run again: what is finished is "
+        "kept"
+    )
+
+
 def check_space(folder: Path, needed_bytes: int) -> str | None:
     """Return a problem if a folder's disk has less than `needed_bytes` free."""
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())

@@ -6,7 +6,7 @@ config.pbtxt is written last and atomically: without it the server ignores the f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from export_scripts.families import FAMILIES
@@ -20,6 +20,7 @@ from export_scripts.ft.tokenizer_files import (
     TOKENIZER_KINDS,
     find_tokenizer,
 )
+from export_scripts.suggest import did_you_mean
 from export_scripts.triton.model_folders import (
     ENGINES,
     ENSEMBLE,
@@ -34,7 +35,9 @@ from export_scripts.triton.model_folders import (
     takes_text,
     text_models,
 )
+from export_scripts.triton.parameters import parameter_problems
 from export_scripts.triton.repository_request import VERSION, RepositoryRequest
+from export_scripts.triton.signature import MODEL_SIGNATURES
 
 __all__ = [
     "CONFIG_FILE",
@@ -58,6 +61,7 @@ _INTERACTIVE_TYPES = {
     "fastertransformer": ("GPT",),
 }
 _ALSO_SERVED_AS = {"T5": ("T5-Encoder",)}
+_NO_INT8 = "is not supported for BERT by engine=pytorch; use 0."
 _NO_TOKENIZER = (
     f"{{}} holds no tokenizer ({TOKENIZER_CHOICES}), which the text models need; convert with one, "
     "or build without the ensemble."
@@ -65,11 +69,12 @@ _NO_TOKENIZER = (
 
 
 def check_repository(
-    request: RepositoryRequest, *, names: Mapping[str, str] | None = None
+    request: RepositoryRequest, *, names: Mapping[str, str] | None = None, kind: str | None = None
 ) -> list[str]:
     """Return the problems of a request that are visible before the weights exist.
 
-    `names` gives the configuration key of a field for the messages.
+    `names` gives the configuration key of a field for the messages, `kind` is that of
+    `repository_models`.
     """
     name = dict(names or {})
 
@@ -91,10 +96,17 @@ def check_repository(
         found.append(
             problem("model_dir", f"ends in '{request.model_dir.name}', the name of a text model.")
         )
-    if request.engine == "pytorch" and int(request.int8_mode) in (1, 2):
-        found.append(problem("int8_mode", "needs the fastertransformer engine; use 0."))
-    if request.engine == "pytorch" and request.instance_count > 1:
-        found.append(problem("instance_count", "needs the fastertransformer engine; use 1."))
+    if request.model_type is not None and request.model_type not in MODEL_SIGNATURES:
+        hint = did_you_mean(request.model_type, MODEL_SIGNATURES)
+        text = f"is unknown{hint}; use one of {', '.join(MODEL_SIGNATURES)}."
+        found.append(problem("model_type", text))
+    if request.engine == "pytorch":
+        found += [problem(key, text) for key, text in _beyond_our_engine(request, kind)]
+        section = f"{name['parameters']}." if "parameters" in name else "parameter "
+        found += [
+            f"{section}{each}={request.parameters[each]} {text}"
+            for each, text in parameter_problems(request.parameters).items()
+        ]
     if request.interactive:
         found += [
             problem(key, f"must be {needed} for an interactive model.")
@@ -102,6 +114,16 @@ def check_repository(
             if getattr(request, key) != needed
         ]
     return found
+
+
+def _beyond_our_engine(request: RepositoryRequest, kind: str | None) -> Iterator[tuple[str, str]]:
+    """Yield fields whose values Slipway's own engine does not serve, each with the reason."""
+    if int(request.int8_mode) == 2:
+        yield "int8_mode", "needs engine=fastertransformer; use 0 or 1."
+    if int(request.int8_mode) == 1 and "bert" in (request.model_type, kind):
+        yield "int8_mode", _NO_INT8
+    if request.instance_count > 1:
+        yield "instance_count", "needs the fastertransformer engine; use 1."
 
 
 def build_repository(request: RepositoryRequest) -> list[Path]:
@@ -170,6 +192,8 @@ def _weight_problems(
     model_type = served_type(request, family)
     if model_type not in (family.model_type, *_ALSO_SERVED_AS.get(family.model_type, ())):
         found.append(f"model_type={model_type}, but {request.weights_dir} holds {family.name}.")
+    if request.engine == "pytorch" and int(request.int8_mode) and model_type == "bert":
+        found.append(f"int8_mode={request.int8_mode} {_NO_INT8}")
     if request.decoupled and not is_generative(model_type):
         found.append(f"decoupled=True, but a {model_type} model does not stream.")
     keeping = _INTERACTIVE_TYPES.get(request.engine, ())

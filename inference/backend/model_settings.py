@@ -2,86 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from export_scripts.triton.parameters import PARAMETERS
 from inference.backend.triton_model import ModelArguments
 from inference.engine.options import EngineOptions
 from inference.plain_path import native_path
 from inference.ranks.settings import Placement
 
-DATA_TYPES = ("fp32", "fp16", "bf16")
-
-
-def _at_least(low: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not text.isdigit() or int(text) < low:
-            raise ValueError(f"must be a whole number of at least {low}")
-        return int(text)
-
-    return parse
-
-
-def _one_of(*choices: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
-        return text
-
-    return parse
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError("must be a number of seconds above 0")
-    return value
-
-
-def _flag(text: str) -> bool:
-    if text not in ("0", "1"):
-        raise ValueError("must be 0 or 1")
-    return text == "1"
-
-
-# Parameters and their checks; the first three are required.
-_REQUIRED: dict[str, Callable[[str], Any]] = {
-    "tensor_para_size": _at_least(1),
-    "pipeline_para_size": _at_least(1),
-    "data_type": _one_of(*DATA_TYPES),
-}
-_OPTIONAL: dict[str, Callable[[str], Any]] = {
-    "model_type": str,
-    "model_checkpoint_path": str,
-    "int8_mode": _at_least(0),
-    "enable_custom_all_reduce": _at_least(0),
-    "device": _one_of("auto", "cpu", "cuda"),
-    "is_sparse": _one_of("0"),
-    "is_remove_padding": _flag,
-    "strict_lengths": _flag,
-    "stream_new_tokens": _flag,
-}
-# Fields of EngineOptions, whose own checks follow.
-_ENGINE: dict[str, Callable[[str], Any]] = {
-    "max_lanes": _at_least(1),
-    "max_seq_len": _at_least(1),
-    "kv_cache_bytes": _at_least(1),
-    "max_queued_rows": _at_least(1),
-    "max_stall_s": _seconds,
-    "threads": _at_least(1),
-    "shared_memory": _flag,
-    "rank_timeout_s": _seconds,
-    "start_timeout_s": _seconds,
-    "output_log_probs_mode": _one_of("renormalized", "full"),
-    "nucleus_include_boundary": _flag,
-}
-PARAMETERS = _REQUIRED | _OPTIONAL | _ENGINE
 # Parameters that are fields of `Placement`.
 _PLACEMENT = {
     "tensor_para_size": "tp_size",
@@ -120,20 +50,22 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
     """
     values: dict[str, Any] = {}
     problems = [
-        f"parameter {key} is missing" for key in _REQUIRED if key not in arguments.parameters
+        f"parameter {key} is missing"
+        for key, parameter in PARAMETERS.items()
+        if parameter.is_required and key not in arguments.parameters
     ]
-    for key, check in PARAMETERS.items():
+    for key, parameter in PARAMETERS.items():
         if key in arguments.parameters:
             text = arguments.parameters[key]
             try:
-                values[key] = check(text)
+                values[key] = parameter.read(text)
             except ValueError as error:
                 problems.append(f"parameter {key}={text!r}: {error}")
     if problems:
         name = arguments.model_folder.name
         raise ValueError("\n".join(f"config.pbtxt of {name}: {problem}" for problem in problems))
     direct = {key: values[key] for key in _DIRECT if key in values}
-    options = {key: values[key] for key in _ENGINE if key in values}
+    options = {key: values[key] for key in values if PARAMETERS[key].is_engine_option}
     if arguments.session_idle_s is not None:
         options["session_idle_s"] = arguments.session_idle_s
     return ModelSettings(

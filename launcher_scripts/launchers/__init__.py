@@ -1,4 +1,8 @@
-"""The clusters that jobs can be sent to. What a cluster needs is imported when it is chosen."""
+"""Launchers: one module or more for each cluster that jobs can be sent to.
+
+Where a job runs and how it is submitted, followed and stopped belongs here; which jobs there are
+belongs above. A launcher is imported when its cluster is chosen.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ def make_launcher(config: Config) -> Launcher:
 
 
 def queue_of(cluster: str) -> Queue | None:
-    """Return who knows what became of a cluster's jobs; None where they are mere processes."""
+    """Return the queue of a cluster; None where jobs are processes of the command."""
     find = _QUEUES.get(cluster)
     return find() if find is not None else None
 

@@ -1,4 +1,4 @@
-"""What a launcher is: it knows where jobs run, and nothing of what they do."""
+"""The interfaces of a cluster: jobs, their handles, launchers and queues."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Queue(Protocol):
         """Return why a job is still in the queue; empty when it is not there."""
 
     def cancel(self, job_id: str) -> str:
-        """Take a job out of the queue, or end it; return what stands against that, or nothing."""
+        """Take a job out of the queue, or end it; return why that is impossible, or nothing."""
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from launcher_scripts.launchers.base import Dependency, Job, clean_environment
 from launcher_scripts.launchers.bcp_executor import TIMED_OUT, BcpExecutor, BcpJob, task_command
 from launcher_scripts.launchers.bcp_script import MPIRUN, Tasks, is_mpi_array, job_script, runner
 from launcher_scripts.launchers.local import LocalHandle, new_id
-from launcher_scripts.switches import only_writes
+from launcher_scripts.settings import is_dry_run
 from stages import record
 from stages.base import Resources, Stage
 from stages.job import LOG_LEVEL_VARIABLE, MARK_VARIABLE, StageJob
@@ -60,11 +60,11 @@ class BcpLauncher:
             f"{stage.name} needs {stage.resources().nodes} nodes, and this job has {count} "
             "(NGC_ARRAY_SIZE); start it with more replicas, or lower the parallel sizes."
             for stage in stages
-            if stage.resources().nodes > count and not only_writes(self._config)
+            if stage.resources().nodes > count and not is_dry_run(self._config)
         ]
         if count > 1:
             problems += self._private_places()
-        if not only_writes(self._config) and runner(self._config.cluster.bcprun) is None:
+        if not is_dry_run(self._config) and runner(self._config.cluster.bcprun) is None:
             problems.append(
                 f"cluster_type=bcp needs {self._config.cluster.bcprun} or {MPIRUN}, and neither is "
                 "on PATH; run inside a Base Command job, or use cluster_type=local."
@@ -72,7 +72,7 @@ class BcpLauncher:
         return problems
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return nothing: a replica has no further facts."""
+        """Return nothing: a replica needs no remark."""
         del stages
         return []
 

@@ -20,8 +20,8 @@ from submitit.core.core import Job as SubmittedJob
 from submitit.core.utils import pickle_load
 from submitit.local.local import LocalExecutor, LocalJob
 
-from launcher_scripts.checkout import CHECKOUT
 from launcher_scripts.launchers.base import Dependency, Job, clean_environment
+from launcher_scripts.settings import CHECKOUT
 from stages import record
 from stages.base import Stage
 from stages.job import (
@@ -54,7 +54,7 @@ class LocalLauncher:
         ]
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return nothing: this machine holds no surprises."""
+        """Return nothing: this machine needs no remark."""
         del stages
         return []
 

@@ -47,11 +47,11 @@ class SlurmLauncher:
         self._config = config
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
-        """Return what the cluster would refuse, as far as it can be asked from here."""
+        """Return what the cluster would refuse, as far as this machine can ask it."""
         return problems_of_cluster(self._config, stages)
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Say which folders the nodes may not see."""
+        """Return a note for each folder that the nodes may not see."""
         del stages
         folders = {
             "base_results_dir": self._config.base_results_dir,
@@ -103,7 +103,7 @@ class SlurmLauncher:
             StageJob(job.stage, job.record_path, step_of(job, config)) for job, config in jobs
         ]
         try:
-            # What sbatch objects to is part of the error; submitit prints it besides.
+            # The error quotes sbatch; submitit would print the same text again.
             with _environment_of_a_login_shell(), redirect_stderr(io.StringIO()):
                 return [each.job_id for each in executor.submit_array(payloads)]
         except (FailedJobError, FailedSubmissionError) as error:
@@ -123,7 +123,7 @@ class SlurmHandle:
 
     @property
     def log_path(self) -> Path:
-        """Output of the job; its errors are beside it in .err."""
+        """Output of the job; its errors are in .err next to it."""
         return self._log_path
 
     def poll(self) -> str | None:

@@ -1,4 +1,4 @@
-"""What a Slurm would refuse, asked before anything is submitted; all answers at once."""
+"""Checks against the Slurm cluster itself, before anything is submitted."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from pathlib import Path
 from launcher_scripts.checks import nearest_that_exists
 from launcher_scripts.config import Config
 from launcher_scripts.launchers.slurm_options import images_of, problems_of_options
-from launcher_scripts.switches import only_writes
+from launcher_scripts.settings import is_dry_run
 from stages.base import Stage
 from stages.preflight import mpi_problem
 
 # An ext4 or xfs disk may be exported to the nodes; these cannot be.
 _OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
 _ASK_S = 20.0
-# The nodes may be busy; then nothing is learnt.
+# Busy nodes may not answer in this time; the check is then left out.
 _PROBE_WAIT_S = 60
 _UNSEEN = "unseen:"
 
 
 def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
-    """Return why the stages cannot run, as far as the cluster can be asked from here."""
+    """Return why the stages cannot run, as far as this machine can ask the cluster."""
     problems = problems_of_options(config, stages)
-    if only_writes(config):
+    if is_dry_run(config):
         return problems
     if shutil.which("sbatch") is None:
         return [
@@ -72,7 +72,7 @@ def _problems_seen_from_nodes(config: Config, nodes: int) -> list[str]:
         {line.removeprefix(_UNSEEN) for line in (answer or "").splitlines() if _UNSEEN in line}
     )
     return [
-        f"{key} is not seen by the nodes; put it on a file system that they share."
+        f"{key} is not visible on the nodes; put it on a file system that they share."
         if key != "python"
         else f"{sys.executable} cannot import submitit on the nodes; install the environment on a "
         "file system that they share."

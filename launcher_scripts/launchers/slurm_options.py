@@ -1,8 +1,7 @@
-"""What the configuration says that Slurm or pyxis would not take; nobody has to be asked for it."""
+"""Checks of settings that no Slurm and no pyxis would take, made without asking them."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,11 +20,10 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 def problems_of_options(config: Config, stages: Sequence[Stage]) -> list[str]:
     """Return every setting that cannot work on any Slurm."""
     return [
-        *_texts(config),
+        *_further_options(config),
         *_memory(config.cluster.mem),
         *_gpus(config, stages),
         *_images(config, stages),
-        *_mounts(config),
     ]
 
 
@@ -40,22 +38,13 @@ def images_of(config: Config, stages: Sequence[Stage]) -> dict[str, str]:
     return found
 
 
-def _texts(config: Config) -> Iterator[str]:
-    cluster = config.cluster
-    values: dict[str, Any] = {
-        f"cluster.{each.name}": getattr(cluster, each.name) for each in dataclasses.fields(cluster)
-    }
-    del values["cluster.additional_parameters"]
-    for name, value in cluster.additional_parameters.items():
+def _further_options(config: Config) -> Iterator[str]:
+    for name, value in config.cluster.additional_parameters.items():
         key = f"cluster.{name}"
         if not _OPTION.fullmatch(str(name)):
             yield f"{key}: {name} is not a name of an option of sbatch."
         if isinstance(value, (dict, list)):
             yield f"{key}={value}: expected a single value, as sbatch takes it after --{name}=."
-        values[key] = value
-    values["export.run.dependency"] = config.export.run.dependency
-    values["export.run.results_dir"] = config.export.run.results_dir
-    for key, value in values.items():
         if isinstance(value, str) and _CONTROL.search(value):
             yield f"{key}={value!r}: an option of sbatch is one line; leave the line break out."
 
@@ -100,13 +89,4 @@ def _images(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
             yield (
                 f"{key}={image} would be looked for in a registry; write a file with its whole "
                 f"path, such as {Path(image).absolute()}."
-            )
-
-
-def _mounts(config: Config) -> Iterator[str]:
-    for each in config.container_mounts:
-        if each is not None and not (isinstance(each, str) and each.startswith("/")):
-            yield (
-                f"container_mounts names {each!r}, which is not an absolute path; write /path or "
-                "/path:/path/in/the/container."
             )

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.checkout import CHECKOUT
 from launcher_scripts.config import Config
 from launcher_scripts.launchers.base import Dependency, Job
 from launcher_scripts.server_config import image_of
-from launcher_scripts.switches import CI, MEMORY_MEASURE, is_set
+from launcher_scripts.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
 from launcher_scripts.time_limit import slurm_notation
 from stages.deploy_config import PYTORCH
 from stages.job import MARK_VARIABLE
@@ -82,7 +81,7 @@ def batch_script(
 
 
 def _measure_memory(job: Job, array: Array | None) -> list[str]:
-    """Return the lines of a step that runs beside the job and writes down its use of GPU memory."""
+    """Return the lines of a step that records GPU memory while the job runs."""
     if not (is_set(MEMORY_MEASURE) and _needs_gpus(job)):
         return []
     nodes = job.stage.resources().nodes

@@ -1,4 +1,4 @@
-"""What has become of a job, asked in turn from whoever may still know."""
+"""The state of a job, asked of squeue, scontrol and sacct in turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class SlurmJobState:
-    """Slurm's words for a job; empty when nobody remembers it.
+    """Slurm's words for a job; empty when Slurm no longer knows it.
 
     Attributes:
         word: its state.
@@ -57,7 +57,7 @@ def slurm_state(job_id: str) -> SlurmJobState | None:
 
 
 def our_state(word: str) -> str:
-    """Return our state for Slurm's; a job that nobody remembers is lost."""
+    """Return our state for Slurm's; a job that Slurm no longer knows is lost."""
     if not word:
         return record.LOST
     if word in _QUEUED:
@@ -77,11 +77,11 @@ def settle(record_path: Path) -> record.JobRecord | None:
     found = record.read_record(record_path)
     if found is None or found.is_final or not found.job_id:
         return found
-    told = slurm_state(found.job_id)
+    answer = slurm_state(found.job_id)
     again = record.read_record(record_path)
-    if told is None or again is None or again.is_final:
+    if answer is None or again is None or again.is_final:
         return again
-    state = our_state(told.word)
+    state = our_state(answer.word)
     if state not in record.FINAL_STATES:
         return again
     if state == record.COMPLETED and again.ended_at:
@@ -91,14 +91,14 @@ def settle(record_path: Path) -> record.JobRecord | None:
         again,
         state=record.LOST if state == record.COMPLETED else state,
         ended_at=record.now(),
-        error=_explanation(again, told),
+        error=_explanation(again, answer),
     )
 
 
 def waiting_for(job_id: str) -> str:
     """Return why a job is still in the queue, in Slurm's word; empty when it is not there."""
-    told = slurm_state(job_id)
-    return told.reason if told is not None and told.word in _QUEUED else ""
+    answer = slurm_state(job_id)
+    return answer.reason if answer is not None and answer.word in _QUEUED else ""
 
 
 def cancel(job_id: str) -> str:
@@ -109,17 +109,17 @@ def cancel(job_id: str) -> str:
     return "" if done.returncode == 0 else done.stderr.strip()
 
 
-def _explanation(found: record.JobRecord, told: SlurmJobState) -> str:
+def _explanation(found: record.JobRecord, answer: SlurmJobState) -> str:
     """Return why a job ended that says nothing itself."""
-    if told.reason == "DependencyNeverSatisfied":
+    if answer.reason == "DependencyNeverSatisfied":
         return f"never started: what it waited for ({found.dependency}) did not succeed"
-    if told.word in _CANCELLED:
+    if answer.word in _CANCELLED:
         return "cancelled" if found.started_at else "cancelled before it started"
-    if not told.word:
+    if not answer.word:
         return "Slurm does not know the job any more, and it left no result of its own; see its log"
-    code = f" with exit code {told.exit_code}" if told.exit_code not in ("", "0:0") else ""
-    remedy = _REMEDIES.get(told.word, "see its log")
-    return f"the job left no result of its own; Slurm calls it {told.word}{code}: {remedy}"
+    code = f" with exit code {answer.exit_code}" if answer.exit_code not in ("", "0:0") else ""
+    remedy = _REMEDIES.get(answer.word, "see its log")
+    return f"the job left no result of its own; Slurm calls it {answer.word}{code}: {remedy}"
 
 
 def _read(answer: subprocess.CompletedProcess[str] | None) -> SlurmJobState | None:

@@ -297,9 +297,10 @@ def test_missing_and_short_weight_files_keep_the_server_from_starting(
 def test_model_of_another_type_than_its_weights_keeps_the_server_from_starting(
     sample_repository: Callable[..., Path], tmp_path: Path
 ) -> None:
-    repository = sample_repository(
-        tp_size=1, ensemble=False, parameters={"model_type": "GPT-J", "is_horse": "1"}
-    )
+    repository = sample_repository(tp_size=1, ensemble=False)
+    path = repository / "fastertransformer" / "config.pbtxt"
+    unknown = 'parameters { key: "is_horse" value { string_value: "1" } }'
+    path.write_text(f"{path.read_text().replace('GPT', 'GPT-J')}\n{unknown}\n")
     server = new_server(repository, tmp_path)
     with pytest.raises(ServerStartError, match=r"model_type=GPT-J, but .* holds a GPT model"):
         server.start(timeout_s=START_LIMIT_S)

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ARROWS: dict[str, tuple[str, ...]] = {
     "export_scripts.__init__": (),
     "export_scripts.errors": (),
+    "export_scripts.suggest": (),
     "export_scripts.numeric": (),
     "export_scripts.files": (),
     "export_scripts.checkpoints": (
@@ -71,6 +72,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.files",
         "export_scripts.ft",
         "export_scripts.numeric",
+        "export_scripts.suggest",
     ),
     "export_scripts.triton": (
         "export_scripts.errors",
@@ -78,6 +80,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.families.layout",
         "export_scripts.files",
         "export_scripts.ft",
+        "export_scripts.suggest",
     ),
     # The commands.
     "export_scripts": (
@@ -121,6 +124,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "inference.backend": (
         "export_scripts.errors",
         "export_scripts.ft",
+        "export_scripts.triton",
         "inference",
         "inference.decoding",
         "inference.engine",
@@ -203,6 +207,8 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "launcher_scripts.launchers": ("inference", "stages"),
     "launcher_scripts": (
         "export_scripts.conversion",
+        "export_scripts.files",
+        "export_scripts.suggest",
         "export_scripts.triton",
         "inference.compare",
         "inference.evaluation",
@@ -216,7 +222,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 # with the import that needs it.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("launcher_scripts.launchers", "launcher_scripts"): (
-        "launchers read the configuration, which takes its clusters' names from them"
+        "launchers read the configuration and share its checks"
     ),
     ("inference.ranks", "inference.engine"): "a launched rank makes its plans' options by itself",
     ("inference.decoding.rows", "inference.decoding.prompts"): (
@@ -231,7 +237,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 # Modules of one folder, its __init__ left out.
 MOST_MODULES = 21
 LARGE_FOLDERS = {
-    "launcher_scripts": "27 modules: composition, checks and commands in one folder",
+    "launcher_scripts": "23 modules: composition, checks and commands in one folder",
 }
 
 HEAVY = ("torch", "transformers", "numpy", "tritonclient", "grpc", "matplotlib", "sentencepiece")

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.arguments import read_arguments
+from launcher_scripts.cluster_section import CLUSTERS
+from launcher_scripts.launchers import LAUNCHERS
 
 
 @pytest.mark.parametrize(
@@ -93,3 +95,7 @@ def test_environment_variables_need_no_plus() -> None:
 
 def test_lists_that_cannot_be_read_are_not_taken_for_texts() -> None:
     assert read_arguments(["stages=[convert,,export]"]).overrides == ("stages=[convert,,export]",)
+
+
+def test_every_cluster_that_can_be_named_has_a_launcher() -> None:
+    assert tuple(LAUNCHERS) == CLUSTERS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher_scripts import job_folder
 from launcher_scripts.actions import clock, look_after
 from launcher_scripts.arguments import read_arguments
 from launcher_scripts.compose import compose_config
@@ -57,6 +59,50 @@ def test_problems_of_keys_and_of_stages_come_in_one_list(
     assert not (tmp_path / "r").exists()
 
 
+def test_values_that_no_type_can_refuse_are_refused_with_their_keys(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refused(
+        capsys, SAMPLE, "base_results_dir=/proc/x", "evaluate.history_dir=/dev/null/x",
+        "export.triton_deployment.parameters={max_lanes: x, kv_cache_bytes: -1, nonsense: 1}",
+        "export.triton_deployment.parameters.device=gpu", "export.run.model_type=GPT",
+        "container_mounts=[/a:b:c:d,/a:b,x,/ok:/there:ro,3]", "cluster.job_name_prefix='a b'",
+    )  # fmt: skip
+    for each in (
+        "base_results_dir=/proc/x: /proc cannot be written to (No such file or directory)",
+        "evaluate.history_dir=/dev/null/x: /dev/null is not a folder",
+        "export.triton_deployment.parameters.max_lanes=x must be a whole number from 1 to 65536",
+        "export.triton_deployment.parameters.kv_cache_bytes=-1 must be a whole number from 1",
+        "export.triton_deployment.parameters.nonsense=1 is unknown; known parameters: ",
+        "export.triton_deployment.parameters.device=gpu must be one of auto, cpu, cuda",
+        "export.run.model_type=GPT is unknown (did you mean gpt?); use gpt3",
+        "container_mounts names '/a:b:c:d', which is not a mount; write /path, ",
+        "container_mounts names '/a:b', which",
+        "container_mounts names 'x', which",
+        "container_mounts names 3, which",
+        "cluster.job_name_prefix='a b' is part of file names; use at most 64 letters",
+    ):
+        assert each in text
+    assert "/ok" not in text
+
+
+def test_keys_without_effect_say_so_when_they_are_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        "export.benchmark.input_len=61", "export.model.load_checkpoints_to_cpu=true",
+        "export.triton_deployment.enable_custom_all_reduce=1", "ci_test=true",
+    )  # fmt: skip
+    plain = (SAMPLE, f"base_results_dir={tmp_path}", "dry_run=true", "stages=[convert]")
+    assert main([*plain, *words]) == 0
+    seen = capsys.readouterr().out
+    for each in words:
+        key = each.partition("=")[0]
+        assert f"{key} is accepted for compatibility and has no effect here\n" in seen
+    assert main(plain) == 0
+    assert "for compatibility" not in capsys.readouterr().out
+
+
 def test_secrets_in_clear_text_are_refused_and_not_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,9 +115,9 @@ def test_secrets_in_clear_text_are_refused_and_not_shown(
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("export.run.name=a/b", "export.run.name='a/b' is part of file names"),
-        ("deploy.name=a\nb", r"deploy.name='a\nb' is part of file names"),
-        ("evaluate.name=", "evaluate.name is empty"),
+        ("export.run.name=a/b", "export.run.name=a/b cannot be part of names of files and jobs"),
+        ("deploy.name=a\nb", r"deploy.name='a\nb': line breaks and control characters cannot"),
+        ("evaluate.name=", "evaluate.name= is empty"),
         ("cluster.job_name_prefix=a/", "cluster.job_name_prefix='a/' is part of file names"),
         ("env_vars.A-B=1", "env_vars.A-B: A-B is not a name of a variable"),
         ("env_vars.A={b: 1}", "env_vars.A={'b': 1}: expected a single value"),
@@ -88,7 +134,7 @@ def test_results_folder_must_be_a_place_to_write(
 ) -> None:
     (tmp_path / "file").touch()
     text = refused(capsys, SAMPLE, f"base_results_dir={tmp_path}/file/results")
-    assert f"base_results_dir={tmp_path}/file/results: {tmp_path}/file cannot be written" in text
+    assert f"base_results_dir={tmp_path}/file/results: {tmp_path}/file is not a folder" in text
 
 
 def test_launcher_scripts_path_has_to_end_in_its_name(
@@ -103,7 +149,9 @@ def test_wrong_file_is_the_only_problem_told(capsys: pytest.CaptureFixture[str])
 
 
 def test_folder_with_a_name_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "File name too long" in refused(capsys, SAMPLE, f"base_results_dir=/tmp/{'a' * 300}")
+    assert "is longer than 255 bytes" in refused(
+        capsys, SAMPLE, f"base_results_dir=/tmp/{'a' * 300}"
+    )
 
 
 def write_truncated(path: Path) -> None:
@@ -337,3 +385,16 @@ def test_cancel_ends_a_running_job_of_another_command(tmp_path: Path) -> None:
     record = read_record(tmp_path / "convert" / "job.json")
     assert record is not None
     assert record.state == "cancelled"
+
+
+def test_full_disk_is_named_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(job_folder, "note_command", full)
+    assert main([SAMPLE, f"base_results_dir={tmp_path}", "dry_run=true", "stages=[convert]"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("the disk mounted at ")
+    assert f"{tmp_path} cannot be written" in line

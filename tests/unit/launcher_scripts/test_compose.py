@@ -22,10 +22,10 @@ from inference.evaluation.options import (
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
 from launcher_scripts import config as schema
 from launcher_scripts.arguments import read_arguments
-from launcher_scripts.checkout import CHECKOUT, CONFIG_DIR
 from launcher_scripts.compose import Composition, compose_config
 from launcher_scripts.config import keys as all_keys
 from launcher_scripts.diagnosis import files_of_group
+from launcher_scripts.settings import CHECKOUT, CONFIG_DIR
 from stages import convert, export
 
 
@@ -104,19 +104,20 @@ def test_key_in_the_wrong_section_is_found() -> None:
 
 def test_wrong_type_names_what_is_expected() -> None:
     assert problem("export.model.processes=many") == (
-        "export.model.processes=many: expected an integer (processes that convert in parallel)."
+        "export.model.processes=many: expected a whole number from 1 to 4096 (processes that "
+        "convert in parallel)."
     )
 
 
 def test_wrong_choice_lists_the_choices() -> None:
     assert problem("export.model.weight_data_type=fp61") == (
-        "export.model.weight_data_type=fp61: stored type of the weights (did you mean fp16?); "
-        "use one of fp32, fp16, bf16."
+        "export.model.weight_data_type=fp61 (did you mean fp16?): expected one of fp32, fp16, bf16 "
+        "(stored type of the weights)."
     )
 
 
 def test_too_small_number_names_the_limit() -> None:
-    assert "must be at least 1" in problem("export.model.processes=0")
+    assert "from 1 to 4096" in problem("export.model.processes=0")
 
 
 def test_empty_path_is_not_the_current_folder() -> None:
@@ -180,10 +181,10 @@ def test_unknown_key_with_a_plus_is_refused_too() -> None:
         ("stages=null", "expected a list such as [a,b]; [] is one without entries"),
         ("stages=[convert", "'stages=[convert' cannot be read as key=value"),
         ("stages=[[convert]]", "stages=[['convert']]: expected a list of single values"),
-        ("cluster.gpus_per_node=-2", "must be at least 0"),
-        ("deploy.drain_s=nan", "must be a finite number of at least 0"),
-        ("deploy.drain_s=inf", "must be a finite number of at least 0"),
-        ("evaluate.boolq.prompt.length=-1", "must be at least 0"),
+        ("cluster.gpus_per_node=0", "expected a whole number from 1 to 64 or null"),
+        ("deploy.drain_s=nan", "expected a number from 0 to 2592000"),
+        ("deploy.drain_s=inf", "expected a number from 0 to 2592000"),
+        ("evaluate.boolq.prompt.length=-1", "expected a whole number from 0 to 1048576"),
     ],
 )
 def test_strange_overrides_are_answered_with_what_to_write(word: str, told: str) -> None:

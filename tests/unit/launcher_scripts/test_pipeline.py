@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from launcher_scripts.arguments import read_arguments
-from launcher_scripts.checkout import CHECKOUT
 from launcher_scripts.compose import compose_config
-from launcher_scripts.pipeline import Plan, make_plan, read_stages
+from launcher_scripts.pipeline import Plan, plan_pipeline, read_stages
+from launcher_scripts.settings import CHECKOUT
 from launcher_scripts.stage_table import STAGE_TABLE, Context
 from stages import STAGES
 from stages.convert import ConvertStage, find_checkpoint
@@ -26,7 +26,7 @@ def plan(results: Path, *words: str) -> Plan:
     )
     assert composition.problems == ()
     assert composition.config is not None
-    return make_plan(composition.config, Context())
+    return plan_pipeline(composition.config, Context())
 
 
 def names(made: Plan) -> list[str]:

@@ -85,3 +85,17 @@ def test_space_is_judged_where_the_folder_will_be(tmp_path: Path) -> None:
     problem = check_space(tmp_path / "not" / "yet", 1 << 62)
     assert problem is not None
     assert f"the conversion needs {1 << 62:,}" in problem
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_full_disk_names_its_mount_and_what_to_do(tmp_path: Path, named: bool) -> None:
+    path = tmp_path / "not" / "there.bin"
+    error = OSError(errno.ENOSPC, "No space left on device", str(path) if named else None)
+    text = disk.full_disk(error, path)
+    assert text is not None
+    mount = text.removeprefix("the disk mounted at ").partition(" is full: ")[0]
+    assert os.path.ismount(mount)
+    assert tmp_path.is_relative_to(mount)
+    assert f"{path} cannot be written" in text
+    assert "free space there, or choose a folder on another disk" in text
+    assert disk.full_disk(OSError(errno.EACCES, "no", str(path)), path) is None

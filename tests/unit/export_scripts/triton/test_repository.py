@@ -194,6 +194,57 @@ def test_all_problems_of_a_request_are_reported_with_their_keys(tmp_path: Path) 
     assert "the name of a text model" in text
 
 
+def test_parameters_of_the_engine_are_checked_by_its_table(tmp_path: Path) -> None:
+    wanted = RepositoryRequest(
+        model_dir=tmp_path / "gpt",
+        tp_size=1,
+        pp_size=1,
+        max_batch_size=1,
+        data_type="fp32",
+        model_type="BERT",
+        parameters={"max_lanes": "x", "kv_cache_bytes": "-1", "max_lane": "1", "int8_mode": "1"},
+    )
+    found = check_repository(wanted, names={"parameters": "a.parameters"})
+    assert found[0].startswith("model_type=BERT is unknown (did you mean bert?); use one of GPT,")
+    assert found[1:3] == [
+        "a.parameters.max_lanes=x must be a whole number from 1 to 65536 (most sequences that run "
+        "at once).",
+        "a.parameters.kv_cache_bytes=-1 must be a whole number from 1 to 1125899906842624 (memory "
+        "for keys and values on each rank).",
+    ]
+    assert found[3].startswith("a.parameters.max_lane=1 is unknown (did you mean max_lanes?); ")
+    assert found[4] == (
+        "a.parameters.int8_mode=1 is set by export.triton_deployment.int8_mode; set that instead."
+    )
+    theirs = replace(wanted, engine="fastertransformer", model_type="bert")
+    assert check_repository(theirs) == []
+
+
+@pytest.mark.parametrize(
+    ("engine", "model_type", "int8_mode", "told"),
+    [
+        ("pytorch", None, 1, ""),
+        ("pytorch", "bert", 1, "int8_mode=1 is not supported for BERT by engine=pytorch; use 0."),
+        ("pytorch", None, 2, "int8_mode=2 needs engine=fastertransformer; use 0 or 1."),
+        ("fastertransformer", "bert", 2, ""),
+    ],
+)
+def test_int8_mode_is_one_switch_of_both_engines(
+    engine: str, model_type: str | None, int8_mode: int, told: str
+) -> None:
+    wanted = RepositoryRequest(
+        model_dir=Path("/r/gpt"),
+        tp_size=1,
+        pp_size=1,
+        max_batch_size=1,
+        data_type="fp32",
+        engine=engine,
+        model_type=model_type,
+        int8_mode=int8_mode,
+    )
+    assert check_repository(wanted) == ([told] if told else [])
+
+
 def test_interactive_needs_what_the_server_needs_for_sessions(
     request_: RepositoryRequest,
 ) -> None:

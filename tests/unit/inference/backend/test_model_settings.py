@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inference.backend.model_settings import PARAMETERS, ModelSettings, read_settings
+from export_scripts.triton.parameters import PARAMETERS, markdown_table
+from inference.backend.model_settings import ModelSettings, read_settings
 from inference.backend.triton_model import ModelArguments
+from inference.engine.options import EngineOptions
 from tests.conftest import ROOT
 
 REQUIRED = {"tensor_para_size": "2", "pipeline_para_size": "1", "data_type": "fp16"}
@@ -51,13 +53,16 @@ def test_all_missing_and_wrong_parameters_are_listed() -> None:
             {"tensor_para_size": "0", "data_type": "fp8", "strict_lengths": "true"}
             | {"max_stall_s": "nan", "rank_timeout_s": "0"}
         )
-    assert str(caught.value).split("\n") == [
-        "config.pbtxt of gpt: parameter pipeline_para_size is missing",
-        "config.pbtxt of gpt: parameter tensor_para_size='0': must be a whole number of at least 1",
-        "config.pbtxt of gpt: parameter data_type='fp8': must be one of fp32, fp16, bf16",
-        "config.pbtxt of gpt: parameter strict_lengths='true': must be 0 or 1",
-        "config.pbtxt of gpt: parameter max_stall_s='nan': must be a number of seconds above 0",
-        "config.pbtxt of gpt: parameter rank_timeout_s='0': must be a number of seconds above 0",
+    assert [
+        line.removeprefix("config.pbtxt of gpt: parameter ")
+        for line in str(caught.value).split("\n")
+    ] == [
+        "pipeline_para_size is missing",
+        "tensor_para_size='0': must be a whole number from 1 to 4096",
+        "data_type='fp8': must be one of fp32, fp16, bf16",
+        "max_stall_s='nan': must be a number of seconds above 0, at most 3600",
+        "rank_timeout_s='0': must be a number of seconds above 0, at most 2592000",
+        "strict_lengths='true': must be 0 or 1",
     ]
 
 
@@ -75,9 +80,14 @@ def test_engine_bounds_come_from_parameters_of_their_names() -> None:
     assert settings.engine.output_log_probs_mode == "full"
 
 
-def test_the_document_lists_every_parameter() -> None:
-    text = (ROOT / "docs" / "engine.md").read_text()
-    section = text.split("## Parameters")[1].split("\n## ")[0]
-    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
-    assert sorted(names) == sorted(PARAMETERS)
+def test_the_document_shows_the_table() -> None:
+    assert markdown_table() in (ROOT / "docs" / "engine.md").read_text()
+
+
+def test_options_of_the_engine_are_parameters_with_the_same_defaults() -> None:
+    defaults = EngineOptions()
+    options = {name for name, each in PARAMETERS.items() if each.is_engine_option}
+    assert options == {field.name for field in fields(EngineOptions)} - {"session_idle_s"}
+    for name in options:
+        value = getattr(defaults, name)
+        assert value is None or PARAMETERS[name].read(PARAMETERS[name].default) == value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import shlex
 import signal
 import sys
@@ -13,24 +14,32 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from export_scripts.files.disk import full_disk
 from launcher_scripts import job_folder
 from launcher_scripts.actions import note_last_run
-from launcher_scripts.checkout import CHECKOUT
 from launcher_scripts.checks import problems_of_settings
-from launcher_scripts.config import Config
+from launcher_scripts.config import Config, keys
 from launcher_scripts.console import Console
-from launcher_scripts.exit_status import EXIT_FAILED, EXIT_OK
 from launcher_scripts.launchers import make_launcher
-from launcher_scripts.pipeline import make_plan
+from launcher_scripts.pipeline import plan_pipeline
 from launcher_scripts.run import Run
+from launcher_scripts.settings import (
+    CHECKOUT,
+    EXIT_FAILED,
+    EXIT_OK,
+    FULL_ERROR,
+    MEMORY_MEASURE,
+    is_dry_run,
+    is_set,
+)
 from launcher_scripts.stage_table import Context, results_dir
 from launcher_scripts.sweep import SUMMARY_NAME, Outcome, comparison, run_sweep, save
-from launcher_scripts.switches import FULL_ERROR, MEMORY_MEASURE, is_set, only_writes
 from stages import record
+from stages.deploy_config import PYTORCH
 
 
 @dataclass(frozen=True)
-class Session:
+class Invocation:
     """One command line with its configuration, from the plan to the exit status."""
 
     config: Config
@@ -38,15 +47,16 @@ class Session:
     words: Sequence[str]
     console: Console
     label: str = ""
+    notes: Sequence[str] = ()
 
     def prepare(self, problems: list[str]) -> Run | None:
-        """Return the jobs to run; add what stands against them to `problems`."""
+        """Return the jobs to run; add what is wrong to `problems`."""
         config = self.config
         command = shlex.join(["python", "main.py", *self.words])
         revision = job_folder.git_revision(CHECKOUT)
         problems += problems_of_settings(config)
         try:
-            plan = make_plan(config, Context(command=command, git_revision=revision))
+            plan = plan_pipeline(config, Context(command=command, git_revision=revision))
         except OSError as error:  # a folder that may not be entered, a name that is too long
             problems.append(f"{error.filename}: {error.strerror}.")
             return None
@@ -56,7 +66,13 @@ class Session:
         if problems:
             return None
         finished = [f"{each.name}: {each.reason}" for each in plan.stages if not each.runs]
-        for note in (*plan.notes, *launcher.notes(stages), *_ignored(config), *finished):
+        for note in (
+            *self.notes,
+            *plan.notes,
+            *launcher.notes(stages),
+            *_ignored(config),
+            *finished,
+        ):
             self.console.say(f"{self.label}: {note}" if self.label else note)
         whole = job_folder.repeatable(self.resolved)
         jobs = {
@@ -69,14 +85,14 @@ class Session:
 
     def execute(self, run: Run) -> int:
         """Write the jobs' files, start the jobs and return the exit status."""
-        with self._errors() as told:
+        with self._errors() as status:
             self.begin(run)
-            if only_writes(self.config):
+            if is_dry_run(self.config):
                 run.render()
                 return EXIT_OK
             _end_in_order()
             return run.run_all(wait=self.config.wait)
-        return told[0]
+        return status[0]
 
     def begin(self, run: Run) -> None:
         """Note the command in the results folder."""
@@ -84,35 +100,37 @@ class Session:
         if run.jobs:
             arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
             job_folder.note_command(results, arguments, at=record.now())
-        if not only_writes(self.config):
+        if not is_dry_run(self.config):
             note_last_run(Path(self.config.base_results_dir), results)
 
     @contextmanager
     def _errors(self) -> Iterator[list[int]]:
-        """Say what the file system objects to; the list holds the exit status then."""
-        told = [EXIT_FAILED]
+        """Report an error of the file system; the list then holds the exit status."""
+        status = [EXIT_FAILED]
         try:
-            yield told
+            yield status
         except BrokenPipeError:
             raise  # no file system has objected: whoever read the output has left
         except OSError as error:
             if self.config.debug or is_set(FULL_ERROR):
                 raise
-            sys.stderr.write(
-                f"{error.filename or self.config.base_results_dir}: {error.strerror}\n"
-            )
+            place = Path(self.config.base_results_dir)
+            plain = f"{error.filename or place}: {error.strerror}"
+            sys.stderr.write(f"{full_disk(error, place) or plain}\n")
 
 
-def run_all(sessions: Sequence[Session], outcomes: Sequence[Outcome], console: Console) -> int:
+def run_all(
+    invocations: Sequence[Invocation], outcomes: Sequence[Outcome], console: Console
+) -> int:
     """Run prepared combinations of a sweep, show their comparison and return the exit status."""
-    first = sessions[0]
-    with first._errors() as told:
-        for session, outcome in zip(sessions, outcomes, strict=True):
+    first = invocations[0]
+    with first._errors() as failed:
+        for invocation, outcome in zip(invocations, outcomes, strict=True):
             assert outcome.run is not None
-            session.begin(outcome.run)
-            if only_writes(session.config):
+            invocation.begin(outcome.run)
+            if is_dry_run(invocation.config):
                 outcome.run.render()
-        if only_writes(first.config):
+        if is_dry_run(first.config):
             return EXIT_OK
         _end_in_order()
         base = Path(first.config.base_results_dir)
@@ -124,7 +142,7 @@ def run_all(sessions: Sequence[Session], outcomes: Sequence[Outcome], console: C
         save(outcomes, path)
         console.say(f"comparison: {path}")
         return status
-    return told[0]
+    return failed[0]
 
 
 def _end_in_order() -> None:
@@ -133,19 +151,17 @@ def _end_in_order() -> None:
 
 
 def _ignored(config: Config) -> list[str]:
-    """Say which settings are accepted but change nothing."""
-    given = {
-        "wandb_api_key_file": config.wandb_api_key_file,
-        "numa_mapping": config.numa_mapping,
-        "api_log": config.api_log,
-        "ci_test": config.ci_test,
-        MEMORY_MEASURE: is_set(MEMORY_MEASURE) and config.cluster_type != "bcm",
-    }
-    return [
-        f"{name} is accepted for compatibility and changes nothing here"
-        for name, value in given.items()
-        if value
+    """Return a note for each setting that is accepted without effect."""
+    ignored = [
+        key.name
+        for key in keys()
+        if key.is_ignored and operator.attrgetter(key.name)(config) != key.default
     ]
+    if config.export.triton_deployment.enable_custom_all_reduce and config.deploy.engine == PYTORCH:
+        ignored.append("export.triton_deployment.enable_custom_all_reduce")
+    if is_set(MEMORY_MEASURE) and config.cluster_type != "bcm":
+        ignored.append(MEMORY_MEASURE)
+    return [f"{name} is accepted for compatibility and has no effect here" for name in ignored]
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:

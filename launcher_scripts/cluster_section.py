@@ -7,15 +7,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.launchers import LAUNCHERS
-from launcher_scripts.option import option
+from launcher_scripts.values import option
 
-CLUSTERS = tuple(LAUNCHERS)
+CLUSTERS = ("local", "bcm", "bcp")
 
 
 @dataclass
-class ClusterConfig:
-    """`cluster`: what the scheduler is told for every job (conf/cluster/<name>.yaml)."""
+class ClusterSection:
+    """`cluster`: what every job asks of the scheduler (conf/cluster/<name>.yaml)."""
 
     partition: str | None = option("partition to submit to", None)
     account: str | None = option("account to charge", None)
@@ -30,21 +29,25 @@ class ClusterConfig:
     exclusive: bool | None = option("take whole nodes", None)
     overcommit: bool | None = option("more than one task per processor", None)
     gpus_per_node: int | None = option(
-        "GPUs of one node; null: the cluster has no GPU resource", minimum=0
+        "GPUs of one node; null: the cluster has no GPU resource", within=(1, 64)
     )
-    gpus_per_task: int | None = option("GPUs bound to each task", None, minimum=0)
+    gpus_per_task: int | None = option("GPUs bound to each task", None, within=(1, 64))
     mem: Any = option("memory per node: 0 is all of it, other numbers are GB", None)
     job_name_prefix: str = option("put in front of every job's name")
     srun_args: list[str] = option("appended to every srun", [])
-    mpi: str | None = option("MPI flavour of multi-node steps", None)
+    mpi: str | None = option("MPI flavour of multi-node steps", "pmix")
     setup: list[str] = option("shell lines that run before the job", [])
     additional_parameters: dict[str, Any] = option("further sbatch options by name", {})
     container_workdir: str | None = option("working directory inside the container", None)
     container_python: str = option("interpreter inside the container", "python3")
-    signal_delay_s: int = option("seconds of warning before the time limit", 120, minimum=1)
-    server_host: str = option("address that servers listen on; see deploy.host", "127.0.0.1")
+    signal_delay_s: int = option(
+        "seconds of warning before the time limit", 120, within=(1, 24 * 3600)
+    )
+    server_host: str = option(
+        "address that servers listen on; see deploy.host", "${server_host:${cluster_type}}"
+    )
     probe: bool = option(
-        "before submitting, see from the nodes whether they reach folders and Python", False
+        "before submitting, check from the nodes that they see the folders and Python", False
     )
     bcprun: str = option("Base Command's multi-node runner", "bcprun")
     bcprun_args: list[str] = option("appended to every bcprun, ahead of its --cmd", [])

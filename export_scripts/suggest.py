@@ -1,4 +1,4 @@
-"""What somebody who mistyped a name probably meant."""
+"""The known name that somebody who mistyped one probably meant."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def closest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name most like `name`.
 
-    Of names with dots or slashes the last part counts too: the right key in the wrong group is a
-    close match.
+    Case does not count. Of names with dots or slashes the last part counts too: the right key in
+    the wrong group is a close match.
     """
-    names = list(known)
+    names = {each.lower(): each for each in known}
+    found = _closest(name.lower(), list(names))
+    return None if found is None else names[found]
+
+
+def _closest(name: str, names: list[str]) -> str | None:
+    if name in names:
+        return name
     last = _last_part(name)
-    same_leaf = [each for each in names if _last_part(each) == last and each != name]
+    same_leaf = [each for each in names if _last_part(each) == last]
     if same_leaf:
         return max(same_leaf, key=lambda each: _likeness(name, each))
     if sorted(name) in (anagrams := [sorted(each) for each in names]):

@@ -1,0 +1,183 @@
+"""Parameters of a served model's config.pbtxt that Slipway's own engine reads: one table.
+
+The engine reads them by it, a repository is refused by it before it is built, and docs/engine.md
+shows it. To add a parameter, add a row, and where it is an option of the engine a field of the same
+name to `inference.engine.options.EngineOptions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from export_scripts.suggest import did_you_mean
+
+_DAYS_30_S = 30 * 24 * 3600.0
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a parameter takes: in words, and how its text is read.
+
+    `read` raises ValueError for a text that is not of this kind.
+    """
+
+    words: str
+    read: Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter.
+
+    Attributes:
+        default: its value when it is missing, as config.pbtxt would say it; in words where it
+            depends on the model or the machine.
+        meaning: for docs and messages.
+        configured_by: key of the configuration that sets it, where there is one.
+        is_engine_option: a field of `EngineOptions`.
+        is_required: the engine does not start without it.
+    """
+
+    kind: Kind
+    default: str
+    meaning: str
+    configured_by: str = ""
+    is_engine_option: bool = False
+    is_required: bool = False
+
+    def read(self, text: str) -> Any:
+        """Return the value. Raises ValueError with what was expected."""
+        try:
+            return self.kind.read(text)
+        except ValueError as error:
+            raise ValueError(f"must be {self.kind.words}") from error
+
+
+def whole(low: int, high: int) -> Kind:
+    """A whole number of a range."""
+
+    def read(text: str) -> int:
+        if not (text.isascii() and text.isdigit()) or not low <= int(text[:20]) <= high:
+            raise ValueError(text)
+        return int(text)
+
+    return Kind(f"a whole number from {low} to {high}", read)
+
+
+def seconds(high: float = _DAYS_30_S) -> Kind:
+    """A time of more than nothing."""
+
+    def read(text: str) -> float:
+        value = float(text)
+        if not 0 < value <= high:
+            raise ValueError(text)
+        return value
+
+    return Kind(f"a number of seconds above 0, at most {high:.0f}", read)
+
+
+def one_of(*choices: str) -> Kind:
+    """One of a few words."""
+
+    def read(text: str) -> str:
+        if text not in choices:
+            raise ValueError(text)
+        return text
+
+    return Kind(f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0], read)
+
+
+FLAG = Kind("0 or 1", lambda text: one_of("0", "1").read(text) == "1")
+TEXT = Kind("a text", str)
+_OF_MODEL, _OF_TRITON = "export.model.", "export.triton_deployment."
+
+
+def _required(kind: Kind, meaning: str, key: str) -> Parameter:
+    return Parameter(kind, "required", meaning, configured_by=key, is_required=True)
+
+
+def _engine(kind: Kind, default: str, meaning: str) -> Parameter:
+    return Parameter(kind, default, meaning, is_engine_option=True)
+
+
+PARAMETERS: Mapping[str, Parameter] = {
+    "tensor_para_size": _required(
+        whole(1, 4096), "ranks that share each layer", f"{_OF_MODEL}tensor_model_parallel_size"
+    ),
+    "pipeline_para_size": _required(
+        whole(1, 4096), "groups of layers", f"{_OF_TRITON}pipeline_model_parallel_size"
+    ),
+    "data_type": _required(
+        one_of("fp32", "fp16", "bf16"), "type of computation", f"{_OF_TRITON}data_type"
+    ),
+    "model_type": Parameter(TEXT, "GPT", "must be that of the weights", f"{_OF_TRITON}model_type"),
+    "model_checkpoint_path": Parameter(TEXT, "<version>/<TP>-gpu", "folder of the weights"),
+    "device": Parameter(
+        one_of("auto", "cpu", "cuda"), "auto", "auto: CUDA where there is a device"
+    ),
+    "int8_mode": Parameter(
+        whole(0, 2), "0", "1 keeps matrices in 8 bits, see below", f"{_OF_TRITON}int8_mode"
+    ),
+    "max_lanes": _engine(whole(1, 65536), "64", "most sequences that run at once"),
+    "max_seq_len": _engine(
+        whole(1, 1 << 20),
+        "the model's own, at most 4096",
+        "tokens of a sequence, prompt and answer",
+    ),
+    "kv_cache_bytes": _engine(
+        whole(1, 1 << 50), "a share of what is free", "memory for keys and values on each rank"
+    ),
+    "max_queued_rows": _engine(whole(1, 1 << 31), "2048", "sequences that may wait"),
+    "max_stall_s": _engine(seconds(3600), "0.25", "how much longer a step may take for prompts"),
+    "threads": _engine(whole(1, 4096), "cores / ranks", "of the CPU, for each rank"),
+    "shared_memory": _engine(FLAG, "1", "0: the CPU ranks of a node talk over gloo"),
+    "rank_timeout_s": _engine(seconds(), "7", "a rank that is silent for longer counts as hung"),
+    "start_timeout_s": _engine(seconds(), "1800", "time for the other ranks to load"),
+    "output_log_probs_mode": _engine(
+        one_of("renormalized", "full"),
+        "renormalized",
+        "full: over the whole vocabulary, also with top-k",
+    ),
+    "nucleus_include_boundary": _engine(
+        FLAG, "0", "1: the token at the nucleus boundary keeps its whole mass"
+    ),
+    "strict_lengths": Parameter(
+        FLAG, "0", "1: `sequence_length` counts a sequence's own prompt, not the padded one"
+    ),
+    "stream_new_tokens": Parameter(FLAG, "0", "1: a frame's `output_ids` holds new tokens only"),
+    "is_remove_padding": Parameter(FLAG, "0, exported as 1", "1: BERT computes true tokens only"),
+    "enable_custom_all_reduce": Parameter(
+        FLAG, "0", "NVIDIA's backend only", f"{_OF_TRITON}enable_custom_all_reduce"
+    ),
+    "is_sparse": Parameter(one_of("0"), "0", "NVIDIA's backend only"),
+}
+
+
+def parameter_problems(given: Mapping[str, str]) -> dict[str, str]:
+    """Return what is wrong with parameters that somebody adds to config.pbtxt, by their names."""
+    found = {}
+    for name, text in given.items():
+        parameter = PARAMETERS.get(name)
+        if parameter is None:
+            hint = did_you_mean(name, PARAMETERS)
+            found[name] = f"is unknown{hint}; known parameters: {', '.join(PARAMETERS)}."
+        elif parameter.configured_by:
+            found[name] = f"is set by {parameter.configured_by}; set that instead."
+        else:
+            try:
+                parameter.read(text)
+            except ValueError as error:
+                found[name] = f"{error} ({parameter.meaning})."
+    return found
+
+
+def markdown_table() -> str:
+    """Return the table of docs/engine.md."""
+    lines = ["| parameter | default | takes | |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| `{name}` | {each.default} | {each.kind.words} | {each.meaning} |"
+        for name, each in PARAMETERS.items()
+    ]
+    return "\n".join(lines)

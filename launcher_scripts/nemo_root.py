@@ -1,0 +1,101 @@
+"""A root of the configuration that was written for the NeMo launcher, as a root of this one.
+
+Its keys that exist here count, what it lacks has the values of conf/config.yaml, and everything
+about other stages (training, fine_tuning, ...) is left out and named once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+
+from launcher_scripts.config import GROUPS, Config
+from launcher_scripts.settings import CONFIG_DIR
+
+CONFIG_NAME = "config"
+_NODE = "nemo_root"
+_OWN_KEYS = frozenset(Config.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class Root:
+    """The file that a composition begins with.
+
+    Attributes:
+        name: under which Hydra finds it.
+        searched: further folders with files of groups.
+        foreign: names in it that mean nothing here.
+    """
+
+    name: str
+    searched: tuple[Path, ...] = ()
+    foreign: frozenset[str] = frozenset()
+
+    def without_foreign(self, overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Return the overrides of this project, and the names of other stages in the rest."""
+        names = [each.lstrip("+~").partition("=")[0].partition(".")[0] for each in overrides]
+        own = [
+            each for each, name in zip(overrides, names, strict=True) if name not in self.foreign
+        ]
+        return own, [each for each in names if each in self.foreign]
+
+
+def has_groups(config_dir: Path, config_name: str) -> bool:
+    """Whether a root chooses files; a saved configuration holds their content instead."""
+    values = _read(_path(config_dir, config_name))
+    return values is None or "defaults" in values
+
+
+def read_root(config_dir: Path, config_name: str) -> Root:
+    """Return the root as it can be composed. Raises YAMLError where the file is none."""
+    values = _read(_path(config_dir, config_name))
+    defaults = values.get("defaults") if values else None
+    if not isinstance(defaults, list) or "schema" in defaults:
+        return Root(config_name)
+    assert values is not None
+    groups = {
+        str(group).removeprefix("override ").split("@")[0]: choice
+        for entry in defaults
+        if isinstance(entry, dict)
+        for group, choice in entry.items()
+    }
+    ours = _read(_path(CONFIG_DIR, CONFIG_NAME)) or {}
+    known = {
+        key: value
+        for key, value in values.items()
+        if key in _OWN_KEYS and key not in GROUPS and value != "???"
+    }
+    chosen = {name: groups[name] for name in GROUPS if groups.get(name) is not None}
+    own = [
+        entry if isinstance(entry, str) else _chosen(entry, chosen) for entry in ours["defaults"]
+    ]
+    known["env_vars"] = {**ours["env_vars"], **(known.get("env_vars") or {})}
+    ConfigStore.instance().store(name=_NODE, node={**ours, **known, "defaults": own})
+    foreign = {
+        name
+        for name in (*values, *groups)
+        if name.removesuffix("_config") not in (*_OWN_KEYS, "defaults", "hydra")
+        and not name.startswith("hydra/")
+    }
+    return Root(_NODE, searched=(CONFIG_DIR,), foreign=frozenset(foreign))
+
+
+def _chosen(entry: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry of our defaults list with the files that the root chooses."""
+    return {group: chosen.get(group, choice) for group, choice in entry.items()}
+
+
+def _path(config_dir: Path, config_name: str) -> Path:
+    return config_dir / f"{config_name.removesuffix('.yaml')}.yaml"
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return values if isinstance(values, dict) else {}

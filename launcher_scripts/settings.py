@@ -1,0 +1,36 @@
+"""Facts of the command itself: its checkout, its exit statuses, the switches in its environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # a task of bcprun reads this too, and may lack what composes configurations
+    from launcher_scripts.config import Config
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+CONFIG_DIR = CHECKOUT / "conf"
+
+# A stage that ran and failed may have an exit status of its own.
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+# Switches of the NeMo launcher. Write scripts and start nothing:
+DEBUG = "NEMO_LAUNCHER_DEBUG"
+# Put all output of a job into one file.
+CI = "NEMO_LAUNCHER_CI"
+# Record the use of GPU memory while a Slurm job runs.
+MEMORY_MEASURE = "NEMO_LAUNCHER_MEMORY_MEASURE"
+# Hydra's own: show tracebacks.
+FULL_ERROR = "HYDRA_FULL_ERROR"
+_TRUTHY = ("true", "t", "1")
+
+
+def is_dry_run(config: Config) -> bool:
+    """Whether scripts are written and nothing is started."""
+    return config.dry_run or is_set(DEBUG)
+
+
+def is_set(variable: str) -> bool:
+    """Whether a switch is on."""
+    return os.environ.get(variable, "").lower() in _TRUTHY

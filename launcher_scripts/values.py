@@ -1,0 +1,224 @@
+"""One key of the configuration: its meaning, its range, and what is wrong with a value of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from export_scripts.suggest import did_you_mean
+
+# The longest name of a file, and the longest path, that Linux takes.
+_PART_BYTES, _PATH_BYTES = 255, 4096
+# Names of models and jobs stand in names of files with words before and after them.
+NAME_BYTES = 128
+_NAME = re.compile(r"[\w.-]*")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_TYPE_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a text",
+    type(None): "null",
+    Any: "a value",
+}
+
+
+def option(
+    text: str,
+    default: Any = MISSING,
+    *,
+    choices: tuple[Any, ...] = (),
+    within: tuple[float, float] | None = None,
+    path: bool = False,
+    name: bool = False,
+    lines: bool = False,
+    ignored: bool = False,
+) -> Any:
+    """Return a dataclass field with the facts of `Key` about it."""
+    metadata = {
+        "text": text,
+        "choices": choices,
+        "within": within,
+        "is_path": path,
+        "is_name": name,
+        "has_lines": lines,
+        "is_ignored": ignored,
+    }
+    if isinstance(default, (list, dict)):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration.
+
+    Attributes:
+        name: dotted name.
+        type: its Python type.
+        text: its meaning, for `--help` and messages.
+        choices: every value that it takes; empty for any.
+        within: smallest and largest value of a number, or of each number of a list.
+        is_path: names a file or folder, and is made absolute.
+        is_name: becomes part of names of files and jobs.
+        has_lines: a text that may have several lines.
+        is_ignored: accepted for compatibility, without effect.
+        default: value where no file and no override gives one.
+    """
+
+    name: str
+    type: Any
+    text: str
+    choices: tuple[Any, ...]
+    within: tuple[float, float] | None
+    is_path: bool
+    is_name: bool
+    has_lines: bool
+    is_ignored: bool
+    default: Any
+
+    @property
+    def types(self) -> tuple[Any, ...]:
+        """The types that a value may have, of which None is one where null is allowed."""
+        is_union = isinstance(self.type, types.UnionType)
+        return typing.get_args(self.type) if is_union else (self.type,)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the value is a list."""
+        return typing.get_origin(self.type) is list
+
+    def expected(self) -> str:
+        """Return what a value has to be, in words."""
+        if self.choices:
+            return "one of " + ", ".join(dict.fromkeys(map(shown, self.choices)))
+        words = []
+        for each in self.types:
+            origin = typing.get_origin(each)
+            if origin is list:
+                (entry,) = typing.get_args(each)
+                span = f" with each entry {_TYPE_WORDS[entry]}{self._range()}"
+                words.append("a list such as [a,b]" + (span if entry is int else ""))
+            elif origin is dict:
+                words.append("a mapping such as {a: 1}")
+            else:
+                words.append(_TYPE_WORDS[each] + (self._range() if each in (int, float) else ""))
+        return " or ".join(words)
+
+    def problem(self, value: Any) -> str | None:
+        """Return what is wrong with a value that has the right type, as `<key>=<value>: ...`."""
+        if value is None:
+            return None if type(None) in self.types or Any in self.types else self._says(value)
+        if bool in self.types and not isinstance(value, bool):
+            return self._says(value)
+        if self.choices and not any(value == each for each in self.choices):
+            hint = did_you_mean(str(value), map(shown, self.choices))
+            return self._says(value, hint=hint)
+        values = list(value) if self.is_list else [value]
+        return next((found for each in values if (found := self._entry_problem(each, value))), None)
+
+    def _entry_problem(self, entry: Any, value: Any) -> str | None:
+        """Return what is wrong with a value, or with an entry of a list."""
+        if self.is_list and hasattr(entry, "__iter__") and not isinstance(entry, str):
+            return (
+                f"{self.name}={value}: expected a list of single values such as [a,b] "
+                f"({self.text})."
+            )
+        is_number = isinstance(entry, (int, float)) and not isinstance(entry, bool)
+        if self.within is not None and is_number:
+            low, high = self.within
+            return None if low <= entry <= high else self._says(value)
+        if isinstance(entry, str):
+            return self._text_problem(entry)
+        return None
+
+    def _text_problem(self, text: str) -> str | None:
+        key = (
+            f"{self.name}={shortened(text)!r}"
+            if _CONTROL.search(text)
+            else (f"{self.name}={shortened(text)}")
+        )
+        if self.is_path and not text:
+            return (
+                f"{self.name}= is empty ({self.text}); give a path (was a variable of the shell "
+                "not set?)."
+            )
+        if _CONTROL.search(text) and not self.has_lines:
+            return f"{key}: line breaks and control characters cannot stand here ({self.text})."
+        if self.is_name and (found := name_problem(text)):
+            return f"{key} {found} ({self.text})."
+        if self.is_path and (found := path_problem(text)):
+            return f"{key}: {found} ({self.text})."
+        if len(text.encode(errors="replace")) > _PATH_BYTES and not self.has_lines:
+            return f"{key}: longer than {_PATH_BYTES} bytes ({self.text}); give a shorter one."
+        return None
+
+    def _says(self, value: Any, *, hint: str = "") -> str:
+        return (
+            f"{self.name}={shortened(shown(value))}{hint}: expected {self.expected()} "
+            f"({self.text})."
+        )
+
+    def _range(self) -> str:
+        return " from {} to {}".format(*map(_figure, self.within)) if self.within else ""
+
+
+def keys_of(root: type, prefix: str = "") -> Iterator[Key]:
+    """Yield every key below a dataclass, in the order of its fields."""
+    hints = typing.get_type_hints(root)
+    for each in dataclasses.fields(root):
+        name = f"{prefix}{each.name}"
+        kind = hints[each.name]
+        if dataclasses.is_dataclass(kind):
+            assert isinstance(kind, type)
+            yield from keys_of(kind, f"{name}.")
+            continue
+        made = each.default_factory
+        default = each.default if made is dataclasses.MISSING else made()
+        yield Key(name, kind, default=default, **each.metadata)
+
+
+def name_problem(text: str) -> str | None:
+    """Return why a text cannot be part of the names of files and jobs."""
+    rule = "use letters, digits and . _ -"
+    if not text:
+        return f"is empty; {rule}"
+    if not _NAME.fullmatch(text) or text in (".", "..") or text.startswith("-"):
+        return f"cannot be part of names of files and jobs; {rule}"
+    size = len(text.encode())
+    if size > NAME_BYTES:
+        return f"has {size} bytes, and a name at most {NAME_BYTES}; shorten it"
+    return None
+
+
+def path_problem(text: str) -> str | None:
+    """Return why no file system takes a path."""
+    if any(len(part.encode(errors="replace")) > _PART_BYTES for part in text.split("/")):
+        return f"a name in it is longer than {_PART_BYTES} bytes; shorten it"
+    if len(text.encode(errors="replace")) > _PATH_BYTES:
+        return f"longer than {_PATH_BYTES} bytes; give a shorter path"
+    return None
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is written in YAML."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def shortened(text: str, most: int = 120) -> str:
+    """Return a text with its middle left out where it is long."""
+    return text if len(text) <= most else f"{text[: most // 2]}...{text[-20:]}"
+
+
+def _figure(number: float) -> str:
+    """Return a bound without an exponent."""
+    return f"{number:.0f}" if float(number).is_integer() else f"{number:g}"

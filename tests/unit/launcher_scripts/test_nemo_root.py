@@ -1,0 +1,120 @@
+"""A root written for the NeMo launcher, with the keys of its releases 23.04 to 24.05."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.arguments import read_arguments
+from launcher_scripts.compose import Composition, compose_config
+from launcher_scripts.main import main
+from tests.conftest import ROOT
+
+_ROOT = """
+defaults:
+  - _self_
+  - cluster: bcm
+  - data_preparation: gpt3/some_data
+  - training: gpt3/5b
+  - conversion: gpt3/some_conversion
+  - peft: null
+  - evaluation: gpt3/some_tasks
+  - export: gpt3/export_gpt3
+  - override hydra/job_logging: stdout
+hydra:
+  run: {dir: .}
+  output_subdir: null
+debug: False
+stages: [training, export]
+cluster_type: bcm
+launcher_scripts_path: ???
+data_dir: ${launcher_scripts_path}/data
+base_results_dir: ${launcher_scripts_path}/results
+container_mounts: [null]
+container: registry/image:1
+wandb_api_key_file: null
+wandb_api_bcp_secret_key: null
+env_vars: {NCCL_DEBUG: null, TRANSFORMERS_OFFLINE: 0}
+numa_mapping: {enable: True, mode: unique_contiguous, max_cores: 8}
+training_config: ${hydra:runtime.choices.training}
+export_config: ${hydra:runtime.choices.export}
+"""
+_CLUSTER = """
+partition: null
+account: team
+exclusive: True
+gpus_per_task: null
+gpus_per_node: 4
+mem: 0
+job_name_prefix: "nemo-megatron-"
+srun_args: ["--no-container-mount-home"]
+"""
+
+
+@pytest.fixture
+def conf(tmp_path: Path) -> Path:
+    """Return a folder of configuration files like the NeMo launcher's."""
+    folder = tmp_path / "conf"
+    (folder / "cluster").mkdir(parents=True)
+    (folder / "config.yaml").write_text(_ROOT)
+    (folder / "cluster" / "bcm.yaml").write_text(_CLUSTER)
+    return folder
+
+
+def compose(conf: Path, *words: str) -> Composition:
+    arguments = read_arguments([f"--config-path={conf}", *words])
+    assert arguments.problems == ()
+    assert arguments.config_dir == conf
+    return compose_config(arguments.overrides, config_dir=conf)
+
+
+def test_its_keys_count_and_what_it_lacks_has_our_defaults(conf: Path) -> None:
+    composition = compose(conf, "stages=[export]")
+    assert composition.problems == ()
+    config = composition.config
+    assert config is not None
+    assert (config.cluster.account, config.cluster.gpus_per_node) == ("team", 4)
+    assert config.cluster.mpi == "pmix"
+    assert config.deploy.host == "0.0.0.0"  # other nodes reach the server
+    assert config.env_vars["TRANSFORMERS_OFFLINE"] == 0
+    assert config.env_vars["HF_HUB_OFFLINE"] == 1
+    assert config.launcher_scripts_path == str(ROOT / "launcher_scripts")
+    assert (config.container, config.evaluate.tasks) == ("registry/image:1", ["lambada"])
+    (note,) = composition.notes
+    assert note == (
+        f"{conf}/config.yaml: not part of this pipeline: conversion, data_preparation, evaluation, "
+        "peft, training, wandb_api_bcp_secret_key"
+    )
+
+
+def test_files_and_clusters_are_chosen_from_both_folders(conf: Path) -> None:
+    config = compose(conf, "cluster_type=interactive", "export=gpt3/sample").config
+    assert config is not None
+    assert config.cluster_type == "local"
+    assert config.deploy.host == "127.0.0.1"
+    assert config.export.run.model_train_name == "gpt_books_5m"
+
+
+def test_words_about_other_stages_are_left_out(conf: Path) -> None:
+    composition = compose(
+        conf, "training=gpt3/126m", "training.run.nodes=2", "+peft.x=1", "stages=[export]"
+    )
+    assert composition.problems == ()
+    (problem,) = compose(conf, "trainings.run.nodes=2").problems
+    assert problem.startswith("trainings.run.nodes=2: there is no key")
+
+
+def test_the_command_takes_it(
+    conf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        f"--config-path={conf}", "cluster_type=local", "export=gpt3/sample", "dry_run=true",
+        f"base_results_dir={tmp_path}/r",
+    ]  # fmt: skip
+    assert main(words) == 2
+    assert "stages names 'training', which is not a stage" in capsys.readouterr().err
+    assert main([*words, "stages=[export]"]) == 0
+    seen = capsys.readouterr().out
+    assert seen.count("not part of this pipeline") == 1
+    assert "numa_mapping is accepted for compatibility" in seen
