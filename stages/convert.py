@@ -114,8 +114,10 @@ class ConvertStage(Stage):
         asked = self.request.checkpoint_path
         if self.checkpoint_path == asked:
             return []
-        why = "holds a snapshot" if asked.exists() else "does not exist"
-        return [f"{KEYS['checkpoint_path']}={asked} {why}; taking {self.checkpoint_path}"]
+        key = f"{KEYS['checkpoint_path']}={asked}"
+        if asked.exists():
+            return [f"{key}: taking {self.checkpoint_path} in it"]
+        return [f"{key} does not exist; taking {self.checkpoint_path}"]
 
     def run(self, progress: Progress) -> Summary:
         """Convert.
@@ -154,17 +156,30 @@ def find_checkpoint(path: Path) -> Path:
     """Return `path`, or its twin `checkpoints` <-> `results/checkpoints` when only that exists.
 
     Guides of the NeMo launcher name the first, its shipped configuration the second. The root of a
-    Hugging Face cache folder stands for the snapshot in it.
+    Hugging Face cache folder stands for the snapshot in it, and a folder for the only .nemo file in
+    it when it holds no checkpoint of another kind.
     """
-    if path.exists():
-        from export_scripts.checkpoints.huggingface import snapshot_folder
-
-        return snapshot_folder(path)
     near, far = _CHECKPOINT_FOLDERS
+    twin = path
     if path.parts[-2:] == far.parts:
         twin = path.parents[1] / near
     elif path.name == near.name:
         twin = path.parent / far
-    else:
-        return path
-    return twin if twin.exists() else path
+    found = path if path.exists() or not twin.exists() else twin
+    if not found.is_dir():
+        return found
+    from export_scripts.checkpoints.huggingface import snapshot_folder
+
+    archives = list(found.glob("*.nemo"))
+    if len(archives) == 1 and not any(map(_is_checkpoint, found.iterdir())):
+        return archives[0]
+    return snapshot_folder(found)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether an entry of a folder is a checkpoint, the part of a rank, or a configuration."""
+    return (
+        path.suffix == ".ckpt"
+        or path.name == "model_config.yaml"
+        or (path.is_dir() and "rank_" in path.name)
+    )
