@@ -27,6 +27,9 @@ from stages.progress import read_json, write_json
 START_NAME = "server_start.json"
 # Tells the model inside the server where its ranks come to.
 RENDEZVOUS_VARIABLE = "SLIPWAY_RENDEZVOUS"
+# And where rank 0 leaves the key of the launch for them.
+KEY_FILE_VARIABLE = "SLIPWAY_RENDEZVOUS_KEY_FILE"
+_KEY_NAME = ".rendezvous-{start.job_id}-{start.life}-{start.number}.key"
 _LOSS_NAME = "lost-{job}-{life}-{number}-rank{rank}.txt"
 _POLL_S = 0.2
 # The first process asks its server twice a second.
@@ -67,6 +70,12 @@ def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
     start = ServerStart(job_id, number, host, port, life=_life())
     write_json(folder / START_NAME, asdict(start))
     return start
+
+
+def rendezvous_variables(folder: Path, start: ServerStart) -> dict[str, str]:
+    """Return what tells the ranks of a start where they meet, and by which key."""
+    key_file = folder.absolute() / _KEY_NAME.format(start=start)
+    return {RENDEZVOUS_VARIABLE: start.address, KEY_FILE_VARIABLE: str(key_file)}
 
 
 def announce_failure(folder: Path, job_id: str, number: int) -> None:
@@ -124,7 +133,7 @@ def take_part(
                 _end(process)
                 number, ended_at = start.number, None
                 process = _start(
-                    command, {**environment, RENDEZVOUS_VARIABLE: start.address}, log_path
+                    command, {**environment, **rendezvous_variables(folder, start)}, log_path
                 )
             if process is not None and process.poll() not in (None, 0) and start is not None:
                 if ended_at is None:

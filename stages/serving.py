@@ -18,7 +18,7 @@ from stages.gemm_tuning import tune
 from stages.own_job import job_id_here, node_address
 from stages.progress import Progress
 from stages.record import now
-from stages.server_starts import RENDEZVOUS_VARIABLE, announce_start
+from stages.server_starts import announce_start, rendezvous_variables
 
 if TYPE_CHECKING:
     from inference.server.server import TritonServer
@@ -59,7 +59,7 @@ def serving(
         tune(config, folder / "gemm", folder / "gemm.log", check=check)
     if config.nodes > 1:
         start = announce_start(folder, job_id, restarts + 1)
-        environment[RENDEZVOUS_VARIABLE] = start.address
+        environment |= rendezvous_variables(folder, start)
     server = _server(config, folder, job_id, environment, restarts)
     with server:
         progress.update("starting the server")

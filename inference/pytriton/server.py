@@ -111,7 +111,10 @@ def _lead(arguments: argparse.Namespace, place: LaunchEnvironment) -> int:
     host, port = _rendezvous_address(arguments, place)
     rendezvous = None
     if place.world_size > 1:
-        rendezvous = Rendezvous(place, host, port, timeout_s=options.rank_timeout_s)
+        key_file = _key_file(arguments, port)
+        rendezvous = Rendezvous(
+            place, host, port, key_file=key_file, timeout_s=options.rank_timeout_s
+        )
     try:
         endpoint.check()
         ft_dir = prepare_weights(
@@ -168,7 +171,14 @@ def _follow(arguments: argparse.Namespace, place: LaunchEnvironment) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     host, port = _rendezvous_address(arguments, place)
     timeout_s = _engine_options(arguments).rank_timeout_s
-    return serve_started_rank(place, host, port, timeout_s=timeout_s)
+    key_file = _key_file(arguments, port)
+    return serve_started_rank(place, host, port, key_file=key_file, timeout_s=timeout_s)
+
+
+def _key_file(arguments: argparse.Namespace, port: int) -> Path:
+    """Return where rank 0 leaves the key of the launch: a folder that all ranks see."""
+    folder: Path = arguments.output_dir
+    return folder.absolute() / f".rendezvous-{port}.key"
 
 
 def _rendezvous_address(arguments: argparse.Namespace, place: LaunchEnvironment) -> tuple[str, int]:

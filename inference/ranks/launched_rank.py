@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.launch_environment import LaunchEnvironment, read_launch_environment
@@ -19,10 +20,14 @@ if TYPE_CHECKING:
     from inference.ranks.rendezvous import Rendezvous
 
 RENDEZVOUS_VARIABLE = "SLIPWAY_RENDEZVOUS"
+# The file, seen by all nodes, in which rank 0 leaves the key of the launch.
+KEY_FILE_VARIABLE = "SLIPWAY_RENDEZVOUS_KEY_FILE"
 
 
-def started_place(world_size: int) -> tuple[LaunchEnvironment, str, int] | None:
-    """Return this process's place and where the ranks meet; None if no launcher started them.
+def started_place(world_size: int) -> tuple[LaunchEnvironment, str, int, Path] | None:
+    """Return this process's place, and host, port and key file of the rendezvous.
+
+    None if no launcher has started the ranks.
 
     Raises:
         ValueError: the launcher has started another number of ranks, or the address is none.
@@ -39,7 +44,10 @@ def started_place(world_size: int) -> tuple[LaunchEnvironment, str, int] | None:
             f"{place.launcher} has started {place.world_size} processes for {world_size} ranks "
             "(tensor_para_size x pipeline_para_size); start one process for each rank"
         )
-    return place, host, int(port)
+    key_file = os.environ.get(KEY_FILE_VARIABLE)
+    if not key_file:
+        raise ValueError(f"{KEY_FILE_VARIABLE} is not set, and {RENDEZVOUS_VARIABLE} is")
+    return place, host, int(port), Path(key_file)
 
 
 def open_rendezvous(world_size: int, *, timeout_s: float) -> Rendezvous | None:
@@ -54,8 +62,8 @@ def open_rendezvous(world_size: int, *, timeout_s: float) -> Rendezvous | None:
         return None
     from inference.ranks.rendezvous import Rendezvous
 
-    place, host, port = found
-    return Rendezvous(place, host, port, timeout_s=timeout_s)
+    place, host, port, key_file = found
+    return Rendezvous(place, host, port, key_file=key_file, timeout_s=timeout_s)
 
 
 def main() -> int:
@@ -73,8 +81,9 @@ def main() -> int:
     if found is None:
         sys.stderr.write(f"{RENDEZVOUS_VARIABLE} is not set: it names host:port of rank 0\n")
         return 2
-    _, host, port = found
-    return serve_started_rank(place, host, port, timeout_s=EngineOptions().rank_timeout_s)
+    _, host, port, key_file = found
+    timeout_s = EngineOptions().rank_timeout_s
+    return serve_started_rank(place, host, port, key_file=key_file, timeout_s=timeout_s)
 
 
 if __name__ == "__main__":

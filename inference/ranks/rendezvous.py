@@ -16,14 +16,23 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic, sleep
 
 import torch
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import Store
 
 from export_scripts import __version__
 from inference.launch_environment import LaunchEnvironment
 from inference.ports import port_problem
+from inference.ranks.keyed_store import (
+    KeyedStore,
+    KeyRefusedError,
+    StoreServer,
+    connect,
+    read_key,
+    write_key,
+)
 from inference.ranks.settings import RankSettings
 from inference.ranks.startup import failure_of, report_failure
 
@@ -42,32 +51,18 @@ class RendezvousError(RuntimeError):
     """The ranks of a launch cannot meet, or rank 0 gave up."""
 
 
-def open_store(host: str, port: int, *, timeout_s: float) -> TCPStore:
-    """Return a store that listens at one address alone; port 0 takes a free one.
-
-    Raises:
-        OSError: The port cannot be had.
-    """
+def _listener(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at one address alone; port 0 takes a free one."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(socket.SOMAXCONN)
-        port = listener.getsockname()[1]
     except OSError:
         listener.close()
         raise
-    # Without a socket of ours the store would listen on every interface.
-    return TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout_s),
-        master_listen_fd=listener.detach(),
-        use_libuv=False,  # not every torch lets its other backend take a socket
-    )
+    return listener
 
 
 class Rendezvous:
@@ -76,17 +71,20 @@ class Rendezvous:
     `problem` and `close` may be called from any thread.
     """
 
-    def __init__(self, place: LaunchEnvironment, host: str, port: int, *, timeout_s: float) -> None:
+    def __init__(
+        self, place: LaunchEnvironment, host: str, port: int, *, key_file: Path, timeout_s: float
+    ) -> None:
         """Open the rendezvous.
 
         Args:
             place: Of this process, which is rank 0.
             host: Address to listen at, one of this node.
             port: To listen at.
+            key_file: Where the key of this launch is left for the other ranks.
             timeout_s: Time within which the silence of a rank is noticed.
 
         Raises:
-            RendezvousError: The address cannot be had.
+            RendezvousError: The address is not free, or the key cannot be written.
         """
         assert place.rank == 0, "rank 0 opens the rendezvous"
         self.place = place
@@ -99,10 +97,21 @@ class Rendezvous:
         self._lock = threading.Lock()
         self._closed = False
         try:
-            self.store = open_store(host, port, timeout_s=timeout_s)
-            self._watch = TCPStore(host, port, timeout=timedelta(seconds=timeout_s))
+            listener = _listener(host, port)
         except OSError as error:
             raise RendezvousError(_listen_problem(host, port, error)) from error
+        try:
+            # Only once the port is this launch's: the file of another one stays as it is.
+            key = write_key(key_file)
+        except OSError as error:
+            listener.close()
+            raise RendezvousError(
+                f"the key of the launch cannot be left in {key_file}: {error.strerror}"
+            ) from error
+        self._key_file = key_file
+        self._server = StoreServer(listener, key, timeout_s=timeout_s)
+        self.store: Store = self._server.store()
+        self._watch = self._server.store()
         self.store.set("job", _job_text(place))
 
     @property
@@ -174,6 +183,8 @@ class Rendezvous:
             deadline = monotonic() + grace_s
             while self._present() and monotonic() < deadline:
                 sleep(_POLL_S / 5)
+        self._server.close()
+        self._key_file.unlink(missing_ok=True)
 
     def _present(self) -> list[int]:
         return [
@@ -186,13 +197,16 @@ class Rendezvous:
 class Follower:
     """Another rank's side. The process ends when rank 0 is gone, whatever it is doing."""
 
-    def __init__(self, place: LaunchEnvironment, host: str, port: int, *, timeout_s: float) -> None:
+    def __init__(
+        self, place: LaunchEnvironment, host: str, port: int, *, key_file: Path, timeout_s: float
+    ) -> None:
         """Come to the rendezvous.
 
         Args:
             place: Of this process.
             host: Where rank 0 listens.
             port: Where rank 0 listens.
+            key_file: Where rank 0 leaves the key of the launch.
             timeout_s: Longest wait for one answer of the store.
 
         Raises:
@@ -201,11 +215,10 @@ class Follower:
         """
         self.place = place
         self._address = (host, port)
-        _wait_for_listener(host, port)
-        timeout = timedelta(seconds=timeout_s)
-        with _store_errors(f"the process that listens at {host}:{port} is no rank 0"):
-            self.store: Store = TCPStore(host, port, timeout=timeout)
-            self._pulse = TCPStore(host, port, timeout=timeout)
+        store = _joined(host, port, key_file, timeout_s=timeout_s)
+        self.store: Store = store
+        with _store_errors(f"rank 0 at {host}:{port} is gone"):
+            self._pulse = store.clone()
             self.store.wait(["job"], timedelta(seconds=_FOREIGN_S))
         self._check_job(self.store.get("job").decode())
         self._left = threading.Event()
@@ -290,17 +303,34 @@ def _listen_problem(host: str, port: int, error: OSError) -> str:
     return f"port {port}, where the ranks meet, {problem}; choose another MASTER_PORT"
 
 
-def _wait_for_listener(host: str, port: int) -> None:
+def _joined(host: str, port: int, key_file: Path, *, timeout_s: float) -> KeyedStore:
+    """Wait for rank 0 and its key, and return a connection to its store.
+
+    Raises:
+        RendezvousError: Rank 0 does not come, or what listens there is not rank 0 of this launch.
+    """
     deadline = monotonic() + JOIN_TIMEOUT_S
+    refused_since: float | None = None
     while True:
         try:
-            socket.create_connection((host, port), timeout=_FOREIGN_S).close()
-            return
+            return connect(host, port, read_key(key_file), timeout_s=timeout_s)
+        except KeyRefusedError as error:
+            # The key may be that of an earlier launch, which this one's is about to replace.
+            refused_since = refused_since or monotonic()
+            if monotonic() - refused_since > _FOREIGN_S:
+                raise RendezvousError(
+                    f"the process that listens at {host}:{port} does not hold the key in "
+                    f"{key_file} ({error}); choose another MASTER_PORT, or end that process"
+                ) from error
+        except PermissionError as error:
+            raise RendezvousError(f"the key of the launch cannot be used: {error}") from error
         except OSError as error:
+            refused_since = None
             if monotonic() > deadline:
                 raise RendezvousError(
                     f"rank 0 does not answer at {host}:{port} ({error}); do MASTER_ADDR and "
-                    "MASTER_PORT name its host, and is the port open between the nodes?"
+                    "MASTER_PORT name its host, is the port open between the nodes, and do all "
+                    f"nodes see {key_file.parent}?"
                 ) from error
         sleep(_POLL_S)
 

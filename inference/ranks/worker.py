@@ -63,17 +63,20 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def serve_started_rank(place: LaunchEnvironment, host: str, port: int, *, timeout_s: float) -> int:
+def serve_started_rank(
+    place: LaunchEnvironment, host: str, port: int, *, key_file: Path, timeout_s: float
+) -> int:
     """Run the rank that a launcher started this process for; return 1 if it failed.
 
     Args:
         place: Of this process among those of the launch.
         host: Where rank 0 listens.
         port: Where rank 0 listens.
+        key_file: Where rank 0 leaves the key of the launch.
         timeout_s: Longest wait for one answer of rank 0 while the ranks meet.
     """
     try:
-        guest = Follower(place, host, port, timeout_s=timeout_s)
+        guest = Follower(place, host, port, key_file=key_file, timeout_s=timeout_s)
     except RendezvousError as error:
         logger.error("%s", error)
         return 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -20,24 +23,34 @@ from inference.engine.encoding import parse_encoding
 from inference.engine.engine import Engine, EngineFailedError, EngineOptions
 from inference.launch_environment import LaunchEnvironment
 from inference.ports import pick_free_ports
-from inference.ranks.rendezvous import Rendezvous, RendezvousError, open_store
+from inference.ranks.keyed_store import KeyRefusedError, connect, write_key
+from inference.ranks.rendezvous import Rendezvous, RendezvousError
 from inference.ranks.settings import Placement
 from tests.conftest import ROOT
 from tests.ft_folders import write_bert, write_gpt
 from tests.waiting import until
 
 PROGRAM = """
-import logging, sys
+import logging, os, sys
+from pathlib import Path
 from inference.launch_environment import LaunchEnvironment
 from inference.ranks.worker import serve_started_rank
 rank, size, port = map(int, sys.argv[1:4])
 logging.basicConfig(level=logging.INFO)
 place = LaunchEnvironment(rank, size, rank, size, "test", sys.argv[4])
-sys.exit(serve_started_rank(place, "127.0.0.1", port, timeout_s=5))
+key_file = Path(os.environ["KEY_FILE"])
+sys.exit(serve_started_rank(place, "127.0.0.1", port, key_file=key_file, timeout_s=5))
 """
 NOTICE_S = 15.0
 
 Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(autouse=True)
+def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return where rank 0 of this test leaves its key."""
+    monkeypatch.setenv("KEY_FILE", str(tmp_path / "key"))
+    return tmp_path / "key"
 
 
 @pytest.fixture
@@ -60,7 +73,8 @@ def start() -> Iterator[Start]:
 def rendezvous_of(size: int, *, timeout_s: float = 5.0, job: str = "a") -> tuple[Rendezvous, int]:
     (port,) = pick_free_ports("127.0.0.1", 1)
     place = LaunchEnvironment(0, size, 0, size, "test", job)
-    return Rendezvous(place, "127.0.0.1", port, timeout_s=timeout_s), port
+    key_file = Path(os.environ["KEY_FILE"])
+    return Rendezvous(place, "127.0.0.1", port, key_file=key_file, timeout_s=timeout_s), port
 
 
 def words_of(process: subprocess.Popen[str]) -> str:
@@ -77,13 +91,11 @@ def until_present(rendezvous: Rendezvous, rank: int) -> None:
 
 
 def test_the_store_listens_at_its_address_alone() -> None:
-    store = open_store("127.0.0.1", 0, timeout_s=5)
+    _, port = rendezvous_of(2)
     tables = (Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
     lines = [line.split() for table in tables for line in table.splitlines()[1:]]
     listening = [line[1] for line in lines if line[3] == "0A"]
-    assert [each for each in listening if each.endswith(f":{store.port:04X}")] == [
-        f"0100007F:{store.port:04X}"
-    ]
+    assert [each for each in listening if each.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]
 
 
 def test_started_ranks_compute_what_one_rank_does(tmp_path: Path, start: Start) -> None:
@@ -115,6 +127,33 @@ def test_started_ranks_encode_what_one_rank_does(tmp_path: Path, start: Start) -
     # Sums in another order.
     assert torch.allclose(hidden, expected, atol=1e-4)
     assert other.wait(NOTICE_S) == 0
+
+
+def test_strangers_at_the_rendezvous_change_nothing(
+    tmp_path: Path, start: Start, key_file: Path
+) -> None:
+    rendezvous, port = rendezvous_of(2)
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+    with pytest.raises(KeyRefusedError):
+        connect("127.0.0.1", port, bytes(32), timeout_s=5)
+    with pytest.raises(KeyRefusedError):  # what torch's own store would let in
+        connect("127.0.0.1", port, b"", timeout_s=5)
+    # Some say nothing, some say much, some ask as the ranks do without a proof.
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+    request = json.dumps(["set", "settings", "{}"]).encode()
+    for words in (bytes(1 << 20), bytes(64) + len(request).to_bytes(4, "big") + request):
+        loud = socket.create_connection(("127.0.0.1", port))
+        with loud, contextlib.suppress(OSError):
+            loud.sendall(words)
+    assert not rendezvous.store.check(["settings"])
+    other = start(1, 2, port)
+    folder = write_gpt(tmp_path / "two", tp_size=2)
+    with Engine(folder, Placement(tp_size=2, device="cpu"), rendezvous=rendezvous) as engine:
+        assert torch.isfinite(engine.logits([1, 2])).all()
+    assert other.wait(NOTICE_S) == 0
+    assert not key_file.exists()
+    for each in silent:
+        each.close()
 
 
 def test_a_killed_rank_fails_the_engine(tmp_path: Path, start: Start) -> None:
@@ -179,7 +218,7 @@ def test_two_processes_cannot_be_the_same_rank(start: Start) -> None:
     assert "two processes have come as rank 1" in until_problem(rendezvous)
 
 
-def test_a_listener_that_is_no_store_is_told(start: Start) -> None:
+def test_a_listener_that_is_no_store_is_told(start: Start, key_file: Path) -> None:
     with open_silent() as listener:
 
         def refuse() -> None:
@@ -192,8 +231,9 @@ def test_a_listener_that_is_no_store_is_told(start: Start) -> None:
                 connection.close()
 
         threading.Thread(target=refuse, daemon=True).start()
+        write_key(key_file)
         other = start(1, 2, listener.getsockname()[1])
-        assert "is no rank 0" in words_of(other)
+        assert "does not hold the key in" in words_of(other)
         assert other.returncode == 1
 
 
@@ -204,14 +244,14 @@ def open_silent() -> socket.socket:
     return listener
 
 
-def test_a_taken_port_is_told_with_its_holder() -> None:
+def test_a_taken_port_is_told_with_its_holder(key_file: Path) -> None:
     with open_silent() as listener:
         port = listener.getsockname()[1]
         place = LaunchEnvironment(0, 2, 0, 2)
         with pytest.raises(
             RendezvousError, match=f"port {port}, where the ranks meet, is in use by"
         ):
-            Rendezvous(place, "127.0.0.1", port, timeout_s=5)
+            Rendezvous(place, "127.0.0.1", port, key_file=key_file, timeout_s=5)
 
 
 @pytest.mark.parametrize(
@@ -221,9 +261,9 @@ def test_a_taken_port_is_told_with_its_holder() -> None:
         ("no-such-host.invalid", "is no host that can be found"),
     ],
 )
-def test_an_address_of_another_node_is_told(host: str, message: str) -> None:
+def test_an_address_of_another_node_is_told(key_file: Path, host: str, message: str) -> None:
     with pytest.raises(RendezvousError, match=message):
-        Rendezvous(LaunchEnvironment(0, 2, 0, 2), host, 0, timeout_s=5)
+        Rendezvous(LaunchEnvironment(0, 2, 0, 2), host, 0, key_file=key_file, timeout_s=5)
 
 
 def test_ranks_of_a_launcher_cannot_be_started_again_here(tmp_path: Path) -> None:

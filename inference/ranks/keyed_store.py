@@ -1,0 +1,298 @@
+"""A store for ranks that a launcher has started, open to those alone that hold the launch's key.
+
+Rank 0 makes a key for each launch and leaves it in a file of mode 600 where the other ranks see it;
+no argument and no variable holds it. Both ends of a connection prove with an HMAC over fresh random
+numbers that they have the key before anything else is said; who has not is cut off. Messages after
+that are not encrypted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+_KEY_BYTES = _NONCE_BYTES = 32
+_DIGEST = "sha256"
+_LENGTH = struct.Struct(">I")
+_MOST_BYTES = 16 << 20  # of one message
+_GREETING_S = 5.0  # to prove that one holds the key
+# Connections that have not proved it yet; more are turned away, and come again.
+_MOST_GREETINGS = 64
+_FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.1
+
+Answer = Callable[..., Any]
+
+
+class KeyRefusedError(RuntimeError):
+    """The process at the other end holds another key, or none."""
+
+
+def write_key(path: Path) -> bytes:
+    """Put a new key into a file that its owner alone can read, and return it."""
+    key = secrets.token_bytes(_KEY_BYTES)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    descriptor = os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(key)
+    partial.replace(path)
+    return key
+
+
+def read_key(path: Path) -> bytes:
+    """Return the key in a file.
+
+    Raises:
+        OSError: There is none yet.
+        PermissionError: It is somebody else's, or others can read it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid != os.getuid() or status.st_mode & 0o077:
+            raise PermissionError(f"{path} must belong to this user, with mode 600")
+        return file.read()
+
+
+class KeyedStore(Store):
+    """One connection to the values of a launch; what fails raises RuntimeError, as torch's do."""
+
+    def __init__(self, answer: Answer, again: Callable[[], KeyedStore], timeout_s: float) -> None:
+        super().__init__()
+        self._answer, self._again, self._timeout_s = answer, again, timeout_s
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a value."""
+        self._answer("set", key, _text(value))
+
+    def get(self, key: str) -> bytes:
+        """Return a value, waiting for it."""
+        self.wait([key])
+        return str(self._answer("get", key)).encode("latin-1")
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins at 0, and return it."""
+        return int(self._answer("add", key, amount))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Return whether all values are there."""
+        return bool(self._answer("check", list(keys)))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a value if it is the expected one; return what it is then."""
+        found = self._answer("compare_set", key, _text(expected), _text(desired))
+        return str(found).encode("latin-1")
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a value; return whether there was one."""
+        return bool(self._answer("delete_key", key))
+
+    def num_keys(self) -> int:
+        """Return how many values there are."""
+        return int(self._answer("num_keys"))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Return once all values are there."""
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline, pause_s = monotonic() + limit_s, _FIRST_POLL_S
+        while not self.check(keys):
+            if monotonic() > deadline:
+                raise RuntimeError(f"no value of {', '.join(keys)} within {limit_s:g} s")
+            sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_POLL_S)
+
+    def clone(self) -> KeyedStore:
+        """Return a further connection to the same values."""
+        return self._again()
+
+
+class StoreServer:
+    """The values of one launch, in rank 0's process."""
+
+    def __init__(self, listener: socket.socket, key: bytes, *, timeout_s: float) -> None:
+        """Answer in threads from now on.
+
+        Args:
+            listener: A socket that listens.
+            key: What the others have to hold.
+            timeout_s: Of the waits of `store`.
+        """
+        self._listener, self._key, self._timeout_s = listener, key, timeout_s
+        self._values: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._greetings = threading.BoundedSemaphore(_MOST_GREETINGS)
+        threading.Thread(target=self._accept, name="store", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The port it listens at."""
+        return int(self._listener.getsockname()[1])
+
+    def store(self) -> KeyedStore:
+        """Return the values as rank 0 sees them."""
+        return KeyedStore(self._apply, self.store, self._timeout_s)
+
+    def close(self) -> None:
+        """Take no further connection; those that are there go on."""
+        # A thread that waits in accept() is woken by a shutdown, not by a close.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._listener.fileno() < 0:
+                    return
+                sleep(_LAST_POLL_S)  # such as too many open files
+                continue
+            if not self._greetings.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, ValueError, TypeError, RuntimeError):
+            try:
+                _greet(connection, self._key, is_server=True)
+            finally:
+                self._greetings.release()
+            connection.settimeout(None)
+            while True:
+                operation, *arguments = json.loads(_receive(connection))
+                _send(connection, json.dumps(self._apply(operation, *arguments)).encode())
+
+    def _apply(self, operation: str, *arguments: Any) -> Any:
+        with self._lock:
+            return _OPERATIONS[operation](self._values, *arguments)
+
+
+def connect(host: str, port: int, key: bytes, *, timeout_s: float) -> KeyedStore:
+    """Return a connection to the store of rank 0.
+
+    Raises:
+        KeyRefusedError: What listens there holds another key.
+        OSError: Nothing listens there.
+    """
+    connection = socket.create_connection((host, port), timeout=_GREETING_S)
+    try:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _greet(connection, key, is_server=False)
+        connection.settimeout(timeout_s)
+    except BaseException:
+        connection.close()
+        raise
+    lock = threading.Lock()
+
+    def answer(*message: Any) -> Any:
+        try:
+            with lock:
+                _send(connection, json.dumps(message).encode())
+                return json.loads(_receive(connection))
+        except (OSError, ValueError) as error:
+            connection.close()  # an answer that is late would be taken for that of the next
+            raise RuntimeError(f"rank 0 at {host}:{port} does not answer: {error}") from error
+
+    def again() -> KeyedStore:
+        return connect(host, port, key, timeout_s=timeout_s)
+
+    return KeyedStore(answer, again, timeout_s)
+
+
+def _greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:
+    """Prove to the other end that this one holds the key, and have it prove the same.
+
+    Raises:
+        KeyRefusedError: It does not.
+    """
+    connection.settimeout(_GREETING_S)
+    own = secrets.token_bytes(_NONCE_BYTES)
+    try:
+        connection.sendall(own)
+        other = _exactly(connection, _NONCE_BYTES)
+        if is_server:
+            _check_proof(connection, key, b"client" + other + own)
+            connection.sendall(_proof(key, b"server" + own + other))
+        else:
+            connection.sendall(_proof(key, b"client" + own + other))
+            _check_proof(connection, key, b"server" + other + own)
+    except OSError as error:
+        raise KeyRefusedError("it ended the connection before it proved its key") from error
+
+
+def _check_proof(connection: socket.socket, key: bytes, message: bytes) -> None:
+    expected = _proof(key, message)
+    if not hmac.compare_digest(_exactly(connection, len(expected)), expected):
+        raise KeyRefusedError("it holds another key")
+
+
+def _proof(key: bytes, message: bytes) -> bytes:
+    return hmac.digest(key, message, _DIGEST)
+
+
+def _send(connection: socket.socket, message: bytes) -> None:
+    connection.sendall(_LENGTH.pack(len(message)) + message)
+
+
+def _receive(connection: socket.socket) -> bytes:
+    (size,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if size > _MOST_BYTES:
+        raise ValueError(f"a message of {size} bytes")
+    return _exactly(connection, size)
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        part = connection.recv(min(size - len(data), 1 << 16))
+        if not part:
+            raise ConnectionResetError("the connection has ended")
+        data += part
+    return bytes(data)
+
+
+def _text(value: str | bytes) -> str:
+    """Return bytes as text of one character each; text is its UTF-8."""
+    return (value.encode() if isinstance(value, str) else bytes(value)).decode("latin-1")
+
+
+def _set(values: dict[str, str], key: str, value: str) -> None:
+    values[key] = value
+
+
+def _add(values: dict[str, str], key: str, amount: int) -> int:
+    total = int(values.get(key, "0")) + int(amount)
+    values[key] = str(total)
+    return total
+
+
+def _compare_set(values: dict[str, str], key: str, expected: str, desired: str) -> str:
+    if values.get(key, "") == expected:
+        values[key] = desired
+    return values.get(key, expected)
+
+
+_OPERATIONS: dict[str, Callable[..., Any]] = {
+    "set": _set,
+    "get": lambda values, key: values[key],
+    "add": _add,
+    "check": lambda values, keys: all(key in values for key in keys),
+    "compare_set": _compare_set,
+    "delete_key": lambda values, key: values.pop(key, None) is not None,
+    "num_keys": len,
+}
