@@ -14,6 +14,7 @@ from launcher_scripts.time_limit import minutes
 from stages import STAGES
 from stages.base import Finding, Stage, Standing
 from stages.convert import ConvertStage
+from stages.deploy_config import is_store_url
 
 # Names that the NeMo launcher gives to the same work.
 STAGE_ALIASES = {"conversion": "convert", "evaluation": "evaluate"}
@@ -168,7 +169,10 @@ def _uses_export(name: str, config: Config) -> bool:
     """Whether a stage works on what this pipeline exports, not on something from elsewhere."""
     if name == "evaluate" and config.evaluate.server is not None:
         return False
-    return name not in ("deploy", "evaluate") or config.deploy.repository is None
+    if name not in ("deploy", "evaluate") or config.deploy.repository is None:
+        return True
+    # A store serves what this configuration has published there, never what happens to be there.
+    return is_store_url(config.deploy.repository)
 
 
 def _is_there(stage: Stage) -> bool:

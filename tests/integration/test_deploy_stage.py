@@ -147,9 +147,11 @@ def test_repository_is_published_and_served_from_an_object_store(
     keys = [entry["Key"] for entry in client.list_objects_v2(Bucket="pipeline")["Contents"]]
     assert "sample/fastertransformer/1/1-gpu/config.ini" in keys
     assert not [key for key in keys if key.endswith(("export.json", ".convert.json"))]
-    # Served from the store alone: the folder on disk is gone.
-    results = tmp_path / "gpt_books_5m" / "export_tp1_pp1_fp16_fp32"
-    (results / "model_repo").rename(tmp_path / "elsewhere")
+    # From a new results folder into an empty place: published first, then served from there.
+    command = words(tmp_path / "new", *command[-2:], "export.model.tensor_model_parallel_size=1")
+    command.append("deploy.repository=s3://pipeline/fresh")
+    command.remove("deploy.repository=s3://pipeline/sample")
+    results = tmp_path / "new" / "gpt_books_5m" / "export_tp1_pp1_fp16_fp32"
     with served(results, *command, "stages=[deploy]", environment=environment) as endpoint:
         assert endpoint["ensemble"] == "ensemble"
         assert answer(endpoint).startswith("It was")

@@ -78,6 +78,11 @@ def test_evaluate_alone_runs_everything_that_is_missing_but_no_deploy_job(tmp_pa
     assert names(plan(tmp_path, "stages=[evaluate]")) == ["convert", "export", "evaluate"]
 
 
+def test_a_store_is_filled_before_it_is_served(tmp_path: Path) -> None:
+    made = plan(tmp_path, "stages=[deploy]", "deploy.repository=s3://bucket/sample")
+    assert names(made) == ["convert", "export", "deploy"]
+
+
 def test_a_server_elsewhere_needs_nothing_here(tmp_path: Path) -> None:
     assert names(plan(tmp_path, "stages=[evaluate]", "evaluate.server=host:8001")) == ["evaluate"]
 
