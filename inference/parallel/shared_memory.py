@@ -25,6 +25,7 @@ import torch
 from torch._C._distributed_c10d import Store, Work
 
 _FOLDER = Path("/dev/shm")
+_PREFIX = "slipway-"
 _CHUNK = 256 * 1024  # bytes of one buffer
 _WORD_BYTES = 64  # words lie on cache lines of their own
 _SPINS = 2000  # about 0.1 ms of looking before sleeping
@@ -81,7 +82,7 @@ def _create(size: int) -> Path | None:
     """Return a new zeroed file for a group, or None where there can be none."""
     if platform.machine() != "x86_64" or not _FOLDER.is_dir():
         return None
-    path = _FOLDER / f"slipway-{os.getpid()}-{secrets.token_hex(8)}"
+    path = _FOLDER / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
     try:
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     except OSError:
@@ -97,8 +98,15 @@ def _create(size: int) -> Path | None:
 
 
 def _attach(path: Path, size: int) -> mmap.mmap | None:
-    with contextlib.suppress(OSError), path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), _Layout(size).size_bytes)
+    if path.parent != _FOLDER or not path.name.startswith(_PREFIX):
+        return None
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            if os.fstat(file).st_uid == os.getuid():
+                return mmap.mmap(file, _Layout(size).size_bytes)
+        finally:
+            os.close(file)
     return None
 
 
