@@ -72,6 +72,8 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
         stack.push_async_callback(server.stop, _GRACE_S)
         sockets.listening.touch()
         await stopped.wait()
+    if arguments.lifeline is not None:
+        sockets.remove()  # whoever made the folder may have been killed
 
 
 def _parser() -> argparse.ArgumentParser:

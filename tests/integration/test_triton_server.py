@@ -191,7 +191,7 @@ def test_killed_owner_takes_the_whole_server_along(tmp_path: Path) -> None:
         from tests.integration.triton_process import new_server, processes
         server = new_server(Path({str(tmp_path / "repo")!r}), Path({str(tmp_path)!r}))
         server.start(timeout_s=60)
-        print(*processes(server), flush=True)
+        print(*processes(server), server._sockets.folder, flush=True)
         time.sleep(60)
     """
     owner = subprocess.Popen(
@@ -201,12 +201,14 @@ def test_killed_owner_takes_the_whole_server_along(tmp_path: Path) -> None:
         cwd=Path(__file__).parents[2],
     )
     assert owner.stdout is not None
-    running = [int(pid) for pid in owner.stdout.readline().split()]
+    *pids, sockets = owner.stdout.readline().split()
+    running = [int(pid) for pid in pids]
     assert len(running) >= 3
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     owner.stdout.close()
     until(lambda: not [pid for pid in running if lives(pid)])
+    until(lambda: not Path(sockets).exists(), "the end of the gateway")
 
 
 def test_crash_of_the_server_is_noticed_and_its_stub_ends(tmp_path: Path) -> None:
