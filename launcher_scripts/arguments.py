@@ -14,10 +14,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from export_scripts.suggest import did_you_mean
+from export_scripts.values import keys_of
 from launcher_scripts.cluster_section import CLUSTERS, ClusterSection
 from launcher_scripts.diagnosis import likely_key
 from launcher_scripts.nemo_root import CONFIG_NAME, has_groups
-from launcher_scripts.values import keys_of
 
 CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm"}
 _FOREIGN_CLUSTERS = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from launcher_scripts.values import option
+from export_scripts.values import option
 
 CLUSTERS = ("local", "bcm", "bcp")
 

@@ -25,6 +25,7 @@ from omegaconf import AnyNode, DictConfig, Node, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from export_scripts.suggest import closest
+from export_scripts.values import Key
 from launcher_scripts.config import GROUPS, Config
 from launcher_scripts.diagnosis import (
     KEYS,
@@ -36,7 +37,6 @@ from launcher_scripts.diagnosis import (
 )
 from launcher_scripts.nemo_root import CONFIG_NAME, read_root
 from launcher_scripts.settings import CHECKOUT, CONFIG_DIR
-from launcher_scripts.values import Key
 
 
 @dataclass(frozen=True)

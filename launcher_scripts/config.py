@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from export_scripts.values import NODE_CPUS, NODE_MEMORY_GB, Key, keys_of, option
+from inference.evaluation.options import EvaluateSection
 from inference.gateway.access import DEFAULT_MAX_REQUEST_MB
 from launcher_scripts.cluster_section import CLUSTERS, ClusterSection
-from launcher_scripts.values import Key, keys_of, option
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 # Bounds beyond which a number can only be a typing error.
-_RANKS, _NODE_GPUS, _NODE_CPUS, _NODE_MEMORY_GB = 4096, 64, 4096, 65536
+_RANKS, _NODE_GPUS = 4096, 64
 _TOKENS, _SECONDS, _PORT = 1 << 20, 30 * 24 * 3600, 65535
 _INT32 = (1 << 31) - 1  # numbers of config.pbtxt
 
@@ -39,10 +40,10 @@ class RunSection:
         "GPUs for convert and export, which need none", None, within=(1, _NODE_GPUS)
     )
     cpus_per_task: int | None = option(
-        "CPU cores for convert and export", None, within=(1, _NODE_CPUS)
+        "CPU cores for convert and export", None, within=(1, NODE_CPUS)
     )
     mem_gb: float | None = option(
-        "memory for convert and export, in GB", None, within=(0, _NODE_MEMORY_GB)
+        "memory for convert and export, in GB", None, within=(0, NODE_MEMORY_GB)
     )
 
 
@@ -57,7 +58,7 @@ class ModelSection:
         "GPUs that share each layer when serving; must divide the heads", within=(1, _RANKS)
     )
     weight_data_type: str = option("stored type of the weights", choices=DATA_TYPES)
-    processes: int = option("processes that convert in parallel", within=(1, _NODE_CPUS))
+    processes: int = option("processes that convert in parallel", within=(1, NODE_CPUS))
     load_checkpoints_to_cpu: bool = option(
         "accepted for compatibility: checkpoints are always read on the CPU", False, ignored=True
     )
@@ -222,114 +223,8 @@ class DeploySection:
     gpus_per_node: int | None = option(
         "GPUs for the server; null: as many as TP x PP needs", within=(1, _NODE_GPUS)
     )
-    cpus_per_task: int | None = option("CPU cores for the server", within=(1, _NODE_CPUS))
-    mem_gb: float | None = option("memory for the server, in GB", within=(0, _NODE_MEMORY_GB))
-
-
-@dataclass
-class LambadaConfig:
-    """`evaluate.lambada`: last-word prediction."""
-
-    data_path: str | None = option(
-        "JSON Lines with `text`; null: <data_dir>/lambada_test.jsonl", path=True
-    )
-    url: str = option("where a missing data set is downloaded from")
-    sha256: str = option("checksum of the download")
-    metrics: list[str] = option("what to measure")
-    reference_path: str | None = option("figures of the same passages to compare with", path=True)
-
-
-@dataclass
-class PromptConfig:
-    """`evaluate.<task>.prompt`: virtual tokens of a model tuned by p-tuning."""
-
-    length: int = option("virtual tokens ahead of every prompt", 0, within=(0, _TOKENS))
-    start_id: int = option(
-        "id of the first, prompt_learning_start_id of config.ini", 0, within=(0, _INT32)
-    )
-    task_id: int | None = option(
-        "prompt table that the server has loaded", None, within=(0, _INT32)
-    )
-    table_path: str | None = option("prompt table to send with every request", None, path=True)
-    append_ids: list[int] = option("token ids after every prompt", [], within=(0, _INT32))
-
-
-@dataclass
-class TextTaskConfig:
-    """`evaluate.<task>` of the tasks whose answer is text."""
-
-    data_path: str | None = option("the data; needed when the task is asked for", None, path=True)
-    target_path: str | None = option("translation: the right lines", None, path=True)
-    template: str | None = option("prompt with the data's fields in braces", None, lines=True)
-    output_len: int | None = option("tokens to generate", None, within=(1, _TOKENS))
-    method: str = option("how to ask", "generation", choices=("generation", "log_likelihood"))
-    reference_path: str | None = option("figures of the same data to compare with", None, path=True)
-    prompt: PromptConfig = field(default_factory=PromptConfig)
-
-
-@dataclass
-class IdentityConfig:
-    """`evaluate.identity`: the served model beside the source checkpoint's own library."""
-
-    samples: int = option("rows of random token ids", within=(1, _INT32))
-    input_len: int = option("tokens of the longest row", within=(1, _TOKENS))
-    output_len: int = option("tokens of an answer", within=(1, _TOKENS))
-    tolerance: float | None = option(
-        "largest relative difference; null: by the types", within=(0, _INT32)
-    )
-
-
-@dataclass
-class LatencyConfig:
-    """`evaluate.latency`: a short measurement of latency and throughput."""
-
-    enabled: bool = option("measure at all")
-    shapes: list[str] = option("tokens in and out such as 60+20, or a use case by its name")
-    batch_sizes: list[int] = option("rows of a request", within=(1, _INT32))
-    concurrencies: list[int] = option("requests in flight", within=(1, 65536))
-    requests: int = option("timed requests of a point", within=(1, _INT32))
-    warmup: int = option("requests before those that count", within=(0, _INT32))
-    max_point_s: float = option("seconds after which a point ends", within=(0.1, _SECONDS))
-    load_generator: str = option("who sends the requests", choices=("client", "perf_analyzer"))
-
-
-@dataclass
-class EvaluateConfig:
-    """`evaluate`: what to measure (conf/evaluate/<name>.yaml)."""
-
-    name: str = option("name of the job", name=True)
-    time_limit: Any = option("as in export.run")
-    tasks: list[str] = option("what to measure, such as [lambada]")
-    server: str | None = option("host:port of a running server; null: the pipeline's, or its own")
-    protocol: str = option("how to ask", choices=("grpc", "http"))
-    ca: str | None = option("ask with TLS, and trust these certificates, PEM", None, path=True)
-    token_file: str | None = option("send the first token in this file", None, path=True)
-    output_dir: str = option("where the report goes", path=True)
-    concurrency: int = option("requests kept in flight", within=(1, 65536))
-    limit: int | None = option("ask only this many samples", within=(1, _INT32))
-    seed: int = option("seed of whatever is drawn", within=(0, (1 << 63) - 1))
-    request_timeout_s: float = option(
-        "seconds after which a request has failed", within=(0, _SECONDS)
-    )
-    reference: str = option(
-        "what to compare with: none, huggingface (the source checkpoint), or a report.json", "none"
-    )
-    gate: dict[str, Any] = option("bounds of metrics: <metric>.min, .max, .margin, .sigmas", {})
-    baseline: str = option("none, compare or update", choices=("none", "compare", "update"))
-    baseline_path: str | None = option("the baseline's file", path=True)
-    history_dir: str | None = option("run store that the report is added to", path=True)
-    trackers: list[str] = option("send the report to these too: mlflow, tensorboard", [])
-    cpus_per_task: int | None = option("processors for the evaluation", within=(1, _NODE_CPUS))
-    mem_gb: float | None = option("memory for the evaluation, in GB", within=(0, _NODE_MEMORY_GB))
-    lambada: LambadaConfig = field(default_factory=LambadaConfig)
-    boolq: TextTaskConfig = field(default_factory=TextTaskConfig)
-    mnli: TextTaskConfig = field(default_factory=TextTaskConfig)
-    xnli: TextTaskConfig = field(default_factory=TextTaskConfig)
-    squad: TextTaskConfig = field(default_factory=TextTaskConfig)
-    translation: TextTaskConfig = field(default_factory=TextTaskConfig)
-    summarization: TextTaskConfig = field(default_factory=TextTaskConfig)
-    identity: IdentityConfig = field(default_factory=IdentityConfig)
-    latency: LatencyConfig = field(default_factory=LatencyConfig)
+    cpus_per_task: int | None = option("CPU cores for the server", within=(1, NODE_CPUS))
+    mem_gb: float | None = option("memory for the server, in GB", within=(0, NODE_MEMORY_GB))
 
 
 @dataclass
@@ -373,7 +268,7 @@ class Config:
     export: ExportSection = field(default_factory=ExportSection)
     convert: ConvertSection = field(default_factory=ConvertSection)
     deploy: DeploySection = field(default_factory=DeploySection)
-    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    evaluate: EvaluateSection = field(default_factory=EvaluateSection)
 
 
 # The sections that are chosen as files.

@@ -10,9 +10,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from export_scripts.suggest import closest, did_you_mean
+from export_scripts.values import Key, shortened
 from launcher_scripts.config import GROUPS, keys
 from launcher_scripts.settings import CONFIG_DIR
-from launcher_scripts.values import Key, shortened
 from stages import STAGES
 
 KEYS: Mapping[str, Key] = {key.name: key for key in keys()}

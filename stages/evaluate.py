@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 REPORT_NAME = "report.json"
 _REPORT_PAGE = "report.html"
+# Options that do not change the report.
+_NOT_IDENTITY = ("url", "name", "time_limit", "cpus_per_task", "mem_gb")
 _EARLIER_STAGES = ("convert", "export", "deploy")
 _POLL_S = 0.5
 _UPDATES = 200  # of the progress of a task
@@ -35,23 +37,20 @@ class EvaluateConfig:
     """Whom to ask, and what.
 
     Attributes:
-        options: tasks, data, report and gate; its address is replaced by the server's.
-        server: `host:port` of a running server; None to follow `endpoint_path` or to start one.
+        options: tasks, data, report and gate; its `url` is replaced by the server's. With no
+            `server` the stage follows `endpoint_path`, or starts a server.
         endpoint_path: published address of the pipeline's deploy job; None without one.
         stops_server: let the pipeline's server end once nothing is left to ask.
         deploy: the server to run for the duration of the evaluation when there is no other.
         facts: what the report says about the model and the run; the times of the stages before
             are added from their records.
-        problems: what of the configuration could not be read into these, one sentence each.
     """
 
     options: EvaluationOptions
     deploy: DeployConfig
-    server: str | None = None
     stops_server: bool = False
     endpoint_path: Path | None = None
     facts: RunFacts = field(default_factory=lambda: RunFacts(name=""))
-    problems: tuple[str, ...] = ()
 
 
 class NotEvaluatedError(StageError):
@@ -79,8 +78,8 @@ class EvaluateStage(Stage):
 
     def check(self) -> list[str]:
         """Return the problems of tasks, data, bounds and of the server to be started."""
-        problems = [*self.config.problems, *check_evaluation(self.config.options)]
-        server = self.config.server
+        problems = check_evaluation(self.config.options)
+        server = self.config.options.server
         if server is not None and not _is_address(server):
             problems.append(
                 f"evaluate.server={server} is not an address; write host:port, such as "
@@ -90,29 +89,32 @@ class EvaluateStage(Stage):
             problems += check_deploy(self.config.deploy)
         return problems
 
+    @property
+    def _output_dir(self) -> Path:
+        return Path(self.config.options.output_dir)
+
     def outputs(self) -> list[Path]:
         """Return the report."""
-        return [self.config.options.output_dir / REPORT_NAME]
+        return [self._output_dir / REPORT_NAME]
 
     def inputs(self) -> list[Path]:
         """Return what is served, unless the server is somebody else's."""
-        if self.config.server:
+        if self.config.options.server:
             return []
         deploy = self.config.deploy
         return [deploy.weights_dir, *sorted(deploy.repository.glob("*/config.pbtxt"))]
 
     def marker_path(self) -> Path:
         """Return the marker beside the report."""
-        return self.config.options.output_dir / "evaluate.json"
+        return self._output_dir / "evaluate.json"
 
     def identity(self) -> dict[str, Any]:
         """Return every option, and who is asked."""
         options = as_json(asdict(self.config.options))
-        options.pop("url")
-        options.pop("credentials")
+        for name in _NOT_IDENTITY:
+            options.pop(name)
         return {
             **_flat(options, "evaluate"),
-            "evaluate.server": self.config.server,
             "deploy.engine": self.config.deploy.engine,
         }
 
@@ -131,9 +133,8 @@ class EvaluateStage(Stage):
             NotEvaluatedError: the server cannot be asked, or the data cannot be had.
             GateBreachedError: a bound is breached; the report is complete.
         """
-        output_dir = self.config.options.output_dir
         if self.marker_path().exists():
-            _set_aside(output_dir)
+            _set_aside(self._output_dir)
         try:
             with self._server(progress) as (url, ready_at):
                 options = replace(self.config.options, url=url)
@@ -163,7 +164,7 @@ class EvaluateStage(Stage):
         summary: Summary = {
             "metrics": {metric.name: metric.value for metric in report.metrics},
             "references": references(report),
-            "report": str(options.output_dir / _REPORT_PAGE),
+            "report": str(self._output_dir / _REPORT_PAGE),
         }
         if not report.gate.passed:
             breaches = "; ".join(str(breach) for breach in report.gate.breaches)
@@ -183,8 +184,8 @@ class EvaluateStage(Stage):
     @contextmanager
     def _server(self, progress: Progress) -> Iterator[tuple[str, str]]:
         """Yield the gRPC or HTTP address of a ready server, and since when it is ready."""
-        if self.config.server is not None:
-            yield self.config.server, now()
+        if self.config.options.server is not None:
+            yield self.config.options.server, now()
         elif self.config.endpoint_path is not None:
             endpoint = self._published(self.config.endpoint_path, progress)
             yield self._address(endpoint), endpoint.ready_at

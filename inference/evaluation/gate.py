@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
+from export_scripts.suggest import did_you_mean
 from inference.evaluation.options import Bound
 from inference.evaluation.task import Metric
 
@@ -59,6 +61,38 @@ class GateResult:
     def exit_code(self) -> int:
         """The exit code of a command that trusts this gate."""
         return EXIT_PASS if self.passed else EXIT_GATE_BREACHED
+
+
+def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
+    """Return the bounds of `evaluate.gate` by metric, and what is wrong with the rest.
+
+    A bound is a mapping of its limits, as the configuration has it, or a Bound.
+    """
+    known = [each.name for each in fields(Bound)]
+    bounds: dict[str, Bound] = {}
+    problems = []
+    for metric, limits in gate.items():
+        key = f"evaluate.gate.{metric}"
+        if isinstance(limits, Bound):
+            bounds[metric] = limits
+            continue
+        if not isinstance(limits, Mapping):
+            problems.append(f"{key}={limits} is not a bound; write {key}.min={limits}, or .max.")
+            continue
+        good = {}
+        for name, value in limits.items():
+            if name not in known:
+                hint = did_you_mean(str(name), known)
+                problems.append(
+                    f"{key}.{name}: there is no such bound{hint}; use {', '.join(known)}."
+                )
+            elif isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+                problems.append(f"{key}.{name}={value}: expected a number.")
+            else:
+                good[str(name)] = value
+        if good or not limits:
+            bounds[metric] = Bound(**good)
+    return bounds, problems
 
 
 def check_bounds(bounds: Mapping[str, Bound], *, known: Sequence[str]) -> list[str]:

@@ -1,7 +1,10 @@
-"""The options of an evaluation, as plain data; importing this costs nothing.
+"""The options of an evaluation: one record for each section of the configuration.
 
-The configuration group `evaluate` has these fields; checks.py finds their problems.
+These records are the schema of the group `evaluate`: each field states its key's meaning, range and
+default, which `--help` prints and every check reads. The evaluator takes the same records.
 """
+
+# ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from inference.gateway.credentials import PLAIN, Credentials
+from export_scripts.values import NODE_CPUS, NODE_MEMORY_GB, option
+from inference.gateway.credentials import Credentials
 
 REFERENCES = ("none", "huggingface")  # or a file
 TRACKERS = ("mlflow", "tensorboard")  # packages, and extras of this one
@@ -18,112 +23,91 @@ LAMBADA_METRICS = ("lambada_last_word", "lambada_last_token", "lambada_perplexit
 # OpenAI's preprocessing of the LAMBADA test set (CC BY 4.0): 5,153 lines {"text": ...}.
 LAMBADA_URL = "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl"
 LAMBADA_SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"
+# Bounds beyond which a number can only be a typing error.
+_TOKENS, _SECONDS, _IN_FLIGHT, _INT32 = 1 << 20, 30 * 24 * 3600, 65536, (1 << 31) - 1
 
 
-@dataclass(frozen=True)
+@dataclass
 class LambadaOptions:
-    """Data and metrics of the task `lambada`.
+    """`evaluate.lambada`: last-word prediction."""
 
-    Attributes:
-        data_path: JSON Lines with one `text` a line; null: `<data_dir>/lambada_test.jsonl`,
-            downloaded from `url` when it is missing.
-        sha256: checksum the downloaded file must have.
-        metrics: which of LAMBADA_METRICS to measure; the perplexity doubles the requests.
-        reference_path: figures recorded elsewhere for the same passages, to compare with.
-    """
-
-    data_path: Path | None = None
-    url: str = LAMBADA_URL
-    sha256: str = LAMBADA_SHA256
-    metrics: tuple[str, ...] = LAMBADA_METRICS
-    reference_path: Path | None = None
+    data_path: str | None = option(
+        "JSON Lines with `text`; null: <data_dir>/lambada_test.jsonl", None, path=True
+    )
+    url: str = option("where a missing data set is downloaded from", LAMBADA_URL)
+    sha256: str = option("checksum of the download", LAMBADA_SHA256)
+    metrics: list[str] = option("what to measure", [*LAMBADA_METRICS])
+    reference_path: str | None = option(
+        "figures of the same passages to compare with", None, path=True
+    )
 
 
-@dataclass(frozen=True)
+@dataclass
 class PromptOptions:
-    """Virtual tokens ahead of every prompt, for models tuned by p-tuning or prompt tuning.
+    """`evaluate.<task>.prompt`: virtual tokens of a model tuned by p-tuning."""
 
-    Attributes:
-        length: virtual tokens; 0 for models that are not tuned so.
-        start_id: id of the first of them, `prompt_learning_start_id` of config.ini.
-        task_id: table loaded by the server; null where the request brings its own.
-        table_path: `model.prompt_table.<task>.weight.bin` to send with every request, fp32.
-        append_ids: tokens after every prompt, such as a separator the model was tuned with.
-    """
-
-    length: int = 0
-    start_id: int = 0
-    task_id: int | None = None
-    table_path: Path | None = None
-    append_ids: tuple[int, ...] = ()
+    length: int = option("virtual tokens ahead of every prompt", 0, within=(0, _TOKENS))
+    start_id: int = option(
+        "id of the first, prompt_learning_start_id of config.ini", 0, within=(0, _INT32)
+    )
+    task_id: int | None = option(
+        "prompt table that the server has loaded", None, within=(0, _INT32)
+    )
+    table_path: str | None = option(
+        "prompt table to send with every request, little-endian fp32", None, path=True
+    )
+    append_ids: list[int] = option("token ids after every prompt", [], within=(0, _INT32))
 
 
-@dataclass(frozen=True)
+@dataclass
 class TextTaskOptions:
-    """Data and prompts of a task whose answer is text.
+    """`evaluate.<task>` of the tasks whose answer is text."""
 
-    Attributes:
-        data_path: JSON Lines (squad: also the official JSON) with the fields of the template.
-        target_path: translation only: the file of right lines, where data_path has the sources.
-        template: prompt with the row's fields in braces; null takes the task's own.
-        output_len: tokens to generate; null takes the task's own.
-        method: `generation`, or for tasks with few answers `log_likelihood`.
-        reference_path: figures recorded elsewhere for the same data, to compare with.
-    """
-
-    data_path: Path | None = None
-    target_path: Path | None = None
-    template: str | None = None
-    output_len: int | None = None
-    method: str = "generation"
+    data_path: str | None = option("the data; needed when the task is asked for", None, path=True)
+    target_path: str | None = option("translation: the right lines", None, path=True)
+    template: str | None = option("prompt with the data's fields in braces", None, lines=True)
+    output_len: int | None = option("tokens to generate", None, within=(1, _TOKENS))
+    method: str = option("how to ask", "generation", choices=("generation", "log_likelihood"))
+    reference_path: str | None = option("figures of the same data to compare with", None, path=True)
     prompt: PromptOptions = field(default_factory=PromptOptions)
-    reference_path: Path | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class IdentityOptions:
-    """Rows and tolerance of the task `identity`.
+    """`evaluate.identity`: the served model against the source checkpoint's own library."""
 
-    Attributes:
-        samples: rows of random token ids.
-        input_len: tokens of the longest; a model of fewer positions gets shorter ones.
-        output_len: tokens of an answer.
-        tolerance: largest relative difference; null takes that of the coarsest of `types`.
-        types: what weights are stored and computed in.
-    """
-
-    samples: int = 8
-    input_len: int = 32
-    output_len: int = 8
-    tolerance: float | None = None
-    types: tuple[str, ...] = ("fp32",)
+    samples: int = option("rows of random token ids", 8, within=(1, _INT32))
+    input_len: int = option("tokens of the longest row", 32, within=(1, _TOKENS))
+    output_len: int = option("tokens of an answer", 8, within=(1, _TOKENS))
+    tolerance: float | None = option(
+        "largest relative difference; null: fp32 1e-4, fp16 1e-2, bf16 8e-2, int8 0.15",
+        None,
+        within=(1e-9, 1e9),
+    )
 
 
-@dataclass(frozen=True)
+@dataclass
 class LatencyOptions:
-    """A measurement of latency and throughput, one point per shape, batch size and concurrency.
+    """`evaluate.latency`: latency and throughput by shape, batch size and requests in flight."""
 
-    Attributes:
-        shapes: tokens in and out, such as `60+20`, or names in USE_CASES.
-        batch_sizes: rows of a request.
-        concurrencies: requests in flight at once.
-        requests: timed requests of a point, after `warmup` that are not counted.
-        max_point_s: a point ends after this many seconds, with the requests done by then.
-        load_generator: `client` (ours) or `perf_analyzer` (NVIDIA's, which does not end early).
-    """
-
-    enabled: bool = True
-    shapes: tuple[str, ...] = ("32+8", "32+32")
-    batch_sizes: tuple[int, ...] = (1,)
-    concurrencies: tuple[int, ...] = (1, 4)
-    requests: int = 16
-    warmup: int = 2
-    max_point_s: float = 3.0
-    load_generator: str = "client"
+    enabled: bool = option("measure at all", True)
+    shapes: list[str] = option(
+        "tokens in and out such as 60+20, or use cases: question_answering, intent_classification, "
+        "translation",
+        ["32+8", "32+32"],
+    )
+    batch_sizes: list[int] = option("rows of a request", [1], within=(1, _INT32))
+    concurrencies: list[int] = option("requests in flight", [1, 4], within=(1, _IN_FLIGHT))
+    requests: int = option("timed requests of a point", 16, within=(1, _INT32))
+    warmup: int = option("requests before those that count", 2, within=(0, _INT32))
+    max_point_s: float = option("seconds after which a point ends", 3.0, within=(0.01, _SECONDS))
+    load_generator: str = option(
+        "who sends the requests", "client", choices=("client", "perf_analyzer")
+    )
 
 
 @dataclass(frozen=True)
-class Shape:
+class RequestShape:
     """Tokens of a prompt and of its answer."""
 
     input_len: int
@@ -132,13 +116,13 @@ class Shape:
 
 # The use cases that NVIDIA's deployment guide measures with.
 USE_CASES = {
-    "question_answering": Shape(60, 20),
-    "intent_classification": Shape(225, 20),
-    "translation": Shape(200, 200),
+    "question_answering": RequestShape(60, 20),
+    "intent_classification": RequestShape(225, 20),
+    "translation": RequestShape(200, 200),
 }
 
 
-def parse_shape(text: str) -> Shape:
+def parse_shape(text: str) -> RequestShape:
     """Return the shape that `text` writes or names.
 
     Raises:
@@ -152,7 +136,7 @@ def parse_shape(text: str) -> Shape:
             f"evaluate.latency.shapes has {text!r}; write tokens in and out such as 60+20, or one "
             f"of {', '.join(USE_CASES)}."
         )
-    return Shape(int(found[1]), int(found[2]))
+    return RequestShape(int(found[1]), int(found[2]))
 
 
 @dataclass(frozen=True)
@@ -177,66 +161,104 @@ class Bound:
         return self.margin is not None or self.sigmas is not None
 
 
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """Everything `evaluate` needs to know besides the address of the server.
+@dataclass
+class EvaluateSection:
+    """`evaluate`: what to measure (conf/evaluate/<name>.yaml)."""
+
+    name: str = option("name of the job", name=True)
+    time_limit: Any = option("as in export.run")
+    tasks: list[str] = option("what to measure, such as [lambada]", ["lambada"])
+    server: str | None = option(
+        "host:port of a running server; null: the pipeline's, or its own", None
+    )
+    protocol: str = option("how to ask", "grpc", choices=("grpc", "http"))
+    ca: str | None = option("ask with TLS, and trust these certificates, PEM", None, path=True)
+    token_file: str | None = option("send the first token in this file", None, path=True)
+    output_dir: str = option("where the report goes", path=True)
+    concurrency: int = option("requests kept in flight", 32, within=(1, _IN_FLIGHT))
+    limit: int | None = option("ask only this many samples", None, within=(1, _INT32))
+    seed: int = option("seed of whatever is drawn", 1234, within=(0, (1 << 63) - 1))
+    request_timeout_s: float = option(
+        "seconds after which a request has failed", 120.0, within=(0.001, _SECONDS)
+    )
+    reference: str = option(
+        "what to compare with: none, huggingface (the source checkpoint), or a report.json", "none"
+    )
+    gate: dict[str, Any] = option("bounds of metrics: <metric>.min, .max, .margin, .sigmas", {})
+    baseline: str = option(
+        "compare the metrics with a baseline, or record them as one",
+        "none",
+        choices=("none", "compare", "update"),
+    )
+    baseline_path: str | None = option("the baseline's file", None, path=True)
+    history_dir: str | None = option("run store that the report is added to", None, path=True)
+    trackers: list[str] = option("send the report to these too: mlflow, tensorboard", [])
+    cpus_per_task: int | None = option("CPU cores for the evaluation", None, within=(1, NODE_CPUS))
+    mem_gb: float | None = option(
+        "memory for the evaluation, in GB", None, within=(0, NODE_MEMORY_GB)
+    )
+    lambada: LambadaOptions = field(default_factory=LambadaOptions)
+    boolq: TextTaskOptions = field(default_factory=TextTaskOptions)
+    mnli: TextTaskOptions = field(default_factory=TextTaskOptions)
+    xnli: TextTaskOptions = field(default_factory=TextTaskOptions)
+    squad: TextTaskOptions = field(default_factory=TextTaskOptions)
+    translation: TextTaskOptions = field(default_factory=TextTaskOptions)
+    summarization: TextTaskOptions = field(default_factory=TextTaskOptions)
+    identity: IdentityOptions = field(default_factory=IdentityOptions)
+    latency: LatencyOptions = field(default_factory=LatencyOptions)
+
+    @property
+    def credentials(self) -> Credentials:
+        """TLS and the token of requests."""
+        return Credentials(
+            uses_tls=self.ca is not None,
+            ca=None if self.ca is None else Path(self.ca),
+            token_file=None if self.token_file is None else Path(self.token_file),
+        )
+
+    @property
+    def text_tasks(self) -> Mapping[str, TextTaskOptions]:
+        """Options of the tasks whose answer is text, by name."""
+        return {
+            "boolq": self.boolq,
+            "mnli": self.mnli,
+            "xnli": self.xnli,
+            "squad": self.squad,
+            "translation": self.translation,
+            "summarization": self.summarization,
+        }
+
+    def reference_path(self, task: str) -> Path | None:
+        """Return the file of figures that `task` is compared with, if any."""
+        if self.reference not in REFERENCES:
+            return Path(self.reference)
+        own = self.lambada if task == "lambada" else self.text_tasks.get(task, TextTaskOptions())
+        return None if own.reference_path is None else Path(own.reference_path)
+
+
+@dataclass(kw_only=True)
+class EvaluationOptions(EvaluateSection):
+    """The section `evaluate`, and what the rest of the configuration says of the model asked.
 
     Attributes:
-        output_dir: where the report goes; files of an earlier report there are replaced.
         data_dir: where downloaded data sets are kept.
-        tasks: names in the table of tasks, run in this order.
-        url: host and port of the server; `protocol` is grpc or http.
-        credentials: TLS and the token of requests.
+        url: host and port of the server, as `protocol` has it.
         model_name, ensemble_name: Triton models for token ids and for text; without an ensemble
             (null) text is encoded and decoded here and the model is asked.
         tokenizer_dir: folder with the served tokenizer's files; null asks the server's own
             preprocessing and postprocessing models, at the price of more requests.
         weights_dir: the served folder of shards; family and hash of the weights are added to the
             report from its manifest.
-        concurrency: requests kept in flight.
-        limit: ask only this many samples, drawn with `seed`; null asks all, in file order.
-        request_timeout_s: a request that takes longer has failed.
-        text_tasks: options of the tasks whose answer is text, by name.
-        reference: `huggingface` runs every task on `source_path` too, with the library that made
-            it, and compares; `none` compares with the recorded references only; a file (a past
-            report.json, or recorded figures) takes their place.
         source_path: the checkpoint that was converted.
-        gate: bounds per metric name; a breach is reported and decides the exit code.
-        baseline: `none`, `compare` (gate against `baseline_path`) or `update` (record it).
-        history_dir: run store that the report is added to; null keeps no history.
-        trackers: names in TRACKERS that get the report too.
+        types: the types in which weights are stored and computed, which decide how large rounding
+            may make a difference; int8 where weights are served in it.
     """
 
-    output_dir: Path
     data_dir: Path
-    tasks: tuple[str, ...] = ("lambada",)
     url: str = "127.0.0.1:8001"
-    protocol: str = "grpc"
-    credentials: Credentials = PLAIN
     model_name: str = "fastertransformer"
     ensemble_name: str | None = "ensemble"
     tokenizer_dir: Path | None = None
     weights_dir: Path | None = None
-    concurrency: int = 32
-    limit: int | None = None
-    seed: int = 1234
-    request_timeout_s: float = 120.0
-    lambada: LambadaOptions = field(default_factory=LambadaOptions)
-    text_tasks: Mapping[str, TextTaskOptions] = field(default_factory=dict)
-    identity: IdentityOptions = field(default_factory=IdentityOptions)
-    latency: LatencyOptions = field(default_factory=LatencyOptions)
-    reference: str = "none"
     source_path: Path | None = None
-    gate: Mapping[str, Bound] = field(default_factory=dict)
-    baseline: str = "none"
-    baseline_path: Path | None = None
-    history_dir: Path | None = None
-    trackers: tuple[str, ...] = ()
-
-    def reference_path(self, task: str) -> Path | None:
-        """Return the figures that `task` is compared with, if there are any."""
-        if self.reference not in REFERENCES:
-            return Path(self.reference)
-        if task == "lambada":
-            return self.lambada.reference_path
-        return self.text_tasks.get(task, TextTaskOptions()).reference_path
+    types: tuple[str, ...] = ("fp32",)

@@ -83,7 +83,8 @@ def evaluated(root: Path, server: TritonServer, name: str, tmp_path: Path) -> Re
         tokenizer_dir=weights,
         weights_dir=weights,
         source_path=root / "sources" / name,
-        identity=IdentityOptions(samples=6, input_len=16, output_len=6, types=types),
+        identity=IdentityOptions(samples=6, input_len=16, output_len=6),
+        types=types,
         latency=LatencyOptions(
             shapes=("8+2",), batch_sizes=(1, 2), concurrencies=(1,), requests=3, warmup=1
         ),

@@ -104,7 +104,7 @@ def options(
         data_dir=folder,
         url=server.grpc_url,
         tasks=(task,),
-        text_tasks={task: TextTaskOptions(data_path=data_path, **task_options)},
+        **{task: TextTaskOptions(data_path=data_path, **task_options)},
         latency=LatencyOptions(enabled=False),
         concurrency=4,
     )

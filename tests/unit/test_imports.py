@@ -18,6 +18,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "export_scripts.__init__": (),
     "export_scripts.errors": (),
     "export_scripts.suggest": (),
+    "export_scripts.values": ("export_scripts.suggest",),
     "export_scripts.numeric": (),
     "export_scripts.files": (),
     "export_scripts.checkpoints": (

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from inference.evaluation.gate import check_bounds
+from omegaconf import MISSING
+
+from export_scripts.values import keys_of
+from inference.evaluation.gate import check_bounds, parse_bounds
 from inference.evaluation.options import (
     REFERENCES,
     TRACKERS,
+    Bound,
+    EvaluateSection,
     EvaluationOptions,
     LatencyOptions,
-    TextTaskOptions,
     parse_shape,
 )
 from inference.evaluation.tasks import TASKS
@@ -31,7 +36,7 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     ]
     if not options.tasks:
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
-    problems += _check_numbers(options)
+    problems += _check_values(options)
     problems += options.credentials.problems(prefix="evaluate.", joiner="_")
     if options.credentials != PLAIN and options.latency.load_generator == "perf_analyzer":
         problems.append(
@@ -47,6 +52,7 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
         if entry.only_served and options.reference == "huggingface"
     ]
     problems += _check_latency(options.latency)
+    bounds, gate_problems = parse_bounds(options.gate)
     known = known_metrics(options)
     grouped = tuple(
         f"{metric}_"
@@ -55,9 +61,10 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
         for metric in entry.metrics(options)
     )
     # Which groups there are is seen in the data, so their bounds are checked when that was read.
-    whole = {name: each for name, each in options.gate.items() if not name.startswith(grouped)}
+    whole = {name: each for name, each in bounds.items() if not name.startswith(grouped)}
+    problems += gate_problems
     problems += check_bounds(whole, known=known)
-    problems += _check_baseline(options)
+    problems += _check_baseline(options, bounds)
     problems += _check_trackers(options.trackers)
     problems += _check_reference(options)
     return problems
@@ -75,50 +82,29 @@ def known_metrics(
     return tuple(found)
 
 
-def _check_numbers(options: EvaluationOptions) -> list[str]:
+def _check_values(options: EvaluationOptions) -> list[str]:
+    """Return the values outside their range or choices, by what the schema says of each key."""
     problems = []
-    if options.protocol not in ("grpc", "http"):
-        problems.append(f"evaluate.protocol={options.protocol!r} is unknown; use grpc or http.")
-    if options.concurrency < 1:
-        problems.append(f"evaluate.concurrency={options.concurrency} must be at least 1.")
-    if options.limit is not None and options.limit < 1:
-        problems.append(
-            f"evaluate.limit={options.limit} must be at least 1, or null for all samples."
-        )
-    if options.request_timeout_s <= 0:
-        problems.append(
-            f"evaluate.request_timeout_s={options.request_timeout_s} must be positive (seconds)."
-        )
+    for key in keys_of(EvaluateSection):
+        value = operator.attrgetter(key.name)(options)
+        if value != MISSING and (found := key.problem(value)):
+            problems.append(f"evaluate.{found}")
     return problems
 
 
 def _check_latency(latency: LatencyOptions) -> list[str]:
     if not latency.enabled:
         return []
-    numbers = {
-        "batch_sizes": latency.batch_sizes,
-        "concurrencies": latency.concurrencies,
-        "requests": (latency.requests,),
-    }
     problems = [
-        f"evaluate.latency.{key}={', '.join(map(str, values)) or '[]'} must be positive integers."
-        for key, values in numbers.items()
-        if not values or min(values) < 1
+        f"evaluate.latency.{key} is empty; name at least one, such as {example}."
+        for key, values, example in (
+            ("shapes", latency.shapes, "60+20"),
+            ("batch_sizes", latency.batch_sizes, "1"),
+            ("concurrencies", latency.concurrencies, "1"),
+        )
+        if not values
     ]
-    if not latency.shapes:
-        problems.append("evaluate.latency.shapes is empty; name at least one, such as 60+20.")
-    problems += [told for text in latency.shapes if (told := _shape_problem(text))]
-    if latency.warmup < 0:
-        problems.append(f"evaluate.latency.warmup={latency.warmup} must not be negative.")
-    if latency.max_point_s <= 0:
-        problems.append(
-            f"evaluate.latency.max_point_s={latency.max_point_s} must be positive (seconds)."
-        )
-    if latency.load_generator not in ("client", "perf_analyzer"):
-        problems.append(
-            f"evaluate.latency.load_generator={latency.load_generator!r} is unknown; use client or "
-            "perf_analyzer."
-        )
+    problems += [found for text in latency.shapes if (found := _shape_problem(text))]
     sent, widest = latency.requests + latency.warmup, max(latency.concurrencies, default=0)
     if latency.load_generator == "perf_analyzer" and sent < widest:
         problems.append(
@@ -150,7 +136,7 @@ def _check_reference(options: EvaluationOptions) -> list[str]:
         f"evaluate.reference=huggingface and evaluate.{name}.prompt exclude each other: virtual "
         "tokens are not part of the source checkpoint."
         for name in options.tasks
-        if options.text_tasks.get(name, TextTaskOptions()).prompt.length > 0
+        if name in options.text_tasks and options.text_tasks[name].prompt.length > 0
     ]
     problems += [
         f"evaluate.reference=huggingface and evaluate.{name}.reference_path exclude each other; "
@@ -181,19 +167,17 @@ def _check_trackers(trackers: Sequence[str]) -> list[str]:
     return problems
 
 
-def _check_baseline(options: EvaluationOptions) -> list[str]:
-    if options.baseline not in ("none", "compare", "update"):
-        return [f"evaluate.baseline={options.baseline!r} is unknown; use none, compare or update."]
+def _check_baseline(options: EvaluationOptions, bounds: Mapping[str, Bound]) -> list[str]:
     if options.baseline == "none":
-        relative = [name for name, bound in options.gate.items() if bound.is_relative]
+        relative = [name for name, bound in bounds.items() if bound.is_relative]
         return [
             f"evaluate.gate.{name} is relative to a baseline, but evaluate.baseline=none; set "
             "evaluate.baseline=compare and evaluate.baseline_path."
             for name in relative
         ]
-    if options.baseline_path is None:
+    if options.baseline_path is None and options.baseline in ("compare", "update"):
         return [f"evaluate.baseline={options.baseline} needs evaluate.baseline_path."]
-    if options.baseline == "compare" and not options.baseline_path.is_file():
+    if options.baseline == "compare" and not Path(options.baseline_path).is_file():
         return [
             f"evaluate.baseline_path={options.baseline_path} does not exist; record a baseline "
             "first with evaluate.baseline=update."

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from export_scripts.files.replace import replace_file
-from inference.evaluation.gate import Breach, apply_gate
+from inference.evaluation.gate import Breach, apply_gate, parse_bounds
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.record import (
     LatencyPoint,
@@ -85,16 +85,17 @@ def evaluate(
     """
     if problems := [*check_evaluation(options), *_check_batches(options, facts)]:
         raise ValueError("\n".join(problems))
-    own_bounds = {k: v for name in options.tasks for k, v in TASKS[name].bounds(options).items()}
-    options = replace(options, gate={**own_bounds, **options.gate})
+    bounds = {k: v for name in options.tasks for k, v in TASKS[name].bounds(options).items()}
+    bounds |= parse_bounds(options.gate)[0]
+    output_dir = Path(options.output_dir)
     started_at = datetime.now(timezone.utc)
     start = time.perf_counter()
-    with _junit_on_failure(options.output_dir):
+    with _junit_on_failure(output_dir):
         prepared = [prepare(name, options) for name in options.tasks]
         if problems := check_bounds_of_groups(options, prepared):
             raise ValueError("\n".join(problems))
         baseline = stored_baseline(options, prepared)
-        _clear(options.output_dir)
+        _clear(output_dir)
         with _model(options, model, progress) as asked:
             ask = partial(run_task, model=asked, concurrency=options.concurrency, progress=progress)
             runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
@@ -110,10 +111,11 @@ def evaluate(
         tasks=tuple(map(partial(_task_report, options), runs, prepared)),
         latency=points,
         load_generator=options.latency.load_generator if points else "",
-        bounds=options.gate,
+        bounds=bounds,
         environment=describe_environment(),
     )
-    report = _with_history(_gated(report, options, baseline), options.history_dir)
+    history_dir = None if options.history_dir is None else Path(options.history_dir)
+    report = _with_history(_gated(report, options, baseline), history_dir)
     _publish(options, report, runs, prepared)
     return report
 
@@ -130,12 +132,13 @@ def _publish(
         for run, own in zip(runs, prepared, strict=True)
         for each in with_reference_values(run.predictions, own.reference)
     ]
-    write_report(options.output_dir, report, predictions)
+    output_dir = Path(options.output_dir)
+    write_report(output_dir, report, predictions)
     if options.history_dir is not None:
-        append_run(options.history_dir, report, options.output_dir)
+        append_run(Path(options.history_dir), report, output_dir)
     for tracker in options.trackers:
-        folder = options.history_dir or options.output_dir
-        track(tracker, report, options.output_dir, folder=folder)
+        folder = Path(options.history_dir or output_dir)
+        track(tracker, report, output_dir, folder=folder)
 
 
 def _check_batches(options: EvaluationOptions, facts: RunFacts) -> list[str]:
@@ -202,40 +205,30 @@ def _latency(
 ) -> tuple[LatencyPoint, ...]:
     if not options.latency.enabled:
         return ()
-    texts = [prediction.text for run in runs for prediction in run.predictions]
-    if not generates(model):
-        return _encoder_latency(options, model, texts, progress)
-    tokens = map(model.encode, texts)
+    measure = partial(
+        measure_latency, model, _tokens(model, runs), options.latency, progress=progress
+    )
     if options.latency.load_generator == "client":
-        return measure_latency(model, tokens, options.latency, progress=progress)
+        source = options.source_path
+        return measure(hidden_size=None if source is None else _hidden_size(source))
     from inference.evaluation.run.perf_analyzer import perf_analyzer
     from inference.evaluation.run.served_model import ServedModel
 
-    if not isinstance(model, ServedModel):
+    if not isinstance(model, ServedModel) or not generates(model):
         raise EvaluationError(
-            "evaluate.latency.load_generator=perf_analyzer asks a server; use client."
+            "evaluate.latency.load_generator=perf_analyzer measures generating models behind a "
+            "server; use client."
         )
     with perf_analyzer(options, model) as generator:
-        return measure_latency(
-            model, tokens, options.latency, generator=generator, progress=progress
-        )
+        return measure(generator=generator)
 
 
-def _encoder_latency(
-    options: EvaluationOptions,
-    model: TextGenerator,
-    texts: Sequence[str],
-    progress: ProgressCallback | None,
-) -> tuple[LatencyPoint, ...]:
-    """Measure an encoder with the rows of token ids that the task identity wrote as text."""
-    if options.latency.load_generator != "client":
-        raise EvaluationError(
-            "evaluate.latency.load_generator=perf_analyzer sends prompts, which an encoder does "
-            "not take; use client."
-        )
-    rows = (tuple(map(int, text.split())) for text in texts)
-    width = None if options.source_path is None else _hidden_size(options.source_path)
-    return measure_latency(model, rows, options.latency, hidden_size=width, progress=progress)
+def _tokens(model: TextGenerator, runs: Sequence[TaskRun]) -> Iterator[Sequence[int]]:
+    """Yield the token ids of every sample; those of the task identity are written as numbers."""
+    for run in runs:
+        for sample in run.samples:
+            is_text = run.task.name != "identity"
+            yield model.encode(sample.text) if is_text else tuple(map(int, sample.text.split()))
 
 
 def _hidden_size(checkpoint: Path) -> int | None:
@@ -270,11 +263,11 @@ def _gated(report: Report, options: EvaluationOptions, baseline: Baseline | None
     A baseline that is to be updated is recorded only when every absolute bound holds; bounds
     relative to it hold by themselves.
     """
-    path = options.baseline_path
+    path = None if options.baseline_path is None else Path(options.baseline_path)
     if options.baseline == "update" and path is not None:
         baseline = Baseline.of(report, source=f"this run, recorded in {path}")
     gate = apply_gate(
-        report.metrics, options.gate, baseline=None if baseline is None else baseline.metrics
+        report.metrics, report.bounds, baseline=None if baseline is None else baseline.metrics
     )
     gate = replace(gate, breaches=tuple(_with_remedy(each, options) for each in gate.breaches))
     if options.baseline == "update" and path is not None and gate.passed:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from inference.evaluation.options import LatencyOptions, Shape, parse_shape
+from inference.evaluation.options import LatencyOptions, RequestShape, parse_shape
 from inference.evaluation.record import LatencyPoint
 from inference.evaluation.run.task_run import (
     EvaluationError,
@@ -34,7 +34,7 @@ _PHASE = "latency"
 _MAX_PROMPTS = 64
 
 
-_Place = tuple[Shape, int, int]  # shape, batch size, concurrency
+_Place = tuple[RequestShape, int, int]  # shape, batch size, concurrency
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Load:
     """What a load generator is to send; `prompts` all have `shape.input_len` tokens."""
 
     prompts: Sequence[tuple[int, ...]]
-    shape: Shape
+    shape: RequestShape
     batch_size: int
     concurrency: int
 
@@ -116,25 +116,25 @@ def measure_latency(
     return tuple(_point(load, measured) for load in loads if load.shape in shapes)
 
 
-def _shapes(model: TextGenerator, options: LatencyOptions) -> list[Shape]:
+def _shapes(model: TextGenerator, options: LatencyOptions) -> list[RequestShape]:
     """Return the shapes of the options, each once; those of an encoder generate nothing."""
     shapes = [parse_shape(text) for text in options.shapes]
     if not generates(model):
-        shapes = [Shape(shape.input_len, 0) for shape in shapes]
+        shapes = [RequestShape(shape.input_len, 0) for shape in shapes]
     return list(dict.fromkeys(shapes))
 
 
 def _loads(
     model: TextGenerator,
     tokens: Iterable[Sequence[int]],
-    shapes: Sequence[Shape],
+    shapes: Sequence[RequestShape],
     options: LatencyOptions,
 ) -> Iterator[Load]:
     """Yield every point once, after the point for one token that its estimates need, if any."""
     needed = dict.fromkeys(
         each
         for shape in shapes
-        for each in (Shape(shape.input_len, 1), shape)
+        for each in (RequestShape(shape.input_len, 1), shape)
         if each == shape or (shape.output_len and not model.streams)
     )
     lengths = {shape.input_len for shape in shapes}
@@ -155,7 +155,7 @@ def _point(load: Load, measured: dict[_Place, Answered]) -> LatencyPoint:
         first_s = [each[0] for each in answered.arrivals_s]
         per_token_ms = _per_token_ms(answered.arrivals_s)
     elif load.shape.output_len:
-        first = measured[Shape(load.shape.input_len, 1), load.batch_size, load.concurrency]
+        first = measured[RequestShape(load.shape.input_len, 1), load.batch_size, load.concurrency]
         first_s = list(first.durations_s)
         further = answered.generated / (len(answered.durations_s) * load.batch_size) - 1
         rest_ms = latency.p50_ms - 1000 * percentile(first_s, 50)

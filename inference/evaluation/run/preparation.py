@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from inference.evaluation.gate import check_bounds
+from inference.evaluation.gate import check_bounds, parse_bounds
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.baseline import Baseline, read_baseline
 from inference.evaluation.run.checks import known_metrics
@@ -53,7 +54,8 @@ def check_bounds_of_groups(options: EvaluationOptions, prepared: Sequence[Prepar
         each.task.name: sorted({sample.group for sample in each.samples} - {""})
         for each in prepared
     }
-    return check_bounds(options.gate, known=known_metrics(options, groups))
+    bounds, _ = parse_bounds(options.gate)
+    return check_bounds(bounds, known=known_metrics(options, groups))
 
 
 def with_source(
@@ -83,6 +85,6 @@ def stored_baseline(options: EvaluationOptions, prepared: Sequence[Prepared]) ->
     """Return the baseline to compare with. Raises ValueError if it is of other samples."""
     if options.baseline != "compare" or options.baseline_path is None:
         return None
-    baseline = read_baseline(options.baseline_path)
+    baseline = read_baseline(Path(options.baseline_path))
     baseline.check({each.task.name: each.dataset for each in prepared})
     return baseline

@@ -118,10 +118,10 @@ def drawn(
     return dataset, samples
 
 
-def missing_files(task: str, files: Mapping[str, Path | None]) -> list[str]:
+def missing_files(task: str, files: Mapping[str, str | None]) -> list[str]:
     """Return a problem for each file that is named and is none."""
     return [
         f"evaluate.{task}.{key}={path} is not a file; give an existing file, or null."
         for key, path in files.items()
-        if path is not None and not path.is_file()
+        if path is not None and not Path(path).is_file()
     ]

@@ -146,18 +146,8 @@ def _make(options: EvaluationOptions) -> Identity:
 
 
 def _check(options: EvaluationOptions) -> list[str]:
-    identity, source = options.identity, options.source_path
-    problems = [
-        f"evaluate.identity.{key}={value} must be at least 1."
-        for key, value in (
-            ("samples", identity.samples),
-            ("input_len", identity.input_len),
-            ("output_len", identity.output_len),
-        )
-        if value < 1
-    ]
-    if identity.tolerance is not None and identity.tolerance <= 0:
-        problems.append(f"evaluate.identity.tolerance={identity.tolerance} must be positive.")
+    source = options.source_path
+    problems = []
     if source is None or not (source / "config.json").is_file():
         problems.append(
             "evaluate.tasks has identity, which computes the source with transformers and needs a "
@@ -172,7 +162,7 @@ def _bounds(options: EvaluationOptions) -> dict[str, Bound]:
     """Return the bound that holds without being asked for: what rounding explains."""
     tolerance = options.identity.tolerance
     if tolerance is None:
-        tolerance = tolerance_of(options.identity.types)
+        tolerance = tolerance_of(options.types)
     return {RELATIVE: Bound(max=tolerance)}
 
 

@@ -78,8 +78,9 @@ class Lambada:
         Raises:
             ValueError: the file is missing and cannot be fetched, or a passage has no last word.
         """
-        path = self.options.data_path
-        if path is None:
+        if self.options.data_path is not None:
+            path = Path(self.options.data_path)
+        else:
             path = ensure_dataset(
                 self.data_dir / _FILE_NAME,
                 url=self.options.url,

@@ -83,9 +83,9 @@ class TextTask:
         Raises:
             ValueError: the data is not of the task's form, or lacks a field of the template.
         """
-        path = self.options.data_path
-        if path is None:
+        if self.options.data_path is None:
             raise ValueError(f"evaluate.{self.name}.data_path is needed for the task {self.name}.")
+        path = Path(self.options.data_path)
         template = self.options.template or self._own_template()
         rows = self.kind.read(path, self.options)
         samples = [_sample(index, row, template, path) for index, row in enumerate(rows)]
@@ -129,7 +129,7 @@ class TextTask:
         if prompt.table_path is None:
             return {"prompt_learning_task_name_ids": prompt.task_id or 0}
         return {
-            "request_prompt_embedding": read_table(prompt.table_path, rows=prompt.length),
+            "request_prompt_embedding": read_table(Path(prompt.table_path), rows=prompt.length),
             "request_prompt_lengths": prompt.length,
             "request_prompt_type": _P_TUNING,
         }
@@ -178,7 +178,7 @@ def text_entry(kind: TextTaskKind) -> TaskEntry:
     """Return the row of the table of tasks for a text task."""
 
     def own(options: EvaluationOptions) -> TextTaskOptions:
-        return options.text_tasks.get(kind.name, TextTaskOptions())
+        return options.text_tasks[kind.name]
 
     def make(options: EvaluationOptions) -> TextTask:
         return TextTask(kind, own(options), limit=options.limit, seed=options.seed)
@@ -204,10 +204,6 @@ def _check(kind: TextTaskKind, task: TextTaskOptions) -> list[str]:
         problems.append(f"{key}.data_path is needed for the task {kind.name}.")
     if task.target_path is not None and kind.name != "translation":
         problems.append(f"{key}.target_path has no meaning; only translation reads two files.")
-    if task.method not in ("generation", "log_likelihood"):
-        problems.append(
-            f"{key}.method={task.method!r} is unknown; use generation or log_likelihood."
-        )
     if task.method == "log_likelihood" and not kind.choices:
         problems.append(
             f"{key}.method=log_likelihood needs a task with few answers, such as boolq."
@@ -216,21 +212,17 @@ def _check(kind: TextTaskKind, task: TextTaskOptions) -> list[str]:
         problems.append(
             f"the task {kind.name} needs the package {kind.package}; install slipway[evaluate]."
         )
-    if task.output_len is not None and task.output_len < 1:
-        problems.append(f"{key}.output_len={task.output_len} must be at least 1, or null.")
     return problems + _check_prompt(key, task)
 
 
 def _check_prompt(key: str, task: TextTaskOptions) -> list[str]:
     prompt = task.prompt
-    if prompt.length < 0:
-        return [f"{key}.prompt.length={prompt.length} must not be negative."]
     if prompt.length == 0:
         if prompt.task_id is not None or prompt.table_path is not None:
             return [f"{key}.prompt.length=0, but a prompt table is named; give its length."]
         return []
     if task.method == "log_likelihood":
         return [f"{key}.prompt cannot be used with method=log_likelihood."]
-    if (prompt.task_id is None) == (prompt.table_path is None):
+    if prompt.length > 0 and (prompt.task_id is None) == (prompt.table_path is None):
         return [f"{key}.prompt needs either task_id or table_path."]
     return []

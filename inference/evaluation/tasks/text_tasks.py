@@ -158,7 +158,9 @@ _KINDS = (
     ),
     TextTaskKind(
         name="translation",
-        read=lambda path, options: translation_rows(path, options.target_path),
+        read=lambda path, options: translation_rows(
+            path, None if options.target_path is None else Path(options.target_path)
+        ),
         template="translate English to German: {source}",
         output_len=128,
         score=_bleu_score,

@@ -12,15 +12,8 @@ from omegaconf import OmegaConf
 
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.triton.repository import RepositoryRequest
-from inference.evaluation.options import (
-    EvaluationOptions,
-    LambadaOptions,
-    LatencyOptions,
-    PromptOptions,
-    TextTaskOptions,
-)
+from inference.evaluation.options import EvaluateSection, EvaluationOptions
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
-from launcher_scripts import config as schema
 from launcher_scripts.arguments import read_arguments
 from launcher_scripts.compose import Composition, compose_config
 from launcher_scripts.config import keys as all_keys
@@ -301,30 +294,13 @@ def test_launcher_resolvers_are_registered() -> None:
     assert dict(made) == {"a": 12, "b": 2, "c": 1}
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "apart"),
-    [
-        (schema.LambadaConfig, LambadaOptions, set()),
-        (schema.LatencyConfig, LatencyOptions, set()),
-        (
-            schema.EvaluateConfig,
-            EvaluationOptions,
-            {"name", "time_limit", "server", "cpus_per_task", "mem_gb"}
-            | {"url", "data_dir", "model_name", "ensemble_name", "tokenizer_dir", "weights_dir"}
-            | {"source_path", "credentials", "ca", "token_file"}
-            # Each text task has a section of its own.
-            | {"text_tasks", *TEXT_TASKS},
-        ),
-        (schema.TextTaskConfig, TextTaskOptions, set()),
-        (schema.PromptConfig, PromptOptions, set()),
-    ],
-)
-def test_evaluation_options_and_their_schema_have_the_same_names(
-    ours: type, theirs: type, apart: set[str]
-) -> None:
-    names = {each.name for each in dataclasses.fields(ours)}
-    options = {each.name for each in dataclasses.fields(theirs)}
-    assert names ^ options == apart
+def test_the_evaluator_takes_the_schema_of_the_section() -> None:
+    config = compose("evaluate.boolq.prompt.append_ids=[3]", "evaluate.limit=7").config
+    assert config is not None
+    options = EvaluationOptions(**vars(config.evaluate), data_dir=Path("data"))
+    assert (options.limit, options.boolq.prompt.append_ids) == (7, [3])
+    own = {each.name for each in dataclasses.fields(EvaluateSection)}
+    assert set(EvaluateSection().text_tasks) == set(TEXT_TASKS) <= own
 
 
 @pytest.mark.parametrize(

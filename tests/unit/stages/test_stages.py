@@ -73,8 +73,9 @@ def server(tmp_path: Path, **changes: Any) -> DeployConfig:
     return replace(DeployConfig(repository=tmp_path, model_name="m"), **changes)
 
 
-def evaluation(tmp_path: Path, **changes: Any) -> EvaluateStage:
-    options = EvaluationOptions(output_dir=tmp_path / "report", data_dir=tmp_path)
+def evaluation(tmp_path: Path, *, server_url: str | None = None, **changes: Any) -> EvaluateStage:
+    report = str(tmp_path / "report")
+    options = EvaluationOptions(output_dir=report, server=server_url, data_dir=tmp_path)
     config = EvaluateConfig(options=options, deploy=server(tmp_path), **changes)
     return EvaluateStage(JobSettings("evaluate", tmp_path / "evaluate"), config)
 
@@ -216,7 +217,7 @@ def test_server_is_never_finished_earlier(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["here", "host:", ":80", "host:99999", "http://host:80x"])
 def test_address_of_a_server_has_a_host_and_a_port(tmp_path: Path, text: str) -> None:
-    (problem,) = [each for each in evaluation(tmp_path, server=text).check() if text in each]
+    (problem,) = [each for each in evaluation(tmp_path, server_url=text).check() if text in each]
     assert "write host:port" in problem
 
 
@@ -245,12 +246,12 @@ def test_evaluation_does_not_wait_for_a_server_that_has_failed(tmp_path: Path) -
 def test_data_that_cannot_be_used_is_an_evaluation_that_was_not_done(tmp_path: Path) -> None:
     data_path = tmp_path / "passages.jsonl"
     data_path.write_text("{}\n")
-    stage = evaluation(tmp_path, server="127.0.0.1:9")
+    stage = evaluation(tmp_path, server_url="127.0.0.1:9")
     options = replace(stage.config.options, lambada=LambadaOptions(data_path=data_path))
     stage.config = replace(stage.config, options=options)
     with pytest.raises(NotEvaluatedError, match="is not a data set of this form"):
         stage()
-    assert (options.output_dir / "junit.xml").is_file()
+    assert (Path(options.output_dir) / "junit.xml").is_file()
 
 
 def test_evaluation_lets_the_server_of_the_pipeline_end(tmp_path: Path) -> None:

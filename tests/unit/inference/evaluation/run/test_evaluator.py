@@ -84,7 +84,9 @@ def test_a_breach_is_in_the_report_and_is_no_error(options, model):
 
 
 def test_options_are_checked_first(options, model):
-    with pytest.raises(ValueError, match=r"evaluate\.concurrency=0 must be at least 1"):
+    with pytest.raises(
+        ValueError, match=r"evaluate\.concurrency=0: expected a whole number from 1"
+    ):
         evaluate(options(concurrency=0), FACTS, model=model)
     assert model.requests == []
 
@@ -166,7 +168,7 @@ def test_a_language_has_a_bound_of_its_own(options, model, tmp_path):
     data.write_text("".join(json.dumps(row | {"language": each}) + "\n" for each in ("de", "fr")))
     asked = options(
         tasks=("xnli",),
-        text_tasks={"xnli": TextTaskOptions(data_path=data)},
+        xnli=TextTaskOptions(data_path=data),
         gate={"xnli_accuracy_de": Bound(min=0.5)},
         latency=LatencyOptions(enabled=False),
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.options import EvaluationOptions, LatencyOptions, Shape
+from inference.evaluation.options import EvaluationOptions, LatencyOptions, RequestShape
 from inference.evaluation.run.latency import Load
 from inference.evaluation.run.perf_analyzer import (
     PerfAnalyzer,
@@ -17,7 +17,7 @@ from inference.evaluation.run.perf_analyzer import (
 )
 from inference.evaluation.run.task_run import EvaluationError, RequestFailedError
 
-LOAD = Load(((5, 6, 7), (8, 9, 10)), Shape(3, 4), batch_size=2, concurrency=2)
+LOAD = Load(((5, 6, 7), (8, 9, 10)), RequestShape(3, 4), batch_size=2, concurrency=2)
 MS = 1_000_000
 
 

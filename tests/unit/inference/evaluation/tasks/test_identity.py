@@ -143,15 +143,15 @@ def test_breach_tells_the_command_that_finds_the_tensor(options: EvaluationOptio
 @pytest.mark.parametrize(
     ("types", "tolerance", "limit"),
     [(("fp32", "fp32"), None, 1e-4), (("fp16", "fp32"), None, 1e-2), (("fp16", "bf16"), None, 8e-2),
-     (("fp32", "fp32"), 0.5, 0.5)],
+     (("fp16", "fp32", "int8"), None, 0.15), (("fp32", "fp32"), 0.5, 0.5)],
 )  # fmt: skip
 def test_tolerance_is_that_of_the_coarsest_type_unless_given(
     options: EvaluationOptions, types: tuple[str, ...], tolerance: float | None, limit: float
 ) -> None:
     assert options.source_path is not None
-    identity = replace(options.identity, types=types, tolerance=tolerance)
+    identity = replace(options.identity, tolerance=tolerance)
     model = ServedGPT2(options.source_path)
-    report, _ = run(replace(options, identity=identity), model)
+    report, _ = run(replace(options, identity=identity, types=types), model)
     assert report.bounds == {"identity_relative_difference": Bound(max=limit)}
 
 
@@ -171,7 +171,7 @@ def test_options_that_cannot_be_used_are_told(options: EvaluationOptions, tmp_pa
         reference="huggingface",
     )
     problems = "\n".join(check_evaluation(wrong))
-    assert "evaluate.identity.samples=0 must be at least 1" in problems
-    assert "evaluate.identity.tolerance=-1.0 must be positive" in problems
+    assert "evaluate.identity.samples=0: expected a whole number from 1" in problems
+    assert "evaluate.identity.tolerance=-1.0: expected a number from" in problems
     assert f"export.model.checkpoint_path={tmp_path / 'model.nemo'} is none" in problems
     assert "evaluate.tasks has identity, which only a server can do" in problems

@@ -18,6 +18,8 @@ from export_scripts.suggest import did_you_mean
 _PART_BYTES, _PATH_BYTES = 255, 4096
 # Names of models and jobs stand in names of files with words before and after them.
 NAME_BYTES = 128
+# Resources of a node beyond which a number can only be a typing error.
+NODE_CPUS, NODE_MEMORY_GB = 4096, 65536
 _NAME = re.compile(r"[\w.-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _TYPE_WORDS = {
