@@ -57,7 +57,7 @@ def _server_words(error: Any) -> str:
     if "failed to connect" in text or "Connection refused" in text:
         return "no server answers there; is it running, and are host, port and protocol right?"
     if isinstance(error, socket.gaierror) or "DNS resolution failed" in text:
-        return "there is no such host; write host:port, http://host:port or grpc://host:port"
+        return "no such host; write host:port, http://host:port or grpc://host:port"
     return text
 
 

@@ -53,7 +53,7 @@ def _exact(data: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     given = np.array(data)
     array = given.astype(dtype)
     if dtype.kind in "iub" and given.size and not np.array_equal(given, array):
-        raise ValueError(f"{given[given != array].flat[0]} is no {dtype}")
+        raise ValueError(f"{given[given != array].flat[0]} does not fit {dtype}")
     return array
 
 

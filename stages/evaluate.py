@@ -105,7 +105,7 @@ class EvaluateStage(Stage):
         return [deploy.weights_dir, *sorted(deploy.repository.glob("*/config.pbtxt"))]
 
     def marker_path(self) -> Path:
-        """Return the marker beside the report."""
+        """Return the marker next to the report."""
         return self._output_dir / "evaluate.json"
 
     def identity(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class EvaluateStage(Stage):
         """Evaluate, write the report and apply the gate.
 
         Raises:
-            NotEvaluatedError: the server cannot be asked, or the data cannot be had.
+            NotEvaluatedError: the server does not answer, or the data is unavailable.
             GateBreachedError: a bound is breached; the report is complete.
         """
         if self.marker_path().exists():
@@ -172,7 +172,7 @@ class EvaluateStage(Stage):
         return summary
 
     def _facts(self, ready_at: str) -> RunFacts:
-        """Return the facts with the times of the stages whose records lie beside this one's."""
+        """Return the facts with the times of the stages whose records lie next to this one's."""
         found = [
             read_record(self.job.folder.parent / name / RECORD_NAME) for name in _EARLIER_STAGES
         ]
@@ -200,7 +200,7 @@ class EvaluateStage(Stage):
         while True:
             endpoint = read_endpoint(path)
             record = read_record(path.with_name(RECORD_NAME))
-            # One of an earlier job, which was killed, is no address.
+            # An address that an earlier, killed job left behind does not count.
             if endpoint is not None and (record is None or record.job_id == endpoint.job_id):
                 return endpoint
             if record is not None and record.is_final:

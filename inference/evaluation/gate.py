@@ -39,15 +39,15 @@ class Breach:
     remedy: str = ""
 
     def __str__(self) -> str:
-        told = f"{self.metric} = {self.value:.6g} breaches {self.bound}"
+        text = f"{self.metric} = {self.value:.6g} breaches {self.bound}"
         if self.baseline is not None:
-            told += f" (limit {self.limit:.6g}, baseline {self.baseline:.6g})"
-        return f"{told}; {self.remedy}" if self.remedy else told
+            text += f" (limit {self.limit:.6g}, baseline {self.baseline:.6g})"
+        return f"{text}; {self.remedy}" if self.remedy else text
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """What the gate found: how many bounds were applied and which were breached."""
+    """The gate's result: the number of bounds applied, and those breached."""
 
     checked: int = 0
     breaches: tuple[Breach, ...] = ()

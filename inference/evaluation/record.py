@@ -40,7 +40,7 @@ class StageTiming:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What was served, how, and by which command; told by whoever starts the evaluation.
+    """The served model and the command, as stated by the caller of the evaluation.
 
     Attributes:
         name: the run's name, such as `gpt3_5b`.
@@ -146,7 +146,7 @@ class ReferenceComparison:
 
 @dataclass(frozen=True)
 class TaskReport:
-    """What one task found.
+    """The results of one task.
 
     Attributes:
         through: by which models and protocol it asked.

@@ -1,4 +1,4 @@
-"""What a task is, what it may ask of a served model, and what a score is.
+"""The protocols of a task and of the model it asks, and the records they exchange.
 
 Tasks and models meet only here: a task sees token ids and text, never Triton; a model never
 sees a metric. Standard library only, so that options can be checked on a login node.
@@ -39,7 +39,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """How the model did on one sample.
+    """The score of one sample.
 
     Attributes:
         values: each per-sample quantity by name; accuracies are 0.0 or 1.0.
@@ -80,7 +80,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Dataset:
-    """Where the samples came from, so that a figure can be traced and repeated.
+    """The origin of the samples, by which a figure can be traced and repeated.
 
     Attributes:
         total: samples in the file; `count` of them were asked.
@@ -125,7 +125,7 @@ RequestTensors = Mapping[str, Any]
 
 
 class TextGenerator(Protocol):
-    """What a task may ask of a model; calls come from several threads at once."""
+    """A model as a task asks it; safe to call from several threads."""
 
     @property
     def streams(self) -> bool:
@@ -226,7 +226,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TaskEntry:
-    """How a task is made, and what its options and metrics are.
+    """A row of the table of tasks: constructor, options and metrics of one task.
 
     Attributes:
         make: the task of the options, which were found good.

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         help="token ids to compute (default: 16 from all over the vocabulary)")  # fmt: skip
     prompt.add_argument("--text", help="text to compute, encoded by the folder's tokenizer")
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="given",
-        help="a config.ini value the checkpoint does not tell, as for the conversion")  # fmt: skip
+        help="a config.ini value the checkpoint does not state, as for the conversion")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write everything as JSON too")
     return parser
 

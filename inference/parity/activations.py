@@ -1,4 +1,4 @@
-"""What a model computes on the way from its input to its logits, by place and part."""
+"""Activations of a model from its input to its logits, by place and part."""
 
 # Shapes: N tokens, W width of a part (hidden, or the vocabulary)
 
@@ -68,7 +68,7 @@ def spread_ids(vocab_size: int, count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ActivationDifference:
-    """How far one part lies from the source's.
+    """The difference of one part from the source's.
 
     Attributes:
         relative: the largest error, of the source's largest value.

@@ -33,7 +33,7 @@ from inference.parity.weights import (
 
 @dataclass(frozen=True)
 class ParityRequest:
-    """What to compare.
+    """A request for a comparison.
 
     Attributes:
         checkpoint: the source, a file or a folder.
@@ -41,7 +41,7 @@ class ParityRequest:
         data_type: what the folder's model is computed in; the source is computed in fp32.
         tolerance: largest relative error; None for that of the coarser of computed and stored type.
         prompt_ids: token ids to compute; none takes ids from all over the vocabulary.
-        given: (config key, value) pairs that the source does not tell, as for the conversion.
+        given: (config key, value) pairs that the source does not state, as for the conversion.
     """
 
     checkpoint: Path
@@ -54,7 +54,7 @@ class ParityRequest:
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         source: library and class that computed the source; empty if nothing could.

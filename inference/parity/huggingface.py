@@ -1,4 +1,4 @@
-"""Run a Hugging Face checkpoint with transformers, in fp32, noting what every layer gives."""
+"""Activations of a Hugging Face checkpoint, computed by transformers in fp32."""
 
 # Shapes: B one row, N tokens, E hidden, V vocabulary
 
@@ -32,7 +32,7 @@ _ANSWER_TOKENS = 6
 
 @dataclass(frozen=True)
 class _Stack:
-    """Where transformers keeps the layers of a stack, and the last module of each part of one.
+    """The modules of a stack in transformers: its layers, and the last module of each part.
 
     Attributes:
         layers: the list of layers.
@@ -255,7 +255,7 @@ def load_huggingface(path: Path, architecture: Architecture) -> HuggingFaceSourc
         kind = (
             transformers.AutoModelForSeq2SeqLM if whole else transformers.AutoModelForTextEncoding
         )
-    # What it would tell of keys is checked below.
+    # Its report of keys is checked below.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:

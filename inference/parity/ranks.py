@@ -20,7 +20,7 @@ Merge = Literal["same", "sum", "columns"]
 
 
 class Notes:
-    """What one rank computed, place by place; later tokens of a place follow the earlier ones."""
+    """The activations of one rank by place; later tokens of a place follow the earlier ones."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -57,9 +57,9 @@ def on_ranks(tp_size: int, work: Callable[[Notes, AllReduce | None], None]) -> A
         tasks = [pool.submit(run, rank) for rank in range(tp_size)]
     errors = [error for task in tasks if (error := task.exception()) is not None]
     if errors:
-        # Ranks that waited for one that failed have nothing to tell.
-        told = (e for e in errors if not isinstance(e, threading.BrokenBarrierError))
-        raise next(told, errors[0])
+        # Ranks that only waited for a failed one add nothing.
+        causes = (e for e in errors if not isinstance(e, threading.BrokenBarrierError))
+        raise next(causes, errors[0])
     return _merged([task.result() for task in tasks])
 
 

@@ -1,4 +1,4 @@
-"""Run an FT folder's shards as the runtime does, without a server, noting what every layer gives.
+"""Activations of an FT folder's shards, computed by the serving code without a server.
 
 The layers are loaded and run by the code that serves, on the CPU.
 """

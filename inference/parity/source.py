@@ -1,4 +1,4 @@
-"""The source model as the library computes it that made it, where that library is at hand."""
+"""The source model in its own library, where that library is installed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _OTHERS: Mapping[str, str] = {
 }
 
 
-class Source(Protocol):
+class SourceModel(Protocol):
     """A loaded source model."""
 
     @property
@@ -39,7 +39,7 @@ class Source(Protocol):
         ...
 
 
-def load_source(plan: ConversionPlan, architecture: Architecture) -> Source:
+def load_source(plan: ConversionPlan, architecture: Architecture) -> SourceModel:
     """Load a source in fp32.
 
     Args:

@@ -1,4 +1,4 @@
-"""A comparison told in words: the table of parts, what deviates first, and what to do."""
+"""A comparison as text: the table of parts, the first deviation, and the remedy."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _table(rows: Sequence[ActivationDifference]) -> list[str]:
     lines = [f"{head}  tolerance"]
     for each in rows:
         numbers = f"{each.max_abs:9.2e}  {each.mean_abs:9.2e}  {each.relative:9.2e}"
-        told = f"  {each.tolerance:9.1e}{'  deviates' * each.deviates}"
-        lines.append(f"{each.place.where:{width}}  {each.place.part:15}  {numbers}{told}")
+        mark = f"  {each.tolerance:9.1e}{'  deviates' * each.deviates}"
+        lines.append(f"{each.place.where:{width}}  {each.place.part:15}  {numbers}{mark}")
     return lines
 
 

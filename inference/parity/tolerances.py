@@ -1,4 +1,4 @@
-"""How far rounding alone takes a model from its source, by type. Imports nothing."""
+"""Tolerances: the largest difference from the source that rounding explains, by type."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class FileDifference:
 
 @dataclass(frozen=True)
 class WeightComparison:
-    """How a folder's files compare with a source.
+    """The comparison of a folder's files with a source.
 
     Attributes:
         format: the source's, such as "huggingface" or "nemo".
@@ -82,12 +82,12 @@ def source_plan(
     Args:
         checkpoint: File or folder of the source.
         reader: The folder.
-        given: (config key, value) pairs that the source does not tell, as for the conversion.
+        given: (config key, value) pairs that the source does not state, as for the conversion.
         scratch_dir: Where gzip archives are unpacked while the plan is in use.
 
     Raises:
         CheckpointMismatchError: The source cannot become such a folder; every reason is listed.
-        ValueError: The path is no known checkpoint.
+        ValueError: The path is not a known checkpoint.
     """
     ids = []
     if recognise_format(checkpoint) != "huggingface":
@@ -98,7 +98,7 @@ def source_plan(
         output_dir=reader.path.parent,
         tp_size=reader.tp_size,
         weight_data_type=reader.weight_data_type,
-        allow=("*",),  # what the conversion left out was told then
+        allow=("*",),  # the conversion has logged what it left out
         model_type=reader.family.name,
         given=(*ids, *given),
     )
@@ -143,8 +143,8 @@ def _check_sizes(items: Sequence[TensorPlan], reader: FTReader, settings: Sequen
         if stored[item.tensor.name] != item.tensor.shape
     ]
     if problems:
-        told = [f"{reader.path}: config.ini has {setting}" for setting in settings]
-        raise CheckpointMismatchError([*told, *problems])
+        wrong = [f"{reader.path}: config.ini has {setting}" for setting in settings]
+        raise CheckpointMismatchError([*wrong, *problems])
 
 
 def _differences(

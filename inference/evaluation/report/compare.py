@@ -1,4 +1,4 @@
-"""What two runs of the same tasks have in common, and where they differ."""
+"""Comparison of two runs: shared metrics, changed samples, shared points of latency."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RunComparison:
 
 
 def load_comparison(first: Path, second: Path) -> RunComparison:
-    """Compare two report.json files, with the predictions beside them where there are any.
+    """Compare two report.json files, with their predictions.jsonl where there is one.
 
     Raises:
         ValueError: a file is not a report, or the runs have no metric in common.

@@ -53,7 +53,7 @@ def history_point(report: Report) -> HistoryPoint:
 
 
 def _samples(task: TaskReport) -> str:
-    """Return what tells one choice of samples from another."""
+    """Return a text that differs between two choices of samples."""
     data = task.dataset
     return f"{task.name}/{task.version}/{data.sha256}/{data.limit}/{data.seed}"
 

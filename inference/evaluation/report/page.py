@@ -77,7 +77,7 @@ def facts_table(rows: Iterable[tuple[str, str]]) -> str:
 def table(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] | None = None
 ) -> str:
-    """Return a table of HTML cells; all columns but the first hold numbers unless told."""
+    """Return a table of HTML cells; columns of `numbers`, all but the first, are right-aligned."""
     right = range(1, len(head)) if numbers is None else numbers
 
     def cells(row: Sequence[str], tag: str) -> str:

@@ -1,6 +1,6 @@
 """Send a finished report to experiment trackers, through their own libraries.
 
-MLflow is told where by its own environment variables (MLFLOW_TRACKING_URI,
+MLflow reads its destination from its own environment variables (MLFLOW_TRACKING_URI,
 MLFLOW_EXPERIMENT_NAME). TensorBoard's files lie in the run store, one folder for each name of runs,
 in which every evaluation is the next step.
 """
@@ -29,7 +29,7 @@ _NOT_PARAMETERS = ("stages", "command")
 def track(name: str, report: Report, output_dir: Path, *, folder: Path) -> None:
     """Send the report whose files lie in `output_dir` to a tracker.
 
-    A tracker that does not take it is told in the log: the report is complete without it.
+    A tracker that refuses the report only logs a warning: the report is complete without it.
 
     `name` is one of TRACKERS; one that keeps files has them in `folder`.
     """

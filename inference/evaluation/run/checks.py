@@ -128,7 +128,7 @@ def _check_reference(options: EvaluationOptions) -> list[str]:
         if options.reference in REFERENCES or Path(options.reference).is_file():
             return []
         return [
-            f"evaluate.reference={options.reference} is no file; use none, huggingface, or the "
+            f"evaluate.reference={options.reference} is not a file; use none, huggingface, or the "
             "path of a past report.json or of recorded figures."
         ]
     source = options.source_path
@@ -147,7 +147,7 @@ def _check_reference(options: EvaluationOptions) -> list[str]:
     if source is None or not (source / "config.json").is_file():
         problems.append(
             "evaluate.reference=huggingface needs a source checkpoint that transformers can read, "
-            f"a folder with config.json; export.model.checkpoint_path={source} is none. Set "
+            f"a folder with config.json; export.model.checkpoint_path={source} is not one. Set "
             "evaluate.reference=none."
         )
     return problems
@@ -175,7 +175,9 @@ def _check_baseline(options: EvaluationOptions, bounds: Mapping[str, Bound]) -> 
             "evaluate.baseline=compare and evaluate.baseline_path."
             for name in relative
         ]
-    if options.baseline_path is None and options.baseline in ("compare", "update"):
+    if options.baseline not in ("compare", "update"):
+        return []  # refused by its choices
+    if options.baseline_path is None:
         return [f"evaluate.baseline={options.baseline} needs evaluate.baseline_path."]
     if options.baseline == "compare" and not Path(options.baseline_path).is_file():
         return [

@@ -11,7 +11,7 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.tokenizer_files import find_tokenizer
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.run.requests import ServedTokenizer
-from inference.evaluation.run.served_model import ServedModel, Tokenizer
+from inference.evaluation.run.served_model import ServedModel, TextCodec
 from inference.evaluation.run.task_run import EvaluationError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def connect(options: EvaluationOptions) -> Iterator[ServedModel]:
         credentials=options.credentials,
     ) as client:
         _check_ready(client, options)
-        tokenizer: Tokenizer = ServedTokenizer(client)
+        tokenizer: TextCodec = ServedTokenizer(client)
         if options.tokenizer_dir is not None and _needs_tokenizer(options, options.tokenizer_dir):
             tokenizer = load_tokenizer(options.tokenizer_dir)
         yield ServedModel(

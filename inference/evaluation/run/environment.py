@@ -1,4 +1,4 @@
-"""What a run needs told about the machine and the software to be repeated."""
+"""Environment facts needed to reproduce a run."""
 
 from __future__ import annotations
 

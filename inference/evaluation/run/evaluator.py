@@ -72,7 +72,7 @@ def evaluate(
 ) -> Report:
     """Run the tasks against the server of `options.url`, write the report and return it.
 
-    `facts` are told, not measured. A `model` given is asked in place of the server, such as an
+    `facts` are stated, not measured. A given `model` is asked in place of the server, such as an
     engine in this process. A breached gate is part of the report (`report.gate.exit_code`), not
     an error.
 
@@ -80,8 +80,8 @@ def evaluate(
         ValueError: options or data cannot be used; all problems of the options together.
         EvaluationError: the server did not answer every request.
 
-    Where one of these comes after the options were found good, junit.xml tells it, unless data
-    cannot be used and an earlier report is there.
+    An error raised after the options were checked is also written to junit.xml, unless an earlier
+    report is there.
     """
     if problems := [*check_evaluation(options), *_check_batches(options, facts)]:
         raise ValueError("\n".join(problems))
@@ -290,7 +290,7 @@ def _with_history(report: Report, history_dir: Path | None) -> Report:
 
 
 def _with_weights(facts: RunFacts, weights_dir: Path | None) -> RunFacts:
-    """Return the facts with what the manifest says of the weights, where nothing else was told."""
+    """Return the facts with the family and hash of the manifest, unless they were given."""
     if weights_dir is None:
         return facts
     family, model_sha256 = describe_weights(weights_dir)
@@ -302,7 +302,7 @@ def _with_weights(facts: RunFacts, weights_dir: Path | None) -> RunFacts:
 
 
 def _with_own_stage(facts: RunFacts, seconds: float) -> RunFacts:
-    """Return the facts with this evaluation as the last stage, unless it is already told."""
+    """Return the facts with this evaluation as the last stage, unless it is there already."""
     if not facts.stages or any(stage.name == "evaluate" for stage in facts.stages):
         return facts
     ends = [stage.start_s + stage.seconds for stage in facts.stages if stage.start_s is not None]

@@ -1,4 +1,4 @@
-"""The source checkpoint, run by the library that made it: what a served model is compared with.
+"""The source checkpoint in its own library, as the reference of a served model.
 
 Tasks ask it through the same protocol as the served model, so both are scored by the same code.
 Computed in fp32, one request at a time, on the first CUDA device if there is one.
@@ -153,7 +153,7 @@ class HuggingFaceModel:
         )
 
 
-def load_source(checkpoint: Path) -> HuggingFaceModel:
+def load_reference_model(checkpoint: Path) -> HuggingFaceModel:
     """Load a checkpoint folder with its own library.
 
     Raises:

@@ -39,7 +39,7 @@ _Place = tuple[RequestShape, int, int]  # shape, batch size, concurrency
 
 @dataclass(frozen=True)
 class Load:
-    """What a load generator is to send; `prompts` all have `shape.input_len` tokens."""
+    """The requests of one point; `prompts` all have `shape.input_len` tokens."""
 
     prompts: Sequence[tuple[int, ...]]
     shape: RequestShape
@@ -60,7 +60,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Answered:
-    """What came back.
+    """The answers to a load.
 
     Attributes:
         durations_s: of each request, until its last answer.
@@ -104,7 +104,7 @@ def measure_latency(
     loads = list(_loads(model, tokens, shapes, options))
     measured: dict[_Place, Answered] = {}
     for done, load in enumerate(loads):
-        _tell(progress, done, len(loads))
+        _report(progress, done, len(loads))
         try:
             measured[load.place] = sender.send(load)
         except RequestFailedError as error:
@@ -112,7 +112,7 @@ def measure_latency(
                 f"latency of {load} could not be measured: {error}\nCheck that the model allows "
                 "so many positions and rows (evaluate.latency.shapes and batch_sizes)."
             ) from error
-    _tell(progress, len(loads), len(loads))
+    _report(progress, len(loads), len(loads))
     return tuple(_point(load, measured) for load in loads if load.shape in shapes)
 
 
@@ -332,6 +332,6 @@ def encoder_request(
     return {"input_hidden_state": states.astype(np.float32), "sequence_lengths": lengths}
 
 
-def _tell(progress: ProgressCallback | None, done: int, total: int) -> None:
+def _report(progress: ProgressCallback | None, done: int, total: int) -> None:
     if progress is not None:
         progress(EvaluationProgress(phase=_PHASE, done=done, total=total))

@@ -239,8 +239,8 @@ def perf_analyzer(options: EvaluationOptions, model: ServedTokens) -> Iterator[P
     Raises:
         EvaluationError: perf_analyzer is not installed or does not start here.
     """
-    beside = Path(sys.executable).with_name(_NAME)
-    program = str(beside) if beside.is_file() else shutil.which(_NAME)
+    own = Path(sys.executable).with_name(_NAME)
+    program = str(own) if own.is_file() else shutil.which(_NAME)
     if program is None:
         raise EvaluationError(
             "perf_analyzer was not found; it ships in the Linux wheels of tritonclient (2.50.0 "

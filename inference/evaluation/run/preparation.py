@@ -1,4 +1,4 @@
-"""What an evaluation reads before its first request: data, references, the baseline."""
+"""Data, references and the baseline, read before the first request."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def with_source(
     options: EvaluationOptions, prepared: Sequence[Prepared], progress: ProgressCallback | None
 ) -> list[Prepared]:
     """Return the prepared tasks with what the source checkpoint's own library answers."""
-    from inference.evaluation.run.huggingface_model import load_source
+    from inference.evaluation.run.huggingface_model import load_reference_model
 
     assert options.source_path is not None
-    model = load_source(options.source_path)
+    model = load_reference_model(options.source_path)
     found = []
     for each in prepared:
         run = run_task(

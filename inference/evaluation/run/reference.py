@@ -1,6 +1,6 @@
 """Compare a task's samples, one by one, with figures of another implementation or a past run.
 
-A reference is either a past report.json (its predictions.jsonl lies beside it) or a recorded file:
+A reference is either a past report.json, next to its predictions.jsonl, or a recorded file:
 
     {"schema_version": 1, "source": "who measured, with what", "dataset_sha256": "...",
      "metrics": {"lambada_last_token": 0.13, ...},
@@ -138,7 +138,7 @@ def compare_with_reference(run: TaskRun, reference: Reference) -> ReferenceCompa
 def with_reference_values(
     predictions: Sequence[Prediction], reference: Reference | None
 ) -> tuple[Prediction, ...]:
-    """Return the predictions with the reference's values of the same samples beside theirs."""
+    """Return the predictions with the reference's values of the same samples."""
     columns = {} if reference is None else reference.per_sample
 
     def values(prediction: Prediction) -> dict[str, float]:

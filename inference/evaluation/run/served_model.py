@@ -47,7 +47,7 @@ _GREEDY_WITH_LOG_PROBS = {
 }
 
 
-class Tokenizer(Protocol):
+class TextCodec(Protocol):
     """Text to token ids and back, as the served pre- and postprocessing do it."""
 
     def encode(self, text: str) -> Sequence[int]:
@@ -68,7 +68,7 @@ class ServedModel:
     def __init__(
         self,
         client: InferenceClient,
-        tokenizer: Tokenizer,
+        tokenizer: TextCodec,
         *,
         model_name: str = "fastertransformer",
         ensemble_name: str | None = "ensemble",
@@ -175,7 +175,7 @@ class ServedModel:
         )
 
     def _answer(self, text: str, prompt: str) -> str:
-        """Return `text` without the prompt, which ensembles repeat unless told otherwise.
+        """Return `text` without the prompt, which ensembles repeat by default.
 
         Tokenizers that change what they encode repeat it as they would decode it. An
         encoder-decoder model answers with its own tokens only.

@@ -32,7 +32,7 @@ class EvaluationError(RuntimeError):
 
 @dataclass(frozen=True)
 class EvaluationProgress:
-    """How far an evaluation is.
+    """The progress of an evaluation.
 
     Attributes:
         phase: the task's name, or what else is being done.
@@ -48,9 +48,9 @@ class EvaluationProgress:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        told = f"{self.phase} {self.done}/{self.total}"
-        told += "".join(f" {name} {value:.2%}" for name, value in self.running)
-        return told + (f" ({self.failed} failed)" if self.failed else "")
+        text = f"{self.phase} {self.done}/{self.total}"
+        text += "".join(f" {name} {value:.2%}" for name, value in self.running)
+        return text + (f" ({self.failed} failed)" if self.failed else "")
 
 
 ProgressCallback = Callable[[EvaluationProgress], None]
@@ -185,21 +185,21 @@ class _Tally:
         self._done = 0
         self._failed = 0
         self._sums: dict[str, float] = {}
-        self._tell()
+        self._notify()
 
     def add(self, score: Score) -> None:
         self._done += 1
         for name, value in score.values.items():
             if value in (0.0, 1.0):
                 self._sums[name] = self._sums.get(name, 0.0) + value
-        self._tell()
+        self._notify()
 
     def fail(self) -> None:
         self._done += 1
         self._failed += 1
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._report is None:
             return
         succeeded = max(1, self._done - self._failed)

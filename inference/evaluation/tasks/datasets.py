@@ -119,7 +119,7 @@ def drawn(
 
 
 def missing_files(task: str, files: Mapping[str, str | None]) -> list[str]:
-    """Return a problem for each file that is named and is none."""
+    """Return a problem for each named file that does not exist."""
     return [
         f"evaluate.{task}.{key}={path} is not a file; give an existing file, or null."
         for key, path in files.items()

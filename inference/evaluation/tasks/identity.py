@@ -1,4 +1,4 @@
-"""Identity: what the server computes beside what the original library computes of the source.
+"""Identity: the server's outputs against those of the source checkpoint in its own library.
 
 Each sample is a row of token ids; what is compared depends on the model that is served:
 
@@ -151,7 +151,7 @@ def _check(options: EvaluationOptions) -> list[str]:
     if source is None or not (source / "config.json").is_file():
         problems.append(
             "evaluate.tasks has identity, which computes the source with transformers and needs a "
-            f"folder with config.json; export.model.checkpoint_path={source} is none."
+            f"folder with config.json; export.model.checkpoint_path={source} is not one."
         )
     elif find_spec("transformers") is None:
         problems.append("the task identity needs the package transformers; install it.")

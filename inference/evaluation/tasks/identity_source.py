@@ -36,7 +36,7 @@ _GREEDY: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class RowDifference:
-    """How far the server's answer to one row lies from the source's.
+    """The difference between the server's answer to one row and the source's.
 
     Attributes:
         relative: the largest error, of the source's largest value or logit.

@@ -26,7 +26,7 @@ def read_rows(path: Path, *texts: str) -> list[Mapping[str, Any]]:
     """Return the objects of a JSON Lines file, each with the fields `texts`, which are not blank.
 
     Raises:
-        ValueError: lines that are no such object (all of them are named), or no line at all.
+        ValueError: lines that are not such an object (the first are named), or an empty file.
     """
     rows: list[Mapping[str, Any]] = []
     problems: list[str] = []
@@ -44,17 +44,17 @@ def read_rows(path: Path, *texts: str) -> list[Mapping[str, Any]]:
     if problems:
         shown = "\n  ".join(problems[:_MOST_SHOWN])
         more = len(problems) - _MOST_SHOWN
-        told = f"\n  and {more} more" if more > 0 else ""
-        raise ValueError(f"{path} is not a data set of this form:\n  {shown}{told}")
+        rest = f"\n  and {more} more" if more > 0 else ""
+        raise ValueError(f"{path} is not a data set of this form:\n  {shown}{rest}")
     if not rows:
         raise ValueError(f"{path} holds no samples; expected one JSON object a line.")
     return rows
 
 
 def _checked(row: Any, texts: Sequence[str]) -> Mapping[str, Any]:
-    """Return a row that has fields of text. Raises ValueError if it is none."""
+    """Return a row that has fields of text. Raises ValueError if it lacks one."""
     if not isinstance(row, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     missing = [
         name for name in texts if not isinstance(row.get(name), str) or not row[name].strip()
     ]

@@ -1,4 +1,4 @@
-"""How an answer in words is scored: exact match, token overlap, BLEU, ROUGE.
+"""Scores of text answers: exact match, token overlap, BLEU, ROUGE.
 
 BLEU is sacrebleu's and ROUGE is rouge-score's; both are imported when first used. Exact match and
 F1 follow SQuAD's definition (Rajpurkar et al., EMNLP 2016): lower case, without punctuation and

@@ -1,4 +1,4 @@
-"""Tasks whose answer is text: how their data is read, prompts are made and answers are scored.
+"""Tasks whose answer is text: their data, prompts and scores.
 
 Prompts go as text through the ensemble; for a model tuned by p-tuning they go as token ids
 with the virtual tokens in front. A task with few answers can also be asked by log likelihood: the
@@ -34,7 +34,7 @@ _P_TUNING = 3  # request_prompt_type of the contract
 
 @dataclass(frozen=True)
 class TextTaskKind:
-    """What one task is.
+    """The definition of one task.
 
     Attributes:
         read: the rows of its data files.

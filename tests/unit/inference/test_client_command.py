@@ -62,8 +62,8 @@ def test_all_bad_entries_of_a_request_file_are_named() -> None:
     assert "request[1] (b)" in told
     assert "request[2] (c)" in told
     assert "request[3] (d): rows differ in length; pad them" in told
-    assert "request[4] (e): -1 is no uint32" in told
-    assert "request[5] (f): 1.5 is no int32" in told
+    assert "request[4] (e): -1 does not fit uint32" in told
+    assert "request[5] (f): 1.5 does not fit int32" in told
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_url_of_another_protocol_is_refused(capsys: pytest.CaptureFixture[str], 
 
 def test_host_that_is_none_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["health", "--url", "http://nowhere.invalid"]) == 1
-    assert "nowhere.invalid:8000: there is no such host" in capsys.readouterr().err
+    assert "nowhere.invalid:8000: no such host" in capsys.readouterr().err
 
 
 def test_stream_that_takes_characters_back_is_shown_once_it_is_sure() -> None:

@@ -154,7 +154,7 @@ def test_the_source_must_be_one_that_its_library_reads(tmp_path):
     assert problems(reference="huggingface", source_path=tmp_path) == []
     assert problems(reference=str(tmp_path / "config.json")) == []
     assert problems(reference="source") == [
-        "evaluate.reference=source is no file; use none, huggingface, or the path of a past "
+        "evaluate.reference=source is not a file; use none, huggingface, or the path of a past "
         "report.json or of recorded figures."
     ]
 

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from inference.evaluation.run.huggingface_model import HuggingFaceModel, load_source
+from inference.evaluation.run.huggingface_model import HuggingFaceModel, load_reference_model
 from inference.evaluation.run.task_run import EvaluationError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ."
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> HuggingFaceModel:
-    return load_source(folder)
+    return load_reference_model(folder)
 
 
 def test_letters_are_encoded_and_decoded(model):
@@ -88,5 +88,5 @@ def test_virtual_tokens_are_refused(model):
 def test_a_folder_that_is_no_checkpoint_is_told(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(EvaluationError, match="transformers cannot load") as caught:
-        load_source(tmp_path)
+        load_reference_model(tmp_path)
     assert "set evaluate.reference=none" in str(caught.value)

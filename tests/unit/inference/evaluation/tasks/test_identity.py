@@ -173,5 +173,5 @@ def test_options_that_cannot_be_used_are_told(options: EvaluationOptions, tmp_pa
     problems = "\n".join(check_evaluation(wrong))
     assert "evaluate.identity.samples=0: expected a whole number from 1" in problems
     assert "evaluate.identity.tolerance=-1.0: expected a number from" in problems
-    assert f"export.model.checkpoint_path={tmp_path / 'model.nemo'} is none" in problems
+    assert f"export.model.checkpoint_path={tmp_path / 'model.nemo'} is not one" in problems
     assert "evaluate.tasks has identity, which only a server can do" in problems
