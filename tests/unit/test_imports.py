@@ -163,7 +163,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.parallel",
         "inference.ranks",
     ),
-    "inference.evaluation": ("inference.gateway",),
+    "inference.evaluation": (
+        "export_scripts.suggest",
+        "export_scripts.values",
+        "inference.gateway",
+    ),
     "inference.evaluation.tasks": (
         "export_scripts.conversion",
         "export_scripts.families.layout",
@@ -175,6 +179,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "inference.evaluation.run": (
         "export_scripts.files",
         "export_scripts.ft",
+        "export_scripts.values",
         "inference.backend",
         "inference.evaluation",
         "inference.evaluation.report",
@@ -211,9 +216,9 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.files",
         "export_scripts.suggest",
         "export_scripts.triton",
+        "export_scripts.values",
         "inference.compare",
         "inference.evaluation",
-        "inference.evaluation.tasks",
         "inference.gateway",
         "launcher_scripts.launchers",
         "stages",
