@@ -10,7 +10,7 @@ from typing import Any
 from inference.launch_environment import LaunchEnvironment
 from stages.base import JobSettings, Stage, StageError, Summary
 from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
-from stages.endpoint import ENDPOINT_NAME, STOP_NAME, server_log
+from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
 from stages.gemm_tuning import tuning_command
 from stages.own_job import job_id_here
 from stages.progress import Progress
@@ -119,7 +119,8 @@ class DeployStage(Stage):
             ServerStartError: it did not become ready in the first place.
         """
         started = time.monotonic()
-        for stale in (self.endpoint_path, self.stop_path):
+        reload_path = self.job.folder / RELOAD_NAME
+        for stale in (self.endpoint_path, self.stop_path, reload_path):
             stale.unlink(missing_ok=True)
         service = Service(
             self.config,
@@ -127,6 +128,7 @@ class DeployStage(Stage):
             progress,
             endpoint_path=self.endpoint_path,
             stop_path=self.stop_path,
+            reload_path=reload_path,
             until=started + self._serving_s(),
         )
         try:

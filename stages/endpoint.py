@@ -12,6 +12,8 @@ from stages.progress import read_json
 ENDPOINT_NAME = "endpoint.json"
 # Appears beside the address when nobody needs the server any more.
 STOP_NAME = "stop_requested"
+# Appears there when a server of the repository as it is now should take over.
+RELOAD_NAME = "reload_requested"
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
-from stages.endpoint import withdraw
+from stages.endpoint import Endpoint, withdraw
 from stages.own_job import job_id_here
 from stages.progress import Progress, write_json
 from stages.server_starts import announce_failure, losses
-from stages.serving import serving
+from stages.serving import put_aside, serving
 
 if TYPE_CHECKING:
     from inference.server.server import TritonServer
@@ -30,6 +30,9 @@ _STEADY_S = 600.0
 # Other nodes see files of this one a little later.
 _LOSS_WAIT_S = 2.0
 _NOT_NEEDED, _TIME_LIMIT, _STOPPED = "no longer needed", "time limit", "stopped"
+_RELOAD = "reload"
+# Clients that read the old address just before the new one was published may still use it.
+_HANDOVER_S = 3.0
 
 
 class _EndedError(Exception):
@@ -47,6 +50,7 @@ class Service:
         *,
         endpoint_path: Path,
         stop_path: Path,
+        reload_path: Path,
         until: float,
     ) -> None:
         """Prepare; nothing is started before `run`.
@@ -57,6 +61,7 @@ class Service:
             progress: Told what the service is doing.
             endpoint_path: Where the server's address is published while it is ready.
             stop_path: A file there asks for the end.
+            reload_path: A file there asks for a server of the repository as it is now.
             until: On the monotonic clock, when the job's time is over.
         """
         self.restarts = 0
@@ -66,6 +71,7 @@ class Service:
         self._progress = progress
         self._endpoint_path = endpoint_path
         self._stop_path = stop_path
+        self._reload_path = reload_path
         self._until = until
 
     def run(self) -> str:
@@ -98,14 +104,8 @@ class Service:
 
     def _serve_once(self) -> tuple[str, str]:
         """Serve; return why the service ended, or why the server failed."""
-        reason, failure = _STOPPED, ""
-        with serving(
-            self._config,
-            self._folder,
-            self._progress,
-            restarts=self.restarts,
-            check=self._check_needed,
-        ) as (server, endpoint):
+        with contextlib.ExitStack() as stack:
+            server, endpoint = self._start(stack, self._config)
             # Clients find the next start where they found this one.
             self._config = replace(
                 self._config,
@@ -113,9 +113,11 @@ class Service:
                 grpc_port=endpoint.grpc,
                 metrics_port=endpoint.metrics,
             )
-            write_json(self._endpoint_path, asdict(endpoint))
+            reason, failure = _STOPPED, ""
             with contextlib.suppress(KeyboardInterrupt):
-                reason, failure = self._watch(server)
+                while (outcome := self._watch(server)) == (_RELOAD, ""):
+                    server = self._reloaded(stack, server)
+                reason, failure = outcome
             if failure:
                 self._call_off()
                 failure = _with_tail("; ".join([*self._losses(), failure]), server)
@@ -126,6 +128,50 @@ class Service:
                 server.stop(drain_s=0 if failure else self._config.drain_s)
             withdraw(self._endpoint_path, endpoint.job_id)
         return reason, failure
+
+    def _start(
+        self, stack: contextlib.ExitStack, config: DeployConfig
+    ) -> tuple[TritonServer, Endpoint]:
+        """Start a server for the life of the stack and publish its address."""
+        server, endpoint = stack.enter_context(
+            serving(
+                config,
+                self._folder,
+                self._progress,
+                restarts=self.restarts,
+                check=self._check_needed,
+            )
+        )
+        write_json(self._endpoint_path, asdict(endpoint))
+        return server, endpoint
+
+    def _reloaded(self, stack: contextlib.ExitStack, old: TritonServer) -> TritonServer:
+        """Have a new server take over, on other ports; return the one that serves from now on.
+
+        The old one answers until the new one is ready, and then finishes what it has begun. If the
+        new one does not become ready, the old one stays.
+        """
+        from inference.server.server import ServerStartError
+
+        if self._config.nodes > 1:
+            sys.stderr.write("a server on several nodes cannot be reloaded; restart the stage\n")
+            return old
+        old.log_path = put_aside(old.log_path)
+        config = replace(self._config, http_port=0, grpc_port=0, metrics_port=0)
+        try:
+            new, endpoint = self._start(stack, config)
+        except (ServerStartError, StageError) as error:
+            sys.stderr.write(f"not reloaded; the server goes on as it was: {error}\n")
+            return old
+        self._config = replace(
+            config,
+            http_port=endpoint.http,
+            grpc_port=endpoint.grpc,
+            metrics_port=endpoint.metrics,
+        )
+        time.sleep(_HANDOVER_S)
+        old.stop(drain_s=self._config.drain_s)
+        return new
 
     def _check_needed(self) -> None:
         """Raise what ends a server that is still loading, if it should end."""
@@ -154,6 +200,9 @@ class Service:
         while True:
             if ended := self._ended():
                 return ended, ""
+            if self._reload_path.exists():
+                self._reload_path.unlink()
+                return _RELOAD, ""
             if failure := server.failure(patience_s=_PATIENCE_S):
                 if time.monotonic() - began > _STEADY_S:
                     self._failures = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import time
@@ -60,7 +61,7 @@ def serving(
     if config.nodes > 1:
         start = announce_start(folder, job_id, restarts + 1)
         environment |= rendezvous_variables(folder, start)
-    server = _server(config, folder, job_id, environment, restarts)
+    server = _server(config, folder, job_id, environment)
     with server:
         progress.update("starting the server")
         began = time.monotonic()
@@ -138,13 +139,12 @@ def server_prefix(config: DeployConfig) -> tuple[str, ...]:
 
 
 def _server(
-    config: DeployConfig, folder: Path, job_id: str, environment: dict[str, str], restarts: int
+    config: DeployConfig, folder: Path, job_id: str, environment: dict[str, str]
 ) -> TritonServer:
     from inference.server.server import TritonServer
 
     log_path = server_log(folder, job_id)
-    if restarts and log_path.exists():
-        log_path.rename(log_path.with_name(f"{log_path.stem}.{restarts}{log_path.suffix}"))
+    put_aside(log_path)
     return TritonServer(
         config.source,
         http_port=config.http_port,
@@ -159,6 +159,15 @@ def _server(
         is_old=config.engine == FASTERTRANSFORMER,
         work_dir=None if config.gemm_tuning is None else folder / "gemm",
     )
+
+
+def put_aside(log_path: Path) -> Path:
+    """Rename the log of an earlier start to the first free number; return where it is now."""
+    if not log_path.exists():
+        return log_path
+    names = (f"{log_path.stem}.{number}{log_path.suffix}" for number in itertools.count(1))
+    free = next(path for path in map(log_path.with_name, names) if not path.exists())
+    return log_path.rename(free)
 
 
 def _endpoint(config: DeployConfig, server: TritonServer, job_id: str, restarts: int) -> Endpoint:

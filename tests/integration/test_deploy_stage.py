@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +51,11 @@ def answer(endpoint: dict[str, Any]) -> str:
         return client.generate_text(["It was"], output_len=4)[0][0]
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
 def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -> None:
     path = exported / RESULTS / "deploy" / "endpoint.json"
     words_here = ("stages=[deploy]", "deploy.max_restarts=2", "deploy.restart_backoff_s=0.2")
@@ -74,6 +82,36 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -
     assert not path.exists()
     logs = list(path.parent.glob(f"tritonserver-{third['job_id']}*.log"))
     assert len(logs) == 3  # one for each start
+
+
+def test_new_server_takes_over_without_being_missed(exported: Path) -> None:
+    path = exported / RESULTS / "deploy" / "endpoint.json"
+    answers: list[tuple[int, str]] = []
+    over = threading.Event()
+
+    def ask_all_the_while() -> None:
+        while not over.is_set():
+            endpoint = json.loads(path.read_text())
+            answers.append((endpoint["grpc"], answer(endpoint)))
+
+    command = start(*words(exported, "stages=[deploy]"))
+    try:
+        first = endpoint_of(path, command)
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(ask_all_the_while)
+            try:
+                (path.parent / "reload_requested").touch()
+                until(lambda: len({port for port, _ in answers}) == 2, "the new one's answer")
+                until(lambda: not listens(first["grpc"]), "the old one's end")
+            finally:
+                over.set()
+            asking.result()
+    finally:
+        command.send_signal(signal.SIGINT)
+        text = finish(command)
+    assert command.returncode == 0, text
+    assert len({port for port, _ in answers}) == 2  # both have answered, and nobody was refused
+    assert len({text for _, text in answers}) == 1
 
 
 @pytest.mark.parametrize("by", ["file", "signal"])
@@ -113,6 +151,7 @@ def test_time_that_is_over_before_the_server_is_ready_is_a_failure(
         Progress(),
         endpoint_path=tmp_path / "endpoint.json",
         stop_path=tmp_path / "stop_requested",
+        reload_path=tmp_path / "reload_requested",
         until=time.monotonic(),
     )
     with pytest.raises(StageError, match=r"over before the server was ready; raise deploy\.time"):

@@ -1,0 +1,94 @@
+"""64 clients at once with seeded sampling of every kind: each gets the answer it gets alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from export_scripts.convert import ConversionRequest, convert
+from inference.decoding.request import GenerationRequest, parse_request
+from inference.engine.engine import Engine, EngineOptions
+from inference.ranks.settings import Placement
+from tests.conftest import ROOT
+
+CLIENTS = 64
+REQUESTS = 72
+OUTPUT_LEN = 16
+WAIT_S = 600
+SOAK_SECONDS = 1.8  # times 100 in `make soak`
+# Seeded all of them; the random ones differ in what they may choose from and how that is cut.
+KINDS: list[dict[str, Any]] = [
+    {"runtime_top_p": np.float32(0.9)},
+    {"runtime_top_p": np.float32(0.5), "temperature": np.float32(1.3)},
+    {"runtime_top_p": np.float32(0.95), "top_p_decay": np.float32(0.9)},
+    {"runtime_top_k": np.uint32(40)},
+    {"runtime_top_k": np.uint32(200), "runtime_top_p": np.float32(0.8)},
+    {"runtime_top_k": np.uint32(20), "temperature": np.float32(0.7)},
+    {"runtime_top_p": np.float32(1.0), "repetition_penalty": np.float32(1.2)},
+    {"beam_width": np.uint32(3)},
+    {},
+]
+
+
+@pytest.fixture(scope="module", params=["fp32", "fp16"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    """Yields the bundled model computed in fp32, from shards of either type."""
+    converted = convert(
+        ConversionRequest(
+            checkpoint_path=ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo",
+            output_dir=Path(tmp_path_factory.mktemp("weights")),
+            tp_size=1,
+            weight_data_type=request.param,
+        )
+    )
+    placement = Placement(device="cpu")
+    with Engine(
+        converted.ft_dir, placement, options=EngineOptions(max_lanes=CLIENTS, threads=1)
+    ) as engine:
+        yield engine
+
+
+def request_of(engine: Engine, number: int) -> GenerationRequest:
+    """Return a request; the same number gives the same one."""
+    generator = np.random.default_rng(number)
+    length = int(generator.integers(1, 40))
+    tensors = {
+        "input_ids": generator.integers(0, 2000, (1, length)).astype(np.uint32),
+        "input_lengths": np.array([[length]], np.uint32),
+        "request_output_len": np.array([[OUTPUT_LEN]], np.uint32),
+        "random_seed": np.array([[number]], np.uint64),
+        **{name: np.full((1, 1), value) for name, value in KINDS[number % len(KINDS)].items()},
+    }
+    return parse_request(tensors, limits=engine.limits)
+
+
+def answer(engine: Engine, number: int) -> list[Any]:
+    result = engine.submit(request_of(engine, number)).result(WAIT_S)
+    return [row.output_ids for row in result.rows]
+
+
+@pytest.mark.soak
+def test_neighbours_change_no_sampled_answer(engine: Engine, soak: int) -> None:
+    alone = [answer(engine, number) for number in range(REQUESTS)]
+    until = time.monotonic() + SOAK_SECONDS * soak
+    turn = 0
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        while turn == 0 or time.monotonic() < until:
+            # Another order each time, so that requests meet others.
+            order = np.random.default_rng(turn).permutation(REQUESTS)
+            together = clients.map(lambda number: answer(engine, int(number)), order)
+            changed = [
+                int(number)
+                for number, tokens in zip(order, together, strict=True)
+                if tokens != alone[number]
+            ]
+            assert not changed, f"{len(changed)} of {REQUESTS} in turn {turn}: {sorted(changed)}"
+            turn += 1
