@@ -101,7 +101,7 @@ def test_absent_server_is_said_in_one_line(
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.parametrize("url", ["https://localhost:8000", "grpc://localhost:8001"])
+@pytest.mark.parametrize("url", ["ftp://localhost:8000", "grpc://localhost:8001"])
 def test_url_of_another_protocol_is_refused(capsys: pytest.CaptureFixture[str], url: str) -> None:
     assert main(["health", "--url", url, "--protocol", "http"]) == 1
     assert f"--url={url}: write host:port, http://host:port or grpc" in capsys.readouterr().err
