@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 
+from export_scripts.families.gpt.layout import GPT, GPTConfig
 from export_scripts.families.gptj import GPTJ, GPTJConfig
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
@@ -83,21 +85,68 @@ def write_bert(folder: Path) -> None:
     save_random(transformers.BertModel, transformers.BertConfig(), folder)
 
 
+@dataclass(frozen=True)
+class Size:
+    """The sizes of a decoder with random weights."""
+
+    family: Literal["gpt", "gptj"]
+    hidden: int
+    layers: int
+    heads: int
+
+
+# Those of FasterTransformer's tables.
+SIZES = {
+    "gpt-350m": Size("gpt", 1024, 24, 16),
+    "gpt-1.3b": Size("gpt", 2048, 24, 16),
+    "gpt-6.7b": Size("gpt", 4096, 32, 32),
+    "gptj-6b": Size("gptj", 4096, 28, 16),
+}
+
+
+def sized_model(args: argparse.Namespace) -> Model:
+    """Return the model that the options `model`, or `family` and sizes, describe; in fp16.
+
+    It is written to `work_dir` if it is not there yet.
+    """
+    size = SIZES.get(args.model) or Size(args.family, args.hidden, args.layers, args.heads)
+    name = f"{size.family}_{size.hidden}x{size.layers}x{size.heads}"
+    ft_dir = args.work_dir / name / "1-gpu"
+    if size.family == "gptj":
+        shape = {"n_embd": size.hidden, "n_layer": size.layers, "n_head": size.heads}
+        config: Any = transformers.GPTJConfig(**shape, bos_token_id=0, eos_token_id=0)
+        config.architectures = ["GPTJForCausalLM"]
+    else:
+        config = transformers.GPT2Config(
+            n_embd=size.hidden, n_layer=size.layers, n_head=size.heads, n_positions=2048
+        )
+        config.architectures = ["GPT2LMHeadModel"]
+    write_sized(size, config.vocab_size, ft_dir, args.device)
+    return Model(ft_dir, None, config, config.vocab_size)
+
+
 def write_gptj_6b(ft_dir: Path, device: str) -> None:
     """Write an FT folder of GPT-J-6B's size in fp16 (12 GB) with random weights."""
-    config = GPTJConfig(
-        model_name="gptj-6b",
-        head_num=16,
-        size_per_head=256,
-        inter_size=16384,
-        num_layer=28,
-        vocab_size=50400,
-        rotary_embedding=64,
-        start_id=0,
-        end_id=0,
-        weight_data_type="fp16",
-    )
-    write_shards(GPTJ, config, ft_dir, device)
+    write_sized(SIZES["gptj-6b"], 50400, ft_dir, device)
+
+
+def write_sized(size: Size, vocab_size: int, ft_dir: Path, device: str) -> None:
+    """Write an FT folder of some size in fp16 with random weights, drawn on a device."""
+    values: dict[str, Any] = {
+        "model_name": size.family,
+        "head_num": size.heads,
+        "size_per_head": size.hidden // size.heads,
+        "inter_size": 4 * size.hidden,
+        "num_layer": size.layers,
+        "vocab_size": vocab_size,
+        "start_id": 0,
+        "end_id": 0,
+        "weight_data_type": "fp16",
+    }
+    if size.family == "gptj":
+        write_shards(GPTJ, GPTJConfig(**values, rotary_embedding=64), ft_dir, device)
+    else:
+        write_shards(GPT, GPTConfig(**values, max_pos_seq_len=2048), ft_dir, device)
 
 
 def write_shards(family: ModelFamily, config: FTConfig, ft_dir: Path, device: str) -> None:

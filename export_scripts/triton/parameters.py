@@ -120,7 +120,9 @@ PARAMETERS: Mapping[str, Parameter] = {
     "int8_mode": Parameter(
         whole(0, 2), "0", "1 keeps matrices in 8 bits, see below", f"{_OF_TRITON}int8_mode"
     ),
-    "max_lanes": _engine(whole(1, 65536), "64", "most sequences that run at once"),
+    "max_lanes": _engine(
+        whole(1, 65536), "64 on CPU, 256 on CUDA", "most sequences that run at once"
+    ),
     "max_seq_len": _engine(
         whole(1, 1 << 20),
         "the model's own, at most 4096",
@@ -128,6 +130,11 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "kv_cache_bytes": _engine(
         whole(1, 1 << 50), "a share of what is free", "memory for keys and values on each rank"
+    ),
+    "kv_block_tokens": _engine(
+        whole(0, 1 << 20),
+        "16 on CUDA, 0 on CPU",
+        "tokens of a block, 0 for blocks of whole sequences",
     ),
     "max_queued_rows": _engine(whole(1, 1 << 31), "2048", "sequences that may wait"),
     "max_stall_s": _engine(seconds(3600), "0.25", "how much longer a step may take for prompts"),

@@ -77,15 +77,6 @@ def select(x: torch.Tensor, *, width: int, with_norm: bool) -> PendingCandidates
     return PendingCandidates(values, ids, log_norms, x)
 
 
-def known_best(best: torch.Tensor, x: torch.Tensor) -> Candidates:
-    """Return the candidate of every row of `x` (n, X) where a step has chosen it.
-
-    `best` is (n, 2) int32, the bits of the logit and the token.
-    """
-    found = best.cpu().numpy()
-    return Candidates(found[:, :1].view(np.float32), found[:, 1:], None, x)
-
-
 def top_candidates(x: torch.Tensor, *, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return values and ids, both (n, width), of the best tokens of every row of `x`.
 

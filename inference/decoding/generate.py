@@ -15,11 +15,12 @@ import numpy as np
 import torch
 
 from inference.decoding.beam_search import BeamRow, PooledBeamRow
-from inference.decoding.candidates import Candidates, GroupKey, fetch, known_best, select
+from inference.decoding.candidates import Candidates, GroupKey, fetch, select
 from inference.decoding.processors import pick_lanes, process_logits
 from inference.decoding.results import RowResult, RowStep
 from inference.decoding.rows import RowRequest
 from inference.decoding.sampling import SamplingRow, choose
+from inference.decoding.tensor_fields import Array
 
 UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
 
@@ -84,29 +85,57 @@ class BatchDecoder:
         return self._rows[handle].lanes
 
     @torch.inference_mode()
-    def step(
-        self, handles: Sequence[int], logits: torch.Tensor, best: torch.Tensor | None = None
-    ) -> list[RowStep]:
+    def step(self, handles: Sequence[int], logits: torch.Tensor) -> list[RowStep]:
         """Choose the next token of every lane of the given rows, none of which has finished.
 
         Args:
             handles: rows that take a step; not all that were added need to.
             logits: (N, V) fp32, or wider where the vocabulary is padded, with the lanes of the
                 rows in the order of `handles`; left as it is.
-            best: (N, 2) int32 where already known: the bits of each best logit, and its token.
         """
         groups = self._group(handles, logits)
         steps: dict[int, RowStep] = {}
-        if best is not None and all(group.key.is_plain for group in groups):
-            found = [known_best(best, logits[:, : self.config.vocab_size])]
-        else:
-            found = self._candidates(groups, logits)
-        for group, candidates in zip(groups, found, strict=True):
+        for group, candidates in zip(groups, self._candidates(groups, logits), strict=True):
             if isinstance(group.rows[0][1], SamplingRow):
                 steps.update(self._sample(group, candidates))
             else:
                 steps.update(self._search(group, candidates))
         return [steps[handle] for handle in handles]
+
+    def takes_best(self, handle: int) -> bool:
+        """Whether a row takes the best of the raw logits, a forbidden id aside."""
+        row = self._rows[handle]
+        return isinstance(row, SamplingRow) and row.is_plain
+
+    def take_best(self, handles: Sequence[int], best: Array) -> list[RowStep | None]:
+        """Give rows that `takes_best` their next tokens; return the steps of those that end.
+
+        Args:
+            handles: The rows.
+            best: (rows, 2) int32, the bits of each one's best logit, and its id.
+        """
+        usable = np.isfinite(best[:, 0].copy().view(np.float32)).tolist()
+        steps: list[RowStep | None] = []
+        for handle, ok, token in zip(handles, usable, best[:, 1].tolist(), strict=True):
+            row = self._rows[handle]
+            assert isinstance(row, SamplingRow)
+            if not ok:
+                steps.append(_failed(handle, row.lanes, row.options.end_id))
+            elif row.append(token):
+                steps.append(RowStep(handle, (token,), None, finished=True))
+            else:
+                steps.append(None)
+        return steps
+
+    def generated_ids(self, handle: int) -> Sequence[int]:
+        """Return the tokens that a row of one lane has."""
+        row = self._rows[handle]
+        assert isinstance(row, SamplingRow)
+        return row.generated_ids
+
+    def has_tokens(self, handle: int) -> bool:
+        """Whether a row has any tokens yet."""
+        return self._rows[handle].generated > 0
 
     def add_context_log_prob(self, handle: int, log_prob: float) -> None:
         """Add the score of a row's prompt to its `cum_log_probs`, where the row asked for it."""

@@ -56,6 +56,7 @@ class SamplingRow:
         self._vocab_size = vocab_size
         self._full_log_probs = full_log_probs
         self._history = list(request.context_ids)
+        self._full_len = len(self._history) + request.output_len
         self._log_probs: list[float] = []
         self._generator = Xorwow(o.random_seed)
         self.uniform = 1.0
@@ -82,6 +83,11 @@ class SamplingRow:
         o = self.options
         too_short = self.generated < o.min_length and 0 <= o.end_id < self._vocab_size
         return o.end_id if too_short else None
+
+    @property
+    def generated_ids(self) -> list[int]:
+        """The tokens that the row has."""
+        return self._history[len(self.request.context_ids) :]
 
     @property
     def is_nucleus(self) -> bool:
@@ -131,7 +137,6 @@ class SamplingRow:
     def commit(self, choice: Choice) -> None:
         """Append a token and decide whether the row ends."""
         token, o = choice.token, self.options
-        self._history.append(token)
         if self._seen is not None:
             self._seen.append(token)
         if o.return_log_probs:
@@ -139,12 +144,19 @@ class SamplingRow:
             self._log_probs.append(choice.log_prob if self._full_log_probs else choice.renormalized)
         if self.is_nucleus:
             self._decay(token)
+        self.append(token)
+
+    def append(self, token: int) -> bool:
+        """Append a token of a row without penalties and scores; return whether the row ends."""
+        history, o = self._history, self.options
+        history.append(token)
         if token == o.end_id:
             self.reason = "end"
-        elif o.stop_words and ends_with(self._history, o.stop_words):
+        elif o.stop_words and ends_with(history, o.stop_words):
             self.reason = "stop"
-        elif self.generated == self.request.output_len:
+        elif len(history) == self._full_len:
             self.reason = "length"
+        return self.reason is not None
 
     def _decay(self, token: int) -> None:
         o = self.options

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 import torch
 
@@ -25,23 +25,48 @@ from inference.ranks.settings import Placement
 _DEFAULT_MAX_LEN = 4096
 _CPU_SHARE = 0.25  # of the memory that is available, for keys and values
 _CUDA_SHARE = 0.8  # of the memory that the weights leave
+_MOST_LANES = {"cpu": 64, "cuda": 256}
+_GPU_BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What fits."""
+    """What fits.
+
+    Sequences share `blocks` blocks of `block_tokens` tokens; 0 where each has a block of its own.
+    """
 
     device: str  # cpu or cuda
-    lanes: int
-    max_len: int
+    lanes: int  # most sequences that run at once
+    max_len: int  # most tokens of one of them
     cache_bytes: int  # of each rank
+    blocks: int = 0
+    block_tokens: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that all sequences together can hold."""
+        return self.blocks * self.block_tokens if self.blocks else self.lanes * self.max_len
 
     def describe(self) -> str:
         """Return the budget in words."""
         return (
-            f"{self.lanes} sequences of {self.max_len} tokens on {self.device}, "
-            f"{self.cache_bytes / 2**20:.0f} MiB of keys and values per rank"
+            f"{self.tokens} tokens of up to {self.lanes} sequences, at most {self.max_len} of "
+            f"each, on {self.device}, {self.cache_bytes / 2**20:.0f} MiB of keys and values per "
+            "rank"
         )
+
+    def holds_at_once(self, request: GenerationRequest) -> bool:
+        """Whether all rows of a request can run side by side to their ends."""
+        if request.beam_width * len(request.rows) > self.lanes:
+            return False
+        if not self.blocks:
+            return True
+        lengths = [row.context_len + row.output_len - 1 for row in request.rows]
+        return request.beam_width * sum(map(self._block_count, lengths)) <= self.blocks
+
+    def _block_count(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
 
     def problems_of(self, request: GenerationRequest) -> list[str]:
         """Return why a request can never run, empty if it can."""
@@ -51,6 +76,14 @@ class Capacity:
                 f"beam_width={request.beam_width} exceeds the {self.lanes} sequences the cache "
                 "holds; raise max_lanes or kv_cache_bytes"
             )
+        if self.blocks and request.beam_width > 1:
+            for b, row in enumerate(request.rows):
+                tokens = row.context_len + row.output_len - 1
+                if request.beam_width * self._block_count(tokens) > self.blocks:
+                    problems.append(
+                        f"beam_width={request.beam_width}: the beams of row {b} need {tokens} "
+                        f"cached tokens each, the cache holds {self.tokens}; raise kv_cache_bytes"
+                    )
         return problems
 
     def _too_long(self, request: GenerationRequest) -> list[str]:
@@ -172,15 +205,44 @@ def plan_capacity(
     )
     # A CPU may compute 16-bit types in fp32; its cache then holds fp32.
     item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
-    lane_bytes = max_len * one_lane.token_bytes(item_bytes)
+    token_bytes = one_lane.token_bytes(item_bytes)
     budget = options.kv_cache_bytes or _free_bytes(ft_dir, layout, placement.device)
-    lanes = min(options.max_lanes, budget // lane_bytes - 1)  # the cache has a lane of its own
-    if lanes < 1:
-        raise ValueError(
-            f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
-            f"{2 * lane_bytes} bytes on each rank; raise kv_cache_bytes or lower max_seq_len"
-        )
-    return Capacity(placement.device, lanes, max_len, (lanes + 1) * lane_bytes)
+    most = options.max_lanes or _MOST_LANES[placement.device]
+    block_tokens = _block_tokens(architecture, placement.device, options)
+    # The cache has a block of its own.
+    if not block_tokens:
+        lanes = min(most, budget // (max_len * token_bytes) - 1)
+        if lanes < 1:
+            _refuse_budget(budget, max_len, 2 * max_len * token_bytes)
+        return Capacity(placement.device, lanes, max_len, (lanes + 1) * max_len * token_bytes)
+    block_bytes = block_tokens * token_bytes
+    lane_blocks = -(-max_len // block_tokens)
+    blocks = min(most * lane_blocks, budget // block_bytes - 1)
+    if blocks < lane_blocks:
+        _refuse_budget(budget, max_len, (lane_blocks + 1) * block_bytes)
+    lanes = min(most, blocks)
+    return Capacity(
+        placement.device, lanes, max_len, (blocks + 1) * block_bytes, blocks, block_tokens
+    )
+
+
+def _block_tokens(architecture: GeneratorArchitecture, device: str, options: EngineOptions) -> int:
+    """Return the tokens of a block, 0 where each sequence has a block of its own.
+
+    An encoder-decoder's sequences do: they are short, and each reads what was encoded as well.
+    """
+    if isinstance(architecture, EncoderDecoderArchitecture):
+        return 0
+    if options.kv_block_tokens is not None:
+        return options.kv_block_tokens
+    return _GPU_BLOCK_TOKENS if device == "cuda" else 0
+
+
+def _refuse_budget(budget: int, max_len: int, needed: int) -> NoReturn:
+    raise ValueError(
+        f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
+        f"{needed} bytes on each rank; raise kv_cache_bytes or lower max_seq_len"
+    )
 
 
 def _longest(architecture: GeneratorArchitecture) -> int | None:

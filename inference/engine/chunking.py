@@ -9,8 +9,8 @@ from inference.engine.planned_step import RowWork
 from inference.engine.running import RunningRow
 
 _LEAST = 16  # fewer would make prompts crawl; this many may exceed the bound on slow devices
-_MOST = 1024
 _FIRST = 64  # before anything was measured
+_MOST = 1024
 # With nobody decoding only cancels and other ranks' patience limit a step.
 _ALONE_FACTOR = 4
 # Prompt tokens of one row whose logits are kept at a time, for rows that want all of them.
@@ -24,17 +24,26 @@ class ChunkSize:
     the next ones.
     """
 
-    def __init__(self, bound_s: float) -> None:
+    def __init__(self, bound_s: float, *, first: int = _FIRST, most: int = _MOST) -> None:
+        """Start without any step.
+
+        Args:
+            bound_s: Longest that a step may take for prompts while others decode.
+            first: Tokens of a step before anything was measured.
+            most: Tokens that a step never exceeds.
+        """
         self._bound_s = bound_s
+        self._first = first
+        self._most = most
         self._token_s: deque[float] = deque(maxlen=3)
 
     def tokens(self, *, somebody_waits: bool) -> int:
         """Return how many prompt tokens the next step may take."""
         if not self._token_s:
-            return _FIRST if somebody_waits else _ALONE_FACTOR * _FIRST
+            return self._first if somebody_waits else _ALONE_FACTOR * self._first
         bound_s = self._bound_s if somebody_waits else _ALONE_FACTOR * self._bound_s
         token_s = sorted(self._token_s)[(len(self._token_s) - 1) // 2]
-        return int(min(max(bound_s / token_s, _LEAST), _MOST))
+        return int(min(max(bound_s / token_s, _LEAST), self._most))
 
     def observe(self, *, tokens: int, seconds: float) -> None:
         """Learn from a step that took so many prompt tokens and seconds."""
@@ -80,7 +89,7 @@ def _piece(row: RunningRow, room: int, *, fellows_are_behind: bool) -> RowWork |
     outputs = range(count - 1 if last else count, count)
     if row.wants_prompt_logits:
         outputs = range(count)
-    return RowWork(row, row.lanes[0], ids, outputs, samples=last)
+    return RowWork(row, row.lanes[0], ids, outputs, samples=last, first=row.cached, is_prompt=True)
 
 
 def _missing(row: RunningRow) -> int:

@@ -206,6 +206,7 @@ class PlannedEncoding:
     plan: StepPlan
     embeddings: torch.Tensor | None  # (N, E) fp32
     work: tuple[tuple[RunningEncoding, int], ...]
+    overlaps: bool = False
 
     @property
     def owners(self) -> list[RunningEncoding]:
@@ -242,8 +243,9 @@ class EncodingScheduler:
         """Forget a request."""
         self._requests.remove(request)
 
-    def plan(self) -> PlannedEncoding | None:
-        """Return the next step, or None if there is none."""
+    def plan(self, *, under_way: bool = False) -> PlannedEncoding | None:
+        """Return the next step, or None if there is none; no step overlaps another."""
+        assert not under_way
         for request in [r for r in self._requests if r.future.cancelled()]:
             self.drop(request)
         if not self._requests:

@@ -27,6 +27,7 @@ from inference.decoding.request import (
 )
 from inference.decoding.session_turn import SessionTurn
 from inference.engine.base import EngineBase, checked_placement, rank_settings
+from inference.engine.blocks import BlockPool
 from inference.engine.capacity import (
     Capacity,
     GeneratorArchitecture,
@@ -34,6 +35,7 @@ from inference.engine.capacity import (
     model_limits,
     plan_capacity,
 )
+from inference.engine.chunking import ChunkSize
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.loop import EngineLoop
 from inference.engine.options import EngineOptions
@@ -61,6 +63,9 @@ __all__ = [
     "Placement",
     "SessionTurn",
 ]
+
+# Prompt tokens of a step: a GPU that has only begun to compute with few of them.
+_GPU_CHUNK = {"first": 2048, "most": 8192}
 
 
 class Engine(EngineBase):
@@ -101,6 +106,8 @@ class Engine(EngineBase):
             rendezvous,
             lanes=self.capacity.lanes,
             max_len=self.capacity.max_len,
+            block_tokens=self.capacity.block_tokens,
+            blocks=self.capacity.blocks,
         )
         self._table_rows, table_size = _table_rows(self.config)
         self._embedding_base = self.architecture.vocab_size + table_size
@@ -156,9 +163,8 @@ class Engine(EngineBase):
             raise RequestError(problems)
         future: Future[GenerationResult] = Future()
         running = self._running(request, future)
-        lanes = request.beam_width * len(request.rows)
         running.on_step = on_step
-        running.lock_step = on_step is not None and lanes <= self.capacity.lanes
+        running.lock_step = on_step is not None and self.capacity.holds_at_once(request)
         running.turn = turn
         try:
             self._loop.queue(running)
@@ -228,15 +234,25 @@ class Engine(EngineBase):
                 nucleus_include_boundary=self.options.nucleus_include_boundary,
             )
         )
+        on_gpu = self.capacity.device == "cuda"
+        size = _GPU_CHUNK if on_gpu else {}
         self._scheduler = Scheduler(
             decoder,
             lanes=self.capacity.lanes,
             embedding_base=self._embedding_base,
-            stall_bound_s=self.options.max_stall_s,
+            chunk=ChunkSize(self.options.max_stall_s, **size),
+            blocks=self._block_pool(),
+            ranks_choose=on_gpu and self._settings.layout.world_size == 1,
             encoder_layers=_encoder_layers(self.architecture),
             session_idle_s=self.options.session_idle_s,
         )
         return self._scheduler
+
+    def _block_pool(self) -> BlockPool | None:
+        capacity = self.capacity
+        if not capacity.blocks:
+            return None
+        return BlockPool(blocks=capacity.blocks, block_tokens=capacity.block_tokens)
 
 
 def _encoder_layers(architecture: GeneratorArchitecture) -> int:

@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from time import monotonic, perf_counter, sleep
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -70,6 +71,20 @@ class Planned(Protocol[RequestT_co]):
         """Requests with work in the step."""
         ...
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the next step may be planned before this one is finished."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Launched(Generic[RequestT_co]):
+    """A step that the ranks run, and when they were asked."""
+
+    step: Planned[RequestT_co]
+    result: StepResult
+    began: float
+
 
 class LoopScheduler(Protocol[RequestT]):
     """Decides what the steps compute; belongs to the loop's thread."""
@@ -97,8 +112,11 @@ class LoopScheduler(Protocol[RequestT]):
         """Forget a request and free what it holds."""
         ...
 
-    def plan(self) -> Any:
-        """Return the next `Planned` step, or None if nothing can run."""
+    def plan(self, *, under_way: bool = False) -> Any:
+        """Return the next `Planned` step, or None if nothing can run.
+
+        `under_way` says that the step before is not finished.
+        """
         ...
 
     def finish(self, step: Any, result: StepResult, *, seconds: float) -> None:
@@ -152,6 +170,7 @@ class EngineLoop(Generic[RequestT]):
         self._ready = threading.Event()
         self._ranks: RankGroup | None = None
         self._scheduler: LoopScheduler[RequestT] | None = None
+        self._last_finished = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
 
@@ -251,9 +270,11 @@ class EngineLoop(Generic[RequestT]):
     def _serve(self, ranks: RankGroup) -> None:
         scheduler = self._scheduler
         assert scheduler is not None
+        under_way: _Launched[RequestT] | None = None
         while True:
             with self._wake:
                 idle = scheduler.idle and not self._inbox and not self._stopping
+                idle = idle and under_way is None
                 if idle:
                     idle = not self._wake.wait(_HEARTBEAT_S)
                 while self._inbox:
@@ -265,32 +286,53 @@ class EngineLoop(Generic[RequestT]):
             if idle:
                 ranks.ping()
                 continue
-            step = scheduler.plan()
+            step = scheduler.plan(under_way=under_way is not None)
             with self._wake:  # other threads add to the inbox
                 coming = sum(request.waiting_rows for request in self._inbox)
                 self._queued_rows = scheduler.waiting_rows + coming
-            if step is not None:
-                self._step(ranks, scheduler, step)
+            launched = None if step is None else self._launch(ranks, scheduler, step)
+            if under_way is not None:
+                self._finish(scheduler, under_way)
+            under_way = launched
+            if under_way is not None and not under_way.step.overlaps:
+                self._finish(scheduler, under_way)
+                under_way = None
         ranks.stop()
 
-    def _step(
+    def _launch(
         self, ranks: RankGroup, scheduler: LoopScheduler[RequestT], step: Planned[RequestT]
-    ) -> None:
+    ) -> _Launched[RequestT] | None:
+        """Have the ranks run a step; on a GPU they may not be done when this returns."""
         began = perf_counter()
-        alike = self._settings.layout.world_size == 1
         try:
-            result = ranks.run(step.plan, step.embeddings)
-            alike = True
-            self.steps += 1
-            scheduler.finish(step, result, seconds=perf_counter() - began)
+            return _Launched(step, ranks.run(step.plan, step.embeddings), began)
         except Exception as error:  # whatever it was is the answer to the step's requests
-            if not alike:
+            if self._settings.layout.world_size > 1:
                 raise  # the ranks no longer agree on what comes next
-            logger.exception("a step failed")
-            for owner in step.owners:
-                owner.fail(error)
-                if owner in scheduler.requests:
-                    scheduler.drop(owner)
+            self._give_up(scheduler, step, error)
+            return None
+
+    def _finish(self, scheduler: LoopScheduler[RequestT], launched: _Launched[RequestT]) -> None:
+        """Take in what a step computed."""
+        began = max(launched.began, self._last_finished)
+        try:
+            launched.result.wait()
+            self.steps += 1
+            self._last_finished = perf_counter()
+            seconds = self._last_finished - began
+            scheduler.finish(launched.step, launched.result, seconds=seconds)
+        except Exception as error:  # whatever it was is the answer to the step's requests
+            self._give_up(scheduler, launched.step, error)
+
+    def _give_up(
+        self, scheduler: LoopScheduler[RequestT], step: Planned[RequestT], error: Exception
+    ) -> None:
+        """Answer a step's requests with an error."""
+        logger.error("a step failed", exc_info=error)
+        for owner in step.owners:
+            owner.fail(error)
+            if owner in scheduler.requests:
+                scheduler.drop(owner)
 
     def _watch(self) -> None:
         """Notice ranks that end or hang while the engine's own thread waits for them."""

@@ -11,10 +11,13 @@ class EngineOptions:
     """Budgets and bounds of an engine.
 
     Attributes:
-        max_lanes: Most sequences that run at once; a beam search takes one per beam.
+        max_lanes: Most sequences that run at once; a beam search takes one per beam. None for 64
+            on CPU and 256 on CUDA.
         max_seq_len: Most tokens of one sequence, prompt and answer; None for what the model was
             made for, at most 4096.
         kv_cache_bytes: Memory for keys and values on each rank; None for a share of what is free.
+        kv_block_tokens: Tokens of a block of the cache, 0 for blocks of whole sequences; None for
+            these on CPU, where attention reads them fastest, and 16 on CUDA.
         max_queued_rows: Rows that may wait for lanes before requests are refused.
         session_idle_s: How long an interactive session may pause before its memory is freed.
         max_stall_s: How long a step may take longer for the sake of other requests' prompts.
@@ -27,9 +30,10 @@ class EngineOptions:
         nucleus_include_boundary: As `DecodingConfig` says.
     """
 
-    max_lanes: int = 64
+    max_lanes: int | None = None
     max_seq_len: int | None = None
     kv_cache_bytes: int | None = None
+    kv_block_tokens: int | None = None
     max_queued_rows: int = 2048
     session_idle_s: float = 60.0
     max_stall_s: float = 0.25
@@ -47,7 +51,7 @@ class EngineOptions:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), int | float)
             and not isinstance(value, bool)
-            and value <= 0
+            and (value < 0 if field.name == "kv_block_tokens" else value <= 0)
         ]
         if problems:
             raise ValueError("\n".join(problems))

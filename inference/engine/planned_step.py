@@ -12,11 +12,12 @@ import torch
 
 from inference.decoding.tensor_fields import Array
 from inference.engine.running import RunningRequest, RunningRow
+from inference.model.kv_cache import Move, TableEntry
 from inference.model.step import Segment
-from inference.ranks.plan import EncoderRow, Move, StepPlan
+from inference.ranks.plan import EncoderRow, StepPlan
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RowWork:
     """What one row does in a step, on one of its lanes."""
 
@@ -25,12 +26,8 @@ class RowWork:
     ids: list[int]
     outputs: range  # of its tokens here, those whose logits are wanted
     samples: bool  # whether the last of them is for choosing a token
-
-    @property
-    def segment(self) -> Segment:
-        """What a rank computes."""
-        row = self.row
-        return Segment(self.lane, row.held, len(self.ids), row.forgotten)
+    first: int  # of its tokens, counted from the conversation's beginning
+    is_prompt: bool
 
 
 @dataclass(frozen=True)
@@ -50,13 +47,17 @@ class EncoderWork:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A plan with the embeddings that go with it, and whose work it is."""
+    """A plan with the embeddings that go with it, and whose work it is.
+
+    With `overlaps` the next step may be planned before this one is finished.
+    """
 
     plan: StepPlan
     embeddings: torch.Tensor | None  # (plan.embedding_rows, E) fp32
     work: tuple[RowWork, ...]
     prompt_tokens: int
     encoding: EncoderWork
+    overlaps: bool
 
     @property
     def owners(self) -> list[RunningRequest]:
@@ -66,7 +67,13 @@ class PlannedStep:
 
 
 def lay_out(
-    work: Sequence[RowWork], encoding: EncoderWork, *, moves: Sequence[Move], embedding_base: int
+    work: Sequence[RowWork],
+    encoding: EncoderWork,
+    *,
+    moves: Sequence[Move],
+    entries: Sequence[TableEntry],
+    choices: Sequence[tuple[int, int]],
+    embedding_base: int,
 ) -> PlannedStep:
     """Return the step that does this work.
 
@@ -74,24 +81,35 @@ def lay_out(
         work: By ascending lane.
         encoding: What the encoder does.
         moves: Cache copies to make before.
+        entries: Blocks that lanes get before.
+        choices: As of `StepPlan`.
         embedding_base: First id that names a row of embeddings sent with a step.
     """
     ids: list[int] = []
     outputs: list[int] = []
     sent: list[Array] = []
+    segments: list[Segment] = []
     for each in work:
-        outputs += range(len(ids) + each.outputs.start, len(ids) + each.outputs.stop)
-        ids += _with_sent(each.row, each.ids, sent, embedding_base)
+        row, count = each.row, len(each.ids)
+        segments.append(Segment(each.lane, row.cached - row.forgotten, count, row.forgotten))
+        if each.is_prompt:
+            outputs += range(len(ids) + each.outputs.start, len(ids) + each.outputs.stop)
+            ids += _with_sent(row, each.ids, sent, embedding_base)
+        else:
+            outputs.append(len(ids))
+            ids += each.ids
     encoder_ids: list[int] = []
     begun = encoding.rows if encoding.begins else ()
     for row in begun:
         encoder_ids += _with_sent(row, row.encoder_ids or [], sent, embedding_base)
-    prompts = [each for each in work if not each.row.next_ids]
+    prompts = [each for each in work if each.is_prompt]
     plan = StepPlan(
         ids=ids,
-        segments=tuple(each.segment for each in work),
+        segments=tuple(segments),
         output_rows=outputs,
         moves=tuple(moves),
+        entries=entries,
+        choices=choices,
         has_virtual=any(row.has_virtual for row in begun)
         or any(each.row.has_virtual for each in prompts),
         embedding_rows=len(sent),
@@ -105,7 +123,10 @@ def lay_out(
     )
     embeddings = torch.from_numpy(np.stack(sent)) if sent else None
     prompt_tokens = sum(len(each.ids) for each in prompts) + encoding.tokens
-    return PlannedStep(plan, embeddings, tuple(work), prompt_tokens, encoding)
+    # What the encoder has done, and logits that the host reads, count for the next step.
+    overlaps = bool(choices) and not encoding.layers and not plan.pool
+    overlaps &= not any(each.row.wants_prompt_logits for each in prompts)
+    return PlannedStep(plan, embeddings, tuple(work), prompt_tokens, encoding, overlaps)
 
 
 def _with_sent(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -62,15 +63,25 @@ class RunningRow:
     encoder_ids: list[int] | None = None  # of an encoder-decoder, whose prompt is the start id
     is_encoded: bool = True
     lanes: list[int] = field(default_factory=list)
+    room: float = math.inf  # tokens that its lane's blocks hold
     cached: int = 0  # tokens that have been in the cache
     forgotten: int = 0  # of these, how many no longer are: the first ones
     memory_len: int | None = None  # most tokens that a lane keeps, None for all
     handle: int | None = None  # in the decoder
-    next_ids: tuple[int, ...] = ()  # per lane, once it decodes
+    next_ids: tuple[int, ...] = ()  # per lane, once it decodes; NEWEST where only ranks know it
+    produced: int = 0  # tokens that were chosen, or will be in steps that are under way
+    takes_best: bool = False  # whether ranks can choose its tokens
+    prompt_tokens: int = 0  # of `prompt`, but for what a row that gave way had generated
     pooled: torch.Tensor | None = None  # (hidden,) sum over the prompt
     prefix_task: int | None = None
     logits: list[torch.Tensor] | None = None  # a probe keeps all of its prompt's
+    is_released: bool = False  # has ended, or its client has left
     wipe: bool = False  # the cache holds values that are not finite
+
+    def __post_init__(self) -> None:
+        # The end id, which it may not take before it has so many tokens.
+        self.end_id = self.request.options.end_id
+        self.min_length = self.request.options.min_length
 
     @property
     def prompt_len(self) -> int:
@@ -97,12 +108,35 @@ class RunningRow:
         """Whether the logits of every prompt token are needed."""
         options = self.request.options
         wanted = options.return_log_probs and options.return_context_cum_log_probs
-        return self.logits is not None or wanted
+        return self.logits is not None or (wanted and not self.resumes)
 
     @property
     def wants_pooled(self) -> bool:
         """Whether the sum of the prompt's hidden states is needed."""
-        return self.request.options.return_context_embeddings
+        return self.request.options.return_context_embeddings and not self.resumes
+
+    @property
+    def resumes(self) -> bool:
+        """Whether the row gave way, and computes again what it had generated."""
+        return len(self.prompt) > self.prompt_tokens
+
+    @property
+    def prefix_len(self) -> int:
+        """Places of a loaded prefix, which are cached when the row begins."""
+        prompt = self.request.prompt
+        return prompt.length if prompt is not None and self.prefix_task is not None else 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens that one of its lanes ever holds: the last one is never fed back."""
+        tokens = self.prompt_tokens + self.request.output_len - 1
+        return tokens if self.memory_len is None else min(tokens, self.memory_len)
+
+    def give_way(self, generated: Sequence[int]) -> None:
+        """Lose what is cached; the row begins again with what it has generated as its prompt."""
+        self.prompt = self.prompt[: self.prompt_tokens] + list(generated)
+        self.cached, self.forgotten = self.prefix_len, 0
+        self.lanes, self.next_ids = [], ()
 
 
 @dataclass(eq=False)
@@ -195,6 +229,7 @@ def _row(
     if encoder_decoder:
         row.encoder_ids, row.is_encoded = ids, False
         row.prompt = list(request.context_ids)
+    row.prompt_tokens = len(row.prompt)
     return row
 
 

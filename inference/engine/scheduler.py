@@ -9,7 +9,11 @@ one thread and does no input or output; `decoder` alone knows how a token is cho
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -17,6 +21,8 @@ from inference.decoding.generate import BatchDecoder
 from inference.decoding.request import RequestError
 from inference.decoding.results import RowStep
 from inference.decoding.scoring import context_log_prob
+from inference.decoding.tensor_fields import Array
+from inference.engine.blocks import BlockPool, LanePool
 from inference.engine.chunking import ChunkSize, prompt_work
 from inference.engine.encoder_turn import EncoderTurn
 from inference.engine.errors import EngineBusyError, RowError
@@ -28,11 +34,17 @@ from inference.engine.running import (
     RunningRow,
 )
 from inference.engine.sessions import Sessions
-from inference.model.kv_cache import WIPE, LanePool, prefix_source
+from inference.model.kv_cache import WIPE, Move, prefix_source
+from inference.model.token_feed import NEWEST
 from inference.ranks.base import StepResult
-from inference.ranks.plan import Move
 
 logger = logging.getLogger(__name__)
+
+# Of the cache's blocks: a row joins only where each running row could take one more, up to one in
+# so many.
+_GROWTH_SHARE = 20
+_ONE = range(1)
+_NEWEST = (NEWEST,)
 
 
 class Scheduler:
@@ -44,25 +56,32 @@ class Scheduler:
         *,
         lanes: int,
         embedding_base: int,
-        stall_bound_s: float,
+        chunk: ChunkSize,
+        blocks: BlockPool | None = None,
         encoder_layers: int = 0,
         session_idle_s: float = 60.0,
+        ranks_choose: bool = False,
     ) -> None:
         """Start empty.
 
         Args:
             decoder: Chooses tokens.
-            lanes: Sequences the cache holds.
+            lanes: Most sequences that run at once.
             embedding_base: First id that names a row of embeddings sent with a step.
-            stall_bound_s: How long a step may delay decoding rows for the sake of prompts.
+            chunk: How many tokens of prompts a step takes.
+            blocks: Of the cache; None where every lane has its own.
             encoder_layers: Of an encoder-decoder.
             session_idle_s: How long a session may pause.
+            ranks_choose: Whether a rank takes best tokens itself, so that steps can overlap.
         """
         self._decoder = decoder
         self._lanes = LanePool(lanes)
+        self._blocks = blocks or BlockPool()
         self._embedding_base = embedding_base
-        self._chunk = ChunkSize(stall_bound_s)
-        self._requests: list[RunningRequest] = []
+        self._chunk = chunk
+        self._ranks_choose = ranks_choose
+        self._requests: dict[RunningRequest, None] = {}  # in order of arrival
+        self._cancelled: deque[RunningRequest] = deque()  # by any thread
         self._moves: list[Move] = []
         self._encoder = EncoderTurn(encoder_layers)
         self._sessions = Sessions(idle_s=session_idle_s, free=self._free)
@@ -98,7 +117,8 @@ class Scheduler:
                     self.forget_session(request.turn.session_id)
                 request.fail(error)
                 return
-        self._requests.append(request)
+        self._requests[request] = None
+        request.future.add_done_callback(partial(self._note_cancelled, request))
         for row in [row for row in request.waiting if row.lanes]:
             self._activate(row)
 
@@ -110,73 +130,221 @@ class Scheduler:
         """Forget a request and free its lanes."""
         for row in request.active:
             self._release(row)
+        for row in request.waiting:
+            self._forget_choices(row)
         self._encoder.drop(request)
         self._sessions.drop(request)
         request.active.clear()
         request.waiting.clear()
-        self._requests.remove(request)
+        del self._requests[request]
 
     def drop_cancelled(self) -> None:
         """Free what clients no longer wait for."""
-        for request in [r for r in self._requests if r.future.cancelled()]:
-            self.drop(request)
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            if request in self._requests:
+                self.drop(request)
 
-    def plan(self) -> PlannedStep | None:
-        """Return the next step, or None if no row can run."""
+    def _note_cancelled(self, request: RunningRequest, future: Future[Any]) -> None:
+        if future.cancelled():
+            self._cancelled.append(request)
+
+    def plan(self, *, under_way: bool = False) -> PlannedStep | None:
+        """Return the next step, or None if nothing can run.
+
+        `under_way` says that the step before, which overlaps this one, is not finished; there may
+        be nothing to run before it is.
+        """
         self.drop_cancelled()
         self._admit()
         rows = [row for request in self._requests for row in request.active]
-        work = [each for row in rows if row.next_ids for each in _decode(row)]
+        if not self._make_room(rows, under_way=under_way):
+            return None
+        work = [each for row in rows if _goes_on(row) for each in _decode(row)]
         encoding = self._encoder.plan(rows, self._chunk.tokens(somebody_waits=bool(work)))
         begun = [row for row in rows if not row.next_ids and _may_start(row, encoding)]
         work += prompt_work(begun, self._chunk.tokens(somebody_waits=bool(work)))
         if not work and not encoding.layers:
-            assert not rows, "active rows without work"
+            assert not rows or under_way, "active rows without work"
             return None
         work.sort(key=lambda each: each.lane)
         self._forget(work)
         moves, self._moves = self._moves, []
-        return lay_out(work, encoding, moves=moves, embedding_base=self._embedding_base)
+        step = lay_out(
+            work,
+            encoding,
+            moves=moves,
+            entries=self._blocks.take_entries(),
+            choices=self._choices(work) if self._ranks_choose else (),
+            embedding_base=self._embedding_base,
+        )
+        self._begin(step)
+        return step
+
+    def _choices(self, work: Sequence[RowWork]) -> list[tuple[int, int]]:
+        """Return what the rank is to choose for each output; nothing where some row wants more."""
+        choices: list[tuple[int, int]] = []
+        for each in work:
+            if not each.samples:
+                choices += [(-1, -1)] * len(each.outputs)
+                continue
+            row = each.row
+            if not row.takes_best:
+                return []
+            choices += [(-1, -1)] * (len(each.outputs) - 1)
+            choices.append((each.lane, row.end_id if row.produced < row.min_length else -1))
+        return choices
+
+    def _begin(self, step: PlannedStep) -> None:
+        """Note what is cached once a step has run, and the tokens that it chooses by itself."""
+        chooses = bool(step.plan.choices)
+        for work in step.work:
+            row = work.row
+            if work.is_prompt or work.lane == row.lanes[-1]:
+                row.cached += len(work.ids)
+                row.produced += work.samples
+            if chooses and work.samples:
+                row.next_ids = _NEWEST
 
     def finish(self, step: PlannedStep, result: StepResult, *, seconds: float) -> None:
-        """Take in what a planned step computed: choose tokens, answer finished requests."""
+        """Take in what a planned step computed: choose tokens, answer finished requests.
+
+        Steps are finished in the order in which they were planned.
+        """
         if step.prompt_tokens:
             self._chunk.observe(tokens=step.prompt_tokens, seconds=seconds)
         self._encoder.finish(step.encoding)
-        sampling: dict[RunningRow, list[int]] = {}  # row -> its logits, by ascending lane
+        outputs: list[tuple[RowWork, int]] = []  # what samples, and its row of logits
         first = 0
         for number, work in enumerate(step.work):
-            row, mine = work.row, result.logits[first : first + len(work.outputs)]
-            if work.lane == row.lanes[-1] or not row.next_ids:
-                row.cached += len(work.ids)
-            if row.wants_pooled and not row.next_ids and result.pooled is not None:
-                _add_pooled(row, result.pooled[number])
-            if row.wants_prompt_logits and not row.next_ids:
-                self._score_prompt(row, mine)
-            if work.samples:
-                # All beams start from the prompt's one row of logits.
-                beams = 1 if row.next_ids else len(row.lanes)
-                sampling.setdefault(row, []).extend([first + len(work.outputs) - 1] * beams)
-            first += len(work.outputs)
-        self._choose(sampling, result.logits, result.best)
-        self._answer(step.owners)
+            last = first + len(work.outputs) - 1
+            # Rows may have ended, or their clients left, after this step was planned.
+            if not work.row.is_released:
+                if work.is_prompt:
+                    self._take_prompt(work, number, result, slice(first, last + 1))
+                if work.samples:
+                    outputs.append((work, last))
+            first = last + 1
+        if result.chosen is not None:
+            grown = self._take_chosen(outputs, result.chosen.array())
+        else:
+            grown = self._choose(outputs, result.logits)
+        # Those that only got a token, which nobody wants to hear of, are left alone.
+        self._answer(step.owners if result.chosen is None else grown, grown)
+
+    def _take_prompt(self, work: RowWork, number: int, result: StepResult, outputs: slice) -> None:
+        """Take in what a step computed for a piece of a prompt."""
+        if work.row.wants_pooled and result.pooled is not None:
+            _add_pooled(work.row, result.pooled[number])
+        if work.row.wants_prompt_logits:
+            self._score_prompt(work, result.logits[outputs])
 
     def _admit(self) -> None:
         """Give lanes to waiting rows: fewest running rows first, then in order of arrival."""
         self._sessions.expire()
-        while waiting := [request for request in self._requests if request.waiting]:
-            request = min(waiting, key=lambda r: (len(r.active), r.arrival))
+        while request := self._first_waiting():
             rows = request.waiting if request.joins_whole else request.waiting[:1]
             beams = request.request.beam_width
-            lanes = self._lanes.take(beams * len(rows))
-            if lanes is not None:
-                for row in list(rows):
-                    row.lanes, lanes = lanes[:beams], lanes[beams:]
-                    self._activate(row)
-            elif beams * len(rows) > self._lanes.total - self._sessions.held_lanes:
+            if not self._can_ever_run(request, rows):
                 self._refuse(request)
-            else:
+                continue
+            if not self._has_blocks(request, rows):
                 return  # nobody overtakes, so that wide requests get their turn
+            lanes = self._lanes.take(beams * len(rows))
+            if lanes is None:
+                return
+            for row in list(rows):
+                row.lanes, lanes = lanes[:beams], lanes[beams:]
+                self._take_blocks(row)
+                self._activate(row)
+
+    def _first_waiting(self) -> RunningRequest | None:
+        """Return whose row joins next."""
+        waiting = (request for request in self._requests if request.waiting)
+        idle = next((request for request in waiting if not request.active), None)
+        if idle is not None:
+            return idle
+        waiting = (request for request in self._requests if request.waiting)
+        return min(waiting, key=lambda r: (len(r.active), r.arrival), default=None)
+
+    def _can_ever_run(self, request: RunningRequest, rows: Sequence[RunningRow]) -> bool:
+        """Whether a request needs no more than what sessions leave."""
+        lanes = request.request.beam_width * len(rows)
+        if lanes > self._lanes.total - self._sessions.held_lanes:
+            return False
+        if self._blocks.total is None:
+            return True
+        left = self._blocks.total - self._sessions.held_blocks(self._blocks.count)
+        return self._most_blocks(request, rows) <= left
+
+    def _most_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> int:
+        """Return the most blocks that rows need at once; those that give way may take turns."""
+        each = [self._lane_blocks(row) for row in rows]
+        together = _stays(request) or request.joins_whole
+        return request.request.beam_width * (sum(each) if together else max(each))
+
+    def _lane_blocks(self, row: RunningRow) -> int:
+        """Return the blocks that hold the most that a lane of a row can ever hold."""
+        session = row.owner.session
+        return self._blocks.count(row.most_tokens if session is None else session.lane_tokens)
+
+    def _has_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> bool:
+        """Whether rows can join now, with room for others to grow."""
+        blocks = self._blocks
+        if blocks.total is None:
+            return True
+        others = [row for each in self._requests for row in each.active if not _stays(each)]
+        if not _stays(request):
+            need = sum(blocks.count(row.prompt_len) for row in rows)
+            most = max(self._lane_blocks(row) for row in rows)
+            growth = min(len(others), blocks.total // _GROWTH_SHARE)
+            return need + growth <= blocks.free and most <= blocks.total - blocks.reserved
+        need = self._most_blocks(request, rows)
+        # The rows that can give way must each be able to end alone.
+        longest = max((self._lane_blocks(row) for row in others), default=0)
+        return need <= blocks.free and need + longest <= blocks.total - blocks.reserved
+
+    def _take_blocks(self, row: RunningRow) -> None:
+        """Give a row's lanes the blocks for its prompt, or for all it can become."""
+        if self._blocks.total is None:
+            return
+        if not _stays(row.owner):
+            row.room = self._blocks.extend(row.lanes[0], row.prompt_len)
+            return
+        session = row.owner.session
+        tokens = row.most_tokens if session is None else session.lane_tokens
+        for lane in row.lanes:
+            self._blocks.reserve(lane, tokens)
+
+    def _make_room(self, rows: list[RunningRow], *, under_way: bool) -> bool:
+        """Give decoding rows the blocks of their next tokens; the newest rows give way for them.
+
+        Rows that gave way leave `rows`. False where the step under way must be finished first:
+        what it chooses is part of what a row computes again.
+        """
+        growing = [row for row in rows if row.cached - row.forgotten >= row.room and _goes_on(row)]
+        while len(growing) > self._blocks.free:
+            if under_way:
+                return False
+            newest = max(
+                (row for row in rows if not _stays(row.owner)),
+                key=lambda row: (row.owner.arrival, row.index),
+            )
+            self._give_way(newest)
+            rows.remove(newest)
+            growing = [row for row in growing if row is not newest]
+        for row in growing:
+            row.room = self._blocks.extend(row.lanes[0], row.held + 1)
+        return True
+
+    def _give_way(self, row: RunningRow) -> None:
+        """Take back a row's lane and blocks; it waits, and computes again what it had."""
+        logger.debug("a row of %d tokens gives way", row.cached)
+        self._free(row.lanes)
+        generated = () if row.handle is None else self._decoder.generated_ids(row.handle)
+        row.give_way(generated)
+        row.owner.active.remove(row)
+        row.owner.waiting.insert(0, row)
 
     def _forget(self, work: Sequence[RowWork]) -> None:
         """Make room in lanes that keep fewer tokens than their conversation has."""
@@ -190,8 +358,9 @@ class Scheduler:
 
     def _activate(self, row: RunningRow) -> None:
         """Let a row that has its lanes take part in steps."""
-        if row.logits is None:
+        if row.logits is None and row.handle is None:
             row.handle = self._decoder.add(row.request)
+            row.takes_best = self._decoder.takes_best(row.handle)
         row.owner.waiting.remove(row)
         row.owner.active.append(row)
         if row.owner.session is not None:
@@ -210,12 +379,13 @@ class Scheduler:
         )
         self.drop(request)
 
-    def _score_prompt(self, row: RunningRow, logits: torch.Tensor) -> None:
+    def _score_prompt(self, work: RowWork, logits: torch.Tensor) -> None:
         """Keep or score the logits (n, V) of the prompt tokens that were just computed."""
+        row = work.row
         if row.logits is not None:
             row.logits.append(logits)
             return
-        first = row.cached - len(logits) + 1  # the token that the first row of logits predicts
+        first = work.first + 1  # the token that the first row of logits predicts
         following = row.prompt[first : first + len(logits)]
         if following and row.handle is not None:
             vocab_size = self._decoder.config.vocab_size
@@ -223,16 +393,38 @@ class Scheduler:
             self._decoder.add_context_log_prob(row.handle, score)
 
     def _choose(
-        self, rows: dict[RunningRow, list[int]], logits: torch.Tensor, best: torch.Tensor | None
-    ) -> None:
+        self, outputs: Sequence[tuple[RowWork, int]], logits: torch.Tensor
+    ) -> set[RunningRequest]:
+        """Choose tokens from rows of logits; return whose requests got any."""
+        rows: dict[RunningRow, list[int]] = {}  # row -> its logits, by ascending lane
+        for work, number in outputs:
+            # All beams start from the prompt's one row of logits.
+            beams = len(work.row.lanes) if work.is_prompt else 1
+            rows.setdefault(work.row, []).extend([number] * beams)
         if not rows:
-            return
+            return set()
         logit_rows = [number for numbers in rows.values() for number in numbers]
         if logit_rows != list(range(len(logits))):
-            logits, best = logits[logit_rows], None
+            logits = logits[logit_rows]
         handles = [row.handle for row in rows if row.handle is not None]
-        for row, step in zip(rows, self._decoder.step(handles, logits, best), strict=True):
+        for row, step in zip(rows, self._decoder.step(handles, logits), strict=True):
             self._advance(row, step)
+        return {row.owner for row in rows}
+
+    def _take_chosen(
+        self, outputs: Sequence[tuple[RowWork, int]], chosen: Array
+    ) -> set[RunningRequest]:
+        """Note the tokens that the rank chose, (n, 2); return whose requests are to hear of it."""
+        rows = [work.row for work, _ in outputs]
+        handles = [row.handle for row in rows if row.handle is not None]
+        steps = self._decoder.take_best(handles, chosen[[number for _, number in outputs]])
+        heard = set()
+        for row, step in zip(rows, steps, strict=True):
+            if step is not None:
+                self._advance(row, step)
+            if step is not None or row.owner.on_step is not None:
+                heard.add(row.owner)
+        return heard
 
     def _advance(self, row: RunningRow, step: RowStep) -> None:
         """Note a row's newest tokens; release it when it has finished."""
@@ -267,35 +459,44 @@ class Scheduler:
             # The conversation goes on in the first lane, from the best beam.
             best = row.lanes[step.parents[0]]
             self._moves.append((best, row.lanes[0], row.held_prompt, row.held))
-        self._decoder.remove(row.handle)
         self._sessions.remember(row, result)
+        self._forget_choices(row)
 
     def _release(self, row: RunningRow) -> None:
         """Free the lanes of a row and forget it."""
         self._free(row.lanes)
         if row.wipe:
             self._moves += [(WIPE, lane, 0, row.held + 1) for lane in row.lanes]
+        self._forget_choices(row)
+
+    def _forget_choices(self, row: RunningRow) -> None:
+        row.is_released = True
         if row.handle is not None:
             self._decoder.remove(row.handle)
+            row.handle = None
 
     def _free(self, lanes: Sequence[int]) -> None:
         self._lanes.give_back(lanes)
+        for lane in lanes:
+            self._blocks.release(lane)
         self._moves = [move for move in self._moves if move[1] not in lanes]
 
-    def _answer(self, owners: Iterable[RunningRequest]) -> None:
-        """Answer requests that have finished, and tell the others' listeners of the step."""
+    def _answer(self, owners: Iterable[RunningRequest], grown: Container[RunningRequest]) -> None:
+        """Answer requests that have finished; others that have `grown` tell their listeners."""
         for request in owners:
+            if request not in self._requests:
+                continue
             if request.future.done():  # cancelled or failed
                 self.drop(request)
             elif not request.active and not request.waiting:
-                self._requests.remove(request)
+                del self._requests[request]
                 rows = tuple(row for row in request.results if row is not None)
                 if request.session is not None:
                     self._sessions.leave(request)
                 request.succeed(GenerationResult(request.request, rows, tuple(request.pooled)))
             elif (probe := request.active[:1]) and probe[0].logits is not None:
                 self._answer_probe(request, probe[0])
-            elif request.on_step is not None:
+            elif request.on_step is not None and request in grown:
                 self._tell(request)
 
     def _answer_probe(self, request: RunningRequest, row: RunningRow) -> None:
@@ -306,8 +507,8 @@ class Scheduler:
 
     def _tell(self, request: RunningRequest) -> None:
         rows = list(request.results)
-        for row in request.active:
-            if row.next_ids and row.handle is not None:
+        for row in [*request.active, *request.waiting]:
+            if row.handle is not None and self._decoder.has_tokens(row.handle):
                 rows[row.index] = self._decoder.result(row.handle)
         if all(row is None for row in rows):
             return
@@ -320,11 +521,26 @@ class Scheduler:
             self.drop(request)
 
 
+def _goes_on(row: RunningRow) -> bool:
+    """Whether a row decodes and lacks tokens that no step under way gives it."""
+    if not row.next_ids:
+        return False
+    return row.next_ids[0] != NEWEST or row.produced < row.request.output_len
+
+
 def _decode(row: RunningRow) -> list[RowWork]:
+    first = row.cached
+    if len(row.lanes) == 1:
+        return [RowWork(row, row.lanes[0], list(row.next_ids), _ONE, True, first, False)]
     return [
-        RowWork(row, lane, [token], range(1), samples=True)
+        RowWork(row, lane, [token], _ONE, True, first, False)
         for lane, token in zip(row.lanes, row.next_ids, strict=True)
     ]
+
+
+def _stays(request: RunningRequest) -> bool:
+    """Whether a request's rows keep their blocks: sessions, and beams, do not give way."""
+    return request.turn is not None or request.request.beam_width > 1
 
 
 def _excess(work: RowWork) -> int:

@@ -59,6 +59,11 @@ class Session:
         """Lanes that it holds to its end."""
         return self.row_count * self.beam_width
 
+    @property
+    def lane_tokens(self) -> int:
+        """Most tokens that one of its lanes ever holds."""
+        return min(self.session_len, self.memory_len or self.session_len)
+
 
 class Sessions:
     """The conversations of one engine; all but `forget` belongs to the scheduler's thread."""
@@ -90,8 +95,16 @@ class Sessions:
     @property
     def held_lanes(self) -> int:
         """Lanes that stay taken when all running turns are answered."""
+        return sum(each.lane_count for each in self._lasting)
+
+    def held_blocks(self, count: Callable[[int], int]) -> int:
+        """Return the blocks that stay taken; `count` gives those of a lane's tokens."""
+        return sum(each.lane_count * count(each.lane_tokens) for each in self._lasting)
+
+    @property
+    def _lasting(self) -> list[Session]:
         sessions = self._sessions.values()
-        return sum(each.lane_count for each in sessions if each.holds_lanes and not each.turn.ends)
+        return [each for each in sessions if each.holds_lanes and not each.turn.ends]
 
     def expire(self) -> None:
         """End conversations that were given up or pause for too long."""
@@ -298,6 +311,7 @@ def _continue(session: Session, request: RunningRequest) -> None:
         row.lanes, row.cached = kept.lanes, kept.cached
         row.forgotten, row.memory_len = kept.forgotten, session.memory_len
         row.prompt = kept.prompt + row.prompt
+        row.prompt_tokens = len(row.prompt)
         row.request = replace(
             row.request,
             input_ids=kept.request.context_ids + row.request.input_ids,

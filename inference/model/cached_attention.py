@@ -16,18 +16,18 @@ from inference.model.kv_cache import KVCache
 from inference.model.step import AttentionGroup
 
 if TYPE_CHECKING:
-    from inference.model.decoding_cuda import FusedAttention
+    from inference.model.attention_cuda import PagedAttention
 
 
 @dataclass(frozen=True)
 class EncodedLanes:
     """What each lane of a decoder step reads of the encoder's output.
 
-    `fused`, if given, does all of the attention in place of `groups`.
+    `paged`, if given, does all of the attention in place of `groups`.
     """
 
     groups: tuple[AttentionGroup, ...] = ()
-    fused: FusedAttention | None = None
+    paged: PagedAttention | None = None
 
 
 def attend_cached(

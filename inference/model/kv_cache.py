@@ -1,24 +1,33 @@
-"""Keys and values of the running sequences, in lanes of one fixed length each.
+"""Keys and values of the running sequences, in blocks that sequences take as they grow.
 
-All memory is taken once: lanes x tokens is the budget, and a lane is one running sequence (a beam
-search holds one per beam). On CPU the system backs a page only when a token is first written there.
+A sequence runs in a lane, whose row of the table of blocks says where its tokens lie. On a GPU a
+block holds a few tokens, and attention looks them up. On CPU a block holds a whole sequence, which
+attention reads fastest as one piece; there the system backs a page only when a token is first
+written to it.
 """
 
-# Shapes: L local layers, B lanes, H local key/value heads, S tokens a lane can hold, D head size,
-#         N tokens of a step
+# Shapes: L local layers, B lanes, H local key/value heads, S tokens of a block, D head size,
+#         N tokens of a step, n copied tokens
 
 from __future__ import annotations
 
-import heapq
 import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from inference.decoding.tensor_fields import Array
 
 # In place of a source lane: nothing, to remove values that are not finite.
 WIPE = -1
+
+# A copy of cached tokens: (source lane, target lane, first token, end).
+Move = tuple[int, int, int, int]
+# A block that a lane takes: (lane, place among the lane's blocks, block).
+TableEntry = tuple[int, int, int]
 
 
 def prefix_source(task_id: int) -> int:
@@ -28,17 +37,34 @@ def prefix_source(task_id: int) -> int:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of one rank's cache."""
+    """Sizes of one rank's cache; without `block_tokens` each lane has one block of its own."""
 
     num_layer: int
     lanes: int
     kv_head_num: int
-    max_len: int
+    max_len: int  # most tokens of a sequence
     size_per_head: int
+    block_tokens: int = 0
+    blocks: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.block_tokens:
+            object.__setattr__(self, "block_tokens", self.max_len)
+            object.__setattr__(self, "blocks", self.lanes)
+
+    @property
+    def lane_blocks(self) -> int:
+        """Most blocks of a lane."""
+        return -(-self.max_len // self.block_tokens)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a lane's tokens lie in one block."""
+        return self.lane_blocks == 1
 
     def size_bytes(self, item_size: int) -> int:
         """Return the memory of keys and values together."""
-        return (self.lanes + 1) * self.max_len * self.token_bytes(item_size)
+        return (self.blocks + 1) * self.block_tokens * self.token_bytes(item_size)
 
     def token_bytes(self, item_size: int) -> int:
         """Return the memory of one token's keys and values."""
@@ -62,27 +88,38 @@ class KVCache:
             shape: Sizes.
             dtype: Of keys and values.
             device: Where they lie.
-            prefixes: Of each prompt task, what `copy` may start a lane with: (L, 2, H, tokens, D).
+            prefixes: Of each prompt task, what a lane may start with: (L, 2, H, tokens, D).
         """
         self.shape = shape
+        self._device = device
         self._prefixes = prefixes
-        # One lane more, for tokens that only fill a step of fixed size.
-        sizes = (shape.num_layer, shape.lanes + 1, 2, shape.kv_head_num, shape.max_len)
+        # One block more, for tokens that only fill a step of fixed size.
+        sizes = (shape.num_layer, shape.blocks + 1, 2, shape.kv_head_num, shape.block_tokens)
         self._data = _zeros((*sizes, shape.size_per_head), dtype, device)
-        self._layers = list(self._data.unbind(0))  # each (B, 2, H, S, D)
+        self._layers = list(self._data.unbind(0))  # each (blocks, 2, H, S, D)
         self._rows = [layer.view(-1, shape.size_per_head) for layer in self._layers]
+        self._table = np.full((shape.lanes + 1, shape.lane_blocks), shape.blocks, np.int32)
+        if shape.is_whole:
+            self._table[:, 0] = np.arange(shape.lanes + 1)
+        self.tables = torch.from_numpy(self._table.copy()).to(device)  # (B + 1, lane_blocks)
 
     @property
     def scratch_lane(self) -> int:
         """A lane for tokens that nobody reads."""
         return self.shape.lanes
 
+    def blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all keys and values of a local layer, (blocks, H, S, D) views."""
+        return self._layers[layer][:, 0], self._layers[layer][:, 1]
+
     def token_rows(self, lanes: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return where the keys and values of tokens lie, for `write`: (N * 2 * H,)."""
+        size = self.shape.block_tokens
+        blocks = lanes if self.shape.is_whole else self.tables[lanes, positions // size].long()
         heads = self.shape.kv_head_num
         parts = torch.arange(2 * heads, device=lanes.device)  # key heads, then value heads
-        rows = (lanes * (2 * heads)).unsqueeze(1) + parts  # (N, 2H)
-        return (rows * self.shape.max_len + positions.unsqueeze(1)).flatten()
+        rows = (blocks * (2 * heads)).unsqueeze(1) + parts  # (N, 2H)
+        return (rows * size + (positions % size).unsqueeze(1)).flatten()
 
     def write(self, layer: int, rows: torch.Tensor, keys_values: torch.Tensor) -> None:
         """Store the (N, 2, H, D) keys and values of a local layer at `rows` of `token_rows`."""
@@ -92,39 +129,83 @@ class KVCache:
     def read(
         self, layer: int, lane: int, lane_count: int, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of the first `length` keys and values of lanes in a row.
+        """Return the first `length` keys and values of lanes in a row, (lane_count, H, length, D).
 
-        Each is (lane_count, H, length, D).
+        Views where a lane is one block, else copies.
         """
-        lanes = self._layers[layer][lane : lane + lane_count, :, :, :length]
-        return lanes[:, 0], lanes[:, 1]
+        lanes = slice(lane, lane + lane_count)
+        if self.shape.is_whole:
+            tokens = self._layers[layer][lanes, :, :, :length]
+            return tokens[:, 0], tokens[:, 1]
+        blocks = self.tables[lanes, : -(-length // self.shape.block_tokens)]
+        tokens = self._layers[layer][blocks.long()]  # (lanes, lane blocks, 2, H, S, D)
+        keys, values = tokens.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length]
+        return keys, values
 
-    def copy(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
-        """Copy tokens among lanes: (source, target, first token, end) each.
+    def update(self, moves: Sequence[Move], entries: Sequence[TableEntry] = ()) -> None:
+        """Copy tokens among lanes, and give lanes their new blocks.
 
-        Sources are read before any target is written, so lanes may swap. The source WIPE stands
-        for zeros, those of `prefix_source` for a loaded prefix. A lane that is its own source
-        forgets, after all that, what comes before these tokens: they move to its beginning.
+        Sources are read before any target is written or any lane gets a block, so lanes may swap.
+        The source WIPE stands for zeros in the blocks that the lane had, those of `prefix_source`
+        for a loaded prefix. A lane that is its own source forgets, after all that, what comes
+        before these tokens: they move to its beginning.
         """
-        self._copy([move for move in moves if move[0] != move[1]])
-        self._copy([move for move in moves if move[0] == move[1]])
+        copies = [move for move in moves if move[0] != move[1] and move[0] != WIPE]
+        saved = [self._values(source, start, stop) for source, _, start, stop in copies]
+        for source, target, start, stop in moves:
+            if source == WIPE:
+                self._put(target, start, stop, None)
+        self._assign(entries)
+        for (_, target, start, stop), values in zip(copies, saved, strict=True):
+            self._put(target, start, stop, values)
+        for source, target, start, stop in moves:
+            if source == target:
+                self._put(target, 0, stop - start, self._values(source, start, stop))
 
-    def _copy(self, moves: Sequence[tuple[int, int, int, int]]) -> None:
-        saved = [self._values(source, start, stop) for source, _, start, stop in moves]
-        for (source, target, start, stop), values in zip(moves, saved, strict=True):
-            first = 0 if source == target else start
-            room = self._data[:, target, :, :, first : first + stop - start]
-            if values is None:
-                room.zero_()
-            else:
-                room.copy_(values)
+    def _assign(self, entries: Sequence[TableEntry]) -> None:
+        if not entries:
+            return
+        lanes, places, blocks = np.asarray(entries, np.int64).T
+        self._table[lanes, places] = blocks
+        cells = on_device(np.stack((lanes * self.shape.lane_blocks + places, blocks)), self._device)
+        self.tables.view(-1).index_copy_(0, cells[0], cells[1].int())
 
-    def _values(self, source: int, start: int, stop: int) -> torch.Tensor | None:
-        if source == WIPE:
-            return None
+    def _values(self, source: int, start: int, stop: int) -> torch.Tensor:
+        """Return (L, 2, H, n, D)."""
         if source < WIPE:
             return self._prefixes[WIPE - 1 - source][:, :, :, start:stop]
-        return self._data[:, source, :, :, start:stop].clone()
+        if self.shape.is_whole:
+            return self._data[:, source, :, :, start:stop].clone()
+        blocks, places = self._cells(source, start, stop)
+        return self._data[:, blocks, :, :, places].permute(1, 2, 3, 0, 4)
+
+    def _put(self, target: int, start: int, stop: int, values: torch.Tensor | None) -> None:
+        """Store (L, 2, H, n, D), zeros for None."""
+        if self.shape.is_whole:
+            room = self._data[:, target, :, :, start:stop]
+            room.zero_() if values is None else room.copy_(values)
+            return
+        blocks, places = self._cells(target, start, stop)
+        # Tokens come first where two axes that are not neighbours are indexed.
+        self._data[:, blocks, :, :, places] = (
+            torch.zeros((), dtype=self._data.dtype, device=self._device)
+            if values is None
+            else values.to(self._data.dtype).permute(3, 0, 1, 2, 4)
+        )
+
+    def _cells(self, lane: int, start: int, stop: int) -> torch.Tensor:
+        """Return the block of each token of a lane and the place there, (2, n)."""
+        nth, places = np.divmod(np.arange(start, stop), self.shape.block_tokens)
+        blocks = self._table[lane, nth].astype(np.int64)
+        return on_device(np.stack((blocks, places)), self._device)
+
+
+def on_device(values: Array, device: torch.device) -> torch.Tensor:
+    """Return an array on a device, without waiting for what the device does."""
+    tensor = torch.from_numpy(values)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -137,28 +218,3 @@ def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     count = math.prod(sizes)
     memory = mmap.mmap(-1, count * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(sizes)
-
-
-class LanePool:
-    """Which lanes are free. The lowest are given first, so that busy lanes lie side by side."""
-
-    def __init__(self, lanes: int) -> None:
-        self.total = lanes
-        self._free = list(range(lanes))
-
-    @property
-    def free(self) -> int:
-        """Number of lanes nobody holds."""
-        return len(self._free)
-
-    def take(self, count: int) -> list[int] | None:
-        """Return `count` lanes in ascending order, or None if there are not so many."""
-        if count > len(self._free):
-            return None
-        return [heapq.heappop(self._free) for _ in range(count)]
-
-    def give_back(self, lanes: Sequence[int]) -> None:
-        """Free lanes that `take` returned."""
-        for lane in lanes:
-            assert lane not in self._free, f"lane {lane} is free already"
-            heapq.heappush(self._free, lane)

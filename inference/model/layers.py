@@ -27,10 +27,10 @@ def make_norm(
 ) -> Normalise:
     """Return a LayerNorm or RMSNorm over the last axis."""
     shape = list(weight.shape)
-    kernels = cuda_kernels() if weight.is_cuda else None
+    kernels = norm_kernels() if weight.is_cuda else None
 
     def normalise(x: torch.Tensor) -> torch.Tensor:
-        if kernels is not None and len(x) <= kernels.NORM_MOST_ROWS:
+        if kernels is not None and len(x) <= kernels.MOST_TOKENS:
             y: torch.Tensor = kernels.norm(x, weight, bias, eps=eps, centred=kind == "layernorm")
             return y
         if kind == "layernorm":
@@ -41,13 +41,18 @@ def make_norm(
     return normalise
 
 
-def cuda_kernels() -> ModuleType | None:
-    """Return the kernels of decoding on a GPU, None where torch came without Triton."""
+def norm_kernels() -> ModuleType | None:
+    """Return the norms of few tokens on a GPU, None where torch came without Triton."""
     try:
-        from inference.model import decoding_cuda
+        from inference.model import norm_cuda
     except ImportError:
         return None
-    return decoding_cuda
+    return norm_cuda
+
+
+def has_gpu_kernels() -> bool:
+    """Whether torch came with Triton, in whose language the kernels for GPUs are."""
+    return norm_kernels() is not None
 
 
 def alibi_slopes(head_num: int) -> torch.Tensor:
@@ -91,8 +96,8 @@ class Attention:
         H, K, D = self._heads, self._kv_heads, self._head_size  # noqa: N806 - the shape legend
         qkv = self._qkv(x).view(-1, H + 2 * K, D)  # (N, H+2K, D)
         query, keys_values = qkv[:, :H], qkv[:, H:]
-        if step.fused is not None:
-            mixed = self.mix_fused(query, keys_values, step, layer=layer, angles=angles)
+        if step.paged is not None:
+            mixed = self.mix_paged(query, keys_values, step, layer=layer, angles=angles)
             return self._out(mixed, residual)
         if self._rotary is not None and angles is not None:
             turned = self._rotary.rotate(qkv[:, : H + K], angles)
@@ -100,7 +105,7 @@ class Attention:
             keys_values = torch.cat((turned[:, H:], qkv[:, H + K :]), dim=1)
         return self._out(self.mix(query, keys_values, step, layer=layer), residual)
 
-    def mix_fused(
+    def mix_paged(
         self,
         query: torch.Tensor,
         keys_values: torch.Tensor,
@@ -110,14 +115,14 @@ class Attention:
         angles: Angles | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return (N, H*D) by the step's own kernel, which turns queries and keys as well."""
-        assert step.fused is not None
+        """Return (N, H*D) by the step's own kernels, which turn queries and keys as well."""
+        assert step.paged is not None
         K = self._kv_heads  # noqa: N806
-        return step.fused(
+        return step.paged(
             query,
             step.cache,
             layer=layer,
-            new=(keys_values[:, :K], keys_values[:, K:], step.cache_rows),
+            new=(keys_values[:, :K], keys_values[:, K:]),
             angles=angles,
             interleaved=self._rotary is not None and self._rotary.interleaved,
             out=out,
@@ -127,6 +132,7 @@ class Attention:
         self, query: torch.Tensor, keys_values: torch.Tensor, step: Step, *, layer: int
     ) -> torch.Tensor:
         """Return (N, H*D) for turned queries (N, H, D), and keys and values (N, 2K, D) to store."""
+        assert step.cache_rows is not None
         step.cache.write(layer, step.cache_rows, keys_values)
         if len(step.groups) == 1:
             return self._attend(query, step.groups[0], step.cache, layer)
@@ -189,8 +195,8 @@ class JointHalves(Attention):
         inputs = wide[:, 2 * K * D :]
         place = inputs[:, : H * D]
         query = place.view(-1, H, D)
-        if step.fused is not None:
-            self.mix_fused(query, keys_values, step, layer=layer, angles=angles, out=place)
+        if step.paged is not None:
+            self.mix_paged(query, keys_values, step, layer=layer, angles=angles, out=place)
             return self._out(inputs, residual)
         if self._rotary is not None and angles is not None:
             query = self._rotary.rotate(query, angles)

@@ -17,7 +17,7 @@ import torch
 from inference.model.kv_cache import KVCache
 
 if TYPE_CHECKING:
-    from inference.model.decoding_cuda import FusedAttention
+    from inference.model.attention_cuda import PagedAttention
 
 # Lanes of unequal length share one attention call while the padded work stays below this multiple
 # of the true work, and below this many padded tokens anyway (a call costs about as much).
@@ -25,7 +25,7 @@ _PADDING_FACTOR = 1.25
 _PADDING_TOKENS = 256
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Segment:
     """New tokens of one sequence: `count` of them from place `start` of `lane` on.
 
@@ -66,18 +66,19 @@ class Step:
 
     `output_rows` are the tokens whose logits are wanted. With `has_virtual`, ids from the
     vocabulary's end on name rows of the loaded prompt tables and, after those, of `embeddings`.
-    `fused`, if given, does all of the attention in place of `groups`.
+    `paged`, if given, stores keys and values and does all of the attention, in place of
+    `cache_rows` and `groups`.
     """
 
     ids: torch.Tensor  # (N,)
     positions: torch.Tensor  # (N,)
     cache: KVCache
-    cache_rows: torch.Tensor  # where keys and values go
-    groups: tuple[AttentionGroup, ...]
     output_rows: torch.Tensor  # (n,)
+    cache_rows: torch.Tensor | None = None  # where keys and values go
+    groups: tuple[AttentionGroup, ...] = ()
     has_virtual: bool = False
     embeddings: torch.Tensor | None = None  # (rows, hidden)
-    fused: FusedAttention | None = None
+    paged: PagedAttention | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def make_step(
     if any(segment.forgotten for segment in segments):
         forgotten = [segment.forgotten for segment in segments for _ in range(segment.count)]
         positions = places + torch.tensor(forgotten, device=ids.device)
-    return Step(ids, positions, cache, rows, groups, output_rows, has_virtual, embeddings)
+    return Step(ids, positions, cache, output_rows, rows, groups, has_virtual, embeddings)
 
 
 def _places(segments: Sequence[Segment], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

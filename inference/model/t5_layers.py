@@ -112,11 +112,12 @@ class CausalAttention:
         if self.scalers is not None and tasks is not None:
             scaled = self.scalers.apply(qkv[:, 1], qkv[:, 2], tasks)
             keys_values = torch.stack(scaled, dim=1)
-        if step.fused is not None:
+        if step.paged is not None:
             key, value = keys_values.unbind(1)
-            new = (key, value, step.cache_rows)
-            mixed = step.fused(qkv[:, 0], cache, layer=layer, new=new, scale=self.heads.scale)
+            new = (key, value)
+            mixed = step.paged(qkv[:, 0], cache, layer=layer, new=new, scale=self.heads.scale)
             return self.out(mixed, residual)
+        assert step.cache_rows is not None
         cache.write(layer, step.cache_rows, keys_values)
         mixed = attend_cached(qkv[:, 0], step.groups, cache, layer, self.heads.scale)
         return self.out(mixed, residual)
@@ -159,8 +160,8 @@ class CrossAttention:
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E)."""
         query = self.query(x).view(-1, self.heads.count, self.heads.size)  # (N, H, D)
-        if encoded.fused is not None:
-            mixed = encoded.fused(query, cache, layer=layer, scale=self.heads.scale)
+        if encoded.paged is not None:
+            mixed = encoded.paged(query, cache, layer=layer, scale=self.heads.scale)
         else:
             mixed = attend_cached(query, encoded.groups, cache, layer, self.heads.scale)
         return self.out(mixed, residual)

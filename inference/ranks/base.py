@@ -5,15 +5,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from export_scripts.families.layout.architecture import Architecture
 from export_scripts.ft.reader import FTReader
-from inference.model.decode_graph import DecodeGraph, of_lanes
+from inference.model.kv_cache import on_device
+from inference.model.token_feed import Chosen, TokenFeed, to_host
 from inference.model.weights import RankWeights
 from inference.parallel.groups import RankGroups
 from inference.parallel.layout import ParallelLayout
@@ -26,21 +27,29 @@ from inference.ranks.settings import (
     rank_device,
 )
 
+if TYPE_CHECKING:
+    from inference.model.decode_graph import DecodeGraph
+
 
 @dataclass(frozen=True)
 class StepResult:
     """What rank 0 gets from a step.
 
     An encoder alone gives `hidden`, all rows' tokens one after the other, and, where wanted,
-    `attentions` (rows, layers, heads, S, S), zero beyond each row's length. `best` is given where
-    the step chose each row's best token as well: the bits of its logit, and the token.
+    `attentions` (rows, layers, heads, S, S), zero beyond each row's length. `chosen` is what the
+    rank chose where the plan asked for it.
     """
 
     logits: torch.Tensor  # (n, V or more) fp32
     pooled: torch.Tensor | None = None  # (segments, E) fp32
     hidden: torch.Tensor | None = None  # (N, E)
     attentions: torch.Tensor | None = None
-    best: torch.Tensor | None = None  # (n, 2) int32
+    chosen: Chosen | None = None
+
+    def wait(self) -> None:
+        """Return once what was chosen is on the host; the rest is waited for as it is read."""
+        if self.chosen is not None:
+            self.chosen.array()
 
 
 def rank_weights(
@@ -115,6 +124,9 @@ class RankBase(ABC):
                 receive them.
         """
 
+    def prepare(self) -> None:  # noqa: B027 - most ranks have nothing to prepare
+        """Do what would make the first requests slow; every rank does so at the same time."""
+
     def _run_graph(self, graph: DecodeGraph) -> None:
         """Run this stage's graph between the stages before and after it."""
         if graph.hidden is not None:
@@ -126,15 +138,29 @@ class RankBase(ABC):
             self._groups.send(graph.output, self.layout.next_rank).wait()
 
     def _graph_result(
-        self, graph: DecodeGraph, lanes: Sequence[int], vocab_size: int
+        self, graph: DecodeGraph, plan: ReceivedPlan, vocab_size: int
     ) -> StepResult | None:
-        """Return on rank 0 what a graph computed for these lanes."""
-        part = of_lanes(graph.output, lanes) if self.layout.is_last_stage else None
-        logits = self._first_rank_logits(part, len(lanes), vocab_size)
+        """Return on rank 0 what a graph computed for the sequences of a plan."""
+        count = len(plan.segments)
+        part = graph.output[:count] if self.layout.is_last_stage else None
+        logits = self._first_rank_logits(part, count, vocab_size)
         if logits is None:
             return None
-        best = None if graph.best is None else of_lanes(graph.best, lanes)
-        return StepResult(logits, best=best)
+        chosen = None
+        if plan.choices is not None:
+            assert graph.chosen is not None, "several ranks choose nothing"
+            chosen = to_host(graph.chosen[:count])
+        return StepResult(logits, chosen=chosen)
+
+    def _choose(
+        self, feed: TokenFeed, logits: torch.Tensor, plan: ReceivedPlan, vocab_size: int
+    ) -> Chosen | None:
+        """Choose the tokens that a plan asks for, from all of its logits."""
+        if plan.choices is None:
+            return None
+        lanes, forbidden = on_device(plan.choices, self.device)
+        lanes = torch.where(lanes < 0, feed.nobody, lanes)
+        return to_host(feed.choose(logits, lanes, forbidden, vocab_size))
 
     def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         assert self._groups is not None, "ranks are not connected"

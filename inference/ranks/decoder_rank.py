@@ -6,23 +6,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import PREFIX_PROMPT
-from inference.model.decode_graph import DecodeGraphs, DecoderGraphModel
 from inference.model.decoder_weights import load_decoder
 from inference.model.kv_cache import CacheShape, KVCache
+from inference.model.layers import has_gpu_kernels
 from inference.model.step import Segment, Step, make_step
+from inference.model.token_feed import NEWEST, TokenFeed
 from inference.model.weights import RankWeights
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.plan import ReceivedPlan
 from inference.ranks.settings import RankSettings
 
+if TYPE_CHECKING:
+    from inference.model.decode_graph import DecodeGraphs
+
 # Fewest tokens for which a pipeline micro-batch is computation, not reading of weights.
 _MICRO_BATCH_TOKENS = 128
+# Lengths for which libraries choose their kernels before the first request.
+_WARM_UP_TOKENS = (1, 16, 128, 512, 2048, 8192)
 
 
 class DecoderRank(RankBase):
@@ -48,23 +56,56 @@ class DecoderRank(RankBase):
             device=self.device,
             prefixes=load_prefixes(weights, architecture.num_layer),
         )
+        self._feed = TokenFeed(settings.lanes, self.device)
+        self._group = architecture.head_num // architecture.kv_head_num
         self._graphs: DecodeGraphs | None = None
-        if self.device.type == "cuda":
-            self._graphs = DecodeGraphs(DecoderGraphModel(self.model, self.cache, self.layout))
+
+    def prepare(self) -> None:
+        """Record the decoding graphs, and run prompts of several lengths once."""
+        if not self._on_gpu:
+            return
+        from inference.model.decode_graph import DecodeGraphs, DecoderGraphModel
+
+        with torch.inference_mode():
+            for tokens in _WARM_UP_TOKENS:
+                self._run_nothing(tokens)
+            model = DecoderGraphModel(self.model, self.cache, self._feed, self.layout)
+            self._graphs = DecodeGraphs(model, sequences=self.cache.shape.lanes)
+            self._graphs.record()
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.device.type == "cuda" and has_gpu_kernels()
+
+    def _run_nothing(self, tokens: int) -> None:
+        """Run prompts of so many tokens, and a single one, that nobody reads."""
+        longest, lane = self.cache.shape.max_len, self.cache.scratch_lane
+        starts = range(0, tokens, longest)
+        segments = [Segment(lane, 0, min(tokens - start, longest)) for start in starts]
+        segments.append(Segment(lane, 0, 1))
+        step = self._step(torch.zeros(tokens + 1, dtype=torch.int64), segments, torch.tensor([0]))
+        first = self.layout.is_first_stage
+        x = self.model.embed(step) if first else self.model.empty_hidden(step).zero_()
+        x = self.model.run_layers(x, step)
+        if self.layout.is_last_stage:
+            self.model.logits(x, step)
 
     def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step, see `RankBase`."""
         with torch.inference_mode():
             embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
-            if plan.moves:
-                self.cache.copy(plan.moves)
+            if plan.moves or plan.entries:
+                self.cache.update(plan.moves, plan.entries)
             if self._graphs is not None and is_plain_decoding(plan):
                 return self._decode(self._graphs, plan)
             steps = self._micro_batches(plan, embeddings)
             hidden = run_stage(self.model, steps, layout=self.layout, groups=self._groups)
             logits = self._logits(hidden, steps, len(plan.output_rows))
             pooled = self._pooled(hidden, plan) if plan.pool else None
-            return None if logits is None else StepResult(logits, pooled)
+            if logits is None:
+                return None
+            chosen = self._choose(self._feed, logits, plan, self.architecture.vocab_size)
+            return StepResult(logits, pooled, chosen=chosen)
 
     def close(self) -> None:
         """Part from the other ranks."""
@@ -72,32 +113,69 @@ class DecoderRank(RankBase):
         super().close()
 
     def _decode(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
-        """Run a step of one token per lane."""
-        segments = plan.segments
-        lanes = [segment.lane for segment in segments]
-        graph = graphs.graph(max(lanes) + 1, max(segment.stop for segment in segments))
-        places = [segment.start for segment in segments]
-        positions = [segment.start + segment.forgotten for segment in segments]
-        graph.fill(lanes, plan.ids.tolist(), positions, places, lanes)
+        """Run a step of one token for each sequence."""
+        graph = graphs.graph(len(plan.segments))
+        numbers = np.empty((5, len(plan.segments)), np.int64)
+        numbers[0] = plan.ids
+        numbers[1] = [segment.lane for segment in plan.segments]
+        numbers[2] = [segment.start for segment in plan.segments]
+        numbers[3] = numbers[2] + [segment.forgotten for segment in plan.segments]
+        numbers[4] = -1 if plan.choices is None else plan.choices[1]
+        graph.fill(numbers)
         self._run_graph(graph)
-        return self._graph_result(graph, lanes, self.architecture.vocab_size)
+        return self._graph_result(graph, plan, self.architecture.vocab_size)
+
+    def _step(
+        self,
+        ids: torch.Tensor,
+        segments: Sequence[Segment],
+        outputs: torch.Tensor,
+        *,
+        has_virtual: bool = False,
+        embeddings: torch.Tensor | None = None,
+    ) -> Step:
+        """Lay out some tokens; `ids` and `outputs` are on the CPU."""
+        if self._on_gpu:
+            from inference.model.paged_step import make_paged_step
+
+            return make_paged_step(
+                ids.numpy(),
+                segments,
+                outputs.numpy(),
+                cache=self.cache,
+                rules=self.model.rules,
+                group=self._group,
+                feed=self._feed,
+                has_virtual=has_virtual,
+                embeddings=embeddings,
+            )
+        if NEWEST in ids:
+            lanes = [segment.lane for segment in segments for _ in range(segment.count)]
+            ids = self._feed.ids(ids.to(self.device), torch.tensor(lanes, device=self.device))
+        return make_step(
+            ids.to(self.device),
+            segments,
+            outputs.to(self.device),
+            cache=self.cache,
+            rules=self.model.rules,
+            dtype=self.model.dtype,
+            has_virtual=has_virtual,
+            embeddings=embeddings,
+        )
 
     def _micro_batches(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> list[Step]:
         parts = min(self.layout.pp_size, max(1, len(plan.ids) // _MICRO_BATCH_TOKENS))
-        ids, outputs = plan.ids.to(self.device), plan.output_rows.to(self.device)
+        outputs = plan.output_rows
         steps, first = [], 0
         for segments in split_segments(plan.segments, parts):
             stop = first + sum(segment.count for segment in segments)
             mine = outputs
             if parts > 1:
                 mine = outputs[(outputs >= first) & (outputs < stop)] - first
-            step = make_step(
-                ids[first:stop],
+            step = self._step(
+                plan.ids[first:stop],
                 segments,
                 mine,
-                cache=self.cache,
-                rules=self.model.rules,
-                dtype=self.model.dtype,
                 has_virtual=plan.has_virtual,
                 embeddings=embeddings,
             )
@@ -166,6 +244,8 @@ def cache_shape(architecture: DecoderArchitecture, settings: RankSettings) -> Ca
         kv_head_num=architecture.kv_head_num // settings.tp_size,
         max_len=settings.max_len,
         size_per_head=architecture.size_per_head,
+        block_tokens=settings.block_tokens,
+        blocks=settings.blocks,
     )
 
 

@@ -9,14 +9,15 @@ decoder over one new token of each lane.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
     StackArchitecture,
 )
-from inference.model.decode_graph import DecodeGraphs
 from inference.model.encoder_decoder import (
     DecoderStep,
     EncoderBatch,
@@ -24,13 +25,17 @@ from inference.model.encoder_decoder import (
     make_decoder_step,
 )
 from inference.model.kv_cache import WIPE, CacheShape, KVCache
+from inference.model.layers import has_gpu_kernels
 from inference.model.ragged import ragged_rows
-from inference.model.t5_graph import EncoderDecoderGraphModel
+from inference.model.token_feed import TokenFeed
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.encoder_pass import EncoderPass
 from inference.ranks.plan import EncoderRow, ReceivedPlan
 from inference.ranks.settings import RankSettings
+
+if TYPE_CHECKING:
+    from inference.model.decode_graph import DecodeGraphs
 
 
 class EncoderDecoderRank(RankBase):
@@ -55,16 +60,27 @@ class EncoderDecoderRank(RankBase):
             shape = decoder_cache_shape(architecture.decoder, settings)
             self.cache = KVCache(shape, dtype=weights.dtype, device=self.device)
             self.cross_cache = KVCache(shape, dtype=weights.dtype, device=self.device)
+        self._feed = TokenFeed(settings.lanes, self.device)
         self._graphs: DecodeGraphs | None = None
-        if architecture.decoder is not None and self.device.type == "cuda":
-            self._graphs = DecodeGraphs(
-                EncoderDecoderGraphModel(self.model, self.cache, self.cross_cache, self.layout)
-            )
         self._lengths = [1] * settings.lanes  # encoder tokens that each lane reads
         self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
         self._tasks = [self._no_task] * settings.lanes
         self._pass: EncoderPass | None = None
         self._rows: tuple[EncoderRow, ...] = ()  # of the pass
+
+    def prepare(self) -> None:
+        """Record the decoding graphs."""
+        on_gpu = self.device.type == "cuda" and has_gpu_kernels()
+        if self.architecture.decoder is None or not on_gpu:
+            return
+        from inference.model.decode_graph import DecodeGraphs
+        from inference.model.t5_graph import EncoderDecoderGraphModel
+
+        caches = (self.cache, self.cross_cache)
+        with torch.inference_mode():
+            model = EncoderDecoderGraphModel(self.model, caches, self._feed, self.layout)
+            self._graphs = DecodeGraphs(model, sequences=self.cache.shape.lanes)
+            self._graphs.record()
 
     def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step, see `RankBase`."""
@@ -80,7 +96,10 @@ class EncoderDecoderRank(RankBase):
             if self._graphs is not None and self._is_plain(plan):
                 return self._run_recorded(self._graphs, plan)
             logits = self._decode(plan)
-            return None if logits is None else StepResult(logits)
+            if logits is None:
+                return None
+            chosen = self._choose(self._feed, logits, plan, self.architecture.vocab_size)
+            return StepResult(logits, chosen=chosen)
 
     def close(self) -> None:
         """Part from the other ranks."""
@@ -146,8 +165,8 @@ class EncoderDecoderRank(RankBase):
         """Copy cached tokens among the lanes of a row, which all read the same encoder output."""
         if not plan.moves:
             return
-        self.cache.copy(plan.moves)
-        self.cross_cache.copy(
+        self.cache.update(plan.moves)
+        self.cross_cache.update(
             [
                 (WIPE, lane, 0, self._lengths[lane])
                 for source, lane, _, _ in plan.moves
@@ -162,14 +181,17 @@ class EncoderDecoderRank(RankBase):
 
     def _run_recorded(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
         """Run a plain step of the decoder."""
-        segments = plan.segments
-        lanes = [segment.lane for segment in segments]
-        lengths = [self._lengths[lane] for lane in lanes]
-        graph = graphs.graph(max(lanes) + 1, max(*lengths, *(segment.stop for segment in segments)))
-        places = [segment.start for segment in segments]
-        graph.fill(lanes, plan.ids.tolist(), places, lanes, lengths)
+        lanes = [segment.lane for segment in plan.segments]
+        graph = graphs.graph(len(lanes))
+        numbers = np.empty((5, len(lanes)), np.int64)
+        numbers[0] = plan.ids
+        numbers[1] = lanes
+        numbers[2] = [segment.start for segment in plan.segments]
+        numbers[3] = [self._lengths[lane] for lane in lanes]
+        numbers[4] = -1 if plan.choices is None else plan.choices[1]
+        graph.fill(numbers)
         self._run_graph(graph)
-        return self._graph_result(graph, lanes, self.architecture.vocab_size)
+        return self._graph_result(graph, plan, self.architecture.vocab_size)
 
     def _decode(self, plan: ReceivedPlan) -> torch.Tensor | None:
         """Return on rank 0 the logits of the decoder's step, (n, V or more)."""
@@ -180,7 +202,7 @@ class EncoderDecoderRank(RankBase):
         lanes = [segment.lane for segment in plan.segments]
         tasks = [self._tasks[lane] for lane in lanes]
         inputs = make_decoder_step(
-            plan.ids.to(self.device),
+            self._newest_ids(plan.ids, lanes),
             plan.segments,
             [self._lengths[lane] for lane in lanes],
             cache=self.cache,
@@ -196,6 +218,9 @@ class EncoderDecoderRank(RankBase):
         if hidden:
             part = self.model.logits(hidden[0].index_select(0, plan.output_rows.to(self.device)))
         return self._first_rank_logits(part, count, self.architecture.vocab_size)
+
+    def _newest_ids(self, ids: torch.Tensor, lanes: list[int]) -> torch.Tensor:
+        return self._feed.ids(ids.to(self.device), torch.tensor(lanes, device=self.device))
 
     def _encoder_result(self) -> StepResult | None:
         """Return on rank 0 what an encoder alone gives, which runs all layers in one step."""

@@ -1,23 +1,25 @@
 """What rank 0 tells every rank to do next, packed into one integer tensor."""
 
 # Layout of a packed plan, int32: command, length, counts and flags, then per segment
-# (lane, start, count, forgotten), per move (source, target, start, stop), output rows, token ids,
-# and for encoders the ids of their rows and per row (count, task or -1, lane count, lanes).
+# (lane, start, count, forgotten), per move (source, target, start, stop), per table entry (lane,
+# place, block), output rows, choices, token ids, and for encoders the ids of their rows and per row
+# (count, task or -1, lane count, lanes).
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
+from inference.decoding.tensor_fields import Array
+from inference.model.kv_cache import Move, TableEntry
 from inference.model.step import Segment
 
-_HEADER = 11
-
-# A move copies cached tokens, see `KVCache.copy`: (source lane, target lane, first token, end).
-Move = tuple[int, int, int, int]
+_HEADER = 12
 
 
 class Command(enum.IntEnum):
@@ -52,6 +54,10 @@ class StepPlan:
         segments: Sequences with new tokens, by ascending lane.
         output_rows: Tokens whose logits are wanted, ascending.
         moves: Cache copies, all of them before the pass.
+        entries: Blocks that lanes get before the pass.
+        choices: For every output row the lane whose newest token is to be its best one, negative
+            for none, and an id that it may not be, negative for none. Empty where whoever made the
+            plan chooses; only a rank that has the whole model can.
         has_virtual: Whether some ids lie beyond the vocabulary.
         embedding_rows: Rows of embeddings that follow the plan, for ids beyond loaded tables.
         pool: Whether the sums of each segment's last hidden states are wanted.
@@ -66,6 +72,8 @@ class StepPlan:
     segments: tuple[Segment, ...]
     output_rows: Sequence[int]
     moves: tuple[Move, ...] = ()
+    entries: Sequence[TableEntry] = ()
+    choices: Sequence[tuple[int, int]] = ()
     has_virtual: bool = False
     embedding_rows: int = 0
     pool: bool = False
@@ -83,6 +91,8 @@ class ReceivedPlan:
     segments: tuple[Segment, ...]
     output_rows: torch.Tensor  # (n,) int64
     moves: tuple[Move, ...]
+    entries: tuple[TableEntry, ...]
+    choices: Array | None  # (2, n)
     has_virtual: bool
     embedding_rows: int
     pool: bool
@@ -99,6 +109,8 @@ def received(plan: StepPlan) -> ReceivedPlan:
         segments=plan.segments,
         output_rows=torch.tensor(plan.output_rows, dtype=torch.int64),
         moves=plan.moves,
+        entries=tuple(plan.entries),
+        choices=np.array(plan.choices, np.int64).T if plan.choices else None,
         has_virtual=plan.has_virtual,
         embedding_rows=plan.embedding_rows,
         pool=plan.pool,
@@ -116,14 +128,18 @@ def pack_command(command: Command) -> torch.Tensor:
 
 def pack(plan: StepPlan) -> torch.Tensor:
     """Return the plan as one int32 tensor."""
+    assert not plan.choices, "several ranks choose nothing"
     flags = int(plan.has_virtual) + 2 * int(plan.pool) + 4 * int(plan.attentions)
     values = [Command.STEP, 0, len(plan.segments), len(plan.moves), len(plan.output_rows)]
     values += [len(plan.ids), flags, plan.embedding_rows]
     values += [len(plan.encoder_rows), len(plan.encoder_ids), plan.encoder_layers]
+    values += [len(plan.entries)]
     for segment in plan.segments:
         values += (segment.lane, segment.start, segment.count, segment.forgotten)
     for move in plan.moves:
         values += move
+    for entry in plan.entries:
+        values += entry
     values += plan.output_rows
     values += plan.ids
     values += plan.encoder_ids
@@ -142,21 +158,20 @@ def unpack(packed: torch.Tensor) -> ReceivedPlan:
     """Return the step in a packed plan."""
     header = packed[:_HEADER].tolist()
     segments, moves, outputs, ids, flags, embedding_rows = header[2:8]
-    encoder_rows, encoder_ids, encoder_layers = header[8:]
-    small = packed[_HEADER : _HEADER + 4 * (segments + moves)].tolist()
-    moves_at = 4 * segments
-    outputs_at = _HEADER + moves_at + 4 * moves
+    encoder_rows, encoder_ids, encoder_layers, entries = header[8:]
+    moves_at = _HEADER + 4 * segments
+    entries_at = moves_at + 4 * moves
+    outputs_at = entries_at + 3 * entries
     ids_at = outputs_at + outputs
     encoder_at = ids_at + ids
     rows_at = encoder_at + encoder_ids
     return ReceivedPlan(
         ids=packed[ids_at : ids_at + ids].long(),
-        segments=tuple(Segment(*small[i : i + 4]) for i in range(0, moves_at, 4)),
+        segments=tuple(Segment(*each) for each in _tuples(packed[_HEADER:moves_at], 4)),
         output_rows=packed[outputs_at:ids_at].long(),
-        moves=tuple(
-            (small[i], small[i + 1], small[i + 2], small[i + 3])
-            for i in range(moves_at, len(small), 4)
-        ),
+        moves=tuple(_tuples(packed[moves_at:entries_at], 4)),
+        entries=tuple(_tuples(packed[entries_at:outputs_at], 3)),
+        choices=None,
         has_virtual=bool(flags & 1),
         embedding_rows=embedding_rows,
         pool=bool(flags & 2),
@@ -165,6 +180,10 @@ def unpack(packed: torch.Tensor) -> ReceivedPlan:
         attentions=bool(flags & 4),
         encoder_layers=encoder_layers,
     )
+
+
+def _tuples(values: torch.Tensor, size: int) -> Iterator[Any]:
+    return map(tuple, values.view(-1, size).tolist())
 
 
 def _encoder_rows(values: list[int], count: int) -> tuple[EncoderRow, ...]:

@@ -17,7 +17,7 @@ from inference.ranks.plan import Command, StepPlan, pack, pack_command, received
 from inference.ranks.processes import RankProcesses
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import failure_of, give_go, wait_until_loaded
+from inference.ranks.startup import failure_of, give_go, wait_until_reached
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class RankGroup:
         try:
             if self._count == 1:
                 self._rank = _load(self._settings)
+                self._rank.prepare()
             else:
                 self._start_all()
         except BaseException:
@@ -79,15 +80,15 @@ class RankGroup:
             self._rank = _load(settings)
         except RankError as error:
             problems[0] = str(error)
-        problems |= wait_until_loaded(
-            store, others, timeout_s=self._start_timeout_s, check=self._check_alive
+        problems |= wait_until_reached(
+            store, others, "loaded", timeout_s=self._start_timeout_s, check=self._check_alive
         )
         if self._rendezvous is not None and self._rank is not None and not problems:
             problems = self._rendezvous.device_problems(self._rank.device)
         if problems:
             raise RankError(_joined(problems))
         assert self._rank is not None
-        give_go(store)
+        give_go(store, "loaded")
         self._groups = RankGroups(
             settings.layout,
             store,
@@ -96,6 +97,13 @@ class RankGroup:
             shared_memory=settings.shared_memory,
         )
         self._rank.connect(self._groups)
+        self._rank.prepare()
+        problems = wait_until_reached(
+            store, others, "prepared", timeout_s=self._start_timeout_s, check=self._check_alive
+        )
+        if problems:
+            raise RankError(_joined(problems))
+        give_go(store, "prepared")
 
     def _call_others(self, others: range) -> tuple[RankSettings, Store]:
         """Have the other ranks load: those a launcher started, or else processes of this node."""

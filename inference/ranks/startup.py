@@ -6,16 +6,20 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
+from typing import Literal, get_args
 
 from torch._C._distributed_c10d import Store
 
 _POLL_S = 0.02
 _GO = "go"
 
+# What a rank has done with the model when the others wait for it.
+Milestone = Literal["loaded", "prepared"]
 
-def report_loaded(store: Store, rank: int) -> None:
-    """Say that a rank holds its part of the model."""
-    store.set(f"loaded/{rank}", json.dumps({"problem": None}))
+
+def report_reached(store: Store, rank: int, milestone: Milestone) -> None:
+    """Say how far a rank has come."""
+    store.set(f"{milestone}/{rank}", json.dumps({"problem": None}))
 
 
 def report_failure(store: Store, rank: int, error: BaseException) -> None:
@@ -23,7 +27,8 @@ def report_failure(store: Store, rank: int, error: BaseException) -> None:
     try:
         text = json.dumps({"problem": f"{type(error).__name__}: {error}"})
         store.set(f"failed/{rank}", text)
-        store.set(f"loaded/{rank}", text)
+        for milestone in get_args(Milestone):
+            store.set(f"{milestone}/{rank}", text)
     except RuntimeError:
         return
 
@@ -35,14 +40,20 @@ def failure_of(store: Store, rank: int) -> str | None:
     return str(json.loads(store.get(f"failed/{rank}"))["problem"])
 
 
-def wait_until_loaded(
-    store: Store, ranks: Sequence[int], *, timeout_s: float, check: Callable[[], None]
+def wait_until_reached(
+    store: Store,
+    ranks: Sequence[int],
+    milestone: Milestone,
+    *,
+    timeout_s: float,
+    check: Callable[[], None],
 ) -> dict[int, str]:
-    """Wait until every rank has loaded or failed; return the reasons of those that failed.
+    """Wait until every rank is so far or has failed; return the reasons of those that failed.
 
     Args:
         store: The rendezvous.
         ranks: Who is awaited.
+        milestone: How far they must come.
         timeout_s: Longest wait.
         check: Called now and then; raises to end the wait.
 
@@ -53,8 +64,8 @@ def wait_until_loaded(
     deadline = monotonic() + timeout_s
     while waiting:
         for rank in sorted(waiting):
-            if store.check([f"loaded/{rank}"]):
-                problem = json.loads(store.get(f"loaded/{rank}"))["problem"]
+            if store.check([f"{milestone}/{rank}"]):
+                problem = json.loads(store.get(f"{milestone}/{rank}"))["problem"]
                 if problem is not None:
                     problems[rank] = problem
                 waiting.discard(rank)
@@ -63,19 +74,19 @@ def wait_until_loaded(
         check()
         if monotonic() > deadline:
             names = ", ".join(map(str, sorted(waiting)))
-            raise TimeoutError(f"ranks {names} did not load the model within {timeout_s:g} s")
+            raise TimeoutError(f"ranks {names} have not {milestone} the model in {timeout_s:g} s")
         sleep(_POLL_S)
     return problems
 
 
-def give_go(store: Store) -> None:
-    """Let the loaded ranks connect."""
-    store.set(_GO, "")
+def give_go(store: Store, milestone: Milestone) -> None:
+    """Let the ranks go on: connect once all have loaded, serve once all are prepared."""
+    store.set(f"{_GO}/{milestone}", "")
 
 
-def wait_for_go(store: Store, *, timeout_s: float = 86400.0) -> None:
-    """Wait until every rank has loaded, as slow as the slowest may be.
+def wait_for_go(store: Store, milestone: Milestone, *, timeout_s: float = 86400.0) -> None:
+    """Wait until every rank is so far, as slow as the slowest may be.
 
     Rank 0 gives up earlier, after its start_timeout_s, and this process ends with it.
     """
-    store.wait([_GO], timedelta(seconds=timeout_s))
+    store.wait([f"{_GO}/{milestone}"], timedelta(seconds=timeout_s))

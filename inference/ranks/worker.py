@@ -26,7 +26,7 @@ from inference.ranks.node_store import join_node_store
 from inference.ranks.plan import Command, command_of, unpack
 from inference.ranks.rendezvous import Follower, RendezvousError, device_name
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import report_failure, report_loaded, wait_for_go
+from inference.ranks.startup import report_failure, report_reached, wait_for_go
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +110,8 @@ def _end_with_owner() -> None:
 def _serve(settings: RankSettings, store: Store) -> None:
     rank = make_rank(settings)
     store.set(f"device/{settings.rank}", device_name(rank.device))
-    report_loaded(store, settings.rank)
-    wait_for_go(store)
+    report_reached(store, settings.rank, "loaded")
+    wait_for_go(store, "loaded")
     groups = RankGroups(
         settings.layout,
         store,
@@ -120,6 +120,9 @@ def _serve(settings: RankSettings, store: Store) -> None:
         shared_memory=settings.shared_memory,
     )
     rank.connect(groups)
+    rank.prepare()
+    report_reached(store, settings.rank, "prepared")
+    wait_for_go(store, "prepared")
     logger.info("ready")
     while True:
         packed = groups.receive_plan()

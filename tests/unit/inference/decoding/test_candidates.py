@@ -9,8 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference.decoding.candidates import (
-    fetch,
-    known_best,
     pack,
     select,
     top_by_chunks,
@@ -96,14 +94,3 @@ def test_packed_tensors_come_back_as_they_were() -> None:
     parts = [torch.randn(2, 3), torch.arange(6).view(2, 3), torch.tensor([torch.inf, -0.5])]
     for part, array in zip(parts, unpack(pack(parts), parts), strict=True):
         np.testing.assert_array_equal(array, part.numpy())
-
-
-def test_what_a_step_chose_itself_is_what_selecting_finds() -> None:
-    logits = torch.randn(3, 70, generator=torch.Generator().manual_seed(1))
-    logits[1, 4] = torch.nan
-    values, ids = logits.max(-1)
-    best = torch.stack((values.view(torch.int32), ids.int()), dim=1)
-    found, selected = known_best(best, logits), fetch([select(logits, width=1, with_norm=False)])[0]
-    assert found.ids.tolist() == selected.ids.tolist()
-    np.testing.assert_array_equal(found.values, selected.values)
-    assert np.isnan(found.values).ravel().tolist() == [False, True, False]

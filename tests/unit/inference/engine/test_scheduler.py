@@ -10,6 +10,7 @@ import torch
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
+from inference.engine.chunking import ChunkSize
 from inference.engine.running import GenerationStep, RunningRequest, make_row
 from inference.engine.scheduler import PlannedStep, Scheduler
 from inference.ranks.base import StepResult
@@ -20,7 +21,7 @@ END = 19
 
 def make_scheduler(lanes: int) -> Scheduler:
     decoder = BatchDecoder(DecodingConfig(vocab_size=VOCAB))
-    return Scheduler(decoder, lanes=lanes, embedding_base=VOCAB, stall_bound_s=0.1)
+    return Scheduler(decoder, lanes=lanes, embedding_base=VOCAB, chunk=ChunkSize(0.1))
 
 
 def make_running(

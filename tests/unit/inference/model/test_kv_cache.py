@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.model.kv_cache import WIPE, CacheShape, KVCache, LanePool
+from inference.engine.blocks import LanePool
+from inference.model.kv_cache import WIPE, CacheShape, KVCache
 
 SHAPE = CacheShape(num_layer=2, lanes=4, kv_head_num=3, max_len=10, size_per_head=6)
 
@@ -35,7 +36,7 @@ def test_tokens_are_read_where_they_were_written(cache: KVCache) -> None:
 def test_lanes_can_swap(cache: KVCache) -> None:
     write(cache, 0, [(lane, position) for lane in range(4) for position in range(5)])
     before = cache.read(0, 0, 4, 5)[0].clone()
-    cache.copy([(0, 3, 2, 5), (3, 0, 2, 5)])
+    cache.update([(0, 3, 2, 5), (3, 0, 2, 5)])
     after = cache.read(0, 0, 4, 5)[0]
     assert after[0, :, 2:].equal(before[3, :, 2:])
     assert after[3, :, 2:].equal(before[0, :, 2:])
@@ -46,7 +47,7 @@ def test_lanes_can_swap(cache: KVCache) -> None:
 def test_a_lane_forgets_its_first_tokens_after_it_was_copied_to(cache: KVCache) -> None:
     write(cache, 0, [(lane, position) for lane in range(4) for position in range(8)])
     before = cache.read(0, 0, 4, 10)[0].clone()
-    cache.copy([(2, 2, 3, 8), (1, 2, 5, 8), (0, 0, 1, 8)])
+    cache.update([(2, 2, 3, 8), (1, 2, 5, 8), (0, 0, 1, 8)])
     after = cache.read(0, 0, 4, 10)[0]
     assert after[2, :, :2].equal(before[2, :, 3:5])
     assert after[2, :, 2:5].equal(before[1, :, 5:8])
@@ -57,7 +58,7 @@ def test_a_lane_forgets_its_first_tokens_after_it_was_copied_to(cache: KVCache) 
 
 def test_wiped_tokens_are_zero(cache: KVCache) -> None:
     write(cache, 0, [(2, position) for position in range(4)])
-    cache.copy([(WIPE, 2, 0, 3)])
+    cache.update([(WIPE, 2, 0, 3)])
     keys = cache.read(0, 2, 1, 4)[0]
     assert not keys[:, :, :3].any()
     assert keys[:, :, 3].any()

@@ -1,0 +1,293 @@
+"""Throughput of many requests at once, and of requests that arrive at random, next to vLLM's.
+
+    python -m benchmarks.throughput --work-dir DIR --device cuda --model gptj-6b
+    python -m benchmarks.throughput --work-dir DIR --device cuda --family gpt --hidden 1024 \
+        --layers 24 --heads 16 --arrivals 0.5 0.8 0.95
+
+The model has random weights of the named size, or of the sizes given, so that a machine can be
+sized before a checkpoint exists. All requests are greedy and stop at their length alone. "batch N"
+is N requests of equal length at once; "first token" is the time until all of them have one token;
+"mixed" is requests of 32 to 512 tokens in and 16 to 256 out, the first time after the start and
+again. Arrivals come independently at the given shares of the mixed requests' rate. vLLM takes part
+where it can be imported, with dummy weights of the same sizes, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import multiprocessing
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.models import SIZES, Model, sized_model
+from benchmarks.workload import Request, arrival_times, equal_requests, mixed_requests
+
+# Receives (number of the request, tokens that it has by now).
+OnTokens = Callable[[int, int], None]
+
+
+class Server(Protocol):
+    """A running engine."""
+
+    def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
+        """Begin to answer a request."""
+        ...
+
+    def wait(self) -> None:
+        """Return once all requests are answered."""
+        ...
+
+
+class SlipwayServer:
+    """This project's engine in this process."""
+
+    def __init__(self, model: Model, args: argparse.Namespace) -> None:
+        from inference.engine.engine import Engine, EngineOptions
+        from inference.ranks.settings import Placement
+
+        options = EngineOptions(max_seq_len=args.max_seq_len, max_lanes=args.max_sequences)
+        placement = Placement(
+            data_type=args.data_type, int8_mode=int(args.int8), device=args.device
+        )
+        self._engine = Engine(model.ft_dir, placement, options=options)
+        self._engine.start()
+        self._futures: list[Any] = []
+
+    def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
+        """Begin to answer a request."""
+        from inference.decoding.options import RowOptions
+        from inference.decoding.request import GenerationRequest, RowRequest
+
+        never = self._engine.limits.vocab_size + 1
+        ids = tuple(request.prompt)
+        row = RowRequest(ids, request.output_len, RowOptions(end_id=never), context_ids=ids)
+        listener = None
+        if on_tokens is not None:
+
+            def listener(step: Any) -> None:
+                row = step.rows[0]
+                if row is not None:
+                    on_tokens(number, len(row.output_ids[0]))
+
+        future = self._engine.submit(GenerationRequest((row,), len(ids)), on_step=listener)
+        if on_tokens is not None:
+            future.add_done_callback(lambda _: on_tokens(number, request.output_len))
+        self._futures.append(future)
+
+    def wait(self) -> None:
+        """Return once all requests are answered."""
+        waiting, self._futures = self._futures, []
+        for future in waiting:
+            future.result()
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.stop()
+
+
+class VllmServer:
+    """vLLM in this process."""
+
+    def __init__(self, model: Model, args: argparse.Namespace) -> None:
+        from vllm import LLM
+
+        folder = args.work_dir / f"vllm_{model.ft_dir.parent.name}"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
+        llm = LLM(
+            model=str(folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype={"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[args.data_type],
+            max_model_len=args.max_seq_len,
+            enable_prefix_caching=False,
+        )
+        self._engine = llm.llm_engine
+        self._lock = threading.Lock()
+        self._listeners: dict[str, tuple[int, OnTokens | None]] = {}
+
+    def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
+        """Begin to answer a request."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=request.output_len, ignore_eos=True, temperature=0, detokenize=False
+        )
+        with self._lock:
+            name = f"{number}-{time.perf_counter_ns()}"
+            self._listeners[name] = (number, on_tokens)
+            self._engine.add_request(name, {"prompt_token_ids": request.prompt}, params)
+
+    def wait(self) -> None:
+        """Run until all requests are answered; others may be submitted meanwhile."""
+        while self._listeners:
+            with self._lock:
+                outputs = self._engine.step()
+            for output in outputs:
+                number, listener = self._listeners[output.request_id]
+                if listener is not None:
+                    listener(number, len(output.outputs[0].token_ids))
+                if output.finished:
+                    del self._listeners[output.request_id]
+
+    def close(self) -> None:
+        """End with the process."""
+
+
+@dataclass
+class Latencies:
+    """Seconds of requests that arrived at random."""
+
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+
+
+def timed(server: Server, requests: Sequence[Request]) -> float:
+    """Return the seconds until all requests, sent at once, are answered."""
+    began = time.perf_counter()
+    for number, request in enumerate(requests):
+        server.submit(number, request, None)
+    server.wait()
+    return time.perf_counter() - began
+
+
+def arriving(server: Server, requests: Sequence[Request], rate: float) -> Latencies:
+    """Send requests at random times, `rate` per second, and note when their tokens come."""
+    seen: list[list[float]] = [[] for _ in requests]
+    counts = [0] * len(requests)
+
+    def note(number: int, tokens: int) -> None:
+        if tokens > counts[number]:
+            counts[number] = tokens
+            seen[number].append(time.perf_counter())
+
+    times = arrival_times(len(requests), rate=rate)
+    began = time.perf_counter()
+
+    def send() -> None:
+        for number, (at, request) in enumerate(zip(times, requests, strict=True)):
+            time.sleep(max(began + at - time.perf_counter(), 0))
+            server.submit(number, request, note)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    while sender.is_alive():
+        server.wait()
+        time.sleep(1e-4)
+    sender.join()
+    server.wait()
+    found = Latencies()
+    for at, moments in zip(times, seen, strict=True):
+        found.first.append(moments[0] - began - at)
+        found.between += [b - a for a, b in pairwise(moments)]
+    return found
+
+
+def measure(server: Server, model: Model, args: argparse.Namespace) -> dict[str, str]:
+    """Return every row of the table."""
+    vocab_size = model.vocab_size - 300  # ids that every contender's vocabulary has
+    rows: dict[str, str] = {}
+    mixed = mixed_requests(args.requests, vocab_size=vocab_size)
+    tokens = sum(request.output_len for request in mixed)
+    rate = 0.0
+    for turn in ("first time", "again"):
+        if args.requests:
+            seconds = timed(server, mixed)
+            rate = len(mixed) / seconds
+            rows[f"mixed, {turn}"] = f"{tokens / seconds:.0f} tokens/s"
+    for batch in args.batch:
+        sizes = {"input_len": args.input_len, "vocab_size": vocab_size}
+        one = equal_requests(batch, output_len=1, **sizes)
+        all_tokens = equal_requests(batch, output_len=args.output_len, **sizes)
+        timed(server, one)
+        pairs = [(timed(server, one), timed(server, all_tokens)) for _ in range(args.repeats)]
+        first, total = (statistics.median(values) for values in zip(*pairs, strict=True))
+        step = (total - first) / (args.output_len - 1)
+        rows[f"batch {batch}"] = f"{batch * args.output_len / total:.0f} tokens/s"
+        rows[f"batch {batch}, first token"] = f"{first * 1e3:.1f} ms"
+        rows[f"batch {batch}, a step"] = f"{step * 1e3:.3f} ms"
+    for share in args.arrivals:
+        found = arriving(server, mixed, share * rate)
+        for name, values in (("first token", found.first), ("between tokens", found.between)):
+            cuts = statistics.quantiles(values, n=100)
+            text = f"{cuts[49] * 1e3:.1f} / {cuts[98] * 1e3:.1f} ms"
+            rows[f"{share:.0%} of {rate:.1f} requests/s, {name} p50 / p99"] = text
+    return rows
+
+
+def contend(
+    make: Callable[[Model, argparse.Namespace], Any], args: argparse.Namespace, results: Any
+) -> None:
+    """Measure one contender and send its rows; runs in a process of its own."""
+    model = sized_model(args)
+    began = time.perf_counter()
+    server = make(model, args)
+    rows = {"ready after": f"{time.perf_counter() - began:.0f} s"}
+    rows |= measure(server, model, args)
+    results.put(rows)
+    server.close()
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work-dir", type=Path, required=True, help="keeps the models")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--data-type", choices=("fp16", "bf16", "fp32"), default="fp16")
+    parser.add_argument("--int8", action="store_true", help="matrices in 8 bits, ours alone")
+    parser.add_argument("--model", choices=tuple(SIZES), help="a size by name")
+    parser.add_argument("--family", choices=("gpt", "gptj"), default="gpt")
+    parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 64])
+    parser.add_argument("--input-len", type=int, default=128)
+    parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument("--requests", type=int, default=256, help="mixed ones")
+    parser.add_argument("--arrivals", type=float, nargs="*", default=[], help="shares of the rate")
+    parser.add_argument("--max-seq-len", type=int, default=1024)
+    parser.add_argument("--max-sequences", type=int, help="at once, ours alone")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-vllm", action="store_true")
+    args = parser.parse_args(argv)
+    if args.arrivals and not args.requests:
+        parser.error("--arrivals: their rates are shares of the mixed requests' (--requests)")
+    return args
+
+
+def main() -> None:
+    """Run."""
+    args = parse()
+    contenders: dict[str, Any] = {"slipway": SlipwayServer}
+    if not args.no_vllm and importlib.util.find_spec("vllm") is not None:
+        contenders["vLLM"] = VllmServer
+    context = multiprocessing.get_context("spawn")
+    tables: dict[str, dict[str, str]] = {}
+    for name, make in contenders.items():
+        results = context.SimpleQueue()
+        process = context.Process(target=partial(contend, make, args, results))
+        process.start()
+        while process.is_alive() and results.empty():
+            time.sleep(0.1)
+        if results.empty():
+            raise SystemExit(f"{name} ended without a result")
+        tables[name] = results.get()
+        process.join()
+    print(f"\n| | {' | '.join(tables)} |\n|---|{'---|' * len(tables)}")
+    for row in tables["slipway"]:
+        print(f"| {row} | {' | '.join(table.get(row, '-') for table in tables.values())} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The requests of the throughput benchmarks: every contender gets the same lengths and ids."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how many tokens are wanted; no end token stops it earlier."""
+
+    prompt: list[int]
+    output_len: int
+
+
+def equal_requests(
+    count: int, *, input_len: int, output_len: int, vocab_size: int, seed: int = 3
+) -> list[Request]:
+    """Return requests of one length."""
+    draw = random.Random(seed + count)
+    return [Request(_prompt(draw, input_len, vocab_size), output_len) for _ in range(count)]
+
+
+def mixed_requests(count: int, *, vocab_size: int, seed: int = 7) -> list[Request]:
+    """Return requests of 32 to 512 tokens in and 16 to 256 out."""
+    draw = random.Random(seed)
+    return [
+        Request(_prompt(draw, draw.randint(32, 512), vocab_size), draw.randint(16, 256))
+        for _ in range(count)
+    ]
+
+
+def arrival_times(count: int, *, rate: float, seed: int = 11) -> list[float]:
+    """Return when requests arrive, in seconds: independently, `rate` of them per second."""
+    draw = random.Random(seed)
+    times, now = [], 0.0
+    for _ in range(count):
+        now += draw.expovariate(rate)
+        times.append(now)
+    return times
+
+
+def _prompt(draw: random.Random, length: int, vocab_size: int) -> list[int]:
+    return [draw.randrange(1, vocab_size) for _ in range(length)]

@@ -1,0 +1,602 @@
+"""Attention of new tokens over what their sequences have cached in blocks, in Triton's language.
+
+One launch for each layer serves every sequence of a step, whatever their lengths: pieces of prompts
+and single tokens alike. Few sequences with one new token each take a kernel of their own, which
+also turns and stores the new keys and values and divides long contexts among programs: at batch 1
+a step takes launches, not bandwidth. Import this only where Triton is.
+"""
+
+# Shapes: N new tokens, B sequences, H local query heads, K local key/value heads, G query heads of
+#         a key/value head, D head size, R rotated dimensions, T entries of a bias table
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from inference.decoding.tensor_fields import Array
+from inference.model.kv_cache import KVCache, on_device
+from inference.model.rotary import Angles
+from inference.model.step import AttentionRules
+from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
+
+# Cached values of one head that a program of `_attend_one` holds at once; more do not fit its
+# registers.
+_HELD_VALUES = 8192
+# Programs that fill a GPU: a head's tokens are divided until there are so many. At 256 tokens
+# GPT-J-6B's attention takes 21 us in one part, 11 us in 4 and 8 us in 8 or 16.
+_PROGRAMS = 512
+_MOST_PARTS = 64
+# Query rows of a tile, (token, head of the group) each: what a tensor core multiplies at least, and
+# what prompts take.
+_LEAST_ROWS = 16
+_PROMPT_ROWS = 64
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turned(  # type: ignore[no-untyped-def]
+    at,
+    inside,
+    cos_at,
+    sin_at,
+    d,
+    R: tl.constexpr,  # noqa: N803 - constants of the kernel
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+):
+    """Return heads' values at `at` + `d`, the first R dimensions of each turned.
+
+    `at`, `cos_at` and `sin_at` point to the beginnings of heads and of their tokens' angles, and
+    broadcast with the dimensions `d`.
+    """
+    x = tl.load(at + d, mask=inside, other=0.0)
+    if R > 0:
+        if INTERLEAVED:
+            partner = d ^ 1
+            sign = tl.where((d & 1) == 0, -1.0, 1.0)
+        else:
+            partner = tl.where(d < R // 2, d + R // 2, d - R // 2)
+            sign = tl.where(d < R // 2, -1.0, 1.0)
+        turns = d < R
+        other = tl.load(at + tl.where(turns, partner, d), mask=inside, other=0.0)
+        cos = tl.load(cos_at + d, mask=inside & turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_at + d, mask=inside & turns, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) * cos + sign * other.to(tl.float32) * sin).to(x.dtype)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _store(  # type: ignore[no-untyped-def]
+    key_at,
+    value_at,
+    token_stride,
+    cos_at,
+    sin_at,
+    keys_at,
+    values_at,
+    block_stride,
+    head_stride,
+    tables_at,
+    table_width,
+    lanes_at,
+    places_at,
+    K: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,  # noqa: N803
+    HEADS: tl.constexpr,  # noqa: N803 - a power of two, at least K
+    WIDTH: tl.constexpr,  # noqa: N803 - a power of two, at least D
+    BLOCK: tl.constexpr,  # noqa: N803 - tokens of a block
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    """Store the turned keys and the values of one token."""
+    let_next_begin(EARLY)
+    token = tl.program_id(0)
+    head = tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, WIDTH)[None, :]
+    inside = (head < K) & (d < D)
+    wait_for_earlier(EARLY)
+    lane, place = tl.load(lanes_at + token), tl.load(places_at + token)
+    block = tl.load(tables_at + lane * table_width + place // BLOCK).to(tl.int64)
+    target = block * block_stride + head * head_stride + (place % BLOCK) * D + d
+    source = token.to(tl.int64) * token_stride + head * D
+    angle = token * R
+    key = _turned(key_at + source, inside, cos_at + angle, sin_at + angle, d, R, INTERLEAVED)
+    tl.store(keys_at + target, key, mask=inside)
+    value = tl.load(value_at + source + d, mask=inside, other=0.0)
+    tl.store(values_at + target, value, mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_tile(  # type: ignore[no-untyped-def]
+    query_at,
+    token_stride,
+    cos_at,
+    sin_at,
+    keys_at,
+    values_at,
+    block_stride,
+    head_stride,
+    tables_at,
+    table_width,
+    lanes_at,
+    places_at,
+    rows_at,
+    counts_at,
+    bias_at,
+    y_at,
+    y_stride,
+    scale,
+    G: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803 - a power of two, at least G
+    ROWS: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803 - cached ones that are read at once
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+    WINDOW: tl.constexpr,  # noqa: N803 - 0 for none
+    HAS_SLOPES: tl.constexpr,  # noqa: N803
+    TABLE: tl.constexpr,  # noqa: N803 - T, 0 for none
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    """Some new tokens of one sequence, with all query heads of one key/value head."""
+    let_next_begin(EARLY)
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    token, head = row // GROUP, kv_head * G + row % GROUP
+    d = tl.arange(0, WIDTH)
+    wait_for_earlier(EARLY)
+    lane, place = tl.load(lanes_at + tile), tl.load(places_at + tile)
+    first_row, count = tl.load(rows_at + tile).to(tl.int64), tl.load(counts_at + tile)
+    real = (token < count) & (row % GROUP < G)
+    inside = real[:, None] & (d < D)[None, :]
+    at = query_at + (first_row + token)[:, None] * token_stride + head[:, None] * D
+    angle = (first_row + token)[:, None] * R
+    query = _turned(at, inside, cos_at + angle, sin_at + angle, d[None, :], R, INTERLEAVED)
+    if HAS_SLOPES:
+        slope = tl.load(bias_at + head, mask=real, other=0.0)
+    position, stop = place + token, place + count
+    begin = 0
+    if WINDOW > 0:
+        begin = tl.maximum(0, place + 1 - WINDOW)
+    # The softmax is summed up as tokens come: the largest score so far, and sums relative to it.
+    largest = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, WIDTH), tl.float32)
+    for start in range(begin, stop, TOKENS):
+        cached = start + tl.arange(0, TOKENS)
+        block = tl.load(
+            tables_at + lane * table_width + cached // BLOCK, mask=cached < stop, other=0
+        ).to(tl.int64)
+        source = block * block_stride + kv_head * head_stride + (cached % BLOCK) * D
+        there = (cached < stop)[:, None] & (d < D)[None, :]
+        keys = tl.load(keys_at + source[:, None] + d[None, :], mask=there, other=0.0)
+        score = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        distance = position[:, None] - cached[None, :]
+        seen = distance >= 0
+        if WINDOW > 0:
+            seen &= distance < WINDOW
+        if HAS_SLOPES:
+            score -= slope[:, None] * distance.to(tl.float32)
+        if TABLE > 0:
+            entry = head[:, None] * TABLE + tl.minimum(distance, TABLE - 1)
+            score += tl.load(bias_at + entry, mask=seen & real[:, None], other=0.0).to(tl.float32)
+        new_largest = tl.maximum(largest, tl.max(tl.where(seen, score, -1e30), 1))
+        shrink = tl.exp(largest - new_largest)
+        weight = tl.where(seen, tl.exp(score - new_largest[:, None]), 0.0)
+        total = total * shrink + tl.sum(weight, 1)
+        values = tl.load(values_at + source[:, None] + d[None, :], mask=there, other=0.0)
+        mixed = mixed * shrink[:, None]
+        mixed = tl.dot(weight.to(values.dtype), values, mixed, input_precision="ieee")
+        largest = new_largest
+    at = y_at + (first_row + token)[:, None] * y_stride + head[:, None] * D + d[None, :]
+    tl.store(at, (mixed / total[:, None]).to(y_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
+    query_at,
+    key_at,
+    value_at,
+    token_stride,
+    cos_at,
+    sin_at,
+    keys_at,
+    values_at,
+    block_stride,
+    head_stride,
+    tables_at,
+    table_width,
+    lanes_at,
+    places_at,
+    bias_at,
+    parts_at,
+    sums_at,
+    tickets_at,
+    y_at,
+    y_stride,
+    scale,
+    H: tl.constexpr,  # noqa: N803
+    K: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803 - most programs that share a head's tokens
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+    NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
+    WINDOW: tl.constexpr,  # noqa: N803
+    HAS_SLOPES: tl.constexpr,  # noqa: N803
+    TABLE: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    """One part of one head's tokens; the last part that ends puts all of them together."""
+    let_next_begin(EARLY)
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head = head // (H // K)
+    d = tl.arange(0, WIDTH)
+    wait_for_earlier(EARLY)
+    lane = tl.load(lanes_at + row)
+    place = tl.load(places_at + row)  # of the query
+    cached = place if NEW else place + 1  # tokens that come from the cache
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(0, place + 1 - WINDOW)
+    tiles = tl.cdiv(cached - first, TOKENS)
+    share = tl.cdiv(tiles, PARTS)  # tiles of a part
+    parts = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
+    if part < parts:
+        begin = first + part * share * TOKENS
+        stop = tl.minimum(begin + share * TOKENS, cached)
+        cos_at += row * R
+        sin_at += row * R
+        at = query_at + row * token_stride + head * D
+        query = _turned(at, d < D, cos_at, sin_at, d, R, INTERLEAVED).to(tl.float32) * scale
+        table_at = tables_at + lane * table_width
+        slope = 0.0
+        if HAS_SLOPES:
+            slope = tl.load(bias_at + head)
+        largest, total = -1e30, 0.0
+        mixed = tl.zeros((WIDTH,), tl.float32)
+        if NEW:  # noqa: SIM102 - known when the kernel is compiled
+            if part == 0:
+                own = row * token_stride + kv_head * D
+                key = _turned(key_at + own, d < D, cos_at, sin_at, d, R, INTERLEAVED)
+                value = tl.load(value_at + own + d, mask=d < D, other=0.0)
+                if head % (H // K) == 0:
+                    block = tl.load(table_at + place // BLOCK).to(tl.int64)
+                    target = block * block_stride + kv_head * head_stride + (place % BLOCK) * D
+                    tl.store(keys_at + target + d, key, mask=d < D)
+                    tl.store(values_at + target + d, value, mask=d < D)
+                largest = tl.sum(query * key.to(tl.float32), 0)
+                if TABLE > 0:
+                    largest += tl.load(bias_at + head * TABLE).to(tl.float32)
+                total = 1.0
+                mixed = value.to(tl.float32)
+        for start in range(begin, stop, TOKENS):
+            token = start + tl.arange(0, TOKENS)
+            block = tl.load(table_at + token // BLOCK, mask=token < stop, other=0).to(tl.int64)
+            source = block * block_stride + kv_head * head_stride + (token % BLOCK) * D
+            source = source[:, None] + d[None, :]
+            inside = (token < stop)[:, None] & (d < D)[None, :]
+            keys = tl.load(keys_at + source, mask=inside, other=0.0).to(tl.float32)
+            values = tl.load(values_at + source, mask=inside, other=0.0).to(tl.float32)
+            score = tl.sum(keys * query[None, :], 1)
+            if HAS_SLOPES:
+                score -= slope * (place - token).to(tl.float32)
+            if TABLE > 0:
+                distance = tl.minimum(place - token, TABLE - 1)
+                bias = tl.load(bias_at + head * TABLE + distance, mask=token < stop, other=0.0)
+                score += bias.to(tl.float32)
+            score = tl.where(token < stop, score, -1e30)
+            new_largest = tl.maximum(largest, tl.max(score, 0))
+            shrink = tl.exp(largest - new_largest)
+            weight = tl.exp(score - new_largest)
+            total = total * shrink + tl.sum(weight, 0)
+            mixed = mixed * shrink + tl.sum(weight[:, None] * values, 0)
+            largest = new_largest
+        y_at += row * y_stride + head * D
+        if PARTS == 1:
+            tl.store(y_at + d, (mixed / total).to(y_at.dtype.element_ty), mask=d < D)
+        else:
+            mine = (row * H + head) * PARTS
+            tl.store(parts_at + (mine + part) * D + d, mixed, mask=d < D)
+            tl.store(sums_at + (mine + part) * 2, largest)
+            tl.store(sums_at + (mine + part) * 2 + 1, total)
+            tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
+            if tl.atomic_add(tickets_at + row * H + head, 1) == parts - 1:
+                tl.debug_barrier()
+                every = tl.arange(0, PARTS)
+                best = tl.load(sums_at + (mine + every) * 2, mask=every < parts, other=-1e30)
+                sums = tl.load(sums_at + (mine + every) * 2 + 1, mask=every < parts, other=0.0)
+                weights = tl.exp(best - tl.max(best, 0))
+                all_mixed = tl.load(
+                    parts_at + (mine + every)[:, None] * D + d[None, :],
+                    mask=(every < parts)[:, None] & (d < D)[None, :],
+                    other=0.0,
+                )
+                y = tl.sum(all_mixed * weights[:, None], 0) / tl.sum(sums * weights, 0)
+                tl.store(y_at + d, y.to(y_at.dtype.element_ty), mask=d < D)
+                tl.store(tickets_at + row * H + head, 0)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Neighbouring new tokens of a sequence, for each program of one launch; (n,) integers each."""
+
+    lanes: torch.Tensor
+    places: torch.Tensor  # of the first token
+    rows: torch.Tensor  # of the first token among the step's
+    counts: torch.Tensor  # at most `size`
+    size: int
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """Attention of a step's tokens, of any number of each sequence.
+
+    `tickets`, (sequences * H or more,) int32 that are all zero between kernels, is given where
+    every sequence has one new token.
+    """
+
+    lanes: torch.Tensor  # (N,) integers: whose token it is
+    places: torch.Tensor  # (N,) integers: where among the sequence's cached tokens it goes
+    tiles: tuple[Tiles, ...]
+    rules: AttentionRules
+    tickets: torch.Tensor | None = None
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        cache: KVCache,
+        *,
+        layer: int,
+        new: tuple[torch.Tensor, torch.Tensor] | None = None,
+        angles: Angles | None = None,
+        interleaved: bool = False,
+        scale: float | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (N, H*D) for queries (N, H, D); new keys and values are turned and stored first.
+
+        Args:
+            query: Not turned yet, heads side by side.
+            cache: Holds the earlier tokens.
+            layer: Of the cache.
+            new: Keys and values of the tokens themselves, (N, K, D) each; None where the cache has
+                all.
+            angles: By which queries and keys are turned, None for models without.
+            interleaved: Whether neighbouring pairs are turned, else the halves.
+            scale: On the scores, None for 1 / sqrt(D).
+            out: Takes the result, the queries' own place for example.
+        """
+        count, H, D = query.shape  # noqa: N806 - the shape legend
+        y = query.new_empty(count, H * D) if out is None else out
+        launch = _Launch(self, query, cache, layer, angles, interleaved, scale, y)
+        if self.tickets is not None and count * H < _PROGRAMS:
+            launch.one_token_each(new, self.tickets)
+            return y
+        if new is not None:
+            launch.store(new)
+        for tiles in self.tiles:
+            launch.attend(tiles)
+        return y
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """The arguments that the kernels of one layer share."""
+
+    step: PagedAttention
+    query: torch.Tensor
+    cache: KVCache
+    layer: int
+    angles: Angles | None
+    interleaved: bool
+    scale: float | None
+    y: torch.Tensor
+
+    def _angles(self) -> tuple[torch.Tensor, torch.Tensor]:
+        # What is absent is not read; some pointer has to stand in its place.
+        return (
+            (self.query, self.query) if self.angles is None else (self.angles.cos, self.angles.sin)
+        )
+
+    def _stored(self) -> tuple[Any, ...]:
+        keys, values = self.cache.blocks(self.layer)
+        tables = self.cache.tables
+        return keys, values, keys.stride(0), keys.stride(1), tables, tables.stride(0)
+
+    def _constants(self) -> dict[str, Any]:
+        size = self.query.shape[2]
+        return {
+            "D": size,
+            "R": 0 if self.angles is None else self.angles.cos.shape[-1],
+            "WIDTH": max(_LEAST_ROWS, triton.next_power_of_2(size)),
+            "BLOCK": self.cache.shape.block_tokens,
+            "INTERLEAVED": self.interleaved,
+            **launch_options(self.query),
+        }
+
+    def _bias(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Return what is added to scores, and the kernel's constants that say how."""
+        rules = self.step.rules
+        slopes, table = rules.alibi_slopes, rules.distance_bias
+        bias = slopes if table is None else table.contiguous()
+        return self.query if bias is None else bias, {
+            "WINDOW": rules.sliding_window or 0,
+            "HAS_SLOPES": slopes is not None,
+            "TABLE": 0 if table is None else table.shape[1],
+        }
+
+    @property
+    def _factor(self) -> float:
+        return self.query.shape[2] ** -0.5 if self.scale is None else self.scale
+
+    def store(self, new: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Store the new keys and values."""
+        constants = self._constants()
+        keys, values = new
+        heads = triton.next_power_of_2(keys.shape[1])
+        assert len(keys) == 1 or keys.stride(0) == values.stride(0)
+        _store[(len(keys),)](
+            *(keys, values, keys.stride(0), *self._angles(), *self._stored()),
+            *(self.step.lanes, self.step.places),
+            K=keys.shape[1],
+            HEADS=heads,
+            num_warps=8 if heads * constants["WIDTH"] > 4096 else 4,
+            **constants,
+        )
+
+    def attend(self, tiles: Tiles) -> None:
+        """Attend for the queries of some tiles."""
+        constants = self._constants()
+        group = self.query.shape[1] // self.cache.shape.kv_head_num
+        padded = triton.next_power_of_2(group)
+        rows = max(_LEAST_ROWS, tiles.size * padded)
+        bias, choices = self._bias()
+        _attend_tile[(len(tiles.lanes), self.cache.shape.kv_head_num)](
+            *(self.query, self.query.stride(0), *self._angles(), *self._stored()),
+            *(tiles.lanes, tiles.places, tiles.rows, tiles.counts),
+            *(bias, self.y, self.y.stride(0), self._factor),
+            G=group,
+            GROUP=padded,
+            ROWS=rows,
+            **_tile_options(rows, constants["WIDTH"], self.query.dtype.itemsize),
+            **choices,
+            **constants,
+        )
+
+    def one_token_each(
+        self, new: tuple[torch.Tensor, torch.Tensor] | None, tickets: torch.Tensor
+    ) -> None:
+        """Do all of it in one kernel, for few sequences of one new token each."""
+        constants = self._constants()
+        count, H, D = self.query.shape  # noqa: N806
+        tokens = max(16, _HELD_VALUES // constants["WIDTH"])
+        parts = _parts(self.cache.shape.max_len, tokens, count * H)
+        mixed = torch.empty(count * H, parts, D, device=self.query.device)
+        sums = torch.empty(count * H, parts, 2, device=self.query.device)
+        bias, choices = self._bias()
+        keys, values = (self.query, self.query) if new is None else new
+        assert count == 1 or keys.stride(0) == values.stride(0) == self.query.stride(0)
+        _attend_one[(count, H, parts)](
+            *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
+            *(self.step.lanes, self.step.places, bias, mixed, sums, tickets),
+            *(self.y, self.y.stride(0), self._factor),
+            H=H,
+            K=self.cache.shape.kv_head_num,
+            TOKENS=tokens,
+            PARTS=parts,
+            NEW=new is not None,
+            **choices,
+            **constants,
+        )
+
+
+def _parts(length: int, tokens: int, programs: int) -> int:
+    """Return among how many programs a head's tokens are divided, a power of two."""
+    most = min(-(-length // tokens), _PROGRAMS // programs, _MOST_PARTS)
+    return 1 << (max(most, 1).bit_length() - 1)
+
+
+def _tile_options(rows: int, width: int, item_bytes: int) -> dict[str, int]:
+    """Return how a tile reads the cache: tokens at once, loads in flight, warps."""
+    tokens = 32 if width > 128 else 64
+    if item_bytes == 4:
+        return {"TOKENS": tokens // 2, "num_stages": 1, "num_warps": 4}
+    if rows == _LEAST_ROWS:
+        return {"TOKENS": tokens, "num_stages": 3, "num_warps": 4}
+    return {"TOKENS": tokens, "num_stages": 2, "num_warps": 8 if width > 64 else 4}
+
+
+def paged_attention(
+    segments: Array,
+    *,
+    rules: AttentionRules,
+    group: int,
+    device: torch.device,
+    tickets: torch.Tensor | None = None,
+) -> PagedAttention:
+    """Return the attention of a step of any new tokens.
+
+    Args:
+        segments: (B, 3 or more) integers: lane, place of the first new token, and how many there
+            are. The tokens of all segments follow each other in this order.
+        rules: The model's.
+        group: Query heads of a key/value head.
+        device: Of the step.
+        tickets: As of `PagedAttention`; made where they are needed and not given.
+    """
+    lanes, places, counts = segments[:, 0], segments[:, 1], segments[:, 2]
+    rows = np.cumsum(counts) - counts
+    within = np.arange(counts.sum()) - np.repeat(rows, counts)
+    cut = [
+        (tiles, size) for tiles, size in _cut(segments, rows, _tile_sizes(group)) if tiles.shape[1]
+    ]
+    every = [np.stack((np.repeat(lanes, counts), np.repeat(places, counts) + within))]
+    sent = on_device(
+        np.concatenate([part.ravel() for part in [*every, *(tiles for tiles, _ in cut)]]).astype(
+            np.int32
+        ),
+        device,
+    )
+    total = len(within)
+    found, first = [], 2 * total
+    for tiles, size in cut:
+        whose, where, row, count = sent[first : first + tiles.size].view(4, -1).unbind(0)
+        first += tiles.size
+        found.append(Tiles(whose, where, row, count, size))
+    return PagedAttention(sent[:total], sent[total : 2 * total], tuple(found), rules, tickets)
+
+
+def single_tokens(
+    lanes: torch.Tensor,
+    places: torch.Tensor,
+    *,
+    rules: AttentionRules,
+    group: int,
+    tickets: torch.Tensor,
+) -> PagedAttention:
+    """Return the attention of a step of one new token for each sequence.
+
+    Args:
+        lanes: Of each sequence (B,).
+        places: Of each token (B,).
+        rules: The model's.
+        group: Query heads of a key/value head.
+        tickets: As of `PagedAttention`.
+    """
+    rows = torch.arange(len(lanes), device=lanes.device)
+    tiles = Tiles(lanes, places, rows, torch.ones_like(rows), _tile_sizes(group)[0])
+    return PagedAttention(lanes, places, (tiles,), rules, tickets)
+
+
+def _tile_sizes(group: int) -> tuple[int, int]:
+    """Return the tokens of a tile for single tokens and for prompts, `group` query heads each."""
+    padded = triton.next_power_of_2(group)
+    return max(_LEAST_ROWS // padded, 1), max(_PROMPT_ROWS // padded, 1)
+
+
+def _cut(segments: Array, rows: Array, sizes: tuple[int, int]) -> Iterator[tuple[Array, int]]:
+    """Yield the tiles of each size: lanes, places, rows and counts, (4, n).
+
+    A segment takes the least size that holds it, or the last.
+    """
+    kinds = np.minimum(np.searchsorted(sizes, segments[:, 2]), len(sizes) - 1)
+    for kind, size in enumerate(sizes):
+        mine = kinds == kind
+        lanes, places, counts = segments[mine, :3].T
+        tiles = -(-counts // size)
+        of = np.repeat(np.arange(len(tiles)), tiles)
+        first = (np.arange(len(of)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * size
+        left = np.minimum(counts[of] - first, size)
+        yield np.stack((lanes[of], places[of] + first, rows[mine][of] + first, left)), size

@@ -1,0 +1,62 @@
+"""Norms of few tokens in one GPU kernel each, in Triton's language; import only where Triton is."""
+
+# Shapes: N tokens, E hidden
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
+
+MOST_TOKENS = 64
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _norm(  # type: ignore[no-untyped-def]
+    x_at,
+    weight_at,
+    bias_at,
+    y_at,
+    size,
+    eps,
+    WIDTH: tl.constexpr,  # noqa: N803
+    CENTRED: tl.constexpr,  # noqa: N803
+    HAS_BIAS: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    let_next_begin(EARLY)
+    row = tl.program_id(0)
+    place = tl.arange(0, WIDTH)
+    inside = place < size
+    weight = tl.load(weight_at + place, mask=inside, other=0.0).to(tl.float32)
+    wait_for_earlier(EARLY)
+    x = tl.load(x_at + row * size + place, mask=inside, other=0.0).to(tl.float32)
+    if CENTRED:
+        x = tl.where(inside, x - tl.sum(x, 0) / size, 0.0)
+    y = x / tl.sqrt(tl.sum(x * x, 0) / size + eps)
+    y *= weight
+    if HAS_BIAS:
+        y += tl.load(bias_at + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_at + row * size + place, y.to(y_at.dtype.element_ty), mask=inside)
+
+
+def norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, eps: float, centred: bool
+) -> torch.Tensor:
+    """Return LayerNorm (`centred`) or RMSNorm of a few rows x (N, E); torch's take 3 times as long.
+
+    `weight` and `bias` are (E,).
+    """
+    x = x.contiguous()
+    y = torch.empty_like(x)
+    _norm[(len(x),)](
+        *(x, weight, weight if bias is None else bias, y, x.shape[1], eps),
+        WIDTH=triton.next_power_of_2(x.shape[1]),
+        CENTRED=centred,
+        HAS_BIAS=bias is not None,
+        num_warps=8,
+        **launch_options(x),
+    )
+    return y

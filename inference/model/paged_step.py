@@ -1,0 +1,58 @@
+"""A step of any new tokens as the GPU's kernels take it; import only where Triton is."""
+
+# Shapes: N tokens of the step, n tokens whose logits are wanted
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from inference.decoding.tensor_fields import Array
+from inference.model.attention_cuda import paged_attention
+from inference.model.kv_cache import KVCache, on_device
+from inference.model.step import AttentionRules, Segment, Step
+from inference.model.token_feed import TokenFeed
+
+
+def make_paged_step(
+    ids: Array,
+    segments: Sequence[Segment],
+    output_rows: Array,
+    *,
+    cache: KVCache,
+    rules: AttentionRules,
+    group: int,
+    feed: TokenFeed,
+    has_virtual: bool = False,
+    embeddings: torch.Tensor | None = None,
+) -> Step:
+    """Lay out a step without waiting for the device.
+
+    Args:
+        ids: Tokens (N,), NEWEST where the lane's last step chose them.
+        segments: Whose they are, in this order.
+        output_rows: Tokens whose logits are wanted (n,).
+        cache: Where keys and values go.
+        rules: The model's.
+        group: Query heads of a key/value head.
+        feed: Has the newest tokens.
+        has_virtual: Whether some ids lie beyond the vocabulary.
+        embeddings: Rows for ids beyond the loaded tables.
+    """
+    device = cache.tables.device
+    places = np.array([(s.lane, s.start, s.count) for s in segments], np.int64).reshape(-1, 3)
+    attention = paged_attention(places, rules=rules, group=group, device=device)
+    forgotten = np.repeat([segment.forgotten for segment in segments], places[:, 2])
+    sent = on_device(np.concatenate((ids, forgotten, output_rows)).astype(np.int32), device)
+    count = len(ids)
+    return Step(
+        ids=feed.ids(sent[:count], attention.lanes),
+        positions=attention.places + sent[count : 2 * count],
+        cache=cache,
+        output_rows=sent[2 * count :],
+        has_virtual=has_virtual,
+        embeddings=embeddings,
+        paged=attention,
+    )

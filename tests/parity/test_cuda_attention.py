@@ -1,0 +1,207 @@
+"""Attention kernels over a cache in blocks give what attention over whole sequences gives.
+
+With TRITON_INTERPRET=1 they run on a CPU, where Triton is installed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from inference.model.kv_cache import CacheShape, KVCache
+from inference.model.layers import alibi_slopes
+from inference.model.rotary import Angles
+from inference.model.step import AttentionRules, attention_bias
+
+pytestmark = pytest.mark.gpu
+
+BLOCK, LANES, MAX_LEN = 16, 9, 400
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(autouse=True)
+def device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no CUDA device is visible")
+    return torch.device("cpu")
+
+
+class Sequences:
+    """Random keys and values in whole sequences, and the same in a cache of shuffled blocks."""
+
+    def __init__(
+        self,
+        segments: Sequence[tuple[int, int, int]],  # (lane, cached tokens, new ones)
+        *,
+        heads: tuple[int, int, int],
+        rules: AttentionRules,
+        dtype: torch.dtype,
+        device: torch.device,
+        rotated: int = 0,
+        interleaved: bool = False,
+    ) -> None:
+        self.query_heads, kv_heads, size = heads
+        self.segments, self.rules, self.interleaved = np.array(segments), rules, interleaved
+        blocks = LANES * -(-MAX_LEN // BLOCK)
+        shape = CacheShape(2, LANES, kv_heads, MAX_LEN, size, block_tokens=BLOCK, blocks=blocks)
+        self.cache = KVCache(shape, dtype=dtype, device=device)
+        order = iter(np.random.default_rng(1).permutation(blocks).tolist())
+        entries = [
+            (lane, nth, next(order))
+            for lane, cached, new in segments
+            for nth in range(-(-(cached + new) // BLOCK))
+        ]
+        self.cache.update([], entries)
+        count = sum(new for _, _, new in segments)
+        width = self.query_heads + 2 * kv_heads
+        self.qkv = torch.randn(count, width, size, dtype=dtype, device=device)
+        self.angles = None
+        if rotated:
+            angles = torch.rand(count, 1, rotated // 2, device=device) * 6
+            repeated = (
+                angles.repeat_interleave(2, dim=2) if interleaved else torch.cat((angles,) * 2, 2)
+            )
+            self.angles = Angles(repeated.cos().to(dtype), repeated.sin().to(dtype))
+        self.old = [torch.randn(n, 2, kv_heads, size, dtype=dtype, device=device)
+                    for _, n, _ in segments]  # fmt: skip
+        for (lane, cached, _), values in zip(segments, self.old, strict=True):
+            lanes = torch.full((cached,), lane, device=device)
+            rows = self.cache.token_rows(lanes, torch.arange(cached, device=device))
+            self.cache.write(1, rows, values)
+
+    def expected(self) -> torch.Tensor:
+        """Return (N, H*D) fp32 by whole sequences."""
+        kv_heads = self.cache.shape.kv_head_num
+        x = self.qkv.float()
+        heads = self.query_heads + kv_heads
+        if self.angles is not None:
+            x = torch.cat((self._turn(x[:, :heads]), x[:, heads:]), dim=1)
+        outputs, first = [], 0
+        for (_, cached, new), old in zip(self.segments.tolist(), self.old, strict=True):
+            mine = x[first : first + new]
+            first += new
+            query = mine[:, : self.query_heads].transpose(0, 1)  # (H, Q, D)
+            stored = mine[:, self.query_heads :].unflatten(1, (2, kv_heads))
+            keys, values = torch.cat((old.float(), stored)).permute(1, 2, 0, 3)  # (K, S, D)
+            group = self.query_heads // kv_heads
+            keys, values = (part.repeat_interleave(group, dim=0) for part in (keys, values))
+            starts = torch.tensor([cached], device=x.device)
+            bias = attention_bias(starts, new, cached + new, self.rules)[0]
+            scores = query @ keys.transpose(1, 2) * query.shape[2] ** -0.5 + bias
+            outputs.append((scores.softmax(-1) @ values).transpose(0, 1).flatten(1))
+        return torch.cat(outputs)
+
+    def _turn(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.angles is not None
+        width = self.angles.cos.shape[2]
+        part = x[..., :width]
+        if self.interleaved:
+            quarter = torch.stack((-part[..., 1::2], part[..., ::2]), dim=-1).flatten(-2)
+        else:
+            quarter = torch.cat((-part[..., width // 2 :], part[..., : width // 2]), dim=-1)
+        turned = part * self.angles.cos.float() + quarter * self.angles.sin.float()
+        return torch.cat((turned, x[..., width:]), dim=-1)
+
+    def attended(self) -> torch.Tensor:
+        """Return (N, H*D) by the kernels."""
+        from inference.model.attention_cuda import paged_attention
+
+        kv_heads, device = self.cache.shape.kv_head_num, self.qkv.device
+        single = (self.segments[:, 2] == 1).all()
+        places = len(self.segments) * self.query_heads
+        attention = paged_attention(
+            self.segments,
+            rules=self.rules,
+            group=self.query_heads // kv_heads,
+            device=device,
+            tickets=torch.zeros(places, dtype=torch.int32, device=device) if single else None,
+        )
+        stored = self.qkv[:, self.query_heads :]
+        return attention(
+            self.qkv[:, : self.query_heads],
+            self.cache,
+            layer=1,
+            new=(stored[:, :kv_heads], stored[:, kv_heads:]),
+            angles=self.angles,
+            interleaved=self.interleaved,
+        )
+
+
+def check(sequences: Sequences) -> None:
+    dtype = sequences.qkv.dtype
+    for _ in range(2):  # the second time over what the first has stored
+        y = sequences.attended().float()
+        torch.testing.assert_close(y, sequences.expected(), rtol=0, atol=TOLERANCE[dtype])
+
+
+MIXED = [(3, 0, 70), (0, 130, 1), (5, 33, 17), (1, 0, 1), (8, 15, 1), (2, 16, 16)]
+SINGLE = [(3, 0, 1), (0, 300, 1), (5, 33, 1), (1, 15, 1), (8, 16, 1), (2, 31, 1)]
+
+
+@pytest.mark.parametrize("segments", [MIXED, SINGLE], ids=["mixed", "single"])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("heads", [(4, 4, 8), (6, 2, 64), (7, 1, 80), (2, 2, 256)], ids=str)
+def test_sequences_of_all_lengths(
+    heads: tuple[int, int, int],
+    dtype: torch.dtype,
+    segments: list[tuple[int, int, int]],
+    device: torch.device,
+) -> None:
+    torch.manual_seed(0)
+    check(Sequences(segments, heads=heads, rules=AttentionRules(), dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("segments", [MIXED, SINGLE], ids=["mixed", "single"])
+@pytest.mark.parametrize("kind", ["slopes", "window", "table", "halves", "pairs"])
+def test_biases_windows_and_turned_keys(
+    kind: str, segments: list[tuple[int, int, int]], device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    rules = {
+        "slopes": AttentionRules(alibi_slopes=alibi_slopes(6).to(device)),
+        "window": AttentionRules(sliding_window=9),
+        "table": AttentionRules(distance_bias=torch.randn(6, 20, device=device)),
+    }.get(kind, AttentionRules())
+    rotated = {"halves": 24, "pairs": 32}.get(kind, 0)
+    check(
+        Sequences(
+            segments,
+            heads=(6, 3, 32),
+            rules=rules,
+            dtype=torch.float32,
+            device=device,
+            rotated=rotated,
+            interleaved=kind == "pairs",
+        )
+    )
+
+
+def test_many_sequences_of_one_token(device: torch.device) -> None:
+    """More programs than fill a GPU take the tiles' kernel."""
+    torch.manual_seed(0)
+    segments = [(lane, 7 * lane, 1) for lane in range(LANES)]
+    sequences = Sequences(
+        segments, heads=(64, 64, 16), rules=AttentionRules(), dtype=torch.float32, device=device
+    )
+    check(sequences)
+
+
+def test_what_is_cached_already_is_attended_without_new_keys(device: torch.device) -> None:
+    from inference.model.attention_cuda import paged_attention
+
+    torch.manual_seed(0)
+    rules = AttentionRules()
+    whole = Sequences(
+        [(2, 30, 1), (4, 5, 1)], heads=(4, 4, 32), rules=rules, dtype=torch.float32, device=device
+    )
+    expected, _ = whole.expected(), whole.attended()
+    for places in (whole.segments, whole.segments[:1]):
+        attention = paged_attention(places, rules=rules, group=1, device=device)
+        y = attention(whole.qkv[: len(places), :4], whole.cache, layer=1)
+        torch.testing.assert_close(y, expected[: len(places)], rtol=0, atol=2e-5)

@@ -1,0 +1,90 @@
+"""Ranks that keep token ids in place of keys and values: what they choose tells what they see."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from inference.decoding.tensor_fields import Array
+from inference.model.kv_cache import Move
+from inference.model.token_feed import NEWEST, Chosen
+from inference.ranks.base import StepResult
+from inference.ranks.plan import StepPlan
+
+NOTHING = -7
+
+
+def next_token(tokens: list[int], vocab_size: int) -> int:
+    """Return what follows a sequence; every token and its place count."""
+    value = 17
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value % vocab_size
+
+
+class FakeRanks:
+    """A cache in blocks, and a model that reads a lane's tokens through its table."""
+
+    def __init__(
+        self, *, lanes: int, blocks: int, block_tokens: int, lane_blocks: int, vocab_size: int
+    ) -> None:
+        self._cells = np.full((blocks, block_tokens), NOTHING)
+        self._tables = np.full((lanes, lane_blocks), -1)
+        self._size = block_tokens
+        self._newest = np.full(lanes, NOTHING)
+        self._vocab_size = vocab_size
+        self.steps = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run a step; tokens are chosen where the plan says so."""
+        self.steps += 1
+        saved = [self._read(source, stop)[start:] for source, _, start, stop in plan.moves]
+        cells = [(lane, place) for lane, place, _ in plan.entries]
+        assert len(set(cells)) == len(cells), "a lane gets two blocks for one place"
+        for lane, place, block in plan.entries:
+            self._tables[lane, place] = block
+        for move, tokens in zip(plan.moves, saved, strict=True):
+            self._copy(move, tokens)
+        logits = self._logits(plan)
+        chosen = None
+        if plan.choices:
+            assert len(plan.choices) == len(logits)
+            best = logits.max(1)
+            chosen = Chosen(torch.stack((best.values.view(torch.int32), best.indices.int()), 1))
+            for (lane, forbidden), token in zip(plan.choices, best.indices.tolist(), strict=True):
+                assert forbidden < 0
+                if lane >= 0:
+                    self._newest[lane] = token
+        return StepResult(logits, chosen=chosen)
+
+    def _logits(self, plan: StepPlan) -> torch.Tensor:
+        rows, first, outputs = [], 0, set(plan.output_rows)
+        for segment in plan.segments:
+            for nth in range(segment.count):
+                token = plan.ids[first + nth]
+                token = int(self._newest[segment.lane]) if token == NEWEST else token
+                assert token != NOTHING, "nobody has chosen this token"
+                self._write(segment.lane, segment.start + nth, token)
+                if first + nth in outputs:
+                    seen = self._read(segment.lane, segment.start + nth + 1)
+                    assert NOTHING not in seen, "a token is read that nobody wrote"
+                    best = next_token(seen.tolist(), self._vocab_size)
+                    rows.append(-((np.arange(self._vocab_size) - best) % self._vocab_size))
+            first += segment.count
+        logits = np.stack(rows).astype(np.float32) if rows else np.empty((0, self._vocab_size))
+        return torch.from_numpy(logits).float()
+
+    def _copy(self, move: Move, tokens: Array) -> None:
+        _, target, start, _ = move
+        for nth, token in enumerate(tokens.tolist()):
+            self._write(target, start + nth, token)
+
+    def _write(self, lane: int, place: int, token: int) -> None:
+        block = self._tables[lane, place // self._size]
+        assert block >= 0, "a token has no block"
+        self._cells[block, place % self._size] = token
+
+    def _read(self, lane: int, stop: int) -> Array:
+        blocks = self._tables[lane, : -(-stop // self._size)]
+        assert (blocks >= 0).all(), "a lane lacks a block"
+        return self._cells[blocks].ravel()[:stop]

@@ -1,0 +1,330 @@
+"""Sequences share the cache's blocks: none is lost or has two owners, and no answer changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.options import RowOptions
+from inference.decoding.request import GenerationRequest, RowRequest
+from inference.engine.blocks import BlockPool
+from inference.engine.chunking import ChunkSize
+from inference.engine.engine import Engine, EngineOptions
+from inference.engine.planned_step import PlannedStep
+from inference.engine.running import RunningRequest, make_row
+from inference.engine.scheduler import Scheduler
+from inference.ranks.base import StepResult
+from inference.ranks.settings import Placement
+from tests.ft_folders import write_gpt
+from tests.unit.inference.engine.fake_ranks import FakeRanks, next_token
+
+VOCAB, END = 50, 13
+BLOCKS, SIZE, LANES, MOST_TOKENS = 24, 4, 6, 40
+
+
+class BlocksOfLanes(RuleBasedStateMachine):
+    """Lanes take, reserve and release blocks in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(blocks=BLOCKS, block_tokens=SIZE)
+        self.tables: dict[int, list[int]] = {}
+        self.reserved: dict[int, int] = {}
+
+    @rule(lane=st.integers(0, LANES - 1), tokens=st.integers(1, MOST_TOKENS))
+    def extend(self, lane: int, tokens: int) -> None:
+        """A lane grows, if it can."""
+        if lane in self.reserved or self.pool.lacking(lane, tokens) > self.pool.free:
+            return
+        self.pool.extend(lane, tokens)
+        self._take(lane)
+        assert len(self.tables[lane]) >= self.pool.count(tokens)
+
+    @rule(lane=st.integers(0, LANES - 1), tokens=st.integers(1, MOST_TOKENS))
+    def reserve(self, lane: int, tokens: int) -> None:
+        """A new lane takes all that it will ever need."""
+        if self.tables.get(lane) or self.pool.count(tokens) > self.pool.free:
+            return
+        self.pool.reserve(lane, tokens)
+        self._take(lane)
+        self.reserved[lane] = len(self.tables[lane])
+
+    def _take(self, lane: int) -> None:
+        table = self.tables.setdefault(lane, [])
+        for owner, place, block in self.pool.take_entries():
+            assert owner == lane
+            assert place == len(table)
+            table.append(block)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """A lane ends."""
+        lane = data.draw(st.sampled_from(sorted(self.tables)))
+        self.pool.release(lane)
+        del self.tables[lane]
+        self.reserved.pop(lane, None)
+
+    @rule(lane=st.integers(0, LANES - 1), tokens=st.integers(1, MOST_TOKENS))
+    def end_before_the_next_step(self, lane: int, tokens: int) -> None:
+        """A lane that ends at once leaves no table entry behind."""
+        if self.tables.get(lane) or self.pool.count(tokens) > self.pool.free:
+            return
+        self.pool.extend(lane, tokens)
+        self.pool.release(lane)
+        assert not self.pool.take_entries()
+
+    @invariant()
+    def every_block_has_one_place(self) -> None:
+        """Each block is free or of one lane."""
+        held = [block for table in self.tables.values() for block in table]
+        assert len(set(held)) == len(held)
+        assert len(held) + self.pool.free == BLOCKS
+        assert self.pool.reserved == sum(self.reserved.values())
+
+
+TestBlocksOfLanes = BlocksOfLanes.TestCase
+TestBlocksOfLanes.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+
+
+class World:
+    """A scheduler, ranks that keep tokens, and the loop between them."""
+
+    def __init__(self, *, blocks: int = BLOCKS, overlap: bool) -> None:
+        decoder = BatchDecoder(DecodingConfig(vocab_size=VOCAB))
+        self.pool = BlockPool(blocks=blocks, block_tokens=SIZE)
+        self.blocks = blocks
+        self.scheduler = Scheduler(
+            decoder,
+            lanes=LANES,
+            embedding_base=VOCAB,
+            chunk=ChunkSize(0.1),
+            blocks=self.pool,
+            ranks_choose=overlap,
+        )
+        self.ranks = FakeRanks(
+            lanes=LANES, blocks=blocks, block_tokens=SIZE, lane_blocks=blocks, vocab_size=VOCAB
+        )
+        self.under_way: tuple[PlannedStep, StepResult] | None = None
+        self.overlapped = 0
+        self._arrivals = 0
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        output_len: int,
+        *,
+        beam_width: int = 1,
+        top_k: int = 1,
+        end_id: int = END,
+    ) -> RunningRequest:
+        """Send a request of one row."""
+        ids = tuple(prompt)
+        options = RowOptions(end_id=end_id, beam_width=beam_width, top_k=top_k, random_seed=1)
+        row = RowRequest(ids, output_len, options, context_ids=ids, returned_ids=ids)
+        self._arrivals += 1
+        running = RunningRequest(GenerationRequest((row,), len(ids)), Future(), self._arrivals)
+        running.results, running.pooled = [None], [None]
+        running.waiting = [make_row(running, 0, row, vocab_size=VOCAB, table_rows={})]
+        self.scheduler.add(running)
+        return running
+
+    def turn(self) -> bool:
+        """Plan and run a step as the engine's loop does; False if there was nothing to do."""
+        step = self.scheduler.plan(under_way=self.under_way is not None)
+        launched = None if step is None else (step, self.ranks.run(step.plan))
+        busy = launched is not None or self.under_way is not None
+        self.overlapped += launched is not None and self.under_way is not None
+        if self.under_way is not None:
+            self._finish(self.under_way)
+        self.under_way = launched
+        if launched is not None and not launched[0].overlaps:
+            self._finish(launched)
+            self.under_way = None
+        return busy
+
+    def _finish(self, launched: tuple[PlannedStep, StepResult]) -> None:
+        self.scheduler.finish(*launched, seconds=0.01)
+
+    def run(self) -> None:
+        """Answer everything; all blocks must come back."""
+        while self.turn():
+            pass
+        assert self.scheduler.idle
+        assert self.pool.free == self.blocks
+        assert self.scheduler.free_lanes == LANES
+
+
+def answer(prompt: Sequence[int], output_len: int, end_id: int = END) -> tuple[int, ...]:
+    """Return the greedy answer of `FakeRanks`' model."""
+    tokens = list(prompt)
+    for _ in range(output_len):
+        tokens.append(next_token(tokens, VOCAB))
+        if tokens[-1] == end_id:
+            break
+    return tuple(tokens[len(prompt) :])
+
+
+def output_of(request: RunningRequest) -> tuple[int, ...]:
+    (row,) = request.future.result(timeout=0).rows
+    return row.output_ids[0]
+
+
+# A request: prompt length, tokens wanted, steps before it comes, and how it chooses.
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(1, 40), st.integers(1, 40), st.integers(0, 9), st.sampled_from(["", "k", "b"])
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(requests=REQUESTS, overlap=st.booleans(), seed=st.integers(0, 99))
+def test_every_answer_is_that_of_a_request_alone(
+    requests: list[tuple[int, int, int, str]], overlap: bool, seed: int
+) -> None:
+    draw = random.Random(seed)
+    world = World(overlap=overlap)
+    sent = []
+    for prompt_len, output_len, steps, kind in requests:
+        for _ in range(steps):
+            world.turn()
+        width = 2 if kind == "b" else 1
+        # All that beams can need must fit.
+        prompt_len, output_len = prompt_len // width + 1, output_len // width + 1
+        prompt = [draw.randrange(VOCAB) for _ in range(prompt_len)]
+        sent.append((world.add(prompt, output_len, beam_width=width, top_k=3 if kind else 1), kind))
+    world.run()
+    for running, kind in sent:
+        (row,) = running.request.rows
+        if not kind:
+            assert output_of(running) == answer(row.input_ids, row.output_len)
+            continue
+        alone = World(overlap=False)
+        options = row.options
+        again = alone.add(
+            row.input_ids, row.output_len, beam_width=options.beam_width, top_k=options.top_k
+        )
+        alone.run()
+        assert output_of(running) == output_of(again)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_thousand_requests_give_way_to_each_other_and_all_are_answered(overlap: bool) -> None:
+    draw = random.Random(5)
+    world = World(overlap=overlap)
+    sent = []
+    for _ in range(1000):
+        prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 30))]
+        sent.append(world.add(prompt, draw.randint(1, 30)))
+        world.turn()
+    world.run()
+    for running in sent:
+        (row,) = running.request.rows
+        assert output_of(running) == answer(row.input_ids, row.output_len)
+    assert bool(world.overlapped) == overlap
+
+
+def test_the_newest_row_gives_way_and_the_oldest_never_does() -> None:
+    world = World(blocks=12, overlap=False)
+    oldest, newest = (world.add(ids, 40, end_id=VOCAB) for ids in ([1, 2, 3], [4, 5, 6]))
+    gave_way = 0
+    while not oldest.future.done():
+        assert world.turn()
+        assert len(oldest.waiting) == 0
+        gave_way += len(newest.waiting)
+    assert gave_way
+    world.run()
+    assert output_of(newest) == answer([4, 5, 6], 40, VOCAB)
+
+
+def test_cancelled_rows_leave_nothing_behind_while_a_step_is_under_way() -> None:
+    world = World(overlap=True)
+    leaving, staying = world.add([1, 2, 3], 30), world.add([4, 5, 6], 30)
+    for _ in range(6):
+        world.turn()
+    assert world.under_way is not None
+    assert leaving.future.cancel()
+    late = world.add([7, 8, 9], 30)
+    world.run()
+    assert output_of(staying) == answer([4, 5, 6], 30)
+    assert output_of(late) == answer([7, 8, 9], 30)
+
+
+@pytest.fixture(scope="module")
+def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gpt(tmp_path_factory.mktemp("paging"))
+
+
+def request_of(
+    prompts: Sequence[Sequence[int]], output_len: int, **options: int
+) -> GenerationRequest:
+    rows = tuple(
+        RowRequest(tuple(ids), output_len, RowOptions(end_id=99, **options), context_ids=tuple(ids))
+        for ids in prompts
+    )
+    return GenerationRequest(rows, max(map(len, prompts)))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"beam_width": 3}], ids=str)
+def test_blocks_of_any_size_give_the_same_tokens(options: dict[str, int], ft_dir: Path) -> None:
+    prompts = [[(7 * number + 3 * t) % 50 for t in range(1 + 9 * number)] for number in range(5)]
+    request = request_of(prompts, 25, **options)
+    # 3 sequences of 80 tokens; all rows together need more.
+    token_bytes = 2 * 2 * 4 * 6 * 4
+    small = EngineOptions(kv_block_tokens=4, kv_cache_bytes=(3 * 20 + 1) * 4 * token_bytes)
+    with (
+        Engine(ft_dir, Placement(device="cpu")) as whole,
+        Engine(ft_dir, Placement(device="cpu"), options=small) as paged,
+    ):
+        assert paged.capacity.tokens == 240
+        expected, rows = whole.generate(request).rows, paged.generate(request).rows
+    assert [row.output_ids for row in rows] == [row.output_ids for row in expected]
+
+
+def test_a_rank_that_chooses_feeds_its_next_step(ft_dir: Path) -> None:
+    """The plan names no token that only the rank knows."""
+    from inference.model.step import Segment
+    from inference.model.token_feed import NEWEST
+    from inference.ranks.plan import StepPlan, received
+    from tests.rank_threads import on_ranks
+
+    prompt = [3, 11, 2]
+
+    def tokens(rank: object) -> list[int]:
+        from inference.ranks.decoder_rank import DecoderRank
+
+        assert isinstance(rank, DecoderRank)
+        found = []
+        for step in range(5):
+            ids = prompt if step == 0 else [NEWEST]
+            start = 0 if step == 0 else len(prompt) + step - 1
+            plan = StepPlan(
+                ids=ids,
+                segments=(Segment(1, start, len(ids)),),
+                output_rows=[len(ids) - 1],
+                choices=[(1, found[0] if step == 4 else -1)] if found or step == 0 else [],
+            )
+            result = rank.run(received(plan))
+            assert result is not None
+            assert result.chosen is not None
+            found.append(int(result.chosen.array()[0, 1]))
+        return found
+
+    with Engine(ft_dir, Placement(device="cpu")) as engine:
+        (row,) = engine.generate(request_of([prompt], 5)).rows
+    chosen = on_ranks(ft_dir, tokens)
+    assert tuple(chosen[:4]) == row.output_ids[0][:4]
+    assert chosen[4] != chosen[0]
+    assert torch.is_inference_mode_enabled() is False
