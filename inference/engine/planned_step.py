@@ -72,7 +72,7 @@ def lay_out(
     *,
     moves: Sequence[Move],
     entries: Sequence[TableEntry],
-    choices: Sequence[tuple[int, int]],
+    choices: Sequence[tuple[int, int]] | None,
     embedding_base: int,
 ) -> PlannedStep:
     """Return the step that does this work.
@@ -124,7 +124,7 @@ def lay_out(
     embeddings = torch.from_numpy(np.stack(sent)) if sent else None
     prompt_tokens = sum(len(each.ids) for each in prompts) + encoding.tokens
     # What the encoder has done, and logits that the host reads, count for the next step.
-    overlaps = bool(choices) and not encoding.layers and not plan.pool
+    overlaps = choices is not None and not encoding.layers and not plan.pool
     overlaps &= not any(each.row.wants_prompt_logits for each in prompts)
     return PlannedStep(plan, embeddings, tuple(work), prompt_tokens, encoding, overlaps)
 

@@ -175,14 +175,14 @@ class Scheduler:
             encoding,
             moves=moves,
             entries=self._blocks.take_entries(),
-            choices=self._choices(work) if self._ranks_choose else (),
+            choices=self._choices(work) if self._ranks_choose else None,
             embedding_base=self._embedding_base,
         )
         self._begin(step)
         return step
 
-    def _choices(self, work: Sequence[RowWork]) -> list[tuple[int, int]]:
-        """Return what the rank is to choose for each output; nothing where some row wants more."""
+    def _choices(self, work: Sequence[RowWork]) -> list[tuple[int, int]] | None:
+        """Return what the rank is to choose for each output; None where some row wants more."""
         choices: list[tuple[int, int]] = []
         for each in work:
             if not each.samples:
@@ -190,14 +190,14 @@ class Scheduler:
                 continue
             row = each.row
             if not row.takes_best:
-                return []
+                return None
             choices += [(-1, -1)] * (len(each.outputs) - 1)
             choices.append((each.lane, row.end_id if row.produced < row.min_length else -1))
         return choices
 
     def _begin(self, step: PlannedStep) -> None:
         """Note what is cached once a step has run, and the tokens that it chooses by itself."""
-        chooses = bool(step.plan.choices)
+        chooses = step.plan.choices is not None
         for work in step.work:
             row = work.row
             if work.is_prompt or work.lane == row.lanes[-1]:

@@ -45,11 +45,12 @@ class StepResult:
     hidden: torch.Tensor | None = None  # (N, E)
     attentions: torch.Tensor | None = None
     chosen: Chosen | None = None
+    done: torch.cuda.Event | None = None
 
     def wait(self) -> None:
-        """Return once what was chosen is on the host; the rest is waited for as it is read."""
-        if self.chosen is not None:
-            self.chosen.array()
+        """Return once all of it is computed."""
+        if self.done is not None:
+            self.done.synchronize()
 
 
 def rank_weights(
@@ -150,13 +151,21 @@ class RankBase(ABC):
         if plan.choices is not None:
             assert graph.chosen is not None, "several ranks choose nothing"
             chosen = to_host(graph.chosen[:count])
-        return StepResult(logits, chosen=chosen)
+        return StepResult(logits, chosen=chosen, done=self._done())
+
+    def _done(self) -> torch.cuda.Event | None:
+        """Return what says that all work so far is done."""
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
 
     def _choose(
         self, feed: TokenFeed, logits: torch.Tensor, plan: ReceivedPlan, vocab_size: int
     ) -> Chosen | None:
         """Choose the tokens that a plan asks for, from all of its logits."""
-        if plan.choices is None:
+        if plan.choices is None or not plan.choices.size:
             return None
         lanes, forbidden = on_device(plan.choices, self.device)
         lanes = torch.where(lanes < 0, feed.nobody, lanes)

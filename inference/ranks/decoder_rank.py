@@ -105,7 +105,7 @@ class DecoderRank(RankBase):
             if logits is None:
                 return None
             chosen = self._choose(self._feed, logits, plan, self.architecture.vocab_size)
-            return StepResult(logits, pooled, chosen=chosen)
+            return StepResult(logits, pooled, chosen=chosen, done=self._done())
 
     def close(self) -> None:
         """Part from the other ranks."""

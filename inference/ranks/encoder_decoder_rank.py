@@ -99,7 +99,7 @@ class EncoderDecoderRank(RankBase):
             if logits is None:
                 return None
             chosen = self._choose(self._feed, logits, plan, self.architecture.vocab_size)
-            return StepResult(logits, chosen=chosen)
+            return StepResult(logits, chosen=chosen, done=self._done())
 
     def close(self) -> None:
         """Part from the other ranks."""

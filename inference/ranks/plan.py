@@ -56,7 +56,7 @@ class StepPlan:
         moves: Cache copies, all of them before the pass.
         entries: Blocks that lanes get before the pass.
         choices: For every output row the lane whose newest token is to be its best one, negative
-            for none, and an id that it may not be, negative for none. Empty where whoever made the
+            for none, and an id that it may not be, negative for none. None where whoever made the
             plan chooses; only a rank that has the whole model can.
         has_virtual: Whether some ids lie beyond the vocabulary.
         embedding_rows: Rows of embeddings that follow the plan, for ids beyond loaded tables.
@@ -73,7 +73,7 @@ class StepPlan:
     output_rows: Sequence[int]
     moves: tuple[Move, ...] = ()
     entries: Sequence[TableEntry] = ()
-    choices: Sequence[tuple[int, int]] = ()
+    choices: Sequence[tuple[int, int]] | None = None
     has_virtual: bool = False
     embedding_rows: int = 0
     pool: bool = False
@@ -110,7 +110,7 @@ def received(plan: StepPlan) -> ReceivedPlan:
         output_rows=torch.tensor(plan.output_rows, dtype=torch.int64),
         moves=plan.moves,
         entries=tuple(plan.entries),
-        choices=np.array(plan.choices, np.int64).T if plan.choices else None,
+        choices=None if plan.choices is None else np.array(plan.choices, np.int64).reshape(-1, 2).T,
         has_virtual=plan.has_virtual,
         embedding_rows=plan.embedding_rows,
         pool=plan.pool,
@@ -128,7 +128,7 @@ def pack_command(command: Command) -> torch.Tensor:
 
 def pack(plan: StepPlan) -> torch.Tensor:
     """Return the plan as one int32 tensor."""
-    assert not plan.choices, "several ranks choose nothing"
+    assert plan.choices is None, "several ranks choose nothing"
     flags = int(plan.has_virtual) + 2 * int(plan.pool) + 4 * int(plan.attentions)
     values = [Command.STEP, 0, len(plan.segments), len(plan.moves), len(plan.output_rows)]
     values += [len(plan.ids), flags, plan.embedding_rows]

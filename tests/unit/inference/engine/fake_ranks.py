@@ -47,7 +47,7 @@ class FakeRanks:
             self._copy(move, tokens)
         logits = self._logits(plan)
         chosen = None
-        if plan.choices:
+        if plan.choices is not None:
             assert len(plan.choices) == len(logits)
             best = logits.max(1)
             chosen = Chosen(torch.stack((best.values.view(torch.int32), best.indices.int()), 1))
