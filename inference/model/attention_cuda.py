@@ -20,8 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inference.decoding.tensor_fields import Array
-from inference.model.kv_cache import KVCache, on_device
+from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.rotary import Angles
 from inference.model.step import AttentionRules
 from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier

@@ -18,10 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from inference.decoding.tensor_fields import Array
 from inference.model.attention_cuda import single_tokens
 from inference.model.decoder import Decoder
-from inference.model.kv_cache import KVCache, on_device
+from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import Step
 from inference.model.token_feed import TokenFeed
 from inference.parallel.layout import ParallelLayout

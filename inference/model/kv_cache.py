@@ -15,11 +15,12 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from inference.decoding.tensor_fields import Array
+Array = np.ndarray[Any, np.dtype[Any]]
 
 # In place of a source lane: nothing, to remove values that are not finite.
 WIPE = -1

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from inference.decoding.tensor_fields import Array
 from inference.model.attention_cuda import paged_attention
-from inference.model.kv_cache import KVCache, on_device
+from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import AttentionRules, Segment, Step
 from inference.model.token_feed import TokenFeed
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from inference.decoding.tensor_fields import Array
+from inference.model.kv_cache import Array
 
 # In place of a token id: the newest one that the lane's last step chose.
 NEWEST = -1

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from inference.decoding.tensor_fields import Array
-from inference.model.kv_cache import Move, TableEntry
+from inference.model.kv_cache import Array, Move, TableEntry
 from inference.model.step import Segment
 
 _HEADER = 12

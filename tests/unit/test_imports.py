@@ -237,7 +237,9 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("inference.engine.sessions", "inference.engine.running"): (
         "a session keeps the sequence that runs for it, and a sequence its session"
     ),
-    ("inference.model.step", "inference.model.decoding_cuda"): "a step on CUDA fills its buffers",
+    ("inference.model.step", "inference.model.attention_cuda"): (
+        "a step on CUDA names what attends, and that reads the rules of a step"
+    ),
     ("stages.job", "stages.step"): "a job runs steps, and a step names the job it belongs to",
 }
 # Modules of one folder, its __init__ left out.
