@@ -1,6 +1,6 @@
-"""Where this process stands among those that a launcher started, one for each rank.
+"""Rank and world size from launcher environment variables.
 
-Read from the variables of mpirun, torchrun, srun or another PMI launcher; nothing is imported.
+mpirun, torchrun, srun and other PMI launchers are recognised by the variables they set.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-# Names the row of the table below where the variables of several launchers are set.
+# Selects a row of the table below when the variables of several launchers are set.
 LAUNCHER_VARIABLE = "SLIPWAY_LAUNCHER"
-DEFAULT_PORT = 29500  # where torch's launchers meet, too
+DEFAULT_PORT = 29500  # torch's launchers use it too
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class LaunchEnvironment:
         world_size: Processes of the launch.
         local_rank: Number among the processes of this node.
         local_size: Processes of this node.
-        launcher: Whose variables told so; "none" for a process started by itself.
-        job: What tells this launch from others; may be empty.
-        head: Host of rank 0, where the launcher tells it.
+        launcher: Name of the launcher; "none" for a process started by itself.
+        job: Identifier of this launch; may be empty.
+        head: Host of rank 0, if the launcher's variables name it.
     """
 
     rank: int = 0
@@ -47,7 +47,7 @@ Environment = Mapping[str, str]
 
 @dataclass(frozen=True)
 class _Launcher:
-    """How one launcher tells; of several variables the first that is set counts."""
+    """The variables of one launcher; the first one that is set counts."""
 
     name: str
     rank: tuple[str, ...]
@@ -84,9 +84,9 @@ def _slurm_head(environment: Environment) -> str | None:
     return first_host(nodes) if nodes else None
 
 
-# In this order. mpirun inside an allocation passes the allocation's variables on, and torchrun
-# inside a step those of the step; what the inner launcher sets comes first. A plain RANK may be
-# left in a user's shell, so it comes after Slurm's, which count only within a step.
+# The order matters. Inside an allocation mpirun passes on the allocation's variables, and inside a
+# step torchrun passes on the step's, so inner launchers come first. A plain RANK may be left over
+# in a user's shell, so it comes after Slurm's variables, which count only within a step.
 _LAUNCHERS = (
     _Launcher(
         "mpirun",
@@ -138,7 +138,7 @@ def read_launch_environment(environment: Environment) -> LaunchEnvironment:
     """Return the place of the process with these variables; rank 0 of 1 without any.
 
     Raises:
-        ValueError: The variables contradict each other or are no numbers.
+        ValueError: The variables contradict each other or are not numbers.
     """
     named = environment.get(LAUNCHER_VARIABLE)
     names = [launcher.name for launcher in _LAUNCHERS]
@@ -158,8 +158,8 @@ def _place(launcher: _Launcher, environment: Environment) -> LaunchEnvironment:
     if rank is None or world_size is None:
         missing = " or ".join(launcher.rank if rank is None else launcher.world_size)
         raise ValueError(
-            f"this process looks started by {launcher.name}, but {missing} is not set; start it "
-            f"with mpirun or srun, or name another launcher in {LAUNCHER_VARIABLE}"
+            f"{launcher.name} seems to have started this process, but {missing} is not set; use "
+            f"mpirun or srun, or name another launcher in {LAUNCHER_VARIABLE}"
         )
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -172,7 +172,7 @@ def _place(launcher: _Launcher, environment: Environment) -> LaunchEnvironment:
         rank=rank,
         world_size=world_size,
         local_rank=rank if local_rank is None else local_rank,
-        # Without word of nodes there is one.
+        # A launcher that counts no local processes runs all of them on one node.
         local_size=local_size or world_size,
         launcher=launcher.name,
         job=".".join(environment[name] for name in launcher.job if name in environment),
@@ -193,23 +193,23 @@ def _number(environment: Environment, names: tuple[str, ...]) -> int | None:
 def rendezvous_address(
     place: LaunchEnvironment, environment: Environment, *, host: str | None, port: int | None
 ) -> tuple[str, int]:
-    """Return where the processes of a launch meet: as given, as the variables say, or loopback.
+    """Return host and port of the rendezvous: the given ones, else the variables', else loopback.
 
     Raises:
-        ValueError: They run on several nodes and nothing tells the host of rank 0, or the port is
-            no number.
+        ValueError: The processes run on several nodes and no variable names the host of rank 0, or
+            the port is not a number.
     """
     head = host or environment.get("MASTER_ADDR") or environment.get("NGC_MASTER_ADDR")
     if place.spans_nodes and head is None:
         head = place.head
         if head is None:
             raise ValueError(
-                f"{place.local_size} of {place.world_size} processes run on this node, and nothing "
-                "tells the others where rank 0 is; set MASTER_ADDR to its host on every node "
+                f"only {place.local_size} of {place.world_size} processes run on this node, and no "
+                "variable names the host of rank 0; set MASTER_ADDR to it on every node "
                 "(mpirun -x MASTER_ADDR=HOST), or give --master-addr HOST"
             )
     if port is None:
         port = _number(environment, ("MASTER_PORT",)) or DEFAULT_PORT
     if not 0 < port < 65536:
-        raise ValueError(f"the port to meet at is {port}; it must be between 1 and 65535")
+        raise ValueError(f"the rendezvous port is {port}; it must be between 1 and 65535")
     return head or "127.0.0.1", port

@@ -1,7 +1,7 @@
-"""A folder under a name that tritonserver's Python backend can use.
+"""Folder names that are safe for tritonserver's Python backend.
 
-The backend starts its interpreter with a shell command that quotes nothing, and the interpreter
-takes names for ASCII: with a blank in the repository's path a model would load for ever.
+The backend starts its interpreter with an unquoted shell command and assumes ASCII names: with a
+blank in the repository's path, a model would load for ever.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def is_plain(path: Path | str) -> bool:
 
 
 def native_path(text: str) -> Path:
-    """Return a path as this process spells it: where it knows ASCII alone, with escapes."""
+    """Return a path in this process's file-system encoding; an ASCII locale escapes other bytes."""
     return Path(os.fsdecode(text.encode()))
 
 
 class PlainFolder:
-    """Another name of a folder while it is needed: a link in a temporary folder.
+    """A safe alias of a folder: a link in a temporary folder.
 
-    A folder whose own name is plain keeps it, as does what is no folder of this machine.
+    A folder with a safe name keeps it, and so does an address outside this machine.
     """
 
     def __init__(self, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Free ports, and who holds a taken one."""
+"""Free ports, and the processes that hold taken ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def pick_free_ports(host: str, count: int) -> list[int]:
 def port_problem(host: str, port: int) -> str | None:
     """Return why a server cannot listen on `host`:`port`, with the holder if it can be seen."""
     with socket.socket(_family(host), socket.SOCK_STREAM) as probe:
-        # As servers do: a port whose old connections linger is free.
+        # Servers set this too: a port with lingering old connections is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -45,9 +45,9 @@ def port_problem(host: str, port: int) -> str | None:
 
 
 def ports_problems(host: str, ports: Mapping[str, int], *, keys: Mapping[str, str]) -> list[str]:
-    """Return a message for every wanted port that cannot be had: port, key, holder, remedy.
+    """Return a message for every port that is unavailable: key, port, holder, remedy.
 
-    Ports of 0 are not wanted in particular. `keys` gives the configuration key of each name.
+    Port 0 means any free port. `keys` gives the configuration key of each name.
     """
     wanted = {keys[name]: port for name, port in ports.items() if port}
     found = [

@@ -259,8 +259,10 @@ COMMANDS = {
 
 def read_modules() -> dict[str, Path]:
     roots = dict.fromkeys(name.partition(".")[0] for name in ARROWS)
-    paths = (path for root in roots for path in (ROOT / root).rglob("*.py"))
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    paths = (path.relative_to(ROOT) for root in roots for path in (ROOT / root).rglob("*.py"))
+    # A run from here leaves a repository with model files among its results.
+    own = (path for path in paths if "results" not in path.parts)
+    return {".".join(path.with_suffix("").parts): ROOT / path for path in own}
 
 
 MODULES = read_modules()
