@@ -17,7 +17,7 @@ from export_scripts.triton.model_config import parse_config
 
 KNOWN = (
     *("model-repository", "http-port", "grpc-port", "metrics-port", "exit-timeout-secs"),
-    *("allow-http", "allow-grpc", "allow-metrics"),
+    *("allow-http", "allow-grpc", "allow-metrics", "backend-config"),
 )
 
 
