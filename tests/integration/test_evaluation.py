@@ -150,12 +150,12 @@ def test_a_request_that_the_server_refuses_fails_the_evaluation(options, tmp_pat
         evaluate(replace(options, lambada=lambada), FACTS)
 
 
-def test_an_address_without_a_server_is_told(options) -> None:
+def test_an_address_without_a_server_is_reported(options) -> None:
     with pytest.raises(EvaluationError, match=r"no ready server answers grpc requests at 127"):
         evaluate(replace(options, url="127.0.0.1:9"), FACTS)
 
 
-def test_a_model_that_is_not_served_is_told_with_those_that_are(options) -> None:
+def test_a_model_that_is_not_served_is_reported_with_those_that_are(options) -> None:
     with pytest.raises(EvaluationError, match=r"no ready model text_model; it serves .*ensemble"):
         evaluate(replace(options, ensemble_name="text_model"), FACTS)
 

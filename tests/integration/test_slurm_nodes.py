@@ -100,7 +100,7 @@ def test_ping_without_the_mpi_of_the_cluster_says_what_is_missing(tmp_path: Path
         ping(prefix, sys.executable, ranks=2, mpi="pmix", folder=tmp_path)
 
 
-def test_unknown_mpi_and_partition_are_told_before_and_inside_the_job(tmp_path: Path) -> None:
+def test_unknown_mpi_and_partition_are_reported_before_and_inside_the_job(tmp_path: Path) -> None:
     stage = RanksStage(settings(tmp_path, "ranks", resources=TWO_NODES))
     words = ("cluster.mpi=pmi9", "cluster.partition=bach", "container=/nowhere.sqsh")
     told = "\n".join(SlurmLauncher(configure(*words)).check([stage]))

@@ -218,7 +218,7 @@ def test_two_processes_cannot_be_the_same_rank(start: Start) -> None:
     assert "two processes have come as rank 1" in until_problem(rendezvous)
 
 
-def test_a_listener_that_is_no_store_is_told(start: Start, key_file: Path) -> None:
+def test_a_listener_that_is_no_store_is_reported(start: Start, key_file: Path) -> None:
     with open_silent() as listener:
 
         def refuse() -> None:
@@ -244,7 +244,7 @@ def open_silent() -> socket.socket:
     return listener
 
 
-def test_a_taken_port_is_told_with_its_holder(key_file: Path) -> None:
+def test_a_taken_port_is_reported_with_its_holder(key_file: Path) -> None:
     with open_silent() as listener:
         port = listener.getsockname()[1]
         place = LaunchEnvironment(0, 2, 0, 2)
@@ -261,7 +261,7 @@ def test_a_taken_port_is_told_with_its_holder(key_file: Path) -> None:
         ("no-such-host.invalid", "is no host that can be found"),
     ],
 )
-def test_an_address_of_another_node_is_told(key_file: Path, host: str, message: str) -> None:
+def test_an_address_of_another_node_is_reported(key_file: Path, host: str, message: str) -> None:
     with pytest.raises(RendezvousError, match=message):
         Rendezvous(LaunchEnvironment(0, 2, 0, 2), host, 0, key_file=key_file, timeout_s=5)
 

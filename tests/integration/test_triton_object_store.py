@@ -83,7 +83,7 @@ def test_other_contents_are_kept_unless_overwriting(
     assert summary.sent == 2  # the changed script, and the configuration after it
 
 
-def test_missing_bucket_and_unreachable_store_are_told(
+def test_missing_bucket_and_unreachable_store_are_reported(
     location: StoreLocation, tmp_path: Path
 ) -> None:
     repository = add_model(tmp_path / "repo", "double", DOUBLE)

@@ -289,7 +289,7 @@ def test_report_is_written_as_json(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--set", "head_num"], "--set head_num is not KEY=VALUE"),
     ],
 )
-def test_bad_input_is_told_and_ends_with_2(
+def test_bad_input_is_reported_and_ends_with_2(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, ft_dir = write_pair("gpt2", tmp_path)

@@ -363,7 +363,7 @@ def test_login_node_loads_nothing_heavy(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["main.py", "launcher_scripts/main.py"])
-def test_python_without_the_packages_is_told_in_one_line(script: str) -> None:
+def test_python_without_the_packages_is_reported_in_one_line(script: str) -> None:
     done = subprocess.run(
         [sys.executable, "-E", "-S", script, "--help"],  # -S: no installed packages
         cwd=ROOT, capture_output=True, text=True, timeout=60,

@@ -42,7 +42,7 @@ def test_flags_reach_the_configuration(model_dir: Path, capsys: pytest.CaptureFi
     assert config.parameters["device"].string_value == "cpu"
 
 
-def test_problems_are_told_in_the_words_of_the_command(
+def test_problems_are_reported_in_the_words_of_the_command(
     model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([str(model_dir), "--data-type", "fp8", "--tensor-model-parallel-size", "0"]) == 1

@@ -117,6 +117,6 @@ def test_light_commands_do_not_load_torch(name: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
-def test_a_bad_pair_is_told(tmp_path: Path) -> None:
+def test_a_bad_pair_is_reported(tmp_path: Path) -> None:
     result = convert(write_nemo(tmp_path / "x.nemo"), tmp_path / "out", "--set", "head_num")
     assert (result.returncode, result.stderr) == (1, "error: --set head_num is not KEY=VALUE\n")

@@ -104,7 +104,7 @@ def test_launcher_can_be_named() -> None:
         (MPIRUN | {"OMPI_COMM_WORLD_SIZE": "many"}, "OMPI_COMM_WORLD_SIZE='many' is not a number"),
     ],
 )
-def test_contradictions_are_told(variables: dict[str, str], message: str) -> None:
+def test_contradictions_are_reported(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_launch_environment(variables)
 

@@ -189,7 +189,7 @@ def test_archive_that_cannot_be_used_is_named_with_its_key(
     assert not (tmp_path / "r").exists()
 
 
-def test_taken_port_is_told_before_anything_is_converted(
+def test_taken_port_is_reported_before_anything_is_converted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

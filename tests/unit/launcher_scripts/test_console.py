@@ -42,7 +42,7 @@ def test_colours_can_be_left_out(
     assert "\x1b" not in table_on(Terminal())
 
 
-def test_problems_are_told_once_each_in_lines_of_the_terminal() -> None:
+def test_problems_are_reported_once_each_in_lines_of_the_terminal() -> None:
     stream = Terminal()
     Console(stream).refuse(PROBLEMS)
     assert stream.getvalue().splitlines() == [
@@ -73,7 +73,7 @@ def test_live_line_is_cut_to_the_terminal_and_erased_before_the_next() -> None:
     assert last == "done\n"
 
 
-def test_without_a_terminal_a_phase_is_told_once() -> None:
+def test_without_a_terminal_a_phase_is_reported_once() -> None:
     stream = io.StringIO()
     console = Console(stream)
     for seconds in (1, 2):

@@ -145,7 +145,7 @@ def test_damaged_shards_are_not_taken_for_finished(tmp_path: Path) -> None:
     assert "overwrite=true" in problem
 
 
-def test_each_setting_that_differs_from_converted_shards_is_told_once(finished: Path) -> None:
+def test_each_setting_that_differs_from_converted_shards_is_reported_once(finished: Path) -> None:
     shards = f"{finished}/gpt_books_5m/export_tp2_pp1_fp16_fp32/model_repo/fastertransformer"
     (problem,) = plan(
         finished,
@@ -210,7 +210,7 @@ def test_bounds_are_checked_by_name_and_type(tmp_path: Path) -> None:
     assert any("there is no such bound (did you mean min?)" in text for text in made.problems)
 
 
-def test_all_bounds_that_are_wrong_are_told_at_once(tmp_path: Path) -> None:
+def test_all_bounds_that_are_wrong_are_reported_at_once(tmp_path: Path) -> None:
     made = plan(
         tmp_path,
         "++evaluate.gate={lambada_last_word: {max: x, mragin: 1}, lambada_perplexity: 7, "

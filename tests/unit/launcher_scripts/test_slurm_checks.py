@@ -51,7 +51,7 @@ def test_a_job_that_fits_has_no_problems(tmp_path: Path) -> None:
     assert launcher("cluster.partition=debug").check([stage(tmp_path)]) == []
 
 
-def test_every_problem_of_the_cluster_is_told_at_once(
+def test_every_problem_of_the_cluster_is_reported_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [
@@ -157,7 +157,7 @@ def test_probe_tells_what_the_nodes_do_not_see(tmp_path: Path, slurm: Path) -> N
     assert not list(tmp_path.glob(".probe-*"))
 
 
-def test_refusal_of_sbatch_is_told_once(
+def test_refusal_of_sbatch_is_reported_once(
     tmp_path: Path, slurm: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     programs(slurm, sbatch="echo 'sbatch: error: no such account' >&2; exit 1")

@@ -117,7 +117,7 @@ def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path: Path) -> N
     ("engine", "nodes", "is_told"),
     [("pytorch", 2, False), ("fastertransformer", 1, False), ("fastertransformer", 2, True)],
 )
-def test_restarts_that_cannot_be_are_told_beforehand(
+def test_restarts_that_cannot_be_are_reported_beforehand(
     tmp_path: Path, engine: str, nodes: int, is_told: bool
 ) -> None:
     config = DeployConfig(tmp_path, "m", engine=engine, nodes=nodes, max_restarts=3)

@@ -444,7 +444,7 @@ def test_chunks_that_do_not_fit_together_are_refused(state: Tensors, tmp_path: P
     assert f"{norm}: a chunk of [24] at [5] reaches beyond [24]" in text
 
 
-def test_missing_unknown_and_misshaped_tensors_are_told_together(
+def test_missing_unknown_and_misshaped_tensors_are_reported_together(
     state: Tensors, tmp_path: Path
 ) -> None:
     del state["decoder.layers.1.mlp.linear_fc2.weight"]

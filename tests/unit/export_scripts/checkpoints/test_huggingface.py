@@ -88,7 +88,7 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         values(folder(tmp_path / "m", files))
 
 
-def test_a_folder_without_weights_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="but no weights; expected one of"):
         values(folder(tmp_path / "m", {}))
 
@@ -121,7 +121,7 @@ def test_weights_in_another_form_are_named_with_the_remedy(
         open_checkpoint(path)
 
 
-def test_a_git_lfs_pointer_is_told(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_reported(tmp_path: Path) -> None:
     path = folder(tmp_path / "m", {}) / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 5\n")
     with pytest.raises(CheckpointMismatchError, match=r"Git LFS pointer .* git lfs pull"):
@@ -129,7 +129,7 @@ def test_a_git_lfs_pointer_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("place", "words"), [(-1, "the file at"), (-20, "the file at")])
-def test_bytes_that_no_tensor_claims_are_told(tmp_path: Path, place: int, words: str) -> None:
+def test_bytes_that_no_tensor_claims_are_reported(tmp_path: Path, place: int, words: str) -> None:
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:place] + bytes(2) + data[place:])
@@ -138,7 +138,7 @@ def test_bytes_that_no_tensor_claims_are_told(tmp_path: Path, place: int, words:
 
 
 @pytest.mark.parametrize("offsets", [(4, 8), (0, 4)])
-def test_a_gap_or_an_overlap_between_tensors_is_told(
+def test_a_gap_or_an_overlap_between_tensors_is_reported(
     tmp_path: Path, offsets: tuple[int, int]
 ) -> None:
     entries = {"a": (0, 4), "b": offsets, "c": (12, 16)}
@@ -164,7 +164,7 @@ def test_a_configuration_nested_without_end_is_refused(tmp_path: Path) -> None:
      struct.pack("<Q", 2) + b"[]",
      struct.pack("<Q", 58) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,1e400]}}'],
 )  # fmt: skip
-def test_a_damaged_safetensors_header_is_told(tmp_path: Path, data: bytes) -> None:
+def test_a_damaged_safetensors_header_is_reported(tmp_path: Path, data: bytes) -> None:
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
     path.write_bytes(data)
     with pytest.raises(CheckpointMismatchError, match=r"model\.safetensors is truncated"):

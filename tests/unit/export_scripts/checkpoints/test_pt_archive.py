@@ -232,7 +232,7 @@ def test_a_tensor_that_reaches_beyond_its_storage_is_refused(tmp_path: Path) -> 
         read_torch_file(path)
 
 
-def test_a_storage_shorter_than_stated_is_told(tmp_path: Path) -> None:
+def test_a_storage_shorter_than_stated_is_reported(tmp_path: Path) -> None:
     source = zipfile.ZipFile(save(tmp_path / "x.pt", torch.ones(100)))
     with zipfile.ZipFile(tmp_path / "y.pt", "w") as target:
         for info in source.infolist():
@@ -244,7 +244,7 @@ def test_a_storage_shorter_than_stated_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("kept", [0.2, 0.6, 0.95])
-def test_a_truncated_file_is_told(tmp_path: Path, legacy: bool, kept: float) -> None:
+def test_a_truncated_file_is_reported(tmp_path: Path, legacy: bool, kept: float) -> None:
     path = save(tmp_path / "x.pt", {"w": torch.ones(5000)}, legacy=legacy)
     data = path.read_bytes()
     path.write_bytes(data[: int(len(data) * kept)])
@@ -269,7 +269,7 @@ def test_tensors_of_few_bits_are_refused_by_their_type(tmp_path: Path) -> None:
         read_torch_file(path)
 
 
-def test_a_git_lfs_pointer_is_told(tmp_path: Path) -> None:
+def test_a_git_lfs_pointer_is_reported(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_text("version https://git-lfs.github.com/spec/v1\n")
     with pytest.raises(CheckpointMismatchError, match="Git LFS pointer"):
         read_torch_file(Region(tmp_path / "x.pt"))

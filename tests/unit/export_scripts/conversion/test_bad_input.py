@@ -24,7 +24,7 @@ from tests.tiny import gpt_tensors, nemo_config, nemo_members, write_megatron, w
         ({"num_attention_heads": [6]}, "num_attention_heads = [6] is not a positive whole number"),
     ],
 )
-def test_sizes_that_are_no_sizes_are_told(
+def test_sizes_that_are_no_sizes_are_reported(
     tmp_path: Path, config: dict[str, Any], told: str
 ) -> None:
     source = write_nemo(tmp_path / "x.nemo", config=config)
@@ -62,7 +62,7 @@ def test_absurdly_many_training_ranks_are_refused(tmp_path: Path, key: str) -> N
         ({"project_size": [3]}, "project_size = [3] is not a positive whole number"),
     ],
 )
-def test_sizes_in_megatron_arguments_that_are_no_sizes_are_told(
+def test_sizes_in_megatron_arguments_that_are_no_sizes_are_reported(
     tmp_path: Path, args: dict[str, Any], told: str
 ) -> None:
     source = write_megatron(tmp_path / "m", gpt_tensors(), pp=2, args=args)
@@ -168,7 +168,7 @@ def test_the_newest_of_several_last_checkpoints_is_taken(
     assert "of step 10, the newest of several" in done.remarks[0]
 
 
-def test_averaged_weights_that_are_left_are_told(tmp_path: Path) -> None:
+def test_averaged_weights_that_are_left_are_reported(tmp_path: Path) -> None:
     source = tmp_path / "checkpoints"
     source.mkdir()
     content = {"state_dict": gpt_tensors(), "hyper_parameters": {"cfg": nemo_config()}}

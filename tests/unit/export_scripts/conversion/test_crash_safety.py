@@ -245,7 +245,7 @@ def test_a_run_of_another_size_is_not_held_up(source: Path, tmp_path: Path) -> N
         assert convert(request(source, tmp_path)).ft_dir.is_dir()
 
 
-def test_too_small_a_disk_is_told_before_writing(
+def test_too_small_a_disk_is_reported_before_writing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
@@ -254,7 +254,7 @@ def test_too_small_a_disk_is_told_before_writing(
         convert(request(source, tmp_path))
 
 
-def test_a_disk_that_fills_up_is_told_and_what_is_finished_kept(tmp_path: Path) -> None:
+def test_a_disk_that_fills_up_is_reported_and_what_is_finished_kept(tmp_path: Path) -> None:
     paths = WorkPaths.of(tmp_path, 1)
 
     def full() -> Any:

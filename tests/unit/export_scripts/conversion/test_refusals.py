@@ -142,7 +142,7 @@ def test_every_missing_misshaped_and_unknown_tensor_is_listed(tmp_path: Path) ->
     assert "encoder.layers.0.mlp.dense_h_to_4h_2.weight [[66, 30]] is not a tensor of" in text
 
 
-def test_names_behind_a_prefix_are_told_to_come_from_a_wrapper(
+def test_names_behind_a_prefix_are_reported_to_come_from_a_wrapper(
     shared: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "hf"
@@ -222,7 +222,7 @@ def test_links_and_devices_in_archives_are_refused(tmp_path: Path, kind: bytes) 
     assert "refused: member 'odd' is" in refusal(path, tmp_path)
 
 
-def test_a_truncated_archive_is_told(tmp_path: Path) -> None:
+def test_a_truncated_archive_is_reported(tmp_path: Path) -> None:
     path = write_nemo(tmp_path / "x.nemo", tp=2)
     path.write_bytes(path.read_bytes()[:-20000])
     text = refusal(path, tmp_path)
@@ -230,7 +230,7 @@ def test_a_truncated_archive_is_told(tmp_path: Path) -> None:
     assert "truncated" in text or "missing" in text or "not a readable tar" in text
 
 
-def test_a_truncated_gzip_archive_is_told(tmp_path: Path) -> None:
+def test_a_truncated_gzip_archive_is_reported(tmp_path: Path) -> None:
     path = write_nemo(tmp_path / "x.nemo", gzip=True)
     path.write_bytes(path.read_bytes()[:-5000])
     assert "truncated" in refusal(path, tmp_path)
@@ -286,21 +286,21 @@ def test_pipeline_stages_that_do_not_divide_the_layers_are_refused(tmp_path: Pat
     assert "use 1, 2 or 4" in text
 
 
-def test_a_path_of_no_known_format_is_told(tmp_path: Path) -> None:
+def test_a_path_of_no_known_format_is_reported(tmp_path: Path) -> None:
     (tmp_path / "x.bin").write_bytes(b"hello")
     text = refusal(tmp_path / "x.bin", tmp_path)
     assert "is not a checkpoint of a known format" in text
     assert ".nemo archive" in text
 
 
-def test_an_unknown_hugging_face_architecture_is_told(tmp_path: Path) -> None:
+def test_an_unknown_hugging_face_architecture_is_reported(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     safetensors.torch.save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
     text = refusal(tmp_path, tmp_path)
     assert "of an unknown architecture (model type mamba" in text
 
 
-def test_an_unknown_stated_key_is_told(tmp_path: Path) -> None:
+def test_an_unknown_stated_key_is_reported(tmp_path: Path) -> None:
     source = write_nemo(tmp_path / "a.nemo")
     text = refusal(source, tmp_path, given=(("hed_num", "4"),))
     assert "--set hed_num=4: not a key of this model's config.ini" in text

@@ -131,7 +131,7 @@ def test_settings_of_layer_files_are_read_in_either_spelling(release: Path, tmp_
     assert reader.has("model.layers.0.attention.dense.bias")
 
 
-def test_an_assumed_residual_is_told(release: Path, tmp_path: Path) -> None:
+def test_an_assumed_residual_is_reported(release: Path, tmp_path: Path) -> None:
     summary = convert(ConversionRequest(release, tmp_path / "out", 1, "fp32"))
     assert any("gpt-j-residual" in remark for remark in summary.remarks)
 

@@ -188,7 +188,7 @@ def test_fp16_is_warned_about_where_it_is_known_to_overflow(
     assert any("trained in bf16" in remark for remark in summary.remarks) is warned
 
 
-def test_further_end_tokens_are_told(tmp_path: Path) -> None:
+def test_further_end_tokens_are_reported(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "s", eos_token_id=[2, 7, 9])
     summary = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert any("end_id is 2" in remark and "7, 9" in remark for remark in summary.remarks)

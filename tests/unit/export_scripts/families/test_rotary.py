@@ -55,6 +55,6 @@ def test_the_fraction_of_the_family_holds_where_none_is_named() -> None:
     assert read({}, fraction=0.25).fraction == 0.25
 
 
-def test_unknown_scaling_is_told_with_the_known_ones() -> None:
+def test_unknown_scaling_is_reported_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'longrope' cannot be represented; known: default, lin"):
         read({"rope_scaling": {"type": "longrope", "factor": 2.0}})

@@ -64,7 +64,7 @@ def test_an_existing_file_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == expected
 
 
-def test_a_full_disk_is_told_with_what_was_needed(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_what_was_needed(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match=r"the disk is full: writing a under .* needs 12 bytes"),
         disk_full_as_value_error(tmp_path, "writing a", 12),

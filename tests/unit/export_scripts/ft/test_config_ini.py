@@ -44,7 +44,7 @@ def test_lines_are_cut_where_the_loader_cuts_them() -> None:
     assert parse_ini("[a]\n" + line)["a"] == {"k": "x" * 195, "y": "1"}
 
 
-def test_a_line_that_is_no_pair_is_told() -> None:
+def test_a_line_that_is_no_pair_is_reported() -> None:
     with pytest.raises(ValueError, match="line 2 is not 'key = value': 'nonsense'"):
         parse_ini("[a]\nnonsense")
 
@@ -87,7 +87,7 @@ def test_all_missing_and_unreadable_keys_are_listed(tmp_path: Path) -> None:
     assert "has_adapters: 'perhaps' is not a boolean" in text
 
 
-def test_sections_of_no_family_are_told(tmp_path: Path) -> None:
+def test_sections_of_no_family_are_reported(tmp_path: Path) -> None:
     (tmp_path / "config.ini").write_text("[x]\na=b\n")
     with pytest.raises(
         CheckpointMismatchError, match=r"has sections \['x'\]; expected one of .*\[gpt\]"
@@ -103,7 +103,7 @@ def test_the_folder_s_name_gives_a_size_that_the_file_leaves_out(tmp_path: Path)
     assert read_config(folder)[1].tensor_para_size == 4
 
 
-def test_a_folder_named_for_another_size_is_told(tmp_path: Path) -> None:
+def test_a_folder_named_for_another_size_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "4-gpu"
     folder.mkdir()
     write_config(folder, CONFIG)
@@ -111,6 +111,6 @@ def test_a_folder_named_for_another_size_is_told(tmp_path: Path) -> None:
         read_config(folder)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"is .* a converted folder"):
         read_config(tmp_path)

@@ -39,7 +39,7 @@ def test_every_difference_is_listed(folder: Path) -> None:
     assert "model.final_layernorm.bias.bin is not a regular file" in text
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_reported(tmp_path: Path) -> None:
     assert "is not a folder" in validate_directory(tmp_path / "none")[0]
 
 
@@ -59,7 +59,7 @@ def test_a_folder_without_a_manifest_is_judged_by_its_config(folder: Path, tmp_p
     assert validate_directory(moved) == []
 
 
-def test_a_damaged_manifest_is_told(folder: Path) -> None:
+def test_a_damaged_manifest_is_reported(folder: Path) -> None:
     (folder.parent / "2-gpu.manifest.json").write_text("{")
     assert "not a readable manifest" in validate_directory(folder)[0]
 
@@ -85,7 +85,7 @@ def test_a_reader_names_what_it_lacks(folder: Path) -> None:
         reader.read("model.wte", 2)
 
 
-def test_each_damaged_file_is_told_once(folder: Path) -> None:
+def test_each_damaged_file_is_reported_once(folder: Path) -> None:
     (folder / QKV).unlink()
     (folder / "model.wpe.bin").write_bytes(b"short")
     problems = validate_directory(folder)

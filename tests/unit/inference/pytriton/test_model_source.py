@@ -95,7 +95,7 @@ def test_the_only_archive_is_taken_and_one_of_several_must_be_chosen() -> None:
         wanted_files(["README.md"], name)
 
 
-def test_a_named_file_that_is_not_there_is_told_with_those_that_are() -> None:
+def test_a_named_file_that_is_not_there_is_reported_with_those_that_are() -> None:
     with pytest.raises(ValueError, match="has no file b; it has a, c"):
         wanted_files(["c", "a"], ModelName("m:b", repository="m", file="b"))
 
@@ -130,7 +130,7 @@ def test_converted_folder_is_used_as_it_is(source: Path, tmp_path: Path) -> None
     assert "holds fp16 weights, not --weight-data-type=fp32" in str(caught.value)
 
 
-def test_sizes_that_do_not_divide_are_told_in_the_words_of_the_command(
+def test_sizes_that_do_not_divide_are_reported_in_the_words_of_the_command(
     source: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match="--tp=3"):
@@ -195,7 +195,7 @@ def test_without_a_network_the_message_says_how_to_do_without(
     assert "give the path of a checkpoint instead" in done.stdout
 
 
-def test_a_repository_that_does_not_exist_is_told(tmp_path: Path) -> None:
+def test_a_repository_that_does_not_exist_is_reported(tmp_path: Path) -> None:
     with standing_in_for_the_hub({}) as (endpoint, _):
         done = run_download("nobody/nothing", tmp_path, endpoint=endpoint)
     assert "refused: --hf-model-name=nobody/nothing" in done.stdout, done.stderr

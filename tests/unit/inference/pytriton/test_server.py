@@ -22,7 +22,7 @@ def started_by_mpirun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize(("rank", "status"), [(0, 2), (1, 0), (2, 0)])
-def test_wrong_number_of_processes_is_told_once(
+def test_wrong_number_of_processes_is_reported_once(
     started_by_mpirun: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     rank: int,

@@ -148,7 +148,7 @@ def test_answer_of_any_kind_is_enough(server: tuple[str, list[Answer]]) -> None:
     assert paths == ["/v2/models/m/infer"]
 
 
-def test_refusal_is_told_in_the_words_of_the_server(server: tuple[str, list[Answer]]) -> None:
+def test_refusal_is_reported_in_the_words_of_the_server(server: tuple[str, list[Answer]]) -> None:
     address, answers = server
     answers.append(answering(lambda *_: (500, {"error": "out of memory"})))
     with pytest.raises(ProbeError, match=r"^model m did not answer .*: out of memory$"):
@@ -196,6 +196,6 @@ def _interrupt() -> None:
     raise InterruptedError
 
 
-def test_server_that_is_gone_is_told() -> None:
+def test_server_that_is_gone_is_reported() -> None:
     with pytest.raises(ProbeError, match=r"model m did not answer .*Connection refused"):
         ask("127.0.0.1:9")

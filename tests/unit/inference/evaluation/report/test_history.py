@@ -150,7 +150,7 @@ def test_runs_without_a_common_metric_are_refused(report):
         compare_runs(report, replace(report, tasks=()))
 
 
-def test_the_comparison_is_told_and_drawn(report, predictions):
+def test_the_comparison_is_reported_and_drawn(report, predictions):
     point = LatencyPoint(1, 32, 8, 1, 4, 32, report.tasks[0].requests.latency, 100.0, 9.0)
     slower = replace(point, tokens_per_s=80.0)
     found = compare_runs(

@@ -75,7 +75,7 @@ def test_mlflow_has_parameters_metrics_and_the_report(written, tmp_path, monkeyp
     assert {"report.html", "report.json", "junit.xml", "predictions.jsonl"} <= files
 
 
-def test_a_tracker_that_fails_is_told_and_the_report_stands(written, tmp_path, caplog):
+def test_a_tracker_that_fails_is_reported_and_the_report_stands(written, tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("a file where a folder belongs")
     track("tensorboard", written, tmp_path / "out", folder=tmp_path)
     assert "tensorboard did not take the report sample_2024" in caplog.text

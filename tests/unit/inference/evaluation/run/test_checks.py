@@ -126,7 +126,7 @@ def test_options_of_tasks_that_are_not_asked_for_are_not_checked(tmp_path):
         ),
     ],
 )
-def test_problems_of_text_tasks_are_told(task, changes, told):
+def test_problems_of_text_tasks_are_reported(task, changes, told):
     options = TextTaskOptions(data_path=Path(__file__), **changes)
     (found,) = problems(tasks=(task,), **{task: options})
     assert found.startswith(told)
@@ -170,7 +170,7 @@ def test_latency_that_is_off_is_not_checked():
     assert problems(latency=LatencyOptions(enabled=False, shapes=("60",))) == []
 
 
-def test_a_bound_on_a_metric_that_is_not_measured_is_told():
+def test_a_bound_on_a_metric_that_is_not_measured_is_reported():
     (told,) = problems(
         lambada=LambadaOptions(metrics=("lambada_last_word",)),
         gate={"lambada_last_token": Bound(min=0.1)},
@@ -186,7 +186,7 @@ def test_trackers_are_checked_by_name_and_presence():
     assert found == ([] if find_spec("mlflow") else [missing])
 
 
-def test_a_load_generator_that_needs_more_requests_is_told():
+def test_a_load_generator_that_needs_more_requests_is_reported():
     few = LatencyOptions(requests=3, warmup=1, concurrencies=(2, 8), load_generator="perf_analyzer")
     (told,) = problems(latency=few)
     assert "fewer than the 8 requests in flight" in told
@@ -211,7 +211,7 @@ def test_a_missing_baseline_says_how_to_record_one(tmp_path):
     assert "record a baseline first with evaluate.baseline=update" in told
 
 
-def test_a_relative_bound_without_a_baseline_is_told():
+def test_a_relative_bound_without_a_baseline_is_reported():
     (told,) = problems(gate={"lambada_last_word": Bound(margin=0.01)})
     assert told.startswith("evaluate.gate.lambada_last_word is relative to a baseline, but")
 

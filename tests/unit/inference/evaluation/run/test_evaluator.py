@@ -105,7 +105,7 @@ def test_failed_requests_leave_only_junit(options, fake_model, model, tmp_path):
     assert files(tmp_path / "out") == ["junit.xml"]
 
 
-def test_unusable_data_is_told_in_junit(options, model, passages, tmp_path):
+def test_unusable_data_is_reported_in_junit(options, model, passages, tmp_path):
     passages.write_text("{}\n")
     with pytest.raises(ValueError, match="is not a data set of this form"):
         evaluate(options(), FACTS, model=model)

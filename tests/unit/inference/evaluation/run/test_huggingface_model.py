@@ -85,7 +85,7 @@ def test_virtual_tokens_are_refused(model):
         model.complete_ids([1], output_len=1, tensors={"prompt_learning_task_name_ids": 0})
 
 
-def test_a_folder_that_is_no_checkpoint_is_told(tmp_path):
+def test_a_folder_that_is_no_checkpoint_is_reported(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(EvaluationError, match="transformers cannot load") as caught:
         load_reference_model(tmp_path)

@@ -134,7 +134,7 @@ def test_an_empty_export_is_made_again(analyzer, tmp_path):
     assert (tmp_path / "runs").read_text().strip() == "3"
 
 
-def test_an_export_that_stays_short_is_told_with_the_last_lines(analyzer, tmp_path):
+def test_an_export_that_stays_short_is_reported_with_the_last_lines(analyzer, tmp_path):
     short = export(request(0, 5, lengths=[7, 7]))
     with pytest.raises(RequestFailedError, match=r"gave 1 of 3 requests .*\nmeasured well"):
         analyzer(exporting(tmp_path, short)).send(LOAD)
@@ -147,12 +147,12 @@ def test_a_run_without_end_is_stopped_and_made_again(analyzer, tmp_path):
     assert found.durations_s == pytest.approx([0.005, 0.005])
 
 
-def test_runs_that_never_end_are_told(analyzer):
+def test_runs_that_never_end_are_reported(analyzer):
     with pytest.raises(RequestFailedError, match=r"gave 0 of 3 .* did not end within 0 s"):
         analyzer("exec sleep 60", patience_s=0.1).send(LOAD)
 
 
-def test_a_program_that_does_not_start_is_told(analyzer):
+def test_a_program_that_does_not_start_is_reported(analyzer):
     with pytest.raises(EvaluationError, match=r"missing libb64; set evaluate\.latency"):
         analyzer("echo missing libb64 >&2; exit 127").check()
 

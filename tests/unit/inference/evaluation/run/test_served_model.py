@@ -213,7 +213,7 @@ def test_the_kind_of_a_prompt_is_not_told_to_an_encoder_decoder(t5_client):
     assert "request_prompt_type" not in inputs
 
 
-def test_a_tensor_that_the_model_does_not_take_is_told():
+def test_a_tensor_that_the_model_does_not_take_is_reported():
     with pytest.raises(RequestFailedError, match="takes no input ia3_tasks"):
         ServedModel(FakeClient(), Letters()).complete_ids(
             [7], output_len=1, tensors={"ia3_tasks": 0}

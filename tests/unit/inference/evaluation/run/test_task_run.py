@@ -54,7 +54,7 @@ def test_a_failed_sample_fails_the_run_and_is_named(passages, model):
     assert "sample 2: refused 'She opened the garden'" in str(caught.value)
 
 
-def test_the_same_reason_is_told_once(passages, model):
+def test_the_same_reason_is_reported_once(passages, model):
     model.refuses.update({"She opened the garden", "He had lost his"})
     model.reason = "the server is gone"
     with pytest.raises(EvaluationError, match="samples 2, 3: the server is gone"):

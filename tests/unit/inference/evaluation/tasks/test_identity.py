@@ -163,7 +163,9 @@ def test_bound_of_the_user_takes_the_place_of_the_tolerance(options: EvaluationO
     assert "inference.parity" in str(report.gate.breaches[0])
 
 
-def test_options_that_cannot_be_used_are_told(options: EvaluationOptions, tmp_path: Path) -> None:
+def test_options_that_cannot_be_used_are_reported(
+    options: EvaluationOptions, tmp_path: Path
+) -> None:
     wrong = replace(
         options,
         source_path=tmp_path / "model.nemo",

@@ -202,7 +202,7 @@ def test_summaries_are_scored_by_rouge(tmp_path, fake_model):
         ("summarization", {"article": "a"}, "no text in field highlights"),
     ],
 )
-def test_rows_that_do_not_fit_are_told(tmp_path, name, row, told):
+def test_rows_that_do_not_fit_are_reported(tmp_path, name, row, told):
     task = TextTask(TEXT_TASKS[name], TextTaskOptions(data_path=lines(tmp_path / "data", row)))
     with pytest.raises(ValueError, match=told):
         task.prepare()
