@@ -49,9 +49,11 @@ class FakeRanks:
         chosen = None
         if plan.choices is not None:
             assert len(plan.choices) == len(logits)
-            best = logits.max(1)
-            chosen = Chosen(torch.stack((best.values.view(torch.int32), best.indices.int()), 1))
-            for (lane, forbidden), token in zip(plan.choices, best.indices.tolist(), strict=True):
+            scores = logits.numpy()
+            best = scores.argmax(1).astype(np.int32)
+            pairs = np.stack((scores.max(1).view(np.int32), best), axis=1)
+            chosen = Chosen(torch.from_numpy(pairs))
+            for (lane, forbidden), token in zip(plan.choices, best.tolist(), strict=True):
                 assert forbidden < 0
                 if lane >= 0:
                     self._newest[lane] = token
