@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from export_scripts.triton.repository import RepositoryRequest, build_repository
+from inference.server.local_http import local_opener
 from inference.server.server import TritonServer
 from tests.ft_folders import unpack_case
 from tests.integration.triton_process import DOUBLE, add_model, new_server
@@ -48,10 +49,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
 
 
 def _load(server: TritonServer, name: str) -> str:
-    """Ask the server to load a model and return its complaint."""
-    url = f"http://{server.http_url}/v2/repository/models/{name}/load"
+    """Ask the server as its owner to load a model and return its complaint."""
+    url = f"http://{server.control_address}/v2/repository/models/{name}/load"
     with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(urllib.request.Request(url, data=b"{}"), timeout=30)
+        local_opener().open(urllib.request.Request(url, data=b"{}"), timeout=30)
     reason: str = json.loads(caught.value.read())["error"]
     return reason
 
