@@ -163,7 +163,7 @@ def _unknown_cluster(key: str, value: str) -> str:
         return f"{key}={value}: {_FOREIGN_CLUSTERS[value]}."
     known = (*CLUSTERS, *CLUSTER_ALIASES)
     return (
-        f"unknown cluster {value!r}{did_you_mean(value, known)}; known clusters: "
+        f"{key}={value}: unknown cluster{did_you_mean(value, known)}; known clusters: "
         f"{', '.join(CLUSTERS)}."
     )
 

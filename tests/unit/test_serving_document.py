@@ -50,6 +50,16 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
+def write_keys(folder: Path) -> None:
+    """Write the certificate, key and token that the document's server is started with."""
+    files = ["-keyout", str(folder / "key.pem"), "-out", str(folder / "chain.pem")]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=node1"]
+    subprocess.run([*command, *files], check=True, capture_output=True)
+    (folder / "token").write_text("0123456789abcdef" * 4)
+    for name in ("key.pem", "token"):
+        (folder / name).chmod(0o600)
+
+
 def with_tokenizer(source: Path, shared: Path, tmp_path: Path) -> Path:
     """Return a copy of a checkpoint with a tokenizer, as the reader's has one."""
     copy = tmp_path / "models" / source.parents[1].name
@@ -89,6 +99,8 @@ def test_servers_of_the_document_pass_every_check(
         source = shared / "golden" / case
         archive = next(source.glob("*.nemo"), None) or with_tokenizer(source, shared, tmp_path)
         command = command.replace(path, str(archive))
+    command = command.replace("/keys/", f"{tmp_path}/").replace("$PWD/token", f"{tmp_path}/token")
+    write_keys(tmp_path)
     words = [word for word in shlex.split(command)[1:] if not word.startswith("base_results_dir=")]
     done = run([*words, "dry_run=true", f"base_results_dir={tmp_path}"])
     assert done.returncode == 0, done.stderr

@@ -32,7 +32,9 @@ def test_disagreeing_clusters_are_named() -> None:
 
 def test_unknown_cluster_is_answered_with_the_known_ones() -> None:
     (problem,) = read_arguments(["cluster_type=bmc"]).problems
-    assert problem == "unknown cluster 'bmc' (did you mean bcm?); known clusters: local, bcm, bcp."
+    assert problem == (
+        "cluster_type=bmc: unknown cluster (did you mean bcm?); known clusters: local, bcm, bcp."
+    )
 
 
 def test_kubernetes_is_refused_by_name() -> None:

@@ -84,10 +84,10 @@ def test_time_limits_keep_their_meaning(text: str, expected: str) -> None:
 
 
 def test_only_the_id_in_the_path_of_a_log_stands_for_something() -> None:
-    found = options("convert", "base_results_dir=/r/50%j", "export.run.name=a%xb")
+    found = options("convert", "base_results_dir=/r/50%j")
     folder = "/r/50%%j/gpt_books_5m/export_tp2_pp1_fp16_fp32/convert"
-    assert found["output"] == f"{folder}/log-nemo-megatron-a%%xb_%j.out"
-    assert found["error"] == f"{folder}/log-nemo-megatron-a%%xb_%j.err"
+    assert found["output"] == f"{folder}/log-nemo-megatron-export_gpt_books_5m_%j.out"
+    assert found["error"] == f"{folder}/log-nemo-megatron-export_gpt_books_5m_%j.err"
 
 
 def test_dependencies_are_combined() -> None:

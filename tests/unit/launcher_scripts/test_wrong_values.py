@@ -80,7 +80,7 @@ def test_texts_and_paths_are_as_long_as_the_system_takes_them(text: str) -> None
             assert len(found) < 500
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     words=st.lists(
         st.tuples(
