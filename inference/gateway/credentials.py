@@ -30,12 +30,13 @@ class Credentials:
             found.append(f"{prefix}ca={self.ca} is not a file.")
         if self.token_file is not None:
             name = f"{prefix}token{joiner}file={self.token_file}"
-            try:
-                problem = secret_problem(self.token_file)
-                if problem or not read_tokens(self.token_file):
-                    found.append(f"{name} {problem}")
-            except ValueError as error:
-                found.append(f"{name} {error}")
+            if problem := secret_problem(self.token_file):
+                found.append(f"{name} {problem}")
+            else:
+                try:
+                    read_tokens(self.token_file)
+                except ValueError as error:
+                    found.append(f"{name} {error}")
         return found
 
     def headers(self) -> dict[str, str]:

@@ -324,23 +324,16 @@ def _joined(host: str, port: int, key_file: Path, *, timeout_s: float) -> KeyedS
                 ) from error
         except PermissionError as error:
             raise RendezvousError(f"the key of the launch cannot be used: {error}") from error
-        except FileNotFoundError as error:
+        except OSError as error:
             # Rank 0 leaves its key as soon as it listens.
-            refused_since = (refused_since or monotonic()) if _listens(host, port) else None
+            lacks_key = isinstance(error, FileNotFoundError) and _listens(host, port)
+            refused_since = (refused_since or monotonic()) if lacks_key else None
             if refused_since is not None and monotonic() - refused_since > _FOREIGN_S:
                 raise RendezvousError(
                     f"rank 0 at {host}:{port} belongs to another launch (it left no key in "
                     f"{key_file}); choose another MASTER_PORT, end that one, or check that all "
                     "nodes see that folder"
                 ) from error
-            if monotonic() > deadline:
-                raise RendezvousError(
-                    f"rank 0 does not answer at {host}:{port}; do MASTER_ADDR and MASTER_PORT name "
-                    "its host, and is the port open between the nodes?"
-                ) from error
-            sleep(_LOOK_S)
-        except OSError as error:
-            refused_since = None
             if monotonic() > deadline:
                 raise RendezvousError(
                     f"rank 0 does not answer at {host}:{port} ({error}); do MASTER_ADDR and "
