@@ -10,6 +10,7 @@ import hashlib
 import math
 import mmap
 import os
+import resource
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -158,9 +159,15 @@ class StoredTensor:
 
 
 class FileMaps:
-    """Read-only memory maps of source files, opened once each; safe to share among threads."""
+    """Read-only memory maps of source files, opened once each; safe to share among threads.
+
+    Python keeps a mapped file open, so this process's limit of open files is raised as far as it
+    goes: a source can have thousands of files, and the usual limit is 1,024.
+    """
 
     def __init__(self) -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._maps: dict[Path, mmap.mmap] = {}
         self._intact: dict[Record, bool] = {}
         self._record_locks: dict[Record, threading.Lock] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import math
 from pathlib import Path
 
 import torch
@@ -56,6 +56,6 @@ class FTReader:
         tensor = self._tensors[name]
         dtype = torch_dtype(tensor.dtype or self.weight_data_type)
         shape = tensor.local_shape(self.tp_size)
-        with (self.path / tensor.file_name(tp_rank)).open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        return torch.frombuffer(mapped, dtype=dtype).view(shape)
+        # torch closes a file that it has mapped; Python's mmap would keep it open.
+        path = str(self.path / tensor.file_name(tp_rank))
+        return torch.from_file(path, shared=False, size=math.prod(shape), dtype=dtype).view(shape)

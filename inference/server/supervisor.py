@@ -14,7 +14,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -283,7 +283,7 @@ class _Run:
         return status
 
     def _look(self, lifeline: int) -> None:
-        if select.select([lifeline], [], [], 4 * _POLL_S)[0]:
+        if self._lifeline_ended(lifeline):
             self._end(self._child.terminate)
             self._kill_at = time.monotonic() + OWNER_LOST_GRACE_S
         elif self._watch is not None and (loss := self._watch.loss()):
@@ -291,6 +291,13 @@ class _Run:
             sys.stdout.write(f"{LOSS_MARK}{loss}; ending the server\n")
             sys.stdout.flush()
             self._end(self._child.kill)
+
+    @staticmethod
+    def _lifeline_ended(lifeline: int) -> bool:
+        # Not select(): it refuses descriptors from 1024 on, which a parent with many files passes.
+        with selectors.DefaultSelector() as selector:
+            selector.register(lifeline, selectors.EVENT_READ)
+            return bool(selector.select(4 * _POLL_S))
 
     def _note_ready(self) -> None:
         if self._watch is not None:

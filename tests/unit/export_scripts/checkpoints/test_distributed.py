@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
 import shutil
 import struct
 from collections.abc import Callable, Mapping
@@ -142,6 +143,19 @@ def test_every_form_gives_the_classic_folder(
     for tp_size in (1, 2):
         found = contents(converted(source, tmp_path / "out", tp_size))
         assert found == classic(state, tmp_path, tp_size)
+
+
+def test_a_source_has_more_files_than_may_be_open_at_first(state: Tensors, tmp_path: Path) -> None:
+    source = write(tmp_path / "iter_0000007", state, backend="zarr")
+    assert sum(file.is_file() for file in source.rglob("*")) > 20
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_files = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_files + 10, hard))
+    try:
+        found = contents(converted(source, tmp_path / "out"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == classic(state, tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["torch_dist", "zarr"])

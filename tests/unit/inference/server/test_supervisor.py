@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -23,8 +24,12 @@ sys.exit(7)
 """
 
 
-def _run(command: list[str]) -> tuple[subprocess.Popen[bytes], int]:
+def _run(command: list[str], *, lifeline: int | None = None) -> tuple[subprocess.Popen[bytes], int]:
     read_end, write_end = os.pipe()
+    if lifeline is not None:
+        os.dup2(read_end, lifeline)
+        os.close(read_end)
+        read_end = lifeline
     process = subprocess.Popen(
         [sys.executable, supervisor.__file__, str(read_end), "", *command],
         pass_fds=[read_end],
@@ -53,6 +58,21 @@ def test_closed_lifeline_ends_command_and_grandchildren(tmp_path: Path) -> None:
     os.close(lifeline)
     assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert not lives(grandchild)
+
+
+def test_a_lifeline_of_an_owner_with_many_files(tmp_path: Path) -> None:
+    """select() refuses descriptors from 1024 on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    try:
+        process, lifeline = _run(
+            [sys.executable, "-c", "import time; time.sleep(60)"], lifeline=1500
+        )
+        until(lambda: len(supervisor.descendants(process.pid)) == 1)
+        os.close(lifeline)
+        assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_command_that_ignores_sigterm_is_killed_on_sigquit() -> None:
