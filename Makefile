@@ -1,11 +1,12 @@
 # make demo   set up, then convert, export, deploy and evaluate the bundled model
-# make test   set up, then run every test this machine can run
+# make test   set up, then run every test this machine can run, WORKERS (2) files at a time
 # make clones a clean clone, set-up and demo with each supported Python of this machine
 # make soak   the tests of endurance, each 100 times as long; takes hours
 #
 # TORCH_BACKEND=cpu, auto or cu130 (uv's --torch-backend) takes torch from PyTorch's own index. auto,
 # the default, is the small build where there is no GPU; empty takes the package index's build.
 PYTHON ?= python3
+WORKERS ?= 2
 TORCH_BACKEND ?= auto
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -39,7 +40,7 @@ demo: $(STAMP)
 
 test: $(STAMP) $(REAL)
 	@tests/system_packages.sh
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 soak: $(STAMP) $(REAL)
 	@tests/system_packages.sh
