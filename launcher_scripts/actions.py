@@ -12,10 +12,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from launcher_scripts.console import Console
 from launcher_scripts.launchers import queue_of
-from launcher_scripts.settings import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 from stages import STAGES, record
 from stages.progress import DamagedFileError, read_json, read_progress, write_json
 

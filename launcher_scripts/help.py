@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import textwrap
 
-from launcher_scripts.config import GROUPS, keys
-from launcher_scripts.diagnosis import files_of_group
+from launcher_scripts.configuration.diagnosis import files_of_group
+from launcher_scripts.configuration.schema import GROUPS, keys
 
 _USAGE = """\
 Slipway takes a trained language-model checkpoint to a served, measured Triton endpoint.

@@ -17,13 +17,9 @@ from typing import Any
 from export_scripts.files.disk import full_disk
 from launcher_scripts import job_folder
 from launcher_scripts.actions import note_last_run
-from launcher_scripts.checks import problems_of_settings
-from launcher_scripts.config import Config, keys
-from launcher_scripts.console import Console
-from launcher_scripts.launchers import make_launcher
-from launcher_scripts.pipeline import plan_pipeline
-from launcher_scripts.run import Run
-from launcher_scripts.settings import (
+from launcher_scripts.configuration.checks import problems_of_settings
+from launcher_scripts.configuration.schema import Config, keys
+from launcher_scripts.configuration.settings import (
     CHECKOUT,
     EXIT_FAILED,
     EXIT_OK,
@@ -32,6 +28,10 @@ from launcher_scripts.settings import (
     is_dry_run,
     is_set,
 )
+from launcher_scripts.console import Console
+from launcher_scripts.launchers import make_launcher
+from launcher_scripts.pipeline import plan_pipeline
+from launcher_scripts.run import Run
 from launcher_scripts.stage_table import Context, results_dir
 from launcher_scripts.sweep import SUMMARY_NAME, Outcome, comparison, run_sweep, save
 from stages import record

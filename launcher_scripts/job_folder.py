@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.stage_table import STAGE_TABLE
 from stages import record

@@ -20,18 +20,18 @@ if missing := [name for name in ("hydra", "submitit", "yaml") if find_spec(name)
         f"use {CHECKOUT / '.venv' / 'bin' / 'python'}"
     )
 
-from launcher_scripts.arguments import Arguments, read_arguments  # noqa: E402
-from launcher_scripts.compose import Composition, compose_config, register  # noqa: E402
-from launcher_scripts.config import Config  # noqa: E402
-from launcher_scripts.console import Console  # noqa: E402
-from launcher_scripts.nemo_root import CONFIG_NAME  # noqa: E402
-from launcher_scripts.settings import (  # noqa: E402
+from launcher_scripts.configuration.arguments import Arguments, read_arguments  # noqa: E402
+from launcher_scripts.configuration.compose import Composition, compose_config, register  # noqa: E402
+from launcher_scripts.configuration.nemo_root import CONFIG_NAME  # noqa: E402
+from launcher_scripts.configuration.schema import Config  # noqa: E402
+from launcher_scripts.configuration.settings import (  # noqa: E402
     CONFIG_DIR,
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     EXIT_OK,
     EXIT_USAGE,
 )
+from launcher_scripts.console import Console  # noqa: E402
 from stages.progress import DamagedFileError  # noqa: E402
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from export_scripts.suggest import did_you_mean
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.time_limit import minutes
 from launcher_scripts.stage_table import STAGE_TABLE, Context, build_stage
-from launcher_scripts.time_limit import minutes
 from stages import STAGES
 from stages.base import Finding, Stage, Standing
 from stages.convert import ConvertStage

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher_scripts import job_folder
+from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import (
     AFTER_START,
@@ -21,7 +22,6 @@ from launcher_scripts.launchers.base import (
     SubmissionError,
 )
 from launcher_scripts.pipeline import PlannedStage
-from launcher_scripts.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.summary import metrics, summary
 from stages import record
 from stages.progress import ProgressState, read_json, read_progress

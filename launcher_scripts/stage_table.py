@@ -7,11 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher_scripts.config import Config
-from launcher_scripts.evaluation_config import evaluation_config
-from launcher_scripts.export_config import conversion_request, repository_request
-from launcher_scripts.server_config import deploy_resources, server_config, server_store
-from launcher_scripts.time_limit import minutes
+from launcher_scripts.configuration.evaluation_config import evaluation_config
+from launcher_scripts.configuration.export_config import conversion_request, repository_request
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.server_config import (
+    deploy_resources,
+    server_config,
+    server_store,
+)
+from launcher_scripts.configuration.time_limit import minutes
 from stages.base import JobSettings, Resources, Stage
 from stages.convert import ConvertStage
 from stages.deploy import DeployStage

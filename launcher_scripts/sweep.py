@@ -17,8 +17,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
-from launcher_scripts.compose import Composition
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.compose import Composition
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import (
     AFTER_TWIN,
@@ -28,7 +29,6 @@ from launcher_scripts.launchers.base import (
     SubmissionError,
 )
 from launcher_scripts.run import Run
-from launcher_scripts.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
 from stages import record
 from stages.progress import write_json
 

@@ -12,7 +12,7 @@ from stages.base import JobSettings, Stage, StageError, Summary
 from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
 from stages.gemm_tuning import tuning_command
-from stages.own_job import job_id_here
+from stages.job_process import job_id_here
 from stages.progress import Progress
 from stages.server_starts import announce_end, rank_command, take_part
 from stages.service import Service

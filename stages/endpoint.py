@@ -17,7 +17,7 @@ RELOAD_NAME = "reload_requested"
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ServerEndpoint:
     """Where a server can be reached, as published in endpoint.json.
 
     Attributes:
@@ -43,10 +43,10 @@ class Endpoint:
     restarts: int = 0
 
 
-_NOWHERE = Endpoint("", 0, 0, 0, "", None, "", 0, 0, "")
+_NOWHERE = ServerEndpoint("", 0, 0, 0, "", None, "", 0, 0, "")
 
 
-def read_endpoint(path: Path) -> Endpoint | None:
+def read_endpoint(path: Path) -> ServerEndpoint | None:
     """Return the published address, or None while there is none."""
     values: Mapping[str, Any] | None = read_json(path)
     return None if values is None else replace(_NOWHERE, **values)

@@ -15,7 +15,7 @@ from inference.evaluation.record import RunFacts, StageTiming
 from inference.evaluation.run.checks import check_evaluation
 from stages.base import JobSettings, Stage, StageError, Summary, as_json
 from stages.deploy_config import DeployConfig, check_deploy
-from stages.endpoint import STOP_NAME, Endpoint, read_endpoint, server_log
+from stages.endpoint import STOP_NAME, ServerEndpoint, read_endpoint, server_log
 from stages.progress import Progress
 from stages.record import RECORD_NAME, JobRecord, now, read_record
 from stages.serving import serving
@@ -193,7 +193,7 @@ class EvaluateStage(Stage):
             with serving(self.config.deploy, self.job.folder, progress) as (_, endpoint):
                 yield self._address(endpoint), endpoint.ready_at
 
-    def _published(self, path: Path, progress: Progress) -> Endpoint:
+    def _published(self, path: Path, progress: Progress) -> ServerEndpoint:
         """Wait for the address that the deploy job publishes."""
         deadline = time.monotonic() + self.config.deploy.ready_timeout_s
         progress.update("waiting for the server")
@@ -215,7 +215,7 @@ class EvaluateStage(Stage):
                 )
             time.sleep(_POLL_S)
 
-    def _address(self, endpoint: Endpoint) -> str:
+    def _address(self, endpoint: ServerEndpoint) -> str:
         port = endpoint.http if self.config.options.protocol == "http" else endpoint.grpc
         return f"{endpoint.host}:{port}"
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from inference.launch_environment import read_launch_environment
 from stages.base import StageError
-from stages.own_job import node_name
+from stages.job_process import node_name
 from stages.progress import read_json, write_json
 
 # A node may first have to fetch the container.

@@ -21,7 +21,7 @@ from pathlib import Path
 from export_scripts.files.replace import replace_file
 from inference.launch_environment import read_launch_environment
 from stages.base import StageError
-from stages.own_job import node_address, node_name
+from stages.job_process import node_address, node_name
 from stages.progress import read_json, write_json
 
 START_NAME = "server_start.json"

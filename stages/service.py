@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
-from stages.endpoint import Endpoint, withdraw
-from stages.own_job import job_id_here
+from stages.endpoint import ServerEndpoint, withdraw
+from stages.job_process import job_id_here
 from stages.progress import Progress, write_json
 from stages.server_starts import announce_failure, losses
 from stages.serving import put_aside, serving
@@ -131,7 +131,7 @@ class Service:
 
     def _start(
         self, stack: contextlib.ExitStack, config: DeployConfig
-    ) -> tuple[TritonServer, Endpoint]:
+    ) -> tuple[TritonServer, ServerEndpoint]:
         """Start a server for the life of the stack and publish its address."""
         server, endpoint = stack.enter_context(
             serving(

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from inference.server.probe import ProbeError, probe
 from stages.base import StageError
 from stages.deploy_config import FASTERTRANSFORMER, PORT_KEYS, DeployConfig
-from stages.endpoint import Endpoint, server_log
+from stages.endpoint import ServerEndpoint, server_log
 from stages.gemm_tuning import tune
-from stages.own_job import job_id_here, node_address
+from stages.job_process import job_id_here, node_address
 from stages.progress import Progress
 from stages.record import now
 from stages.server_starts import announce_start, rendezvous_variables
@@ -42,7 +42,7 @@ def serving(
     *,
     restarts: int = 0,
     check: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[TritonServer, Endpoint]]:
+) -> Iterator[tuple[TritonServer, ServerEndpoint]]:
     """Run a server for the duration of the block and yield it, ready, with its address.
 
     It has answered a small request by then. Its log is `tritonserver-<job id>.log` in `folder`;
@@ -77,7 +77,7 @@ def serving(
 def _probe(
     config: DeployConfig,
     server: TritonServer,
-    endpoint: Endpoint,
+    endpoint: ServerEndpoint,
     *,
     timeout_s: float,
     check: Callable[[], None],
@@ -170,9 +170,11 @@ def put_aside(log_path: Path) -> Path:
     return log_path.rename(free)
 
 
-def _endpoint(config: DeployConfig, server: TritonServer, job_id: str, restarts: int) -> Endpoint:
+def _endpoint(
+    config: DeployConfig, server: TritonServer, job_id: str, restarts: int
+) -> ServerEndpoint:
     listens_to_all = server.connect_host != server.host
-    return Endpoint(
+    return ServerEndpoint(
         host=(node_address() if listens_to_all else None) or server.connect_host,
         http=server.http_port,
         grpc=server.grpc_port,

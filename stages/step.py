@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from inference.launch_environment import LAUNCHER_VARIABLE, read_launch_environment
 from stages.base import Stage, StageError, Summary
+from stages.job_process import assist, cause_of, stop_signals
 from stages.preflight import check_mpi, ping
 from stages.progress import read_json, write_json
 
@@ -38,7 +39,7 @@ _CONSEQUENCES = ("137", "143")
 
 
 @dataclass(frozen=True)
-class Step:
+class JobStep:
     """How to start the processes of a stage.
 
     Attributes:
@@ -59,7 +60,7 @@ class Step:
         return [*self.prefix, *label, self.python, "-u", "-m", "stages.step", *arguments]
 
 
-def run_in_step(stage: Stage, step: Step, *, folder: Path) -> Summary:
+def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
     """Run `stage` in processes of its own and return its summary.
 
     Raises:
@@ -199,8 +200,6 @@ def _end(process: subprocess.Popen[str], stage: Stage) -> int:
 
 def main(stage_path: Path, result_path: Path, ranks: int = 1) -> int:
     """Run the stage of a pickle; the first rank writes the result, the others assist."""
-    from stages.job import assist, cause_of, stop_signals
-
     stage: Stage = pickle.loads(stage_path.read_bytes())
     if ranks > 1:
         # Started by srun; variables of an older launcher around it do not count.

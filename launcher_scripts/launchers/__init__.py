@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from launcher_scripts.config import Config
+    from launcher_scripts.configuration.schema import Config
     from launcher_scripts.launchers.base import Launcher, Queue
 
 

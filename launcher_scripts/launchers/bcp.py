@@ -14,16 +14,16 @@ from pathlib import Path
 
 from submitit.core.utils import pickle_load
 
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.launchers.base import Dependency, Job, clean_environment
 from launcher_scripts.launchers.bcp_executor import TIMED_OUT, BcpExecutor, BcpJob, task_command
 from launcher_scripts.launchers.bcp_script import MPIRUN, Tasks, is_mpi_array, job_script, runner
 from launcher_scripts.launchers.local import LocalHandle, new_id
-from launcher_scripts.settings import is_dry_run
 from stages import record
 from stages.base import Resources, Stage
-from stages.job import LOG_LEVEL_VARIABLE, MARK_VARIABLE, StageJob
-from stages.own_job import JOB_ID_VARIABLE
+from stages.job import LOG_LEVEL_VARIABLE, StageJob
+from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 
 # Each replica has its own; the others do not see it.
 _PRIVATE_RESULTS = Path("/results")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from inference.launch_environment import LAUNCHER_VARIABLE
-from launcher_scripts.settings import CHECKOUT
+from launcher_scripts.configuration.settings import CHECKOUT
 
 ID_VARIABLE = "SUBMITIT_BCP_JOB_ID"
 MPIRUN = "mpirun"

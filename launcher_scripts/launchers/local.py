@@ -20,18 +20,18 @@ from submitit.core.core import Job as SubmittedJob
 from submitit.core.utils import pickle_load
 from submitit.local.local import LocalExecutor, LocalJob
 
+from launcher_scripts.configuration.settings import CHECKOUT
 from launcher_scripts.launchers.base import Dependency, Job, clean_environment
-from launcher_scripts.settings import CHECKOUT
 from stages import record
 from stages.base import Stage
-from stages.job import (
+from stages.job import StageJob
+from stages.job_process import (
+    JOB_ID_VARIABLE,
     MARK_VARIABLE,
     OWNER_VARIABLE,
-    StageJob,
     end_processes_of_job,
     owner_of_this_process,
 )
-from stages.own_job import JOB_ID_VARIABLE
 
 _SIGNAL_DELAY_S = 30
 _ASK_AGAIN_S = 1.0

@@ -15,7 +15,7 @@ from submitit.core.core import PicklingExecutor
 from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmissionError
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.schema import Config
 from launcher_scripts.launchers.base import Dependency, Job, SubmissionError, clean_environment
 from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
 from launcher_scripts.launchers.slurm_script import (

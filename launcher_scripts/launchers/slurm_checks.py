@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from launcher_scripts.checks import nearest_that_exists
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.checks import nearest_that_exists
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.launchers.slurm_options import images_of, problems_of_options
-from launcher_scripts.settings import is_dry_run
 from stages.base import Stage
 from stages.preflight import mpi_problem
 

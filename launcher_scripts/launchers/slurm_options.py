@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.config import Config
-from launcher_scripts.server_config import image_of
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.server_config import image_of
 from stages.base import Stage
 
 _MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)

@@ -9,15 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.server_config import image_of
+from launcher_scripts.configuration.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
+from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.launchers.base import Dependency, Job
-from launcher_scripts.server_config import image_of
-from launcher_scripts.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
-from launcher_scripts.time_limit import slurm_notation
 from stages.deploy_config import PYTORCH
-from stages.job import MARK_VARIABLE
-from stages.own_job import JOB_ID_VARIABLE
-from stages.step import Step
+from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
+from stages.step import JobStep
 
 # Cluster keys that go to sbatch under their own name.
 _SAME_NAME = (
@@ -99,7 +98,7 @@ def _needs_gpus(job: Job) -> bool:
     return job.stage.name == "deploy" or job.stage.resources().gpus_per_node is not None
 
 
-def _about_step(step: Step | None) -> list[str]:
+def _about_step(step: JobStep | None) -> list[str]:
     """Return comments that show the step which the command starts, for whoever reads the script."""
     if step is None:
         return []
@@ -205,7 +204,7 @@ def flag(name: str, value: Any) -> str | None:
     return f"--{name}" if value is True else f"--{name}={shlex.quote(str(value))}"
 
 
-def step_of(job: Job, config: Config) -> Step | None:
+def step_of(job: Job, config: Config) -> JobStep | None:
     """Return the srun that runs a stage; None when the batch process can run it itself."""
     cluster = config.cluster
     image = image_of(job.stage.name, config)
@@ -228,7 +227,7 @@ def step_of(job: Job, config: Config) -> Step | None:
         if cluster.container_workdir is not None:
             command.append(f"--container-workdir={cluster.container_workdir}")
     python = cluster.container_python if image else sys.executable
-    return Step((*command, *arguments), python, ranks=ranks, mpi=cluster.mpi)
+    return JobStep((*command, *arguments), python, ranks=ranks, mpi=cluster.mpi)
 
 
 def mounts(config: Config) -> list[str]:

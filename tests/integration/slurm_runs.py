@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.compose import compose_config
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.compose import compose_config
+from launcher_scripts.configuration.schema import Config
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.slurm import SlurmLauncher

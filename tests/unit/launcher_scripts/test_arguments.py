@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.arguments import read_arguments
-from launcher_scripts.cluster_section import CLUSTERS
+from launcher_scripts.configuration.arguments import read_arguments
+from launcher_scripts.configuration.cluster_section import CLUSTERS
 from launcher_scripts.launchers import LAUNCHERS
 
 

@@ -14,8 +14,8 @@ import pytest
 import submitit
 from submitit.core import plugins
 
-from launcher_scripts.arguments import read_arguments
-from launcher_scripts.compose import compose_config
+from launcher_scripts.configuration.arguments import read_arguments
+from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import Job
 from launcher_scripts.launchers.bcp import BcpLauncher

@@ -17,9 +17,9 @@ import pytest
 
 from launcher_scripts import job_folder
 from launcher_scripts.actions import clock, look_after
-from launcher_scripts.arguments import read_arguments
-from launcher_scripts.compose import compose_config
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.arguments import read_arguments
+from launcher_scripts.configuration.compose import compose_config
+from launcher_scripts.configuration.schema import Config
 from launcher_scripts.console import Console
 from launcher_scripts.main import main
 from stages.record import JobRecord, read_record, write_record

@@ -14,11 +14,11 @@ from export_scripts.conversion.request import ConversionRequest
 from export_scripts.triton.repository import RepositoryRequest
 from inference.evaluation.options import EvaluateSection, EvaluationOptions
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
-from launcher_scripts.arguments import read_arguments
-from launcher_scripts.compose import Composition, compose_config
-from launcher_scripts.config import keys as all_keys
-from launcher_scripts.diagnosis import files_of_group
-from launcher_scripts.settings import CHECKOUT, CONFIG_DIR
+from launcher_scripts.configuration.arguments import read_arguments
+from launcher_scripts.configuration.compose import Composition, compose_config
+from launcher_scripts.configuration.diagnosis import files_of_group
+from launcher_scripts.configuration.schema import keys as all_keys
+from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR
 from stages import convert, export
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.arguments import read_arguments
-from launcher_scripts.compose import Composition, compose_config
+from launcher_scripts.configuration.arguments import read_arguments
+from launcher_scripts.configuration.compose import Composition, compose_config
 from launcher_scripts.main import main
 from tests.conftest import ROOT
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.arguments import read_arguments
-from launcher_scripts.compose import compose_config
+from launcher_scripts.configuration.arguments import read_arguments
+from launcher_scripts.configuration.compose import compose_config
+from launcher_scripts.configuration.settings import CHECKOUT
 from launcher_scripts.pipeline import Plan, plan_pipeline, read_stages
-from launcher_scripts.settings import CHECKOUT
 from launcher_scripts.stage_table import STAGE_TABLE, Context
 from stages import STAGES
 from stages.convert import ConvertStage, find_checkpoint

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from launcher_scripts.compose import compose_config
-from launcher_scripts.config import Config
-from launcher_scripts.server_config import deploy_resources, image_of, server_config
+from launcher_scripts.configuration.compose import compose_config
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.server_config import deploy_resources, image_of, server_config
 from launcher_scripts.stage_table import Context, build_stage
 
 TP = "export.model.tensor_model_parallel_size"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher_scripts.arguments import read_arguments
-from launcher_scripts.compose import compose_config
+from launcher_scripts.configuration.arguments import read_arguments
+from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.launchers.slurm import SlurmLauncher
 from launcher_scripts.launchers.slurm_checks import own_file_system
 from launcher_scripts.main import main

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from launcher_scripts.arguments import read_arguments
-from launcher_scripts.compose import compose_config
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.arguments import read_arguments
+from launcher_scripts.configuration.compose import compose_config
+from launcher_scripts.configuration.schema import Config
 from launcher_scripts.job_folder import make_job
 from launcher_scripts.launchers.base import AFTER_START, Dependency, Job
 from launcher_scripts.launchers.slurm_script import (

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from launcher_scripts.time_limit import minutes, slurm_notation
+from launcher_scripts.configuration.time_limit import minutes, slurm_notation
 
 
 @pytest.mark.parametrize(

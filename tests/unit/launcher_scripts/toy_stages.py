@@ -13,7 +13,7 @@ from typing import Any
 from inference.launch_environment import LaunchEnvironment
 from stages.base import JobSettings, Resources, Stage, StageError, Summary
 from stages.convert import ConvertStage
-from stages.own_job import JOB_ID_VARIABLE
+from stages.job_process import JOB_ID_VARIABLE
 from stages.progress import Progress, write_json
 
 

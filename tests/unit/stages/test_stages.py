@@ -21,7 +21,7 @@ from stages.endpoint import read_endpoint
 from stages.evaluate import EvaluateConfig, EvaluateStage, NotEvaluatedError
 from stages.progress import Progress, read_progress, write_json
 from stages.record import JobRecord, read_record, update_record, write_record
-from stages.step import Step, run_in_step
+from stages.step import JobStep, run_in_step
 
 
 class CopyStage(Stage):
@@ -159,13 +159,13 @@ def test_record_from_a_newer_version_can_be_read(tmp_path: Path) -> None:
 
 
 def test_step_runs_the_stage_elsewhere_and_brings_the_summary(stage: CopyStage) -> None:
-    step = Step(("env", f"PYTHONPATH={Path(__file__).parent}:{Path.cwd()}"), sys.executable)
+    step = JobStep(("env", f"PYTHONPATH={Path(__file__).parent}:{Path.cwd()}"), sys.executable)
     assert run_in_step(stage, step, folder=stage.job.folder / "step") == {"size_bytes": 3}
 
 
 def test_failure_inside_a_step_keeps_its_words(stage: CopyStage) -> None:
     stage.source.unlink()
-    step = Step(("env", f"PYTHONPATH={Path(__file__).parent}:{Path.cwd()}"), sys.executable)
+    step = JobStep(("env", f"PYTHONPATH={Path(__file__).parent}:{Path.cwd()}"), sys.executable)
     with pytest.raises(StageError, match=r"source\.txt is gone") as caught:
         run_in_step(stage, step, folder=stage.job.folder / "step")
     assert caught.value.summary == {"tried": 1}
@@ -173,7 +173,7 @@ def test_failure_inside_a_step_keeps_its_words(stage: CopyStage) -> None:
 
 def test_step_without_a_result_names_its_command(stage: CopyStage) -> None:
     with pytest.raises(StageError, match=r"ended with status 1 and without a result.*false"):
-        run_in_step(stage, Step(("false",)), folder=stage.job.folder / "step")
+        run_in_step(stage, JobStep(("false",)), folder=stage.job.folder / "step")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.schema import Config
 
 
 def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:

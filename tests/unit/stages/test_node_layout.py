@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from stages.placement import place
+from stages.node_layout import place
 
 
 @pytest.mark.parametrize(

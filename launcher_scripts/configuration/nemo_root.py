@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 from hydra.core.config_store import ConfigStore
 
-from launcher_scripts.config import GROUPS, Config
-from launcher_scripts.settings import CONFIG_DIR
+from launcher_scripts.configuration.schema import GROUPS, Config
+from launcher_scripts.configuration.settings import CONFIG_DIR
 
 CONFIG_NAME = "config"
 _NODE = "nemo_root"

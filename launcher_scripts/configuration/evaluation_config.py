@@ -8,9 +8,9 @@ from pathlib import Path
 from export_scripts.triton.repository import ENSEMBLE
 from inference.evaluation.options import REFERENCES, EvaluationOptions
 from inference.evaluation.record import RunFacts
-from launcher_scripts.config import Config
-from launcher_scripts.export_config import has_ensemble
-from launcher_scripts.server_config import server_config
+from launcher_scripts.configuration.export_config import has_ensemble
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.server_config import server_config
 from stages.convert import find_checkpoint
 from stages.deploy_config import DeployConfig
 from stages.endpoint import ENDPOINT_NAME

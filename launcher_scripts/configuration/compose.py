@@ -26,8 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from export_scripts.suggest import closest
 from export_scripts.values import Key
-from launcher_scripts.config import GROUPS, Config
-from launcher_scripts.diagnosis import (
+from launcher_scripts.configuration.diagnosis import (
     KEYS,
     InvalidValueError,
     check_names,
@@ -35,8 +34,9 @@ from launcher_scripts.diagnosis import (
     first_line,
     objection,
 )
-from launcher_scripts.nemo_root import CONFIG_NAME, read_root
-from launcher_scripts.settings import CHECKOUT, CONFIG_DIR
+from launcher_scripts.configuration.nemo_root import CONFIG_NAME, read_root
+from launcher_scripts.configuration.schema import GROUPS, Config
+from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR
 
 
 @dataclass(frozen=True)

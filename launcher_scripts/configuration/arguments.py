@@ -15,9 +15,9 @@ from hydra.errors import HydraException
 
 from export_scripts.suggest import did_you_mean
 from export_scripts.values import keys_of
-from launcher_scripts.cluster_section import CLUSTERS, ClusterSection
-from launcher_scripts.diagnosis import likely_key
-from launcher_scripts.nemo_root import CONFIG_NAME, has_groups
+from launcher_scripts.configuration.cluster_section import CLUSTERS, ClusterSection
+from launcher_scripts.configuration.diagnosis import likely_key
+from launcher_scripts.configuration.nemo_root import CONFIG_NAME, has_groups
 
 CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm"}
 _FOREIGN_CLUSTERS = {

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from export_scripts.triton.object_store import StoreLocation
 from inference.gateway.access import Access
-from launcher_scripts.config import Config
-from launcher_scripts.settings import is_dry_run
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.settings import is_dry_run
 from stages.base import Resources
 from stages.deploy_config import PYTORCH, DeployConfig, GemmTuning, store_location
-from stages.placement import Placement, place
+from stages.node_layout import NodeLayout, place
 
 
 def server_config(config: Config) -> DeployConfig:
@@ -69,7 +69,7 @@ def _gemm_tuning(config: Config) -> GemmTuning | None:
 
 
 def _visible_devices(
-    config: Config, placement: Placement | None, shown: list[str] | None
+    config: Config, placement: NodeLayout | None, shown: list[str] | None
 ) -> str | None:
     """Return the GPUs that the server may see; None to leave that as it is.
 
@@ -136,7 +136,7 @@ def _world_size(config: Config) -> int:
     return model.tensor_model_parallel_size * triton.pipeline_model_parallel_size
 
 
-def _placement(config: Config) -> Placement | None:
+def _placement(config: Config) -> NodeLayout | None:
     """Return the placement of the ranks; None on a cluster that does not count GPUs.
 
     Raises:
@@ -154,7 +154,7 @@ def _placement(config: Config) -> Placement | None:
     )
 
 
-def _requested_gpus(config: Config, placement: Placement | None) -> int | None:
+def _requested_gpus(config: Config, placement: NodeLayout | None) -> int | None:
     """Return the GPUs to ask of each node; none of a cluster that has no such resource."""
     if placement is None or not config.cluster.gpus_per_node:
         return None

@@ -15,7 +15,7 @@ from typing import Any
 from export_scripts.values import NODE_CPUS, NODE_MEMORY_GB, Key, keys_of, option
 from inference.evaluation.options import EvaluateSection
 from inference.gateway.access import DEFAULT_MAX_REQUEST_MB
-from launcher_scripts.cluster_section import CLUSTERS, ClusterSection
+from launcher_scripts.configuration.cluster_section import CLUSTERS, ClusterSection
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 # Bounds beyond which a number can only be a typing error.

@@ -15,7 +15,7 @@ GPUS_KEY = "cluster.gpus_per_node"
 
 
 @dataclass(frozen=True)
-class Placement:
+class NodeLayout:
     """Where the ranks of a model go.
 
     Attributes:
@@ -31,7 +31,7 @@ class Placement:
     warning: str | None = None
 
 
-def place(*, tp_size: int, pp_size: int, gpus_per_node: int) -> Placement:
+def place(*, tp_size: int, pp_size: int, gpus_per_node: int) -> NodeLayout:
     """Return the placement of TP x PP ranks on nodes with `gpus_per_node` GPUs.
 
     Raises:
@@ -47,7 +47,7 @@ def place(*, tp_size: int, pp_size: int, gpus_per_node: int) -> Placement:
             f"divided evenly over nodes of {GPUS_KEY}={gpus_per_node}; choose sizes whose product "
             f"is at most {gpus_per_node}, or a multiple of it."
         )
-    return Placement(
+    return NodeLayout(
         nodes=nodes,
         gpus_per_node=used,
         visible_devices=",".join(map(str, range(used))) if used < gpus_per_node else None,

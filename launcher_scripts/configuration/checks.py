@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from export_scripts.values import shortened
-from launcher_scripts.config import Config
+from launcher_scripts.configuration.schema import Config
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "CREDENTIAL")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

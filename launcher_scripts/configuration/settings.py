@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a task of bcprun reads this too, and may lack what composes configurations
-    from launcher_scripts.config import Config
+    from launcher_scripts.configuration.schema import Config
 
-CHECKOUT = Path(__file__).resolve().parents[1]
+CHECKOUT = Path(__file__).resolve().parents[2]
 CONFIG_DIR = CHECKOUT / "conf"
 
 # A stage that ran and failed may have an exit status of its own.

@@ -11,8 +11,8 @@ from hydra.errors import HydraException
 
 from export_scripts.suggest import closest, did_you_mean
 from export_scripts.values import Key, shortened
-from launcher_scripts.config import GROUPS, keys
-from launcher_scripts.settings import CONFIG_DIR
+from launcher_scripts.configuration.schema import GROUPS, keys
+from launcher_scripts.configuration.settings import CONFIG_DIR
 from stages import STAGES
 
 KEYS: Mapping[str, Key] = {key.name: key for key in keys()}

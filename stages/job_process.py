@@ -1,0 +1,168 @@
+"""The process that runs a stage: its job and node, the signals that stop it, and what it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from export_scripts.files.disk import full_disk
+from inference.launch_environment import LaunchEnvironment
+from stages.base import Stage, StageError, Summary
+
+# Names the job to everything it starts; the launcher sets it.
+JOB_ID_VARIABLE = "SLIPWAY_JOB_ID"
+# The process whose end ends a job that runs in its foreground: "<pid>:<start time in ticks>".
+OWNER_VARIABLE = "SLIPWAY_OWNER"
+# Every process of a job carries it, so that none can be overlooked at its end.
+MARK_VARIABLE = "SLIPWAY_JOB_MARK"
+_WATCH_S = 0.5
+
+
+class StopRequested(KeyboardInterrupt):
+    """A signal asks the job to end; raised in the main thread, so that everything unwinds."""
+
+
+def job_id_here() -> str:
+    """Return the id of the job that this process belongs to."""
+    return os.environ.get(JOB_ID_VARIABLE, str(os.getpid()))
+
+
+def node_name() -> str:
+    """Return the node's name: the scheduler's (nodes of a test cluster may share a host name)."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def node_address() -> str | None:
+    """Return a name of this node that can be looked up: the scheduler's, else the host's own."""
+    for name in dict.fromkeys((node_name(), socket.gethostname())):
+        with contextlib.suppress(OSError):
+            if socket.getaddrinfo(name, None):
+                return name
+    return None
+
+
+def assist(stage: Stage, place: LaunchEnvironment) -> Summary:
+    """Do the part of a rank beside the first; only the first keeps records and writes results."""
+    with stop_signals(), contextlib.suppress(StopRequested):
+        stage.assist(place)
+    return {}
+
+
+def cause_of(error: BaseException) -> str:
+    """Return an error in words: the message alone when it was written for users."""
+    text = str(error).strip()
+    if isinstance(error, OSError) and (full := full_disk(error, Path.cwd())):
+        return full
+    if isinstance(error, (ValueError, StageError, RuntimeError, OSError)) and text:
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+@contextmanager
+def stop_signals() -> Iterator[threading.Event]:
+    """Turn the polite signals into StopRequested; later ones do not disturb the unwinding.
+
+    The event tells afterwards whether one came.
+    """
+    came = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    chosen = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        del frame
+        for each in chosen:
+            signal.signal(each, signal.SIG_IGN)
+        came.set()
+        raise StopRequested(signal.Signals(signum).name)
+
+    previous = {each: signal.signal(each, stop) for each in chosen}
+    try:
+        yield came
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
+def end_processes_of_job(mark: str | None = None, *, spare: Sequence[int] = ()) -> None:
+    """Kill what a job has started and left behind, wherever it is in the process tree.
+
+    Args:
+        mark: the value of MARK_VARIABLE; this process's own by default.
+        spare: processes to leave alone.
+    """
+    value = mark or os.environ.get(MARK_VARIABLE)
+    if not value:
+        return
+    wanted = f"{MARK_VARIABLE}={value}".encode()
+    for entry in Path("/proc").glob("[0-9]*"):
+        # A process may be gone by now, or be somebody else's.
+        with contextlib.suppress(OSError):
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                pid = int(entry.name)
+                if pid not in spare:
+                    os.kill(pid, signal.SIGKILL)
+
+
+def owner_of_this_process() -> str:
+    """Return the value of OWNER_VARIABLE that names this process."""
+    return f"{os.getpid()}:{_start_ticks(os.getpid())}"
+
+
+@contextmanager
+def watching_owner() -> Iterator[None]:
+    """End this job when the process that it runs in the foreground of is gone."""
+    owner = os.environ.get(OWNER_VARIABLE)
+    if not owner:
+        yield
+        return
+    pid, _, ticks = owner.partition(":")
+    parent = os.getppid()
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_WATCH_S):
+            if _start_ticks(int(pid)) != ticks or os.getppid() != parent:
+                sys.stderr.write("the command that started this job is gone; stopping\n")
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    thread = threading.Thread(target=watch, name="owner-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _start_ticks(pid: int) -> str:
+    """Return when a process started, so that a recycled id is not mistaken for it."""
+    values = _stat(pid)
+    return values[19] if values and values[0] != "Z" else ""
+
+
+def ancestors(pid: int) -> Iterator[int]:
+    """Yield the process that started this one, the one that started that, and so on."""
+    while (values := _stat(pid)) and (pid := int(values[1])) > 1:
+        yield pid
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel tells of a process, from its state on; empty when it is gone.
+
+    Next come the parent and, 18 further on, the start time.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()  # the command in parentheses may hold spaces
