@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from export_scripts.triton.signature import GPT, T5, TensorSignature, ensemble
-from inference.decoding.session_turn import SessionTurn
+from inference.decoding.rows import SessionTurn
 from inference.gateway.credentials import Credentials
 from inference.request_file import file_tensors, json_object, merged
 from inference.server.client import DEFAULT_IN_FLIGHT, DEFAULT_URLS, PROTOCOLS, TritonClient

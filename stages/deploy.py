@@ -170,7 +170,7 @@ class DeployStage(Stage):
 
 def _check_log(path: Path) -> None:
     """Raise StageError if NVIDIA's backend says that the model is not usable."""
-    from inference.server.fastertransformer_log import fatal_lines
+    from inference.server.server_log import fatal_lines
 
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     if fatal := fatal_lines(text):

@@ -18,8 +18,7 @@ import numpy as np
 from inference.decoding.candidates import Candidates, GroupKey
 from inference.decoding.hypotheses import Hypothesis, HypothesisPool, best_first, length_divisor
 from inference.decoding.processors import LaneRules
-from inference.decoding.results import FinishReason, RowResult
-from inference.decoding.rows import RowRequest
+from inference.decoding.rows import FinishReason, RowRequest, RowResult
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import banned_ids, ends_with
 

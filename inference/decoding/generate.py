@@ -17,8 +17,7 @@ import torch
 from inference.decoding.beam_search import BeamRow, PooledBeamRow
 from inference.decoding.candidates import Candidates, GroupKey, fetch, select
 from inference.decoding.processors import pick_lanes, process_logits
-from inference.decoding.results import RowResult, RowStep
-from inference.decoding.rows import RowRequest
+from inference.decoding.rows import RowRequest, RowResult, RowStep
 from inference.decoding.sampling import SamplingRow, choose
 from inference.decoding.tensor_fields import Array
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from inference.decoding.results import FinishReason, RowResult
+from inference.decoding.rows import FinishReason, RowResult
 
 
 @dataclass(frozen=True)

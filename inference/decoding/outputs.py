@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from inference.decoding.prompts import P_TUNING
-from inference.decoding.results import FinishReason, RowResult
-from inference.decoding.rows import GenerationRequest
+from inference.decoding.rows import P_TUNING, FinishReason, GenerationRequest, RowResult
 from inference.decoding.tensor_fields import Array
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from inference.decoding.rows import ModelLimits
-    from inference.decoding.tensor_fields import Array, TensorFields
-
-# Values of prompt_learning_type and request_prompt_type.
-NO_PROMPT, SOFT_PROMPT, PREFIX_PROMPT, P_TUNING = 0, 1, 2, 3
+from inference.decoding.rows import (
+    NO_PROMPT,
+    P_TUNING,
+    PREFIX_PROMPT,
+    ModelLimits,
+    PromptTable,
+)
+from inference.decoding.tensor_fields import Array, TensorFields
 
 TASK_IDS = "prompt_learning_task_name_ids"
 EMBEDDING, LENGTHS, TYPE = (
@@ -21,27 +21,6 @@ EMBEDDING, LENGTHS, TYPE = (
     "request_prompt_lengths",
     "request_prompt_type",
 )
-
-
-@dataclass(frozen=True, eq=False)
-class PromptTable:
-    """The virtual prompt of one row.
-
-    `kind` is SOFT_PROMPT (prepended embeddings), PREFIX_PROMPT (loaded keys and values) or
-    P_TUNING (ids from `start_id` on are looked up in the table). Exactly one of `task_id`
-    (a table loaded with the model) and `embedding` (length, hidden) fp32 is given.
-    """
-
-    kind: int
-    length: int
-    start_id: int
-    task_id: int | None = None
-    embedding: Array | None = None
-
-    @property
-    def cached_len(self) -> int:
-        """Cache entries that come before those of the ids: P_TUNING replaces ids instead."""
-        return 0 if self.kind == P_TUNING else self.length
 
 
 def read_prompts(fields: TensorFields, limits: ModelLimits) -> list[PromptTable | None]:

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from inference.decoding.options import RowOptions, read_options
-from inference.decoding.prompts import (
+from inference.decoding.prompts import prompt_source, read_prompts
+from inference.decoding.rows import (
     P_TUNING,
+    GenerationRequest,
+    ModelLimits,
     PromptTable,
-    prompt_source,
-    read_prompts,
+    RequestError,
+    RowRequest,
 )
-from inference.decoding.rows import GenerationRequest, ModelLimits, RequestError, RowRequest
 from inference.decoding.tensor_fields import Array, TensorFields
 
 __all__ = [

@@ -1,12 +1,18 @@
-"""What a model allows, and what a client asks for once it is checked and normalised."""
+"""Checked requests, row by row, the limits they were checked against, and their results."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from inference.decoding.options import RowOptions
-from inference.decoding.prompts import P_TUNING, SOFT_PROMPT, PromptTable
+from inference.decoding.tensor_fields import Array
+
+# Values of prompt_learning_type and request_prompt_type.
+NO_PROMPT, SOFT_PROMPT, PREFIX_PROMPT, P_TUNING = 0, 1, 2, 3
+
+FinishReason = Literal["end", "stop", "length"]
 
 
 class RequestError(ValueError):
@@ -15,6 +21,27 @@ class RequestError(ValueError):
     def __init__(self, problems: list[str]) -> None:
         super().__init__("\n".join(problems))
         self.problems = problems
+
+
+@dataclass(frozen=True, eq=False)
+class PromptTable:
+    """The virtual prompt of one row.
+
+    `kind` is SOFT_PROMPT (prepended embeddings), PREFIX_PROMPT (loaded keys and values) or
+    P_TUNING (ids from `start_id` on are looked up in the table). Exactly one of `task_id`
+    (a table loaded with the model) and `embedding` (length, hidden) fp32 is given.
+    """
+
+    kind: int
+    length: int
+    start_id: int
+    task_id: int | None = None
+    embedding: Array | None = None
+
+    @property
+    def cached_len(self) -> int:
+        """Cache entries that come before those of the ids: P_TUNING replaces ids instead."""
+        return 0 if self.kind == P_TUNING else self.length
 
 
 @dataclass(frozen=True)
@@ -91,3 +118,43 @@ class GenerationRequest:
     def max_output_len(self) -> int:
         """Rmax, the largest number of tokens any row asks for."""
         return max(row.output_len for row in self.rows)
+
+
+@dataclass(frozen=True)
+class SessionTurn:
+    """One request of a session, perhaps its first or its last; `session_id` is not 0 nor empty."""
+
+    session_id: int | str
+    starts: bool = False
+    ends: bool = False
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """One decoding step of one row.
+
+    `tokens` holds the newest token of each of its lanes, and `parents` the lane (0-based, within
+    the row) whose cache each lane continues; None means that every lane continues its own. After
+    `finished` the row takes no more steps. A row whose logits were unusable has `error` set and is
+    finished; the others are not affected.
+    """
+
+    handle: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...] | None
+    finished: bool
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RowResult:
+    """The K hypotheses of one row, best first; only generated tokens, the end token included.
+
+    `output_log_probs` is empty unless the row asked for log probabilities. A finish reason of
+    None marks a hypothesis that still runs.
+    """
+
+    output_ids: tuple[tuple[int, ...], ...]
+    cum_log_probs: tuple[float, ...]
+    output_log_probs: tuple[tuple[float, ...], ...]
+    finish_reasons: tuple[FinishReason | None, ...]

@@ -19,8 +19,7 @@ from inference.decoding.candidates import Candidates, GroupKey, top_candidates
 from inference.decoding.nucleus import DescendingMass, draw_from_prefix
 from inference.decoding.processors import LOWEST, LaneRules
 from inference.decoding.random import Xorwow
-from inference.decoding.results import FinishReason, RowResult
-from inference.decoding.rows import RowRequest
+from inference.decoding.rows import FinishReason, RowRequest, RowResult
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import banned_ids, ends_with
 

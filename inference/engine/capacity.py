@@ -15,8 +15,8 @@ from export_scripts.families.layout.architecture import (
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.numeric.dtypes import item_size
-from inference.decoding.prompts import P_TUNING, SOFT_PROMPT
 from inference.decoding.request import GenerationRequest, ModelLimits
+from inference.decoding.rows import P_TUNING, SOFT_PROMPT
 from inference.engine.options import EngineOptions
 from inference.model.kv_cache import CacheShape
 from inference.parallel.layout import ParallelLayout

@@ -18,14 +18,13 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.ft.config_ini import read_config
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
-from inference.decoding.prompts import PREFIX_PROMPT
 from inference.decoding.request import (
     GenerationRequest,
     ModelLimits,
     RequestError,
     RowRequest,
 )
-from inference.decoding.session_turn import SessionTurn
+from inference.decoding.rows import PREFIX_PROMPT, SessionTurn
 from inference.engine.base import EngineBase, checked_placement, rank_settings
 from inference.engine.blocks import BlockPool
 from inference.engine.capacity import (
@@ -35,7 +34,6 @@ from inference.engine.capacity import (
     model_limits,
     plan_capacity,
 )
-from inference.engine.chunking import ChunkSize
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.loop import EngineLoop
 from inference.engine.options import EngineOptions
@@ -48,6 +46,7 @@ from inference.engine.running import (
 )
 from inference.engine.scheduler import Scheduler
 from inference.engine.sessions import turn_problems
+from inference.engine.step_budget import ChunkSize
 from inference.model.step import Segment
 from inference.ranks.plan import StepPlan
 from inference.ranks.rendezvous import Rendezvous

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from inference.ranks.settings import RANK_TIMEOUT_S
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -39,7 +41,7 @@ class EngineOptions:
     max_stall_s: float = 0.25
     threads: int | None = None
     shared_memory: bool = True
-    rank_timeout_s: float = 7.0
+    rank_timeout_s: float = RANK_TIMEOUT_S
     start_timeout_s: float = 1800.0
     restart_failed_ranks: bool = False
     output_log_probs_mode: Literal["renormalized", "full"] = "renormalized"

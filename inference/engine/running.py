@@ -6,18 +6,20 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from inference.decoding.prompts import P_TUNING, PREFIX_PROMPT, SOFT_PROMPT, PromptTable
 from inference.decoding.request import GenerationRequest, RowRequest
-from inference.decoding.results import RowResult
-from inference.decoding.session_turn import SessionTurn
+from inference.decoding.rows import (
+    P_TUNING,
+    PREFIX_PROMPT,
+    SOFT_PROMPT,
+    PromptTable,
+    RowResult,
+    SessionTurn,
+)
 from inference.decoding.tensor_fields import Array
-
-if TYPE_CHECKING:
-    from inference.engine.sessions import Session
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,50 @@ class GenerationResult:
 
 
 OnStep = Callable[[GenerationStep], None]
+
+
+@dataclass(frozen=True)
+class RememberedRow:
+    """One row of a conversation between two turns.
+
+    Attributes:
+        lanes: Where its keys and values lie, in the first of them.
+        prompt: What the first stage embeds for it, as of `RunningRow`.
+        request: The same as penalties, word lists and the client see it.
+        cached: How many of `prompt` have been in the cache.
+        forgotten: How many of these no longer are.
+    """
+
+    lanes: list[int]
+    prompt: list[int]
+    request: RowRequest
+    cached: int
+    forgotten: int
+
+
+@dataclass(eq=False)
+class Session:
+    """One conversation. `rows` holds those that are not running."""
+
+    turn: SessionTurn  # the newest
+    session_len: int
+    memory_len: int | None  # most tokens that the cache keeps of it, None for all
+    row_count: int
+    beam_width: int
+    rows: dict[int, RememberedRow] = field(default_factory=dict)
+    is_busy: bool = True
+    holds_lanes: bool = False
+    used_s: float = 0.0  # when its last turn ended
+
+    @property
+    def lane_count(self) -> int:
+        """Lanes that it holds to its end."""
+        return self.row_count * self.beam_width
+
+    @property
+    def lane_tokens(self) -> int:
+        """Most tokens that one of its lanes ever holds."""
+        return min(self.session_len, self.memory_len or self.session_len)
 
 
 @dataclass(eq=False)

@@ -18,13 +18,11 @@ from typing import Any
 import torch
 
 from inference.decoding.generate import BatchDecoder
+from inference.decoding.processors import context_log_prob
 from inference.decoding.request import RequestError
-from inference.decoding.results import RowStep
-from inference.decoding.scoring import context_log_prob
+from inference.decoding.rows import RowStep
 from inference.decoding.tensor_fields import Array
 from inference.engine.blocks import BlockPool, LanePool
-from inference.engine.chunking import ChunkSize, prompt_work
-from inference.engine.encoder_turn import EncoderTurn
 from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.planned_step import EncoderWork, PlannedStep, RowWork, lay_out
 from inference.engine.running import (
@@ -34,6 +32,7 @@ from inference.engine.running import (
     RunningRow,
 )
 from inference.engine.sessions import Sessions
+from inference.engine.step_budget import ChunkSize, EncoderBatch, prompt_work
 from inference.model.kv_cache import WIPE, Move, prefix_source
 from inference.model.token_feed import NEWEST
 from inference.ranks.base import StepResult
@@ -83,7 +82,7 @@ class Scheduler:
         self._requests: dict[RunningRequest, None] = {}  # in order of arrival
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
         self._moves: list[Move] = []
-        self._encoder = EncoderTurn(encoder_layers)
+        self._encoder = EncoderBatch(encoder_layers)
         self._sessions = Sessions(idle_s=session_idle_s, free=self._free)
 
     @property

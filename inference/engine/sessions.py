@@ -9,60 +9,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import monotonic
 
 from inference.decoding.prompts import TASK_IDS, TYPE
 from inference.decoding.request import GenerationRequest, RequestError
-from inference.decoding.results import RowResult
-from inference.decoding.rows import ModelLimits, RowRequest
-from inference.decoding.session_turn import SessionTurn
+from inference.decoding.rows import ModelLimits, RowResult, SessionTurn
 from inference.engine.capacity import Capacity
-from inference.engine.running import RunningRequest, RunningRow
-
-
-@dataclass(frozen=True)
-class RememberedRow:
-    """One row of a conversation between two turns.
-
-    Attributes:
-        lanes: Where its keys and values lie, in the first of them.
-        prompt: What the first stage embeds for it, as of `RunningRow`.
-        request: The same as penalties, word lists and the client see it.
-        cached: How many of `prompt` have been in the cache.
-        forgotten: How many of these no longer are.
-    """
-
-    lanes: list[int]
-    prompt: list[int]
-    request: RowRequest
-    cached: int
-    forgotten: int
-
-
-@dataclass(eq=False)
-class Session:
-    """One conversation. `rows` holds those that are not running."""
-
-    turn: SessionTurn  # the newest
-    session_len: int
-    memory_len: int | None  # most tokens that the cache keeps of it, None for all
-    row_count: int
-    beam_width: int
-    rows: dict[int, RememberedRow] = field(default_factory=dict)
-    is_busy: bool = True
-    holds_lanes: bool = False
-    used_s: float = 0.0  # when its last turn ended
-
-    @property
-    def lane_count(self) -> int:
-        """Lanes that it holds to its end."""
-        return self.row_count * self.beam_width
-
-    @property
-    def lane_tokens(self) -> int:
-        """Most tokens that one of its lanes ever holds."""
-        return min(self.session_len, self.memory_len or self.session_len)
+from inference.engine.running import RememberedRow, RunningRequest, RunningRow, Session
 
 
 class Sessions:

@@ -15,7 +15,7 @@ import numpy as np
 from inference.backend.text_models import row_texts
 from inference.backend.tokenizer import Tokenizer
 from inference.decoding.request import RequestError, parse_request
-from inference.decoding.results import RowResult
+from inference.decoding.rows import RowResult
 from inference.engine.engine import Engine, GenerationResult
 
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]

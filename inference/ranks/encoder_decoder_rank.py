@@ -73,8 +73,7 @@ class EncoderDecoderRank(RankBase):
         on_gpu = self.device.type == "cuda" and has_gpu_kernels()
         if self.architecture.decoder is None or not on_gpu:
             return
-        from inference.model.decode_graph import DecodeGraphs
-        from inference.model.t5_graph import EncoderDecoderGraphModel
+        from inference.model.decode_graph import DecodeGraphs, EncoderDecoderGraphModel
 
         caches = (self.cache, self.cross_cache)
         with torch.inference_mode():

@@ -68,7 +68,7 @@ def open_rendezvous(world_size: int, *, timeout_s: float) -> Rendezvous | None:
 
 def main() -> int:
     """Run this process's rank until rank 0 ends; return 1 if it failed."""
-    from inference.engine.options import EngineOptions
+    from inference.ranks.settings import RANK_TIMEOUT_S
     from inference.ranks.worker import serve_started_rank
 
     place = read_launch_environment(os.environ)
@@ -82,8 +82,7 @@ def main() -> int:
         sys.stderr.write(f"{RENDEZVOUS_VARIABLE} is not set: it names host:port of rank 0\n")
         return 2
     _, host, port, key_file = found
-    timeout_s = EngineOptions().rank_timeout_s
-    return serve_started_rank(place, host, port, key_file=key_file, timeout_s=timeout_s)
+    return serve_started_rank(place, host, port, key_file=key_file, timeout_s=RANK_TIMEOUT_S)
 
 
 if __name__ == "__main__":

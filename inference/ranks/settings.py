@@ -15,6 +15,8 @@ from inference.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
 
+RANK_TIMEOUT_S = 7.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
@@ -49,7 +51,7 @@ class RankSettings(Placement):
     blocks: int = 0
     store: str = ""  # path of the store that ranks of one node share
     shared_memory: bool = True  # False: CPU ranks talk over gloo even on one host
-    rank_timeout_s: float = 8.0
+    rank_timeout_s: float = RANK_TIMEOUT_S
     encoder_only: bool = False  # serve the encoder of a whole encoder-decoder
     remove_padding: bool = True  # encoders: compute true tokens only
     device_index: int | None = None  # of the visible GPUs, where a launcher numbered the processes

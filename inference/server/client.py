@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from inference.decoding.session_turn import SessionTurn
+from inference.decoding.rows import SessionTurn
 from inference.gateway.credentials import PLAIN, Credentials
 from inference.server.transport import (
     GrpcTransport,

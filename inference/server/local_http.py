@@ -6,10 +6,16 @@ An address is `host:port`, or the path of a socket with every slash quoted: `%2F
 from __future__ import annotations
 
 import http.client
+import json
 import socket
 import urllib.parse
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
+
+from inference.server.server_log import short_reason
+
+_TIMEOUT_S = 5.0
 
 
 class _Connection(http.client.HTTPConnection):
@@ -43,3 +49,32 @@ def local_opener() -> urllib.request.OpenerDirector:
 def socket_address(path: Path) -> str:
     """Return the address of a Unix socket, as it stands in a URL between `http://` and the path."""
     return urllib.parse.quote(str(path), safe="")
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """One line of the server's repository index."""
+
+    name: str
+    state: str  # READY, UNAVAILABLE, LOADING, UNLOADING, or "" if it was never loaded
+    reason: str
+
+
+def model_statuses(address: str) -> list[ModelStatus]:
+    """Return the state of every model of the repository. Raises OSError if it does not answer."""
+    entries = json.loads(local_answer(address, "/v2/repository/index", body=b"{}"))
+    return [
+        ModelStatus(entry["name"], entry.get("state", ""), short_reason(entry.get("reason", "")))
+        for entry in entries
+    ]
+
+
+def local_answer(address: str, path: str, *, body: bytes | None = None) -> bytes:
+    """Return the answer of the server at an address of either kind.
+
+    Raises:
+        OSError: The server does not answer, or refuses.
+    """
+    request = urllib.request.Request(f"http://{address}{path}", data=body)
+    with local_opener().open(request, timeout=_TIMEOUT_S) as response:
+        return bytes(response.read())

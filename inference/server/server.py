@@ -23,15 +23,15 @@ from inference.ports import pick_free_ports, ports_problems
 from inference.server import supervisor
 from inference.server.canary import Canary
 from inference.server.installation import find_triton
-from inference.server.local_http import socket_address
+from inference.server.local_http import ModelStatus, local_answer, model_statuses, socket_address
 from inference.server.options import old_server_options, server_options
-from inference.server.server_log import ServerLog, errors_of, last_lines, losses_of
-from inference.server.server_status import (
+from inference.server.server_log import (
     LOG_TAIL_LINES,
-    ModelStatus,
+    ServerLog,
     ServerStartError,
-    ask,
-    model_statuses,
+    errors_of,
+    last_lines,
+    losses_of,
 )
 from inference.supervision import SUPERVISED_VARIABLE
 
@@ -239,7 +239,7 @@ class TritonServer:
     def _is_model_ready(self, name: str) -> bool:
         try:
             path = f"/v2/models/{urllib.parse.quote(name, safe='')}/ready"
-            ask(self.control_address, path)
+            local_answer(self.control_address, path)
         except urllib.error.HTTPError:
             return False
         return True
@@ -389,7 +389,7 @@ class TritonServer:
             log.failures += [f"model {each.name}: {each.reason}" for each in failed]
             if failed or any(each.state != "READY" for each in statuses):
                 return False
-            ask(self.control_address, "/v2/health/ready")
+            local_answer(self.control_address, "/v2/health/ready")
         except OSError:
             return False
         if self._sockets is not None and not self._sockets.listening.exists():

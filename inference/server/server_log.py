@@ -1,4 +1,4 @@
-"""What a tritonserver's log says: its last lines, what it is loading, why a model failed."""
+"""A tritonserver's log: its last lines, the models being loaded, and why a start failed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from inference.server.fastertransformer_log import fatal_lines
 from inference.server.supervisor import LOSS_MARK
 
+LOG_TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _MANY = 1000
 _MOST = 300  # characters of a line worth showing
@@ -25,6 +25,31 @@ _OUT = re.compile(r"\S+ is out of service: .*(?:\n(?![EWIF]\d{4} ).*)*")
 _PORT_TAKEN = re.compile(r"Address already in use|failed to start \w+ service", re.IGNORECASE)
 # The Python backend appends where in the model file the exception came from.
 _TRACE = re.compile(r"\n\s*At:\n.*", re.DOTALL)
+# Lines of NVIDIA's C++ backend.
+_MISSING = re.compile(r"file (?P<path>\S+) cannot be opened, loading model fails!")
+_SHORT = re.compile(
+    r"file (?P<path>\S+) only has (?P<has>\d+), but request (?P<wants>\d+), loading model fails!"
+)
+_NO_CONFIG = re.compile(r"Can't load '(?P<path>[^']*config\.ini)'")
+_RANKS = re.compile(r"world_size \(\d+\) should equal to|Number of visible GPUs must be evenly")
+_OTHERS = re.compile(
+    r"Assertion (?:fail|`.*failed)|CUDA out of memory|NCCL[^\n]*\berror\b|MPI_ABORT"
+    r"|Multi-Node Inference only"
+)
+
+
+class ServerStartError(RuntimeError):
+    """The server did not become ready. `reasons` say why, `log_tail` holds its last lines."""
+
+    def __init__(self, summary: str, *, reasons: Sequence[str], log_path: Path) -> None:
+        self.reasons = tuple(reasons)
+        self.log_path = log_path
+        self.log_tail = tuple(last_lines(log_path, LOG_TAIL_LINES))
+        parts = [summary, *(f"  {reason}" for reason in reasons)]
+        if self.log_tail:
+            parts.append(f"last lines of {log_path}:")
+            parts += [f"  | {line}" for line in self.log_tail]
+        super().__init__("\n".join(parts))
 
 
 def last_lines(path: Path, count: int) -> list[str]:
@@ -39,8 +64,8 @@ def last_lines(path: Path, count: int) -> list[str]:
     except FileNotFoundError:
         return []
     lines = [line.rstrip() for line in text.splitlines()]
-    told = [line for line in lines if line and not _NOISE.match(line)]
-    return [line if len(line) <= _MOST else line[:_MOST] + " ..." for line in told[-count:]]
+    shown = [line for line in lines if line and not _NOISE.match(line)]
+    return [line if len(line) <= _MOST else line[:_MOST] + " ..." for line in shown[-count:]]
 
 
 def short_reason(text: str) -> str:
@@ -68,7 +93,7 @@ class ServerLog:
         self._rest = ""
 
     def read(self) -> list[str]:
-        """Take in what was added and return one message per event worth telling a person."""
+        """Take in what was added and return one message per event worth showing a person."""
         with self.path.open("rb") as log:
             log.seek(self._position)
             added = log.read()
@@ -116,3 +141,37 @@ def _records(text: str) -> Iterator[str]:
 def errors_of(lines: Sequence[str]) -> list[str]:
     """Return the lines that the server itself marks as errors."""
     return [line for line in lines if re.match(r"^(E\d{4} |error: )", line)]
+
+
+def fatal_lines(text: str) -> list[str]:
+    """Return why NVIDIA's backend cannot use the model, one message for each such line of a log.
+
+    The backend goes on with uninitialised weights after some of these lines and reports ready.
+    """
+    return [message for line in text.splitlines() if (message := _explained(line))]
+
+
+def _explained(line: str) -> str | None:
+    if missing := _MISSING.search(line):
+        return f"weight file {missing['path']} is missing; convert the model again"
+    if short := _SHORT.search(line):
+        has, wants = int(short["has"]), int(short["wants"])
+        return (
+            f"weight file {short['path']} has {has} bytes of {wants} that the backend expects; "
+            f"{_size_reason(has, wants)}"
+        )
+    if config := _NO_CONFIG.search(line):
+        return f"{config['path']} cannot be read; convert the model again"
+    shown = line.strip()[:_MOST]
+    if _RANKS.search(line):
+        return f"{shown} (show the server exactly TP x PP GPUs with CUDA_VISIBLE_DEVICES)"
+    return shown if _OTHERS.search(line) else None
+
+
+def _size_reason(has: int, wants: int) -> str:
+    """Return what a wrong size points to."""
+    if has == 2 * wants or wants == 2 * has:
+        return "its type and weight_data_type of config.ini differ"
+    if has and (wants % has == 0 or has % wants == 0):
+        return "it was written for another tensor-parallel size"
+    return "it is not complete; convert the model again"

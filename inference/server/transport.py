@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from inference.decoding.session_turn import SessionTurn
+from inference.decoding.rows import SessionTurn
 from inference.gateway.credentials import Credentials, with_token
 
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]

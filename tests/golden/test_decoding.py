@@ -21,7 +21,7 @@ from inference.decoding.outputs import assemble_outputs
 from inference.decoding.processors import LaneRules, apply_penalty, process_logits
 from inference.decoding.random import Xorwow
 from inference.decoding.request import ModelLimits, RowRequest, parse_request
-from inference.decoding.results import RowResult
+from inference.decoding.rows import RowResult
 from inference.decoding.word_lists import banned_ids, ends_with, read_entries
 from tests.conftest import SHARED
 

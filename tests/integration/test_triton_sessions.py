@@ -13,7 +13,7 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from inference.client import main
-from inference.decoding.session_turn import SessionTurn
+from inference.decoding.rows import SessionTurn
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
 from tests.integration.triton_process import new_server

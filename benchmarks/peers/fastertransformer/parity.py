@@ -33,7 +33,7 @@ from benchmarks.peers.fastertransformer.served import (
     both,
     tensors,
 )
-from inference.decoding.session_turn import SessionTurn
+from inference.decoding.rows import SessionTurn
 from inference.server.client import TritonClient
 
 # model, kind of request, and how it is asked

@@ -16,7 +16,7 @@ from export_scripts.triton.repository import build_repository
 from export_scripts.triton.repository_request import RepositoryRequest
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
-from inference.server.server_status import ServerStartError
+from inference.server.server_log import ServerStartError
 
 Tensors = dict[str, np.ndarray[Any, Any]]
 Answer = Tensors | str  # the outputs, or why there are none

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import RowRequest
-from inference.decoding.results import RowResult
+from inference.decoding.rows import RowResult
 
 VOCAB = 1003  # no multiple of any vector width
 END = 7

@@ -11,7 +11,7 @@ import torch
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import RowRequest
-from inference.decoding.results import RowResult
+from inference.decoding.rows import RowResult
 
 END = 0
 

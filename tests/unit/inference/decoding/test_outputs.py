@@ -10,9 +10,8 @@ import pytest
 
 from inference.decoding.options import RowOptions
 from inference.decoding.outputs import FrameStream, assemble_outputs
-from inference.decoding.prompts import P_TUNING, SOFT_PROMPT, PromptTable
 from inference.decoding.request import GenerationRequest, RowRequest
-from inference.decoding.results import RowResult
+from inference.decoding.rows import P_TUNING, SOFT_PROMPT, PromptTable, RowResult
 
 END = 51
 

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from inference.decoding.prompts import P_TUNING, SOFT_PROMPT
 from inference.decoding.request import parse_request
+from inference.decoding.rows import P_TUNING, SOFT_PROMPT
 from tests.unit.inference.decoding.contract_tensors import GPT, T5, column, gpt, problems
 
 

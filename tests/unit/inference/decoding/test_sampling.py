@@ -15,7 +15,7 @@ from inference.decoding.options import RowOptions
 from inference.decoding.processors import ALIGNMENT, LaneRules, process_logits
 from inference.decoding.random import Xorwow
 from inference.decoding.request import RowRequest
-from inference.decoding.results import RowResult
+from inference.decoding.rows import RowResult
 
 VOCAB = 52
 END = 51

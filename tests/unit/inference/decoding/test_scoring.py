@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.decoding.scoring import context_log_prob
+from inference.decoding.processors import context_log_prob
 
 LOGITS = torch.randn(4, 52, generator=torch.Generator().manual_seed(0))
 

@@ -16,11 +16,11 @@ from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.blocks import BlockPool
-from inference.engine.chunking import ChunkSize
 from inference.engine.engine import Engine, EngineOptions
 from inference.engine.planned_step import PlannedStep
 from inference.engine.running import RunningRequest, make_row
 from inference.engine.scheduler import Scheduler
+from inference.engine.step_budget import ChunkSize
 from inference.ranks.base import StepResult
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt

@@ -10,9 +10,9 @@ import torch
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
-from inference.engine.chunking import ChunkSize
 from inference.engine.running import GenerationStep, RunningRequest, make_row
 from inference.engine.scheduler import PlannedStep, Scheduler
+from inference.engine.step_budget import ChunkSize
 from inference.ranks.base import StepResult
 
 VOCAB = 20

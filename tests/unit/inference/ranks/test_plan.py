@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple
 
-from inference.engine.chunking import ChunkSize
+from inference.engine.step_budget import ChunkSize
 from inference.model.step import Segment
 from inference.ranks.decoder_rank import split_segments
 from inference.ranks.plan import (

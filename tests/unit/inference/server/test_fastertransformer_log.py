@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inference.server.fastertransformer_log import fatal_lines
+from inference.server.server_log import fatal_lines
 
 SIZES = "[WARNING] file /w/a.bin only has {}, but request {}, loading model fails! "
 

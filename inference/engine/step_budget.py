@@ -1,17 +1,17 @@
-"""Which prompt tokens a step takes, so that running requests wait no longer than stated."""
+"""The work of a step: prompt tokens and encoder layers within the time a step may take."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from inference.engine.planned_step import RowWork
-from inference.engine.running import RunningRow
+from inference.engine.planned_step import EncoderWork, RowWork
+from inference.engine.running import RunningRequest, RunningRow
 
 _LEAST = 16  # fewer would make prompts crawl; this many may exceed the bound on slow devices
 _FIRST = 64  # before anything was measured
 _MOST = 1024
-# With nobody decoding only cancels and other ranks' patience limit a step.
+# With no decode in flight, only cancellation latency and the rank timeout bound the chunk.
 _ALONE_FACTOR = 4
 # Prompt tokens of one row whose logits are kept at a time, for rows that want all of them.
 _MOST_LOGITS = 128
@@ -99,3 +99,70 @@ def _missing(row: RunningRow) -> int:
 def _has_more(row: RunningRow) -> bool:
     """Whether a row has prompt tokens before its last one to compute."""
     return _missing(row) > 1
+
+
+class EncoderBatch:
+    """The batch in the encoder of an encoder-decoder; always empty for other models.
+
+    One batch of rows passes the encoder at a time. A step takes as many of its layers as fit in the
+    time a step may take: a row of an encoder cannot be cut as the prompt of a decoder can.
+    """
+
+    def __init__(self, layers: int) -> None:
+        """Start empty; `layers` is the encoder's depth."""
+        self._layers = layers
+        self._done = 0
+        self._rows: list[RunningRow] = []
+
+    def plan(self, rows: Iterable[RunningRow], room: int) -> EncoderWork:
+        """Return what the encoder does in the next step; waiting rows begin if none are in it.
+
+        Args:
+            rows: All that hold lanes.
+            room: Tokens whose whole pass fits in the time a step may take.
+        """
+        if not self._layers:
+            return EncoderWork()
+        if not self._rows:
+            self._rows = _take(rows, room)
+            self._done = 0
+        if not self._rows:
+            return EncoderWork()
+        share = self._layers * room // _tokens(self._rows)
+        layers = min(max(share, 1), self._layers - self._done)
+        return EncoderWork(
+            rows=tuple(self._rows),
+            layers=layers,
+            begins=not self._done,
+            ends=self._done + layers == self._layers,
+            tokens=_tokens(self._rows) * layers // self._layers,
+        )
+
+    def finish(self, work: EncoderWork) -> None:
+        """Note that a planned step has run."""
+        self._done += work.layers
+        if work.ends:
+            for row in self._rows:
+                row.is_encoded = True
+            self._rows = []
+
+    def drop(self, request: RunningRequest) -> None:
+        """Forget the rows of a request; the others go on."""
+        self._rows = [row for row in self._rows if row.owner is not request]
+
+
+def _tokens(rows: Iterable[RunningRow]) -> int:
+    return sum(len(row.encoder_ids or ()) for row in rows)
+
+
+def _take(rows: Iterable[RunningRow], room: int) -> list[RunningRow]:
+    """Return rows that wait for the encoder, of at most `room` tokens; at least one if any do."""
+    taken: list[RunningRow] = []
+    for row in rows:
+        if row.is_encoded:
+            continue
+        if taken and _tokens([*taken, row]) > room:
+            break
+        taken.append(row)
+    # Rows of like length share an attention call.
+    return sorted(taken, key=lambda row: len(row.encoder_ids or ()))
