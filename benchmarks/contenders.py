@@ -138,12 +138,12 @@ def slipway(
     data_type: str,
     device: str,
     *,
-    lanes: int,
+    slots: int,
     max_len: int,
     int8: bool = False,
     encoder_decoder: bool = False,
 ) -> Program:
-    """Return this project's engine on one rank, with room for `lanes` times `max_len` tokens."""
+    """Return this project's engine on one rank, with room for `slots` times `max_len` tokens."""
     from inference.decoding.options import RowOptions
     from inference.decoding.request import GenerationRequest, RowRequest
     from inference.engine.engine import Engine, EngineOptions, Placement
@@ -151,7 +151,7 @@ def slipway(
 
     model_times: list[float] = []
     _time_calls(DecoderRank, "run", model_times)
-    options = EngineOptions(max_lanes=lanes, max_seq_len=max_len)
+    options = EngineOptions(max_lanes=slots, max_seq_len=max_len)
     engine = Engine(
         ft_dir, Placement(data_type=data_type, int8_mode=int(int8), device=device), options=options
     )
@@ -197,7 +197,7 @@ def _time_calls(owner: type, method: str, into: list[float]) -> None:
 
 
 def bare_loop(
-    ft_dir: Path, data_type: str, device: str, *, int8: bool, lanes: int, max_len: int
+    ft_dir: Path, data_type: str, device: str, *, int8: bool, slots: int, max_len: int
 ) -> Program:
     """Return the model and the best token of each row in a loop, without the engine."""
     from inference.model.step import Segment
@@ -211,7 +211,7 @@ def bare_loop(
             rank=0,
             data_type=data_type,
             device=device,
-            lanes=lanes,
+            slots=slots,
             max_len=max_len,
             threads=torch.get_num_threads(),
             int8_mode=int(int8),
@@ -229,12 +229,12 @@ def bare_loop(
     def generate(prompts: Prompts, tokens: int) -> None:
         clock = StepClock(step_times)
         counts = [len(ids) for ids in prompts]
-        segments = tuple(Segment(lane, 0, count) for lane, count in enumerate(counts))
-        ends = [sum(counts[: lane + 1]) - 1 for lane in range(len(counts))]
+        segments = tuple(Segment(slot, 0, count) for slot, count in enumerate(counts))
+        ends = [sum(counts[: slot + 1]) - 1 for slot in range(len(counts))]
         ids = best(segments, [token for row in prompts for token in row], ends)
         clock()
         for step in range(tokens - 1):
-            segments = tuple(Segment(lane, n + step, 1) for lane, n in enumerate(counts))
+            segments = tuple(Segment(slot, n + step, 1) for slot, n in enumerate(counts))
             ids = best(segments, ids, range(len(ids)))
             clock()
 

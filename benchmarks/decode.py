@@ -49,7 +49,7 @@ def programs(model: Model, args: argparse.Namespace) -> list[Callable[[], Progra
     import transformers
 
     found: list[Callable[[], Program]] = []
-    room = {"lanes": max(args.batch), "max_len": args.input_len + args.output_len}
+    room = {"slots": max(args.batch), "max_len": args.input_len + args.output_len}
     for kind in args.data_type or DATA_TYPES[args.device]:
         int8 = kind == "int8"
         data_type = _COMPUTED_WITH_INT8[args.device] if int8 else kind

@@ -42,7 +42,7 @@ def t5_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
     write_t5(folder)
     model = Model(convert(folder, args.work_dir / "t5_ft"), folder, None, _VOCABULARY)
     found: list[Callable[[], Program]] = []
-    room = {"lanes": max(args.batch), "max_len": max(args.input_len, args.output_len) + 1}
+    room = {"slots": max(args.batch), "max_len": max(args.input_len, args.output_len) + 1}
     for data_type in args.data_type:
         ours = (model.ft_dir, data_type, args.device)
         found.append(partial(slipway, *ours, encoder_decoder=True, **room))

@@ -36,7 +36,7 @@ def programs(model: Model, args: argparse.Namespace) -> list[Callable[[], Progra
     """Return what makes our engine and transformers for every type."""
     causal = transformers.AutoModelForCausalLM
     found: list[Callable[[], Program]] = []
-    room = {"lanes": max(args.batch), "max_len": max(args.input_len) + 1}
+    room = {"slots": max(args.batch), "max_len": max(args.input_len) + 1}
     for data_type in args.data_type or DATA_TYPES[args.device]:
         found.append(partial(slipway, model.ft_dir, data_type, args.device, **room))
         found.append(partial(hugging_face, causal, model, data_type, args.device))

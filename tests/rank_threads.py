@@ -33,7 +33,7 @@ def on_ranks(
     """Return what `work` gives on rank 0, with all ranks doing it at the same time."""
     world_size = tp_size * pp_size
     store = HashStore()
-    values = {"data_type": "fp32", "device": "cpu", "lanes": 4, "max_len": 64, "threads": 1}
+    values = {"data_type": "fp32", "device": "cpu", "slots": 4, "max_len": 64, "threads": 1}
 
     def run(number: int) -> ResultT:
         torch.set_num_threads(1)
@@ -84,7 +84,7 @@ def logits_of(
         return torch.cat(parts) if parts else None
 
     logits = on_ranks(
-        ft_dir, work, tp_size=tp_size, pp_size=pp_size, lanes=2, max_len=len(prompt), **settings
+        ft_dir, work, tp_size=tp_size, pp_size=pp_size, slots=2, max_len=len(prompt), **settings
     )
     assert logits is not None
     return logits

@@ -17,7 +17,7 @@ import numpy as np
 
 from inference.decoding.candidates import Candidates, GroupKey
 from inference.decoding.hypotheses import Hypothesis, HypothesisPool, best_first, length_divisor
-from inference.decoding.processors import LaneRules
+from inference.decoding.processors import LogitRules
 from inference.decoding.rows import FinishReason, RowRequest, RowResult
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import banned_ids, ends_with
@@ -43,14 +43,14 @@ class BeamRow:
     def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
         self.request = request
         self.options = o = request.options
-        self.lanes = o.beam_width
+        self.slots = o.beam_width
         self.generated = 0
-        self.tokens = np.zeros((self.lanes, request.output_len), np.int64)  # (K, R)
-        self.log_probs = np.zeros((self.lanes, request.output_len), np.float32)  # (K, R)
-        self.cum_log_probs = np.full(self.lanes, UNSTARTED)
+        self.tokens = np.zeros((self.slots, request.output_len), np.int64)  # (K, R)
+        self.log_probs = np.zeros((self.slots, request.output_len), np.float32)  # (K, R)
+        self.cum_log_probs = np.full(self.slots, UNSTARTED)
         self.cum_log_probs[0] = 0.0
-        self.lengths = np.zeros(self.lanes, np.int64)
-        self.reasons: list[FinishReason | None] = [None] * self.lanes
+        self.lengths = np.zeros(self.slots, np.int64)
+        self.reasons: list[FinishReason | None] = [None] * self.slots
         self._vocab_size = vocab_size
         self._offset = 0.0
         self._tail = max((len(word) for word in o.bad_words + o.stop_words), default=0)
@@ -65,24 +65,24 @@ class BeamRow:
 
     @property
     def running(self) -> list[int]:
-        """The lanes whose logits matter."""
+        """The slots whose logits matter."""
         return [k for k, reason in enumerate(self.reasons) if reason is None]
 
     def group_key(self, device: str) -> GroupKey:
         """Return what this step's selection needs: twice K extensions of each beam."""
         del device
-        return GroupKey("beam", 2 * self.lanes, True)
+        return GroupKey("beam", 2 * self.slots, True)
 
     def add_log_prob(self, log_prob: float) -> None:
         """Add what does not come from a generated token to the score of every beam."""
         self._offset += log_prob
 
-    def rules(self) -> list[LaneRules]:
-        """Return what to do to the logits of each running lane in this step."""
+    def rules(self) -> list[LogitRules]:
+        """Return what to do to the logits of each running slot in this step."""
         o = self.options
         penalised = self._penalised and self.request.context_len + self.generated > 1
         return [
-            LaneRules(
+            LogitRules(
                 banned=banned_ids(self.newest(k), o.bad_words, self._vocab_size),
                 temperature=o.temperature,
                 seen=np.concatenate([self._prompt_ids, self.tokens[k, : self.generated]])
@@ -105,10 +105,10 @@ class BeamRow:
         return [*context, *answer, *extension]
 
     def advance(self, candidates: Candidates) -> tuple[Sequence[int], Sequence[int]]:
-        """Take the step; return the newest token and the parent of each lane."""
+        """Take the step; return the newest token and the parent of each slot."""
         # All beams of a row share this length: its own cache entries, not the padded ones.
         best = self._extensions(candidates, length=self.request.context_len + self.generated)
-        parents = best.parents[: self.lanes]
+        parents = best.parents[: self.slots]
         old_reasons = [self.reasons[k] for k in parents]
         self._reorder(parents)
         for k, reason in enumerate(old_reasons):
@@ -117,11 +117,11 @@ class BeamRow:
                 self._append(k, best, k)
                 self.reasons[k] = self._reason(k)
         self.generated += 1
-        return best.tokens[: self.lanes].tolist(), parents.tolist()
+        return best.tokens[: self.slots].tolist(), parents.tolist()
 
     def _extensions(self, candidates: Candidates, *, length: int) -> Extensions:
         """Rank all extensions; a finished beam has one, by its end id at no cost."""
-        shape = (self.lanes, candidates.values.shape[1])
+        shape = (self.slots, candidates.values.shape[1])
         running = self.running
         log_probs = np.full(shape, -np.inf)  # (K, W)
         tokens = np.full(shape, self.options.end_id)
@@ -131,7 +131,7 @@ class BeamRow:
         log_probs[running] = values - values[:, :1] - candidates.log_norms[:, None]
         tokens[running] = candidates.ids
         cum = self.cum_log_probs[:, None] + log_probs
-        ranks = np.arange(shape[1]) % self.lanes
+        ranks = np.arange(shape[1]) % self.slots
         scores = cum / length_divisor(length, alpha=self.options.len_penalty)
         scores = scores + self.options.beam_search_diversity_rate * ranks
         order = np.argsort(-scores, axis=None, kind="stable")  # ties: lower beam, then higher rank
@@ -177,7 +177,7 @@ class BeamRow:
 
     def result(self) -> RowResult:
         """Return the beams in their order."""
-        beams = [self.hypothesis(k) for k in range(self.lanes)]
+        beams = [self.hypothesis(k) for k in range(self.slots)]
         with_log_probs = self.options.return_log_probs
         return RowResult(
             output_ids=tuple(h.tokens for h in beams),
@@ -192,27 +192,27 @@ class PooledBeamRow(BeamRow):
 
     def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
         super().__init__(request, vocab_size=vocab_size)
-        self._pool = HypothesisPool(self.lanes)
+        self._pool = HypothesisPool(self.slots)
 
     def advance(self, candidates: Candidates) -> tuple[Sequence[int], Sequence[int]]:
         """Take the step; return the newest token and the parent of each running beam."""
         best = self._extensions(candidates, length=self.generated + 1)
         kept = self._pick(best)
-        # Fewer than K extensions go on only where the vocabulary is tiny; those lanes are dead.
-        dead = self.lanes - len(kept)
+        # Fewer than K extensions go on only where the vocabulary is tiny; those slots are dead.
+        dead = self.slots - len(kept)
         parents = np.asarray([int(best.parents[i]) for i in kept] + [0] * dead)
         self._reorder(parents)
         for k, i in enumerate(kept):
             self._append(k, best, i)
-        for k in range(len(kept), self.lanes):
+        for k in range(len(kept), self.slots):
             self.tokens[k, self.generated] = self.options.end_id
             self.cum_log_probs[k] = UNSTARTED
             self.lengths[k] += 1
         self.generated += 1
         if self._pool.is_full:
-            self.reasons = ["end"] * self.lanes
+            self.reasons = ["end"] * self.slots
         elif self.generated == self.request.output_len:
-            self.reasons = ["length"] * self.lanes
+            self.reasons = ["length"] * self.slots
         return self.tokens[:, self.generated - 1].tolist(), parents.tolist()
 
     def _pick(self, best: Extensions) -> list[int]:
@@ -222,9 +222,9 @@ class PooledBeamRow(BeamRow):
             reason = self._ending(int(best.parents[i]), int(best.tokens[i]))
             if reason is None:
                 kept.append(i)
-            elif i < self.lanes and not self._pool.offer(self._ended(best, i, reason)):
+            elif i < self.slots and not self._pool.offer(self._ended(best, i, reason)):
                 break
-            if len(kept) == self.lanes:
+            if len(kept) == self.slots:
                 break
         return kept
 
@@ -248,5 +248,5 @@ class PooledBeamRow(BeamRow):
         """Return the best of pool and running beams; the pool itself stays as it is."""
         hypotheses = list(self._pool.members)
         if not self._pool.is_full:
-            hypotheses += [self.hypothesis(k) for k in range(self.lanes)]
-        return best_first(hypotheses, size=self.lanes, with_log_probs=self.options.return_log_probs)
+            hypotheses += [self.hypothesis(k) for k in range(self.slots)]
+        return best_first(hypotheses, size=self.slots, with_log_probs=self.options.return_log_probs)

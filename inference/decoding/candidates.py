@@ -1,10 +1,10 @@
-"""The best tokens of each lane in a total order: logit down, then id up.
+"""The best tokens of each slot in a total order: logit down, then id up.
 
 The order makes the first w candidates the same whatever number is asked for, and equal logits
 resolve to the lowest id.
 """
 
-# Shapes: n lanes, X padded vocabulary, W candidates
+# Shapes: n slots, X padded vocabulary, W candidates
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LOW32 = 0xFFFFFFFF
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidates of n lanes on the CPU, best first.
+    """Candidates of n slots on the CPU, best first.
 
     `log_norms` is log(sum(exp(logit - best))) over the vocabulary, or None where it was not asked
     for; `logits` are the processed logits they come from, still on their device.
@@ -34,7 +34,7 @@ class Candidates:
     logits: torch.Tensor  # (n, X)
 
     def rows(self, start: int, count: int) -> Candidates:
-        """Return the candidates of `count` lanes from `start` on."""
+        """Return the candidates of `count` slots from `start` on."""
         part = slice(start, start + count)
         norms = None if self.log_norms is None else self.log_norms[part]
         return Candidates(self.values[part], self.ids[part], norms, self.logits[part])

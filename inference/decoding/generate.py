@@ -3,7 +3,7 @@
 Rows join and leave between steps; what a row decodes never depends on the others.
 """
 
-# Shapes: N lanes of all rows of a step, V vocabulary
+# Shapes: N slots of all rows of a step, V vocabulary
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from inference.decoding.beam_search import BeamRow, PooledBeamRow
 from inference.decoding.candidates import Candidates, GroupKey, fetch, select
-from inference.decoding.processors import pick_lanes, process_logits
+from inference.decoding.processors import pick_slots, process_logits
 from inference.decoding.rows import RowRequest, RowResult, RowStep
 from inference.decoding.sampling import SamplingRow, choose
 from inference.decoding.tensor_fields import Array
@@ -47,15 +47,15 @@ class DecodingConfig:
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows whose candidates are selected together, and the lanes of theirs that still run."""
+    """Rows whose candidates are selected together, and the slots of theirs that still run."""
 
     key: GroupKey
     rows: list[tuple[int, SamplingRow | BeamRow]]
-    lanes: list[int]
+    slots: list[int]
 
 
 class BatchDecoder:
-    """State of the running rows; a row occupies `beam_width` lanes."""
+    """State of the running rows; a row occupies `beam_width` slots."""
 
     def __init__(self, config: DecodingConfig) -> None:
         self.config = config
@@ -79,17 +79,17 @@ class BatchDecoder:
             self._rows[handle] = BeamRow(row, vocab_size=vocab_size)
         return handle
 
-    def lanes(self, handle: int) -> int:
+    def slots(self, handle: int) -> int:
         """Return how many rows of logits `step` expects for the row."""
-        return self._rows[handle].lanes
+        return self._rows[handle].slots
 
     @torch.inference_mode()
     def step(self, handles: Sequence[int], logits: torch.Tensor) -> list[RowStep]:
-        """Choose the next token of every lane of the given rows, none of which has finished.
+        """Choose the next token of every slot of the given rows, none of which has finished.
 
         Args:
             handles: rows that take a step; not all that were added need to.
-            logits: (N, V) fp32, or wider where the vocabulary is padded, with the lanes of the
+            logits: (N, V) fp32, or wider where the vocabulary is padded, with the slots of the
                 rows in the order of `handles`; left as it is.
         """
         groups = self._group(handles, logits)
@@ -119,7 +119,7 @@ class BatchDecoder:
             row = self._rows[handle]
             assert isinstance(row, SamplingRow)
             if not ok:
-                steps.append(_failed(handle, row.lanes, row.options.end_id))
+                steps.append(_failed(handle, row.slots, row.options.end_id))
             elif row.append(token):
                 steps.append(RowStep(handle, (token,), None, finished=True))
             else:
@@ -127,7 +127,7 @@ class BatchDecoder:
         return steps
 
     def generated_ids(self, handle: int) -> Sequence[int]:
-        """Return the tokens that a row of one lane has."""
+        """Return the tokens that a row of one slot has."""
         row = self._rows[handle]
         assert isinstance(row, SamplingRow)
         return row.generated_ids
@@ -154,17 +154,17 @@ class BatchDecoder:
     def _group(self, handles: Sequence[int], logits: torch.Tensor) -> list[_Group]:
         device = logits.device.type
         groups: dict[GroupKey, _Group] = {}
-        lane = 0
+        slot = 0
         for handle in handles:
             row = self._rows[handle]
             assert not row.is_finished, f"row {handle} has finished; remove it"
             key = row.group_key(device)
             group = groups.setdefault(key, _Group(key, [], []))
             group.rows.append((handle, row))
-            group.lanes.extend(lane + k for k in row.running)
-            lane += row.lanes
+            group.slots.extend(slot + k for k in row.running)
+            slot += row.slots
         shape = list(logits.shape)
-        assert shape[0] == lane, f"logits {shape} for {lane} lanes"
+        assert shape[0] == slot, f"logits {shape} for {slot} slots"
         assert shape[1] >= self.config.vocab_size, f"logits {shape} miss some of the vocabulary"
         return list(groups.values())
 
@@ -173,17 +173,17 @@ class BatchDecoder:
         vocab_size = self.config.vocab_size
         changed = [group for group in groups if not group.key.is_plain]
         rules = [rule for group in changed for _, row in group.rows for rule in row.rules()]
-        lanes = [lane for group in changed for lane in group.lanes]
+        slots = [slot for group in changed for slot in group.slots]
         x = logits
         if changed:
-            x = process_logits(logits, lanes=lanes, rules=rules, vocab_size=vocab_size)
+            x = process_logits(logits, slots=slots, rules=rules, vocab_size=vocab_size)
         pending, start = [], 0
         for group in groups:
             if group.key.is_plain:
-                rows = pick_lanes(logits[:, :vocab_size], group.lanes)
+                rows = pick_slots(logits[:, :vocab_size], group.slots)
             else:
-                rows = x[start : start + len(group.lanes)]
-                start += len(group.lanes)
+                rows = x[start : start + len(group.slots)]
+                start += len(group.slots)
             width = min(group.key.width, vocab_size)
             pending.append(select(rows, width=width, with_norm=group.key.needs_norm))
         return fetch(pending)
@@ -195,7 +195,7 @@ class BatchDecoder:
         steps = {}
         for (handle, _), row, choice in zip(group.rows, rows, choices, strict=True):
             if choice is None:
-                steps[handle] = _failed(handle, row.lanes, row.options.end_id)
+                steps[handle] = _failed(handle, row.slots, row.options.end_id)
             else:
                 row.commit(choice)
                 finished = row.is_finished
@@ -212,9 +212,9 @@ class BatchDecoder:
                 tokens, parents = row.advance(own)
                 steps[handle] = RowStep(handle, tuple(tokens), tuple(parents), row.is_finished)
             else:
-                steps[handle] = _failed(handle, row.lanes, row.options.end_id)
+                steps[handle] = _failed(handle, row.slots, row.options.end_id)
         return steps
 
 
-def _failed(handle: int, lanes: int, end_id: int) -> RowStep:
-    return RowStep(handle, (end_id,) * lanes, None, finished=True, error=UNUSABLE)
+def _failed(handle: int, slots: int, end_id: int) -> RowStep:
+    return RowStep(handle, (end_id,) * slots, None, finished=True, error=UNUSABLE)

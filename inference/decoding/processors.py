@@ -1,10 +1,10 @@
-"""The rules that change logits before a token is chosen, for all lanes of a step at once.
+"""The rules that change logits before a token is chosen, for all slots of a step at once.
 
 Order: bad words, temperature, repetition or presence penalty, minimum length. Every rule acts on
-one lane by elementwise arithmetic, so a lane comes out the same bit for bit in any company.
+one slot by elementwise arithmetic, so a slot comes out the same bit for bit in any company.
 """
 
-# Shapes: N lanes of a step, n of them processed here, V vocabulary, X V rounded up to ALIGNMENT
+# Shapes: N slots of a step, n of them processed here, V vocabulary, X V rounded up to ALIGNMENT
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _TEMPERATURE_EPSILON = np.float32(1e-6)
 
 
 @dataclass(frozen=True)
-class LaneRules:
-    """What to do to the logits of one lane in this step.
+class LogitRules:
+    """What to do to the logits of one slot in this step.
 
     `seen` lists the ids that `repetition_penalty` or `presence_penalty` act on; an id may occur
     more than once. `forbidden_id` is the end id while the minimum length is not reached.
@@ -40,10 +40,10 @@ class LaneRules:
 
 
 def process_logits(
-    logits: torch.Tensor, *, lanes: Sequence[int], rules: Sequence[LaneRules], vocab_size: int
+    logits: torch.Tensor, *, slots: Sequence[int], rules: Sequence[LogitRules], vocab_size: int
 ) -> torch.Tensor:
-    """Return the processed logits (n, X) of the lanes, padded with -inf; `logits` is kept."""
-    x = pad_vocabulary(pick_lanes(logits[:, :vocab_size], lanes))
+    """Return the processed logits (n, X) of the slots, padded with -inf; `logits` is kept."""
+    x = pad_vocabulary(pick_slots(logits[:, :vocab_size], slots))
     _ban(x, rules)
     apply_temperature(x, rules)
     apply_penalty(x, rules)
@@ -60,11 +60,11 @@ def pad_vocabulary(logits: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def pick_lanes(logits: torch.Tensor, lanes: Sequence[int]) -> torch.Tensor:
+def pick_slots(logits: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
     """Return those rows of `logits` in that order, without a copy where they are all of it."""
-    if list(lanes) == list(range(len(logits))):
+    if list(slots) == list(range(len(logits))):
         return logits
-    return logits[_to(logits, np.asarray(lanes, np.int64))]
+    return logits[_to(logits, np.asarray(slots, np.int64))]
 
 
 def temperature_factor(temperature: float) -> float:
@@ -78,7 +78,7 @@ def temperature_factor(temperature: float) -> float:
     return float(np.float32(1) / (np.float32(temperature) + _TEMPERATURE_EPSILON))
 
 
-def apply_temperature(x: torch.Tensor, rules: Sequence[LaneRules]) -> None:
+def apply_temperature(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     """Scale each row of `x` by its temperature: sampling multiplies, beam search divides."""
     factors = [1.0 if r.divides else temperature_factor(r.temperature) for r in rules]
     if any(factor != 1 for factor in factors):
@@ -93,8 +93,8 @@ def apply_temperature(x: torch.Tensor, rules: Sequence[LaneRules]) -> None:
         x.div_(_to(x, np.asarray(divisors, np.float32))[:, None])
 
 
-def apply_penalty(x: torch.Tensor, rules: Sequence[LaneRules]) -> None:
-    """Penalise every id a lane has seen, once, whatever its count."""
+def apply_penalty(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
+    """Penalise every id a slot has seen, once, whatever its count."""
     where = [(i, r.seen) for i, r in enumerate(rules) if r.seen is not None and len(r.seen)]
     if not where:
         return
@@ -109,14 +109,14 @@ def apply_penalty(x: torch.Tensor, rules: Sequence[LaneRules]) -> None:
     x[rows, ids] = torch.where(old < 0, old * r, old / r) - a
 
 
-def _ban(x: torch.Tensor, rules: Sequence[LaneRules]) -> None:
+def _ban(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     pairs = [(i, token) for i, r in enumerate(rules) for token in r.banned]
     if pairs:
         index = _to(x, np.asarray(pairs, np.int64))  # (count, 2)
         x[index[:, 0], index[:, 1]] = -torch.inf
 
 
-def _forbid(x: torch.Tensor, rules: Sequence[LaneRules], vocab_size: int) -> None:
+def _forbid(x: torch.Tensor, rules: Sequence[LogitRules], vocab_size: int) -> None:
     # A model's own end id may lie outside its vocabulary, where it cannot come up anyway.
     pairs = [
         (i, r.forbidden_id)

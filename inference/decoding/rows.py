@@ -133,8 +133,8 @@ class SessionTurn:
 class RowStep:
     """One decoding step of one row.
 
-    `tokens` holds the newest token of each of its lanes, and `parents` the lane (0-based, within
-    the row) whose cache each lane continues; None means that every lane continues its own. After
+    `tokens` holds the newest token of each of its slots, and `parents` the slot (0-based, within
+    the row) whose cache each slot continues; None means that every slot continues its own. After
     `finished` the row takes no more steps. A row whose logits were unusable has `error` set and is
     finished; the others are not affected.
     """

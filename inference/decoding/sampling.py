@@ -17,7 +17,7 @@ import torch
 
 from inference.decoding.candidates import Candidates, GroupKey, top_candidates
 from inference.decoding.nucleus import DescendingMass, draw_from_prefix
-from inference.decoding.processors import LOWEST, LaneRules
+from inference.decoding.processors import LOWEST, LogitRules
 from inference.decoding.random import Xorwow
 from inference.decoding.rows import FinishReason, RowRequest, RowResult
 from inference.decoding.tensor_fields import Array
@@ -44,7 +44,7 @@ _PLAIN = GroupKey("plain", 1, False)
 class SamplingRow:
     """One sampled row: its tokens, its generator and its nucleus size."""
 
-    lanes = 1
+    slots = 1
     running = (0,)
 
     def __init__(self, request: RowRequest, *, vocab_size: int, full_log_probs: bool) -> None:
@@ -109,13 +109,13 @@ class SamplingRow:
             return GroupKey("nucleus", NUCLEUS_PREFIX.get(device, 1024), True)
         return GroupKey("top_k", 1 << (self.options.top_k - 1).bit_length(), scored)
 
-    def rules(self) -> list[LaneRules]:
+    def rules(self) -> list[LogitRules]:
         """Return what to do to the row's logits in this step."""
         o, generated = self.options, self.generated
         # A lone first token has nothing before it: FasterTransformer starts at the second step.
         penalised = self._seen is not None and self.request.context_len + generated > 1
         return [
-            LaneRules(
+            LogitRules(
                 banned=banned_ids(self._history, o.bad_words, self._vocab_size),
                 temperature=o.temperature,
                 seen=self._seen.ids(generated) if self._seen and penalised else None,

@@ -1,4 +1,4 @@
-"""What an engine can hold: device, lanes and their length, from the model and the budgets."""
+"""What an engine can hold: device, slots and their length, from the model and the budgets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from inference.ranks.settings import Placement
 _DEFAULT_MAX_LEN = 4096
 _CPU_SHARE = 0.25  # of the memory that is available, for keys and values
 _CUDA_SHARE = 0.8  # of the memory that the weights leave
-_MOST_LANES = {"cpu": 64, "cuda": 256}
+_MOST_SLOTS = {"cpu": 64, "cuda": 256}
 _GPU_BLOCK_TOKENS = 16
 
 
@@ -37,7 +37,7 @@ class Capacity:
     """
 
     device: str  # cpu or cuda
-    lanes: int  # most sequences that run at once
+    slots: int  # most sequences that run at once
     max_len: int  # most tokens of one of them
     cache_bytes: int  # of each rank
     blocks: int = 0
@@ -46,19 +46,19 @@ class Capacity:
     @property
     def tokens(self) -> int:
         """Tokens that all sequences together can hold."""
-        return self.blocks * self.block_tokens if self.blocks else self.lanes * self.max_len
+        return self.blocks * self.block_tokens if self.blocks else self.slots * self.max_len
 
     def describe(self) -> str:
         """Return the budget in words."""
         return (
-            f"{self.tokens} tokens of up to {self.lanes} sequences, at most {self.max_len} of "
+            f"{self.tokens} tokens of up to {self.slots} sequences, at most {self.max_len} of "
             f"each, on {self.device}, {self.cache_bytes / 2**20:.0f} MiB of keys and values per "
             "rank"
         )
 
     def holds_at_once(self, request: GenerationRequest) -> bool:
         """Whether all rows of a request can run side by side to their ends."""
-        if request.beam_width * len(request.rows) > self.lanes:
+        if request.beam_width * len(request.rows) > self.slots:
             return False
         if not self.blocks:
             return True
@@ -71,9 +71,9 @@ class Capacity:
     def problems_of(self, request: GenerationRequest) -> list[str]:
         """Return why a request can never run, empty if it can."""
         problems = self._too_long(request)
-        if request.beam_width > self.lanes:
+        if request.beam_width > self.slots:
             problems.append(
-                f"beam_width={request.beam_width} exceeds the {self.lanes} sequences the cache "
+                f"beam_width={request.beam_width} exceeds the {self.slots} sequences the cache "
                 "holds; raise max_lanes or kv_cache_bytes"
             )
         if self.blocks and request.beam_width > 1:
@@ -196,33 +196,33 @@ def plan_capacity(
     longest = _longest(architecture) or options.max_seq_len or _DEFAULT_MAX_LEN
     max_len = min(options.max_seq_len or _DEFAULT_MAX_LEN, longest)
     stack = _cached_stack(architecture)
-    one_lane = CacheShape(
+    one_slot = CacheShape(
         num_layer=len(layout.layers(stack.num_layer)) * stack.copies,
-        lanes=1,
+        slots=1,
         kv_head_num=stack.kv_head_num // layout.tp_size,
         max_len=max_len,
         size_per_head=stack.size_per_head,
     )
     # A CPU may compute 16-bit types in fp32; its cache then holds fp32.
     item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
-    token_bytes = one_lane.token_bytes(item_bytes)
+    token_bytes = one_slot.token_bytes(item_bytes)
     budget = options.kv_cache_bytes or _free_bytes(ft_dir, layout, placement.device)
-    most = options.max_lanes or _MOST_LANES[placement.device]
+    most = options.max_lanes or _MOST_SLOTS[placement.device]
     block_tokens = _block_tokens(architecture, placement.device, options)
     # The cache has a block of its own.
     if not block_tokens:
-        lanes = min(most, budget // (max_len * token_bytes) - 1)
-        if lanes < 1:
+        slots = min(most, budget // (max_len * token_bytes) - 1)
+        if slots < 1:
             _refuse_budget(budget, max_len, 2 * max_len * token_bytes)
-        return Capacity(placement.device, lanes, max_len, (lanes + 1) * max_len * token_bytes)
+        return Capacity(placement.device, slots, max_len, (slots + 1) * max_len * token_bytes)
     block_bytes = block_tokens * token_bytes
-    lane_blocks = -(-max_len // block_tokens)
-    blocks = min(most * lane_blocks, budget // block_bytes - 1)
-    if blocks < lane_blocks:
-        _refuse_budget(budget, max_len, (lane_blocks + 1) * block_bytes)
-    lanes = min(most, blocks)
+    slot_blocks = -(-max_len // block_tokens)
+    blocks = min(most * slot_blocks, budget // block_bytes - 1)
+    if blocks < slot_blocks:
+        _refuse_budget(budget, max_len, (slot_blocks + 1) * block_bytes)
+    slots = min(most, blocks)
     return Capacity(
-        placement.device, lanes, max_len, (blocks + 1) * block_bytes, blocks, block_tokens
+        placement.device, slots, max_len, (blocks + 1) * block_bytes, blocks, block_tokens
     )
 
 

@@ -69,7 +69,7 @@ class EncoderEngine(EngineBase):
             placement,
             self.options,
             rendezvous,
-            lanes=1,
+            slots=1,
             max_len=1,
             encoder_only=True,
             remove_padding=remove_padding,

@@ -103,7 +103,7 @@ class Engine(EngineBase):
             placement,
             self.options,
             rendezvous,
-            lanes=self.capacity.lanes,
+            slots=self.capacity.slots,
             max_len=self.capacity.max_len,
             block_tokens=self.capacity.block_tokens,
             blocks=self.capacity.blocks,
@@ -125,9 +125,9 @@ class Engine(EngineBase):
         return self.capacity.describe()
 
     @property
-    def free_lanes(self) -> int:
+    def free_slots(self) -> int:
         """Sequences that could join now."""
-        return self._scheduler.free_lanes if self._scheduler is not None else 0
+        return self._scheduler.free_slots if self._scheduler is not None else 0
 
     def submit(
         self,
@@ -142,7 +142,7 @@ class Engine(EngineBase):
             request: As `parse_request` gives it under this engine's `limits`.
             on_step: Called after each step that gave the request tokens but did not finish it.
             turn: The session that the request belongs to. What does not fit that session, or finds
-                no lanes beside other sessions, fails the future with one of the errors below. A
+                no slots beside other sessions, fails the future with one of the errors below. A
                 session's last turn ends it, answered or not.
 
         Raises:
@@ -237,7 +237,7 @@ class Engine(EngineBase):
         size = _GPU_CHUNK if on_gpu else {}
         self._scheduler = Scheduler(
             decoder,
-            lanes=self.capacity.lanes,
+            slots=self.capacity.slots,
             embedding_base=self._embedding_base,
             chunk=ChunkSize(self.options.max_stall_s, **size),
             blocks=self._block_pool(),

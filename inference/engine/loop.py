@@ -209,7 +209,7 @@ class EngineLoop(Generic[RequestT]):
 
     @property
     def queued_rows(self) -> int:
-        """Rows that wait for lanes."""
+        """Rows that wait for slots."""
         return self._queued_rows
 
     def queue(self, request: RequestT) -> None:

@@ -20,7 +20,7 @@ class EngineOptions:
         kv_cache_bytes: Memory for keys and values on each rank; None for a share of what is free.
         kv_block_tokens: Tokens of a block of the cache, 0 for blocks of whole sequences; None for
             these on CPU, where attention reads them fastest, and 16 on CUDA.
-        max_queued_rows: Rows that may wait for lanes before requests are refused.
+        max_queued_rows: Rows that may wait for slots before requests are refused.
         session_idle_s: How long an interactive session may pause before its memory is freed.
         max_stall_s: How long a step may take longer for the sake of other requests' prompts.
         threads: CPU threads of each rank; None divides the cores among the ranks.

@@ -19,10 +19,10 @@ from inference.ranks.plan import EncoderRow, StepPlan
 
 @dataclass(slots=True)
 class RowWork:
-    """What one row does in a step, on one of its lanes."""
+    """What one row does in a step, on one of its slots."""
 
     row: RunningRow
-    lane: int
+    slot: int
     ids: list[int]
     outputs: range  # of its tokens here, those whose logits are wanted
     samples: bool  # whether the last of them is for choosing a token
@@ -78,10 +78,10 @@ def lay_out(
     """Return the step that does this work.
 
     Args:
-        work: By ascending lane.
+        work: By ascending slot.
         encoding: What the encoder does.
         moves: Cache copies to make before.
-        entries: Blocks that lanes get before.
+        entries: Blocks that slots get before.
         choices: As of `StepPlan`.
         embedding_base: First id that names a row of embeddings sent with a step.
     """
@@ -91,7 +91,7 @@ def lay_out(
     segments: list[Segment] = []
     for each in work:
         row, count = each.row, len(each.ids)
-        segments.append(Segment(each.lane, row.cached - row.forgotten, count, row.forgotten))
+        segments.append(Segment(each.slot, row.cached - row.forgotten, count, row.forgotten))
         if each.is_prompt:
             outputs += range(len(ids) + each.outputs.start, len(ids) + each.outputs.stop)
             ids += _with_sent(row, each.ids, sent, embedding_base)
@@ -115,7 +115,7 @@ def lay_out(
         embedding_rows=len(sent),
         pool=any(each.row.wants_pooled for each in prompts),
         encoder_rows=tuple(
-            EncoderRow(len(row.encoder_ids or ()), tuple(row.lanes), row.request.ia3_task)
+            EncoderRow(len(row.encoder_ids or ()), tuple(row.slots), row.request.ia3_task)
             for row in begun
         ),
         encoder_ids=encoder_ids,

@@ -1,4 +1,4 @@
-"""State of the requests an engine works on: rows, their lanes, and how far each one is."""
+"""State of the requests an engine works on: rows, their slots, and how far each one is."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class RememberedRow:
     """One row of a conversation between two turns.
 
     Attributes:
-        lanes: Where its keys and values lie, in the first of them.
+        slots: Where its keys and values lie, in the first of them.
         prompt: What the first stage embeds for it, as of `RunningRow`.
         request: The same as penalties, word lists and the client see it.
         cached: How many of `prompt` have been in the cache.
         forgotten: How many of these no longer are.
     """
 
-    lanes: list[int]
+    slots: list[int]
     prompt: list[int]
     request: RowRequest
     cached: int
@@ -77,17 +77,17 @@ class Session:
     beam_width: int
     rows: dict[int, RememberedRow] = field(default_factory=dict)
     is_busy: bool = True
-    holds_lanes: bool = False
+    holds_slots: bool = False
     used_s: float = 0.0  # when its last turn ended
 
     @property
-    def lane_count(self) -> int:
-        """Lanes that it holds to its end."""
+    def slot_count(self) -> int:
+        """Slots that it holds to its end."""
         return self.row_count * self.beam_width
 
     @property
-    def lane_tokens(self) -> int:
-        """Most tokens that one of its lanes ever holds."""
+    def slot_tokens(self) -> int:
+        """Most tokens that one of its slots ever holds."""
         return min(self.session_len, self.memory_len or self.session_len)
 
 
@@ -108,13 +108,13 @@ class RunningRow:
     embeddings: Array | None  # (rows, hidden) fp32
     encoder_ids: list[int] | None = None  # of an encoder-decoder, whose prompt is the start id
     is_encoded: bool = True
-    lanes: list[int] = field(default_factory=list)
-    room: float = math.inf  # tokens that its lane's blocks hold
+    slots: list[int] = field(default_factory=list)
+    room: float = math.inf  # tokens that its slot's blocks hold
     cached: int = 0  # tokens that have been in the cache
     forgotten: int = 0  # of these, how many no longer are: the first ones
-    memory_len: int | None = None  # most tokens that a lane keeps, None for all
+    memory_len: int | None = None  # most tokens that a slot keeps, None for all
     handle: int | None = None  # in the decoder
-    next_ids: tuple[int, ...] = ()  # per lane, once it decodes; NEWEST where only ranks know it
+    next_ids: tuple[int, ...] = ()  # per slot, once it decodes; NEWEST where only ranks know it
     produced: int = 0  # tokens that were chosen, or will be in steps that are under way
     takes_best: bool = False  # whether ranks can choose its tokens
     prompt_tokens: int = 0  # of `prompt`, but for what a row that gave way had generated
@@ -136,7 +136,7 @@ class RunningRow:
 
     @property
     def held(self) -> int:
-        """Tokens that a lane holds."""
+        """Tokens that a slot holds."""
         return self.cached - self.forgotten
 
     @property
@@ -174,7 +174,7 @@ class RunningRow:
 
     @property
     def most_tokens(self) -> int:
-        """Most tokens that one of its lanes ever holds: the last one is never fed back."""
+        """Most tokens that one of its slots ever holds: the last one is never fed back."""
         tokens = self.prompt_tokens + self.request.output_len - 1
         return tokens if self.memory_len is None else min(tokens, self.memory_len)
 
@@ -182,7 +182,7 @@ class RunningRow:
         """Lose what is cached; the row begins again with what it has generated as its prompt."""
         self.prompt = self.prompt[: self.prompt_tokens] + list(generated)
         self.cached, self.forgotten = self.prefix_len, 0
-        self.lanes, self.next_ids = [], ()
+        self.slots, self.next_ids = [], ()
 
 
 @dataclass(eq=False)
@@ -207,12 +207,12 @@ class RunningRequest:
 
     @property
     def waiting_rows(self) -> int:
-        """Rows that hold no lanes yet."""
+        """Rows that hold no slots yet."""
         return len(self.waiting)
 
     @property
     def joins_whole(self) -> bool:
-        """Whether all rows must get lanes at once: none of a session's is given back early."""
+        """Whether all rows must get slots at once: none of a session's is given back early."""
         return self.lock_step or self.turn is not None
 
     def fail(self, error: BaseException) -> None:

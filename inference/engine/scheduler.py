@@ -1,6 +1,6 @@
 """Which rows run, and what each step computes: continuous batching with chunked prompts.
 
-Rows join when lanes are free and leave when they finish, between steps. The scheduler belongs to
+Rows join when slots are free and leave when they finish, between steps. The scheduler belongs to
 one thread and does no input or output; `decoder` alone knows how a token is chosen.
 """
 
@@ -22,7 +22,7 @@ from inference.decoding.processors import context_log_prob
 from inference.decoding.request import RequestError
 from inference.decoding.rows import RowStep
 from inference.decoding.tensor_fields import Array
-from inference.engine.blocks import BlockPool, LanePool
+from inference.engine.blocks import BlockPool, SlotPool
 from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.planned_step import EncoderWork, PlannedStep, RowWork, lay_out
 from inference.engine.running import (
@@ -53,7 +53,7 @@ class Scheduler:
         self,
         decoder: BatchDecoder,
         *,
-        lanes: int,
+        slots: int,
         embedding_base: int,
         chunk: ChunkSize,
         blocks: BlockPool | None = None,
@@ -65,16 +65,16 @@ class Scheduler:
 
         Args:
             decoder: Chooses tokens.
-            lanes: Most sequences that run at once.
+            slots: Most sequences that run at once.
             embedding_base: First id that names a row of embeddings sent with a step.
             chunk: How many tokens of prompts a step takes.
-            blocks: Of the cache; None where every lane has its own.
+            blocks: Of the cache; None where every slot has its own.
             encoder_layers: Of an encoder-decoder.
             session_idle_s: How long a session may pause.
             ranks_choose: Whether a rank takes best tokens itself, so that steps can overlap.
         """
         self._decoder = decoder
-        self._lanes = LanePool(lanes)
+        self._slots = SlotPool(slots)
         self._blocks = blocks or BlockPool()
         self._embedding_base = embedding_base
         self._chunk = chunk
@@ -97,13 +97,13 @@ class Scheduler:
 
     @property
     def waiting_rows(self) -> int:
-        """Rows that hold no lanes yet."""
+        """Rows that hold no slots yet."""
         return sum(request.waiting_rows for request in self._requests)
 
     @property
-    def free_lanes(self) -> int:
-        """Lanes nobody holds."""
-        return self._lanes.free
+    def free_slots(self) -> int:
+        """Slots nobody holds."""
+        return self._slots.free
 
     def add(self, request: RunningRequest) -> None:
         """Take on a request, or answer it with why not."""
@@ -118,7 +118,7 @@ class Scheduler:
                 return
         self._requests[request] = None
         request.future.add_done_callback(partial(self._note_cancelled, request))
-        for row in [row for row in request.waiting if row.lanes]:
+        for row in [row for row in request.waiting if row.slots]:
             self._activate(row)
 
     def forget_session(self, session_id: int | str) -> None:
@@ -126,7 +126,7 @@ class Scheduler:
         self._sessions.forget(session_id)
 
     def drop(self, request: RunningRequest) -> None:
-        """Forget a request and free its lanes."""
+        """Forget a request and free its slots."""
         for row in request.active:
             self._release(row)
         for row in request.waiting:
@@ -166,7 +166,7 @@ class Scheduler:
         if not work and not encoding.layers:
             assert not rows or under_way, "active rows without work"
             return None
-        work.sort(key=lambda each: each.lane)
+        work.sort(key=lambda each: each.slot)
         self._forget(work)
         moves, self._moves = self._moves, []
         step = lay_out(
@@ -191,7 +191,7 @@ class Scheduler:
             if not row.takes_best:
                 return None
             choices += [(-1, -1)] * (len(each.outputs) - 1)
-            choices.append((each.lane, row.end_id if row.produced < row.min_length else -1))
+            choices.append((each.slot, row.end_id if row.produced < row.min_length else -1))
         return choices
 
     def _begin(self, step: PlannedStep) -> None:
@@ -199,7 +199,7 @@ class Scheduler:
         chooses = step.plan.choices is not None
         for work in step.work:
             row = work.row
-            if work.is_prompt or work.lane == row.lanes[-1]:
+            if work.is_prompt or work.slot == row.slots[-1]:
                 row.cached += len(work.ids)
                 row.produced += work.samples
             if chooses and work.samples:
@@ -239,7 +239,7 @@ class Scheduler:
             self._score_prompt(work, result.logits[outputs])
 
     def _admit(self) -> None:
-        """Give lanes to waiting rows: fewest running rows first, then in order of arrival."""
+        """Give slots to waiting rows: fewest running rows first, then in order of arrival."""
         self._sessions.expire()
         while request := self._first_waiting():
             rows = request.waiting if request.joins_whole else request.waiting[:1]
@@ -249,11 +249,11 @@ class Scheduler:
                 continue
             if not self._has_blocks(request, rows):
                 return  # nobody overtakes, so that wide requests get their turn
-            lanes = self._lanes.take(beams * len(rows))
-            if lanes is None:
+            slots = self._slots.take(beams * len(rows))
+            if slots is None:
                 return
             for row in list(rows):
-                row.lanes, lanes = lanes[:beams], lanes[beams:]
+                row.slots, slots = slots[:beams], slots[beams:]
                 self._take_blocks(row)
                 self._activate(row)
 
@@ -268,8 +268,8 @@ class Scheduler:
 
     def _can_ever_run(self, request: RunningRequest, rows: Sequence[RunningRow]) -> bool:
         """Whether a request needs no more than what sessions leave."""
-        lanes = request.request.beam_width * len(rows)
-        if lanes > self._lanes.total - self._sessions.held_lanes:
+        slots = request.request.beam_width * len(rows)
+        if slots > self._slots.total - self._sessions.held_slots:
             return False
         if self._blocks.total is None:
             return True
@@ -278,14 +278,14 @@ class Scheduler:
 
     def _most_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> int:
         """Return the most blocks that rows need at once; those that give way may take turns."""
-        each = [self._lane_blocks(row) for row in rows]
+        each = [self._slot_blocks(row) for row in rows]
         together = _stays(request) or request.joins_whole
         return request.request.beam_width * (sum(each) if together else max(each))
 
-    def _lane_blocks(self, row: RunningRow) -> int:
-        """Return the blocks that hold the most that a lane of a row can ever hold."""
+    def _slot_blocks(self, row: RunningRow) -> int:
+        """Return the blocks that hold the most that a slot of a row can ever hold."""
         session = row.owner.session
-        return self._blocks.count(row.most_tokens if session is None else session.lane_tokens)
+        return self._blocks.count(row.most_tokens if session is None else session.slot_tokens)
 
     def _has_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> bool:
         """Whether rows can join now, with room for others to grow."""
@@ -295,25 +295,25 @@ class Scheduler:
         others = [row for each in self._requests for row in each.active if not _stays(each)]
         if not _stays(request):
             need = sum(blocks.count(row.prompt_len) for row in rows)
-            most = max(self._lane_blocks(row) for row in rows)
+            most = max(self._slot_blocks(row) for row in rows)
             growth = min(len(others), blocks.total // _GROWTH_SHARE)
             return need + growth <= blocks.free and most <= blocks.total - blocks.reserved
         need = self._most_blocks(request, rows)
         # The rows that can give way must each be able to end alone.
-        longest = max((self._lane_blocks(row) for row in others), default=0)
+        longest = max((self._slot_blocks(row) for row in others), default=0)
         return need <= blocks.free and need + longest <= blocks.total - blocks.reserved
 
     def _take_blocks(self, row: RunningRow) -> None:
-        """Give a row's lanes the blocks for its prompt, or for all it can become."""
+        """Give a row's slots the blocks for its prompt, or for all it can become."""
         if self._blocks.total is None:
             return
         if not _stays(row.owner):
-            row.room = self._blocks.extend(row.lanes[0], row.prompt_len)
+            row.room = self._blocks.extend(row.slots[0], row.prompt_len)
             return
         session = row.owner.session
-        tokens = row.most_tokens if session is None else session.lane_tokens
-        for lane in row.lanes:
-            self._blocks.reserve(lane, tokens)
+        tokens = row.most_tokens if session is None else session.slot_tokens
+        for slot in row.slots:
+            self._blocks.reserve(slot, tokens)
 
     def _make_room(self, rows: list[RunningRow], *, under_way: bool) -> bool:
         """Give decoding rows the blocks of their next tokens; the newest rows give way for them.
@@ -333,43 +333,43 @@ class Scheduler:
             rows.remove(newest)
             growing = [row for row in growing if row is not newest]
         for row in growing:
-            row.room = self._blocks.extend(row.lanes[0], row.held + 1)
+            row.room = self._blocks.extend(row.slots[0], row.held + 1)
         return True
 
     def _give_way(self, row: RunningRow) -> None:
-        """Take back a row's lane and blocks; it waits, and computes again what it had."""
+        """Take back a row's slot and blocks; it waits, and computes again what it had."""
         logger.debug("a row of %d tokens gives way", row.cached)
-        self._free(row.lanes)
+        self._free(row.slots)
         generated = () if row.handle is None else self._decoder.generated_ids(row.handle)
         row.give_way(generated)
         row.owner.active.remove(row)
         row.owner.waiting.insert(0, row)
 
     def _forget(self, work: Sequence[RowWork]) -> None:
-        """Make room in lanes that keep fewer tokens than their conversation has."""
+        """Make room in slots that keep fewer tokens than their conversation has."""
         forgetful = [each for each in work if each.row.memory_len is not None]
         excess = {each.row: _excess(each) for each in forgetful}
         for each in forgetful:
             if count := excess[each.row]:
-                self._moves.append((each.lane, each.lane, count, each.row.held))
+                self._moves.append((each.slot, each.slot, count, each.row.held))
         for row, count in excess.items():
             row.forgotten += count
 
     def _activate(self, row: RunningRow) -> None:
-        """Let a row that has its lanes take part in steps."""
+        """Let a row that has its slots take part in steps."""
         if row.logits is None and row.handle is None:
             row.handle = self._decoder.add(row.request)
             row.takes_best = self._decoder.takes_best(row.handle)
         row.owner.waiting.remove(row)
         row.owner.active.append(row)
         if row.owner.session is not None:
-            row.owner.session.holds_lanes = True
+            row.owner.session.holds_slots = True
         if row.prefix_task is not None:
-            self._moves.append((prefix_source(row.prefix_task), row.lanes[0], 0, row.cached))
+            self._moves.append((prefix_source(row.prefix_task), row.slots[0], 0, row.cached))
 
     def _refuse(self, request: RunningRequest) -> None:
         """Refuse what would wait until a session ends."""
-        held, total = self._sessions.held_lanes, self._lanes.total
+        held, total = self._sessions.held_slots, self._slots.total
         request.fail(
             EngineBusyError(
                 f"sessions hold {held} of the {total} sequences that the cache holds; end one, "
@@ -395,10 +395,10 @@ class Scheduler:
         self, outputs: Sequence[tuple[RowWork, int]], logits: torch.Tensor
     ) -> set[RunningRequest]:
         """Choose tokens from rows of logits; return whose requests got any."""
-        rows: dict[RunningRow, list[int]] = {}  # row -> its logits, by ascending lane
+        rows: dict[RunningRow, list[int]] = {}  # row -> its logits, by ascending slot
         for work, number in outputs:
             # All beams start from the prompt's one row of logits.
-            beams = len(work.row.lanes) if work.is_prompt else 1
+            beams = len(work.row.slots) if work.is_prompt else 1
             rows.setdefault(work.row, []).extend([number] * beams)
         if not rows:
             return set()
@@ -435,18 +435,18 @@ class Scheduler:
             self._retire(row, step)
             return
         if not row.next_ids:
-            # The beams share the prompt that the first lane holds.
-            self._moves += [(row.lanes[0], lane, 0, row.held) for lane in row.lanes[1:]]
+            # The beams share the prompt that the first slot holds.
+            self._moves += [(row.slots[0], slot, 0, row.held) for slot in row.slots[1:]]
         elif step.parents is not None:
             self._moves += [
-                (row.lanes[parent], lane, row.held_prompt, row.held)
-                for lane, parent in zip(row.lanes, step.parents, strict=True)
-                if row.lanes[parent] != lane
+                (row.slots[parent], slot, row.held_prompt, row.held)
+                for slot, parent in zip(row.slots, step.parents, strict=True)
+                if row.slots[parent] != slot
             ]
         row.next_ids = step.tokens
 
     def _retire(self, row: RunningRow, step: RowStep) -> None:
-        """Note the result of a row, and free its lanes unless its session goes on."""
+        """Note the result of a row, and free its slots unless its session goes on."""
         assert row.handle is not None
         result = self._decoder.result(row.handle)
         row.owner.results[row.index] = result
@@ -455,17 +455,17 @@ class Scheduler:
             self._release(row)
             return
         if step.parents is not None and step.parents[0] != 0 and row.held > row.held_prompt:
-            # The conversation goes on in the first lane, from the best beam.
-            best = row.lanes[step.parents[0]]
-            self._moves.append((best, row.lanes[0], row.held_prompt, row.held))
+            # The conversation goes on in the first slot, from the best beam.
+            best = row.slots[step.parents[0]]
+            self._moves.append((best, row.slots[0], row.held_prompt, row.held))
         self._sessions.remember(row, result)
         self._forget_choices(row)
 
     def _release(self, row: RunningRow) -> None:
-        """Free the lanes of a row and forget it."""
-        self._free(row.lanes)
+        """Free the slots of a row and forget it."""
+        self._free(row.slots)
         if row.wipe:
-            self._moves += [(WIPE, lane, 0, row.held + 1) for lane in row.lanes]
+            self._moves += [(WIPE, slot, 0, row.held + 1) for slot in row.slots]
         self._forget_choices(row)
 
     def _forget_choices(self, row: RunningRow) -> None:
@@ -474,11 +474,11 @@ class Scheduler:
             self._decoder.remove(row.handle)
             row.handle = None
 
-    def _free(self, lanes: Sequence[int]) -> None:
-        self._lanes.give_back(lanes)
-        for lane in lanes:
-            self._blocks.release(lane)
-        self._moves = [move for move in self._moves if move[1] not in lanes]
+    def _free(self, slots: Sequence[int]) -> None:
+        self._slots.give_back(slots)
+        for slot in slots:
+            self._blocks.release(slot)
+        self._moves = [move for move in self._moves if move[1] not in slots]
 
     def _answer(self, owners: Iterable[RunningRequest], grown: Container[RunningRequest]) -> None:
         """Answer requests that have finished; others that have `grown` tell their listeners."""
@@ -529,11 +529,11 @@ def _goes_on(row: RunningRow) -> bool:
 
 def _decode(row: RunningRow) -> list[RowWork]:
     first = row.cached
-    if len(row.lanes) == 1:
-        return [RowWork(row, row.lanes[0], list(row.next_ids), _ONE, True, first, False)]
+    if len(row.slots) == 1:
+        return [RowWork(row, row.slots[0], list(row.next_ids), _ONE, True, first, False)]
     return [
-        RowWork(row, lane, [token], _ONE, True, first, False)
-        for lane, token in zip(row.lanes, row.next_ids, strict=True)
+        RowWork(row, slot, [token], _ONE, True, first, False)
+        for slot, token in zip(row.slots, row.next_ids, strict=True)
     ]
 
 
@@ -543,7 +543,7 @@ def _stays(request: RunningRequest) -> bool:
 
 
 def _excess(work: RowWork) -> int:
-    """Return how many tokens a lane must forget so that those of a step have room."""
+    """Return how many tokens a slot must forget so that those of a step have room."""
     row = work.row
     assert row.memory_len is not None
     return max(row.held + len(work.ids) - row.memory_len, 0)

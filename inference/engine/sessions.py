@@ -1,6 +1,6 @@
 """Interactive sessions: what lies in the cache between the requests of a conversation.
 
-A session holds the lanes of its rows from its first turn to its last. A later turn brings only new
+A session holds the slots of its rows from its first turn to its last. A later turn brings only new
 tokens; it is answered as one request whose prompt is the whole conversation, of which all but the
 new tokens are cached already.
 """
@@ -33,7 +33,7 @@ class Sessions:
 
         Args:
             idle_s: How long a conversation may pause.
-            free: Takes lanes back.
+            free: Takes slots back.
             clock: Seconds.
         """
         self._idle_s = idle_s
@@ -47,18 +47,18 @@ class Sessions:
         self._left.append(session_id)
 
     @property
-    def held_lanes(self) -> int:
-        """Lanes that stay taken when all running turns are answered."""
-        return sum(each.lane_count for each in self._lasting)
+    def held_slots(self) -> int:
+        """Slots that stay taken when all running turns are answered."""
+        return sum(each.slot_count for each in self._lasting)
 
     def held_blocks(self, count: Callable[[int], int]) -> int:
-        """Return the blocks that stay taken; `count` gives those of a lane's tokens."""
-        return sum(each.lane_count * count(each.lane_tokens) for each in self._lasting)
+        """Return the blocks that stay taken; `count` gives those of a slot's tokens."""
+        return sum(each.slot_count * count(each.slot_tokens) for each in self._lasting)
 
     @property
     def _lasting(self) -> list[Session]:
         sessions = self._sessions.values()
-        return [each for each in sessions if each.holds_lanes and not each.turn.ends]
+        return [each for each in sessions if each.holds_slots and not each.turn.ends]
 
     def expire(self) -> None:
         """End conversations that were given up or pause for too long."""
@@ -74,7 +74,7 @@ class Sessions:
     def enter(self, request: RunningRequest, turn: SessionTurn) -> None:
         """Begin a turn: a new conversation, or rows that go on where they were.
 
-        Rows that go on get their lanes and what is cached there.
+        Rows that go on get their slots and what is cached there.
 
         Raises:
             RequestError: The conversation is unknown or busy, or the turn does not fit it.
@@ -126,7 +126,7 @@ class Sessions:
         # Beams that went on for longer have cached, and perhaps forgotten, more than this one.
         cached = min(row.cached, len(prompt))
         session.rows[row.index] = RememberedRow(
-            lanes=row.lanes,
+            slots=row.slots,
             prompt=prompt,
             request=replace(
                 row.request,
@@ -153,7 +153,7 @@ class Sessions:
     def _end(self, session: Session) -> None:
         del self._sessions[session.turn.session_id]
         for row in session.rows.values():
-            self._free(row.lanes)
+            self._free(row.slots)
 
 
 def turn_problems(
@@ -163,7 +163,7 @@ def turn_problems(
     if request.encoder_decoder:
         return ["START: a model with an encoder keeps no sessions"]
     if turn.starts:
-        return _length_problems(request, capacity, limits) + _lane_problems(request, capacity)
+        return _length_problems(request, capacity, limits) + _slot_problems(request, capacity)
     return _next_problems(request)
 
 
@@ -187,13 +187,13 @@ def _length_problems(
     return problems
 
 
-def _lane_problems(request: GenerationRequest, capacity: Capacity) -> list[str]:
+def _slot_problems(request: GenerationRequest, capacity: Capacity) -> list[str]:
     problems = []
-    lanes = len(request.rows) * request.beam_width
-    if lanes > capacity.lanes:
+    slots = len(request.rows) * request.beam_width
+    if slots > capacity.slots:
         problems.append(
             f"input_ids: a session of {len(request.rows)} rows with beam_width="
-            f"{request.beam_width} keeps {lanes} sequences, the cache holds {capacity.lanes}; "
+            f"{request.beam_width} keeps {slots} sequences, the cache holds {capacity.slots}; "
             "raise max_lanes or kv_cache_bytes"
         )
     return problems
@@ -262,7 +262,7 @@ def _continue(session: Session, request: RunningRequest) -> None:
     request.session = session
     for row in request.waiting:
         kept = session.rows.pop(row.index)
-        row.lanes, row.cached = kept.lanes, kept.cached
+        row.slots, row.cached = kept.slots, kept.cached
         row.forgotten, row.memory_len = kept.forgotten, session.memory_len
         row.prompt = kept.prompt + row.prompt
         row.prompt_tokens = len(row.prompt)

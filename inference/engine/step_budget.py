@@ -78,7 +78,7 @@ def _piece(row: RunningRow, room: int, *, fellows_are_behind: bool) -> RowWork |
         limit, room = (limit - 1, room) if fellows_are_behind else (limit, max(room, 1))
     count = min(room, limit - row.cached)
     if row.memory_len is not None:
-        # What comes later sees less of the beginning; in a full lane every token forgets another.
+        # What comes later sees less of the beginning; in a full slot every token forgets another.
         count = min(count, max(row.memory_len - row.held, 1))
     if row.wants_prompt_logits:
         count = min(count, _MOST_LOGITS)
@@ -89,7 +89,7 @@ def _piece(row: RunningRow, room: int, *, fellows_are_behind: bool) -> RowWork |
     outputs = range(count - 1 if last else count, count)
     if row.wants_prompt_logits:
         outputs = range(count)
-    return RowWork(row, row.lanes[0], ids, outputs, samples=last, first=row.cached, is_prompt=True)
+    return RowWork(row, row.slots[0], ids, outputs, samples=last, first=row.cached, is_prompt=True)
 
 
 def _missing(row: RunningRow) -> int:
@@ -118,7 +118,7 @@ class EncoderBatch:
         """Return what the encoder does in the next step; waiting rows begin if none are in it.
 
         Args:
-            rows: All that hold lanes.
+            rows: All that hold slots.
             room: Tokens whose whole pass fits in the time a step may take.
         """
         if not self._layers:

@@ -82,7 +82,7 @@ def _store(  # type: ignore[no-untyped-def]
     head_stride,
     tables_at,
     table_width,
-    lanes_at,
+    slots_at,
     places_at,
     K: tl.constexpr,  # noqa: N803
     D: tl.constexpr,  # noqa: N803
@@ -100,8 +100,8 @@ def _store(  # type: ignore[no-untyped-def]
     d = tl.arange(0, WIDTH)[None, :]
     inside = (head < K) & (d < D)
     wait_for_earlier(EARLY)
-    lane, place = tl.load(lanes_at + token), tl.load(places_at + token)
-    block = tl.load(tables_at + lane * table_width + place // BLOCK).to(tl.int64)
+    slot, place = tl.load(slots_at + token), tl.load(places_at + token)
+    block = tl.load(tables_at + slot * table_width + place // BLOCK).to(tl.int64)
     target = block * block_stride + head * head_stride + (place % BLOCK) * D + d
     source = token.to(tl.int64) * token_stride + head * D
     angle = token * R
@@ -123,7 +123,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     head_stride,
     tables_at,
     table_width,
-    lanes_at,
+    slots_at,
     places_at,
     rows_at,
     counts_at,
@@ -152,7 +152,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     token, head = row // GROUP, kv_head * G + row % GROUP
     d = tl.arange(0, WIDTH)
     wait_for_earlier(EARLY)
-    lane, place = tl.load(lanes_at + tile), tl.load(places_at + tile)
+    slot, place = tl.load(slots_at + tile), tl.load(places_at + tile)
     first_row, count = tl.load(rows_at + tile).to(tl.int64), tl.load(counts_at + tile)
     real = (token < count) & (row % GROUP < G)
     inside = real[:, None] & (d < D)[None, :]
@@ -172,7 +172,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     for start in range(begin, stop, TOKENS):
         cached = start + tl.arange(0, TOKENS)
         block = tl.load(
-            tables_at + lane * table_width + cached // BLOCK, mask=cached < stop, other=0
+            tables_at + slot * table_width + cached // BLOCK, mask=cached < stop, other=0
         ).to(tl.int64)
         source = block * block_stride + kv_head * head_stride + (cached % BLOCK) * D
         there = (cached < stop)[:, None] & (d < D)[None, :]
@@ -213,7 +213,7 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
     head_stride,
     tables_at,
     table_width,
-    lanes_at,
+    slots_at,
     places_at,
     bias_at,
     parts_at,
@@ -243,7 +243,7 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
     kv_head = head // (H // K)
     d = tl.arange(0, WIDTH)
     wait_for_earlier(EARLY)
-    lane = tl.load(lanes_at + row)
+    slot = tl.load(slots_at + row)
     place = tl.load(places_at + row)  # of the query
     cached = place if NEW else place + 1  # tokens that come from the cache
     first = 0
@@ -259,7 +259,7 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
         sin_at += row * R
         at = query_at + row * token_stride + head * D
         query = _turned(at, d < D, cos_at, sin_at, d, R, INTERLEAVED).to(tl.float32) * scale
-        table_at = tables_at + lane * table_width
+        table_at = tables_at + slot * table_width
         slope = 0.0
         if HAS_SLOPES:
             slope = tl.load(bias_at + head)
@@ -331,7 +331,7 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
 class Tiles:
     """Neighbouring new tokens of a sequence, for each program of one launch; (n,) integers each."""
 
-    lanes: torch.Tensor
+    slots: torch.Tensor
     places: torch.Tensor  # of the first token
     rows: torch.Tensor  # of the first token among the step's
     counts: torch.Tensor  # at most `size`
@@ -346,7 +346,7 @@ class PagedAttention:
     every sequence has one new token.
     """
 
-    lanes: torch.Tensor  # (N,) integers: whose token it is
+    slots: torch.Tensor  # (N,) integers: whose token it is
     places: torch.Tensor  # (N,) integers: where among the sequence's cached tokens it goes
     tiles: tuple[Tiles, ...]
     rules: AttentionRules
@@ -448,7 +448,7 @@ class _Launch:
         assert len(keys) == 1 or keys.stride(0) == values.stride(0)
         _store[(len(keys),)](
             *(keys, values, keys.stride(0), *self._angles(), *self._stored()),
-            *(self.step.lanes, self.step.places),
+            *(self.step.slots, self.step.places),
             K=keys.shape[1],
             HEADS=heads,
             num_warps=8 if heads * constants["WIDTH"] > 4096 else 4,
@@ -462,9 +462,9 @@ class _Launch:
         padded = triton.next_power_of_2(group)
         rows = max(_LEAST_ROWS, tiles.size * padded)
         bias, choices = self._bias()
-        _attend_tile[(len(tiles.lanes), self.cache.shape.kv_head_num)](
+        _attend_tile[(len(tiles.slots), self.cache.shape.kv_head_num)](
             *(self.query, self.query.stride(0), *self._angles(), *self._stored()),
-            *(tiles.lanes, tiles.places, tiles.rows, tiles.counts),
+            *(tiles.slots, tiles.places, tiles.rows, tiles.counts),
             *(bias, self.y, self.y.stride(0), self._factor),
             G=group,
             GROUP=padded,
@@ -489,7 +489,7 @@ class _Launch:
         assert count == 1 or keys.stride(0) == values.stride(0) == self.query.stride(0)
         _attend_one[(count, H, parts)](
             *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
-            *(self.step.lanes, self.step.places, bias, mixed, sums, tickets),
+            *(self.step.slots, self.step.places, bias, mixed, sums, tickets),
             *(self.y, self.y.stride(0), self._factor),
             H=H,
             K=self.cache.shape.kv_head_num,
@@ -528,20 +528,20 @@ def paged_attention(
     """Return the attention of a step of any new tokens.
 
     Args:
-        segments: (B, 3 or more) integers: lane, place of the first new token, and how many there
+        segments: (B, 3 or more) integers: slot, place of the first new token, and how many there
             are. The tokens of all segments follow each other in this order.
         rules: The model's.
         group: Query heads of a key/value head.
         device: Of the step.
         tickets: As of `PagedAttention`; made where they are needed and not given.
     """
-    lanes, places, counts = segments[:, 0], segments[:, 1], segments[:, 2]
+    slots, places, counts = segments[:, 0], segments[:, 1], segments[:, 2]
     rows = np.cumsum(counts) - counts
     within = np.arange(counts.sum()) - np.repeat(rows, counts)
     cut = [
         (tiles, size) for tiles, size in _cut(segments, rows, _tile_sizes(group)) if tiles.shape[1]
     ]
-    every = [np.stack((np.repeat(lanes, counts), np.repeat(places, counts) + within))]
+    every = [np.stack((np.repeat(slots, counts), np.repeat(places, counts) + within))]
     sent = on_device(
         np.concatenate([part.ravel() for part in [*every, *(tiles for tiles, _ in cut)]]).astype(
             np.int32
@@ -558,7 +558,7 @@ def paged_attention(
 
 
 def single_tokens(
-    lanes: torch.Tensor,
+    slots: torch.Tensor,
     places: torch.Tensor,
     *,
     rules: AttentionRules,
@@ -568,15 +568,15 @@ def single_tokens(
     """Return the attention of a step of one new token for each sequence.
 
     Args:
-        lanes: Of each sequence (B,).
+        slots: Of each sequence (B,).
         places: Of each token (B,).
         rules: The model's.
         group: Query heads of a key/value head.
         tickets: As of `PagedAttention`.
     """
-    rows = torch.arange(len(lanes), device=lanes.device)
-    tiles = Tiles(lanes, places, rows, torch.ones_like(rows), _tile_sizes(group)[0])
-    return PagedAttention(lanes, places, (tiles,), rules, tickets)
+    rows = torch.arange(len(slots), device=slots.device)
+    tiles = Tiles(slots, places, rows, torch.ones_like(rows), _tile_sizes(group)[0])
+    return PagedAttention(slots, places, (tiles,), rules, tickets)
 
 
 def _tile_sizes(group: int) -> tuple[int, int]:
@@ -586,16 +586,16 @@ def _tile_sizes(group: int) -> tuple[int, int]:
 
 
 def _cut(segments: Array, rows: Array, sizes: tuple[int, int]) -> Iterator[tuple[Array, int]]:
-    """Yield the tiles of each size: lanes, places, rows and counts, (4, n).
+    """Yield the tiles of each size: slots, places, rows and counts, (4, n).
 
     A segment takes the least size that holds it, or the last.
     """
     kinds = np.minimum(np.searchsorted(sizes, segments[:, 2]), len(sizes) - 1)
     for kind, size in enumerate(sizes):
         mine = kinds == kind
-        lanes, places, counts = segments[mine, :3].T
+        slots, places, counts = segments[mine, :3].T
         tiles = -(-counts // size)
         of = np.repeat(np.arange(len(tiles)), tiles)
         first = (np.arange(len(of)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * size
         left = np.minimum(counts[of] - first, size)
-        yield np.stack((lanes[of], places[of] + first, rows[mine][of] + first, left)), size
+        yield np.stack((slots[of], places[of] + first, rows[mine][of] + first, left)), size

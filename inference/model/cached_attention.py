@@ -1,6 +1,6 @@
-"""How a decoder's newest tokens read what their lanes hold, of their own or of the encoder's."""
+"""How a decoder's newest tokens read what their slots hold, of their own or of the encoder's."""
 
-# Shapes: N tokens, one of each lane, B lanes of a group, Q new tokens per lane, H local query
+# Shapes: N tokens, one of each slot, B slots of a group, Q new tokens per slot, H local query
 #         heads, K local key/value heads, D head size, S cached tokens
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class EncodedLanes:
-    """What each lane of a decoder step reads of the encoder's output.
+class EncodedSlots:
+    """What each slot of a decoder step reads of the encoder's output.
 
     `paged`, if given, does all of the attention in place of `groups`.
     """
@@ -37,7 +37,7 @@ def attend_cached(
     layer: int,
     scale: float,
 ) -> torch.Tensor:
-    """Return (N, H*D): what each token, the only new one of its lane, reads from the cache."""
+    """Return (N, H*D): what each token, the only new one of its slot, reads from the cache."""
     parts = []
     for group in groups:
         mixed = attend_group(query[group.rows].unsqueeze(2), group, cache, layer, scale=scale)
@@ -53,11 +53,11 @@ def attend_group(
     *,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return what each query of a group reads from its lane, (B, H, Q, D) for (B, H, Q, D).
+    """Return what each query of a group reads from its slot, (B, H, Q, D) for (B, H, Q, D).
 
     `scale` is on the scores, None for 1 / sqrt(D).
     """
-    keys, values = cache.read(layer, group.lane, group.lane_count, group.length)  # (B, K, S, D)
+    keys, values = cache.read(layer, group.slot, group.slot_count, group.length)  # (B, K, S, D)
     dtype, bias = query.dtype, group.bias
     if dtype == torch.bfloat16 and group.new_tokens == 1 and query.device.type == "cpu":
         # Single queries in bf16 take torch 1.6 to 3.6 times as long as fp32 with its conversion.

@@ -1,7 +1,7 @@
 """Decoding steps as CUDA graphs: the launch of one token per sequence costs one call, not hundreds.
 
 A graph serves up to B sequences; B comes in few sizes, all of which are recorded before the first
-request. Places that a step leaves empty compute on a scratch lane, and nobody reads the result.
+request. Places that a step leaves empty compute on a scratch slot, and nobody reads the result.
 Where one rank has the whole model, the best token of each sequence is chosen inside the graph, and
 is there for the next one.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from inference.model.attention_cuda import single_tokens
-from inference.model.cached_attention import EncodedLanes
+from inference.model.cached_attention import EncodedSlots
 from inference.model.decoder import Decoder
 from inference.model.encoder_decoder import DecoderStep, EncoderDecoder
 from inference.model.kv_cache import Array, KVCache, on_device
@@ -37,7 +37,7 @@ _LOG_S = 5.0
 class GraphModel(Protocol):
     """What graphs record: one stage of a model, one new token of each sequence.
 
-    `idle` are the numbers of a place without a sequence, such as the scratch lane.
+    `idle` are the numbers of a place without a sequence, such as the scratch slot.
     """
 
     layout: ParallelLayout
@@ -142,7 +142,7 @@ def graph_sizes(sequences: int) -> list[int]:
 class DecoderGraphModel:
     """A decoder-only model's stage.
 
-    The numbers of a sequence: its token, its lane, the token's place among what the lane has
+    The numbers of a sequence: its token, its slot, the token's place among what the slot has
     cached, the token's position, and an id that may not be chosen.
     """
 
@@ -150,14 +150,14 @@ class DecoderGraphModel:
         self, model: Decoder, cache: KVCache, feed: TokenFeed, layout: ParallelLayout
     ) -> None:
         self.layout, self.device = layout, model.device
-        self.idle: tuple[int, ...] = (0, cache.scratch_lane, 0, 0, -1)
+        self.idle: tuple[int, ...] = (0, cache.scratch_slot, 0, 0, -1)
         self._model = model
         self._cache = cache
         self._feed = feed
         heads = model.architecture.head_num // layout.tp_size
         self._group = heads // cache.shape.kv_head_num
         self._tickets = torch.zeros(
-            cache.shape.lanes * heads, dtype=torch.int32, device=self.device
+            cache.shape.slots * heads, dtype=torch.int32, device=self.device
         )
 
     def room(self, sequences: int) -> torch.Tensor:
@@ -169,15 +169,15 @@ class DecoderGraphModel:
         self, numbers: torch.Tensor, hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stage's output, see `GraphModel`."""
-        ids, lanes, places, positions, forbidden = numbers.unbind(0)
+        ids, slots, places, positions, forbidden = numbers.unbind(0)
         model = self._model
         step = Step(
-            ids=self._feed.ids(ids, lanes),
+            ids=self._feed.ids(ids, slots),
             positions=positions,
             cache=self._cache,
             output_rows=torch.arange(len(ids), device=self.device),
             paged=single_tokens(
-                lanes, places, rules=model.rules, group=self._group, tickets=self._tickets
+                slots, places, rules=model.rules, group=self._group, tickets=self._tickets
             ),
         )
         x = model.embed(step) if hidden is None else hidden
@@ -188,13 +188,13 @@ class DecoderGraphModel:
         if self.layout.world_size > 1:
             return logits, None
         vocab_size = model.architecture.vocab_size
-        return logits, self._feed.choose(logits, lanes, forbidden, vocab_size)
+        return logits, self._feed.choose(logits, slots, forbidden, vocab_size)
 
 
 class EncoderDecoderGraphModel:
     """A T5 decoder's stage, for rows without IA3.
 
-    The numbers of a sequence: its token, its lane, the token's place, how many tokens of the
+    The numbers of a sequence: its token, its slot, the token's place, how many tokens of the
     encoder it reads, and an id that may not be chosen.
     """
 
@@ -208,12 +208,12 @@ class EncoderDecoderGraphModel:
         """Take a stage, and its caches of what was generated and of what was encoded."""
         self.layout, self.device = layout, model.device
         self._cache, self._cross_cache = caches
-        self.idle: tuple[int, ...] = (0, self._cache.scratch_lane, 0, 1, -1)
+        self.idle: tuple[int, ...] = (0, self._cache.scratch_slot, 0, 1, -1)
         self._model = model
         self._feed = feed
         shape = self._cache.shape
         tickets = torch.zeros(
-            shape.lanes * shape.kv_head_num, dtype=torch.int32, device=self.device
+            shape.slots * shape.kv_head_num, dtype=torch.int32, device=self.device
         )
         self._tickets = tickets
 
@@ -225,18 +225,18 @@ class EncoderDecoderGraphModel:
         self, numbers: torch.Tensor, hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stage's output, see `GraphModel`."""
-        ids, lanes, places, encoded, forbidden = numbers.unbind(0)
+        ids, slots, places, encoded, forbidden = numbers.unbind(0)
         model, tickets = self._model, self._tickets
         step = Step(
-            ids=self._feed.ids(ids, lanes),
+            ids=self._feed.ids(ids, slots),
             positions=places,
             cache=self._cache,
             output_rows=torch.arange(len(ids), device=self.device),
-            paged=single_tokens(lanes, places, rules=model.rules, group=1, tickets=tickets),
+            paged=single_tokens(slots, places, rules=model.rules, group=1, tickets=tickets),
         )
         # As if each token were the last of the encoder's: it sees all of them.
-        cross = single_tokens(lanes, encoded - 1, rules=AttentionRules(), group=1, tickets=tickets)
-        inputs = DecoderStep(step, EncodedLanes(paged=cross))
+        cross = single_tokens(slots, encoded - 1, rules=AttentionRules(), group=1, tickets=tickets)
+        inputs = DecoderStep(step, EncodedSlots(paged=cross))
         x = model.embed_step(inputs) if hidden is None else hidden
         x = model.run_decoder(x, inputs, self._cache, self._cross_cache)
         if not self.layout.is_last_stage:
@@ -245,4 +245,4 @@ class EncoderDecoderGraphModel:
         if self.layout.world_size > 1:
             return logits, None
         vocab_size = model.architecture.vocab_size
-        return logits, self._feed.choose(logits, lanes, forbidden, vocab_size)
+        return logits, self._feed.choose(logits, slots, forbidden, vocab_size)

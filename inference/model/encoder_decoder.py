@@ -1,4 +1,4 @@
-"""T5 models: an encoder over whole rows, and a decoder that generates one token per lane and step.
+"""T5 models: an encoder over whole rows, and a decoder that generates one token per slot and step.
 
 Everything that differs among T5, T5-v1.1, flan, mT5, UL2 and Megatron T5 is read from the
 architecture record. A pipeline stage holds its share of the layers of both stacks.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
-from inference.model.cached_attention import EncodedLanes
+from inference.model.cached_attention import EncodedSlots
 from inference.model.kv_cache import KVCache
 from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows
@@ -46,10 +46,10 @@ class EncoderBatch:
 
 @dataclass(frozen=True)
 class DecoderStep:
-    """One new token for each of N lanes, with the encoder outputs that the lanes read."""
+    """One new token for each of N slots, with the encoder outputs that the slots read."""
 
     step: Step
-    encoded: EncodedLanes
+    encoded: EncodedSlots
     tasks: torch.Tensor | None = None  # (N,)
 
 
@@ -66,23 +66,23 @@ def make_decoder_step(
     """Lay out a decoder step.
 
     Args:
-        ids: The newest token of each lane (N,).
-        segments: Its place, one token each, with ascending lanes.
-        encoder_lengths: Tokens that the lane's cross-attention cache holds.
+        ids: The newest token of each slot (N,).
+        segments: Its place, one token each, with ascending slots.
+        encoder_lengths: Tokens that the slot's cross-attention cache holds.
         cache: The cache of self-attention.
         rules: The model's.
         dtype: The model's.
-        tasks: IA3 task of each lane (N,), None without IA3.
+        tasks: IA3 task of each slot (N,), None without IA3.
     """
     every = torch.arange(len(segments), device=ids.device)
     step = make_step(ids, segments, every, cache=cache, rules=rules, dtype=dtype)
-    # As if each lane's last token were the last of the encoder's: all of them are seen.
+    # As if each slot's last token were the last of the encoder's: all of them are seen.
     seen = [
-        Segment(segment.lane, length - 1, 1)
+        Segment(segment.slot, length - 1, 1)
         for segment, length in zip(segments, encoder_lengths, strict=True)
     ]
     cross = make_step(ids, seen, every, cache=cache, rules=AttentionRules(), dtype=dtype)
-    return DecoderStep(step, EncodedLanes(cross.groups), tasks)
+    return DecoderStep(step, EncodedSlots(cross.groups), tasks)
 
 
 class EncoderDecoder:
@@ -193,16 +193,16 @@ class EncoderDecoder:
         self,
         encoded: torch.Tensor,
         batch: EncoderBatch,
-        lanes: Sequence[Sequence[int]],
+        slots: Sequence[Sequence[int]],
         cross_cache: KVCache,
     ) -> None:
         """Store what the decoder's layers of this stage read of the encoder's output (N, E).
 
-        `lanes` are those of each row: all of them get the row's keys and values.
+        `slots` are those of each row: all of them get the row's keys and values.
         """
-        for nth in range(max(map(len, lanes))):
-            # Rows with fewer lanes write their last one again.
-            chosen = [row[min(nth, len(row) - 1)] for row in lanes]
+        for nth in range(max(map(len, slots))):
+            # Rows with fewer slots write their last one again.
+            chosen = [row[min(nth, len(row) - 1)] for row in slots]
             cache_rows = cross_cache.token_rows(batch.rows.per_token(chosen), batch.rows.positions)
             for index, layer in enumerate(self.decoder):
                 layer.cross.remember(

@@ -1,12 +1,12 @@
 """Keys and values of the running sequences, in blocks that sequences take as they grow.
 
-A sequence runs in a lane, whose row of the table of blocks says where its tokens lie. On a GPU a
+A sequence runs in a slot, whose row of the table of blocks says where its tokens lie. On a GPU a
 block holds a few tokens, and attention looks them up. On CPU a block holds a whole sequence, which
 attention reads fastest as one piece; there the system backs a page only when a token is first
 written to it.
 """
 
-# Shapes: L local layers, B lanes, H local key/value heads, S tokens of a block, D head size,
+# Shapes: L local layers, B slots, H local key/value heads, S tokens of a block, D head size,
 #         N tokens of a step, n copied tokens
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ import torch
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# In place of a source lane: nothing, to remove values that are not finite.
+# In place of a source slot: nothing, to remove values that are not finite.
 WIPE = -1
 
-# A copy of cached tokens: (source lane, target lane, first token, end).
+# A copy of cached tokens: (source slot, target slot, first token, end).
 Move = tuple[int, int, int, int]
-# A block that a lane takes: (lane, place among the lane's blocks, block).
+# A block that a slot takes: (slot, place among the slot's blocks, block).
 TableEntry = tuple[int, int, int]
 
 
 def prefix_source(task_id: int) -> int:
-    """Return what stands in place of a source lane for the loaded prefix of a prompt task."""
+    """Return what stands in place of a source slot for the loaded prefix of a prompt task."""
     return WIPE - 1 - task_id
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of one rank's cache; without `block_tokens` each lane has one block of its own."""
+    """Sizes of one rank's cache; without `block_tokens` each slot has one block of its own."""
 
     num_layer: int
-    lanes: int
+    slots: int
     kv_head_num: int
     max_len: int  # most tokens of a sequence
     size_per_head: int
@@ -51,17 +51,17 @@ class CacheShape:
     def __post_init__(self) -> None:
         if not self.block_tokens:
             object.__setattr__(self, "block_tokens", self.max_len)
-            object.__setattr__(self, "blocks", self.lanes)
+            object.__setattr__(self, "blocks", self.slots)
 
     @property
-    def lane_blocks(self) -> int:
-        """Most blocks of a lane."""
+    def slot_blocks(self) -> int:
+        """Most blocks of a slot."""
         return -(-self.max_len // self.block_tokens)
 
     @property
     def is_whole(self) -> bool:
-        """Whether a lane's tokens lie in one block."""
-        return self.lane_blocks == 1
+        """Whether a slot's tokens lie in one block."""
+        return self.slot_blocks == 1
 
     def size_bytes(self, item_size: int) -> int:
         """Return the memory of keys and values together."""
@@ -89,7 +89,7 @@ class KVCache:
             shape: Sizes.
             dtype: Of keys and values.
             device: Where they lie.
-            prefixes: Of each prompt task, what a lane may start with: (L, 2, H, tokens, D).
+            prefixes: Of each prompt task, what a slot may start with: (L, 2, H, tokens, D).
         """
         self.shape = shape
         self._device = device
@@ -99,26 +99,26 @@ class KVCache:
         self._data = _zeros((*sizes, shape.size_per_head), dtype, device)
         self._layers = list(self._data.unbind(0))  # each (blocks, 2, H, S, D)
         self._rows = [layer.view(-1, shape.size_per_head) for layer in self._layers]
-        self._table = np.full((shape.lanes + 1, shape.lane_blocks), shape.blocks, np.int32)
+        self._table = np.full((shape.slots + 1, shape.slot_blocks), shape.blocks, np.int32)
         if shape.is_whole:
-            self._table[:, 0] = np.arange(shape.lanes + 1)
-        self.tables = torch.from_numpy(self._table.copy()).to(device)  # (B + 1, lane_blocks)
+            self._table[:, 0] = np.arange(shape.slots + 1)
+        self.tables = torch.from_numpy(self._table.copy()).to(device)  # (B + 1, slot_blocks)
 
     @property
-    def scratch_lane(self) -> int:
-        """A lane for tokens that nobody reads."""
-        return self.shape.lanes
+    def scratch_slot(self) -> int:
+        """A slot for tokens that nobody reads."""
+        return self.shape.slots
 
     def blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all keys and values of a local layer, (blocks, H, S, D) views."""
         return self._layers[layer][:, 0], self._layers[layer][:, 1]
 
-    def token_rows(self, lanes: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def token_rows(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return where the keys and values of tokens lie, for `write`: (N * 2 * H,)."""
         size = self.shape.block_tokens
-        blocks = lanes if self.shape.is_whole else self.tables[lanes, positions // size].long()
+        blocks = slots if self.shape.is_whole else self.tables[slots, positions // size].long()
         heads = self.shape.kv_head_num
-        parts = torch.arange(2 * heads, device=lanes.device)  # key heads, then value heads
+        parts = torch.arange(2 * heads, device=slots.device)  # key heads, then value heads
         rows = (blocks * (2 * heads)).unsqueeze(1) + parts  # (N, 2H)
         return (rows * size + (positions % size).unsqueeze(1)).flatten()
 
@@ -128,27 +128,27 @@ class KVCache:
         self._rows[layer].index_copy_(0, rows, flat)
 
     def read(
-        self, layer: int, lane: int, lane_count: int, length: int
+        self, layer: int, slot: int, slot_count: int, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the first `length` keys and values of lanes in a row, (lane_count, H, length, D).
+        """Return the first `length` keys and values of slots in a row, (slot_count, H, length, D).
 
-        Views where a lane is one block, else copies.
+        Views where a slot is one block, else copies.
         """
-        lanes = slice(lane, lane + lane_count)
+        slots = slice(slot, slot + slot_count)
         if self.shape.is_whole:
-            tokens = self._layers[layer][lanes, :, :, :length]
+            tokens = self._layers[layer][slots, :, :, :length]
             return tokens[:, 0], tokens[:, 1]
-        blocks = self.tables[lanes, : -(-length // self.shape.block_tokens)]
-        tokens = self._layers[layer][blocks.long()]  # (lanes, lane blocks, 2, H, S, D)
+        blocks = self.tables[slots, : -(-length // self.shape.block_tokens)]
+        tokens = self._layers[layer][blocks.long()]  # (slots, slot blocks, 2, H, S, D)
         keys, values = tokens.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length]
         return keys, values
 
     def update(self, moves: Sequence[Move], entries: Sequence[TableEntry] = ()) -> None:
-        """Copy tokens among lanes, and give lanes their new blocks.
+        """Copy tokens among slots, and give slots their new blocks.
 
-        Sources are read before any target is written or any lane gets a block, so lanes may swap.
-        The source WIPE stands for zeros in the blocks that the lane had, those of `prefix_source`
-        for a loaded prefix. A lane that is its own source forgets, after all that, what comes
+        Sources are read before any target is written or any slot gets a block, so slots may swap.
+        The source WIPE stands for zeros in the blocks that the slot had, those of `prefix_source`
+        for a loaded prefix. A slot that is its own source forgets, after all that, what comes
         before these tokens: they move to its beginning.
         """
         copies = [move for move in moves if move[0] != move[1] and move[0] != WIPE]
@@ -166,9 +166,9 @@ class KVCache:
     def _assign(self, entries: Sequence[TableEntry]) -> None:
         if not entries:
             return
-        lanes, places, blocks = np.asarray(entries, np.int64).T
-        self._table[lanes, places] = blocks
-        cells = on_device(np.stack((lanes * self.shape.lane_blocks + places, blocks)), self._device)
+        slots, places, blocks = np.asarray(entries, np.int64).T
+        self._table[slots, places] = blocks
+        cells = on_device(np.stack((slots * self.shape.slot_blocks + places, blocks)), self._device)
         self.tables.view(-1).index_copy_(0, cells[0], cells[1].int())
 
     def _values(self, source: int, start: int, stop: int) -> torch.Tensor:
@@ -194,10 +194,10 @@ class KVCache:
             else values.to(self._data.dtype).permute(3, 0, 1, 2, 4)
         )
 
-    def _cells(self, lane: int, start: int, stop: int) -> torch.Tensor:
-        """Return the block of each token of a lane and the place there, (2, n)."""
+    def _cells(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """Return the block of each token of a slot and the place there, (2, n)."""
         nth, places = np.divmod(np.arange(start, stop), self.shape.block_tokens)
-        blocks = self._table[lane, nth].astype(np.int64)
+        blocks = self._table[slot, nth].astype(np.int64)
         return on_device(np.stack((blocks, places)), self._device)
 
 

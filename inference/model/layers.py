@@ -1,7 +1,7 @@
 """The parts of a transformer layer, each reading like single-device code."""
 
 # Shapes: N tokens of a step, E hidden, H local query heads, K local key/value heads, D head size,
-#         B lanes of a group, Q new tokens per lane, S cached tokens
+#         B slots of a group, Q new tokens per slot, S cached tokens
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ class Attention:
     def _attend(
         self, query: torch.Tensor, group: AttentionGroup, cache: KVCache, layer: int
     ) -> torch.Tensor:
-        lanes, new_tokens = group.lane_count, group.new_tokens
-        query = query.reshape(lanes, new_tokens, self._heads, self._head_size).transpose(1, 2)
+        slots, new_tokens = group.slot_count, group.new_tokens
+        query = query.reshape(slots, new_tokens, self._heads, self._head_size).transpose(1, 2)
         mixed = attend_group(query, group, cache, layer)  # (B, H, Q, D)
         return mixed.transpose(1, 2).reshape(-1, self._heads * self._head_size)  # (B*Q, H*D)
 

@@ -30,7 +30,7 @@ def make_paged_step(
     """Lay out a step without waiting for the device.
 
     Args:
-        ids: Tokens (N,), NEWEST where the lane's last step chose them.
+        ids: Tokens (N,), NEWEST where the slot's last step chose them.
         segments: Whose they are, in this order.
         output_rows: Tokens whose logits are wanted (n,).
         cache: Where keys and values go.
@@ -41,13 +41,13 @@ def make_paged_step(
         embeddings: Rows for ids beyond the loaded tables.
     """
     device = cache.tables.device
-    places = np.array([(s.lane, s.start, s.count) for s in segments], np.int64).reshape(-1, 3)
+    places = np.array([(s.slot, s.start, s.count) for s in segments], np.int64).reshape(-1, 3)
     attention = paged_attention(places, rules=rules, group=group, device=device)
     forgotten = np.repeat([segment.forgotten for segment in segments], places[:, 2])
     sent = on_device(np.concatenate((ids, forgotten, output_rows)).astype(np.int32), device)
     count = len(ids)
     return Step(
-        ids=feed.ids(sent[:count], attention.lanes),
+        ids=feed.ids(sent[:count], attention.slots),
         positions=attention.places + sent[count : 2 * count],
         cache=cache,
         output_rows=sent[2 * count :],

@@ -4,7 +4,7 @@ Tokens of all sequences are one list, so that every linear runs once per layer; 
 looks at the sequences, in groups that one fused call can serve.
 """
 
-# Shapes: N tokens of the step, B lanes of a group, Q new tokens per lane, S cached tokens, H heads
+# Shapes: N tokens of the step, B slots of a group, Q new tokens per slot, S cached tokens, H heads
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inference.model.kv_cache import KVCache
 if TYPE_CHECKING:
     from inference.model.attention_cuda import PagedAttention
 
-# Lanes of unequal length share one attention call while the padded work stays below this multiple
+# Slots of unequal length share one attention call while the padded work stays below this multiple
 # of the true work, and below this many padded tokens anyway (a call costs about as much).
 _PADDING_FACTOR = 1.25
 _PADDING_TOKENS = 256
@@ -27,33 +27,33 @@ _PADDING_TOKENS = 256
 
 @dataclass(slots=True)
 class Segment:
-    """New tokens of one sequence: `count` of them from place `start` of `lane` on.
+    """New tokens of one sequence: `count` of them from place `start` of `slot` on.
 
-    A token's place there is its position, unless the lane has `forgotten` the first so many.
+    A token's place there is its position, unless the slot has `forgotten` the first so many.
     """
 
-    lane: int
+    slot: int
     start: int
     count: int
     forgotten: int = 0
 
     @property
     def stop(self) -> int:
-        """Cached tokens of the lane after the step."""
+        """Cached tokens of the slot after the step."""
         return self.start + self.count
 
 
 @dataclass(frozen=True)
 class AttentionGroup:
-    """Lanes side by side with as many new tokens each: one attention call.
+    """Slots side by side with as many new tokens each: one attention call.
 
     `bias` is added to the scores, (B or 1, H or 1, Q, S), -inf where a token may not look; None
     lets every new token see all `length` cached ones, or with `causal` those before it.
     """
 
     rows: slice  # of the step's tokens
-    lane: int
-    lane_count: int
+    slot: int
+    slot_count: int
     new_tokens: int
     length: int
     bias: torch.Tensor | None
@@ -109,12 +109,12 @@ def make_step(
     has_virtual: bool = False,
     embeddings: torch.Tensor | None = None,
 ) -> Step:
-    """Lay out a step. Segments come in the order of their tokens, with ascending lanes."""
-    lanes, places = _places(segments, ids.device)
+    """Lay out a step. Segments come in the order of their tokens, with ascending slots."""
+    slots, places = _places(segments, ids.device)
     groups = tuple(
         _group(part, first_row, rules, dtype, ids.device) for first_row, part in _parts(segments)
     )
-    rows = cache.token_rows(lanes, places)
+    rows = cache.token_rows(slots, places)
     positions = places
     if any(segment.forgotten for segment in segments):
         forgotten = [segment.forgotten for segment in segments for _ in range(segment.count)]
@@ -123,14 +123,14 @@ def make_step(
 
 
 def _places(segments: Sequence[Segment], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the lane of every token and its place there, each (N,)."""
+    """Return the slot of every token and its place there, each (N,)."""
     if all(segment.count == 1 for segment in segments):
-        lanes = torch.tensor([segment.lane for segment in segments], device=device)
-        return lanes, torch.tensor([segment.start for segment in segments], device=device)
+        slots = torch.tensor([segment.slot for segment in segments], device=device)
+        return slots, torch.tensor([segment.start for segment in segments], device=device)
     counts = torch.tensor([segment.count for segment in segments], device=device)
-    lanes = torch.tensor([segment.lane for segment in segments], device=device)
+    slots = torch.tensor([segment.slot for segment in segments], device=device)
     ranges = [torch.arange(s.start, s.stop, device=device) for s in segments]
-    return lanes.repeat_interleave(counts), torch.cat(ranges)
+    return slots.repeat_interleave(counts), torch.cat(ranges)
 
 
 def _parts(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
@@ -148,7 +148,7 @@ def _parts(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
 
 
 def _fits(run: list[Segment], segment: Segment) -> bool:
-    if segment.count != 1 or run[-1].count != 1 or segment.lane != run[-1].lane + 1:
+    if segment.count != 1 or run[-1].count != 1 or segment.slot != run[-1].slot + 1:
         return False
     lengths = [s.stop for s in run] + [segment.stop]
     padded, true = max(lengths) * len(lengths), sum(lengths)
@@ -170,18 +170,18 @@ def _group(
         starts = torch.tensor([s.start for s in run], device=device)
         bias = attention_bias(starts, new_tokens, length, rules).to(dtype)
     rows = slice(first_row, first_row + len(run) * new_tokens)
-    return AttentionGroup(rows, run[0].lane, len(run), new_tokens, length, bias, causal)
+    return AttentionGroup(rows, run[0].slot, len(run), new_tokens, length, bias, causal)
 
 
 def attention_bias(
     starts: torch.Tensor, new_tokens: int, length: int, rules: AttentionRules
 ) -> torch.Tensor:
-    """Return what is added to the attention scores of lanes with as many new tokens each.
+    """Return what is added to the attention scores of slots with as many new tokens each.
 
     Zero or the position bias where a token may look, -inf elsewhere: (B, 1 or H, Q, S) fp32.
 
     Args:
-        starts: Position of each lane's first new token (B,).
+        starts: Position of each slot's first new token (B,).
         new_tokens: Q.
         length: S.
         rules: What the model adds.

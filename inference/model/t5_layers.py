@@ -5,7 +5,7 @@ takes the last row of each table, which is all ones (Liu et al., Few-Shot Parame
 Fine-Tuning, section 3.3).
 """
 
-# Shapes: N tokens, E hidden, H local heads, D head size, F local MLP width, B lanes of a group,
+# Shapes: N tokens, E hidden, H local heads, D head size, F local MLP width, B slots of a group,
 #         S cached tokens
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from inference.model.cached_attention import EncodedLanes, attend_cached
+from inference.model.cached_attention import EncodedSlots, attend_cached
 from inference.model.kv_cache import KVCache
 from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows, attend, attend_with_weights
@@ -89,7 +89,7 @@ class RowAttention:
 
 @dataclass(frozen=True)
 class CausalAttention:
-    """Attention of the decoder over what its lane has generated; one new token per lane."""
+    """Attention of the decoder over what its slot has generated; one new token per slot."""
 
     qkv: ColumnParallelLinear
     out: RowParallelLinear
@@ -152,7 +152,7 @@ class CrossAttention:
     def __call__(
         self,
         x: torch.Tensor,
-        encoded: EncodedLanes,
+        encoded: EncodedSlots,
         cache: KVCache,
         *,
         layer: int,
@@ -270,7 +270,7 @@ class DecoderLayer:
         return _join(x, run, self.attention_adapter)
 
     def consult(
-        self, x: torch.Tensor, encoded: EncodedLanes, cache: KVCache, layer: int
+        self, x: torch.Tensor, encoded: EncodedSlots, cache: KVCache, layer: int
     ) -> torch.Tensor:
         """Return x + attention over the encoder's output, (N, E)."""
         return self.cross(self.cross_norm(x), encoded, cache, layer=layer, residual=x)

@@ -1,4 +1,4 @@
-"""The newest token of each lane, chosen and kept where the model runs.
+"""The newest token of each slot, chosen and kept where the model runs.
 
 The next step reads it there, so that the host can plan that step before it knows the token.
 """
@@ -13,7 +13,7 @@ import torch
 
 from inference.model.kv_cache import Array
 
-# In place of a token id: the newest one that the lane's last step chose.
+# In place of a token id: the newest one that the slot's last step chose.
 NEWEST = -1
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -35,17 +35,17 @@ class Chosen:
 class TokenFeed:
     """Chooses the best token and remembers it for the next step."""
 
-    def __init__(self, lanes: int, device: torch.device) -> None:
-        """Take room for `lanes` lanes; one more takes the choices that no step reads."""
-        self._newest = torch.zeros(lanes + 1, dtype=torch.int64, device=device)
-        self.nobody = lanes
+    def __init__(self, slots: int, device: torch.device) -> None:
+        """Take room for `slots` slots; one more takes the choices that no step reads."""
+        self._newest = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self.nobody = slots
 
-    def ids(self, ids: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
-        """Return `ids` (N,) with the newest tokens of their `lanes` (N,) for NEWEST."""
-        return torch.where(ids == NEWEST, self._newest[lanes].to(ids.dtype), ids)
+    def ids(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Return `ids` (N,) with the newest tokens of their `slots` (N,) for NEWEST."""
+        return torch.where(ids == NEWEST, self._newest[slots].to(ids.dtype), ids)
 
     def choose(
-        self, logits: torch.Tensor, lanes: torch.Tensor, forbidden: torch.Tensor, vocab_size: int
+        self, logits: torch.Tensor, slots: torch.Tensor, forbidden: torch.Tensor, vocab_size: int
     ) -> torch.Tensor:
         """Remember the best token of each row of logits, and return them as in `Chosen`.
 
@@ -53,7 +53,7 @@ class TokenFeed:
 
         Args:
             logits: (n, V or more) fp32; a forbidden id's is overwritten.
-            lanes: Who reads it, (n,) integers; `nobody` for nobody.
+            slots: Who reads it, (n,) integers; `nobody` for nobody.
             forbidden: An id that is not chosen (n,) integers, outside the vocabulary for none.
             vocab_size: V.
         """
@@ -63,7 +63,7 @@ class TokenFeed:
         real = ids == forbidden  # a model's end id may lie outside its vocabulary
         logits[rows, ids] = torch.where(real, _LOWEST, logits[rows, ids])
         values, best = logits.max(-1)
-        self._newest[lanes.long()] = best
+        self._newest[slots.long()] = best
         return torch.stack((values.view(torch.int32), best.int()), dim=1)
 
 

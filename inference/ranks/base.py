@@ -167,9 +167,9 @@ class RankBase(ABC):
         """Choose the tokens that a plan asks for, from all of its logits."""
         if plan.choices is None or not plan.choices.size:
             return None
-        lanes, forbidden = on_device(plan.choices, self.device)
-        lanes = torch.where(lanes < 0, feed.nobody, lanes)
-        return to_host(feed.choose(logits, lanes, forbidden, vocab_size))
+        slots, forbidden = on_device(plan.choices, self.device)
+        slots = torch.where(slots < 0, feed.nobody, slots)
+        return to_host(feed.choose(logits, slots, forbidden, vocab_size))
 
     def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         assert self._groups is not None, "ranks are not connected"

@@ -56,7 +56,7 @@ class DecoderRank(RankBase):
             device=self.device,
             prefixes=load_prefixes(weights, architecture.num_layer),
         )
-        self._feed = TokenFeed(settings.lanes, self.device)
+        self._feed = TokenFeed(settings.slots, self.device)
         self._group = architecture.head_num // architecture.kv_head_num
         self._graphs: DecodeGraphs | None = None
 
@@ -70,7 +70,7 @@ class DecoderRank(RankBase):
             for tokens in _WARM_UP_TOKENS:
                 self._run_nothing(tokens)
             model = DecoderGraphModel(self.model, self.cache, self._feed, self.layout)
-            self._graphs = DecodeGraphs(model, sequences=self.cache.shape.lanes)
+            self._graphs = DecodeGraphs(model, sequences=self.cache.shape.slots)
             self._graphs.record()
 
     @property
@@ -79,10 +79,10 @@ class DecoderRank(RankBase):
 
     def _run_nothing(self, tokens: int) -> None:
         """Run prompts of so many tokens, and a single one, that nobody reads."""
-        longest, lane = self.cache.shape.max_len, self.cache.scratch_lane
+        longest, slot = self.cache.shape.max_len, self.cache.scratch_slot
         starts = range(0, tokens, longest)
-        segments = [Segment(lane, 0, min(tokens - start, longest)) for start in starts]
-        segments.append(Segment(lane, 0, 1))
+        segments = [Segment(slot, 0, min(tokens - start, longest)) for start in starts]
+        segments.append(Segment(slot, 0, 1))
         step = self._step(torch.zeros(tokens + 1, dtype=torch.int64), segments, torch.tensor([0]))
         first = self.layout.is_first_stage
         x = self.model.embed(step) if first else self.model.empty_hidden(step).zero_()
@@ -117,7 +117,7 @@ class DecoderRank(RankBase):
         graph = graphs.graph(len(plan.segments))
         numbers = np.empty((5, len(plan.segments)), np.int64)
         numbers[0] = plan.ids
-        numbers[1] = [segment.lane for segment in plan.segments]
+        numbers[1] = [segment.slot for segment in plan.segments]
         numbers[2] = [segment.start for segment in plan.segments]
         numbers[3] = numbers[2] + [segment.forgotten for segment in plan.segments]
         numbers[4] = -1 if plan.choices is None else plan.choices[1]
@@ -150,8 +150,8 @@ class DecoderRank(RankBase):
                 embeddings=embeddings,
             )
         if NEWEST in ids:
-            lanes = [segment.lane for segment in segments for _ in range(segment.count)]
-            ids = self._feed.ids(ids.to(self.device), torch.tensor(lanes, device=self.device))
+            slots = [segment.slot for segment in segments for _ in range(segment.count)]
+            ids = self._feed.ids(ids.to(self.device), torch.tensor(slots, device=self.device))
         return make_step(
             ids.to(self.device),
             segments,
@@ -240,7 +240,7 @@ def cache_shape(architecture: DecoderArchitecture, settings: RankSettings) -> Ca
     """Return the cache of one rank."""
     return CacheShape(
         num_layer=len(settings.layout.layers(architecture.num_layer)),
-        lanes=settings.lanes,
+        slots=settings.slots,
         kv_head_num=architecture.kv_head_num // settings.tp_size,
         max_len=settings.max_len,
         size_per_head=architecture.size_per_head,

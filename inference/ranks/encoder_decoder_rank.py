@@ -1,10 +1,10 @@
 """One rank of an encoder-decoder, or of its encoder alone.
 
 A step first encodes the rows that begin, which every stage's cross-attention caches, then runs the
-decoder over one new token of each lane.
+decoder over one new token of each slot.
 """
 
-# Shapes: N tokens of an encoder pass, n lanes of a decoder step, V vocabulary, E hidden, H heads
+# Shapes: N tokens of an encoder pass, n slots of a decoder step, V vocabulary, E hidden, H heads
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class EncoderDecoderRank(RankBase):
             shape = decoder_cache_shape(architecture.decoder, settings)
             self.cache = KVCache(shape, dtype=weights.dtype, device=self.device)
             self.cross_cache = KVCache(shape, dtype=weights.dtype, device=self.device)
-        self._feed = TokenFeed(settings.lanes, self.device)
+        self._feed = TokenFeed(settings.slots, self.device)
         self._graphs: DecodeGraphs | None = None
-        self._lengths = [1] * settings.lanes  # encoder tokens that each lane reads
+        self._lengths = [1] * settings.slots  # encoder tokens that each slot reads
         self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
-        self._tasks = [self._no_task] * settings.lanes
+        self._tasks = [self._no_task] * settings.slots
         self._pass: EncoderPass | None = None
         self._rows: tuple[EncoderRow, ...] = ()  # of the pass
 
@@ -78,7 +78,7 @@ class EncoderDecoderRank(RankBase):
         caches = (self.cache, self.cross_cache)
         with torch.inference_mode():
             model = EncoderDecoderGraphModel(self.model, caches, self._feed, self.layout)
-            self._graphs = DecodeGraphs(model, sequences=self.cache.shape.lanes)
+            self._graphs = DecodeGraphs(model, sequences=self.cache.shape.slots)
             self._graphs.record()
 
     def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
@@ -133,10 +133,10 @@ class EncoderDecoderRank(RankBase):
             return
         batch = self._pass.batch
         output = self._spread(self._pass.output, batch)
-        self.model.remember(output, batch, [row.lanes for row in self._rows], self.cross_cache)
+        self.model.remember(output, batch, [row.slots for row in self._rows], self.cross_cache)
         for row in self._rows:
-            for lane in row.lanes:
-                self._lengths[lane], self._tasks[lane] = row.count, self._task_of(row)
+            for slot in row.slots:
+                self._lengths[slot], self._tasks[slot] = row.count, self._task_of(row)
         self._pass = None
 
     def _task_of(self, row: EncoderRow) -> int:
@@ -161,32 +161,32 @@ class EncoderDecoderRank(RankBase):
         return output
 
     def _move(self, plan: ReceivedPlan) -> None:
-        """Copy cached tokens among the lanes of a row, which all read the same encoder output."""
+        """Copy cached tokens among the slots of a row, which all read the same encoder output."""
         if not plan.moves:
             return
         self.cache.update(plan.moves)
         self.cross_cache.update(
             [
-                (WIPE, lane, 0, self._lengths[lane])
-                for source, lane, _, _ in plan.moves
+                (WIPE, slot, 0, self._lengths[slot])
+                for source, slot, _, _ in plan.moves
                 if source == WIPE
             ]
         )
 
     def _is_plain(self, plan: ReceivedPlan) -> bool:
         """Return whether a step's rows are without IA3 and all of their logits wanted."""
-        without_task = all(self._tasks[s.lane] == self._no_task for s in plan.segments)
+        without_task = all(self._tasks[s.slot] == self._no_task for s in plan.segments)
         return without_task and 0 < len(plan.output_rows) == len(plan.segments) == len(plan.ids)
 
     def _run_recorded(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
         """Run a plain step of the decoder."""
-        lanes = [segment.lane for segment in plan.segments]
-        graph = graphs.graph(len(lanes))
-        numbers = np.empty((5, len(lanes)), np.int64)
+        slots = [segment.slot for segment in plan.segments]
+        graph = graphs.graph(len(slots))
+        numbers = np.empty((5, len(slots)), np.int64)
         numbers[0] = plan.ids
-        numbers[1] = lanes
+        numbers[1] = slots
         numbers[2] = [segment.start for segment in plan.segments]
-        numbers[3] = [self._lengths[lane] for lane in lanes]
+        numbers[3] = [self._lengths[slot] for slot in slots]
         numbers[4] = -1 if plan.choices is None else plan.choices[1]
         graph.fill(numbers)
         self._run_graph(graph)
@@ -198,12 +198,12 @@ class EncoderDecoderRank(RankBase):
         if not plan.segments:
             empty = torch.empty(0, self.architecture.vocab_size)
             return empty if self.layout.rank == 0 else None
-        lanes = [segment.lane for segment in plan.segments]
-        tasks = [self._tasks[lane] for lane in lanes]
+        slots = [segment.slot for segment in plan.segments]
+        tasks = [self._tasks[slot] for slot in slots]
         inputs = make_decoder_step(
-            self._newest_ids(plan.ids, lanes),
+            self._newest_ids(plan.ids, slots),
             plan.segments,
-            [self._lengths[lane] for lane in lanes],
+            [self._lengths[slot] for slot in slots],
             cache=self.cache,
             rules=self.model.rules,
             dtype=self.model.dtype,
@@ -218,8 +218,8 @@ class EncoderDecoderRank(RankBase):
             part = self.model.logits(hidden[0].index_select(0, plan.output_rows.to(self.device)))
         return self._first_rank_logits(part, count, self.architecture.vocab_size)
 
-    def _newest_ids(self, ids: torch.Tensor, lanes: list[int]) -> torch.Tensor:
-        return self._feed.ids(ids.to(self.device), torch.tensor(lanes, device=self.device))
+    def _newest_ids(self, ids: torch.Tensor, slots: list[int]) -> torch.Tensor:
+        return self._feed.ids(ids.to(self.device), torch.tensor(slots, device=self.device))
 
     def _encoder_result(self) -> StepResult | None:
         """Return on rank 0 what an encoder alone gives, which runs all layers in one step."""
@@ -268,7 +268,7 @@ def decoder_cache_shape(stack: StackArchitecture, settings: RankSettings) -> Cac
     """Return one of a rank's two caches: of what was generated, or of what was encoded."""
     return CacheShape(
         num_layer=len(settings.layout.layers(stack.num_layer)),
-        lanes=settings.lanes,
+        slots=settings.slots,
         kv_head_num=stack.head_num // settings.tp_size,
         max_len=settings.max_len,
         size_per_head=stack.size_per_head,

@@ -1,9 +1,9 @@
 """What rank 0 tells every rank to do next, packed into one integer tensor."""
 
 # Layout of a packed plan, int32: command, length, counts and flags, then per segment
-# (lane, start, count, forgotten), per move (source, target, start, stop), per table entry (lane,
+# (slot, start, count, forgotten), per move (source, target, start, stop), per table entry (slot,
 # place, block), output rows, choices, token ids, and for encoders the ids of their rows and per row
-# (count, task or -1, lane count, lanes).
+# (count, task or -1, slot count, slots).
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class EncoderRow:
 
     Attributes:
         count: Its tokens.
-        lanes: Where the decoder finds what it reads of the row; none for an encoder alone.
+        slots: Where the decoder finds what it reads of the row; none for an encoder alone.
         task: IA3 task, None without IA3.
     """
 
     count: int
-    lanes: tuple[int, ...] = ()
+    slots: tuple[int, ...] = ()
     task: int | None = None
 
 
@@ -50,11 +50,11 @@ class StepPlan:
 
     Attributes:
         ids: Token ids of all segments, one after the other.
-        segments: Sequences with new tokens, by ascending lane.
+        segments: Sequences with new tokens, by ascending slot.
         output_rows: Tokens whose logits are wanted, ascending.
         moves: Cache copies, all of them before the pass.
-        entries: Blocks that lanes get before the pass.
-        choices: For every output row the lane whose newest token is to be its best one, negative
+        entries: Blocks that slots get before the pass.
+        choices: For every output row the slot whose newest token is to be its best one, negative
             for none, and an id that it may not be, negative for none. None where whoever made the
             plan chooses; only a rank that has the whole model can.
         has_virtual: Whether some ids lie beyond the vocabulary.
@@ -134,7 +134,7 @@ def pack(plan: StepPlan) -> torch.Tensor:
     values += [len(plan.encoder_rows), len(plan.encoder_ids), plan.encoder_layers]
     values += [len(plan.entries)]
     for segment in plan.segments:
-        values += (segment.lane, segment.start, segment.count, segment.forgotten)
+        values += (segment.slot, segment.start, segment.count, segment.forgotten)
     for move in plan.moves:
         values += move
     for entry in plan.entries:
@@ -143,7 +143,7 @@ def pack(plan: StepPlan) -> torch.Tensor:
     values += plan.ids
     values += plan.encoder_ids
     for row in plan.encoder_rows:
-        values += (row.count, -1 if row.task is None else row.task, len(row.lanes), *row.lanes)
+        values += (row.count, -1 if row.task is None else row.task, len(row.slots), *row.slots)
     values[1] = len(values)
     return torch.tensor(values, dtype=torch.int32)
 
@@ -188,8 +188,8 @@ def _tuples(values: torch.Tensor, size: int) -> Iterator[Any]:
 def _encoder_rows(values: list[int], count: int) -> tuple[EncoderRow, ...]:
     rows, at = [], 0
     for _ in range(count):
-        tokens, task, lane_count = values[at : at + 3]
-        lanes = tuple(values[at + 3 : at + 3 + lane_count])
-        rows.append(EncoderRow(tokens, lanes, None if task < 0 else task))
-        at += 3 + lane_count
+        tokens, task, slot_count = values[at : at + 3]
+        slots = tuple(values[at + 3 : at + 3 + slot_count])
+        rows.append(EncoderRow(tokens, slots, None if task < 0 else task))
+        at += 3 + slot_count
     return tuple(rows)

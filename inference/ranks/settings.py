@@ -44,10 +44,10 @@ class RankSettings(Placement):
 
     ft_dir: str
     rank: int
-    lanes: int
+    slots: int
     max_len: int  # most tokens of a sequence
     threads: int  # of the CPU, for this rank
-    block_tokens: int = 0  # of the cache; 0: each lane has a block of its own
+    block_tokens: int = 0  # of the cache; 0: each slot has a block of its own
     blocks: int = 0
     store: str = ""  # path of the store that ranks of one node share
     shared_memory: bool = True  # False: CPU ranks talk over gloo even on one host

@@ -18,7 +18,7 @@ from inference.decoding.options import (
     normalise_selection,
 )
 from inference.decoding.outputs import assemble_outputs
-from inference.decoding.processors import LaneRules, apply_penalty, process_logits
+from inference.decoding.processors import LogitRules, apply_penalty, process_logits
 from inference.decoding.random import Xorwow
 from inference.decoding.request import ModelLimits, RowRequest, parse_request
 from inference.decoding.rows import RowResult
@@ -65,8 +65,8 @@ def test_temperature_scales_the_real_vocabulary(case: Case) -> None:
     temperatures = case["temperatures"]
     processed = process_logits(
         torch.tensor(case["logits"]),
-        lanes=range(len(temperatures)),
-        rules=[LaneRules(temperature=t) for t in temperatures],
+        slots=range(len(temperatures)),
+        rules=[LogitRules(temperature=t) for t in temperatures],
         vocab_size=case["vocab"],
     )
     # A row at exactly 1 is left alone whatever its neighbours; the recorded mixed batches scale
@@ -82,7 +82,7 @@ def test_penalty_acts_once_on_each_id_seen(case: Case) -> None:
     x = torch.tensor([case["logits"]])
     seen = np.asarray(case["padded_prompt"][: case["input_length"]] + case["generated"])
     assert sorted(set(seen.tolist())) == case["penalised"]
-    apply_penalty(x, [LaneRules(seen=seen, **{f"{case['kind']}_penalty": case["value"]})])
+    apply_penalty(x, [LogitRules(seen=seen, **{f"{case['kind']}_penalty": case["value"]})])
     np.testing.assert_allclose(x[0].numpy(), np.float32(case["expected"]), rtol=1e-6)
 
 

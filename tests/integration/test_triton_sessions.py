@@ -24,7 +24,7 @@ MODEL = "fastertransformer"
 STREAMING = "streaming"
 START_LIMIT_S = 120
 SESSION_LEN = 200
-LANES = 4
+SLOTS = 4
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def server(
 ) -> Iterator[TritonServer]:
     """Return a server with one model for whole answers and one for streams."""
     options: dict[str, Any] = {"interactive": True, "max_batch_size": 1, "ensemble": False}
-    options["parameters"] = {"max_lanes": str(LANES)}
+    options["parameters"] = {"max_lanes": str(SLOTS)}
     repository = sample_repository(tp_size=2, **options)
     streaming = sample_repository(tp_size=1, decoupled=True, **options)
     text = (streaming / MODEL / "config.pbtxt").read_text()
@@ -159,10 +159,10 @@ def test_what_cannot_go_on_is_refused(client: TritonClient) -> None:
         client.infer(MODEL, _request([5]), turn=SessionTurn(40))
     with pytest.raises(InferenceServerException, match="session_len: the START request"):
         client.infer(MODEL, _request([5]), turn=SessionTurn(41, starts=True, ends=True))
-    wide = _request(*[[5]] * LANES, session_len=SESSION_LEN)
+    wide = _request(*[[5]] * SLOTS, session_len=SESSION_LEN)
     client.infer(MODEL, wide, turn=SessionTurn(42, starts=True))
     refused = SessionTurn(43, starts=True, ends=True)
     with pytest.raises(InferenceServerException, match="sessions hold 4 of the 4 sequences"):
         client.infer(MODEL, _request([5], session_len=50), turn=refused)
-    client.infer(MODEL, _request(*[[5]] * LANES), turn=SessionTurn(42, ends=True))
+    client.infer(MODEL, _request(*[[5]] * SLOTS), turn=SessionTurn(42, ends=True))
     assert _talk(client, 44, [[5], [6]])

@@ -29,7 +29,7 @@ Cases = list[dict[str, Any]]
 def server(
     sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    # One lane: a second request waits until the first has ended or was cancelled.
+    # One slot: a second request waits until the first has ended or was cancelled.
     repository = sample_repository(tp_size=1, decoupled=True, parameters={"max_lanes": "1"})
     with new_server(repository, tmp_path_factory.mktemp("log")) as running:
         running.start(timeout_s=120)

@@ -19,7 +19,7 @@ from inference.model.step import AttentionRules, attention_bias
 
 pytestmark = pytest.mark.gpu
 
-BLOCK, LANES, MAX_LEN = 16, 9, 400
+BLOCK, SLOTS, MAX_LEN = 16, 9, 400
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
@@ -37,7 +37,7 @@ class Sequences:
 
     def __init__(
         self,
-        segments: Sequence[tuple[int, int, int]],  # (lane, cached tokens, new ones)
+        segments: Sequence[tuple[int, int, int]],  # (slot, cached tokens, new ones)
         *,
         heads: tuple[int, int, int],
         rules: AttentionRules,
@@ -48,13 +48,13 @@ class Sequences:
     ) -> None:
         self.query_heads, kv_heads, size = heads
         self.segments, self.rules, self.interleaved = np.array(segments), rules, interleaved
-        blocks = LANES * -(-MAX_LEN // BLOCK)
-        shape = CacheShape(2, LANES, kv_heads, MAX_LEN, size, block_tokens=BLOCK, blocks=blocks)
+        blocks = SLOTS * -(-MAX_LEN // BLOCK)
+        shape = CacheShape(2, SLOTS, kv_heads, MAX_LEN, size, block_tokens=BLOCK, blocks=blocks)
         self.cache = KVCache(shape, dtype=dtype, device=device)
         order = iter(np.random.default_rng(1).permutation(blocks).tolist())
         entries = [
-            (lane, nth, next(order))
-            for lane, cached, new in segments
+            (slot, nth, next(order))
+            for slot, cached, new in segments
             for nth in range(-(-(cached + new) // BLOCK))
         ]
         self.cache.update([], entries)
@@ -70,9 +70,9 @@ class Sequences:
             self.angles = Angles(repeated.cos().to(dtype), repeated.sin().to(dtype))
         self.old = [torch.randn(n, 2, kv_heads, size, dtype=dtype, device=device)
                     for _, n, _ in segments]  # fmt: skip
-        for (lane, cached, _), values in zip(segments, self.old, strict=True):
-            lanes = torch.full((cached,), lane, device=device)
-            rows = self.cache.token_rows(lanes, torch.arange(cached, device=device))
+        for (slot, cached, _), values in zip(segments, self.old, strict=True):
+            slots = torch.full((cached,), slot, device=device)
+            rows = self.cache.token_rows(slots, torch.arange(cached, device=device))
             self.cache.write(1, rows, values)
 
     def expected(self) -> torch.Tensor:
@@ -185,7 +185,7 @@ def test_biases_windows_and_turned_keys(
 def test_many_sequences_of_one_token(device: torch.device) -> None:
     """More programs than fill a GPU take the tiles' kernel."""
     torch.manual_seed(0)
-    segments = [(lane, 7 * lane, 1) for lane in range(LANES)]
+    segments = [(slot, 7 * slot, 1) for slot in range(SLOTS)]
     sequences = Sequences(
         segments, heads=(64, 64, 16), rules=AttentionRules(), dtype=torch.float32, device=device
     )

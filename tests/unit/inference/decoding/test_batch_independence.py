@@ -67,7 +67,7 @@ rows = st.builds(
 
 
 class MarkovModel:
-    """Logits that depend on a row's number, the lane's newest token and the step alone."""
+    """Logits that depend on a row's number, the slot's newest token and the step alone."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -95,7 +95,7 @@ def decode(
             if not newest or shuffle.random() < 0.5:
                 waiting.remove(number)
                 handle = decoder.add(requests[number])
-                newest[handle] = [requests[number].context_ids[-1]] * decoder.lanes(handle)
+                newest[handle] = [requests[number].context_ids[-1]] * decoder.slots(handle)
                 numbers[handle], steps[handle] = number, 0
         handles = shuffle.sample(list(newest), len(newest))
         logits = torch.stack(
@@ -139,7 +139,7 @@ def test_asking_for_results_on_the_way_changes_nothing(
     for watched in (False, True):
         decoder = BatchDecoder(DecodingConfig(VOCAB, hypothesis_pool=pool))
         handle = decoder.add(request)
-        newest = [request.context_ids[-1]] * decoder.lanes(handle)
+        newest = [request.context_ids[-1]] * decoder.slots(handle)
         for n in range(request.output_len):
             (step,) = decoder.step([handle], torch.stack([model(0, t, n) for t in newest]))
             newest = list(step.tokens)

@@ -24,11 +24,11 @@ def search(
     pool: bool = False,
     **options: Any,
 ) -> RowResult:
-    """Search where the logits after a token are its row of `table`; check every step's lanes."""
+    """Search where the logits after a token are its row of `table`; check every step's slots."""
     row = RowRequest(context, output_len, RowOptions(end_id=END, **options), context)
     decoder = BatchDecoder(DecodingConfig(table.shape[1], hypothesis_pool=pool))
     handle = decoder.add(row)
-    newest = [context[-1]] * decoder.lanes(handle)
+    newest = [context[-1]] * decoder.slots(handle)
     for _ in range(output_len):
         (step,) = decoder.step([handle], table[newest])
         assert step.parents is not None

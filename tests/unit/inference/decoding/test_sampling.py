@@ -12,7 +12,7 @@ import torch
 from inference.decoding.generate import UNUSABLE, BatchDecoder, DecodingConfig
 from inference.decoding.nucleus import DescendingMass
 from inference.decoding.options import RowOptions
-from inference.decoding.processors import ALIGNMENT, LaneRules, process_logits
+from inference.decoding.processors import ALIGNMENT, LogitRules, process_logits
 from inference.decoding.random import Xorwow
 from inference.decoding.request import RowRequest
 from inference.decoding.rows import RowResult
@@ -108,8 +108,8 @@ def test_minimum_length_is_harmless_where_the_end_id_is_outside_the_vocabulary()
 
 def test_minimum_length_of_a_model_without_an_end_id_bars_no_token() -> None:
     logits = torch.zeros(1, ALIGNMENT)
-    rules = [LaneRules(forbidden_id=-1)]
-    assert torch.equal(process_logits(logits, lanes=[0], rules=rules, vocab_size=ALIGNMENT), logits)
+    rules = [LogitRules(forbidden_id=-1)]
+    assert torch.equal(process_logits(logits, slots=[0], rules=rules, vocab_size=ALIGNMENT), logits)
 
 
 def test_padded_vocabulary_is_never_chosen() -> None:
@@ -266,8 +266,8 @@ def test_equal_seeds_draw_equal_tokens_and_others_differ() -> None:
 def test_unusable_logits_fail_their_row_alone(bad: float, options: dict[str, Any]) -> None:
     decoder = BatchDecoder(DecodingConfig(VOCAB))
     handles = [decoder.add(request(**options)) for _ in range(2)]
-    lanes = options.get("beam_width", 1)
-    logits = torch.cat([torch.full((lanes, VOCAB), bad), favouring(7).repeat(lanes, 1)])
+    slots = options.get("beam_width", 1)
+    logits = torch.cat([torch.full((slots, VOCAB), bad), favouring(7).repeat(slots, 1)])
     failed, fine = decoder.step(handles, logits)
     assert (failed.error, failed.finished) == (UNUSABLE, True)
     assert (fine.error, fine.tokens[0]) == (None, 7)

@@ -66,7 +66,7 @@ def test_beams_are_those_of_the_earlier_parents_and_lower_ids(
     decoder = BatchDecoder(DecodingConfig(VOCAB, hypothesis_pool=pool))
     handle = decoder.add(row)
     for _ in range(2):
-        (step,) = decoder.step([handle], torch.tensor([logits] * decoder.lanes(handle)))
+        (step,) = decoder.step([handle], torch.tensor([logits] * decoder.slots(handle)))
     assert step.finished
 
     ids = best_ids(logits)[: 2 * beams]

@@ -23,15 +23,15 @@ def next_token(tokens: list[int], vocab_size: int) -> int:
 
 
 class FakeRanks:
-    """A cache in blocks, and a model that reads a lane's tokens through its table."""
+    """A cache in blocks, and a model that reads a slot's tokens through its table."""
 
     def __init__(
-        self, *, lanes: int, blocks: int, block_tokens: int, lane_blocks: int, vocab_size: int
+        self, *, slots: int, blocks: int, block_tokens: int, slot_blocks: int, vocab_size: int
     ) -> None:
         self._cells = np.full((blocks, block_tokens), NOTHING)
-        self._tables = np.full((lanes, lane_blocks), -1)
+        self._tables = np.full((slots, slot_blocks), -1)
         self._size = block_tokens
-        self._newest = np.full(lanes, NOTHING)
+        self._newest = np.full(slots, NOTHING)
         self._vocab_size = vocab_size
         self.steps = 0
 
@@ -39,10 +39,10 @@ class FakeRanks:
         """Run a step; tokens are chosen where the plan says so."""
         self.steps += 1
         saved = [self._read(source, stop)[start:] for source, _, start, stop in plan.moves]
-        cells = [(lane, place) for lane, place, _ in plan.entries]
-        assert len(set(cells)) == len(cells), "a lane gets two blocks for one place"
-        for lane, place, block in plan.entries:
-            self._tables[lane, place] = block
+        cells = [(slot, place) for slot, place, _ in plan.entries]
+        assert len(set(cells)) == len(cells), "a slot gets two blocks for one place"
+        for slot, place, block in plan.entries:
+            self._tables[slot, place] = block
         for move, tokens in zip(plan.moves, saved, strict=True):
             self._copy(move, tokens)
         logits = self._logits(plan)
@@ -53,10 +53,10 @@ class FakeRanks:
             best = scores.argmax(1).astype(np.int32)
             pairs = np.stack((scores.max(1).view(np.int32), best), axis=1)
             chosen = Chosen(torch.from_numpy(pairs))
-            for (lane, forbidden), token in zip(plan.choices, best.tolist(), strict=True):
+            for (slot, forbidden), token in zip(plan.choices, best.tolist(), strict=True):
                 assert forbidden < 0
-                if lane >= 0:
-                    self._newest[lane] = token
+                if slot >= 0:
+                    self._newest[slot] = token
         return StepResult(logits, chosen=chosen)
 
     def _logits(self, plan: StepPlan) -> torch.Tensor:
@@ -64,11 +64,11 @@ class FakeRanks:
         for segment in plan.segments:
             for nth in range(segment.count):
                 token = plan.ids[first + nth]
-                token = int(self._newest[segment.lane]) if token == NEWEST else token
+                token = int(self._newest[segment.slot]) if token == NEWEST else token
                 assert token != NOTHING, "nobody has chosen this token"
-                self._write(segment.lane, segment.start + nth, token)
+                self._write(segment.slot, segment.start + nth, token)
                 if first + nth in outputs:
-                    seen = self._read(segment.lane, segment.start + nth + 1)
+                    seen = self._read(segment.slot, segment.start + nth + 1)
                     assert NOTHING not in seen, "a token is read that nobody wrote"
                     best = next_token(seen.tolist(), self._vocab_size)
                     rows.append(-((np.arange(self._vocab_size) - best) % self._vocab_size))
@@ -81,12 +81,12 @@ class FakeRanks:
         for nth, token in enumerate(tokens.tolist()):
             self._write(target, start + nth, token)
 
-    def _write(self, lane: int, place: int, token: int) -> None:
-        block = self._tables[lane, place // self._size]
+    def _write(self, slot: int, place: int, token: int) -> None:
+        block = self._tables[slot, place // self._size]
         assert block >= 0, "a token has no block"
         self._cells[block, place % self._size] = token
 
-    def _read(self, lane: int, stop: int) -> Array:
-        blocks = self._tables[lane, : -(-stop // self._size)]
-        assert (blocks >= 0).all(), "a lane lacks a block"
+    def _read(self, slot: int, stop: int) -> Array:
+        blocks = self._tables[slot, : -(-stop // self._size)]
+        assert (blocks >= 0).all(), "a slot lacks a block"
         return self._cells[blocks].ravel()[:stop]

@@ -24,7 +24,7 @@ from inference.engine.engine import (
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 
-LANES = 6
+SLOTS = 6
 _DTYPES = {"runtime_top_p": np.float32, "random_seed": np.uint64, "temperature": np.float32}
 _FLAGS = ("is_return_log_probs", "is_return_context_cum_log_probs", "is_return_context_embeddings")
 
@@ -36,7 +36,7 @@ def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(ft_dir: Path) -> Iterator[Engine]:
-    with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=LANES)) as engine:
+    with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=SLOTS)) as engine:
         yield engine
 
 
@@ -181,16 +181,16 @@ def test_streaming_tells_every_step_but_the_last(engine: Engine) -> None:
             assert row.output_ids[0] == final.output_ids[0][: min(number, length)]
 
 
-def test_cancelled_work_stops_and_frees_its_lanes(engine: Engine) -> None:
+def test_cancelled_work_stops_and_frees_its_slots(engine: Engine) -> None:
     begun = threading.Event()
-    request = request_of(engine, prompts_of(LANES), 60, beam_width=1)
+    request = request_of(engine, prompts_of(SLOTS), 60, beam_width=1)
     future = engine.submit(request, on_step=lambda _step: begun.set())
     assert begun.wait(10)
     engine.cancel(future)
     with pytest.raises(CancelledError):
         future.result()
-    assert answers(engine, request_of(engine, prompts_of(LANES), 3))
-    assert engine.free_lanes == LANES
+    assert answers(engine, request_of(engine, prompts_of(SLOTS), 3))
+    assert engine.free_slots == SLOTS
 
 
 def test_a_failing_listener_costs_only_its_own_request(engine: Engine) -> None:
@@ -221,7 +221,7 @@ def test_full_queue_refuses_with_its_size(ft_dir: Path) -> None:
         assert [len(future.result(10).rows) for future in waiting] == [1, 1, 1]
 
 
-def test_request_longer_than_a_lane_is_refused(ft_dir: Path) -> None:
+def test_request_longer_than_a_slot_is_refused(ft_dir: Path) -> None:
     options = EngineOptions(max_seq_len=16)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         assert engine.generate(request_of(engine, [[1] * 10], 7)).rows
@@ -229,7 +229,7 @@ def test_request_longer_than_a_lane_is_refused(ft_dir: Path) -> None:
             engine.submit(request_of(engine, [[1] * 10], 8))
 
 
-def test_beams_beyond_the_lanes_are_refused(engine: Engine) -> None:
+def test_beams_beyond_the_slots_are_refused(engine: Engine) -> None:
     with pytest.raises(RequestError, match=r"beam_width=7 exceeds the 6 sequences"):
         engine.submit(request_of(engine, [[1]], 1, beam_width=7))
 

@@ -15,7 +15,7 @@ from inference.engine.engine import Engine, EngineOptions, GenerationStep, Sessi
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 
-CLIENTS, REQUESTS, LANES = 32, 5, 7
+CLIENTS, REQUESTS, SLOTS = 32, 5, 7
 WAIT_S = 60
 KINDS: list[dict[str, Any]] = [
     {},
@@ -30,7 +30,7 @@ KINDS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     # A bound this small cuts every prompt into the least chunks.
-    options = EngineOptions(max_lanes=LANES, max_stall_s=1e-6)
+    options = EngineOptions(max_lanes=SLOTS, max_stall_s=1e-6)
     ft_dir = write_gpt(tmp_path_factory.mktemp("gpt"))
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         yield engine
@@ -58,7 +58,7 @@ def tokens_of(engine: Engine, number: int) -> list[Any]:
 def settled(engine: Engine) -> bool:
     """Return whether everything that was given up has been freed: one more step sees to it."""
     engine.generate(request_of(engine, 0))
-    return engine.free_lanes == LANES and engine.queued_rows == 0
+    return engine.free_slots == SLOTS and engine.queued_rows == 0
 
 
 @pytest.mark.soak

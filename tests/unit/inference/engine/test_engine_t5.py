@@ -20,7 +20,7 @@ from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
 from tests.tiny_t5_tuning import ia3_scalers, write_ia3, write_prompts
 
 MODEL = TinyT5(positions=2100)
-LANES = 7
+SLOTS = 7
 TENSORS = t5_tensors(MODEL)
 TASKS = [ia3_scalers(MODEL, seed=seed) for seed in (1, 2)]
 TABLES = {"first": torch.randn(3, 20), "second": torch.randn(4, 20)}
@@ -50,7 +50,7 @@ def ft_dirs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.fixture(scope="module")
 def engine(ft_dirs: dict[int, Path]) -> Iterator[Engine]:
-    options = EngineOptions(max_lanes=LANES)
+    options = EngineOptions(max_lanes=SLOTS)
     with Engine(ft_dirs[1], Placement(device="cpu"), options=options) as engine:
         yield engine
 
@@ -159,7 +159,7 @@ def test_ranks_and_stages_give_the_same_tokens(ft_dirs: dict[int, Path], engine:
     prompts = prompts_of(6)
     options = {"beam_width": 2, "ia3_tasks": [0, 1, 0, 1, 0, 1]}
     expected = engine.generate(request_of(engine, prompts, 9, **options)).rows
-    bounds = EngineOptions(max_lanes=LANES)
+    bounds = EngineOptions(max_lanes=SLOTS)
     with Engine(ft_dirs[2], Placement(tp_size=2, pp_size=2, device="cpu"), options=bounds) as other:
         ours = other.generate(request_of(other, prompts, 9, **options)).rows
     assert [row.output_ids for row in ours] == [row.output_ids for row in expected]
@@ -172,8 +172,8 @@ def test_each_row_has_its_own_ia3_task(engine: Engine) -> None:
     assert answers(engine, request_of(engine, [prompt], 10)) == [greedy(prompt, 10)]
 
 
-def test_an_ia3_task_does_not_stay_in_its_lane(engine: Engine) -> None:
-    prompts = prompts_of(LANES, seed=4)
+def test_an_ia3_task_does_not_stay_in_its_slot(engine: Engine) -> None:
+    prompts = prompts_of(SLOTS, seed=4)
     engine.generate(request_of(engine, prompts, 3, ia3_tasks=1))
     assert answers(engine, request_of(engine, prompts, 6)) == [greedy(p, 6) for p in prompts]
 
@@ -213,7 +213,7 @@ def test_each_step_of_a_stream_has_all_rows(engine: Engine) -> None:
 
 
 def test_cancelled_work_makes_room(engine: Engine) -> None:
-    long = [engine.submit(request_of(engine, prompts_of(LANES), 2000)) for _ in range(3)]
+    long = [engine.submit(request_of(engine, prompts_of(SLOTS), 2000)) for _ in range(3)]
     time.sleep(0.05)
     for future in long:
         engine.cancel(future)
@@ -251,7 +251,7 @@ def test_encoder_tokens_have_no_logits(engine: Engine) -> None:
 @pytest.fixture(scope="module")
 def slicing(ft_dirs: dict[int, Path]) -> Iterator[Engine]:
     """An engine whose steps take as few encoder tokens as any may."""
-    options = EngineOptions(max_lanes=LANES, max_stall_s=1e-9)
+    options = EngineOptions(max_lanes=SLOTS, max_stall_s=1e-9)
     with Engine(ft_dirs[1], Placement(pp_size=2, device="cpu"), options=options) as engine:
         yield engine
 

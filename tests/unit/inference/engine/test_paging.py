@@ -27,11 +27,11 @@ from tests.ft_folders import write_gpt
 from tests.unit.inference.engine.fake_ranks import FakeRanks, next_token
 
 VOCAB, END = 50, 13
-BLOCKS, SIZE, LANES, MOST_TOKENS = 24, 4, 6, 40
+BLOCKS, SIZE, SLOTS, MOST_TOKENS = 24, 4, 6, 40
 
 
-class BlocksOfLanes(RuleBasedStateMachine):
-    """Lanes take, reserve and release blocks in any order."""
+class BlocksOfSlots(RuleBasedStateMachine):
+    """Slots take, reserve and release blocks in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,60 +39,60 @@ class BlocksOfLanes(RuleBasedStateMachine):
         self.tables: dict[int, list[int]] = {}
         self.reserved: dict[int, int] = {}
 
-    @rule(lane=st.integers(0, LANES - 1), tokens=st.integers(1, MOST_TOKENS))
-    def extend(self, lane: int, tokens: int) -> None:
-        """A lane grows, if it can."""
-        if lane in self.reserved or self.pool.lacking(lane, tokens) > self.pool.free:
+    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, MOST_TOKENS))
+    def extend(self, slot: int, tokens: int) -> None:
+        """A slot grows, if it can."""
+        if slot in self.reserved or self.pool.lacking(slot, tokens) > self.pool.free:
             return
-        self.pool.extend(lane, tokens)
-        self._take(lane)
-        assert len(self.tables[lane]) >= self.pool.count(tokens)
+        self.pool.extend(slot, tokens)
+        self._take(slot)
+        assert len(self.tables[slot]) >= self.pool.count(tokens)
 
-    @rule(lane=st.integers(0, LANES - 1), tokens=st.integers(1, MOST_TOKENS))
-    def reserve(self, lane: int, tokens: int) -> None:
-        """A new lane takes all that it will ever need."""
-        if self.tables.get(lane) or self.pool.count(tokens) > self.pool.free:
+    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, MOST_TOKENS))
+    def reserve(self, slot: int, tokens: int) -> None:
+        """A new slot takes all that it will ever need."""
+        if self.tables.get(slot) or self.pool.count(tokens) > self.pool.free:
             return
-        self.pool.reserve(lane, tokens)
-        self._take(lane)
-        self.reserved[lane] = len(self.tables[lane])
+        self.pool.reserve(slot, tokens)
+        self._take(slot)
+        self.reserved[slot] = len(self.tables[slot])
 
-    def _take(self, lane: int) -> None:
-        table = self.tables.setdefault(lane, [])
+    def _take(self, slot: int) -> None:
+        table = self.tables.setdefault(slot, [])
         for owner, place, block in self.pool.take_entries():
-            assert owner == lane
+            assert owner == slot
             assert place == len(table)
             table.append(block)
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        """A lane ends."""
-        lane = data.draw(st.sampled_from(sorted(self.tables)))
-        self.pool.release(lane)
-        del self.tables[lane]
-        self.reserved.pop(lane, None)
+        """A slot ends."""
+        slot = data.draw(st.sampled_from(sorted(self.tables)))
+        self.pool.release(slot)
+        del self.tables[slot]
+        self.reserved.pop(slot, None)
 
-    @rule(lane=st.integers(0, LANES - 1), tokens=st.integers(1, MOST_TOKENS))
-    def end_before_the_next_step(self, lane: int, tokens: int) -> None:
-        """A lane that ends at once leaves no table entry behind."""
-        if self.tables.get(lane) or self.pool.count(tokens) > self.pool.free:
+    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, MOST_TOKENS))
+    def end_before_the_next_step(self, slot: int, tokens: int) -> None:
+        """A slot that ends at once leaves no table entry behind."""
+        if self.tables.get(slot) or self.pool.count(tokens) > self.pool.free:
             return
-        self.pool.extend(lane, tokens)
-        self.pool.release(lane)
+        self.pool.extend(slot, tokens)
+        self.pool.release(slot)
         assert not self.pool.take_entries()
 
     @invariant()
     def every_block_has_one_place(self) -> None:
-        """Each block is free or of one lane."""
+        """Each block is free or of one slot."""
         held = [block for table in self.tables.values() for block in table]
         assert len(set(held)) == len(held)
         assert len(held) + self.pool.free == BLOCKS
         assert self.pool.reserved == sum(self.reserved.values())
 
 
-TestBlocksOfLanes = BlocksOfLanes.TestCase
-TestBlocksOfLanes.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestBlocksOfSlots = BlocksOfSlots.TestCase
+TestBlocksOfSlots.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 
 
 class World:
@@ -104,14 +104,14 @@ class World:
         self.blocks = blocks
         self.scheduler = Scheduler(
             decoder,
-            lanes=LANES,
+            slots=SLOTS,
             embedding_base=VOCAB,
             chunk=ChunkSize(0.1),
             blocks=self.pool,
             ranks_choose=overlap,
         )
         self.ranks = FakeRanks(
-            lanes=LANES, blocks=blocks, block_tokens=SIZE, lane_blocks=blocks, vocab_size=VOCAB
+            slots=SLOTS, blocks=blocks, block_tokens=SIZE, slot_blocks=blocks, vocab_size=VOCAB
         )
         self.under_way: tuple[PlannedStep, StepResult] | None = None
         self.overlapped = 0
@@ -160,7 +160,7 @@ class World:
             pass
         assert self.scheduler.idle
         assert self.pool.free == self.blocks
-        assert self.scheduler.free_lanes == LANES
+        assert self.scheduler.free_slots == SLOTS
 
 
 def answer(prompt: Sequence[int], output_len: int, end_id: int = END) -> tuple[int, ...]:

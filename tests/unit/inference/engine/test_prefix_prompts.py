@@ -35,13 +35,13 @@ def write_family(family: str, target: Path, *, tp_size: int = 1, **changes: Any)
 
 def cached(ft_dir: Path, tokens: list[int]) -> torch.Tensor:
     """Return what a plain model caches for tokens, (layers, 2, heads, tokens, size)."""
-    settings = RankSettings(ft_dir=str(ft_dir), rank=0, device="cpu", lanes=1, max_len=8, threads=1)
+    settings = RankSettings(ft_dir=str(ft_dir), rank=0, device="cpu", slots=1, max_len=8, threads=1)
     rank = DecoderRank(settings)
     plan = StepPlan(tokens, (Segment(0, 0, len(tokens)),), [len(tokens) - 1])
     assert rank.run(unpack(pack(plan))) is not None
     layers = range(rank.cache.shape.num_layer)
     parts = [torch.stack(rank.cache.read(i, 0, 1, len(tokens))) for i in layers]
-    return torch.stack(parts)[:, :, 0]  # one lane
+    return torch.stack(parts)[:, :, 0]  # one slot
 
 
 def write_prefixes(family: str, target: Path, *, tp_size: int = 1) -> Path:
@@ -82,7 +82,7 @@ def test_a_prefix_acts_as_the_tokens_it_was_taken_from(family: str, tmp_path: Pa
     with Engine(write_prefixes(family, tmp_path), Placement(device="cpu")) as engine:
         check(engine)
         check(engine, beam_width=np.array([[3]] * 2, np.uint32))
-        assert engine.free_lanes == engine.capacity.lanes
+        assert engine.free_slots == engine.capacity.slots
 
 
 def test_ranks_and_stages_hold_their_part_of_the_prefixes(tmp_path: Path) -> None:

@@ -19,9 +19,9 @@ VOCAB = 20
 END = 19
 
 
-def make_scheduler(lanes: int) -> Scheduler:
+def make_scheduler(slots: int) -> Scheduler:
     decoder = BatchDecoder(DecodingConfig(vocab_size=VOCAB))
-    return Scheduler(decoder, lanes=lanes, embedding_base=VOCAB, chunk=ChunkSize(0.1))
+    return Scheduler(decoder, slots=slots, embedding_base=VOCAB, chunk=ChunkSize(0.1))
 
 
 def make_running(
@@ -82,7 +82,7 @@ def test_a_small_request_does_not_wait_for_all_rows_of_a_large_one() -> None:
     assert sum(result is not None for result in large.results) <= 2
     run_all(scheduler)
     assert len(large.future.result().rows) == 10
-    assert scheduler.free_lanes == 2
+    assert scheduler.free_slots == 2
 
 
 def test_wide_requests_are_not_overtaken_for_ever() -> None:
@@ -145,7 +145,7 @@ def test_rows_in_lock_step_begin_together() -> None:
         assert [row and len(row.output_ids[0]) for row in frame.rows] == [number] * 3
 
 
-def test_cancelling_frees_lanes_before_the_next_step() -> None:
+def test_cancelling_frees_slots_before_the_next_step() -> None:
     scheduler = make_scheduler(4)
     running = make_running([9, 9], prompt_lens=[2000, 3], beam_width=2)
     scheduler.add(running)
@@ -153,7 +153,7 @@ def test_cancelling_frees_lanes_before_the_next_step() -> None:
     assert step is not None
     running.future.cancel()
     run(scheduler, step)
-    assert scheduler.free_lanes == 4
+    assert scheduler.free_slots == 4
     assert scheduler.idle
     assert scheduler.plan() is None
 

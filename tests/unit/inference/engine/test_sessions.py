@@ -23,7 +23,7 @@ from inference.engine.engine import (
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 
-LANES = 9
+SLOTS = 9
 SESSION_LEN = 70
 SAMPLED = {"runtime_top_k": 12, "random_seed": 5, "repetition_penalty": 1.3}
 _DTYPES = {"repetition_penalty": np.float32, "random_seed": np.uint64}
@@ -42,7 +42,7 @@ def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(ft_dir: Path) -> Iterator[Engine]:
-    options = EngineOptions(max_lanes=LANES)
+    options = EngineOptions(max_lanes=SLOTS)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         yield engine
 
@@ -87,7 +87,7 @@ def converse(
         for b, row in enumerate(answered.rows):
             ended = row.finish_reasons[0] != "length"
             history[b] = whole[b] + list(row.output_ids[0][: -1 if ended else None])
-    assert engine.free_lanes == engine.capacity.lanes
+    assert engine.free_slots == engine.capacity.slots
 
 
 TURNS = [[[3, 9, 4], [1]], [[5, 8], [2, 2, 7, 30]], [[6], [6, 11]]]
@@ -131,17 +131,17 @@ def test_streamed_turns_show_the_whole_conversation(engine: Engine) -> None:
 
 def test_other_requests_run_beside_a_session(engine: Engine) -> None:
     engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
-    others = [engine.submit(request_of(engine, [[4, b]], 20)) for b in range(2 * LANES)]
+    others = [engine.submit(request_of(engine, [[4, b]], 20)) for b in range(2 * SLOTS)]
     turn = engine.submit(request_of(engine, [[5]]), turn=LAST)
     assert turn.result(30).rows
     assert all(other.result(30).rows for other in others)
-    assert engine.free_lanes == LANES
+    assert engine.free_slots == SLOTS
 
 
 def test_starting_again_forgets_the_earlier_session(engine: Engine) -> None:
     engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
     engine.generate(begin(engine, [[8]]), turn=START)
-    assert engine.free_lanes == LANES - 1
+    assert engine.free_slots == SLOTS - 1
     result = engine.generate(request_of(engine, [[5]]), turn=LAST)
     assert result.request.rows[0].returned_ids[0] == 8
 
@@ -180,7 +180,7 @@ def test_a_refused_turn_leaves_the_session_as_it_was(
         engine.generate(request_of(engine, prompts, **options), turn=turn)
     result = engine.generate(request_of(engine, [[5]]), turn=SessionTurn("kept", ends=True))
     assert len(result.request.rows[0].returned_ids) == 3 + 6 + 1
-    assert engine.free_lanes == LANES
+    assert engine.free_slots == SLOTS
 
 
 @pytest.mark.parametrize("options", [{"beam_width": 2}, {"is_return_context_embeddings": True}])
@@ -192,7 +192,7 @@ def test_the_last_turn_ends_its_session_also_when_it_is_refused(
         engine.generate(request_of(engine, [[5]], **options), turn=LAST)
     with pytest.raises(RequestError, match="session 7 is not known"):
         engine.generate(request_of(engine, [[5]]), turn=NEXT)
-    assert engine.free_lanes == LANES
+    assert engine.free_slots == SLOTS
 
 
 def test_a_turn_during_another_of_its_session_is_refused(engine: Engine) -> None:
@@ -219,10 +219,10 @@ def test_a_cancelled_turn_ends_its_session(engine: Engine) -> None:
         future.result(30)
     with pytest.raises(RequestError, match="session 7 is not known"):
         engine.generate(request_of(engine, [[5]]), turn=NEXT)
-    assert engine.free_lanes == LANES
+    assert engine.free_slots == SLOTS
 
 
-def test_what_finds_no_lane_beside_sessions_is_refused(ft_dir: Path) -> None:
+def test_what_finds_no_slot_beside_sessions_is_refused(ft_dir: Path) -> None:
     with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=2)) as engine:
         for number in (1, 2):
             engine.generate(begin(engine, [[3]]), turn=SessionTurn(number, starts=True))

@@ -1,14 +1,14 @@
-"""The cache of keys and values, and the pool of its lanes."""
+"""The cache of keys and values, and the pool of its slots."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from inference.engine.blocks import LanePool
+from inference.engine.blocks import SlotPool
 from inference.model.kv_cache import WIPE, CacheShape, KVCache
 
-SHAPE = CacheShape(num_layer=2, lanes=4, kv_head_num=3, max_len=10, size_per_head=6)
+SHAPE = CacheShape(num_layer=2, slots=4, kv_head_num=3, max_len=10, size_per_head=6)
 
 
 @pytest.fixture
@@ -17,10 +17,10 @@ def cache() -> KVCache:
 
 
 def write(cache: KVCache, layer: int, places: list[tuple[int, int]]) -> torch.Tensor:
-    """Store random keys and values of tokens at (lane, position); return them (N, 2, H, D)."""
-    lanes, positions = (torch.tensor(each) for each in zip(*places, strict=True))
+    """Store random keys and values of tokens at (slot, position); return them (N, 2, H, D)."""
+    slots, positions = (torch.tensor(each) for each in zip(*places, strict=True))
     values = torch.randn(len(places), 2, 3, 6)
-    cache.write(layer, cache.token_rows(lanes, positions), values)
+    cache.write(layer, cache.token_rows(slots, positions), values)
     return values
 
 
@@ -33,8 +33,8 @@ def test_tokens_are_read_where_they_were_written(cache: KVCache) -> None:
     assert not cache.read(0, 0, 4, 10)[0].any()
 
 
-def test_lanes_can_swap(cache: KVCache) -> None:
-    write(cache, 0, [(lane, position) for lane in range(4) for position in range(5)])
+def test_slots_can_swap(cache: KVCache) -> None:
+    write(cache, 0, [(slot, position) for slot in range(4) for position in range(5)])
     before = cache.read(0, 0, 4, 5)[0].clone()
     cache.update([(0, 3, 2, 5), (3, 0, 2, 5)])
     after = cache.read(0, 0, 4, 5)[0]
@@ -44,8 +44,8 @@ def test_lanes_can_swap(cache: KVCache) -> None:
     assert after[1:3].equal(before[1:3])
 
 
-def test_a_lane_forgets_its_first_tokens_after_it_was_copied_to(cache: KVCache) -> None:
-    write(cache, 0, [(lane, position) for lane in range(4) for position in range(8)])
+def test_a_slot_forgets_its_first_tokens_after_it_was_copied_to(cache: KVCache) -> None:
+    write(cache, 0, [(slot, position) for slot in range(4) for position in range(8)])
     before = cache.read(0, 0, 4, 10)[0].clone()
     cache.update([(2, 2, 3, 8), (1, 2, 5, 8), (0, 0, 1, 8)])
     after = cache.read(0, 0, 4, 10)[0]
@@ -64,13 +64,13 @@ def test_wiped_tokens_are_zero(cache: KVCache) -> None:
     assert keys[:, :, 3].any()
 
 
-def test_size_counts_keys_and_values_of_every_lane() -> None:
+def test_size_counts_keys_and_values_of_every_slot() -> None:
     assert SHAPE.token_bytes(4) == 2 * 2 * 3 * 6 * 4
     assert SHAPE.size_bytes(4) == (4 + 1) * 10 * SHAPE.token_bytes(4)
 
 
-def test_lowest_lanes_are_given_first() -> None:
-    pool = LanePool(5)
+def test_lowest_slots_are_given_first() -> None:
+    pool = SlotPool(5)
     assert pool.take(2) == [0, 1]
     assert pool.take(2) == [2, 3]
     pool.give_back([1, 0])

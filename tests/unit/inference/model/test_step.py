@@ -11,7 +11,7 @@ from inference.model.layers import alibi_slopes
 from inference.model.step import AttentionRules, Segment, Step, attention_bias, make_step
 
 CACHE = KVCache(
-    CacheShape(num_layer=1, lanes=40, kv_head_num=2, max_len=2000, size_per_head=4),
+    CacheShape(num_layer=1, slots=40, kv_head_num=2, max_len=2000, size_per_head=4),
     dtype=torch.float32,
     device=torch.device("cpu"),
 )
@@ -30,12 +30,12 @@ def step_of(segments: list[Segment], rules: AttentionRules | None = None) -> Ste
 
 
 def spans(step: Step) -> list[tuple[int, int, int, int]]:
-    """Return (lane, lanes, new tokens, length) of each group."""
-    return [(g.lane, g.lane_count, g.new_tokens, g.length) for g in step.groups]
+    """Return (slot, slots, new tokens, length) of each group."""
+    return [(g.slot, g.slot_count, g.new_tokens, g.length) for g in step.groups]
 
 
-def test_decoding_lanes_side_by_side_share_one_call() -> None:
-    step = step_of([Segment(lane, 10 + lane, 1) for lane in range(2, 6)])
+def test_decoding_slots_side_by_side_share_one_call() -> None:
+    step = step_of([Segment(slot, 10 + slot, 1) for slot in range(2, 6)])
     assert spans(step) == [(2, 4, 1, 16)]
     assert step.positions.tolist() == [12, 13, 14, 15]
     bias = step.groups[0].bias
@@ -43,8 +43,8 @@ def test_decoding_lanes_side_by_side_share_one_call() -> None:
     assert bias.isinf().sum(-1).flatten().tolist() == [3, 2, 1, 0]
 
 
-def test_lanes_of_one_length_need_no_bias() -> None:
-    (group,) = step_of([Segment(lane, 7, 1) for lane in range(3)]).groups
+def test_slots_of_one_length_need_no_bias() -> None:
+    (group,) = step_of([Segment(slot, 7, 1) for slot in range(3)]).groups
     assert group.bias is None
     assert not group.causal
 

@@ -1,4 +1,4 @@
-"""Tokens that a rank chooses: the best one, never a forbidden one, remembered for its lane."""
+"""Tokens that a rank chooses: the best one, never a forbidden one, remembered for its slot."""
 
 from __future__ import annotations
 

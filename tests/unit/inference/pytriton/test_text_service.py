@@ -142,7 +142,7 @@ def test_a_refused_request_leaves_no_work_behind(service: TextService) -> None:
     good = request(["the"] * 3, [40] * 3)
     with pytest.raises(RequestError):
         service.infer([good, request(["a"], [0])])
-    until(lambda: service._engine.free_lanes == 6, "the end of the first request's work")
+    until(lambda: service._engine.free_slots == 6, "the end of the first request's work")
 
 
 def test_a_failed_engine_cannot_be_recovered(ft_dir: Path) -> None:
