@@ -125,6 +125,9 @@ def family_of(sections: Sections) -> ModelFamily:
     raise ValueError(f"config.ini has sections {sorted(sections)}; expected one of {known}")
 
 
+_OF_RANK = re.compile(r".+\.(\d+)\.bin").fullmatch
+
+
 def read_config(ft_dir: Path) -> tuple[ModelFamily, FTConfig]:
     """Return the family and config of an FT folder.
 
@@ -149,9 +152,15 @@ def read_config(ft_dir: Path) -> tuple[ModelFamily, FTConfig]:
 
 
 def _settle_tensor_para_size(keys: dict[str, str], ft_dir: Path) -> None:
-    """Take tensor_para_size from a folder named <N>-gpu where config.ini leaves it out."""
+    """Take tensor_para_size from the folder where config.ini leaves it out.
+
+    NVIDIA's converters of GPT-J, GPT-NeoX, OPT and T5 do. A folder that is not named <N>-gpu has as
+    many ranks as the numbers at the ends of its files say.
+    """
     named = re.fullmatch(r"(\d+)-gpu", ft_dir.name)
     if named is None:
+        ranks = [int(found[1]) for path in ft_dir.iterdir() if (found := _OF_RANK(path.name))]
+        keys.setdefault("tensor_para_size", str(max(ranks, default=0) + 1))
         return
     if keys.setdefault("tensor_para_size", named[1]) != named[1]:
         raise ValueError(

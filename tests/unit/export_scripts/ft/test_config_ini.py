@@ -103,6 +103,15 @@ def test_the_folder_s_name_gives_a_size_that_the_file_leaves_out(tmp_path: Path)
     assert read_config(folder)[1].tensor_para_size == 4
 
 
+def test_a_folder_of_another_name_has_the_size_that_its_files_show(tmp_path: Path) -> None:
+    text = format_ini(CONFIG.sections()).replace("tensor_para_size = 2\n", "")
+    (tmp_path / "config.ini").write_text(text)
+    assert read_config(tmp_path)[1].tensor_para_size == 1
+    (tmp_path / "model.layers.0.attention.dense.weight.1.bin").touch()
+    (tmp_path / "model.layers.11.input_layernorm.weight.bin").touch()
+    assert read_config(tmp_path)[1].tensor_para_size == 2
+
+
 def test_a_folder_named_for_another_size_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "4-gpu"
     folder.mkdir()
