@@ -155,7 +155,7 @@ class DeployStage(Stage):
         from inference.server.installation import find_triton
         from inference.server.options import silent_server_options
 
-        triton = find_triton()
+        triton = find_triton(own_backends=False)
         program = [str(triton.program), *triton.arguments()]
         log_path = server_log(folder, f"{job_id}-rank{place.rank}")
         take_part(

@@ -150,18 +150,29 @@ def check_deploy(config: DeployConfig) -> list[str]:
         )
     world_size = config.tp_size * config.pp_size
     if config.local_gpus is not None and config.local_gpus < world_size:
-        problems.append(
-            f"export.model.tensor_model_parallel_size={config.tp_size} x "
-            f"export.triton_deployment.pipeline_model_parallel_size={config.pp_size} need "
-            f"{world_size} GPUs, and this machine shows {config.local_gpus}; lower the sizes, show "
-            "more with CUDA_VISIBLE_DEVICES, or set export.triton_deployment.parameters.device=cpu."
-        )
+        problems.append(_too_few_gpus(config, world_size))
     if config.gemm_tuning is not None and config.engine == PYTORCH:
         problems.append(
             "deploy.gemm_tuning.enabled=true measures NVIDIA's kernels; it needs "
             "deploy.engine=fastertransformer."
         )
     return problems
+
+
+def _too_few_gpus(config: DeployConfig, world_size: int) -> str:
+    if config.is_from_elsewhere and config.store is None:
+        return (
+            f"deploy.repository={config.repository} was made for {config.tp_size} x "
+            f"{config.pp_size} = {world_size} GPUs (tensor_para_size x pipeline_para_size), and "
+            f"this machine shows {config.local_gpus}; show more with CUDA_VISIBLE_DEVICES, export "
+            "it again for fewer, or add the parameter device=cpu to its config.pbtxt."
+        )
+    return (
+        f"export.model.tensor_model_parallel_size={config.tp_size} x "
+        f"export.triton_deployment.pipeline_model_parallel_size={config.pp_size} need "
+        f"{world_size} GPUs, and this machine shows {config.local_gpus}; lower the sizes, show "
+        "more with CUDA_VISIBLE_DEVICES, or set export.triton_deployment.parameters.device=cpu."
+    )
 
 
 def _repository_problems(config: DeployConfig) -> list[str]:

@@ -1,4 +1,5 @@
 """Triton model repositories: signatures, config.pbtxt, model folders, assembly and publishing.
 
-The code that the server runs is in `inference.backend`; `models` holds one-line references to it.
+The code that the server runs is in `inference.backend`; `models` and `backends`
+hold references to it.
 """

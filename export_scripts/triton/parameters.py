@@ -112,6 +112,12 @@ PARAMETERS: Mapping[str, Parameter] = {
     "data_type": _required(
         one_of("fp32", "fp16", "bf16"), "type of computation", f"{_OF_TRITON}data_type"
     ),
+    "is_half": Parameter(
+        FLAG,
+        "-",
+        "where older files have no data_type: 1 is fp16, 0 is fp32",
+        f"{_OF_TRITON}data_type",
+    ),
     "model_type": Parameter(TEXT, "GPT", "must be that of the weights", f"{_OF_TRITON}model_type"),
     "model_checkpoint_path": Parameter(TEXT, "<version>/<TP>-gpu", "folder of the weights"),
     "device": Parameter(

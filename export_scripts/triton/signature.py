@@ -205,6 +205,8 @@ MODEL_SIGNATURES: dict[str, ModelSignature] = {
     "T5-Encoder": T5_ENCODER,
     "bert": BERT,
 }
+# Those that answer with hidden states, in the type that they compute in.
+ENCODERS = ("T5-Encoder", "bert")
 
 PREPROCESSING = ModelSignature(
     inputs=(
@@ -249,7 +251,7 @@ TOKENIZER = ModelSignature(
     ),
 )
 
-_ENSEMBLE_TEXT = (
+_ENSEMBLE_TEXT: tuple[TensorSignature, ...] = (
     _tensor("INPUT_0", "BYTES", (1,), "text of the row"),
     _tensor("INPUT_1", "UINT32", (-1,), "new tokens wanted"),
     _tensor("INPUT_2", "BYTES", (1,), "bad words, one CSV record", optional=True),
@@ -281,18 +283,21 @@ def postprocessing(model: ModelSignature) -> ModelSignature:
     return ModelSignature(inputs, POSTPROCESSING.outputs)
 
 
-def ensemble(model: ModelSignature) -> ModelSignature:
-    """Return the text-in, text-out signature around a generation model."""
+def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSignature:
+    """Return the text-in, text-out signature around a generation model.
+
+    One that `keeps_sessions` has the shapes of `interactive`; texts get them here.
+    """
+    texts, answer = _ENSEMBLE_TEXT, _tensor("OUTPUT_0", "BYTES", (-1,), "(B, K): text")
+    if keeps_sessions:
+        texts, answer = tuple(_with_rows(tensor) for tensor in texts), _with_rows(answer)
     options = tuple(
         replace(tensor, reshape=None) for tensor in model.inputs if tensor.name not in FROM_TEXT
     )
     shared = ("sequence_length", "cum_log_probs", "output_log_probs")
     return ModelSignature(
-        inputs=(*_ENSEMBLE_TEXT, *options),
-        outputs=(
-            _tensor("OUTPUT_0", "BYTES", (-1,), "(B, K): text"),
-            *(model.output(name) for name in shared),
-        ),
+        inputs=(*texts, *options),
+        outputs=(answer, *(model.output(name) for name in shared)),
     )
 
 
@@ -302,9 +307,13 @@ def interactive(model: ModelSignature) -> ModelSignature:
         _scalar("session_len", "UINT32", "tokens the whole session may hold"),
         _scalar("memory_len", "UINT32", "tokens kept in the circular cache"),
     )
-    inputs = (*model.inputs, *session)
+    return with_leading_axis(ModelSignature((*model.inputs, *session), model.outputs))
+
+
+def with_leading_axis(model: ModelSignature) -> ModelSignature:
+    """Return a signature in which every shape has a leading axis, of size 1 on the wire."""
     return ModelSignature(
-        inputs=tuple(_with_rows(tensor) for tensor in inputs),
+        inputs=tuple(_with_rows(tensor) for tensor in model.inputs),
         outputs=tuple(_with_rows(tensor) for tensor in model.outputs),
     )
 
@@ -340,6 +349,21 @@ def _concrete(tensor: TensorSignature, data_type: str) -> str:
     if tensor.name == _PROMPT_EMBEDDING.name and data_type != "fp16":
         return "FP32"
     return _TRITON_DATA_TYPES[data_type]
+
+
+def hidden_state_types(model_type: str, *, data_type: str) -> dict[str, str]:
+    """Return the type of each hidden state that an encoder takes or gives, by name.
+
+    Empty for models that generate tokens, for unknown ones, and for an unknown `data_type`.
+    """
+    if model_type not in ENCODERS or data_type not in _TRITON_DATA_TYPES:
+        return {}
+    model = MODEL_SIGNATURES[model_type]
+    return {
+        tensor.name: _TRITON_DATA_TYPES[data_type]
+        for tensor in (*model.inputs, *model.outputs)
+        if tensor.dtype == DATA_TYPE
+    }
 
 
 def model_signature(model_type: str, *, data_type: str) -> ModelSignature:

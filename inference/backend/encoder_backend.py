@@ -20,7 +20,7 @@ from inference.engine.encoder_engine import EncoderEngine
 from inference.engine.encoding import EncodingResult, parse_encoding
 
 # model_type of config.pbtxt -> the types of weights that can serve it.
-_SERVED_BY = {"bert": ("bert",), "T5-Encoder": ("T5-Encoder", "T5")}
+SERVED_BY = {"bert": ("bert",), "T5-Encoder": ("T5-Encoder", "T5")}
 
 
 class EncoderModel(EngineModel):
@@ -30,7 +30,7 @@ class EncoderModel(EngineModel):
 
     def make_engine(self, settings: ModelSettings) -> EncoderEngine:
         """Return the engine. Raises ValueError if the weights are those of another model."""
-        check_model_type(settings, _SERVED_BY.get(settings.model_type))
+        check_model_type(settings, SERVED_BY.get(settings.model_type))
         self.engine = EncoderEngine(
             settings.checkpoint_path,
             remove_padding=settings.is_remove_padding,

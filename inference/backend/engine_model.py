@@ -94,6 +94,8 @@ class EngineModel:
         self.bf16_inputs = arguments.bf16_inputs
         for key in self.settings.unknown:
             pb_utils.Logger.log_warn(f"{self.name}: parameter {key} is not known and has no effect")
+        for key in self.settings.without_effect:
+            pb_utils.Logger.log_warn(f"{self.name}: parameter {key} has no effect in this engine")
         check_weights(self.settings.checkpoint_path)
         self.running_engine = self.make_engine(self.settings)
         self.running_engine.start()

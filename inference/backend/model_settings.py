@@ -20,6 +20,7 @@ _PLACEMENT = {
     "int8_mode": "int8_mode",
     "device": "device",
 }
+_NVIDIA_ONLY = ("enable_custom_all_reduce",)
 _DIRECT = (
     "model_type",
     "is_remove_padding",
@@ -40,6 +41,7 @@ class ModelSettings:
     stream_new_tokens: bool = False
     engine: EngineOptions = field(default_factory=EngineOptions)
     unknown: tuple[str, ...] = ()  # parameters that mean nothing here
+    without_effect: tuple[str, ...] = ()  # parameters of NVIDIA's backend that are switched on
 
 
 def read_settings(arguments: ModelArguments) -> ModelSettings:
@@ -53,6 +55,8 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
         f"parameter {key} is missing"
         for key, parameter in PARAMETERS.items()
         if parameter.is_required and key not in arguments.parameters
+        # What stands for it in older files.
+        if key != "data_type" or "is_half" not in arguments.parameters
     ]
     for key, parameter in PARAMETERS.items():
         if key in arguments.parameters:
@@ -64,6 +68,7 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
     if problems:
         name = arguments.model_folder.name
         raise ValueError("\n".join(f"config.pbtxt of {name}: {problem}" for problem in problems))
+    values.setdefault("data_type", "fp16" if values.get("is_half") else "fp32")
     direct = {key: values[key] for key in _DIRECT if key in values}
     options = {key: values[key] for key in values if PARAMETERS[key].is_engine_option}
     if arguments.session_idle_s is not None:
@@ -75,6 +80,7 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
         ),
         engine=EngineOptions(**options),
         unknown=tuple(sorted(set(arguments.parameters) - set(PARAMETERS))),
+        without_effect=tuple(key for key in _NVIDIA_ONLY if values.get(key)),
         **direct,
     )
 
@@ -82,12 +88,25 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
 def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:
     """Return where the weights are.
 
-    The parameter as it is, else `<model>/<version>/<default_model_filename>`, else
+    The parameter, taken from the server's working directory if it is relative (as NVIDIA's backend
+    does), else `<model>/<version>/<default_model_filename>`, else
     `<model>/<version>/<tensor_para_size>-gpu`. In the Python backend default_model_filename names
     the script, which does not count.
+
+    Raises:
+        ValueError: there is no folder at the relative path.
     """
     if "model_checkpoint_path" in values:
-        return native_path(values["model_checkpoint_path"])
+        text = values["model_checkpoint_path"]
+        path = Path.cwd() / native_path(text)
+        if not native_path(text).is_absolute() and not path.is_dir():
+            raise ValueError(
+                f"config.pbtxt of {arguments.model_folder.name}: parameter model_checkpoint_path="
+                f"{text} is relative, and there is no such folder in {Path.cwd()}, where the "
+                "server was started; start it in the folder that the path begins in, or give the "
+                "absolute path."
+            )
+        return path
     name = str(arguments.config.get("default_model_filename", ""))
     if not name or name.endswith(".py"):
         name = f"{values['tensor_para_size']}-gpu"

@@ -18,6 +18,11 @@ Args = Mapping[str, str]
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 
 
+def config_parameters(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the parameters of a model's configuration, as Triton gives it in JSON."""
+    return {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+
+
 class ModelArguments:
     """What Triton tells a model when it is loaded."""
 
@@ -25,9 +30,7 @@ class ModelArguments:
         self.config: dict[str, Any] = json.loads(args["model_config"])
         self.model_folder = Path(args["model_repository"])
         self.version_folder = self.model_folder / args["model_version"]
-        self.parameters: dict[str, str] = {
-            key: value["string_value"] for key, value in self.config.get("parameters", {}).items()
-        }
+        self.parameters = config_parameters(self.config)
 
     @property
     def decoupled(self) -> bool:
@@ -155,7 +158,9 @@ class TensorModel:
     @with_readable_errors
     def initialize(self, args: Args) -> None:
         """Load the model (called by Triton)."""
-        self.setup(ModelArguments(args))
+        arguments = ModelArguments(args)
+        self.interactive = arguments.flag("interactive")
+        self.setup(arguments)
 
     def setup(self, arguments: ModelArguments) -> None:
         """Prepare for `run`. Raises ValueError if the model cannot be loaded."""
@@ -165,13 +170,30 @@ class TensorModel:
         """Return the outputs of one request. Raises ValueError for a bad request."""
         raise NotImplementedError
 
+    def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the outputs of a turn, which starts a session or `continues` it; see `run`."""
+        del continues
+        return self.run(tensors)
+
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer requests (called by Triton)."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
+        tensors = request_tensors(request)
         try:
-            outputs = self.run(request_tensors(request))
+            outputs = self._run_turn(request, tensors) if self.interactive else self.run(tensors)
         except ValueError as error:
             return error_response(str(error))
         return response(output_tensors(outputs, request.requested_output_names()))
+
+    def _run_turn(self, request: Any, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
+        """Answer one turn of a session, whose tensors have one more axis, of size 1, in front."""
+        import triton_python_backend_utils as pb_utils
+
+        starts = bool(request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
+        outputs = self.turn(
+            {name: value[0] for name, value in tensors.items()},
+            continues=bool(request.correlation_id()) and not starts,
+        )
+        return {name: value[None] for name, value in outputs.items()}

@@ -9,6 +9,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,11 +17,17 @@ from pathlib import Path
 from inference.plain_path import is_plain
 
 SERVER_VARIABLE = "TRITON_SERVER"
+# Python-based backends of this project, each a folder that a backend directory can hold.
+OWN_BACKENDS = Path(__file__).resolve().parents[2] / "export_scripts" / "triton" / "backends"
 
 
 @dataclass(frozen=True)
 class TritonInstallation:
-    """A server program, its backends if not in the usual place, and folders of shared libraries."""
+    """A server program, its backends if not in the usual place, and folders of shared libraries.
+
+    Attributes:
+        backend_directory: None for the one that was compiled into the program.
+    """
 
     program: Path
     backend_directory: Path | None = None
@@ -51,8 +58,11 @@ class TritonInstallation:
         return arguments
 
 
-def find_triton() -> TritonInstallation:
+def find_triton(*, own_backends: bool = True) -> TritonInstallation:
     """Return the server that TRITON_SERVER names, else the one on PATH, else nvidia-pytriton's.
+
+    With `own_backends` it serves models for NVIDIA's FasterTransformer backend with this project's
+    engine; without, with whatever backend the server itself has.
 
     Raises:
         FileNotFoundError: there is none, or TRITON_SERVER names no file.
@@ -61,15 +71,33 @@ def find_triton() -> TritonInstallation:
         program = Path(named)
         if not program.is_file():
             raise FileNotFoundError(f"{SERVER_VARIABLE}={named} is not a file.")
-        return TritonInstallation(program)
+        return _installed(program, own_backends=own_backends)
     if on_path := shutil.which("tritonserver"):
-        return TritonInstallation(Path(on_path))
+        return _installed(Path(on_path), own_backends=own_backends)
     if package := _wheel_folder():
         return _from_wheel(package)
     raise FileNotFoundError(
         "no tritonserver found; install the extra 'serve' (pip install 'slipway[serve]'), put "
         f"tritonserver on PATH, or name it in {SERVER_VARIABLE}."
     )
+
+
+def _installed(program: Path, *, own_backends: bool) -> TritonInstallation:
+    """Return a server of an image, whose backends are in the folder next to its own."""
+    backends = program.resolve().parent.parent / "backends"
+    if not own_backends or not backends.is_dir():
+        return TritonInstallation(program)
+    links = {path.name: path for path in backends.iterdir()} | _own_backends()
+
+    def fill(folder: Path) -> None:
+        _link(folder, links)
+
+    identity = f"{backends} {sorted(links.items())}"
+    return TritonInstallation(program, backend_directory=_cached_folder(identity, fill))
+
+
+def _own_backends() -> dict[str, Path]:
+    return {path.name: path for path in OWN_BACKENDS.iterdir() if (path / "model.py").is_file()}
 
 
 def _wheel_folder() -> Path | None:
@@ -115,8 +143,32 @@ def _assembled_backends(backends: Path, stub: Path) -> Path:
     interpreter and set of links; several processes may make it at the same time.
     """
     links = _importable()
+    own = _own_backends()
     names = sorted(path.name for path in backends.iterdir())
-    identity = f"{stub} {stub.stat().st_mtime_ns} {names} {sorted(links.items())}"
+    identity = (
+        f"{stub} {stub.stat().st_mtime_ns} {names} {sorted(links.items())} {sorted(own.items())}"
+    )
+
+    def fill(folder: Path) -> None:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(backends, folder, dirs_exist_ok=True, ignore=ignored)
+        copied = Path(shutil.copy2(stub, folder / "python"))
+        copied.chmod(copied.stat().st_mode | 0o111)
+        _link(folder / "python", links)
+        _link(folder, own)
+
+    return _cached_folder(identity, fill)
+
+
+def _link(folder: Path, targets: Mapping[str, Path]) -> None:
+    """Add links by name; what is there already stays."""
+    for name, path in targets.items():
+        if not (link := folder / name).exists():
+            link.symlink_to(path)
+
+
+def _cached_folder(identity: str, fill: Callable[[Path], None]) -> Path:
+    """Return a folder of backends that `fill` has filled, once per identity."""
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
     target = _cache_root() / f"backends-{key}"
     if target.is_dir():
@@ -125,17 +177,7 @@ def _assembled_backends(backends: Path, stub: Path) -> Path:
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         partial.chmod(0o755)
-        shutil.copytree(
-            backends,
-            partial,
-            dirs_exist_ok=True,
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-        copied = Path(shutil.copy2(stub, partial / "python"))
-        copied.chmod(copied.stat().st_mode | 0o111)
-        for name, path in links.items():
-            if not (link := partial / "python" / name).exists():
-                link.symlink_to(path)
+        fill(partial)
         partial.rename(target)
     except OSError:
         if not target.is_dir():  # else another process was first

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 
+from export_scripts.triton.signature import ENCODERS
 from inference.gateway.sockets import ServerSockets
 
+# Of config.pbtxt. What cannot be read is left to the server, which says what is wrong with it.
+_FASTERTRANSFORMER = re.compile(r"""\bbackend\s*:\s*["']fastertransformer["']""")
+_ENCODER = re.compile(rf"""\bstring_value\s*:\s*["']({"|".join(ENCODERS)})["']""")
 # The server itself waits this long for running requests; `stop` sets the limit that counts.
 _EXIT_TIMEOUT_S = 3600
 
 
-def server_options(repository: str, sockets: ServerSockets) -> list[str]:
+def server_options(
+    repository: str, sockets: ServerSockets, *, completes_configs: bool = False
+) -> list[str]:
     """Return the options of a server of this project, which listens on Unix sockets alone.
 
     Loading and unloading is open there, to the sockets' owner; the gateway passes none of it on.
+
+    Args:
+        repository: Folder or URL.
+        sockets: Of the server.
+        completes_configs: Backends may fill in what a config.pbtxt leaves out, for which each of
+            their models is loaded twice.
     """
     return [
         f"--model-repository={repository}",
@@ -25,8 +39,20 @@ def server_options(repository: str, sockets: ServerSockets) -> list[str]:
         "--exit-on-error=false",
         "--strict-readiness=true",
         f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
-        "--disable-auto-complete-config",
+        *(() if completes_configs else ("--disable-auto-complete-config",)),
     ]
+
+
+def leaves_types_to_the_backend(repository: str) -> bool:
+    """Return whether a folder holds an encoder made for NVIDIA's backend.
+
+    Such a config.pbtxt does not give the types of its tensors, or not the right ones.
+    """
+    for path in Path(repository).glob("*/config.pbtxt"):
+        text = path.read_text(errors="replace")
+        if _FASTERTRANSFORMER.search(text) and _ENCODER.search(text):
+            return True
+    return False
 
 
 def old_server_options(repository: str, ports: Mapping[str, int]) -> list[str]:

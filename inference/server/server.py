@@ -24,7 +24,11 @@ from inference.server import supervisor
 from inference.server.canary import Canary
 from inference.server.installation import find_triton
 from inference.server.local_http import ModelStatus, local_answer, model_statuses, socket_address
-from inference.server.options import old_server_options, server_options
+from inference.server.options import (
+    leaves_types_to_the_backend,
+    old_server_options,
+    server_options,
+)
 from inference.server.server_log import (
     LOG_TAIL_LINES,
     ServerLog,
@@ -293,7 +297,7 @@ class TritonServer:
         missing = [name for name, port in self._wanted_ports.items() if port == 0]
         chosen = zip(missing, pick_free_ports(self.host, len(missing)), strict=True)
         self._ports = self._wanted_ports | dict(chosen)
-        installation = find_triton()
+        installation = find_triton(own_backends=not self._is_old)
         program = [*self._prefix, str(installation.program), *installation.arguments()]
         self._sockets = None if self._is_old else new_sockets()
         segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
@@ -345,7 +349,11 @@ class TritonServer:
     def _arguments(self) -> list[str]:
         if self._sockets is None:
             return old_server_options(self._repository.path, self._ports)
-        return server_options(self._repository.path, self._sockets)
+        return server_options(
+            self._repository.path,
+            self._sockets,
+            completes_configs=leaves_types_to_the_backend(self.model_repository),
+        )
 
     def _await_ready(
         self,

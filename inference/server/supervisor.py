@@ -107,13 +107,14 @@ class ServerWatch:
     """The processes of a server: whether all of them are there and run.
 
     Set `is_ready` once every model has loaded. Until then the server itself reports models whose
-    processes end, and a loss is only kept.
+    processes end, and a loss is only kept. It is forgotten when another process of the same model
+    starts: a model whose configuration its backend completes has one for that alone.
     """
 
     def __init__(self, root: int) -> None:
         self.is_ready = False
         self._root = root
-        self._loss: str | None = None
+        self._losses: dict[str, str] = {}  # by model; "" for processes of none
         self._started: dict[int, int] = {}  # of every process
         self._models: dict[int, str] = {}  # of the processes that run one
         self._stopped: dict[int, float] = {}  # since when
@@ -128,8 +129,10 @@ class ServerWatch:
         if now - self._looked > _LOOK_S:
             self._looked = now
             for pid in list(self._started):
-                self._loss = self._loss or self._look(pid, now)
-        return self._loss if self.is_ready else None
+                model = self._models.get(pid, "")
+                if reason := self._look(pid, now):
+                    self._losses.setdefault(model, reason)
+        return next(iter(self._losses.values()), None) if self.is_ready else None
 
     def _scan(self) -> None:
         for pid in (self._root, *descendants(self._root)):
@@ -139,6 +142,8 @@ class ServerWatch:
             self._started[pid] = state.started
             if model := _served_model(pid):
                 self._models[pid] = model
+                if not self.is_ready:
+                    self._losses.pop(model, None)
 
     def _look(self, pid: int, now: float) -> str | None:
         state = process_state(pid)
@@ -153,11 +158,19 @@ class ServerWatch:
     def _end_of(self, pid: int, state: ProcessState | None) -> str | None:
         """Forget a process that has ended; return how, if it was that of a model."""
         name, is_model = self._name(pid), pid in self._models
+        is_replaced = not self.is_ready and self._has_later(pid)
         is_same = state is not None and state.started == self._started[pid]
         how = _how_ended(state.exit_code) if state is not None and is_same else "has ended"
         for known in (self._started, self._models, self._stopped):
             known.pop(pid, None)
-        return f"{name} {how}" if is_model else None
+        return f"{name} {how}" if is_model and not is_replaced else None
+
+    def _has_later(self, pid: int) -> bool:
+        """Return whether a process of the same model started after this one."""
+        model, started = self._models.get(pid), self._started[pid]
+        return any(
+            other == model and self._started[each] > started for each, other in self._models.items()
+        )
 
     def _name(self, pid: int) -> str:
         model = self._models.get(pid)

@@ -6,11 +6,18 @@ import os
 from pathlib import Path
 
 from export_scripts.triton.object_store import StoreLocation
+from export_scripts.triton.served import ServedModel, served_model_of
 from inference.gateway.access import Access
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run
 from stages.base import Resources
-from stages.deploy_config import PYTORCH, DeployConfig, GemmTuning, store_location
+from stages.deploy_config import (
+    PYTORCH,
+    DeployConfig,
+    GemmTuning,
+    is_store_url,
+    store_location,
+)
 from stages.node_layout import NodeLayout, place
 
 
@@ -24,6 +31,7 @@ def server_config(config: Config) -> DeployConfig:
         )
     model_dir = Path(config.export.triton_deployment.triton_model_dir)
     store = server_store(config)
+    sizes = _served_sizes(config)
     placement = _placement(config)
     shown = _local_gpus(config)
     return DeployConfig(
@@ -33,8 +41,8 @@ def server_config(config: Config) -> DeployConfig:
         model_name=model_dir.name,
         is_from_elsewhere=deploy.repository is not None,
         store=store,
-        tp_size=config.export.model.tensor_model_parallel_size,
-        pp_size=config.export.triton_deployment.pipeline_model_parallel_size,
+        tp_size=sizes.tp_size,
+        pp_size=sizes.pp_size,
         engine=deploy.engine,
         host=deploy.host,
         http_port=deploy.http_port,
@@ -99,8 +107,7 @@ def _path(text: str | None) -> Path | None:
 
 def _local_gpus(config: Config) -> list[str] | None:
     """Return the names of the GPUs on show, where this machine serves and has some."""
-    on_cpu = str(config.export.triton_deployment.parameters.get("device", "")) == "cpu"
-    if config.cluster_type != "local" or on_cpu:
+    if config.cluster_type != "local" or _served_sizes(config).device == "cpu":
         return None
     if (text := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         names = [name.strip() for name in text.split(",") if name.strip() not in ("", "-1")]
@@ -132,8 +139,22 @@ def deploy_resources(config: Config, limit_min: int) -> Resources:
 
 
 def _world_size(config: Config) -> int:
+    sizes = _served_sizes(config)
+    return sizes.tp_size * sizes.pp_size
+
+
+def _served_sizes(config: Config) -> ServedModel:
+    """Return the sizes of what is served; a folder from elsewhere has those it was made for."""
     model, triton = config.export.model, config.export.triton_deployment
-    return model.tensor_model_parallel_size * triton.pipeline_model_parallel_size
+    folder = config.deploy.repository
+    if folder and not is_store_url(folder) and (found := served_model_of(Path(folder))):
+        return found
+    return ServedModel(
+        name=Path(triton.triton_model_dir).name,
+        tp_size=model.tensor_model_parallel_size,
+        pp_size=triton.pipeline_model_parallel_size,
+        device=str(triton.parameters.get("device", "auto")),
+    )
 
 
 def _placement(config: Config) -> NodeLayout | None:
@@ -147,9 +168,10 @@ def _placement(config: Config) -> NodeLayout | None:
         return None
     if config.cluster.gpus_per_node:
         per_node = min(per_node, config.cluster.gpus_per_node)
+    sizes = _served_sizes(config)
     return place(
-        tp_size=config.export.model.tensor_model_parallel_size,
-        pp_size=config.export.triton_deployment.pipeline_model_parallel_size,
+        tp_size=sizes.tp_size,
+        pp_size=sizes.pp_size,
         gpus_per_node=per_node,
     )
 

@@ -133,8 +133,14 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     # Runs in the server, which has the whole project.
     "export_scripts.triton.models": ("inference.backend",),
+    "export_scripts.triton.backends": ("inference.backend",),
     "inference.gateway": (),
-    "inference.server": ("inference", "inference.decoding", "inference.gateway"),
+    "inference.server": (
+        "export_scripts.triton",
+        "inference",
+        "inference.decoding",
+        "inference.gateway",
+    ),
     "inference.pytriton": (
         "export_scripts.conversion",
         "export_scripts.errors",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from launcher_scripts.configuration.compose import compose_config
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import deploy_resources, image_of, server_config
 from launcher_scripts.stage_table import Context, build_stage
+from tests.nvidia_repositories import add_nvidia_model, add_text_models
 
 TP = "export.model.tensor_model_parallel_size"
+FREE_PORTS = tuple(f"deploy.{name}_port=0" for name in ("http", "grpc", "metrics"))
 PP = "export.triton_deployment.pipeline_model_parallel_size"
 
 
@@ -60,8 +64,7 @@ def test_local_gpus_are_counted_and_the_rest_hidden(monkeypatch: pytest.MonkeyPa
     found = server_config(configure(f"{TP}=2"))
     assert (found.local_gpus, found.visible_devices) == (3, "3,5")
     assert build_stage("deploy", configure(f"{TP}=4"), Context()).check()
-    ports = (f"deploy.{name}_port=0" for name in ("http", "grpc", "metrics"))
-    on_cpu = configure(f"{TP}=4", "+export.triton_deployment.parameters.device=cpu", *ports)
+    on_cpu = configure(f"{TP}=4", "+export.triton_deployment.parameters.device=cpu", *FREE_PORTS)
     assert build_stage("deploy", on_cpu, Context()).check() == []
 
 
@@ -70,6 +73,22 @@ def test_server_may_have_an_image_of_its_own() -> None:
     assert (image_of("deploy", config), image_of("export", config)) == ("server", "all")
     with pytest.raises(ValueError, match=r"deploy\.container=server: cluster_type=local starts no"):
         server_config(configure("deploy.container=server"))
+
+
+def test_repository_from_elsewhere_brings_its_own_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    parameters = {"model_type": "GPT-J", "tensor_para_size": "2", "pipeline_para_size": "1"}
+    add_nvidia_model(tmp_path, "gptj", parameters | {"data_type": "fp16"})
+    add_text_models(tmp_path)
+    words = (f"deploy.repository={tmp_path}", f"{TP}=8")
+    found = server_config(configure(*words))
+    assert (found.tp_size, found.pp_size, found.visible_devices) == (2, 1, "0,1")
+    assert deploy_resources(on_cluster(8, 2, words[0]), 60).nodes == 1
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (problem,) = build_stage("deploy", configure(*words, *FREE_PORTS), Context()).check()
+    assert problem.startswith(f"deploy.repository={tmp_path} was made for 2 x 1 = 2 GPUs")
 
 
 def test_place_in_a_store_stays_as_it_is_written() -> None:

@@ -66,9 +66,28 @@ def test_all_missing_and_wrong_parameters_are_listed() -> None:
     ]
 
 
+def test_relative_path_counts_from_where_the_server_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = {"model_checkpoint_path": "./models/gpt/2-gpu/"}
+    with pytest.raises(ValueError, match=r"config\.pbtxt of gpt: parameter model_checkpoint_path="):
+        _settings(REQUIRED | path)
+    (tmp_path / "models" / "gpt" / "2-gpu").mkdir(parents=True)
+    assert _settings(REQUIRED | path).checkpoint_path == tmp_path / "models" / "gpt" / "2-gpu"
+
+
+@pytest.mark.parametrize(("is_half", "data_type"), [("1", "fp16"), ("0", "fp32")])
+def test_older_files_say_is_half(is_half: str, data_type: str) -> None:
+    sizes = {"tensor_para_size": "2", "pipeline_para_size": "1"}
+    assert _settings(sizes | {"is_half": is_half}).placement.data_type == data_type
+    assert _settings(REQUIRED | {"is_half": "0"}).placement.data_type == "fp16"
+
+
 def test_unknown_parameters_are_kept_for_a_warning() -> None:
     settings = _settings(REQUIRED | {"is_horse": "1", "enable_custom_all_reduce": "1"})
     assert settings.unknown == ("is_horse",)
+    assert settings.without_effect == ("enable_custom_all_reduce",)
 
 
 def test_engine_bounds_come_from_parameters_of_their_names() -> None:
