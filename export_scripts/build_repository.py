@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     switches = (
         ("--decoupled", "stream: one response per token"),
         ("--answer-only", "leave the prompt out of the ensemble's text"),
-        ("--interactive", "keep conversations between requests; max-batch-size 1, no ensemble"),
+        ("--interactive", "keep conversations between requests; needs --max-batch-size 1"),
         ("--absolute-path", "name the weights by their absolute path"),
         ("--overwrite", "replace a repository of another configuration"),
     )

@@ -26,7 +26,6 @@ _KEEP = "An object store has no empty folders: this file makes version 1 exist t
 # The families' names for the first and the last token.
 _START = ("start_id", "decoder_start_token_id")
 _END = ("end_id", "eos_token_id")
-_ENCODERS = ("T5-Encoder", "bert")
 _ENCODER_DECODERS = ("T5",)
 # Tokenizers whose files do not state that a text ends with the end token.
 _PLAIN_TOKENIZERS = ("bpe", "sentencepiece", "wordpiece")
@@ -52,7 +51,7 @@ def takes_text(model_type: str) -> bool:
 
 def is_generative(model_type: str) -> bool:
     """Return whether a model of this type generates tokens."""
-    return model_type not in _ENCODERS
+    return model_type not in signature.ENCODERS
 
 
 def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
@@ -103,7 +102,7 @@ def text_models(
 ) -> list[ModelFolder]:
     """Return the models between text and tokens, and for a generator the ensemble of all."""
     builder = _TextModels(request, config, files)
-    has_encoder = model_type in (*_ENCODERS, *_ENCODER_DECODERS)
+    has_encoder = model_type in (*signature.ENCODERS, *_ENCODER_DECODERS)
     append_end = int(has_encoder and files.kind in _PLAIN_TOKENIZERS)
     before = {"append_end_id": str(append_end)}
     if not is_generative(model_type):
@@ -118,7 +117,7 @@ def text_models(
         name=ENSEMBLE,
         backend="ensemble",
         max_batch_size=request.max_batch_size,
-        signature=signature.ensemble(model),
+        signature=signature.ensemble(model, keeps_sessions=request.interactive),
         decoupled=request.decoupled,
         steps=ensemble_steps(model, model_name=request.model_dir.name, decoupled=request.decoupled),
     )
@@ -135,11 +134,13 @@ class _TextModels:
     def __init__(self, request: RepositoryRequest, config: FTConfig, files: TokenizerFiles) -> None:
         self._max_batch_size = request.max_batch_size
         self._files = {path.name: path for path in files.all_files}
+        tokens = {"start_id": _token_id(config, *_START), "end_id": end_id(config)}
+        self._keeps_sessions = request.interactive
         self._parameters = {
             "tokenizer_type": files.kind,
             "tokenizer_path": ".",
-            "start_id": str(_token_id(config, *_START)),
-            "end_id": str(_token_id(config, *_END)),
+            **{name: str(token) for name, token in tokens.items() if token is not None},
+            **({"interactive": "1"} if request.interactive else {}),
         }
 
     def folder(self, name: str, tensors: ModelSignature, more: Mapping[str, str]) -> ModelFolder:
@@ -147,12 +148,18 @@ class _TextModels:
             name=name,
             backend="python",
             max_batch_size=self._max_batch_size,
-            signature=tensors,
+            signature=signature.with_leading_axis(tensors) if self._keeps_sessions else tensors,
             parameters=self._parameters | dict(more),
         )
         return ModelFolder(config, {**self._files, _SCRIPT: _SCRIPTS / name / _SCRIPT})
 
 
-def _token_id(config: FTConfig, *names: str) -> int:
+def end_id(config: FTConfig) -> int | None:
+    """Return the token that ends a text, None where config.ini does not say."""
+    return _token_id(config, *_END)
+
+
+def _token_id(config: FTConfig, *names: str) -> int | None:
     """Return the first of the fields that the family's config has."""
-    return next(int(getattr(config, name)) for name in names if hasattr(config, name))
+    found: int | None = next(getattr(config, name) for name in names if hasattr(config, name))
+    return found

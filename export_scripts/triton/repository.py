@@ -29,6 +29,7 @@ from export_scripts.triton.model_folders import (
     RESERVED_NAMES,
     TOKENIZER,
     ModelFolder,
+    end_id,
     is_generative,
     served_model,
     served_type,
@@ -54,7 +55,7 @@ __all__ = [
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
 CONFIG_FILE = "config.pbtxt"
-_INTERACTIVE_NEEDS = {"max_batch_size": 1, "max_queue_delay_us": None, "ensemble": False}
+_INTERACTIVE_NEEDS = {"max_batch_size": 1, "max_queue_delay_us": None}
 # Per engine, the model types that keep sessions.
 _INTERACTIVE_TYPES = {
     "pytorch": ("GPT", "GPT-J", "GPT-NeoX", "Llama"),
@@ -62,6 +63,10 @@ _INTERACTIVE_TYPES = {
 }
 _ALSO_SERVED_AS = {"T5": ("T5-Encoder",)}
 _NO_INT8 = "is not supported for BERT by engine=pytorch; use 0."
+_NO_END = (
+    "{}/config.ini does not say which token ends a text; add eos_token_id to [encoder], or build "
+    "without the text models."
+)
 _NO_TOKENIZER = (
     f"{{}} holds no tokenizer ({TOKENIZER_CHOICES}), which the text models need; convert with one, "
     "or build without the ensemble."
@@ -144,6 +149,7 @@ def build_repository(request: RepositoryRequest) -> list[Path]:
     if request.ensemble and takes_text(model_type):
         tokenizer = find_tokenizer(request.weights_dir)
         problems += [] if tokenizer else [_NO_TOKENIZER.format(request.weights_dir)]
+        problems += [] if end_id(config) is not None else [_NO_END.format(request.weights_dir)]
     if problems:
         raise ValueError("\n".join(problems))
     models = [served_model(request, model_type)]

@@ -27,6 +27,10 @@ class Preprocessing(TensorModel):
 
     def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
         """Return ids, lengths and word lists. Raises ValueError with every problem."""
+        return self.turn(tensors, continues=False)
+
+    def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the same; what `continues` a conversation gets no start token."""
         texts = row_texts("QUERY", tensors["QUERY"])
         rows = len(texts)
         words, problems = {}, []
@@ -44,7 +48,7 @@ class Preprocessing(TensorModel):
                 problems.append(str(error))
         if problems:
             raise ValueError("\n".join(problems))
-        ids, lengths = self.prompts.encode(texts, name="QUERY")
+        ids, lengths = self.prompts.encode(texts, name="QUERY", special=not continues)
         return {
             "INPUT_ID": ids,
             "REQUEST_INPUT_LEN": lengths,
@@ -75,14 +79,14 @@ class _PromptEncoder:
         self._suffix = [self._end_id] if arguments.flag("append_end_id") else []
 
     def encode(
-        self, texts: Sequence[str], *, name: str
+        self, texts: Sequence[str], *, name: str, special: bool = True
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return ids padded with the end token, (B, S), and lengths, (B, 1).
 
         Raises:
             ValueError: Some texts give no tokens and others do: models take no such batch.
         """
-        rows = [self.tokenizer.encode(text, special=True) + self._suffix for text in texts]
+        rows = [self.tokenizer.encode(text, special=special) + self._suffix for text in texts]
         if any(rows) and not all(rows):
             empty = ", ".join(f"{name}[{row}]" for row, ids in enumerate(rows) if not ids)
             raise ValueError(

@@ -83,7 +83,7 @@ def probe_tensors(config: Config, *, hidden: int | None) -> list[ProbeTensor] | 
         hidden: Width of the hidden states that an encoder may take; without it there is no request
             to such a model, and None is returned.
     """
-    is_session = "sequence_batching" in config
+    is_session = is_interactive(config)
     wanted = [
         tensor
         for tensor in config["input"]
@@ -186,8 +186,10 @@ def model_config(address: str, model: str) -> Config:
 
 
 def is_interactive(config: Config) -> bool:
-    """Return whether a model's requests belong to sessions."""
-    return "sequence_batching" in config
+    """Return whether a model's requests belong to sessions, or an ensemble hands them to one."""
+    return "sequence_batching" in config or any(
+        tensor["name"] == _SESSION_LEN for tensor in config["input"]
+    )
 
 
 def ask_model(

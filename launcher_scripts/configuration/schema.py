@@ -84,7 +84,7 @@ class TritonDeploymentSection:
     )
     portable: bool = option("write no absolute path into the repository", True)
     interactive: bool = option(
-        "keep conversations between requests (max_batch_size=1, ensemble=false)", False
+        "keep conversations between requests (needs max_batch_size=1)", False
     )
     answer_only: bool = option("the ensemble answers without repeating the prompt", False)
     max_queue_delay_us: int | None = option(

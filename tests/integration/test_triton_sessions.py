@@ -32,10 +32,10 @@ def server(
     sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
     """Return a server with one model for whole answers and one for streams."""
-    options: dict[str, Any] = {"interactive": True, "max_batch_size": 1, "ensemble": False}
+    options: dict[str, Any] = {"interactive": True, "max_batch_size": 1}
     options["parameters"] = {"max_lanes": str(SLOTS)}
     repository = sample_repository(tp_size=2, **options)
-    streaming = sample_repository(tp_size=1, decoupled=True, **options)
+    streaming = sample_repository(tp_size=1, decoupled=True, ensemble=False, **options)
     text = (streaming / MODEL / "config.pbtxt").read_text()
     (streaming / MODEL / "config.pbtxt").write_text(text.replace(MODEL, STREAMING, 1))
     (streaming / MODEL).rename(repository / STREAMING)
@@ -166,3 +166,37 @@ def test_what_cannot_go_on_is_refused(client: TritonClient) -> None:
         client.infer(MODEL, _request([5], session_len=50), turn=refused)
     client.infer(MODEL, _request(*[[5]] * SLOTS), turn=SessionTurn(42, ends=True))
     assert _talk(client, 44, [[5], [6]])
+
+
+def test_text_of_a_conversation_goes_through_the_ensemble(client: TritonClient) -> None:
+    """Two turns of text give the tokens of the same two turns."""
+    turns, shown = ("It was the best of times", ", said the old man"), b""
+    for number, text in enumerate(turns):
+        turn = SessionTurn(31, starts=number == 0, ends=number == 1)
+        request = {
+            "INPUT_0": np.array([[[text.encode()]]], object),
+            "INPUT_1": np.array([[[6]]], np.uint32),
+            "session_len": np.array([[[SESSION_LEN]]], np.uint32),
+        }
+        outputs = client.infer("ensemble", request, turn=turn)
+        assert outputs["OUTPUT_0"].shape == (1, 1, 1)
+        before, shown = shown, outputs["OUTPUT_0"][0, 0, 0]
+        assert shown.startswith(before + text.encode())
+    ids = [
+        client.infer(
+            "preprocessing",
+            {
+                "QUERY": np.array([[[text.encode()]]], object),
+                "REQUEST_OUTPUT_LEN": np.array([[[6]]], np.uint32),
+            },
+        )["INPUT_ID"][0, 0].tolist()
+        for text in turns
+    ]
+    tokens: list[int] = []
+    for number, prompt in enumerate(ids):
+        turn = SessionTurn(32, starts=number == 0, ends=number == 1)
+        request = _request(prompt, new_tokens=6, session_len=SESSION_LEN)
+        tokens = _whole(client.infer(MODEL, request, turn=turn))
+    assert len(tokens) == len(ids[0]) + len(ids[1]) + 12
+    text = client.infer("postprocessing", {"TOKENS_BATCH": np.array([[[tokens]]], np.uint32)})
+    assert text["OUTPUT"][0, 0, 0] == shown

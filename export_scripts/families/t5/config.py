@@ -107,17 +107,24 @@ class T5Config(FTConfig):
         return self.eos_token_id
 
     def sections(self) -> Sections:
-        """Return the sections of config.ini; [decoder] stays empty for an encoder alone."""
+        """Return the sections of config.ini; [decoder] stays empty for an encoder alone.
+
+        Its texts still end with a token, which NVIDIA's converter writes to [encoder], too.
+        """
         out = super().sections()
         if self.is_encoder_only:
-            out["decoder"] = {}
+            decoder, out["decoder"] = out["decoder"], {}
+            out["encoder"] |= {key: decoder[key] for key in _TOKEN_KEYS if key in decoder}
         return out
 
     @classmethod
     def absent_keys(cls, sections: Sections, files: Collection[str]) -> dict[str, Any]:
-        """Return fields that FT derives from files: a head's presence, and decoder depth 0."""
-        has_decoder = bool(sections.get("decoder"))
-        return {"has_lm_head": has_decoder and f"{HEAD}.bin" in files}
+        """Return whether there is a head, from the files, and the tokens of an encoder alone."""
+        if sections.get("decoder"):
+            return {"has_lm_head": f"{HEAD}.bin" in files}
+        encoder = sections.get("encoder", {})
+        tokens = {key: int(encoder[key]) for key in _TOKEN_KEYS if encoder.get(key, "").isdecimal()}
+        return {"has_lm_head": False, **tokens}
 
     @classmethod
     def from_sections(cls, sections: Sections, files: Collection[str] = ()) -> T5Config:
@@ -153,6 +160,7 @@ _SHARED_KEYS = (
     "relative_attention_num_buckets_or_max_pos_seq_len",
     "adapter_inter_size",
 )
+_TOKEN_KEYS = ("decoder_start_token_id", "eos_token_id")
 _DECODER_KEYS = ("num_layers", "decoder_start_token_id", "eos_token_id", "weight_data_type")
 
 

@@ -92,8 +92,6 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
     if has_decoder:
         decoder = {
             "num_decoder_layers": settings.integer("num_decoder_layers", default=layers),
-            "decoder_start_token_id": start,
-            "eos_token_id": eos,
             "tie_word_embeddings": _scales_logits(settings),
         }
     config = T5Config(
@@ -117,6 +115,8 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
         layer_norm_epsilon=settings.number("layer_norm_epsilon", default=1e-6),
         use_gated_activation=spelling.startswith("gated-"),
         has_lm_head=has_decoder,
+        decoder_start_token_id=start,
+        eos_token_id=eos,
         **decoder,
     )
     settings.finish()

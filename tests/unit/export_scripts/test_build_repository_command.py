@@ -52,3 +52,39 @@ def test_problems_are_reported_in_the_words_of_the_command(
     assert main([str(model_dir), "--parameter", "device"]) == 1
     assert "--parameter device is not KEY=VALUE" in capsys.readouterr().err
     assert not (model_dir / "config.pbtxt").exists()
+
+
+T5_ENCODER_INI = """[encoder]
+_name_or_path = t5
+weight_data_type = fp32
+tensor_para_size = 1
+vocab_size = 40
+d_model = 24
+d_kv = 6
+d_ff = 40
+num_heads = 4
+num_layers = 2
+feed_forward_proj = relu
+relative_attention_num_buckets_or_max_pos_seq_len = 8
+eos_token_id = 1
+[decoder]
+[structure]
+"""
+
+
+def test_encoder_alone_gets_a_tokenizer_that_ends_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model_dir = tmp_path / "repo" / "t5_encoder"
+    weights = model_dir / "1" / "1-gpu"
+    weights.mkdir(parents=True)
+    (weights / "config.ini").write_text(T5_ENCODER_INI)
+    (weights / "vocab.txt").write_text("[UNK]\n")
+    assert main([str(model_dir)]) == 0
+    config = parse_config((model_dir.parent / "tokenizer" / "config.pbtxt").read_text())
+    assert config.parameters["end_id"].string_value == "1"
+    assert config.parameters["append_end_id"].string_value == "1"
+    assert "start_id" not in config.parameters
+    (weights / "config.ini").write_text(T5_ENCODER_INI.replace("eos_token_id = 1\n", ""))
+    assert main([str(model_dir)]) == 1
+    assert "does not say which token ends a text; add eos_token_id" in capsys.readouterr().err

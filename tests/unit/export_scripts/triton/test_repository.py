@@ -249,12 +249,14 @@ def test_interactive_needs_what_the_server_needs_for_sessions(
     request_: RepositoryRequest,
 ) -> None:
     problems = check_repository(replace(request_, interactive=True))
-    assert problems == [
-        "max_batch_size=4 must be 1 for an interactive model.",
-        "ensemble=True must be False for an interactive model.",
-    ]
-    fitting = replace(request_, interactive=True, max_batch_size=1, ensemble=False)
+    assert problems == ["max_batch_size=4 must be 1 for an interactive model."]
+    fitting = replace(request_, interactive=True, max_batch_size=1)
     assert _config(build_repository(fitting)[0]).sequence_batching.HasField("oldest")
+    inputs = {
+        each.name: list(each.dims) for each in _config(fitting.model_dir.parent / "ensemble").input
+    }
+    assert inputs["INPUT_0"] == [-1, 1]
+    assert inputs["session_len"] == [-1, 1]
     ft = replace(fitting, engine="fastertransformer", overwrite=True)
     assert _config(build_repository(ft)[0]).sequence_batching.HasField("direct")
 
