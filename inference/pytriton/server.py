@@ -27,6 +27,7 @@ from inference.launch_environment import (
     rendezvous_address,
 )
 from inference.pytriton.model_source import Wanted, parse_model_name, prepare_weights
+from inference.pytriton.nemo_service import NemoService
 from inference.pytriton.serving import Endpoint, ServingError, serve
 from inference.pytriton.text_service import TextService
 from inference.ranks.rendezvous import Rendezvous, RendezvousError
@@ -34,6 +35,9 @@ from inference.ranks.settings import Placement
 from inference.ranks.worker import serve_started_rank
 
 logger = logging.getLogger(__name__)
+
+SERVICES = {"text": TextService, "nemo": NemoService}
+NEMO_NAME = "GPT"  # which the client of PyTriton's NeMo example asks for
 
 _EPILOG = f"""
 Start one process for each rank, TP x PP in all, with mpirun, srun or torchrun, on one node or
@@ -99,7 +103,7 @@ def _lead(arguments: argparse.Namespace, place: LaunchEnvironment) -> int:
         logger.info("--lib-path has no effect: this project's own engine runs the model")
     name = parse_model_name(arguments.model)
     endpoint = Endpoint(
-        name=arguments.model_name or name.key,
+        name=arguments.model_name or (NEMO_NAME if arguments.interface == "nemo" else name.key),
         host=arguments.host,
         http_port=arguments.http_port,
         grpc_port=arguments.grpc_port,
@@ -158,7 +162,7 @@ def _load_and_serve(
     )
     logger.info("loading %s", ft_dir)
     with engine:
-        serve(endpoint, engine, TextService(engine, tokenizer))
+        serve(endpoint, engine, SERVICES[arguments.interface](engine, tokenizer))
 
 
 def _stored_type(ft_dir: Path) -> str:
@@ -210,7 +214,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--output-dir", type=Path, default=Path("ft_models"),
         help="where converted models are kept (default ft_models)")  # fmt: skip
     add("--model-name", help="name of the served model (default: MODEL, with _ for other than "
-        "letters and digits)")  # fmt: skip
+        f"letters and digits; with --interface nemo {NEMO_NAME})")  # fmt: skip
+    add("--interface", choices=tuple(SERVICES), default="text",
+        help="inputs and outputs of the model: text (default), or nemo, those of PyTriton's NeMo "
+        "example and its client")  # fmt: skip
     add("--overwrite", action="store_true", help="convert again what is there already")
     add("--vocab-file", type=Path, help="vocabulary in place of the model's own")
     add("--merges-file", type=Path, help="merges in place of the model's own")

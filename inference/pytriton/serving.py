@@ -15,7 +15,7 @@ from typing import Any
 from export_scripts.triton.signature import TensorSignature
 from inference.engine.engine import Engine
 from inference.ports import pick_free_ports, ports_problems
-from inference.pytriton.signature import INPUTS, MAX_BATCH_SIZE, OUTPUTS
+from inference.pytriton.signature import MAX_BATCH_SIZE
 from inference.pytriton.text_service import TextService
 from inference.server.supervisor import descendants
 
@@ -137,8 +137,8 @@ def _bound(
     triton.bind(
         model_name=endpoint.name,
         infer_func=[service.infer] * instances,
-        inputs=_tensors(INPUTS),
-        outputs=_tensors(OUTPUTS),
+        inputs=_tensors(service.inputs),
+        outputs=_tensors(service.outputs),
         config=ModelConfig(max_batch_size=MAX_BATCH_SIZE, batcher=batcher),
         strict=True,
     )

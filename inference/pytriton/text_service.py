@@ -12,23 +12,33 @@ from typing import Any
 
 import numpy as np
 
+from export_scripts.triton.signature import TensorSignature
 from inference.backend.text_models import row_texts
 from inference.backend.tokenizer import Tokenizer
 from inference.decoding.request import RequestError, parse_request
 from inference.decoding.rows import RowResult
 from inference.engine.engine import Engine, GenerationResult
+from inference.pytriton.signature import INPUTS, OUTPUTS
 
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 
 
+RowRead = tuple[list[int], Tensors]  # tokens of a prompt, and the other tensors of its row
+
+
 @dataclass(frozen=True)
-class _Row:
+class QueuedRow:
+    """A row that the engine has, or had."""
+
     prompt_ids: Sequence[int]
     future: Future[GenerationResult]
 
 
 class TextService:
     """Answers requests with an engine; safe to call from several threads."""
+
+    inputs: Sequence[TensorSignature] = INPUTS
+    outputs: Sequence[TensorSignature] = OUTPUTS
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
         self._engine = engine
@@ -67,7 +77,7 @@ class TextService:
                 self._calls -= 1
 
     def _answer(self, requests: Sequence[Tensors]) -> list[dict[str, np.ndarray[Any, Any]]]:
-        begun: list[list[_Row]] = []
+        begun: list[list[QueuedRow]] = []
         try:
             begun.extend(self._begin(request) for request in requests)
             return [self._outputs(rows) for rows in begun]
@@ -76,51 +86,64 @@ class TextService:
                 self._engine.cancel(row.future)
             raise
 
-    def _begin(self, request: Tensors) -> list[_Row]:
+    def _begin(self, request: Tensors) -> list[QueuedRow]:
         """Queue the rows of a request, each by itself, so that none waits for a longer one."""
-        texts = row_texts("prompts", request["prompts"])
-        output_lens = _column(request, "request_output_len", len(texts))
-        beam_widths = _column(request, "beam_width", len(texts), default=1)
-        problems = [
-            f"request_output_len[{b}]={value} must be in [1, {self.max_seq_len - 1}]"
-            for b, value in enumerate(output_lens)
-            if not 1 <= value < self.max_seq_len
-        ]
-        if len(set(beam_widths)) > 1:
-            problems.append("beam_width must be identical for all rows of a request")
-        if problems:
-            raise RequestError(problems)
-        rows: list[_Row] = []
+        rows: list[QueuedRow] = []
         try:
-            for b, text in enumerate(texts):
-                ids = self._prompt_ids(text, output_lens[b])
-                try:
-                    rows.append(self._submit(ids, output_lens[b], beam_widths[b]))
-                except RequestError as error:
-                    raise RequestError(
-                        [f"prompts[{b}]: {each}" for each in error.problems]
-                    ) from None
+            for b, (ids, options) in enumerate(self._read(request)):
+                rows.append(self._submit(b, ids, options))
         except BaseException:
             for row in rows:
                 self._engine.cancel(row.future)
             raise
         return rows
 
-    def _prompt_ids(self, text: str, output_len: int) -> list[int]:
-        """Return the tokens of a prompt, without those at its end for which there is no room."""
-        return self._tokenizer.encode(text, special=True)[: self.max_seq_len - output_len]
+    def _read(self, request: Tensors) -> list[RowRead]:
+        """Return the tokens and the options of each row. Raises RequestError."""
+        texts = row_texts("prompts", request["prompts"])
+        output_lens = column(request, "request_output_len", len(texts))
+        beam_widths = column(request, "beam_width", len(texts), default=1)
+        problems = self.length_problems("request_output_len", output_lens)
+        if len(set(beam_widths)) > 1:
+            problems.append("beam_width must be identical for all rows of a request")
+        if problems:
+            raise RequestError(problems)
+        return [
+            (
+                self.fitting(self._tokenizer.encode(text, special=True), output_len),
+                {
+                    "request_output_len": np.array([[output_len]], np.uint32),
+                    "beam_width": np.array([[beam_width]], np.uint32),
+                },
+            )
+            for text, output_len, beam_width in zip(texts, output_lens, beam_widths, strict=True)
+        ]
 
-    def _submit(self, ids: list[int], output_len: int, beam_width: int) -> _Row:
+    def length_problems(self, name: str, output_lens: Sequence[int]) -> list[str]:
+        """Return what is wrong with the numbers of new tokens in the input `name`."""
+        return [
+            f"{name}[{b}]={value} must be in [1, {self.max_seq_len - 1}]"
+            for b, value in enumerate(output_lens)
+            if not 1 <= value < self.max_seq_len
+        ]
+
+    def fitting(self, ids: list[int], output_len: int) -> list[int]:
+        """Return the tokens of a prompt, without those at its end for which there is no room."""
+        return ids[: self.max_seq_len - output_len]
+
+    def _submit(self, b: int, ids: list[int], options: Tensors) -> QueuedRow:
         tensors = {
             "input_ids": np.array([ids], np.uint32),
             "input_lengths": np.array([[len(ids)]], np.uint32),
-            "request_output_len": np.array([[output_len]], np.uint32),
-            "beam_width": np.array([[beam_width]], np.uint32),
             "is_return_log_probs": np.array([[True]]),
+            **options,
         }
-        return _Row(ids, self._engine.submit(parse_request(tensors, self._engine.limits)))
+        try:
+            return QueuedRow(ids, self._engine.submit(parse_request(tensors, self._engine.limits)))
+        except RequestError as error:
+            raise RequestError([f"prompts[{b}]: {each}" for each in error.problems]) from None
 
-    def _outputs(self, rows: Sequence[_Row]) -> dict[str, np.ndarray[Any, Any]]:
+    def _outputs(self, rows: Sequence[QueuedRow]) -> dict[str, np.ndarray[Any, Any]]:
         results = [row.future.result().rows[0] for row in rows]
         texts = [self._sentences(row, result) for row, result in zip(rows, results, strict=True)]
         tokens = [
@@ -136,7 +159,7 @@ class TextService:
             "sequence_tokens": np.array(tokens),
         }
 
-    def _sentences(self, row: _Row, result: RowResult) -> list[str]:
+    def _sentences(self, row: QueuedRow, result: RowResult) -> list[str]:
         return [
             self._tokenizer.decode(
                 [token for token in (*row.prompt_ids, *ids) if token not in self._special]
@@ -145,11 +168,12 @@ class TextService:
         ]
 
 
-def _column(request: Tensors, name: str, rows: int, *, default: int | None = None) -> list[int]:
-    """Return one number for each row."""
+def column(request: Tensors, name: str, rows: int, *, default: Any = None) -> list[Any]:
+    """Return one value for each row. Raises RequestError for another shape."""
     if name not in request and default is not None:
         return [default] * rows
     value = request[name]
     if value.shape != (rows, 1):
         raise RequestError([f"{name}: expected shape [{rows},1], got {list(value.shape)}"])
-    return [int(each) for each in value[:, 0]]
+    values: list[Any] = value[:, 0].tolist()
+    return values
