@@ -137,10 +137,11 @@ class ServerWatch:
     def _scan(self) -> None:
         for pid in (self._root, *descendants(self._root)):
             state = process_state(pid)
-            if pid in self._started or state is None:
+            if state is None:
                 continue
-            self._started[pid] = state.started
-            if model := _served_model(pid):
+            self._started.setdefault(pid, state.started)
+            # Looked at again: a process that has just been made still runs its parent's program.
+            if pid not in self._models and (model := _served_model(pid)):
                 self._models[pid] = model
                 if not self.is_ready:
                     self._losses.pop(model, None)
