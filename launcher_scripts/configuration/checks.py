@@ -75,7 +75,7 @@ def _variables(config: Config) -> Iterator[str]:
 def _places(config: Config) -> Iterator[str]:
     """Refuse folders that nothing can be derived from, or written to."""
     path = Path(config.launcher_scripts_path)
-    if path.name != "launcher_scripts":
+    if path.absolute().name != "launcher_scripts":
         yield (
             f"launcher_scripts_path={path} does not end in /launcher_scripts; give the folder of "
             "that name in your checkout."

@@ -16,6 +16,7 @@ from tritonclient.utils import InferenceServerException
 from inference.client import main
 from inference.server.client import TritonClient
 from inference.server.server import ServerStartError, TritonServer
+from tests.conftest import ROOT
 from tests.integration.triton_process import new_server, processes
 from tests.waiting import lives, until
 
@@ -305,3 +306,13 @@ def test_model_of_another_type_than_its_weights_keeps_the_server_from_starting(
     with pytest.raises(ServerStartError, match=r"model_type=GPT-J, but .* holds a GPT model"):
         server.start(timeout_s=START_LIMIT_S)
     assert "parameter is_horse is not known and has no effect" in server.log_path.read_text()
+
+
+@pytest.mark.parametrize("kind", ["", "_runtime_top_k", "_single", "_ensemble"])
+def test_shipped_request_files_are_answered(
+    server: TritonServer, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    file = ROOT / "examples" / "requests" / f"sample_request{kind}.json"
+    params = json.dumps({"config": {"url": server.http_url}})
+    assert main(["request", str(file), "--params", params]) == 0
+    assert "sequence_length:" in capsys.readouterr().out

@@ -144,6 +144,14 @@ def test_launcher_scripts_path_has_to_end_in_its_name(
     assert "does not end in /launcher_scripts" in text
 
 
+def test_launcher_scripts_path_may_be_the_folder_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT / "launcher_scripts")
+    words = [SAMPLE, "stages=[convert]", "dry_run=true", f"base_results_dir={tmp_path}"]
+    assert main([*words, "launcher_scripts_path=."]) == 0
+
+
 def test_wrong_file_is_the_only_problem_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "export=gpt3/samplo").startswith("one problem found")
 
