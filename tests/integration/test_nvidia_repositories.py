@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from inference.decoding.session_turn import SessionTurn
+from inference.decoding.rows import SessionTurn
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
 from tests.ft_folders import unpack_case
@@ -141,7 +141,7 @@ def test_conversation_goes_on_where_it_was_left(shared: Path, client: TritonClie
             "input_ids": np.array([[prompt]], np.uint32),
             "input_lengths": np.array([[[len(prompt)]]], np.uint32),
             "request_output_len": np.array([[[len(expected)]]], np.uint32),
-            "session_len": np.array([[[64]]], np.uint32),
+            "session_len": np.array([[[40]]], np.uint32),
         },
         turn=SessionTurn(7, starts=True),
     )
