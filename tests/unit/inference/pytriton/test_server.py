@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
+import subprocess
 
 import pytest
 
 from inference.launch_environment import LAUNCHER_VARIABLE
 from inference.pytriton.server import main
+from tests.conftest import ROOT
 
 
 @pytest.fixture
@@ -46,3 +50,23 @@ def test_sizes_below_one_are_refused(
     started_by_mpirun.setenv("OMPI_COMM_WORLD_RANK", "0")
     assert main(["--tp", "0"]) == 2
     assert "--tp=0 and --pp=1 must be at least 1" in capsys.readouterr().err
+
+
+def test_batch_script_of_the_document_starts_the_server_with_options_it_has(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (ROOT / "docs" / "pytriton.md").read_text()
+    (script,) = re.findall(r"```bash\n(#!/usr/bin/env bash\n.*?)```", text, re.DOTALL)
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+    words = shlex.split(script.replace("\\\n", " "), comments=True)
+    command = words[words.index("inference.pytriton.server") + 1 :]
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert [word for word in command if word.startswith("--") and word not in shown] == []
+    nodes, tasks = (
+        int(re.search(rf"#SBATCH --{name}=(\d+)", script)[1])  # type: ignore[index]
+        for name in ("nodes", "ntasks-per-node")
+    )
+    sizes = [int(command[command.index(name) + 1]) for name in ("--tp", "--pp")]
+    assert sizes[0] * sizes[1] == nodes * tasks
