@@ -64,7 +64,7 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
             stack.push_async_callback(runner.cleanup)
             site = web.TCPSite(runner, host, port, ssl_context=tls, shutdown_timeout=_GRACE_S)
             await site.start()
-        grpc = GrpcRelay(rules, socket=sockets.grpc)
+        grpc = GrpcRelay(access, rules, socket=sockets.grpc)
         stack.push_async_callback(grpc.close)
         address = f"[{host}]" if ":" in host else host
         server = grpc_server(access, grpc, address=f"{address}:{arguments.grpc_port}")

@@ -1,6 +1,7 @@
 """gRPC of the gateway: check a call, pass its messages on to tritonserver's socket and back.
 
-Messages are passed on as they are; gRPC itself refuses those that are too large.
+Messages are passed on as they are, if they have the form of a request; gRPC itself refuses those
+that are too large.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from inference.gateway.access import Access
 from inference.gateway.rules import (
     CLOSED,
     INDEX_CALL,
+    INFER_CALL,
     REGISTER_CALL,
     STREAM_CALL,
     Rules,
@@ -23,21 +25,22 @@ from inference.gateway.rules import (
     shared_memory_problem,
     without_internal_names,
 )
+from inference.gateway.validation import MalformedError, check_message
 
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-# Of one connection, or set by the library itself.
-_NOT_PASSED_ON = ("authorization", "user-agent", "te", "content-type")
 
 
 class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
     """Answers calls of gRPC from a server that listens on a Unix socket.
 
     Args:
+        access: The limits.
         rules: The calls that pass.
         socket: Of tritonserver.
     """
 
-    def __init__(self, rules: Rules, *, socket: Path) -> None:
+    def __init__(self, access: Access, rules: Rules, *, socket: Path) -> None:
+        self._limit = access.max_request_bytes
         self._rules = rules
         options = [*_UNLIMITED, ("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0)]
         self._channel = grpc.aio.insecure_channel(f"unix:{socket}", options=options)
@@ -64,8 +67,10 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
         async def answer(request: bytes, context: Any) -> bytes:
             if call == REGISTER_CALL and (problem := _register_problem(request)):
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, problem)
+            if call == INFER_CALL and (problem := self._infer_problem(request)):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
             try:
-                reply: bytes = await self._calls[call](request, **_passed_on(context))
+                reply: bytes = await self._calls[call](request, timeout=context.time_remaining())
             except grpc.aio.AioRpcError as error:
                 await _fail(context, error)
             return _without_reasons(reply) if call == INDEX_CALL else reply
@@ -73,7 +78,16 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
         return grpc.unary_unary_rpc_method_handler(answer)
 
     async def _stream(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        call = self._channel.stream_stream(STREAM_CALL)(requests, **_passed_on(context))
+        problem = None
+
+        async def checked() -> AsyncIterator[bytes]:
+            nonlocal problem
+            async for request in requests:
+                if problem := self._infer_problem(request):
+                    return  # what was asked before is still answered
+                yield request
+
+        call = self._channel.stream_stream(STREAM_CALL)(checked(), timeout=context.time_remaining())
         try:
             async for reply in call:
                 yield _without_names(reply) if has_internal_names(reply) else reply
@@ -81,6 +95,22 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
             await _fail(context, error)
         finally:
             call.cancel()
+        if problem:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
+
+    def _infer_problem(self, request: bytes) -> str | None:
+        """Return why a request is not passed on, None if it is."""
+        from google.protobuf.message import DecodeError
+        from tritonclient.grpc import service_pb2
+
+        try:
+            message = service_pb2.ModelInferRequest.FromString(request)
+            check_message(message, len(request), limit=self._limit)
+        except DecodeError:
+            return "the message is not a ModelInferRequest"
+        except MalformedError as error:
+            return str(error)
+        return None
 
 
 def grpc_server(access: Access, relay: GrpcRelay, *, address: str) -> grpc.aio.Server:
@@ -115,16 +145,6 @@ def _refusal(code: grpc.StatusCode, reason: str) -> grpc.RpcMethodHandler:
         await context.abort(code, reason)
 
     return grpc.stream_stream_rpc_method_handler(answer)
-
-
-def _passed_on(context: Any) -> dict[str, Any]:
-    """Return deadline and metadata of a call, for the call that passes it on."""
-    metadata = [
-        (key, value)
-        for key, value in context.invocation_metadata() or ()
-        if key not in _NOT_PASSED_ON and not key.startswith("grpc-")
-    ]
-    return {"timeout": context.time_remaining(), "metadata": metadata}
 
 
 async def _fail(context: Any, error: grpc.aio.AioRpcError) -> NoReturn:

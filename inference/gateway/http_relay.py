@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+import re
 from http import HTTPStatus
 from pathlib import Path
 
@@ -22,17 +22,19 @@ from inference.gateway.rules import (
     shared_memory_problem,
     without_internal_names,
 )
+from inference.gateway.validation import MalformedError, check_generate, check_infer, parse_json
 
 BODY_TIMEOUT_S = 120.0  # for a request's body to arrive
 _METRICS_PATH = "/metrics"
 _INDEX_PATH = "/v2/repository/index"
-# Of one connection, or already dealt with here.
-_NOT_PASSED_ON = frozenset(
-    {
-        *("connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding"),
-        *("upgrade", "expect", "host", "content-length", "content-encoding", "authorization"),
-    }
+_JSON_LENGTH = "Inference-Header-Content-Length"
+# What the server looks at; a number that it cannot read in another header would end it.
+_PASSED_ON = frozenset(
+    {"accept", "content-type", "endpoint-load-metrics-format", _JSON_LENGTH.lower()}
 )
+_ACCEPT_ENCODING = "Accept-Encoding"
+_CODING = r"\s*[\w*-]+\s*(?:;\s*q=[01](?:\.[0-9]{0,3})?\s*)?"
+_CODINGS = re.compile(rf"{_CODING}(?:,{_CODING})*")
 _NOT_PASSED_BACK = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
 
 
@@ -75,9 +77,11 @@ class HttpRelay:
         try:
             self._check(request, is_open=self._rules.passes_http(request.method, request.path))
             body = await self._body(request)
-            if request.path.endswith("/register"):
-                body = _own_shared_memory(body)
+            if body is not None:
+                body = self._checked(request, body)
             return await _passed_on(self._session, request, body)
+        except MalformedError as error:
+            return _refusal(HTTPStatus.BAD_REQUEST, str(error))
         except _RefusedError as error:
             return _refusal(error.status, str(error))
 
@@ -129,6 +133,21 @@ class HttpRelay:
             raise _RefusedError(HTTPStatus.BAD_REQUEST, "the body cannot be decoded") from error
         return bytes(body)
 
+    def _checked(self, request: web.BaseRequest, body: bytes) -> bytes:
+        """Return a body of a form that the server reads. Raises MalformedError, _RefusedError."""
+        if request.path.endswith("/infer"):
+            lengths = request.headers.getall(_JSON_LENGTH, [])
+            if len(lengths) > 1:
+                raise MalformedError(f"{_JSON_LENGTH} stands twice")
+            check_infer(body, lengths[0] if lengths else None, limit=self._limit)
+        elif request.path.endswith(("/generate", "/generate_stream")):
+            check_generate(body)
+        elif request.path.endswith("/register"):
+            return _own_shared_memory(body)
+        elif body:
+            parse_json(body)
+        return body
+
     def _too_large(self) -> _RefusedError:
         return _RefusedError(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
@@ -146,26 +165,24 @@ def _session(socket: Path) -> aiohttp.ClientSession:
     )
 
 
-def _own_shared_memory(body: bytes | None) -> bytes:
-    """Return a request to register shared memory as it was understood here, and no other way.
+def _own_shared_memory(body: bytes) -> bytes:
+    """Return a request to register shared memory.
 
     Raises:
+        MalformedError: It is not JSON.
         _RefusedError: The memory is not a client's own.
     """
-    try:
-        content = json.loads(body or b"")
-        key = content["key"]
-    except (ValueError, KeyError, TypeError):
-        raise _RefusedError(HTTPStatus.BAD_REQUEST, "the body is not JSON with a key") from None
-    if problem := shared_memory_problem(key):
+    if problem := shared_memory_problem(parse_json(body).get("key")):
         raise _RefusedError(HTTPStatus.FORBIDDEN, problem)
-    return json.dumps(content).encode()
+    return body
 
 
 async def _passed_on(
     session: aiohttp.ClientSession, request: web.BaseRequest, body: bytes | None
 ) -> web.StreamResponse:
-    headers = _without(request.headers, _NOT_PASSED_ON)
+    headers = {name: text for name, text in request.headers.items() if name.lower() in _PASSED_ON}
+    if _CODINGS.fullmatch(codings := request.headers.get(_ACCEPT_ENCODING, "")):
+        headers[_ACCEPT_ENCODING] = codings
     url = URL(f"http://tritonserver{request.raw_path}", encoded=True)
     try:
         async with session.request(
@@ -180,7 +197,9 @@ async def _passed_on(
 async def _passed_back(
     request: web.BaseRequest, answer: aiohttp.ClientResponse
 ) -> web.StreamResponse:
-    headers = _without(answer.headers, _NOT_PASSED_BACK)
+    headers = {
+        name: text for name, text in answer.headers.items() if name.lower() not in _NOT_PASSED_BACK
+    }
     if answer.headers.get("Content-Type", "").startswith("text/event-stream"):
         return await _streamed(request, answer, headers)
     data = await answer.read()
@@ -201,10 +220,6 @@ async def _streamed(
         await response.write(part)
     await response.write_eof()
     return response
-
-
-def _without(headers: Mapping[str, str], names: frozenset[str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() not in names}
 
 
 def _without_reasons(index: bytes) -> bytes:

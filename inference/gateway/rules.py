@@ -33,6 +33,7 @@ _CALLS: tuple[str, ...] = (
 )
 _SHARED_MEMORY_CALLS = tuple(f"SystemSharedMemory{n}" for n in ("Status", "Register", "Unregister"))
 _HEALTH_CALLS = ("/grpc.health.v1.Health/Check", *(_SERVICE + n for n in _CALLS[:2]))
+INFER_CALL = f"{_SERVICE}ModelInfer"
 STREAM_CALL = f"{_SERVICE}ModelStreamInfer"
 INDEX_CALL = f"{_SERVICE}RepositoryIndex"
 REGISTER_CALL = f"{_SERVICE}SystemSharedMemoryRegister"

@@ -16,6 +16,7 @@ import fcntl
 import os
 import selectors
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -239,6 +240,23 @@ def user_prefix() -> str:
     return f"slipway-{os.getuid()}-"
 
 
+def close_segments(prefix: str) -> None:
+    """Keep other users out of the segments whose names begin with a prefix.
+
+    The Python backend makes them readable for everybody, whatever the umask, and all requests and
+    answers pass through them.
+    """
+    for path in SHM_FOLDER.glob(f"{prefix}*") if prefix else ():
+        with contextlib.suppress(OSError):
+            state = path.lstat()
+            if (
+                stat.S_ISREG(state.st_mode)
+                and state.st_uid == os.getuid()
+                and state.st_mode & 0o077
+            ):
+                path.chmod(0o600)
+
+
 def _remove_segments(prefix: str) -> None:
     for path in SHM_FOLDER.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
@@ -277,7 +295,8 @@ def _stop_leftovers(grace_s: float) -> None:
 class _Run:
     """The command and what is asked of it by signals."""
 
-    def __init__(self, command: list[str]) -> None:
+    def __init__(self, command: list[str], prefix: str) -> None:
+        self._prefix = prefix
         self._kill_at: float | None = None
         self._child = subprocess.Popen(command, preexec_fn=_die_with_parent)
         self._watch: ServerWatch | None = ServerWatch(self._child.pid)
@@ -297,6 +316,7 @@ class _Run:
         return status
 
     def _look(self, lifeline: int) -> None:
+        close_segments(self._prefix)
         if self._lifeline_ended(lifeline):
             self._end(self._child.terminate)
             self._kill_at = time.monotonic() + OWNER_LOST_GRACE_S
@@ -306,12 +326,12 @@ class _Run:
             sys.stdout.flush()
             self._end(self._child.kill)
 
-    @staticmethod
-    def _lifeline_ended(lifeline: int) -> bool:
+    def _lifeline_ended(self, lifeline: int) -> bool:
+        is_loading = self._watch is not None and not self._watch.is_ready
         # Not select(): it refuses descriptors from 1024 on, which a parent with many files passes.
         with selectors.DefaultSelector() as selector:
             selector.register(lifeline, selectors.EVENT_READ)
-            return bool(selector.select(4 * _POLL_S))
+            return bool(selector.select(_POLL_S if is_loading else 4 * _POLL_S))
 
     def _note_ready(self) -> None:
         if self._watch is not None:
@@ -330,7 +350,7 @@ def main(argv: list[str]) -> int:
     with shared_memory_of(prefix):
         status = -signal.SIGKILL
         try:
-            status = _Run(command).wait(lifeline)
+            status = _Run(command, prefix).wait(lifeline)
         finally:
             # Nothing is saved by processes whose server was killed.
             _stop_leftovers(LEFTOVER_GRACE_S if status != -signal.SIGKILL else 0.0)

@@ -7,16 +7,20 @@ it, and web pages in a browser on it.
 from __future__ import annotations
 
 import base64
+import contextlib
 import gzip
 import json
 import os
 import re
 import signal
 import socket
+import ssl
 import stat
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
-from http.client import HTTPConnection
+from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +32,7 @@ from tritonclient.grpc import service_pb2
 from inference.gateway.access import Access
 from inference.gateway.credentials import Credentials
 from inference.gateway.rules import SHARED_MEMORY_PREFIX
+from inference.server import supervisor
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
 from inference.server.supervisor import descendants
@@ -299,6 +304,86 @@ def test_a_body_in_a_million_pieces_does_not_end_the_server(server: TritonServer
     assert _still_answers(server)
 
 
+def _shaped(*shape: int, name: str = "x") -> dict[str, Any]:
+    return {"name": name, "shape": shape, "datatype": "UINT32", "data": [1, 2]}
+
+
+def test_no_form_of_a_request_ends_the_server(server: TritonServer) -> None:
+    """Each of these alone ended it, or was never answered (CVE-2025-23325, CVE-2026-24175, ...)."""
+    pid, infer = processes(server)[1], "/v2/models/double/infer"
+    deep = b"[" * 200_000
+    requests: list[tuple[str, bytes, dict[str, str]]] = [
+        (infer, deep, {}),
+        (infer, b'{"inputs":[],"parameters":' + b'{"a":' * 200_000, {}),
+        (infer, deep + b"]" * len(deep), {"Inference-Header-Content-Length": str(2 * len(deep))}),
+        ("/v2/models/double/generate", b'{"x":' + deep, {}),
+        ("/v2/models/double/generate_stream", b'{"x":' + deep, {}),
+        ("/v2/repository/index", b'{"ready":' + deep, {}),
+        *(
+            (infer, json.dumps({"inputs": [_shaped(*shape)]}).encode(), {})
+            for shape in ((2**63 - 1,), (1, 2**61), (1, 2**62 + 2), (2**62, 4), (0, 0))
+        ),
+        (infer, json.dumps({"inputs": [_shaped(1, 2)] * 10_000}).encode(), {}),
+        (infer, json.dumps({"parameters": {str(key): 1 for key in range(50_000)}}).encode(), {}),
+    ]
+    for path, body, headers in requests:
+        status, answer = _http(server, "POST", path, body, headers)
+        assert (status, b"error" in answer) == (400, True), (body[:60], answer)
+    headers = {"Accept-Encoding": "deflate;q=nan,gzip;q=1e999"}
+    assert _http(server, "POST", infer, json.dumps(INFER), headers)[0] == 200
+    assert processes(server)[1] == pid
+    assert _still_answers(server)
+
+
+def test_no_form_of_a_message_ends_the_server(server: TritonServer) -> None:
+    pid = processes(server)[1]
+    messages = [b"\xff" * 1000]
+    for shape in ((2**63 - 1,), (1, 2**61), (1, 2**62 + 2), (2**62, 4), (0, 0), (-1, -2)):
+        message = service_pb2.ModelInferRequest(model_name="double")
+        message.inputs.add(name="x", datatype="UINT32", shape=shape)
+        message.raw_input_contents.append(bytes(8))
+        messages.append(message.SerializeToString())
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        for message in messages:
+            for name in ("ModelInfer", "ModelStreamInfer"):
+                call = channel.stream_stream(CALLS + name)
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(call(iter([message]), timeout=30))
+                assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert processes(server)[1] == pid
+    assert _still_answers(server)
+
+
+def test_clients_that_leave_at_any_moment_do_no_harm(server: TritonServer) -> None:
+    pid = processes(server)[1]
+    message = service_pb2.ModelInferRequest(model_name="double")
+    message.inputs.add(name="x", datatype="UINT32", shape=(1, 2))
+    message.raw_input_contents.append(bytes(8))
+    requests = [message.SerializeToString()] * 20
+    with grpc.insecure_channel(server.grpc_url) as channel:
+        for turn in range(60):
+            # CVE-2025-23322: a stream that is cancelled before its requests are processed.
+            metadata = [("triton_grpc_error", "true")] if turn % 2 else None
+            call = channel.stream_stream(f"{CALLS}ModelStreamInfer")
+            stream = call(iter(requests), timeout=30, metadata=metadata)
+            time.sleep(turn % 5 / 1000)
+            stream.cancel()
+    body = json.dumps(INFER).encode()
+    head = b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+    for turn in range(60):
+        with socket.create_connection(server.http_url.split(":")) as client:
+            client.sendall(head % len(body) + body[: len(body) // (turn % 3 + 1)])
+            time.sleep(turn % 5 / 1000)
+    assert processes(server)[1] == pid
+    assert _still_answers(server)
+
+
+def test_other_users_cannot_read_the_servers_memory(server: TritonServer) -> None:
+    segments = list(supervisor.SHM_FOLDER.glob(f"{server._shm_prefix}*"))
+    assert len(segments) > 1
+    assert not [path for path in segments if stat.S_IMODE(path.stat().st_mode) & 0o077]
+
+
 def test_a_request_has_one_length(server: TritonServer) -> None:
     smuggled = b"POST /v2/repository/models/double/unload HTTP/1.1\r\nHost: localhost\r\n\r\n"
     head = b"POST /v2/models/double/infer HTTP/1.1\r\nHost: localhost\r\n"
@@ -336,6 +421,9 @@ def test_the_list_of_models_says_nothing_of_the_servers_inside(server: TritonSer
 # With keys: TLS, tokens, shared memory of clients.
 
 TOKEN = "6f1c6b0a8d2e4f7390ab12cd34ef56789a0b1c2d"
+# tritonclient's library for HTTP speaks no TLS from Python 3.12 on.
+HAS_HTTPS_CLIENT = sys.version_info < (3, 12)
+PROTOCOLS = ["grpc", "http"] if HAS_HTTPS_CLIENT else ["grpc"]
 
 
 @pytest.fixture(scope="module")
@@ -384,7 +472,7 @@ def _client(
     )
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_client_with_certificate_and_token_is_served(
     guarded: tuple[TritonServer, Path], protocol: str
 ) -> None:
@@ -396,7 +484,28 @@ def test_a_client_with_certificate_and_token_is_served(
             assert [frame["y"] for frame in client.stream("double", {"x": x})] == [[[6]]]
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
+@pytest.mark.parametrize("token", [None, TOKEN[::-1], TOKEN])
+def test_https_asks_for_the_token(guarded: tuple[TritonServer, Path], token: str | None) -> None:
+    server, folder = guarded
+    trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    connection = HTTPSConnection("localhost", server.http_port, timeout=30, context=trust)
+    with contextlib.closing(connection):
+        for path, is_open in (("/v2/health/ready", True), ("/v2/models/double", token == TOKEN)):
+            connection.request("GET", path, headers=headers)
+            response = connection.getresponse()
+            response.read()
+            assert response.status == (200 if is_open else 401)
+            connection.close()
+
+
+@pytest.mark.skipif(HAS_HTTPS_CLIENT, reason="this Python's client speaks TLS over HTTP")
+def test_client_without_https_says_what_to_use(guarded: tuple[TritonServer, Path]) -> None:
+    with pytest.raises(ValueError, match=r"use gRPC \(grpcs://\)"):
+        _client(guarded, "http", "token", "cert.pem")
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("token", [None, "wrong"])
 def test_without_the_token_only_health_is_seen(
     guarded: tuple[TritonServer, Path], protocol: str, token: str | None
@@ -423,9 +532,11 @@ def test_the_command_of_clients_takes_ca_and_token(
 
     server, folder = guarded
     keys = ["--ca", str(folder / "cert.pem"), "--token-file", str(folder / "token")]
-    assert main(["health", "--url", f"grpcs://localhost:{server.grpc_port}", *keys]) == 0
-    assert main(["health", "--url", f"https://localhost:{server.http_port}", *keys]) == 0
-    assert capsys.readouterr().out.count("double: READY") == 2
+    ports = {"grpcs": server.grpc_port, "https": server.http_port}
+    urls = [f"{scheme}://localhost:{port}" for scheme, port in ports.items()][: len(PROTOCOLS)]
+    for url in urls:
+        assert main(["health", "--url", url, *keys]) == 0
+    assert capsys.readouterr().out.count("double: READY") == len(urls)
     (folder / "open").write_text(TOKEN)
     (folder / "open").chmod(0o644)
     assert main(["health", *keys[:2], "--token-file", str(folder / "open")]) == 1

@@ -1,0 +1,164 @@
+"""Validation of requests: the form that tritonserver reads without ending, hanging or running away.
+
+Server 2.51 recurses once for each level of JSON, multiplies the sizes of a shape without looking
+for an overflow, searches all inputs for every input, and never answers a batch of no sequences. A
+request of a kilobyte is enough to end it. What is checked here it reads as it was read here: a body
+of JSON has one meaning, and no shape is larger than what was sent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+MOST_JSON_MB = 8
+_MOST_JSON_BYTES = MOST_JSON_MB << 20
+_MOST_ENTRIES = 256  # inputs, outputs or parameters of a request
+_MOST_LEVELS = 32
+_MOST_DIMENSIONS = 16
+_MEMORY = "shared_memory_region"
+
+
+class MalformedError(ValueError):
+    """A request that is not passed on; the message says why."""
+
+
+def check_infer(body: bytes, json_length: str | None, *, limit: int) -> None:
+    """Check the body of a request to `infer`.
+
+    Args:
+        body: JSON, followed by the bytes of tensors.
+        json_length: The header Inference-Header-Content-Length; without it all of it is JSON.
+        limit: Bytes of the largest request; a tensor in shared memory has no more elements.
+
+    Raises:
+        MalformedError: It has another form.
+    """
+    length = len(body)
+    if json_length is not None:
+        if not (json_length.isascii() and json_length.isdigit()) or int(json_length) > length:
+            raise MalformedError(
+                f"Inference-Header-Content-Length: {json_length[:40]} is not a length within a "
+                f"body of {length} bytes"
+            )
+        length = int(json_length)
+    request = parse_json(body[:length])
+    _check_count("parameters", _entry(request, "parameters", dict))
+    _check_count("outputs", _entry(request, "outputs", list))
+    inputs = _entry(request, "inputs", list)
+    _check_count("inputs", inputs)
+    for each in inputs:
+        if not isinstance(each, dict):
+            raise MalformedError("an input is not an object of JSON")
+        parameters = _entry(each, "parameters", dict)
+        _check_count("parameters", parameters)
+        shape = _entry(each, "shape", list)
+        if not all(type(size) is int for size in shape):
+            raise MalformedError(f"the shape of input {_short(each)} is not a list of integers")
+        check_shape(_short(each), shape, most=limit if _MEMORY in parameters else len(body))
+    for each in _entry(request, "outputs", list):
+        if isinstance(each, dict):
+            _check_count("parameters", _entry(each, "parameters", dict))
+
+
+def check_generate(body: bytes) -> None:
+    """Check the body of a request to `generate`. Raises MalformedError."""
+    request = parse_json(body)
+    _check_count("inputs", request)
+    _check_count("parameters", _entry(request, "parameters", dict))
+
+
+def check_message(message: Any, size_bytes: int, *, limit: int) -> None:
+    """Check a ModelInferRequest of gRPC, of `size_bytes`. Raises MalformedError."""
+    for name, entries in (
+        ("inputs", message.inputs),
+        ("outputs", message.outputs),
+        ("parameters", message.parameters),
+        *(("parameters", each.parameters) for each in message.inputs[: _MOST_ENTRIES + 1]),
+        *(("parameters", each.parameters) for each in message.outputs[: _MOST_ENTRIES + 1]),
+    ):
+        _check_count(name, entries)
+    for each in message.inputs:
+        most = limit if _MEMORY in each.parameters else size_bytes
+        check_shape(repr(each.name[:40]), each.shape, most=most)
+
+
+def check_shape(name: str, shape: Sequence[int], *, most: int) -> None:
+    """Check the shape of an input against the number of elements that can have been sent.
+
+    Raises:
+        MalformedError: It has too many dimensions or elements, or none in the first dimension.
+    """
+    if len(shape) > _MOST_DIMENSIONS:
+        raise MalformedError(
+            f"input {name} has {len(shape)} dimensions, {_MOST_DIMENSIONS} at most"
+        )
+    if any(size < 0 for size in shape) or (shape and shape[0] == 0):
+        text = str(list(shape))[:100]
+        raise MalformedError(f"input {name} has the shape {text}; sizes are positive")
+    if math.prod(shape) > most:
+        text = str(list(shape))[:100]
+        raise MalformedError(f"input {name} has the shape {text}, and fewer elements were sent")
+
+
+def parse_json(data: bytes) -> dict[str, Any]:
+    """Return an object of JSON that every parser reads alike.
+
+    Raises:
+        MalformedError: It is something else, larger than MOST_JSON_MB or too deep.
+    """
+    if len(data) > _MOST_JSON_BYTES:
+        raise MalformedError(
+            f"the JSON of a request may have {MOST_JSON_MB} MiB; send large tensors as binary data"
+        )
+    too_deep = MalformedError(f"the JSON has more than {_MOST_LEVELS} levels")
+    try:
+        value = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_refuse)
+    except RecursionError:
+        raise too_deep from None
+    except ValueError as error:
+        raise MalformedError(f"the body is not JSON: {str(error)[:200]}") from None
+    if not isinstance(value, dict):
+        raise MalformedError("the body is not an object of JSON")
+    containers: list[Any] = [value]
+    for _ in range(_MOST_LEVELS):
+        containers = [
+            inner
+            for outer in containers
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, (dict, list))
+        ]
+    if containers:
+        raise too_deep
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key stands twice")  # parsers differ in which one counts
+    return made
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number of JSON")
+
+
+def _entry(of: dict[str, Any], key: str, kind: type[Any]) -> Any:
+    value = of.get(key)
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise MalformedError(f"{key!r} is not {'a list' if kind is list else 'an object'} of JSON")
+    return value
+
+
+def _check_count(name: str, entries: Any) -> None:
+    if len(entries) > _MOST_ENTRIES:
+        raise MalformedError(f"the request has {len(entries)} {name}, {_MOST_ENTRIES} at most")
+
+
+def _short(of: dict[str, Any]) -> str:
+    return repr(of.get("name"))[:40]
