@@ -499,10 +499,13 @@ def test_https_asks_for_the_token(guarded: tuple[TritonServer, Path], token: str
             connection.close()
 
 
-@pytest.mark.skipif(HAS_HTTPS_CLIENT, reason="this Python's client speaks TLS over HTTP")
-def test_client_without_https_says_what_to_use(guarded: tuple[TritonServer, Path]) -> None:
-    with pytest.raises(ValueError, match=r"use gRPC \(grpcs://\)"):
-        _client(guarded, "http", "token", "cert.pem")
+def test_client_of_http_speaks_tls_or_says_what_does(guarded: tuple[TritonServer, Path]) -> None:
+    if HAS_HTTPS_CLIENT:
+        with _client(guarded, "http", "token", "cert.pem") as client:
+            assert client.is_ready()
+    else:
+        with pytest.raises(ValueError, match=r"use gRPC \(grpcs://\)"):
+            _client(guarded, "http", "token", "cert.pem")
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
