@@ -142,6 +142,7 @@ PARAMETERS: Mapping[str, Parameter] = {
         "16 on CUDA, 0 on CPU",
         "tokens of a block, 0 for blocks of whole sequences",
     ),
+    "share_prefixes": _engine(FLAG, "1", "0: every prompt is computed whole"),
     "max_queued_rows": _engine(whole(1, 1 << 31), "2048", "sequences that may wait"),
     "max_stall_s": _engine(seconds(3600), "0.25", "how much longer a step may take for prompts"),
     "threads": _engine(whole(1, 4096), "cores / ranks", "of the CPU, for each rank"),

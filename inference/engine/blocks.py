@@ -6,8 +6,13 @@ grows, or all at once where it may not be asked to give way.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
+
+import numpy as np
 
 from inference.model.kv_cache import TableEntry
 
@@ -40,6 +45,9 @@ class SlotPool:
 class BlockPool:
     """The blocks of a cache.
 
+    Blocks of equal beginnings are shared: a full block may be remembered by what its sequence has
+    up to its end, and serves other slots while nobody needs it for something else.
+
     Attributes:
         total: All of them; None where every slot has its own block, of which there is never a lack.
         reserved: Those of slots that took all they can ever need.
@@ -47,12 +55,16 @@ class BlockPool:
 
     def __init__(self, *, blocks: int | None = None, block_tokens: int = 1) -> None:
         self.total = blocks
+        self.block_tokens = block_tokens
         self.reserved = 0
-        self._size = block_tokens
-        self._free = list(range(blocks or 0))[::-1]
+        # Those without a user, the first to be taken first.
+        self._free = OrderedDict.fromkeys(range(blocks or 0))
+        self._users = [0] * (blocks or 0)
         self._held: dict[int, list[int]] = {}
         self._reserved_slots: set[int] = set()
         self._entries: dict[tuple[int, int], int] = {}
+        self._remembered: dict[bytes, int] = {}
+        self._beginnings: dict[int, bytes] = {}  # block -> what it is remembered by
 
     @property
     def free(self) -> int:
@@ -61,7 +73,7 @@ class BlockPool:
 
     def count(self, tokens: int) -> int:
         """Return how many blocks hold so many tokens."""
-        return 0 if self.total is None else -(-tokens // self._size)
+        return 0 if self.total is None else -(-tokens // self.block_tokens)
 
     def lacking(self, slot: int, tokens: int) -> int:
         """Return how many blocks more a slot needs to hold so many tokens."""
@@ -74,10 +86,45 @@ class BlockPool:
         """
         held = self._held.setdefault(slot, [])
         for _ in range(self.lacking(slot, tokens)):
-            block = self._free.pop()
-            self._entries[slot, len(held)] = block
-            held.append(block)
-        return len(held) * self._size
+            block = next(iter(self._free))
+            self._forget(block)
+            self._give(slot, block)
+        return len(held) * self.block_tokens
+
+    def used(self, beginnings: Sequence[bytes]) -> int:
+        """Return how many of a sequence's first blocks others hold now and would share."""
+        used = (
+            self._users[self._remembered[each]] if each in self._remembered else 0
+            for each in beginnings
+        )
+        return sum(1 for _ in itertools.takewhile(bool, used))
+
+    def own_from(self, slot: int) -> int:
+        """Return the first token of a slot that lies in a block nobody shares."""
+        shared = (self._users[block] > 1 for block in self._held.get(slot, ()))
+        return sum(1 for _ in itertools.takewhile(bool, shared)) * self.block_tokens
+
+    def share(self, slot: int, beginnings: Sequence[bytes]) -> int:
+        """Give a new slot the remembered blocks of its beginning; return the tokens they hold.
+
+        `beginnings` names what the sequence has up to the end of each of its first blocks.
+        """
+        held = self._held.setdefault(slot, [])
+        assert not held, f"slot {slot} has blocks"
+        for beginning in beginnings:
+            block = self._remembered.get(beginning)
+            if block is None:
+                break
+            self._give(slot, block)
+        return len(held) * self.block_tokens
+
+    def remember(self, slot: int, nth: int, beginning: bytes) -> None:
+        """Let others share a slot's block, all of whose tokens are being computed."""
+        if beginning not in self._remembered:
+            block = self._held[slot][nth]
+            self._forget(block)
+            self._remembered[beginning] = block
+            self._beginnings[block] = beginning
 
     def reserve(self, slot: int, tokens: int) -> None:
         """Give a slot all blocks that it can ever need."""
@@ -85,13 +132,19 @@ class BlockPool:
         self._reserved_slots.add(slot)
         self.reserved += len(self._held[slot])
 
-    def release(self, slot: int) -> None:
-        """Free what a slot holds."""
+    def release(self, slot: int, *, forget: bool = False) -> None:
+        """Free what a slot holds; with `forget` nobody is to share it any more."""
         held = self._held.pop(slot, [])
         if slot in self._reserved_slots:
             self._reserved_slots.remove(slot)
             self.reserved -= len(held)
-        self._free += held
+        for block in reversed(held):  # a beginning is of more use than what follows it
+            if forget:
+                self._forget(block)
+            self._users[block] -= 1
+            if not self._users[block]:
+                self._free[block] = None
+                self._free.move_to_end(block, last=block in self._beginnings)
         self._entries = {cell: b for cell, b in self._entries.items() if cell[0] != slot}
 
     def take_entries(self) -> list[TableEntry]:
@@ -99,3 +152,28 @@ class BlockPool:
         entries = [(slot, place, block) for (slot, place), block in self._entries.items()]
         self._entries.clear()
         return entries
+
+    def _give(self, slot: int, block: int) -> None:
+        self._free.pop(block, None)
+        self._users[block] += 1
+        held = self._held[slot]
+        self._entries[slot, len(held)] = block
+        held.append(block)
+
+    def _forget(self, block: int) -> None:
+        beginning = self._beginnings.pop(block, None)
+        if beginning is not None:
+            del self._remembered[beginning]
+
+
+def beginnings(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+    """Return a name of what a sequence has up to the end of each of its full blocks.
+
+    Names are cryptographic digests: clients choose the tokens, and no two beginnings may meet.
+    """
+    names, digest = [], b""
+    values = np.asarray(tokens, np.int64)
+    for first in range(0, len(values) - block_tokens + 1, block_tokens):
+        digest = hashlib.sha256(digest + values[first : first + block_tokens].tobytes()).digest()
+        names.append(digest)
+    return names

@@ -129,6 +129,13 @@ class Engine(EngineBase):
         """Sequences that could join now."""
         return self._scheduler.free_slots if self._scheduler is not None else 0
 
+    @property
+    def shared_prompt_tokens(self) -> tuple[int, int]:
+        """Tokens of prompts that others had computed, and of all that could have been."""
+        if self._scheduler is None:
+            return 0, 0
+        return self._scheduler.shared_tokens, self._scheduler.prompt_tokens
+
     def submit(
         self,
         request: GenerationRequest,
@@ -242,6 +249,7 @@ class Engine(EngineBase):
             chunk=ChunkSize(self.options.max_stall_s, **size),
             blocks=self._block_pool(),
             ranks_choose=on_gpu and self._settings.layout.world_size == 1,
+            shares_prefixes=self.options.share_prefixes,
             encoder_layers=_encoder_layers(self.architecture),
             session_idle_s=self.options.session_idle_s,
         )

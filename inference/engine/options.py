@@ -20,6 +20,8 @@ class EngineOptions:
         kv_cache_bytes: Memory for keys and values on each rank; None for a share of what is free.
         kv_block_tokens: Tokens of a block of the cache, 0 for blocks of whole sequences; None for
             these on CPU, where attention reads them fastest, and 16 on CUDA.
+        share_prefixes: Whether equal beginnings of prompts are computed once, where the cache has
+            blocks of a few tokens.
         max_queued_rows: Rows that may wait for slots before requests are refused.
         session_idle_s: How long an interactive session may pause before its memory is freed.
         max_stall_s: How long a step may take longer for the sake of other requests' prompts.
@@ -36,6 +38,7 @@ class EngineOptions:
     max_seq_len: int | None = None
     kv_cache_bytes: int | None = None
     kv_block_tokens: int | None = None
+    share_prefixes: bool = True
     max_queued_rows: int = 2048
     session_idle_s: float = 60.0
     max_stall_s: float = 0.25

@@ -109,6 +109,8 @@ class RunningRow:
     encoder_ids: list[int] | None = None  # of an encoder-decoder, whose prompt is the start id
     is_encoded: bool = True
     slots: list[int] = field(default_factory=list)
+    beginnings: list[bytes] = field(default_factory=list)  # of its blocks that can be shared
+    remembered: int = 0  # how many of them others can share by now
     room: float = math.inf  # tokens that its slot's blocks hold
     cached: int = 0  # tokens that have been in the cache
     forgotten: int = 0  # of these, how many no longer are: the first ones
@@ -162,6 +164,12 @@ class RunningRow:
         return self.request.options.return_context_embeddings and not self.resumes
 
     @property
+    def can_share(self) -> bool:
+        """Whether its prompt is nothing but tokens, and nothing is wanted of them."""
+        special = (self.embeddings, self.prefix_task, self.encoder_ids)
+        return special == (None, None, None) and not self.wants_prompt_logits | self.wants_pooled
+
+    @property
     def resumes(self) -> bool:
         """Whether the row gave way, and computes again what it had generated."""
         return len(self.prompt) > self.prompt_tokens
@@ -183,6 +191,7 @@ class RunningRow:
         self.prompt = self.prompt[: self.prompt_tokens] + list(generated)
         self.cached, self.forgotten = self.prefix_len, 0
         self.slots, self.next_ids = [], ()
+        self.beginnings, self.remembered = [], 0
 
 
 @dataclass(eq=False)

@@ -22,7 +22,7 @@ from inference.decoding.processors import context_log_prob
 from inference.decoding.request import RequestError
 from inference.decoding.rows import RowStep
 from inference.decoding.tensor_fields import Array
-from inference.engine.blocks import BlockPool, SlotPool
+from inference.engine.blocks import BlockPool, SlotPool, beginnings
 from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.planned_step import EncoderWork, PlannedStep, RowWork, lay_out
 from inference.engine.running import (
@@ -60,6 +60,7 @@ class Scheduler:
         encoder_layers: int = 0,
         session_idle_s: float = 60.0,
         ranks_choose: bool = False,
+        shares_prefixes: bool = False,
     ) -> None:
         """Start empty.
 
@@ -72,6 +73,7 @@ class Scheduler:
             encoder_layers: Of an encoder-decoder.
             session_idle_s: How long a session may pause.
             ranks_choose: Whether a rank takes best tokens itself, so that steps can overlap.
+            shares_prefixes: Whether equal beginnings of prompts are computed once.
         """
         self._decoder = decoder
         self._slots = SlotPool(slots)
@@ -79,6 +81,9 @@ class Scheduler:
         self._embedding_base = embedding_base
         self._chunk = chunk
         self._ranks_choose = ranks_choose
+        self._shares_prefixes = shares_prefixes
+        self.prompt_tokens = 0  # of prompts that could share their beginnings
+        self.shared_tokens = 0  # of these, how many others had computed
         self._requests: dict[RunningRequest, None] = {}  # in order of arrival
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
         self._moves: list[Move] = []
@@ -128,7 +133,8 @@ class Scheduler:
     def drop(self, request: RunningRequest) -> None:
         """Forget a request and free its slots."""
         for row in request.active:
-            self._release(row)
+            # What a failed step computed must serve nobody.
+            self._release(row, forget=True)
         for row in request.waiting:
             self._forget_choices(row)
         self._encoder.drop(request)
@@ -204,6 +210,8 @@ class Scheduler:
                 row.produced += work.samples
             if chooses and work.samples:
                 row.next_ids = _NEWEST
+            if work.is_prompt and row.beginnings:
+                self._remember_beginning(row)
 
     def finish(self, step: PlannedStep, result: StepResult, *, seconds: float) -> None:
         """Take in what a planned step computed: choose tokens, answer finished requests.
@@ -294,7 +302,7 @@ class Scheduler:
             return True
         others = [row for each in self._requests for row in each.active if not _stays(each)]
         if not _stays(request):
-            need = sum(blocks.count(row.prompt_len) for row in rows)
+            need = sum(blocks.count(row.prompt_len) - self._shared_blocks(row) for row in rows)
             most = max(self._slot_blocks(row) for row in rows)
             growth = min(len(others), blocks.total // _GROWTH_SHARE)
             return need + growth <= blocks.free and most <= blocks.total - blocks.reserved
@@ -308,12 +316,36 @@ class Scheduler:
         if self._blocks.total is None:
             return
         if not _stays(row.owner):
+            if row.beginnings:
+                self._share_beginning(row)
             row.room = self._blocks.extend(row.slots[0], row.prompt_len)
             return
         session = row.owner.session
         tokens = row.most_tokens if session is None else session.slot_tokens
         for slot in row.slots:
             self._blocks.reserve(slot, tokens)
+
+    def _shared_blocks(self, row: RunningRow) -> int:
+        """Return how many blocks of a waiting row's prompt others hold now."""
+        if not self._shares_prefixes or not row.can_share:
+            return 0
+        if not row.beginnings:  # all of the prompt but its last token, which is computed always
+            row.beginnings = beginnings(row.prompt[:-1], self._blocks.block_tokens)
+        return self._blocks.used(row.beginnings)
+
+    def _share_beginning(self, row: RunningRow) -> None:
+        """Take what others have computed of a row's prompt."""
+        row.cached = self._blocks.share(row.slots[0], row.beginnings)
+        row.remembered = row.cached // self._blocks.block_tokens
+        self.prompt_tokens += row.prompt_len
+        self.shared_tokens += row.cached
+
+    def _remember_beginning(self, row: RunningRow) -> None:
+        """Let others share the blocks of a row's prompt that are full by now."""
+        full = min(row.cached // self._blocks.block_tokens, len(row.beginnings))
+        for nth in range(row.remembered, full):
+            self._blocks.remember(row.slots[0], nth, row.beginnings[nth])
+        row.remembered = max(row.remembered, full)
 
     def _make_room(self, rows: list[RunningRow], *, under_way: bool) -> bool:
         """Give decoding rows the blocks of their next tokens; the newest rows give way for them.
@@ -461,11 +493,13 @@ class Scheduler:
         self._sessions.remember(row, result)
         self._forget_choices(row)
 
-    def _release(self, row: RunningRow) -> None:
+    def _release(self, row: RunningRow, *, forget: bool = False) -> None:
         """Free the slots of a row and forget it."""
-        self._free(row.slots)
+        # Blocks that others share are theirs to wipe, if their answers are not finite either.
+        wiped = [(WIPE, slot, self._blocks.own_from(slot), row.held) for slot in row.slots]
+        self._free(row.slots, forget=forget or row.wipe)
         if row.wipe:
-            self._moves += [(WIPE, slot, 0, row.held + 1) for slot in row.slots]
+            self._moves += wiped
         self._forget_choices(row)
 
     def _forget_choices(self, row: RunningRow) -> None:
@@ -474,10 +508,10 @@ class Scheduler:
             self._decoder.remove(row.handle)
             row.handle = None
 
-    def _free(self, slots: Sequence[int]) -> None:
+    def _free(self, slots: Sequence[int], *, forget: bool = False) -> None:
         self._slots.give_back(slots)
         for slot in slots:
-            self._blocks.release(slot)
+            self._blocks.release(slot, forget=forget)
         self._moves = [move for move in self._moves if move[1] not in slots]
 
     def _answer(self, owners: Iterable[RunningRequest], grown: Container[RunningRequest]) -> None:

@@ -38,7 +38,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def client(server: TritonServer) -> Iterator[TritonClient]:
-    with TritonClient(server.grpc_url, timeout_s=60) as connected:
+    with TritonClient(server.grpc_url, timeout_s=240) as connected:
         yield connected
 
 

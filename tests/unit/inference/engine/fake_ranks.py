@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from inference.decoding.tensor_fields import Array
-from inference.model.kv_cache import Move
+from inference.model.kv_cache import WIPE, Move
 from inference.model.token_feed import NEWEST, Chosen
 from inference.ranks.base import StepResult
 from inference.ranks.plan import StepPlan
@@ -38,12 +38,16 @@ class FakeRanks:
     def run(self, plan: StepPlan) -> StepResult:
         """Run a step; tokens are chosen where the plan says so."""
         self.steps += 1
-        saved = [self._read(source, stop)[start:] for source, _, start, stop in plan.moves]
+        copies = [move for move in plan.moves if move[0] != WIPE]
+        saved = [self._read(source, stop)[start:] for source, _, start, stop in copies]
+        for source, slot, start, stop in plan.moves:
+            for place in range(start, stop) if source == WIPE else ():
+                self._write(slot, place, NOTHING)
         cells = [(slot, place) for slot, place, _ in plan.entries]
         assert len(set(cells)) == len(cells), "a slot gets two blocks for one place"
         for slot, place, block in plan.entries:
             self._tables[slot, place] = block
-        for move, tokens in zip(plan.moves, saved, strict=True):
+        for move, tokens in zip(copies, saved, strict=True):
             self._copy(move, tokens)
         logits = self._logits(plan)
         chosen = None

@@ -15,12 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
-from inference.engine.blocks import BlockPool
+from inference.engine.blocks import BlockPool, beginnings
 from inference.engine.engine import Engine, EngineOptions
 from inference.engine.planned_step import PlannedStep
 from inference.engine.running import RunningRequest, make_row
 from inference.engine.scheduler import Scheduler
 from inference.engine.step_budget import ChunkSize
+from inference.model.kv_cache import WIPE
 from inference.ranks.base import StepResult
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
@@ -31,13 +32,14 @@ BLOCKS, SIZE, SLOTS, MOST_TOKENS = 24, 4, 6, 40
 
 
 class BlocksOfSlots(RuleBasedStateMachine):
-    """Slots take, reserve and release blocks in any order."""
+    """Slots take, share, reserve and release blocks in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(blocks=BLOCKS, block_tokens=SIZE)
         self.tables: dict[int, list[int]] = {}
         self.reserved: dict[int, int] = {}
+        self.contents: dict[int, bytes] = {}  # of remembered blocks
 
     @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, MOST_TOKENS))
     def extend(self, slot: int, tokens: int) -> None:
@@ -45,8 +47,24 @@ class BlocksOfSlots(RuleBasedStateMachine):
         if slot in self.reserved or self.pool.lacking(slot, tokens) > self.pool.free:
             return
         self.pool.extend(slot, tokens)
-        self._take(slot)
+        self._take(slot, fresh=True)
         assert len(self.tables[slot]) >= self.pool.count(tokens)
+
+    @rule(slot=st.integers(0, SLOTS - 1), prompt=st.lists(st.integers(0, 1), max_size=5))
+    def begin(self, slot: int, prompt: list[int]) -> None:
+        """A new slot shares what it can of a prompt of full blocks, and lets others share it."""
+        if self.tables.get(slot) or len(prompt) > self.pool.free:
+            return
+        names = beginnings([token for token in prompt for _ in range(SIZE)], SIZE)
+        assert len(names) == len(prompt)
+        shared = self.pool.share(slot, names) // SIZE
+        self._take(slot)
+        assert [self.contents[block] for block in self.tables[slot]] == names[:shared]
+        self.pool.extend(slot, len(prompt) * SIZE)
+        self._take(slot, fresh=True)
+        for nth, name in enumerate(names):
+            self.pool.remember(slot, nth, name)
+            self.contents.setdefault(self.tables[slot][nth], name)
 
     @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, MOST_TOKENS))
     def reserve(self, slot: int, tokens: int) -> None:
@@ -54,22 +72,25 @@ class BlocksOfSlots(RuleBasedStateMachine):
         if self.tables.get(slot) or self.pool.count(tokens) > self.pool.free:
             return
         self.pool.reserve(slot, tokens)
-        self._take(slot)
+        self._take(slot, fresh=True)
         self.reserved[slot] = len(self.tables[slot])
 
-    def _take(self, slot: int) -> None:
+    def _take(self, slot: int, *, fresh: bool = False) -> None:
         table = self.tables.setdefault(slot, [])
         for owner, place, block in self.pool.take_entries():
             assert owner == slot
             assert place == len(table)
+            if fresh:
+                assert all(block not in other for other in self.tables.values())
+                self.contents.pop(block, None)
             table.append(block)
 
     @precondition(lambda self: self.tables)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), forget=st.booleans())
+    def release(self, data: st.DataObject, forget: bool) -> None:
         """A slot ends."""
         slot = data.draw(st.sampled_from(sorted(self.tables)))
-        self.pool.release(slot)
+        self.pool.release(slot, forget=forget)
         del self.tables[slot]
         self.reserved.pop(slot, None)
 
@@ -81,14 +102,17 @@ class BlocksOfSlots(RuleBasedStateMachine):
         self.pool.extend(slot, tokens)
         self.pool.release(slot)
         assert not self.pool.take_entries()
+        self.tables.pop(slot, None)
 
     @invariant()
-    def every_block_has_one_place(self) -> None:
-        """Each block is free or of one slot."""
-        held = [block for table in self.tables.values() for block in table]
-        assert len(set(held)) == len(held)
+    def every_block_is_free_or_held(self) -> None:
+        """Slots hold the same block only where they begin alike."""
+        held = {block for table in self.tables.values() for block in table}
         assert len(held) + self.pool.free == BLOCKS
         assert self.pool.reserved == sum(self.reserved.values())
+        for block in held:
+            places = {t.index(block) for t in self.tables.values() if block in t}
+            assert len(places) == 1
 
 
 TestBlocksOfSlots = BlocksOfSlots.TestCase
@@ -109,6 +133,7 @@ class World:
             chunk=ChunkSize(0.1),
             blocks=self.pool,
             ranks_choose=overlap,
+            shares_prefixes=True,
         )
         self.ranks = FakeRanks(
             slots=SLOTS, blocks=blocks, block_tokens=SIZE, slot_blocks=blocks, vocab_size=VOCAB
@@ -202,7 +227,9 @@ def test_every_answer_is_that_of_a_request_alone(
         width = 2 if kind == "b" else 1
         # All that beams can need must fit.
         prompt_len, output_len = prompt_len // width + 1, output_len // width + 1
-        prompt = [draw.randrange(VOCAB) for _ in range(prompt_len)]
+        # Many prompts begin alike.
+        header = [7] * draw.randrange(prompt_len)
+        prompt = header + [draw.randrange(VOCAB) for _ in range(prompt_len - len(header))]
         sent.append((world.add(prompt, output_len, beam_width=width, top_k=3 if kind else 1), kind))
     world.run()
     for running, kind in sent:
@@ -246,6 +273,69 @@ def test_the_newest_row_gives_way_and_the_oldest_never_does() -> None:
     assert gave_way
     world.run()
     assert output_of(newest) == answer([4, 5, 6], 40, VOCAB)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_equal_beginnings_are_computed_once(overlap: bool) -> None:
+    header = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    world = World(overlap=overlap)
+    first = world.add([*header, 8], 5)
+    for _ in range(3):
+        world.turn()
+    others = [world.add([*header, 9], 5), world.add(header[:5], 5), world.add(header[:8], 5)]
+    world.run()
+    for running in (first, *others):
+        (row,) = running.request.rows
+        assert output_of(running) == answer(row.input_ids, 5)
+    # Two full blocks, one, and one: the last token is computed in any case.
+    assert world.scheduler.shared_tokens == (2 + 1 + 1) * SIZE
+    late = world.add([*header, 9, 9], 5)
+    world.run()
+    assert output_of(late) == answer([*header, 9, 9], 5)
+    assert world.scheduler.shared_tokens == (2 + 1 + 1 + 2) * SIZE
+
+
+def test_values_that_are_not_finite_are_wiped_where_nobody_shares_them() -> None:
+    header = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    world = World(overlap=False)
+    failing = world.add([*header, 8], 9)
+    for _ in range(2):
+        world.turn()
+    other = world.add([*header, 9], 5)
+    world.turn()
+    (row,) = failing.active
+    (slot,), end = row.slots, row.held
+    row.wipe = True
+    world.scheduler.drop(failing)
+    step = world.scheduler.plan()
+    assert step is not None
+    assert [move for move in step.plan.moves if move[0] == WIPE] == [(WIPE, slot, 2 * SIZE, end)]
+    world.scheduler.finish(step, world.ranks.run(step.plan), seconds=0.01)
+    world.run()
+    assert output_of(other) == answer([*header, 9], 5)
+
+
+def test_a_common_beginning_takes_its_blocks_once() -> None:
+    header = [7] * 2 * SIZE
+    world = World(blocks=2 + 3, overlap=False)
+    sent = [world.add([*header, number], SIZE - 1) for number in range(3)]
+    world.turn()
+    assert [len(running.active) for running in sent] == [1, 0, 0]
+    world.turn()
+    assert [len(running.active) for running in sent] == [1, 1, 1]  # three blocks each, alone
+    world.run()
+    for number, running in enumerate(sent):
+        assert output_of(running) == answer([*header, number], SIZE - 1)
+
+
+def test_what_a_failed_request_computed_is_not_shared() -> None:
+    world = World(overlap=False)
+    failing = world.add([3, 1, 4, 1, 5, 9], 30)
+    world.turn()
+    world.scheduler.drop(failing)
+    world.add([3, 1, 4, 1, 5, 9], 5)
+    world.run()
+    assert world.scheduler.shared_tokens == 0
 
 
 def test_cancelled_rows_leave_nothing_behind_while_a_step_is_under_way() -> None:
