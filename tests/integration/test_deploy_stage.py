@@ -47,7 +47,7 @@ def one_process(results: Path, *texts: str) -> int:
 
 
 def answer(endpoint: dict[str, Any]) -> str:
-    with TritonClient(f"127.0.0.1:{endpoint['grpc']}", timeout_s=60) as client:
+    with TritonClient(f"127.0.0.1:{endpoint['grpc']}", timeout_s=240) as client:
         return client.generate_text(["It was"], output_len=4)[0][0]
 
 

@@ -150,7 +150,7 @@ class Service:
 
 
 def tokens(endpoint: dict[str, Any], prompt: list[int], count: int) -> list[int]:
-    with TritonClient(f"{endpoint['host']}:{endpoint['grpc']}", timeout_s=60) as client:
+    with TritonClient(f"{endpoint['host']}:{endpoint['grpc']}", timeout_s=240) as client:
         outputs = client.infer(
             endpoint["model"],
             {
@@ -228,7 +228,7 @@ def test_encoder_over_two_nodes_gives_the_recorded_states_until_it_is_asked_to_e
         "input_hidden_state": states,
         "sequence_lengths": np.array([[states.shape[1]]], np.int32),
     }
-    with TritonClient(f"{endpoint['host']}:{endpoint['grpc']}", timeout_s=60) as client:
+    with TritonClient(f"{endpoint['host']}:{endpoint['grpc']}", timeout_s=240) as client:
         hidden = client.infer(endpoint["model"], request)["output_hidden_state"]
     # fp32 on both sides; what remains is the order of sums.
     np.testing.assert_allclose(hidden[0], np.load(golden / "output_hidden_state.npy"), atol=1e-3)

@@ -87,7 +87,7 @@ def server(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[T
 
 @pytest.fixture(scope="module")
 def client(server: TritonServer) -> Iterator[TritonClient]:
-    with TritonClient(server.grpc_url, timeout_s=60) as connected:
+    with TritonClient(server.grpc_url, timeout_s=240) as connected:
         yield connected
 
 

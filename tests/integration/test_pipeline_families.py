@@ -87,7 +87,7 @@ def test_generating_checkpoint_is_converted_and_served(
     command.append("export.triton_deployment.ensemble=false")  # the source has no tokenizer
     with served(folder_of(tmp_path, choice), *command) as endpoint:
         assert (endpoint["model"], endpoint["ensemble"]) == ("tiny", None)
-        with TritonClient(f"127.0.0.1:{endpoint['grpc']}", timeout_s=60) as client:
+        with TritonClient(f"127.0.0.1:{endpoint['grpc']}", timeout_s=240) as client:
             outputs = client.infer("tiny", request)
     answer = expected if has_encoder else prompt + expected
     assert outputs["output_ids"][0, 0, : len(answer)].tolist() == answer
@@ -114,7 +114,7 @@ def test_encoder_checkpoint_is_converted_and_served(
         request = {"input_ids": ids, "sequence_length": column(len(prompt))}
     with served(folder_of(tmp_path, choice), *command) as endpoint:
         assert (endpoint["model"], endpoint["ensemble"]) == ("tiny", None)
-        with TritonClient(f"127.0.0.1:{endpoint['grpc']}", timeout_s=60) as client:
+        with TritonClient(f"127.0.0.1:{endpoint['grpc']}", timeout_s=240) as client:
             hidden = client.infer("tiny", request)["output_hidden_state"]
     # fp32 on both sides; what remains is the order of sums.
     np.testing.assert_allclose(hidden[0], expected, atol=1e-3)

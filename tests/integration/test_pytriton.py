@@ -159,7 +159,7 @@ def ask(
         "request_output_len": as_tensor(lengths, "UINT32"),
     }
     tensors |= {name: as_tensor([value] * len(prompts), "UINT32") for name, value in more.items()}
-    with TritonClient(f"127.0.0.1:{port}", protocol=protocol, timeout_s=60) as client:
+    with TritonClient(f"127.0.0.1:{port}", protocol=protocol, timeout_s=240) as client:
         return client.infer(model, tensors)
 
 

@@ -53,7 +53,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
         log_path=tmp_path_factory.mktemp("log") / "triton.log",
         extra_args=[f"--backend-directory={backends}"],
     ) as running:
-        running.start(timeout_s=60)
+        running.start(timeout_s=240)
         yield running
 
 

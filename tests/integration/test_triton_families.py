@@ -56,7 +56,7 @@ def repository(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def client(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonClient]:
     with new_server(repository, tmp_path_factory.mktemp("log")) as server:
         server.start(timeout_s=240)
-        with TritonClient(server.grpc_url, timeout_s=60) as connected:
+        with TritonClient(server.grpc_url, timeout_s=240) as connected:
             yield connected
 
 

@@ -40,7 +40,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def client(server: TritonServer) -> Iterator[TritonClient]:
-    with TritonClient(server.grpc_url, timeout_s=60) as connected:
+    with TritonClient(server.grpc_url, timeout_s=240) as connected:
         yield connected
 
 
@@ -93,7 +93,7 @@ def test_http_and_grpc_give_the_same_answers(
     server: TritonServer, client: TritonClient, greedy_cases: Cases
 ) -> None:
     request = _request(greedy_cases[0]["input_ids"])
-    with TritonClient(server.http_url, protocol="http", timeout_s=60) as http:
+    with TritonClient(server.http_url, protocol="http", timeout_s=240) as http:
         answer = http.infer(MODEL, request)
         text = http.generate_text([greedy_cases[0]["prompt"]], output_len=NEW_TOKENS)
         assert http.is_ready("ensemble")

@@ -55,7 +55,7 @@ def _ask(server: TritonServer, *, model: str = "double") -> list[int]:
 def test_server_serves_on_chosen_ports_and_leaves_nothing_behind(tmp_path: Path) -> None:
     messages: list[str] = []
     with new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path) as server:
-        server.start(timeout_s=60, progress=messages.append)
+        server.start(timeout_s=240, progress=messages.append)
         assert messages == ["loading double", "double loaded (1 of 1)", "ready"]
         assert server.models == ("double",)
         assert len({server.http_port, server.grpc_port, server.metrics_port, 0}) == 4
@@ -71,7 +71,7 @@ def test_failing_model_stops_the_start_with_its_own_words(tmp_path: Path) -> Non
     repository = add_model(tmp_path / "repo", "double", DOUBLE)
     server = new_server(add_model(repository, "bad", FAILING), tmp_path)
     with pytest.raises(ServerStartError) as caught:
-        server.start(timeout_s=60)
+        server.start(timeout_s=240)
     assert caught.value.reasons == (
         "model bad: Internal: ValueError: model.wte.bin is missing\n"
         "model.wpe.bin has 3 bytes, expected 8",
@@ -124,7 +124,7 @@ def test_repository_may_have_any_name(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
         with new_server(folder, tmp_path) as server:
-            server.start(timeout_s=60)
+            server.start(timeout_s=240)
             assert server.models == ("double",)
     assert list((tmp_path / "temporary").iterdir()) == []
     assert (folder / "double" / "1" / "model.py").exists()
@@ -132,7 +132,7 @@ def test_repository_may_have_any_name(tmp_path: Path) -> None:
 
 def test_server_listens_on_loopback_only_unless_told(tmp_path: Path) -> None:
     with new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path) as server:
-        server.start(timeout_s=60)
+        server.start(timeout_s=240)
         listening = _listening_addresses({server.http_port, server.grpc_port, server.metrics_port})
     assert listening == {"127.0.0.1"}
 
@@ -150,7 +150,7 @@ def test_only_the_owner_may_unload_models_of_a_server_that_others_can_reach(
         log_path=tmp_path / "log",
     )
     with server:
-        server.start(timeout_s=60)
+        server.start(timeout_s=240)
         assert server.failure() is None
         url = f"http://{server.http_url}/v2/repository/models/double/unload"
         with pytest.raises(urllib.error.HTTPError) as caught:
@@ -174,7 +174,7 @@ def _listening_addresses(ports: set[int]) -> set[str]:
 def test_stop_lets_running_requests_finish(tmp_path: Path) -> None:
     answers: list[list[int]] = []
     with new_server(add_model(tmp_path / "repo", "double", SLOW_ANSWER), tmp_path) as server:
-        server.start(timeout_s=60)
+        server.start(timeout_s=240)
         asking = threading.Thread(target=lambda: answers.append(_ask(server)))
         asking.start()
         time.sleep(0.5)
@@ -190,7 +190,7 @@ def test_killed_owner_takes_the_whole_server_along(tmp_path: Path) -> None:
         from pathlib import Path
         from tests.integration.triton_process import new_server, processes
         server = new_server(Path({str(tmp_path / "repo")!r}), Path({str(tmp_path)!r}))
-        server.start(timeout_s=60)
+        server.start(timeout_s=240)
         print(*processes(server), server._sockets.folder, flush=True)
         time.sleep(60)
     """
@@ -213,7 +213,7 @@ def test_killed_owner_takes_the_whole_server_along(tmp_path: Path) -> None:
 
 def test_crash_of_the_server_is_noticed_and_its_stub_ends(tmp_path: Path) -> None:
     with new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path) as server:
-        server.start(timeout_s=60)
+        server.start(timeout_s=240)
         supervisor, tritonserver, *others = processes(server)
         os.kill(tritonserver, signal.SIGKILL)
         until(lambda: server.poll() is not None)
@@ -223,7 +223,7 @@ def test_crash_of_the_server_is_noticed_and_its_stub_ends(tmp_path: Path) -> Non
 
 def test_killed_supervisor_leaves_no_process_behind(tmp_path: Path) -> None:
     server = new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path)
-    server.start(timeout_s=60)
+    server.start(timeout_s=240)
     running = processes(server)
     os.kill(running[0], signal.SIGKILL)
     until(lambda: not [pid for pid in running if lives(pid)])

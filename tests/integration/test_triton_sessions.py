@@ -46,7 +46,7 @@ def server(
 
 @pytest.fixture(scope="module")
 def client(server: TritonServer) -> Iterator[TritonClient]:
-    with TritonClient(server.grpc_url, timeout_s=60) as connected:
+    with TritonClient(server.grpc_url, timeout_s=240) as connected:
         yield connected
 
 
@@ -134,7 +134,7 @@ def test_a_session_forgets_what_its_memory_does_not_hold(
 
 
 def test_http_holds_sessions_too(server: TritonServer, client: TritonClient) -> None:
-    with TritonClient(server.http_url, protocol="http", timeout_s=60) as http:
+    with TritonClient(server.http_url, protocol="http", timeout_s=240) as http:
         assert _talk(http, 30, [[5, 6, 7], [8]]) == _talk(client, 31, [[5, 6, 7], [8]])
 
 

@@ -104,7 +104,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     folder = tmp_path_factory.mktemp("strangers")
     repository = add_model(folder / "repo", "double", DOUBLE)
     with _server(repository, folder, Access(max_request_mb=LIMIT_MB)) as server:
-        server.start(timeout_s=60)
+        server.start(timeout_s=240)
         yield server
 
 
@@ -453,7 +453,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TritonSe
     )
     repository = add_model(folder / "repo", "double", DOUBLE)
     with _server(repository, folder, access) as server:
-        server.start(timeout_s=60)
+        server.start(timeout_s=240)
         yield server, folder
 
 
@@ -576,7 +576,7 @@ def test_clients_share_memory_of_their_own_alone(guarded: tuple[TritonServer, Pa
 def test_killed_gateway_is_noticed(tmp_path: Path) -> None:
     repository = add_model(tmp_path / "repo", "double", DOUBLE)
     with _server(repository, tmp_path, Access()) as server:
-        server.start(timeout_s=60)
+        server.start(timeout_s=240)
         assert server.failure() is None
         port = f"--http-port={server.http_port}"
         (gateway,) = [
