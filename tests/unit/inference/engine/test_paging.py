@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.blocks import BlockPool, beginnings
 from inference.engine.engine import Engine, EngineOptions
 from inference.engine.planned_step import PlannedStep
-from inference.engine.running import RunningRequest, make_row
+from inference.engine.running import OnStep, RunningRequest, make_row
 from inference.engine.scheduler import Scheduler
 from inference.engine.step_budget import ChunkSize
 from inference.model.kv_cache import WIPE
@@ -29,6 +31,7 @@ from tests.unit.inference.engine.fake_ranks import FakeRanks, next_token
 
 VOCAB, END = 50, 13
 BLOCKS, SIZE, SLOTS, MOST_TOKENS = 24, 4, 6, 40
+STEP_S, TOKEN_S = 0.01, 0.0001  # of a simulated step, and of each of its tokens
 
 
 class BlocksOfSlots(RuleBasedStateMachine):
@@ -122,13 +125,13 @@ TestBlocksOfSlots.settings = settings(max_examples=15, stateful_step_count=25, d
 class World:
     """A scheduler, ranks that keep tokens, and the loop between them."""
 
-    def __init__(self, *, blocks: int = BLOCKS, overlap: bool) -> None:
+    def __init__(self, *, blocks: int = BLOCKS, slots: int = SLOTS, overlap: bool) -> None:
         decoder = BatchDecoder(DecodingConfig(vocab_size=VOCAB))
         self.pool = BlockPool(blocks=blocks, block_tokens=SIZE)
-        self.blocks = blocks
+        self.blocks, self.slots = blocks, slots
         self.scheduler = Scheduler(
             decoder,
-            slots=SLOTS,
+            slots=slots,
             embedding_base=VOCAB,
             chunk=ChunkSize(0.1),
             blocks=self.pool,
@@ -136,10 +139,11 @@ class World:
             shares_prefixes=True,
         )
         self.ranks = FakeRanks(
-            slots=SLOTS, blocks=blocks, block_tokens=SIZE, slot_blocks=blocks, vocab_size=VOCAB
+            slots=slots, blocks=blocks, block_tokens=SIZE, slot_blocks=blocks, vocab_size=VOCAB
         )
         self.under_way: tuple[PlannedStep, StepResult] | None = None
         self.overlapped = 0
+        self.now_s = 0.0
         self._arrivals = 0
 
     def add(
@@ -150,13 +154,16 @@ class World:
         beam_width: int = 1,
         top_k: int = 1,
         end_id: int = END,
+        on_step: OnStep | None = None,
     ) -> RunningRequest:
         """Send a request of one row."""
         ids = tuple(prompt)
         options = RowOptions(end_id=end_id, beam_width=beam_width, top_k=top_k, random_seed=1)
         row = RowRequest(ids, output_len, options, context_ids=ids, returned_ids=ids)
         self._arrivals += 1
-        running = RunningRequest(GenerationRequest((row,), len(ids)), Future(), self._arrivals)
+        running = RunningRequest(
+            GenerationRequest((row,), len(ids)), Future(), self._arrivals, on_step
+        )
         running.results, running.pooled = [None], [None]
         running.waiting = [make_row(running, 0, row, vocab_size=VOCAB, table_rows={})]
         self.scheduler.add(running)
@@ -177,7 +184,9 @@ class World:
         return busy
 
     def _finish(self, launched: tuple[PlannedStep, StepResult]) -> None:
-        self.scheduler.finish(*launched, seconds=0.01)
+        seconds = STEP_S + TOKEN_S * len(launched[0].plan.ids)
+        self.now_s += seconds
+        self.scheduler.finish(*launched, seconds=seconds)
 
     def run(self) -> None:
         """Answer everything; all blocks must come back."""
@@ -185,7 +194,7 @@ class World:
             pass
         assert self.scheduler.idle
         assert self.pool.free == self.blocks
-        assert self.scheduler.free_slots == SLOTS
+        assert self.scheduler.free_slots == self.slots
 
 
 def answer(prompt: Sequence[int], output_len: int, end_id: int = END) -> tuple[int, ...]:
@@ -336,6 +345,41 @@ def test_what_a_failed_request_computed_is_not_shared() -> None:
     world.add([3, 1, 4, 1, 5, 9], 5)
     world.run()
     assert world.scheduler.shared_tokens == 0
+
+
+@pytest.mark.soak
+def test_requests_that_arrive_at_random_are_answered_in_time(soak: int) -> None:
+    """Arrivals at four fifths of the rate that the simulated device can serve, at most 10,000."""
+    draw = random.Random(3)
+    world = World(blocks=480, slots=32, overlap=True)
+    count = min(300 * soak, 10_000)
+    asked = [(draw.randint(2, 120), draw.randint(1, 40)) for _ in range(count)]
+    # Full steps give a token to each of 32 sequences; prompts share the steps.
+    busy_s = sum(prompt * TOKEN_S + tokens * (STEP_S / 32 + TOKEN_S) for prompt, tokens in asked)
+    arrivals = itertools.accumulate(draw.expovariate(0.8 * count / busy_s) for _ in asked)
+    sent: list[tuple[RunningRequest, float, list[float]]] = []
+    for at, (prompt_len, tokens) in zip(arrivals, asked, strict=True):
+        while world.now_s < at and world.turn():
+            pass
+        world.now_s = max(world.now_s, at)
+        prompt = [draw.randrange(VOCAB) for _ in range(prompt_len)]
+        frames: list[float] = []
+        clock = partial(_note_time, world, frames)
+        running = world.add(prompt, tokens, end_id=VOCAB, on_step=clock)
+        running.future.add_done_callback(clock)
+        sent.append((running, at, frames))
+    world.run()
+    for running, _, _ in sent:
+        (row,) = running.request.rows
+        assert output_of(running) == answer(row.input_ids, row.output_len, end_id=VOCAB)
+    first_s = sorted(frames[0] - at for _, at, frames in sent)
+    assert first_s[count // 2] < 0.15
+    assert first_s[99 * count // 100] < 1.5
+    assert first_s[-1] < 2.0
+
+
+def _note_time(world: World, frames: list[float], _: object) -> None:
+    frames.append(world.now_s)
 
 
 def test_cancelled_rows_leave_nothing_behind_while_a_step_is_under_way() -> None:
