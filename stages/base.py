@@ -1,7 +1,7 @@
-"""What a stage is: a picklable callable with plain data, that knows its inputs and its outputs.
+"""Base class of the stages: a picklable callable with plain data, its inputs and its outputs.
 
 A stage does not know where it runs. What it leaves behind is recognised later by a marker: the
-part of its configuration that decides its outputs, saved beside them.
+part of its configuration that decides its outputs, saved next to them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Summary = dict[str, Any]
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks of a cluster. None leaves the choice to the cluster.
+    """Resources that a job requests. None leaves the choice to the cluster.
 
     Attributes:
         time_limit_min: the job is ended after this many minutes.
@@ -40,7 +40,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What every stage needs besides its own configuration.
+    """Settings of a stage's job, the same for every stage.
 
     Attributes:
         name: name of the job.
@@ -58,12 +58,12 @@ class JobSettings:
 
     @property
     def progress_path(self) -> Path:
-        """Where the job says how far it is."""
+        """The progress that the job reports."""
         return self.folder / "progress.json"
 
 
 class Standing(Enum):
-    """How a stage's outputs on disk relate to its configuration."""
+    """Relation of a stage's outputs on disk to its configuration."""
 
     MISSING = "missing"
     FINISHED = "finished"
@@ -86,8 +86,8 @@ class Finding:
 class StageError(RuntimeError):
     """A stage that ran and failed for a reason a user can act on; shown without a traceback.
 
-    `exit_code` becomes the exit status of the command; `summary` is what there is to say about the
-    result in spite of the failure.
+    `exit_code` becomes the exit status of the command; `summary` describes what was done
+    in spite of the failure.
     """
 
     exit_code: int = 1
@@ -98,7 +98,7 @@ class StageError(RuntimeError):
 
 
 class Stage(Checkpointable):
-    """Base of the four stages. Subclasses say what they need and leave, and do it in `run`."""
+    """Base of the four stages. Subclasses declare their inputs and outputs, and work in `run`."""
 
     name: ClassVar[str]
     # Whether outputs of another configuration, or of inputs that have changed since, stop the run.
@@ -110,11 +110,11 @@ class Stage(Checkpointable):
         self.job = job
 
     def check(self) -> list[str]:
-        """Return every problem visible before the job starts; empty if there is none."""
+        """Return every problem that can be found before the job starts."""
         raise NotImplementedError
 
     def resources(self) -> Resources:
-        """Return what the job asks of a cluster."""
+        """Return the resources that the job requests."""
         return self.job.resources
 
     def outputs(self) -> list[Path]:
@@ -122,7 +122,7 @@ class Stage(Checkpointable):
         raise NotImplementedError
 
     def identity(self) -> dict[str, Any]:
-        """Return configuration keys and values that decide the outputs, as JSON keeps them."""
+        """Return the configuration keys and values that decide the outputs, in their JSON form."""
         raise NotImplementedError
 
     def inputs(self) -> list[Path]:
@@ -138,35 +138,35 @@ class Stage(Checkpointable):
         return None
 
     def ask_to_stop(self) -> bool:
-        """Ask the running stage, wherever it is, to end in order; False if it does not listen."""
+        """Ask the running stage, wherever it is, to shut down; False if it cannot be asked."""
         return False
 
     def other_logs(self, job_id: str) -> list[Path]:
-        """Return logs besides the job's own that explain a failure, where they exist."""
+        """Return the logs, apart from the job's own, that explain a failure; those that exist."""
         del job_id
         return []
 
     def stop_grace_s(self) -> float:
-        """Return how long the job may take to end in order when it is asked to."""
+        """Return the seconds that the job may take to shut down."""
         return 15.0
 
     def run(self, progress: Progress) -> Summary:
-        """Do the work and return what there is to say about the result."""
+        """Do the work and return a summary of the result."""
         raise NotImplementedError
 
     def assist(self, place: LaunchEnvironment) -> None:
-        """Do the part of a process beside the first, in a job of several; most have none.
+        """Do the part of a process other than the first, in a job of several; most have none.
 
         The first process calls the stage itself. This returns when the part is done.
         """
         del place
 
     def damage(self) -> list[str]:
-        """Return what is wrong with outputs that a marker says are finished."""
+        """Return the problems of outputs that their marker calls finished."""
         return []
 
     def notes(self) -> list[str]:
-        """Return what a user should know before the job starts, such as a path that was chosen."""
+        """Return remarks to show before the job starts, such as a path that was chosen."""
         return []
 
     def finding(self) -> Finding:
@@ -240,7 +240,7 @@ class Stage(Checkpointable):
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Return what tells one state of a file or folder from another without reading it.
+    """Return a fingerprint of a file or folder, without reading its contents.
 
     Size in bytes and newest modification time (ns); of a folder, over all its files.
     """

@@ -13,7 +13,7 @@ from export_scripts.ft.layout import ft_directory
 from stages.base import JobSettings, Stage, StageError, Summary, as_json
 from stages.progress import Progress
 
-# Words of the configuration, for messages.
+# Configuration keys, for messages.
 KEYS: Mapping[str, str] = {
     "checkpoint_path": "export.model.checkpoint_path",
     "output_dir": "export.triton_deployment.triton_model_dir",
@@ -67,7 +67,7 @@ class ConvertStage(Stage):
 
         request = self._found()
         if self.marker_path().exists():
-            # What the folder of an earlier run holds is compared, and told, by `finding`.
+            # `finding` compares the folder of an earlier run, and reports it.
             request = replace(request, overwrite=True)
         return check_conversion(request, names=KEYS)
 
@@ -76,7 +76,7 @@ class ConvertStage(Stage):
         return [self.ft_dir]
 
     def marker_path(self) -> Path:
-        """Return the marker beside the folder; the folder holds exactly the loader's files."""
+        """Return the marker, next to the folder, which holds exactly the loader's files."""
         return self.ft_dir.with_name(f"{self.ft_dir.name}.convert.json")
 
     def identity(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class ConvertStage(Stage):
         return [f"{self.ft_dir} is damaged: {problem}; {remedy}" for problem in problems]
 
     def notes(self) -> list[str]:
-        """Say which folder was taken in place of the configured one."""
+        """Return a remark if another folder was taken in place of the configured one."""
         asked = self.request.checkpoint_path
         if self.checkpoint_path == asked:
             return []
@@ -123,7 +123,7 @@ class ConvertStage(Stage):
         """Convert.
 
         Raises:
-            CheckpointMismatchError: the checkpoint is not what it has to be.
+            CheckpointMismatchError: the checkpoint lacks what the layout needs, or holds more.
             StageError: it cannot be read, or there is no room for the shards.
         """
         from export_scripts.conversion.convert import convert
@@ -156,8 +156,8 @@ def find_checkpoint(path: Path) -> Path:
     """Return `path`, or its twin `checkpoints` <-> `results/checkpoints` when only that exists.
 
     Guides of the NeMo launcher name the first, its shipped configuration the second. The root of a
-    Hugging Face cache folder stands for the snapshot in it, and a folder for the only .nemo file in
-    it when it holds no checkpoint of another kind.
+    Hugging Face cache folder is replaced by the snapshot in it, and a folder by the only .nemo file
+    in it when it holds no checkpoint of another kind.
     """
     near, far = _CHECKPOINT_FOLDERS
     twin = path

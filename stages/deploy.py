@@ -18,7 +18,7 @@ from stages.server_starts import announce_end, rank_command, take_part
 from stages.service import Service
 from stages.serving import server_environment, server_prefix
 
-# Besides the time to drain: the models unload.
+# In addition to the time to drain: the models unload.
 _UNLOAD_S = 20.0
 
 
@@ -74,7 +74,7 @@ class DeployStage(Stage):
         return self.endpoint_path
 
     def ask_to_stop(self) -> bool:
-        """Leave word for the server to end."""
+        """Ask the server to end, through the file that it watches."""
         self.stop_path.touch()
         return True
 
@@ -83,11 +83,11 @@ class DeployStage(Stage):
         return [server_log(self.job.folder, job_id)]
 
     def stop_grace_s(self) -> float:
-        """Return the time to drain, and some more for the models to unload."""
+        """Return the time to drain, plus the time for the models to unload."""
         return self.config.drain_s + _UNLOAD_S
 
     def notes(self) -> list[str]:
-        """Return remarks, and the command of NVIDIA's server for users to see beforehand."""
+        """Return remarks, and the command of NVIDIA's server to show beforehand."""
         notes = list(self.config.remarks)
         if self.config.max_restarts and not self.config.may_start_again:
             notes.append(
@@ -145,7 +145,7 @@ class DeployStage(Stage):
         With our engine it is one rank of the model; with NVIDIA's, the server of a further node.
 
         Raises:
-            StageError: NVIDIA's backend says that it cannot use the model.
+            StageError: NVIDIA's backend cannot use the model.
         """
         folder, job_id = self.job.folder, job_id_here()
         environment = server_environment(self.config)
@@ -169,7 +169,7 @@ class DeployStage(Stage):
 
 
 def _check_log(path: Path) -> None:
-    """Raise StageError if NVIDIA's backend says that the model is not usable."""
+    """Raise StageError if NVIDIA's backend logs that it cannot use the model."""
     from inference.server.server_log import fatal_lines
 
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""

@@ -1,4 +1,4 @@
-"""What a server is told: engine, repository, ports, times, and what it may not be."""
+"""Configuration of a server, and its checks: engine, repository, ports and times."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ class GemmTuning:
 
 @dataclass(frozen=True)
 class DeployConfig:
-    """What is served and where.
+    """A model repository, and the server for it.
 
     Attributes:
         repository: folder of the Triton repository.
         model_name: the model that takes token ids.
-        is_from_elsewhere: no stage makes the repository, so it has to be there already.
+        is_from_elsewhere: no stage makes the repository; it has to exist already.
         store: the place in an object store that is served instead of `repository`; None for the
             folder.
-        data_type: what is computed in; only the tuning asks.
+        data_type: type of computation; only the tuning reads it.
         host: address that the server listens on.
         http_port, grpc_port, metrics_port: 0 takes a free one.
         ready_timeout_s: the start fails when the models are not ready by then.
-        access: who may ask, and how large a request may be; of the pytorch engine.
+        access: who may send requests, and how large they may be; of the pytorch engine.
         drain_s: time that running requests get to finish when the server stops.
         max_restarts: how often a server that has failed is started again.
         restart_backoff_s: wait before the first restart; doubled for each further one.
         nodes: nodes that share the model.
         is_mpi_step: the scheduler starts the server's process so that MPI finds it.
         visible_devices: CUDA_VISIBLE_DEVICES of the server; None leaves it as it is.
-        serves_here: this machine will serve, so that its ports can be looked at beforehand.
-        local_gpus: GPUs that this machine shows, where it is known that it will serve; else None.
+        serves_here: this machine will serve; its ports can be checked beforehand.
+        local_gpus: GPUs visible on this machine if it will serve; else None.
         gemm_tuning: of the fastertransformer engine; None for none.
-        remarks: what users should know before the start.
+        remarks: to show before the start.
     """
 
     repository: Path
@@ -93,15 +93,15 @@ class DeployConfig:
 
     @property
     def source(self) -> str:
-        """The repository as tritonserver is told."""
+        """The repository as tritonserver names it."""
         return self.store.triton_url if self.store is not None else str(self.repository)
 
     @property
     def may_start_again(self) -> bool:
         """Whether a server that has failed can be replaced within its job.
 
-        Several processes of NVIDIA's backend have met through MPI, which lets in nobody after that;
-        our ranks meet anew.
+        Several processes of NVIDIA's backend meet through MPI, which admits no process later; our
+        ranks meet again.
         """
         return self.engine != FASTERTRANSFORMER or self.nodes == 1
 

@@ -1,4 +1,4 @@
-"""The published address of a running server, and how a server is asked to end."""
+"""The published address of a running server, and the files that ask it to end or to reload."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from stages.progress import read_json
 
 ENDPOINT_NAME = "endpoint.json"
-# Appears beside the address when nobody needs the server any more.
+# Appears next to the address when the server is no longer needed.
 STOP_NAME = "stop_requested"
 # Appears there when a server of the repository as it is now should take over.
 RELOAD_NAME = "reload_requested"
@@ -18,7 +18,7 @@ RELOAD_NAME = "reload_requested"
 
 @dataclass(frozen=True)
 class ServerEndpoint:
-    """Where a server can be reached, as published in endpoint.json.
+    """The address of a server, as published in endpoint.json.
 
     Attributes:
         host: name or address of the node that serves; with several nodes, that of rank 0.
@@ -60,5 +60,5 @@ def withdraw(path: Path, job_id: str) -> None:
 
 
 def server_log(folder: Path, job_id: str) -> Path:
-    """Return where the server of a job writes its log."""
+    """Return the path of a server's log."""
     return folder / f"tritonserver-{job_id}.log"

@@ -34,16 +34,16 @@ _UPDATES = 200  # of the progress of a task
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Whom to ask, and what.
+    """The server to evaluate, and the evaluation.
 
     Attributes:
         options: tasks, data, report and gate; its `url` is replaced by the server's. With no
             `server` the stage follows `endpoint_path`, or starts a server.
         endpoint_path: published address of the pipeline's deploy job; None without one.
-        stops_server: let the pipeline's server end once nothing is left to ask.
-        deploy: the server to run for the duration of the evaluation when there is no other.
-        facts: what the report says about the model and the run; the times of the stages before
-            are added from their records.
+        stops_server: ask the pipeline's server to end after the evaluation.
+        deploy: the server to run during the evaluation when there is no other.
+        facts: about the model and the run, for the report; the times of the earlier stages are
+            added from their records.
     """
 
     options: EvaluationOptions
@@ -98,7 +98,7 @@ class EvaluateStage(Stage):
         return [self._output_dir / REPORT_NAME]
 
     def inputs(self) -> list[Path]:
-        """Return what is served, unless the server is somebody else's."""
+        """Return what is served, unless the server is not the pipeline's own."""
         if self.config.options.server:
             return []
         deploy = self.config.deploy
@@ -109,7 +109,7 @@ class EvaluateStage(Stage):
         return self._output_dir / "evaluate.json"
 
     def identity(self) -> dict[str, Any]:
-        """Return every option, and who is asked."""
+        """Return every option, and the server's address."""
         options = as_json(asdict(self.config.options))
         for name in _NOT_IDENTITY:
             options.pop(name)
@@ -230,7 +230,7 @@ def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _timing(record: JobRecord, ready_at: str) -> StageTiming:
-    """Return how long a stage took; a server that still runs took until it was ready."""
+    """Return the seconds that a stage took; a running server took until it was ready."""
     seconds = record.seconds
     if seconds is None:
         ready = datetime.fromisoformat(ready_at)

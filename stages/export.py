@@ -66,9 +66,9 @@ class ExportStage(Stage):
         Args:
             job: As for every stage.
             request: What to build.
-            kind: What the checkpoint is said to be (gpt3, t5, bert, ...), which tells the models
+            kind: The configured kind of checkpoint (gpt3, t5, bert, ...), which decides the models
                 of the repository before there are weights; None for a generating model.
-            publish_to: Where the finished repository is copied to; None for nowhere.
+            publish_to: The place that the finished repository is copied to, if any.
         """
         super().__init__(job)
         self.request = replace(request, overwrite=job.overwrite)
@@ -130,7 +130,7 @@ class ExportStage(Stage):
         return self.request.model_dir / _MARKER
 
     def identity(self) -> dict[str, Any]:
-        """Return every setting that stands in the repository."""
+        """Return every setting that the repository contains."""
         values = asdict(self.request)
         return {
             KEYS.get(name, f"export.triton_deployment.{name}"): as_json(each)

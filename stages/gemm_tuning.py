@@ -1,4 +1,4 @@
-"""Which program of FasterTransformer measures a model's matrix products, and with what arguments.
+"""FasterTransformer's programs that measure a model's matrix products, and their arguments.
 
 Argument orders: FasterTransformer, examples/cpp/*/ and src/fastertransformer/utils/gemm_test. The
 result, gemm_config.in, is read by the server from its working directory.
@@ -28,12 +28,12 @@ def tuning_command(config: DeployConfig) -> list[str]:
 
     Raises:
         CheckpointMismatchError: config.ini of the weights is missing or unreadable.
-        AssertionError: the configuration asks for no tuning.
+        AssertionError: the configuration turns tuning off.
     """
     from export_scripts.ft.config_ini import read_config
 
     tuning = config.gemm_tuning
-    assert tuning is not None, "no tuning was asked for"
+    assert tuning is not None, "tuning is off"
     family, model = read_config(config.weights_dir)
     program, sizes = _model_arguments(family.name, model)
     shape = [tuning.batch_size, tuning.beam_width, tuning.input_len]
@@ -42,7 +42,7 @@ def tuning_command(config: DeployConfig) -> list[str]:
         # batch, sequence, heads, size per head, type, whether int8, ranks
         words = [tuning.batch_size, tuning.input_len, *sizes, kind, 0, config.tp_size]
     else:
-        # A further word would be whether to append to the result of an earlier run.
+        # An optional further argument appends to the result of an earlier run.
         words = [*shape, *sizes, kind, config.tp_size]
     return [str(tuning.program_dir / program), *map(str, words)]
 
@@ -52,7 +52,7 @@ def tune(
 ) -> None:
     """Measure in `work_dir`, where the result stays; nothing is done when it is there already.
 
-    `check` is called all the while; what it raises ends the program.
+    `check` is called repeatedly; an exception that it raises ends the program.
 
     Raises:
         StageError: the program is missing or fails.

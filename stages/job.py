@@ -1,4 +1,4 @@
-"""What is really submitted: a stage together with the bookkeeping around it."""
+"""The job that is submitted: a stage and the record of its run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StageJob(Checkpointable):
                 summary = self._run()
         except KeyboardInterrupt as error:
             self._note_end(started, record.CANCELLED, error="stopped by a signal", stopped=True)
-            # Those above wait for this one, and end by themselves.
+            # The parent processes wait for this one, and end by themselves.
             end_processes_of_job(spare=[os.getpid(), *ancestors(os.getpid())])
             sys.excepthook = _print_cause
             raise StageError("stopped by a signal") from error
@@ -108,7 +108,7 @@ class StageJob(Checkpointable):
         summary: Summary | None = None,
         stopped: bool = False,
     ) -> None:
-        told = cause if isinstance(cause, StageError) else StageError("")
+        details = cause if isinstance(cause, StageError) else StageError("")
         if stopped and os.environ.get("SUBMITIT_EXECUTOR") == "slurm":
             # The signal may announce a cancellation or a requeue; only Slurm knows.
             state = record.RUNNING
@@ -116,9 +116,9 @@ class StageJob(Checkpointable):
             state=state,
             ended_at=record.now(),
             seconds=round(time.monotonic() - started, 2),
-            exit_code={record.COMPLETED: 0, record.RUNNING: None}.get(state, told.exit_code),
+            exit_code={record.COMPLETED: 0, record.RUNNING: None}.get(state, details.exit_code),
             error=error,
-            summary=summary or told.summary,
+            summary=summary or details.summary,
         )
 
     def _note(self, **changes: object) -> None:
@@ -126,7 +126,7 @@ class StageJob(Checkpointable):
 
 
 def own_place() -> LaunchEnvironment:
-    """Return the place of this process where every task of a job runs this: under bcprun."""
+    """Return the place of this process among a job's tasks, which all run this under bcprun."""
     is_task = os.environ.get("SUBMITIT_EXECUTOR") == "bcp"
     return read_launch_environment(os.environ) if is_task else LaunchEnvironment()
 

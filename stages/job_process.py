@@ -1,4 +1,4 @@
-"""The process that runs a stage: its job and node, the signals that stop it, and what it leaves."""
+"""The process that runs a stage: its job and node, its stop signals, and its child processes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from export_scripts.files.disk import full_disk
 from inference.launch_environment import LaunchEnvironment
 from stages.base import Stage, StageError, Summary
 
-# Names the job to everything it starts; the launcher sets it.
+# The id of the job, for every process that it starts; the launcher sets it.
 JOB_ID_VARIABLE = "SLIPWAY_JOB_ID"
 # The process whose end ends a job that runs in its foreground: "<pid>:<start time in ticks>".
 OWNER_VARIABLE = "SLIPWAY_OWNER"
-# Every process of a job carries it, so that none can be overlooked at its end.
+# Every process of a job inherits it, which finds all of them at the job's end.
 MARK_VARIABLE = "SLIPWAY_JOB_MARK"
 _WATCH_S = 0.5
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal asks the job to end; raised in the main thread, so that everything unwinds."""
+    """A signal asks the job to end; raised in the main thread, whose context managers clean up."""
 
 
 def job_id_here() -> str:
@@ -50,14 +50,14 @@ def node_address() -> str | None:
 
 
 def assist(stage: Stage, place: LaunchEnvironment) -> Summary:
-    """Do the part of a rank beside the first; only the first keeps records and writes results."""
+    """Do the part of a rank other than the first, which alone keeps records and writes results."""
     with stop_signals(), contextlib.suppress(StopRequested):
         stage.assist(place)
     return {}
 
 
 def cause_of(error: BaseException) -> str:
-    """Return an error in words: the message alone when it was written for users."""
+    """Return the text of an error: the message alone when it was written for users."""
     text = str(error).strip()
     if isinstance(error, OSError) and (full := full_disk(error, Path.cwd())):
         return full
@@ -68,9 +68,9 @@ def cause_of(error: BaseException) -> str:
 
 @contextmanager
 def stop_signals() -> Iterator[threading.Event]:
-    """Turn the polite signals into StopRequested; later ones do not disturb the unwinding.
+    """Raise StopRequested on SIGTERM, SIGINT or SIGHUP; further signals are ignored.
 
-    The event tells afterwards whether one came.
+    The event is set once a signal has arrived.
     """
     came = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -94,7 +94,7 @@ def stop_signals() -> Iterator[threading.Event]:
 
 
 def end_processes_of_job(mark: str | None = None, *, spare: Sequence[int] = ()) -> None:
-    """Kill what a job has started and left behind, wherever it is in the process tree.
+    """Kill the processes that a job has left behind, wherever they are in the process tree.
 
     Args:
         mark: the value of MARK_VARIABLE; this process's own by default.
@@ -105,7 +105,7 @@ def end_processes_of_job(mark: str | None = None, *, spare: Sequence[int] = ()) 
         return
     wanted = f"{MARK_VARIABLE}={value}".encode()
     for entry in Path("/proc").glob("[0-9]*"):
-        # A process may be gone by now, or be somebody else's.
+        # A process may be gone by now, or belong to another user.
         with contextlib.suppress(OSError):
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 pid = int(entry.name)
@@ -157,9 +157,9 @@ def ancestors(pid: int) -> Iterator[int]:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return what the kernel tells of a process, from its state on; empty when it is gone.
+    """Return the fields of /proc/<pid>/stat from the state on; empty when the process is gone.
 
-    Next come the parent and, 18 further on, the start time.
+    The parent follows the state; the start time is 18 fields further on.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

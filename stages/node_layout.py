@@ -1,4 +1,4 @@
-"""How many nodes, and how many GPUs of each, a served model needs.
+"""The nodes of a served model, and the GPUs that it uses on each.
 
 The rule of NVIDIA's deployment guides for FasterTransformer: TP x PP GPUs, the same number on every
 node, on as few nodes as possible.
@@ -16,13 +16,13 @@ GPUS_KEY = "cluster.gpus_per_node"
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """Where the ranks of a model go.
+    """The nodes and GPUs of a model's ranks.
 
     Attributes:
         gpus_per_node: GPUs used on each node.
         visible_devices: value of CUDA_VISIBLE_DEVICES on a node taken whole; None where every GPU
             is used and the variable is not needed.
-        warning: what works, but slowly.
+        warning: a layout that works, but slowly.
     """
 
     nodes: int
@@ -56,7 +56,7 @@ def place(*, tp_size: int, pp_size: int, gpus_per_node: int) -> NodeLayout:
 
 
 def _warning(tp_size: int, nodes: int, used: int) -> str | None:
-    """Return what slows the model down: each layer's sums cross the network."""
+    """Return a warning where each layer's sums cross the network."""
     if nodes == 1 or used % tp_size == 0:
         return None
     return (

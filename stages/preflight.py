@@ -1,4 +1,4 @@
-"""Before a step of several ranks: do they start, know of each other, and reach each other?
+"""Preflight check of a job with several ranks: they start, have MPI, and reach each other.
 
 Runs where the step will run, in the same container and allocation, before any weight is read.
 """
@@ -23,21 +23,21 @@ from stages.progress import read_json, write_json
 
 # A node may first have to fetch the container.
 _START_S = 300.0
-# From then on, between processes that have started.
+# Between processes that have started.
 _CONNECT_S = 30.0
 _WHOLE_S = _START_S + 2 * _CONNECT_S
 _ASK_S = 60.0
 _POLL_S = 0.1
 _TAIL_LINES = 12
-# What a process finds in its environment when the MPI of its launcher works.
+# Variables of a process whose launcher has started its MPI.
 _MPI_VARIABLES = {"pmix": "PMIX_RANK", "pmi2": "PMI_RANK"}
 
 
 def check_mpi(kind: str | None) -> None:
-    """Ask this cluster's srun whether it has the MPI.
+    """Check that this cluster's srun has the MPI.
 
     Raises:
-        StageError: it does not.
+        StageError: it lacks the MPI.
     """
     if kind is None:
         return
@@ -50,10 +50,10 @@ def check_mpi(kind: str | None) -> None:
 
 
 def mpi_problem(kind: str, *, timeout_s: float) -> str | None:
-    """Return a problem if this cluster's srun says that it lacks the MPI.
+    """Return a problem if this cluster's srun lacks the MPI.
 
     Raises:
-        OSError: there is no srun.
+        OSError: srun is not installed.
         subprocess.TimeoutExpired: it does not answer.
     """
     done = subprocess.run(
@@ -94,7 +94,7 @@ def ping(prefix: Sequence[str], python: str, *, ranks: int, mpi: str | None, fol
 
 
 def main(folder: Path, ranks: int, mpi: str) -> int:
-    """Be one rank of a ping and return its exit status."""
+    """Run one rank of a ping and return its exit status."""
     place = read_launch_environment(os.environ)
     name = f"rank {place.rank} on {node_name()}"
     variable = _MPI_VARIABLES.get(mpi)
@@ -117,7 +117,7 @@ def main(folder: Path, ranks: int, mpi: str) -> int:
 
 
 def _answer(folder: Path, ranks: int) -> None:
-    """Wait until every other rank has called."""
+    """Wait until every other rank has connected."""
     with socket.create_server(("", 0)) as server:
         hosts = list(dict.fromkeys((node_name(), socket.gethostname(), socket.getfqdn())))
         write_json(folder / "ping.json", {"hosts": hosts, "port": server.getsockname()[1]})
@@ -136,33 +136,33 @@ def _answer(folder: Path, ranks: int) -> None:
 
 def _call(folder: Path) -> None:
     """Reach the first rank under any of its names."""
-    told = _wait_for_word(folder)
+    first = _wait_for_first(folder)
     deadline = time.monotonic() + _CONNECT_S
     while time.monotonic() < deadline:
-        for host in told["hosts"]:
+        for host in first["hosts"]:
             with (
                 contextlib.suppress(OSError),
-                socket.create_connection((host, int(told["port"])), timeout=5) as connection,
+                socket.create_connection((host, int(first["port"])), timeout=5) as connection,
             ):
                 if connection.recv(4) == b"pong":
                     return
         time.sleep(_POLL_S)
-        told = _wait_for_word(folder)  # what was there at first may be of an earlier start
+        first = _wait_for_first(folder)  # an earlier start may have left its file
     raise OSError(
-        f"cannot connect to the first rank at {told['hosts']}, port {told['port']}, within "
+        f"cannot connect to the first rank at {first['hosts']}, port {first['port']}, within "
         f"{_CONNECT_S:g} s; do firewalls let the nodes reach each other?"
     )
 
 
-def _wait_for_word(folder: Path) -> dict[str, Any]:
-    """Return what the first rank says of itself."""
+def _wait_for_first(folder: Path) -> dict[str, Any]:
+    """Return the names and port that the first rank has written."""
     deadline = time.monotonic() + _START_S
     while time.monotonic() < deadline:
-        if (told := read_json(folder / "ping.json")) is not None:
-            return dict(told)
+        if (first := read_json(folder / "ping.json")) is not None:
+            return dict(first)
         time.sleep(_POLL_S)
     raise OSError(
-        f"{folder} did not show within {_START_S:g} s what the first rank writes there; all nodes "
+        f"{folder} holds no message of the first rank after {_START_S:g} s; all nodes "
         "must see the folder, and the first must start"
     )
 

@@ -1,7 +1,7 @@
-"""How far a job is, in a small file that whoever waits for it can read.
+"""Progress of a job, in a small file for the processes that wait for it.
 
-The file is replaced as a whole, so a reader never sees half of it, and at most a few times a
-second, so that reporting costs nothing beside the work.
+The file is replaced as a whole, which shows a reader one state or the next, and at most a few times
+a second, which costs little.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MIN_INTERVAL_S = 0.1
 
 
 class DamagedFileError(ValueError):
-    """A file that a run left behind does not hold what it should."""
+    """A file of an earlier run is unreadable or incomplete."""
 
     def __init__(self, path: Path, reason: object) -> None:
         super().__init__(
@@ -52,7 +52,7 @@ class Progress:
         self._written_at = 0.0
 
     def update(self, phase: str, *, done: float = 0, total: float = 0, unit: str = "items") -> None:
-        """Say how far the job is; a change of phase and the end of one are always written."""
+        """Report progress; a change of phase and the end of one are always written."""
         is_turning_point = phase != self.state.phase or (total > 0 and done >= total)
         self.state = ProgressState(phase, done, total, unit)
         now = time.monotonic()
@@ -63,12 +63,12 @@ class Progress:
 
 
 def read_progress(path: Path) -> ProgressState:
-    """Return what the job wrote last, or an empty state before its first word."""
+    """Return the job's latest state, or an empty one before the first."""
     values = read_json(path) or {}
     try:
         return ProgressState(**values)
     except TypeError as error:
-        raise DamagedFileError(path, "it does not tell a job's progress") from error
+        raise DamagedFileError(path, "it does not hold a job's progress") from error
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -1,4 +1,4 @@
-"""job.json: what is known about one job, written by the launcher and by the job itself."""
+"""job.json: the record of one job, written by the launcher and by the job itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class JobRecord:
 
     Attributes:
         job_id: the scheduler's id, or the start time where there is no scheduler.
-        dependency: what the job waits for, in the scheduler's words.
+        dependency: the jobs it waits for, in the scheduler's notation.
         exit_code: 0, or not; None while it is not known.
         process: the job's root process, where there is no scheduler.
         config_sha256: of the saved stage configuration.
@@ -75,7 +75,7 @@ def read_record(path: Path) -> JobRecord | None:
     """Return the record at `path`, or None when there is none; unknown keys are ignored.
 
     Raises:
-        DamagedFileError: it is no record.
+        DamagedFileError: it does not hold a record.
     """
     values = read_json(path)
     if values is None:
@@ -86,7 +86,7 @@ def read_record(path: Path) -> JobRecord | None:
         values["outputs"] = tuple(values.get("outputs", ()))
         return JobRecord(**values)
     except (AttributeError, TypeError) as error:
-        raise DamagedFileError(path, "it is not the record of a job") from error
+        raise DamagedFileError(path, "it does not hold the record of a job") from error
 
 
 def update_record(path: Path, job_id: str, **changes: Any) -> JobRecord | None:

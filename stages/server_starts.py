@@ -1,6 +1,6 @@
-"""How the processes of a server on several nodes find each other: one small file.
+"""Starts of a server on several nodes, announced to its processes in one small file.
 
-The first process writes it beside the server's address before each start; the others, one per rank
+The first process writes it next to the server's address before each start; the others, one per rank
 or per node, do their part of that start and wait for the next. They share a file system, as all
 results do.
 """
@@ -25,9 +25,9 @@ from stages.job_process import node_address, node_name
 from stages.progress import read_json, write_json
 
 START_NAME = "server_start.json"
-# Tells the model inside the server where its ranks come to.
+# `host:port` of the rendezvous, for the model inside the server.
 RENDEZVOUS_VARIABLE = "SLIPWAY_RENDEZVOUS"
-# And where rank 0 leaves the key of the launch for them.
+# The file in which rank 0 leaves the key of the launch.
 KEY_FILE_VARIABLE = "SLIPWAY_RENDEZVOUS_KEY_FILE"
 _KEY_NAME = ".rendezvous-{start.job_id}-{start.life}-{start.number}.key"
 _LOSS_NAME = "lost-{job}-{life}-{number}-rank{rank}.txt"
@@ -42,9 +42,9 @@ class ServerStart:
     """One start of the server.
 
     Attributes:
-        number: counts the starts of one job; 0 means that there will be no further one.
+        number: counts the starts of one job; 0 means that none follows.
         host, port: where the ranks meet, on the first node.
-        is_over: the start has failed, which the first process knows.
+        is_over: the first process knows that the start has failed.
         life: counts how often the scheduler has put the job back into its queue.
     """
 
@@ -73,25 +73,25 @@ def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
 
 
 def rendezvous_variables(folder: Path, start: ServerStart) -> dict[str, str]:
-    """Return what tells the ranks of a start where they meet, and by which key."""
+    """Return the variables that name the rendezvous of a start, and its key."""
     key_file = folder.absolute() / _KEY_NAME.format(start=start)
     return {RENDEZVOUS_VARIABLE: start.address, KEY_FILE_VARIABLE: str(key_file)}
 
 
 def announce_failure(folder: Path, job_id: str, number: int) -> None:
-    """Say that a start has failed, so that nobody wonders about processes that end."""
+    """Announce that a start has failed: its other processes may end without a report."""
     write_json(folder / START_NAME, asdict(ServerStart(job_id, number, is_over=True, life=_life())))
 
 
 def announce_end(folder: Path, job_id: str) -> None:
-    """Let the other processes go."""
+    """Announce that no start follows, which ends the other processes."""
     write_json(folder / START_NAME, asdict(ServerStart(job_id, 0, life=_life())))
 
 
 def read_start(folder: Path, job_id: str) -> ServerStart | None:
     """Return the latest announcement of a job, or None before the first.
 
-    What it announced before it was put back into the queue is another life's, and means nothing.
+    An announcement from before the job was requeued belongs to another life, and does not count.
     """
     values = read_json(folder / START_NAME)
     if values is None or (values.get("job_id"), values.get("life")) != (job_id, _life()):
@@ -112,11 +112,10 @@ def take_part(
     log_path: Path | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run `command` for every start of the server until there will be no further one.
+    """Run `command` for every start of the server until none follows.
 
-    When it is ended by a signal, word of it is left for the first process. Its output goes to
-    `log_path`, or else to that of this process. `check` is called all the while and raises to give
-    up.
+    If a signal ends the command, a file reports that to the first process. Its output goes to
+    `log_path`, or else to that of this process. `check` is called repeatedly and raises to give up.
 
     Raises:
         StageError: the command has failed, and the first process does not know.
@@ -142,7 +141,7 @@ def take_part(
                 if not start.is_over and time.monotonic() - ended_at > _NOTICE_S:
                     raise StageError(
                         f"{_who()} ended with status {process.returncode}, and the first process "
-                        "has not noticed; its words are in the job's log"
+                        "has not noticed; its output is in the job's log"
                     )
             check()
             time.sleep(_POLL_S)
@@ -151,7 +150,7 @@ def take_part(
 
 
 def losses(folder: Path, job_id: str, number: int, *, wait_s: float) -> list[str]:
-    """Return which processes of a start were ended by a signal, waiting a moment for word."""
+    """Return the processes of a start that a signal has ended, after a moment's wait."""
     deadline = time.monotonic() + wait_s
     pattern = _LOSS_NAME.format(job=job_id, life=_life(), number=number, rank="*")
     while True:
@@ -162,7 +161,7 @@ def losses(folder: Path, job_id: str, number: int, *, wait_s: float) -> list[str
 
 
 def _tell_loss(folder: Path, job_id: str, number: int, status: int) -> None:
-    """Leave word of a process that was ended by a signal; others say themselves why they end."""
+    """Report a process that a signal has ended; others log their own reason."""
     if status >= 0:
         return
     rank = read_launch_environment(os.environ).rank

@@ -1,4 +1,4 @@
-"""A server that is started again when it fails, until nobody needs it any more."""
+"""A server that is restarted when it fails, until it is no longer needed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from inference.server.server import TritonServer
 
 _POLL_S = 0.25
-# A server that is very busy may not answer for so long. The supervisor notices earlier that one has
-# ended or is stopped by a signal.
+# A very busy server may not answer for so long. The supervisor notices earlier if a server
+# has ended or a signal has stopped it.
 _PATIENCE_S = 30.0
 _MAX_BACKOFF_S = 300.0
-# A failure after so long has nothing to do with the one before: the next start is immediate.
+# A failure after so long is unrelated to the one before: the next start is immediate.
 _STEADY_S = 600.0
 # Other nodes see files of this one a little later.
 _LOSS_WAIT_S = 2.0
@@ -58,14 +58,14 @@ class Service:
         Args:
             config: Of the server.
             folder: Of the job, for logs and server starts.
-            progress: Told what the service is doing.
-            endpoint_path: Where the server's address is published while it is ready.
+            progress: Receives what the service is doing.
+            endpoint_path: Holds the server's address while it is ready.
             stop_path: A file there asks for the end.
             reload_path: A file there asks for a server of the repository as it is now.
             until: On the monotonic clock, when the job's time is over.
         """
         self.restarts = 0
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive
         self._config = config
         self._folder = folder
         self._progress = progress
@@ -75,7 +75,7 @@ class Service:
         self._until = until
 
     def run(self) -> str:
-        """Return why the service ended in order.
+        """Serve until the end, and return why the service ended.
 
         Raises:
             StageError: it did not, or its time was over before the server was ever ready.
@@ -90,7 +90,7 @@ class Service:
                 return str(error)
             except ServerStartError as error:
                 if self.restarts == 0:
-                    raise  # it has never worked: nothing changes by waiting
+                    raise  # it has never worked: waiting changes nothing
                 self._call_off()
                 reason, failure = "", str(error)
             if not failure:
@@ -174,7 +174,7 @@ class Service:
         return new
 
     def _check_needed(self) -> None:
-        """Raise what ends a server that is still loading, if it should end."""
+        """Raise if a server that is still loading should end."""
         ended = self._ended()
         if ended == _TIME_LIMIT and self.restarts == 0:
             raise StageError(
@@ -188,7 +188,7 @@ class Service:
             announce_failure(self._folder, job_id_here(), self.restarts + 1)
 
     def _losses(self) -> list[str]:
-        """Return which processes of further nodes were ended by force."""
+        """Return the processes of further nodes that a signal has ended."""
         if self._config.nodes == 1:
             return []
         return losses(self._folder, job_id_here(), self.restarts + 1, wait_s=_LOSS_WAIT_S)
@@ -210,7 +210,7 @@ class Service:
             time.sleep(_POLL_S)
 
     def _wait(self, failure: str) -> str:
-        """Wait before the next start; return why there is none, if so.
+        """Wait before the next start; return the reason if there is none.
 
         The first start after a failure is immediate: most failures do not come back at once.
         """

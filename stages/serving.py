@@ -1,4 +1,4 @@
-"""One start of a tritonserver: the right one for the engine, ready, with its address."""
+"""One start of a tritonserver for the configured engine, until it is ready, with its address."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from inference.server.server import TritonServer
 
 _ENSEMBLE, _TOKENIZER = "ensemble", "tokenizer"
-# Models around the one that takes token ids.
+# Models other than the one that takes token ids.
 _TEXT_MODELS = (_ENSEMBLE, "preprocessing", "postprocessing", _TOKENIZER)
-# Set by whatever has started this process as one of several that find each other through MPI.
+# Set by launchers of MPI processes.
 _MPI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 _MPIRUN = ("mpirun", "-n", "1", "--allow-run-as-root")
 _REMOTE_SHELLS = ("ssh", "rsh")  # Open MPI's mpirun ends at once where there is neither
@@ -46,12 +46,12 @@ def serving(
     """Run a server for the duration of the block and yield it, ready, with its address.
 
     It has answered a small request by then. Its log is `tritonserver-<job id>.log` in `folder`;
-    those of earlier starts keep a number. `check` is called until the server is ready; what it
-    raises ends it.
+    those of earlier starts keep a number. `check` is called until the server is ready; an exception
+    that it raises ends the start.
 
     Raises:
         ServerStartError: it did not become ready, or did not answer.
-        StageError: what it serves is not what was asked for, or its kernels cannot be measured.
+        StageError: the configured model is not served, or its kernels cannot be measured.
     """
     job_id = job_id_here()
     environment = server_environment(config)
@@ -67,7 +67,7 @@ def serving(
         began = time.monotonic()
         server.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
         endpoint = _endpoint(config, server, job_id, restarts)
-        progress.update("asking for a first answer")
+        progress.update("sending a first request")
         left_s = config.ready_timeout_s - (time.monotonic() - began)
         _probe(config, server, endpoint, timeout_s=max(left_s, _LEAST_PROBE_S), check=check)
         server.watch_answers(hidden=hidden_size(config.weights_dir))
@@ -82,7 +82,7 @@ def _probe(
     timeout_s: float,
     check: Callable[[], None],
 ) -> None:
-    """Have the server answer. Raises ServerStartError with its reason if it does not."""
+    """Send the server a request. Raises ServerStartError with its reason if it does not answer."""
     from inference.server.server import ServerStartError
 
     def look() -> None:
@@ -126,9 +126,9 @@ def server_environment(config: DeployConfig) -> dict[str, str]:
 
 
 def server_prefix(config: DeployConfig) -> tuple[str, ...]:
-    """Return what starts the server's program: mpirun for NVIDIA's backend on its own.
+    """Return the command prefix of the server: mpirun for NVIDIA's backend outside an MPI step.
 
-    Without mpirun the backend's process is the only one of its MPI world, too.
+    Without mpirun, too, the backend's process is the only one of its MPI world.
     """
     if config.engine != FASTERTRANSFORMER or config.is_mpi_step:
         return ()
@@ -197,7 +197,7 @@ def _model_name(config: DeployConfig, server: TritonServer) -> str:
     others = [name for name in server.models if name not in _TEXT_MODELS]
     if len(others) != 1:
         raise StageError(
-            f"{config.source} serves {', '.join(server.models)}, and no model {config.model_name}; "
+            f"{config.source} serves {', '.join(server.models)}, but not {config.model_name}; "
             "the last part of export.triton_deployment.triton_model_dir names the model."
         )
     return others[0]

@@ -1,8 +1,8 @@
-"""Run a stage in another process that a prefix command starts, such as a step in a container.
+"""A job step: a stage in processes that a prefix command starts, such as srun with a container.
 
-The process that asks stays outside, where the scheduler's commands are, and can be requeued; the
-stage runs inside, in one process or in several ranks. They meet in two files: the pickled stage,
-and the result of the first rank as JSON.
+The parent process stays outside, where the scheduler's commands are, and can be requeued; the stage
+runs inside, in one process or in several ranks. Two files connect them: the pickled stage, and the
+result of the first rank as JSON.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _STOP_WAIT_S = 10.0
 _WAKE_UP_S = 1.0
 _TAIL_LINES = 12
 _LOST_NODE = re.compile(r"srun: error: Node failure on (\S+)")
-# What srun says of a task that ended badly, and the number in front of a task's line (--label).
-_BAD_END = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
+# srun's report of a task that failed, and the number in front of a task's line (--label).
+_FAILURE = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _LABEL = re.compile(r"(\d+): (.*)")
-# Ends that srun itself brings about, after another task has ended badly.
+# Exit codes of tasks that srun itself ends, after another task has failed.
 _CONSEQUENCES = ("137", "143")
 
 
 @dataclass(frozen=True)
 class JobStep:
-    """How to start the processes of a stage.
+    """The command that starts the processes of a stage.
 
     Attributes:
         prefix: command in front of the interpreter, such as `srun` with a container.
@@ -108,7 +108,7 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
 def _fault_of_others(
     result: Mapping[str, Any] | None, heard: _Listener, *, was_asked: bool
 ) -> str | None:
-    """Return which node or rank beside the first is to blame for an end that was not in order."""
+    """Return the failed node or rank, other than the first, that caused the step to fail."""
     ended_badly = result is None or "error" in result or result.get("was_stopped", False)
     # srun stops the first rank after the loss of another, and it may have ended in order.
     if ended_badly and not was_asked and (loss := heard.loss()) is not None:
@@ -119,7 +119,7 @@ def _fault_of_others(
 def _wait(process: subprocess.Popen[str]) -> int:
     """Return the status of a process at its end.
 
-    Wakes up now and then, because a signal that another thread received is seen only then.
+    Wakes up periodically: Python handles a signal that another thread received only then.
     """
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -127,12 +127,12 @@ def _wait(process: subprocess.Popen[str]) -> int:
 
 
 class _Listener:
-    """Passes a step's output on, and remembers how its tasks ended and what they said last."""
+    """Passes a step's output on, and keeps the last lines and the failures of its tasks."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
         self._said: dict[str, collections.deque[str]] = {}
-        self._bad_ends: list[tuple[str, str, str]] = []
+        self._failures: list[tuple[str, str, str]] = []
         self._lost_nodes: list[str] = []
         self._thread = threading.Thread(target=self._listen, name="step-output", daemon=True)
 
@@ -144,24 +144,24 @@ class _Listener:
         self._thread.join(_STOP_WAIT_S)
 
     def failure(self) -> str | None:
-        """Return which rank beside the first ended badly by itself, where, and its last words."""
-        for node, task, how in self._bad_ends:
+        """Return the first rank other than 0 that failed by itself, its node and its last lines."""
+        for node, task, how in self._failures:
             code = how.rpartition(" ")[2]
             if task == "0" or code in _CONSEQUENCES or how in ("Terminated", "Killed"):
                 continue
-            return self._told(node, task, how)
+            return self._description(node, task, how)
         return None
 
     def loss(self) -> str | None:
-        """Return which node failed, or which rank ended badly before all others."""
+        """Return the node that failed, or the rank that failed before all others."""
         if self._lost_nodes:
             return f"node {', '.join(self._lost_nodes)} failed"
-        if not self._bad_ends:
+        if not self._failures:
             return None
-        node, task, how = self._bad_ends[0]  # others may follow from it
-        return None if _first_of(task) == "0" else self._told(node, task, how)
+        node, task, how = self._failures[0]  # others may follow from it
+        return None if _first_of(task) == "0" else self._description(node, task, how)
 
-    def _told(self, node: str, task: str, how: str) -> str:
+    def _description(self, node: str, task: str, how: str) -> str:
         lines = "".join(f"\n  | {line}" for line in self._said.get(_first_of(task), ()))
         return f"rank {task} on {node} ended: {how}; its last lines:{lines}"
 
@@ -170,8 +170,8 @@ class _Listener:
             sys.stdout.write(line)
             sys.stdout.flush()
             text = line.rstrip("\n")
-            if end := _BAD_END.search(text):
-                self._bad_ends.append((end[1], end[2], end[3]))
+            if end := _FAILURE.search(text):
+                self._failures.append((end[1], end[2], end[3]))
             elif lost := _LOST_NODE.search(text):
                 self._lost_nodes.append(lost[1])
             elif label := _LABEL.match(text):
@@ -185,7 +185,7 @@ def _first_of(tasks: str) -> str:
 
 
 def _end(process: subprocess.Popen[str], stage: Stage) -> int:
-    """End the step, in order where the stage listens, and return its status."""
+    """End the step, gracefully where the stage supports it, and return its status."""
     if not stage.ask_to_stop():
         process.terminate()
     grace_s = stage.stop_grace_s() + _STOP_WAIT_S
@@ -202,7 +202,7 @@ def main(stage_path: Path, result_path: Path, ranks: int = 1) -> int:
     """Run the stage of a pickle; the first rank writes the result, the others assist."""
     stage: Stage = pickle.loads(stage_path.read_bytes())
     if ranks > 1:
-        # Started by srun; variables of an older launcher around it do not count.
+        # Started by srun; variables of an outer launcher do not count.
         os.environ[LAUNCHER_VARIABLE] = "slurm"
         place = read_launch_environment(os.environ)
         if place.rank > 0:
@@ -215,9 +215,13 @@ def main(stage_path: Path, result_path: Path, ranks: int = 1) -> int:
     try:
         with stop_signals() as stopped:
             summary = stage()
-    except (Exception, KeyboardInterrupt) as error:  # whatever it is, whoever waits gets it told
-        told = error if isinstance(error, StageError) else StageError("")
-        values = {"error": cause_of(error), "exit_code": told.exit_code, "summary": told.summary}
+    except (Exception, KeyboardInterrupt) as error:  # the parent process reports any of them
+        details = error if isinstance(error, StageError) else StageError("")
+        values = {
+            "error": cause_of(error),
+            "exit_code": details.exit_code,
+            "summary": details.summary,
+        }
         write_json(result_path, values)
         raise
     write_json(result_path, {"summary": summary, "was_stopped": stopped.is_set()})

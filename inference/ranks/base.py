@@ -1,4 +1,4 @@
-"""What the ranks of every model share: place, device, weights, and how they reach each other."""
+"""Base class of ranks: place, device, weights, and communication with the other ranks."""
 
 # Shapes: n tokens whose logits are wanted, V vocabulary, N tokens of a step, E hidden
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What rank 0 gets from a step.
+    """The result of a step, on rank 0.
 
     An encoder alone gives `hidden`, all rows' tokens one after the other, and, where wanted,
     `attentions` (rows, layers, heads, S, S), zero beyond each row's length. `chosen` is what the
@@ -56,10 +56,10 @@ class StepResult:
 def rank_weights(
     reader: FTReader, layout: ParallelLayout, *, data_type: str, device: torch.device
 ) -> RankWeights:
-    """Return a rank's view of a folder, in the types that `data_type` means on the device.
+    """Return a rank's view of a folder, in the types that implement `data_type` on the device.
 
     Raises:
-        CheckpointMismatchError: The folder was cut for another number of ranks.
+        CheckpointMismatchError: The folder was split for another number of ranks.
     """
     return RankWeights(
         reader,
@@ -71,7 +71,7 @@ def rank_weights(
 
 
 class RankBase(ABC):
-    """One rank of a model; ranks other than 0 learn of steps from rank 0."""
+    """One rank of a model; rank 0 sends the steps to the others."""
 
     def __init__(self, settings: RankSettings) -> None:
         """Take a place and a device; subclasses load."""
@@ -79,13 +79,13 @@ class RankBase(ABC):
         self.device = rank_device(settings)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            # cuDNN's attention plans anew for every shape, and requests bring new ones in nearly
-            # every step: 256 mixed ones took 223 s on an H200 with it, 17 s without.
+            # cuDNN plans its attention again for every shape, and nearly every step has a new one:
+            # 256 mixed requests took 223 s on an H200 with cuDNN, 17 s without.
             torch.backends.cuda.enable_cudnn_sdp(False)
         self._groups: RankGroups | None = None
 
     def open_weights(self, settings: RankSettings) -> tuple[RankWeights, Architecture]:
-        """Return this rank's view of the folder and what the model is built of.
+        """Return this rank's view of the folder, and the model's architecture.
 
         Raises:
             CheckpointMismatchError: The folder is not exactly what its config.ini describes.
@@ -98,7 +98,7 @@ class RankBase(ABC):
 
     @property
     def all_reduce(self) -> AllReduce | None:
-        """What sums over the ranks of this stage, None for a single one."""
+        """The sum over the ranks of this stage, None for a single one."""
         return self._all_reduce if self.layout.tp_size > 1 else None
 
     def connect(self, groups: RankGroups) -> None:
@@ -111,7 +111,7 @@ class RankBase(ABC):
             self._groups.meet()
 
     def close(self) -> None:
-        """Part from the other ranks, all of which do the same."""
+        """Close the connection to the other ranks, all of which do the same."""
         if self._groups is not None:
             self._groups.close()
 
@@ -121,12 +121,12 @@ class RankBase(ABC):
 
         Args:
             plan: What to run.
-            embeddings: (plan.embedding_rows, E) fp32 on rank 0, if there are any; the others
+            embeddings: (plan.embedding_rows, E) fp32 on rank 0, if there are any; the other ranks
                 receive them.
         """
 
     def prepare(self) -> None:  # noqa: B027 - most ranks have nothing to prepare
-        """Do what would make the first requests slow; every rank does so at the same time."""
+        """Do the work that would slow down the first requests; all ranks do so at the same time."""
 
     def _run_graph(self, graph: DecodeGraph) -> None:
         """Run this stage's graph between the stages before and after it."""
@@ -149,12 +149,12 @@ class RankBase(ABC):
             return None
         chosen = None
         if plan.choices is not None:
-            assert graph.chosen is not None, "several ranks choose nothing"
+            assert graph.chosen is not None, "only a single rank chooses tokens"
             chosen = to_host(graph.chosen[:count])
         return StepResult(logits, chosen=chosen, done=self._done())
 
     def _done(self) -> torch.cuda.Event | None:
-        """Return what says that all work so far is done."""
+        """Return an event that is set when all work so far is done."""
         if self.device.type == "cpu":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -188,7 +188,7 @@ class RankBase(ABC):
     def _first_rank_logits(
         self, part: torch.Tensor | None, count: int, vocab_size: int
     ) -> torch.Tensor | None:
-        """Return on rank 0 the logits (count, V or more) of which the last stage holds slices."""
+        """Return on rank 0 the logits (count, V or more), gathered from the last stage's slices."""
         if self._groups is None:
             return part
         shape = (count, self.layout.vocab_rows_per_rank(vocab_size))
@@ -198,7 +198,7 @@ class RankBase(ABC):
     def _first_rank_copy(
         self, output: torch.Tensor | None, room: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return on rank 0 what the last stage's ranks hold; `room` is of its shape and type."""
+        """Return on rank 0 the last stage's output; `room` is of its shape and type."""
         if self.layout.pp_size == 1:
             return output if self.layout.rank == 0 else None
         assert self._groups is not None, "ranks are not connected"

@@ -1,4 +1,4 @@
-"""Checks before loading: the model divides among the ranks, the machine has their devices."""
+"""Checks before loading: the model divides among the ranks, and each rank has a device."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from inference.ranks.settings import Placement
 def check_ranks(
     architecture: Architecture, placement: Placement, *, needed_devices: int | None = None
 ) -> Placement:
-    """Return a checked placement, with the device that `auto` stands for.
+    """Return a checked placement, in which `auto` is replaced by the device.
 
-    `needed_devices` is how many GPUs this process must see; None means one for each rank.
+    `needed_devices` is the number of GPUs that this process must see; None means one for each rank.
 
     Raises:
-        ValueError: naming everything that does not fit.
+        ValueError: with every problem found.
     """
     problems = []
     if placement.data_type not in WEIGHT_DATA_TYPES:
@@ -53,7 +53,7 @@ def _int8_problems(architecture: Architecture, int8_mode: int) -> list[str]:
 
 
 def _checks(architecture: Architecture, layout: ParallelLayout) -> list[Callable[[], object]]:
-    """Return what raises ValueError where the model does not divide among the ranks."""
+    """Return the checks that raise ValueError where the model does not divide among the ranks."""
     if isinstance(architecture, DecoderArchitecture):
         return [
             lambda: check_architecture(architecture, layout.tp_size),

@@ -1,4 +1,4 @@
-"""One rank of a decoder-only model: its layers, its cache, and the steps it is told to run."""
+"""One rank of a decoder-only model: its layers, its cache, and the steps it runs."""
 
 # Shapes: N tokens of a step, n tokens whose logits are wanted, V vocabulary, E hidden
 
@@ -27,9 +27,9 @@ from inference.ranks.settings import RankSettings
 if TYPE_CHECKING:
     from inference.model.decode_graph import DecodeGraphs
 
-# Fewest tokens for which a pipeline micro-batch is computation, not reading of weights.
+# Fewest tokens for which a pipeline micro-batch is bound by computation, not by reading weights.
 _MICRO_BATCH_TOKENS = 128
-# Lengths for which libraries choose their kernels before the first request.
+# Prompt lengths for which libraries choose their kernels before the first request.
 _WARM_UP_TOKENS = (1, 16, 128, 512, 2048, 8192)
 
 
@@ -41,7 +41,7 @@ class DecoderRank(RankBase):
 
         Raises:
             CheckpointMismatchError: The folder is not exactly what its config.ini describes.
-            ValueError: The model does not divide among the ranks, or is of a kind not run here.
+            ValueError: The model does not divide among the ranks, or is not a decoder-only model.
         """
         super().__init__(settings)
         weights, architecture = self.open_weights(settings)
@@ -78,7 +78,7 @@ class DecoderRank(RankBase):
         return self.device.type == "cuda" and has_gpu_kernels()
 
     def _run_nothing(self, tokens: int) -> None:
-        """Run prompts of so many tokens, and a single one, that nobody reads."""
+        """Run prompts of the given lengths and a single token; their results are discarded."""
         longest, slot = self.cache.shape.max_len, self.cache.scratch_slot
         starts = range(0, tokens, longest)
         segments = [Segment(slot, 0, min(tokens - start, longest)) for start in starts]
@@ -108,8 +108,8 @@ class DecoderRank(RankBase):
             return StepResult(logits, pooled, chosen=chosen, done=self._done())
 
     def close(self) -> None:
-        """Part from the other ranks."""
-        self._graphs = None  # the sums in them belong to the connection
+        """Close the connection to the other ranks."""
+        self._graphs = None  # they contain sums over the connection
         super().close()
 
     def _decode(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
@@ -186,7 +186,7 @@ class DecoderRank(RankBase):
     def _logits(
         self, hidden: Sequence[torch.Tensor], steps: Sequence[Step], count: int
     ) -> torch.Tensor | None:
-        """Return all logits on rank 0, (n, V or more)."""
+        """Return all logits (n, V or more) on rank 0."""
         if not count:
             empty = torch.empty(0, self.architecture.vocab_size)
             return empty if self.layout.rank == 0 else None
@@ -250,9 +250,9 @@ def cache_shape(architecture: DecoderArchitecture, settings: RankSettings) -> Ca
 
 
 def split_segments(segments: Sequence[Segment], parts: int) -> list[list[Segment]]:
-    """Cut segments into at most `parts` runs of about as many tokens, in order.
+    """Split segments into at most `parts` runs of about as many tokens, in order.
 
-    A sequence may be cut: its later tokens then come in a later run and see the earlier ones.
+    A sequence may be split: a later run then holds its later tokens, which see the earlier ones.
     """
     total = sum(segment.count for segment in segments)
     if parts == 1:

@@ -1,6 +1,6 @@
 """One rank of an encoder-decoder, or of its encoder alone.
 
-A step first encodes the rows that begin, which every stage's cross-attention caches, then runs the
+A step first encodes new rows, whose output every stage's cross-attention caches, and then runs the
 decoder over one new token of each slot.
 """
 
@@ -101,12 +101,12 @@ class EncoderDecoderRank(RankBase):
             return StepResult(logits, chosen=chosen, done=self._done())
 
     def close(self) -> None:
-        """Part from the other ranks."""
-        self._graphs = None  # the sums in them belong to the connection
+        """Close the connection to the other ranks."""
+        self._graphs = None  # they contain sums over the connection
         super().close()
 
     def _begin(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> None:
-        """Start a pass of new rows; one that nobody waits for any more is forgotten."""
+        """Start a pass of new rows; it replaces one whose requests were cancelled."""
         rows = ragged_rows([row.count for row in plan.encoder_rows], self.device)
         tasks = [self._task_of(row) for row in plan.encoder_rows]
         batch = EncoderBatch(
@@ -126,7 +126,7 @@ class EncoderDecoderRank(RankBase):
         )
 
     def _encode(self, layers: int) -> None:
-        """Go on with the pass; at its end every stage remembers what its decoder layers read."""
+        """Continue the pass; at its end every stage caches what its decoder layers read."""
         assert self._pass is not None, "no pass was begun"
         self._pass.advance(layers)
         if not self._pass.is_done or self.architecture.decoder is None:
@@ -143,7 +143,7 @@ class EncoderDecoderRank(RankBase):
         return self._no_task if row.task is None else row.task
 
     def _spread(self, output: torch.Tensor | None, batch: EncoderBatch) -> torch.Tensor:
-        """Give the last stage's encoder output (N, E) to every stage."""
+        """Send the last stage's encoder output (N, E) to every stage."""
         layout, groups = self.layout, self._groups
         if layout.pp_size == 1:
             assert output is not None
@@ -222,9 +222,9 @@ class EncoderDecoderRank(RankBase):
         return self._feed.ids(ids.to(self.device), torch.tensor(slots, device=self.device))
 
     def _encoder_result(self) -> StepResult | None:
-        """Return on rank 0 what an encoder alone gives, which runs all layers in one step."""
+        """Return on rank 0 the output of an encoder alone, which runs all layers in one step."""
         done, self._pass = self._pass, None
-        assert done is not None, "an encoder has nothing else to do"
+        assert done is not None, "an encoder's step ends its pass"
         room = self.model.room(len(done.batch.ids))
         hidden = self._first_rank_copy(done.output, room)
         attentions = done.attentions

@@ -1,7 +1,7 @@
-"""One batch on its way through the encoder's layers, which may be spread over several steps.
+"""One batch in the encoder, whose layers may be spread over several steps.
 
-An encoder's rows cannot be cut like a decoder's prompts, since every token sees all others; its
-layers can, so that a long row does not hold up the rows that decode.
+An encoder's rows cannot be split like a decoder's prompts, since every token sees all others. Its
+layers can: a long row then does not delay the rows that decode.
 """
 
 # Shapes: N tokens of the batch, E hidden, H local heads, S longest row
@@ -43,7 +43,7 @@ class EncoderPass:
         self._layout = layout
         self._groups = groups
         self._masks = model.encoder_masks(batch.rows)
-        self._x: torch.Tensor | None = None  # (N, E), while it is this stage's turn
+        self._x: torch.Tensor | None = None  # (N, E), while this stage computes
         self._next = 0  # layer, of all stages
 
     @property
@@ -54,7 +54,7 @@ class EncoderPass:
     def advance(self, count: int) -> None:
         """Run the next `count` layers, or all that are left if they are fewer.
 
-        A stage hands on its result in the step that ends its layers.
+        A stage sends its result in the step that ends its layers.
         """
         mine, layout = self._model.encoder_layers, self._layout
         start = self._next

@@ -74,7 +74,7 @@ class EncoderRank(RankBase):
 
 
 def _true_tokens(x: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
-    """Return the tokens that are no padding, (N, E)."""
+    """Return the tokens without padding, (N, E)."""
     if rows.counts == rows.lengths:
         return x
     places = zip(rows.starts, rows.lengths, strict=True)

@@ -1,9 +1,9 @@
-"""A store for ranks that a launcher has started, open to those alone that hold the launch's key.
+"""A store for launched ranks, open only to processes that hold the key of the launch.
 
-Rank 0 makes a key for each launch and leaves it in a file of mode 600 where the other ranks see it;
-no argument and no variable holds it. Both ends of a connection prove with an HMAC over fresh random
-numbers that they have the key before anything else is said; who has not is cut off. Messages after
-that are not encrypted.
+Rank 0 makes a key for each launch and leaves it in a file of mode 600 that the other ranks can see;
+no argument and no variable holds it. Both ends of a connection first prove with an HMAC over fresh
+random numbers that they have the key; otherwise the connection is closed. Later messages are not
+encrypted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _KEY_BYTES = _NONCE_BYTES = 32
 _DIGEST = "sha256"
 _LENGTH = struct.Struct(">I")
 _MOST_BYTES = 16 << 20  # of one message
-_GREETING_S = 5.0  # to prove that one holds the key
-# Connections that have not proved it yet; more are turned away, and come again.
+_GREETING_S = 5.0  # to prove possession of the key
+# Connections that have not proved it yet; further ones are closed, and try again.
 _MOST_GREETINGS = 64
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 0.1
 
@@ -41,7 +41,7 @@ class KeyRefusedError(RuntimeError):
 
 
 def write_key(path: Path) -> bytes:
-    """Put a new key into a file that its owner alone can read, and return it."""
+    """Write a new key to a file that only its owner can read, and return it."""
     key = secrets.token_bytes(_KEY_BYTES)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
@@ -57,7 +57,7 @@ def read_key(path: Path) -> bytes:
 
     Raises:
         OSError: There is none yet.
-        PermissionError: It is somebody else's, or others can read it.
+        PermissionError: It belongs to another user, or others can read it.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     with os.fdopen(descriptor, "rb") as file:
@@ -68,7 +68,7 @@ def read_key(path: Path) -> bytes:
 
 
 class KeyedStore(Store):
-    """One connection to the values of a launch; what fails raises RuntimeError, as torch's do."""
+    """One connection to the values of a launch; raises RuntimeError, as torch's stores do."""
 
     def __init__(self, answer: Answer, again: Callable[[], KeyedStore], timeout_s: float) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class StoreServer:
 
         Args:
             listener: A socket that listens.
-            key: What the others have to hold.
+            key: The key that clients have to hold.
             timeout_s: Of the waits of `store`.
         """
         self._listener, self._key, self._timeout_s = listener, key, timeout_s
@@ -146,7 +146,7 @@ class StoreServer:
         return KeyedStore(self._apply, self.store, self._timeout_s)
 
     def close(self) -> None:
-        """Take no further connection; those that are there go on."""
+        """Accept no further connection; open ones stay."""
         # A thread that waits in accept() is woken by a shutdown, not by a close.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -205,7 +205,7 @@ def connect(host: str, port: int, key: bytes, *, timeout_s: float) -> KeyedStore
                 _send(connection, json.dumps(message).encode())
                 return json.loads(_receive(connection))
         except (OSError, ValueError) as error:
-            connection.close()  # an answer that is late would be taken for that of the next
+            connection.close()  # a late answer would be taken for that of the next
             raise RuntimeError(f"rank 0 at {host}:{port} does not answer: {error}") from error
 
     def again() -> KeyedStore:
@@ -215,10 +215,10 @@ def connect(host: str, port: int, key: bytes, *, timeout_s: float) -> KeyedStore
 
 
 def _greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:
-    """Prove to the other end that this one holds the key, and have it prove the same.
+    """Prove to the other end that this one holds the key, and check that the other end does.
 
     Raises:
-        KeyRefusedError: It does not.
+        KeyRefusedError: The other end does not hold the key.
     """
     connection.settimeout(_GREETING_S)
     own = secrets.token_bytes(_NONCE_BYTES)

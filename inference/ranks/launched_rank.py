@@ -1,7 +1,7 @@
-"""Ranks that a launcher has started on several nodes, and the server's model among them.
+"""Ranks that a launcher has started on several nodes.
 
 `python -m inference.ranks.launched_rank` runs one rank other than 0. Rank 0 is the model inside
-the server on the first node. SLIPWAY_RENDEZVOUS names the `host:port` where they meet.
+the server on the first node. SLIPWAY_RENDEZVOUS is the `host:port` of their rendezvous.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def started_place(world_size: int) -> tuple[LaunchEnvironment, str, int, Path] |
     None if no launcher has started the ranks.
 
     Raises:
-        ValueError: the launcher has started another number of ranks, or the address is none.
+        ValueError: the launcher has started another number of ranks, or the address is malformed.
     """
     address = os.environ.get(RENDEZVOUS_VARIABLE)
     if not address:
@@ -55,7 +55,7 @@ def open_rendezvous(world_size: int, *, timeout_s: float) -> Rendezvous | None:
 
     Raises:
         ValueError: as `started_place`.
-        RendezvousError: the address cannot be had.
+        RendezvousError: the address is unavailable.
     """
     found = started_place(world_size)
     if found is None:
@@ -76,10 +76,10 @@ def main() -> int:
         level=logging.INFO, format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s"
     )
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     found = started_place(place.world_size)
     if found is None:
-        sys.stderr.write(f"{RENDEZVOUS_VARIABLE} is not set: it names host:port of rank 0\n")
+        sys.stderr.write(f"{RENDEZVOUS_VARIABLE} is not set; set it to host:port of rank 0\n")
         return 2
     _, host, port, key_file = found
     return serve_started_rank(place, host, port, key_file=key_file, timeout_s=RANK_TIMEOUT_S)

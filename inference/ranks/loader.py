@@ -1,4 +1,4 @@
-"""The rank that a model's architecture asks for."""
+"""The kind of rank for each architecture."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS: dict[type, type[DecoderRank] | type[EncoderDecoderRank] | type[EncoderRa
 
 
 def make_rank(settings: RankSettings) -> RankBase:
-    """Load a rank.
+    """Load a rank of the kind that the model's architecture needs.
 
     Raises:
         CheckpointMismatchError: The folder is not exactly what its config.ini describes.

@@ -1,6 +1,6 @@
-"""A store of ranks on one node: a file in a folder that their user alone can enter.
+"""A store of ranks on one node: a file in a folder that only their user can enter.
 
-Nothing listens for it, so that there is nothing that a stranger could connect to.
+It opens no port that another user could connect to.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pathlib import Path
 from torch._C._distributed_c10d import FileStore, Store
 
 _NAME = "store"
-_KEPT = -1  # a number of ranks: the file is not removed with the last of its users
+_KEPT = -1  # in place of the number of ranks: the last of them does not remove the file
 
 
 class NodeStore:
-    """A new store, for the process that looks after the others. `close` removes it."""
+    """A new store, owned by the process that starts the ranks. `close` removes it."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="slipway-ranks-"))  # of mode 700

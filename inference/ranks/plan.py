@@ -1,4 +1,4 @@
-"""What rank 0 tells every rank to do next, packed into one integer tensor."""
+"""The plan of a step, which rank 0 sends to every rank as one integer tensor."""
 
 # Layout of a packed plan, int32: command, length, counts and flags, then per segment
 # (slot, start, count, forgotten), per move (source, target, start, stop), per table entry (slot,
@@ -22,10 +22,10 @@ _HEADER = 12
 
 
 class Command(enum.IntEnum):
-    """What a plan asks for."""
+    """The kind of a plan."""
 
     STEP = 1
-    PING = 2  # answer, so that rank 0 knows that every rank lives
+    PING = 2  # answer: rank 0 checks that every rank is alive
     STOP = 3
 
 
@@ -35,7 +35,7 @@ class EncoderRow:
 
     Attributes:
         count: Its tokens.
-        slots: Where the decoder finds what it reads of the row; none for an encoder alone.
+        slots: Slots of the decoder that read its output; none for an encoder alone.
         task: IA3 task, None without IA3.
     """
 
@@ -55,8 +55,8 @@ class StepPlan:
         moves: Cache copies, all of them before the pass.
         entries: Blocks that slots get before the pass.
         choices: For every output row the slot whose newest token is to be its best one, negative
-            for none, and an id that it may not be, negative for none. None where whoever made the
-            plan chooses; only a rank that has the whole model can.
+            for none, and an id that it may not be, negative for none. None if the scheduler
+            chooses; only a rank that has the whole model can.
         has_virtual: Whether some ids lie beyond the vocabulary.
         embedding_rows: Rows of embeddings that follow the plan, for ids beyond loaded tables.
         pool: Whether the sums of each segment's last hidden states are wanted.
@@ -84,7 +84,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class ReceivedPlan:
-    """A plan as a rank reads it: what tensors are made of stays a tensor."""
+    """A plan as a rank reads it, with ids and output rows as tensors."""
 
     ids: torch.Tensor  # (N,) int64
     segments: tuple[Segment, ...]
@@ -102,7 +102,7 @@ class ReceivedPlan:
 
 
 def received(plan: StepPlan) -> ReceivedPlan:
-    """Return the plan as a rank reads it: what packing and unpacking gives, for a single rank."""
+    """Return the plan as a rank reads it, without packing, for a single rank."""
     return ReceivedPlan(
         ids=torch.tensor(plan.ids, dtype=torch.int64),
         segments=plan.segments,
@@ -127,7 +127,7 @@ def pack_command(command: Command) -> torch.Tensor:
 
 def pack(plan: StepPlan) -> torch.Tensor:
     """Return the plan as one int32 tensor."""
-    assert plan.choices is None, "several ranks choose nothing"
+    assert plan.choices is None, "only a single rank chooses tokens"
     flags = int(plan.has_virtual) + 2 * int(plan.pool) + 4 * int(plan.attentions)
     values = [Command.STEP, 0, len(plan.segments), len(plan.moves), len(plan.output_rows)]
     values += [len(plan.ids), flags, plan.embedding_rows]
@@ -149,7 +149,7 @@ def pack(plan: StepPlan) -> torch.Tensor:
 
 
 def command_of(packed: torch.Tensor) -> Command:
-    """Return what a packed plan asks for."""
+    """Return the kind of a packed plan."""
     return Command(int(packed[0]))
 
 

@@ -1,4 +1,4 @@
-"""The local processes of ranks other than 0: start them, notice their end, leave none behind."""
+"""Worker processes: the ranks other than 0 on this node."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 class RankProcesses:
     """Worker processes of this node.
 
-    Start them from a thread that lives as long as they should: the kernel ends them with it.
+    Start them from a long-lived thread: the kernel ends them when their parent thread ends.
     """
 
     def __init__(self, settings: Sequence[RankSettings]) -> None:
         self._workers = {each.rank: _Worker(each) for each in settings}
 
     def ended(self) -> dict[int, str]:
-        """Return how each worker ended that is no longer running."""
+        """Return the exit of each worker that is no longer running."""
         return {
             rank: how
             for rank, worker in self._workers.items()
@@ -47,7 +47,7 @@ class RankProcesses:
         return [worker.process.pid for worker in self._workers.values()]
 
     def stop(self, *, grace_s: float) -> None:
-        """Wait for the workers to end by themselves, then end them; none is left."""
+        """Wait for the workers to exit, then kill those that remain."""
         deadline = monotonic() + grace_s
         for worker in self._workers.values():
             worker.close_lifeline_at(deadline)
@@ -59,7 +59,7 @@ class _Worker:
     def __init__(self, settings: RankSettings) -> None:
         self._log: IO[bytes] = TemporaryFile()  # noqa: SIM115 - read for as long as the worker lives
         environment = dict(os.environ, OMP_NUM_THREADS=str(settings.threads))
-        # Weights in huge pages: torch reads this once, before its first tensor.
+        # Weights in huge pages: torch reads this variable once, before its first tensor.
         environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(_PACKAGE_ROOT), *filter(None, [environment.get("PYTHONPATH")])]

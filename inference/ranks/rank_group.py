@@ -1,4 +1,4 @@
-"""All ranks of an engine as rank 0 sees them: its own part, the other processes, the wires."""
+"""All ranks of an engine: rank 0, the other processes, and their connections."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RankError(RuntimeError):
 
 
 class RankGroup:
-    """Rank 0 in this process and the others beside it.
+    """Rank 0 in this process, and the other ranks.
 
     All methods but `problem` and `end` belong to one thread, which must live as long as the ranks.
     """
@@ -106,7 +106,7 @@ class RankGroup:
         give_go(store, "prepared")
 
     def _call_others(self, others: range) -> tuple[RankSettings, Store]:
-        """Have the other ranks load: those a launcher started, or else processes of this node."""
+        """Load the other ranks: those that a launcher started, or else processes of this node."""
         if self._rendezvous is not None:
             self._rendezvous.announce(self._settings)
             return self._settings, self._rendezvous.store
@@ -148,14 +148,14 @@ class RankGroup:
         self._busy_since = None
 
     def problem(self) -> str | None:
-        """Return why the ranks cannot go on, or None; may be asked from any thread."""
+        """Return why the ranks cannot continue, or None; may be called from any thread."""
         if ended := self._ended():
             return ended
         since = self._busy_since
         if self._count > 1 and since is not None:
             waited = monotonic() - since
             if waited > self._settings.rank_timeout_s:
-                return f"some rank has not answered for {waited:.1f} s"
+                return f"a rank has not answered for {waited:.1f} s"
         return None
 
     def end(self, *, grace_s: float = _GRACE_S) -> None:
@@ -171,7 +171,7 @@ class RankGroup:
             self._rendezvous.close(grace_s=grace_s)
 
     def stop(self) -> None:
-        """Tell the other ranks to leave, and see that they do."""
+        """Stop the other ranks, and wait until they have ended."""
         if self._groups is not None:
             try:
                 self._groups.send_plan(pack_command(Command.STOP))
@@ -181,7 +181,7 @@ class RankGroup:
         self.end()
 
     def _ended(self) -> str | None:
-        """Return how workers ended, with their reasons or last words."""
+        """Return the exit of each worker, with its reason or its last line."""
         if self._rendezvous is not None:
             return self._rendezvous.problem()
         processes = self._processes
@@ -193,7 +193,7 @@ class RankGroup:
         reasons = {}
         for rank, how in ended.items():
             said = failure_of(self._store, rank) if self._store is not None else None
-            last = said or processes.output(rank).splitlines()[-1:] or ["nothing was said"]
+            last = said or processes.output(rank).splitlines()[-1:] or ["no output"]
             reasons[rank] = f"{how}: {last if isinstance(last, str) else last[0]}"
         return _joined(reasons)
 
@@ -210,7 +210,7 @@ def _joined(reasons: dict[int, str]) -> str:
 
 
 def threads_per_rank(local_ranks: int) -> int:
-    """Return how many CPU threads each of a node's ranks may use."""
+    """Return the number of CPU threads of each of a node's ranks."""
     cores = len(os.sched_getaffinity(0))
     text = os.environ.get("OMP_NUM_THREADS", "")
     total = int(text) if text.isdigit() and int(text) > 0 else cores

@@ -1,7 +1,7 @@
-"""How ranks that a launcher started find rank 0, hear what to load, and notice each other's end.
+"""Rendezvous, settings broadcast and heartbeats for launched ranks.
 
-Rank 0 holds one store; each of the others comes to it, waits for its settings, and from then on
-tells every second that it lives. The wires of the model itself are made later, on the same store.
+Rank 0 holds one store. Each other rank connects to it, waits for its settings, and then sends a
+heartbeat every second. The model's own connections are made later, through the same store.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from inference.ranks.startup import failure_of, report_failure
 
 logger = logging.getLogger(__name__)
 
-_BEAT_S = 1.0
+_HEARTBEAT_S = 1.0
 _LOOK_S = 0.5
 _POLL_S = 0.1
-_LEAVE_S = 2.0  # for an orderly end that is under way
-_FOREIGN_S = 10.0  # a store of ours says at once whose it is
-JOIN_TIMEOUT_S = 240.0  # less than a server is given to load, so that the reason is known
-_WAIT_FOREVER = timedelta(days=30)  # the beat ends a process whose rank 0 is gone
+_LEAVE_S = 2.0  # for an orderly shutdown in progress
+_FOREIGN_S = 10.0  # a store of this launch identifies itself at once
+JOIN_TIMEOUT_S = 240.0  # less than a server may take to load, whose failure then has this reason
+_WAIT_FOREVER = timedelta(days=30)  # the heartbeat ends a process whose rank 0 is gone
 
 
 class RendezvousError(RuntimeError):
@@ -66,7 +66,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 class Rendezvous:
-    """Rank 0's side: whom it expects, what it tells them, and who still lives.
+    """Rank 0's side: it sends the settings to the other ranks and watches their heartbeats.
 
     `problem` and `close` may be called from any thread.
     """
@@ -77,10 +77,10 @@ class Rendezvous:
         """Open the rendezvous.
 
         Args:
-            place: Of this process, which is rank 0.
-            host: Address to listen at, one of this node.
-            port: To listen at.
-            key_file: Where the key of this launch is left for the other ranks.
+            place: This process's place, which is rank 0.
+            host: Address to listen at, one of this node's.
+            port: Port to listen at.
+            key_file: File that receives the key of this launch, for the other ranks.
             timeout_s: Time within which the silence of a rank is noticed.
 
         Raises:
@@ -90,9 +90,11 @@ class Rendezvous:
         self.place = place
         self._address = f"{host}:{port}"
         # Shorter than the wait for an answer, so that the reason names the rank.
-        self._silence_s = max(timeout_s / 2, timeout_s - 2 * _BEAT_S)
+        self._silence_s = max(timeout_s / 2, timeout_s - 2 * _HEARTBEAT_S)
         self._opened = self._looked = monotonic()
-        self._beats: dict[int, tuple[int, float]] = {}  # per rank: last count, and when it rose
+        self._heartbeats: dict[
+            int, tuple[int, float]
+        ] = {}  # per rank: last count, and when it rose
         self._problem: str | None = None
         self._lock = threading.Lock()
         self._closed = False
@@ -101,7 +103,7 @@ class Rendezvous:
         except OSError as error:
             raise RendezvousError(_listen_problem(host, port, error)) from error
         try:
-            # Only once the port is this launch's: the file of another one stays as it is.
+            # Written only once this launch has the port: another launch's file stays as it is.
             key = write_key(key_file)
         except OSError as error:
             listener.close()
@@ -116,20 +118,20 @@ class Rendezvous:
 
     @property
     def others(self) -> range:
-        """The ranks that come."""
+        """The ranks other than 0."""
         return range(1, self.place.world_size)
 
     def announce(self, settings: RankSettings) -> None:
-        """Tell every rank what to load."""
+        """Send every rank the settings to load."""
         self.store.set("settings", json.dumps({"settings": settings.to_json()}))
 
     def refuse(self, reason: str) -> None:
-        """Tell every rank that there is nothing to load, and let them go."""
+        """Send every rank the reason why nothing is loaded, and close."""
         self.store.set("settings", json.dumps({"problem": reason}))
         self.close(grace_s=_LEAVE_S)
 
     def device_problems(self, own: torch.device) -> dict[int, str]:
-        """Return who uses the device of a lower rank; every rank has loaded."""
+        """Return the ranks that share the device of a lower rank, once every rank has loaded."""
         seen = {device_name(own): 0}
         problems = {}
         for rank in self.others:
@@ -143,7 +145,7 @@ class Rendezvous:
         return problems
 
     def problem(self) -> str | None:
-        """Return which ranks failed, fell silent or never came, or None; looks twice a second."""
+        """Return the ranks that failed, fell silent or never joined; looks twice a second."""
         with self._lock:
             if not self._closed and monotonic() - self._looked >= _LOOK_S:
                 self._problem = self._look()
@@ -159,21 +161,21 @@ class Rendezvous:
 
     def _silence(self, rank: int) -> str | None:
         now = monotonic()
-        count = self._watch.add(f"beat/{rank}", 0)
+        count = self._watch.add(f"heartbeat/{rank}", 0)
         if count == 0:
             if now - self._opened < JOIN_TIMEOUT_S:
                 return None
-            return f"did not come to {self._address} within {JOIN_TIMEOUT_S:g} s; can it reach it?"
-        last, since = self._beats.get(rank, (0, now))
+            return f"did not reach {self._address} within {JOIN_TIMEOUT_S:g} s; is the port open?"
+        last, since = self._heartbeats.get(rank, (0, now))
         if count != last:
-            self._beats[rank] = (count, now)
+            self._heartbeats[rank] = (count, now)
         elif now - since > self._silence_s:
             who = self._watch.get(f"who/{rank}").decode()
-            return f"has not been heard of for {now - since:.1f} s ({who})"
+            return f"has sent no heartbeat for {now - since:.1f} s ({who})"
         return None
 
     def close(self, *, grace_s: float) -> None:
-        """Tell the others to leave and give them time to; may be called again."""
+        """Ask the other ranks to leave and wait for them; may be called again."""
         with self._lock:
             if self._closed:
                 return
@@ -190,28 +192,28 @@ class Rendezvous:
         return [
             rank
             for rank in self.others
-            if self._watch.add(f"beat/{rank}", 0) and not self._watch.check([f"left/{rank}"])
+            if self._watch.add(f"heartbeat/{rank}", 0) and not self._watch.check([f"left/{rank}"])
         ]
 
 
 class Follower:
-    """Another rank's side. The process ends when rank 0 is gone, whatever it is doing."""
+    """The side of another rank, whose process ends when rank 0 is gone."""
 
     def __init__(
         self, place: LaunchEnvironment, host: str, port: int, *, key_file: Path, timeout_s: float
     ) -> None:
-        """Come to the rendezvous.
+        """Join the rendezvous.
 
         Args:
-            place: Of this process.
-            host: Where rank 0 listens.
-            port: Where rank 0 listens.
-            key_file: Where rank 0 leaves the key of the launch.
+            place: This process's place.
+            host: Host of rank 0.
+            port: Port of rank 0.
+            key_file: File with the key of the launch.
             timeout_s: Longest wait for one answer of the store.
 
         Raises:
-            RendezvousError: Nobody answers there, another launch does, or another process has come
-                as this rank.
+            RendezvousError: Rank 0 does not answer, another launch does, or another process has
+                joined as this rank.
         """
         self.place = place
         self._address = (host, port)
@@ -223,7 +225,7 @@ class Follower:
         self._check_job(self.store.get("job").decode())
         self._left = threading.Event()
         self._register()
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def _check_job(self, theirs: str) -> None:
         ours = _job_text(self.place)
@@ -237,14 +239,14 @@ class Follower:
     def _register(self) -> None:
         rank = self.place.rank
         if self.store.add(f"joined/{rank}", 1) > 1:
-            error = RendezvousError(f"two processes have come as rank {rank}; each needs its own")
+            error = RendezvousError(f"two processes have joined as rank {rank}; each needs its own")
             report_failure(self.store, rank, error)
             raise error
         self.store.set(f"who/{rank}", f"process {os.getpid()} on {socket.gethostname()}")
-        self.store.add(f"beat/{rank}", 1)
+        self.store.add(f"heartbeat/{rank}", 1)
 
     def settings(self) -> RankSettings:
-        """Wait for rank 0, which may have a model to convert first; return what to load.
+        """Return the settings to load, once rank 0 sends them; it may convert a model first.
 
         Raises:
             RendezvousError: Rank 0 gave up.
@@ -258,16 +260,16 @@ class Follower:
         return replace(settings, device_index=self.place.local_rank)
 
     def leave(self) -> None:
-        """Say that this process ends by itself."""
+        """Report that this process leaves in order."""
         with contextlib.suppress(RuntimeError):
             self.store.set(f"left/{self.place.rank}", "")
         self._left.set()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         reason = "rank 0 has ended the run"
-        while not self._left.wait(_BEAT_S):
+        while not self._left.wait(_HEARTBEAT_S):
             try:
-                self._pulse.add(f"beat/{self.place.rank}", 1)
+                self._pulse.add(f"heartbeat/{self.place.rank}", 1)
                 if not self._pulse.check(["over"]):
                     continue
             except RuntimeError:
@@ -275,11 +277,11 @@ class Follower:
             if self._left.wait(_LEAVE_S):
                 return
             logger.error("%s; rank %d ends", reason, self.place.rank)
-            os._exit(1)  # the main thread may be anywhere, such as in a sum that never ends
+            os._exit(1)  # the main thread may be blocked, such as in a sum that never ends
 
 
 def device_name(device: torch.device) -> str:
-    """Return what tells one GPU from all others of a cluster; empty for a CPU."""
+    """Return a name for the device, unique in the cluster for a GPU; empty for a CPU."""
     if device.type == "cpu":
         return ""
     properties = torch.cuda.get_device_properties(device)
@@ -287,27 +289,27 @@ def device_name(device: torch.device) -> str:
 
 
 def _job_text(place: LaunchEnvironment) -> str:
-    """Return what all processes of one launch agree on."""
+    """Return the description of a launch, the same in all of its processes."""
     return f"slipway {__version__}, {place.launcher} job {place.job or '-'} of {place.world_size}"
 
 
 def _listen_problem(host: str, port: int, error: OSError) -> str:
     if isinstance(error, socket.gaierror):
-        return f"MASTER_ADDR={host} is no host that can be found: {error.strerror}"
+        return f"MASTER_ADDR={host} cannot be resolved: {error.strerror}"
     if error.errno == errno.EADDRNOTAVAIL:
         return (
-            f"MASTER_ADDR={host} is no address of {socket.gethostname()}, where rank 0 runs; set "
-            "it to the host of rank 0"
+            f"MASTER_ADDR={host} is not an address of {socket.gethostname()}, where rank 0 runs; "
+            "set it to the host of rank 0"
         )
-    problem = port_problem(host, port) or f"cannot be had: {error.strerror}"
-    return f"port {port}, where the ranks meet, {problem}; choose another MASTER_PORT"
+    problem = port_problem(host, port) or f"is unavailable: {error.strerror}"
+    return f"port {port} of the rendezvous {problem}; choose another MASTER_PORT"
 
 
 def _joined(host: str, port: int, key_file: Path, *, timeout_s: float) -> KeyedStore:
     """Wait for rank 0 and its key, and return a connection to its store.
 
     Raises:
-        RendezvousError: Rank 0 does not come, or what listens there is not rank 0 of this launch.
+        RendezvousError: Rank 0 does not answer, or another process listens there.
     """
     deadline = monotonic() + JOIN_TIMEOUT_S
     refused_since: float | None = None
@@ -319,13 +321,13 @@ def _joined(host: str, port: int, key_file: Path, *, timeout_s: float) -> KeyedS
             refused_since = refused_since or monotonic()
             if monotonic() - refused_since > _FOREIGN_S:
                 raise RendezvousError(
-                    f"the process that listens at {host}:{port} does not hold the key in "
+                    f"{host}:{port} is in use by a process that does not hold the key in "
                     f"{key_file} ({error}); choose another MASTER_PORT, or end that process"
                 ) from error
         except PermissionError as error:
-            raise RendezvousError(f"the key of the launch cannot be used: {error}") from error
+            raise RendezvousError(f"the key of the launch is unusable: {error}") from error
         except OSError as error:
-            # Rank 0 leaves its key as soon as it listens.
+            # Rank 0 writes its key as soon as it listens.
             lacks_key = isinstance(error, FileNotFoundError) and _listens(host, port)
             refused_since = (refused_since or monotonic()) if lacks_key else None
             if refused_since is not None and monotonic() - refused_since > _FOREIGN_S:

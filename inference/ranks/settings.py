@@ -1,4 +1,4 @@
-"""Settings of a rank: sizes, types and devices, its cache, and the address of the rendezvous."""
+"""Settings of a rank: parallel sizes, types, device, cache and store."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class RankSettings(Placement):
     block_tokens: int = 0  # of the cache; 0: each slot has a block of its own
     blocks: int = 0
     store: str = ""  # path of the store that ranks of one node share
-    shared_memory: bool = True  # False: CPU ranks talk over gloo even on one host
+    shared_memory: bool = True  # False: CPU ranks communicate over gloo even on one host
     rank_timeout_s: float = RANK_TIMEOUT_S
     encoder_only: bool = False  # serve the encoder of a whole encoder-decoder
     remove_padding: bool = True  # encoders: compute true tokens only
@@ -90,7 +90,7 @@ def rank_device(settings: RankSettings) -> torch.device:
 def compute_dtype(data_type: str, device: torch.device) -> torch.dtype:
     """Return the type a rank computes in.
 
-    A CPU computes in fp32 what it has no fast products of: fp16, and on many CPUs bf16.
+    A CPU computes types without fast matrix products in fp32: fp16, and on many CPUs bf16.
     """
     dtype = torch_dtype(data_type)
     if device.type == "cuda" or dtype == torch.float32:
@@ -105,10 +105,10 @@ def matrix_dtype(data_type: str, stored: str, device: torch.device) -> torch.dty
     """Return the type a rank keeps its matrices in where it computes in another, else None.
 
     Args:
-        data_type: What is to be computed in.
-        stored: Type of the weights on disk. fp32 loses nothing by weights kept in fp16 if they
-            come so, and reads half the bytes.
-        device: The rank's.
+        data_type: Type of computation.
+        stored: Type of the weights on disk. Weights stored in fp16 stay so for fp32 computation:
+            nothing is lost, and half the bytes are read.
+        device: Device of the rank.
     """
     in_half = data_type == "fp16" or (data_type, stored) == ("fp32", "fp16")
     return torch.float16 if device.type == "cpu" and in_half and has_fp16_weights() else None

@@ -1,4 +1,4 @@
-"""How ranks find each other and tell of a start that failed, over one store."""
+"""Milestones of a start, and its failures, which ranks report through their store."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torch._C._distributed_c10d import Store
 _POLL_S = 0.02
 _GO = "go"
 
-# What a rank has done with the model when the others wait for it.
+# States of a rank that the others wait for.
 Milestone = Literal["loaded", "prepared"]
 
 
 def report_reached(store: Store, rank: int, milestone: Milestone) -> None:
-    """Say how far a rank has come."""
+    """Report that a rank has reached a milestone."""
     store.set(f"{milestone}/{rank}", json.dumps({"problem": None}))
 
 
 def report_failure(store: Store, rank: int, error: BaseException) -> None:
-    """Say why a rank ends; silently give up when rank 0 is gone."""
+    """Report why a rank ends; do nothing when rank 0 is gone."""
     try:
         text = json.dumps({"problem": f"{type(error).__name__}: {error}"})
         store.set(f"failed/{rank}", text)
@@ -34,7 +34,7 @@ def report_failure(store: Store, rank: int, error: BaseException) -> None:
 
 
 def failure_of(store: Store, rank: int) -> str | None:
-    """Return why a rank said it ended, if it did."""
+    """Return the reason that a rank has reported for its end, if any."""
     if not store.check([f"failed/{rank}"]):
         return None
     return str(json.loads(store.get(f"failed/{rank}"))["problem"])
@@ -48,14 +48,14 @@ def wait_until_reached(
     timeout_s: float,
     check: Callable[[], None],
 ) -> dict[int, str]:
-    """Wait until every rank is so far or has failed; return the reasons of those that failed.
+    """Wait until every rank has reached a milestone or failed; return the failures.
 
     Args:
         store: The rendezvous.
-        ranks: Who is awaited.
-        milestone: How far they must come.
+        ranks: The ranks to wait for.
+        milestone: The state to wait for.
         timeout_s: Longest wait.
-        check: Called now and then; raises to end the wait.
+        check: Called repeatedly; raises to end the wait.
 
     Raises:
         TimeoutError: naming the ranks that did not answer.
@@ -80,12 +80,12 @@ def wait_until_reached(
 
 
 def give_go(store: Store, milestone: Milestone) -> None:
-    """Let the ranks go on: connect once all have loaded, serve once all are prepared."""
+    """Let the ranks continue: connect once all have loaded, serve once all are prepared."""
     store.set(f"{_GO}/{milestone}", "")
 
 
 def wait_for_go(store: Store, milestone: Milestone, *, timeout_s: float = 86400.0) -> None:
-    """Wait until every rank is so far, as slow as the slowest may be.
+    """Wait until every rank has reached a milestone, however slow the slowest is.
 
     Rank 0 gives up earlier, after its start_timeout_s, and this process ends with it.
     """

@@ -1,6 +1,6 @@
-"""A rank other than 0, in a process of its own: load, join, run the steps rank 0 sends, leave.
+"""A rank other than 0, in a process of its own, which runs the steps that rank 0 sends.
 
-The process ends when rank 0 does, however that ended.
+The process ends when rank 0 does.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def main(argv: list[str] | None = None) -> int:
         level=logging.INFO, format=f"%(asctime)s rank {settings.rank} %(levelname)s %(message)s"
     )
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
     if arguments.lifeline:
         _end_with_owner()
     torch.set_num_threads(settings.threads)
     store = join_node_store(Path(settings.store), timeout_s=settings.rank_timeout_s)
     try:
         _serve(settings, store)
-    except Exception as error:  # whatever it was, rank 0 is to hear of it
+    except Exception as error:  # rank 0 reports any of them
         traceback.print_exc()
         report_failure(store, settings.rank, error)
         return 1
@@ -69,30 +69,30 @@ def serve_started_rank(
     """Run the rank that a launcher started this process for; return 1 if it failed.
 
     Args:
-        place: Of this process among those of the launch.
-        host: Where rank 0 listens.
-        port: Where rank 0 listens.
-        key_file: Where rank 0 leaves the key of the launch.
-        timeout_s: Longest wait for one answer of rank 0 while the ranks meet.
+        place: This process's place in the launch.
+        host: Host of rank 0.
+        port: Port of rank 0.
+        key_file: File with the key of the launch.
+        timeout_s: Longest wait for one answer of rank 0 during the rendezvous.
     """
     try:
-        guest = Follower(place, host, port, key_file=key_file, timeout_s=timeout_s)
+        follower = Follower(place, host, port, key_file=key_file, timeout_s=timeout_s)
     except RendezvousError as error:
         logger.error("%s", error)
         return 1
     try:
-        settings = guest.settings()
+        settings = follower.settings()
         torch.set_num_threads(settings.threads)
-        _serve(settings, guest.store)
+        _serve(settings, follower.store)
     except RendezvousError as error:
         logger.error("%s", error)
         return 1
-    except Exception as error:  # whatever it was, rank 0 is to hear of it
+    except Exception as error:  # rank 0 reports any of them
         traceback.print_exc()
-        report_failure(guest.store, place.rank, error)
+        report_failure(follower.store, place.rank, error)
         return 1
     finally:
-        guest.leave()
+        follower.leave()
     return 0
 
 

@@ -303,7 +303,7 @@ def test_a_second_run_at_the_same_ports_is_refused_and_the_first_goes_on(
         second.start_ranks(2, job="other")
         assert [each.wait(60) for each in second.processes] == [1, 1]
         said = second.output()
-        assert f"port {two_ranks.rendezvous}, where the ranks meet, is in use" in said
+        assert f"port {two_ranks.rendezvous} of the rendezvous is in use" in said
         assert "belongs to another launch (" in said
     with running(tmp_path, SAMPLE, "--device", "cpu") as third:
         third.command[third.command.index("--http-port") + 1] = str(two_ranks.http)

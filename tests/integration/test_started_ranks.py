@@ -176,7 +176,7 @@ def test_a_stopped_rank_is_missed_while_rank_0_prepares(start: Start) -> None:
     until_present(rendezvous, 1)
     other.send_signal(signal.SIGSTOP)
     problem = until_problem(rendezvous)
-    assert problem.startswith("rank 1: has not been heard of for ")
+    assert problem.startswith("rank 1: has sent no heartbeat for ")
     assert f"(process {other.pid} on {socket.gethostname()})" in problem
 
 
@@ -214,8 +214,8 @@ def test_two_processes_cannot_be_the_same_rank(start: Start) -> None:
     start(1, 2, port)
     until_present(rendezvous, 1)
     second = start(1, 2, port)
-    assert "two processes have come as rank 1; each needs its own" in words_of(second)
-    assert "two processes have come as rank 1" in until_problem(rendezvous)
+    assert "two processes have joined as rank 1; each needs its own" in words_of(second)
+    assert "two processes have joined as rank 1" in until_problem(rendezvous)
 
 
 def test_a_listener_that_is_no_store_is_reported(start: Start, key_file: Path) -> None:
@@ -248,17 +248,15 @@ def test_a_taken_port_is_reported_with_its_holder(key_file: Path) -> None:
     with open_silent() as listener:
         port = listener.getsockname()[1]
         place = LaunchEnvironment(0, 2, 0, 2)
-        with pytest.raises(
-            RendezvousError, match=f"port {port}, where the ranks meet, is in use by"
-        ):
+        with pytest.raises(RendezvousError, match=f"port {port} of the rendezvous is in use by"):
             Rendezvous(place, "127.0.0.1", port, key_file=key_file, timeout_s=5)
 
 
 @pytest.mark.parametrize(
     ("host", "message"),
     [
-        ("192.0.2.77", "MASTER_ADDR=192.0.2.77 is no address of"),  # a documentation address
-        ("no-such-host.invalid", "is no host that can be found"),
+        ("192.0.2.77", "MASTER_ADDR=192.0.2.77 is not an address of"),  # a documentation address
+        ("no-such-host.invalid", "cannot be resolved"),
     ],
 )
 def test_an_address_of_another_node_is_reported(key_file: Path, host: str, message: str) -> None:
