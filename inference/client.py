@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _NobodyReadsError(Exception):
-    """Standard output was closed, as `| head` does when it has enough."""
+    """Standard output was closed, as by `| head`."""
 
 
 def _server_words(error: Any) -> str:
@@ -67,7 +67,7 @@ def _say(text: str = "", end: str = "\n") -> None:
         sys.stdout.write(text + end)
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is left in the buffer must not fail again at the end of the process.
+        # The rest of the buffer must not fail again at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise _NobodyReadsError from None
 
@@ -119,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     request.set_defaults(run=_request)
 
-    health = commands.add_parser("health", help="say whether server and models are ready")
+    health = commands.add_parser("health", help="report whether server and models are ready")
     health.set_defaults(run=_health)
 
     for command in (generate, stream, encode, request, health):
@@ -176,7 +176,7 @@ def _add_generation(parser: argparse.ArgumentParser) -> None:
 def _client(
     arguments: argparse.Namespace, *, default_protocol: str = "grpc", **more: Any
 ) -> TritonClient:
-    """Return a connection to where the arguments say; a URL may name the protocol, too.
+    """Return a connection to the server that the arguments name; a URL may name the protocol, too.
 
     Raises:
         ValueError: The URL has another form, or names another protocol than --protocol.

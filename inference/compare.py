@@ -14,7 +14,7 @@ from inference.evaluation.report.history import find_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the differences of two runs, draw them if asked to, and return the exit status."""
+    """Print the differences of two runs, write a page of them with --output; return the status."""
     parser = argparse.ArgumentParser(
         prog="python -m inference.compare", description="Compare two evaluations."
     )

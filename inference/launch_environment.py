@@ -163,7 +163,7 @@ def _place(launcher: _Launcher, environment: Environment) -> LaunchEnvironment:
         )
     if not 0 <= rank < world_size:
         raise ValueError(
-            f"{launcher.name} says rank {rank} of {world_size} processes; the variables of several "
+            f"{launcher.name} sets rank {rank} of {world_size} processes; the variables of several "
             f"launchers are mixed: unset them, or name the right one in {LAUNCHER_VARIABLE}"
         )
     local_size = _number(environment, launcher.local_size) or launcher.count_here(environment)

@@ -1,7 +1,7 @@
 """Folder names that are safe for tritonserver's Python backend.
 
 The backend starts its interpreter with an unquoted shell command and assumes ASCII names: with a
-blank in the repository's path, a model would load for ever.
+space in the repository's path, a model would load for ever.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def is_plain(path: Path | str) -> bool:
-    """Return whether a shell takes a path as one word, and no character of it is unusual."""
+    """Return whether a path is one word to a shell, of plain ASCII characters."""
     return shlex.quote(str(path)) == str(path)
 
 
@@ -35,7 +35,7 @@ class PlainFolder:
 
     @property
     def path(self) -> str:
-        """The name to use; the link is made when it is first asked for."""
+        """The name to use; its first use makes the link."""
         if is_plain(self._folder) or not Path(self._folder).is_dir():
             return self._folder
         if self._home is None:

@@ -33,7 +33,7 @@ def file_tensors(entries: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray[A
 
 
 def _file_tensor(entry: Mapping[str, Any], where: str) -> tuple[str, np.ndarray[Any, Any]] | str:
-    """Return the name and value of an entry, or what is wrong with it."""
+    """Return the name and value of an entry, or its problem."""
     if missing := [key for key in ("name", "data", "dtype") if key not in entry]:
         return f"{where}: key {missing[0]!r} is missing"
     name, data, dtype = str(entry["name"]), entry["data"], entry["dtype"]
@@ -49,7 +49,7 @@ def _file_tensor(entry: Mapping[str, Any], where: str) -> tuple[str, np.ndarray[
 
 
 def _exact(data: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Return data as an array of a type. Raises ValueError if integers would become others."""
+    """Return data as an array of a type. Raises ValueError if integers would change."""
     given = np.array(data)
     array = given.astype(dtype)
     if dtype.kind in "iub" and given.size and not np.array_equal(given, array):

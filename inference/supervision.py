@@ -1,9 +1,9 @@
-"""The agreement between a model in the server and the process that looks after the server."""
+"""Names shared by a model in the server and the supervisor of the server."""
 
 from __future__ import annotations
 
-# In the environment of a server that ends when a process of one of its models does.
+# Set for a server that ends when a process of one of its models ends.
 SUPERVISED_VARIABLE = "SLIPWAY_SUPERVISED"
-# A parameter of requests that only ask whether a model answers. A model that is busy and makes
-# progress answers such a request at once with BUSY instead of queueing it.
+# A parameter of canary requests. A busy model that makes progress answers one at once with BUSY
+# instead of queueing it.
 CANARY_PARAMETER, BUSY = "slipway_canary", "busy"

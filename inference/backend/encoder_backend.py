@@ -29,7 +29,7 @@ class EncoderModel(EngineModel):
     engine: EncoderEngine
 
     def make_engine(self, settings: ModelSettings) -> EncoderEngine:
-        """Return the engine. Raises ValueError if the weights are those of another model."""
+        """Return the engine. Raises ValueError if the weights are of another model type."""
         check_model_type(settings, SERVED_BY.get(settings.model_type))
         self.engine = EncoderEngine(
             settings.checkpoint_path,

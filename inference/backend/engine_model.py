@@ -1,7 +1,7 @@
-"""A model in Triton's Python backend that hands its requests to an engine and answers them later.
+"""Base of the models with an engine in Triton's Python backend: they queue requests, answer later.
 
-`execute` never waits, so that one instance holds any number of requests. A failing request gets an
-error, the others their answers; when its engine fails, a model leaves service.
+`execute` never waits, which lets one instance hold any number of requests. A failing request gets
+an error, the others their answers; when its engine fails, a model leaves service.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from inference.supervision import BUSY, CANARY_PARAMETER, SUPERVISED_VARIABLE
 
 _WATCH_S = 0.1
 _HEALTH_EVERY = 5  # of these
-_FLUSH_S = 2.0  # for the answers of a failed engine to be handed to the server
+_FLUSH_S = 2.0  # for handing the answers of a failed engine to the server
 _SEND_S = 0.2  # for the server to send them
-# Asking whether a client has left takes 0.1 ms; so many requests are asked about at a time.
+# A check whether a client has left takes 0.1 ms; so many requests are checked at a time.
 _ASKED_AT_ONCE = 64
 _STOP = None
 
 
 class Exchange:
-    """A Triton request on its way: what it asks for and how to answer it."""
+    """A Triton request in progress, the outputs it wants, and its response sender."""
 
     def __init__(self, request: Any) -> None:
         self.request = request
@@ -48,8 +48,8 @@ class Exchange:
     def is_cancelled(self) -> bool:
         """Return whether the client left.
 
-        After the final response it is not asked: the server (2.51) has then forgotten the request,
-        and the question ends its process.
+        Not checked after the final response: the server (2.51) has then dropped the request, and
+        the check would end its process.
         """
         with self._lock:
             return not self._closed and bool(self.sender.is_cancelled())
@@ -81,7 +81,7 @@ class EngineModel:
         """Start the engine (called by Triton).
 
         Raises:
-            ValueError: config.pbtxt and weights do not fit, or the weights are not sound; Triton
+            ValueError: config.pbtxt and weights do not match, or the weights are invalid; Triton
                 reports the message and the model stays unavailable.
         """
         import triton_python_backend_utils as pb_utils
@@ -93,15 +93,15 @@ class EngineModel:
         self.interactive = arguments.session_idle_s is not None
         self.bf16_inputs = arguments.bf16_inputs
         for key in self.settings.unknown:
-            pb_utils.Logger.log_warn(f"{self.name}: parameter {key} is not known and has no effect")
+            pb_utils.Logger.log_warn(f"{self.name}: parameter {key} is unknown and has no effect")
         for key in self.settings.without_effect:
             pb_utils.Logger.log_warn(f"{self.name}: parameter {key} has no effect in this engine")
         check_weights(self.settings.checkpoint_path)
         self.running_engine = self.make_engine(self.settings)
         self.running_engine.start()
         self._running: dict[Exchange, Future[Any]] = {}
-        self._asked = 0  # the place among the running where asking goes on
-        self._canary_steps = -1  # of the engine, when a canary was last sent away
+        self._next_check = 0  # index of the running request to check next
+        self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
@@ -117,17 +117,17 @@ class EngineModel:
         raise NotImplementedError
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
-        """Hand a request to the engine; return its future and what sends the finished result.
+        """Queue a request in the engine; return its future and the function that sends its result.
 
         Raises:
-            ValueError: the request is wrong.
+            ValueError: the request is invalid.
             EngineBusyError: too many requests wait.
             EngineFailedError: the engine cannot answer.
         """
         raise NotImplementedError
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Take requests (called by Triton); None tells it that the answers come later."""
+        """Queue requests (called by Triton); None means that the answers follow later."""
         for request in requests:
             exchange = Exchange(request)
             if _is_canary(request) and self._makes_progress():
@@ -143,7 +143,7 @@ class EngineModel:
                 self._follow(exchange, future, answer)
 
     def _makes_progress(self) -> bool:
-        """Return whether requests are running and steps were made since this was last asked."""
+        """Return whether requests are running and the engine has made steps since the last call."""
         steps, before = self.running_engine.steps, self._canary_steps
         self._canary_steps = steps
         return bool(self._running) and steps != before
@@ -157,7 +157,7 @@ class EngineModel:
             thread.join()
 
     def later(self, send: Callable[[], None]) -> None:
-        """Have `send` called from the thread of the responses, in order."""
+        """Call `send` from the thread of the responses, in order."""
         self._outbox.put(send)
 
     def _follow(
@@ -174,12 +174,12 @@ class EngineModel:
         future.add_done_callback(finished)
 
     def _deliver(self) -> None:
-        """Send responses in the order they arise, so that the engine never waits for a client."""
+        """Send responses in order; the engine never waits for a client."""
         while (send := self._outbox.get()) is not _STOP:
             send()
 
     def _watch(self) -> None:
-        """Notice clients that left, an engine that failed, and the end of the server."""
+        """Watch for clients that left, a failed engine, and the end of the server."""
         parent = os.getppid()
         rounds = 0
         while not self._stopping.wait(_WATCH_S):
@@ -194,20 +194,20 @@ class EngineModel:
                 return
 
     def _drop_cancelled(self) -> None:
-        """Ask about some of the running requests, all of them in turn."""
+        """Check some of the running requests, in rotation."""
         with self._lock:
             running = list(self._running.items())
-        first = self._asked if self._asked < len(running) else 0
-        self._asked = first + _ASKED_AT_ONCE
-        for exchange, future in running[first : self._asked]:
+        first = self._next_check if self._next_check < len(running) else 0
+        self._next_check = first + _ASKED_AT_ONCE
+        for exchange, future in running[first : self._next_check]:
             if exchange.is_cancelled():
                 self.running_engine.cancel(future)
 
     def _leave_service(self, reason: str) -> None:
-        """End this process once every request has its answer, and with it the server.
+        """End this process, and thereby the server, once every request has its answer.
 
-        Its supervisor ends a server that has lost a model, and whoever started it starts another.
-        A server without a supervisor unloads the model, which is then listed as not ready.
+        The supervisor ends a server that has lost a model, and the deploy stage restarts it. A
+        server without a supervisor unloads the model, which is then listed as not ready.
         """
         import triton_python_backend_utils as pb_utils
 
@@ -221,12 +221,12 @@ class EngineModel:
         try:
             pb_utils.unload_model(self.name)
         except pb_utils.TritonModelException as error:
-            # The server was started so that only it may unload models.
+            # The server's own options reserve the unloading of models to itself.
             pb_utils.Logger.log_warn(f"{self.name} stays listed as ready: {error}")
 
 
 def _is_canary(request: Any) -> bool:
-    """Return whether a request only asks whether the model answers."""
+    """Return whether a request is a canary."""
     parameters = request.parameters()
     return bool(parameters) and CANARY_PARAMETER in json.loads(parameters)
 
@@ -236,7 +236,7 @@ def engine_arguments(settings: ModelSettings) -> dict[str, Any]:
     return {
         "placement": settings.placement,
         "options": settings.engine,
-        # Given where the ranks are on several nodes, started by the scheduler.
+        # Not None where a scheduler has started the ranks on several nodes.
         "rendezvous": open_rendezvous(
             settings.placement.world_size, timeout_s=settings.engine.rank_timeout_s
         ),
@@ -244,7 +244,7 @@ def engine_arguments(settings: ModelSettings) -> dict[str, Any]:
 
 
 def check_model_type(settings: ModelSettings, served: Collection[str] | None = None) -> None:
-    """Raise ValueError unless the weights are of a type that is `served`, or of the model's own."""
+    """Raise ValueError unless the type of the weights is one of `served`, or the model's own."""
     family, _ = read_config(settings.checkpoint_path)
     if family.model_type not in (served or (settings.model_type,)):
         raise ValueError(
@@ -254,23 +254,23 @@ def check_model_type(settings: ModelSettings, served: Collection[str] | None = N
 
 
 def check_weights(folder: Path) -> None:
-    """Raise CheckpointMismatchError, a ValueError, unless the folder is exactly what it should be.
+    """Raise CheckpointMismatchError, a ValueError, unless the folder matches its config.ini.
 
-    Every rank checks again when it loads; here it takes no time and is said once.
+    Every rank checks again when it loads; this early check is quick and reports a problem once.
     """
     if problems := validate_directory(folder, checksums=False):
         raise CheckpointMismatchError([f"{folder} cannot be served:", *problems])
 
 
 def _send_result(exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]) -> None:
-    """Send the last response, or why there is none."""
+    """Send the last response, or the reason for its absence."""
     try:
         answer(future.result())
     except CancelledError:
         exchange.fail("the request was cancelled", "CANCELLED")
-    except ValueError as error:  # what only the engine's thread can see, such as an ended session
+    except ValueError as error:  # found by the engine's thread, such as an ended session
         exchange.fail(str(error), "INVALID_ARG")
     except (EngineBusyError, EngineFailedError) as error:
         exchange.fail(str(error), "UNAVAILABLE")
-    except Exception as error:  # whatever went wrong is this request's answer
+    except Exception as error:  # any failure is this request's answer
         exchange.fail(str(error) or type(error).__name__, "INTERNAL")

@@ -1,4 +1,4 @@
-"""What a generation model's config.pbtxt asks of the engine, checked."""
+"""Settings of a model from its config.pbtxt, checked: placement, engine options, weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ModelSettings:
     strict_lengths: bool = False
     stream_new_tokens: bool = False
     engine: EngineOptions = field(default_factory=EngineOptions)
-    unknown: tuple[str, ...] = ()  # parameters that mean nothing here
+    unknown: tuple[str, ...] = ()  # parameters that no backend has
     without_effect: tuple[str, ...] = ()  # parameters of NVIDIA's backend that are switched on
 
 
@@ -86,12 +86,12 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
 
 
 def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:
-    """Return where the weights are.
+    """Return the folder of the weights.
 
     The parameter, taken from the server's working directory if it is relative (as NVIDIA's backend
     does), else `<model>/<version>/<default_model_filename>`, else
     `<model>/<version>/<tensor_para_size>-gpu`. In the Python backend default_model_filename names
-    the script, which does not count.
+    the script, which is ignored.
 
     Raises:
         ValueError: there is no folder at the relative path.
@@ -110,5 +110,5 @@ def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:
     name = str(arguments.config.get("default_model_filename", ""))
     if not name or name.endswith(".py"):
         name = f"{values['tensor_para_size']}-gpu"
-    # The repository may be a link of this machine; ranks elsewhere need its own name.
+    # The repository may be a link on this machine; ranks on other nodes need its real path.
     return (arguments.version_folder / name).resolve()

@@ -36,7 +36,7 @@ class GenerationModel(EngineModel):
     engine: Engine
 
     def make_engine(self, settings: ModelSettings) -> Engine:
-        """Return the engine. Raises ValueError if the weights are those of another model."""
+        """Return the engine. Raises ValueError if the weights are of another model type."""
         check_model_type(settings)
         self.engine = Engine(settings.checkpoint_path, **engine_arguments(settings))
         return self.engine
@@ -73,7 +73,7 @@ class GenerationModel(EngineModel):
 def session_turn(
     tensors: Mapping[str, Array], session_id: int | str
 ) -> tuple[dict[str, Array], SessionTurn]:
-    """Return the inputs of an interactive model without their first axis, and whose turn it is."""
+    """Return the inputs of an interactive model without their first axis, and their session."""
     flags = {name: bool(tensors[name].any()) for name in _CONTROLS if name in tensors}
     turn = SessionTurn(session_id, starts=flags.get("START", False), ends=flags.get("END", False))
     return {name: value[0] for name, value in tensors.items() if name not in _CONTROLS}, turn
@@ -81,14 +81,14 @@ def session_turn(
 
 @dataclass(frozen=True)
 class _Answer:
-    """How a request is answered: the frames it is told, each as a response."""
+    """The responses to a request, one for each frame."""
 
     exchange: Exchange
     frames: FrameStream
     leading_axis: bool  # of size 1, in every output of an interactive model
 
     def send(self, state: GenerationStep | GenerationResult, *, final: bool) -> None:
-        """Send what a request has so far; between steps that brought nothing new, nothing."""
+        """Send the answer so far, if the step has added to it."""
         # In a session the prompt that is answered is the whole conversation.
         self.frames.request = state.request
         self.frames.context_embeddings = state.context_embeddings

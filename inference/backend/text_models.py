@@ -1,7 +1,7 @@
 """The text models of a repository: preprocessing and postprocessing for Triton's Python backend.
 
-The tokenizer is loaded once, from the files beside the model. A bad request gets an error, the
-requests around it their answers.
+The tokenizer is loaded once, from the files next to the model. A bad request gets an error, the
+other requests of its batch their answers.
 """
 
 # Shapes: B rows, K beams, S padded prompt, L prompt and answer
@@ -65,7 +65,7 @@ class QueryTokenizer(TensorModel):
         self.prompts = _PromptEncoder(arguments)
 
     def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
-        """Return ids and lengths. Raises ValueError for what is no text."""
+        """Return ids and lengths. Raises ValueError for input that is not text."""
         ids, lengths = self.prompts.encode(row_texts("query", tensors["query"]), name="query")
         return {"input_ids": ids, "request_input_len": lengths}
 
@@ -84,22 +84,20 @@ class _PromptEncoder:
         """Return ids padded with the end token, (B, S), and lengths, (B, 1).
 
         Raises:
-            ValueError: Some texts give no tokens and others do: models take no such batch.
+            ValueError: Some texts are empty and others are not: models accept no such batch.
         """
         rows = [self.tokenizer.encode(text, special=special) + self._suffix for text in texts]
         if any(rows) and not all(rows):
             empty = ", ".join(f"{name}[{row}]" for row, ids in enumerate(rows) if not ids)
-            raise ValueError(
-                f"{empty}: an empty text has to be sent alone, in a request of its own"
-            )
+            raise ValueError(f"{empty}: an empty text must be sent in a request of its own")
         return pad_rows(rows, pad_id=self._end_id)
 
 
 class Postprocessing(TensorModel):
-    """Token ids to text: the prompt and the answer, without the end tokens that fill the row.
+    """Token ids to text: the prompt and the answer, without the end tokens that pad the row.
 
-    Parameter `answer_only` leaves the prompt out, `output_holds_prompt` 0 says that the model does
-    not return it (an encoder-decoder). With `streaming`, a frame of an unfinished answer
+    Parameter `answer_only` omits the prompt; `output_holds_prompt` 0 means that the model does not
+    return it (an encoder-decoder). With `streaming`, a frame of an unfinished answer
     ends before a character whose bytes have not all arrived.
     """
 
@@ -135,14 +133,14 @@ class Postprocessing(TensorModel):
         return {"OUTPUT": texts}
 
     def _marked(self, ids: Sequence[int]) -> int:
-        """Return how many markers preprocessing has put before the text."""
+        """Return the number of markers that preprocessing has put before the text."""
         prefix = self.tokenizer.prefix_ids
         return len(prefix) if tuple(ids[: len(prefix)]) == prefix else 0
 
     def _counts(
         self, tensors: Tensors, starts: np.ndarray[Any, Any] | None, shape: tuple[int, ...]
     ) -> np.ndarray[Any, Any]:
-        """Return how many tokens of each row are prompt and answer, (B, K)."""
+        """Return the number of tokens of prompt and answer in each row, (B, K)."""
         if starts is None or "sequence_length" not in tensors:
             return np.full(shape[:2], shape[2])
         counts = tensors["sequence_length"].reshape(shape[:2]).astype(np.int64)
@@ -152,7 +150,7 @@ class Postprocessing(TensorModel):
         return counts.clip(0, shape[2])
 
     def _starts(self, tensors: Tensors, shape: tuple[int, ...]) -> np.ndarray[Any, Any] | None:
-        """Return where each answer starts, (B, K), or None if the request does not say."""
+        """Return the start of each answer, (B, K), or None if the request does not state it."""
         if not self.output_holds_prompt:
             return np.zeros(shape, np.int64)
         for name in ("RESPONSE_INPUT_LENGTHS", "REQUEST_INPUT_LEN"):
@@ -167,7 +165,7 @@ class Postprocessing(TensorModel):
         whole = self.tokenizer.decode([*prompt, *answer], partial=partial)
         if not self.answer_only:
             return whole
-        # Decoded after the prompt, so that an answer keeps the blank it starts with.
+        # Decoded together with the prompt: an answer keeps the space it starts with.
         before = self.tokenizer.decode(prompt)
         if whole.startswith(before):
             return whole[len(before) :]

@@ -14,13 +14,13 @@ _MOST_SHOWN = 80  # characters of a wrong record
 
 
 def split_words(text: str) -> list[str]:
-    """Return the words of one CSV record; blanks count, a comma in a word needs quotes.
+    """Return the words of one CSV record; spaces count, a comma in a word needs quotes.
 
     Raises:
         ValueError: there is an unquoted line break inside.
     """
     try:
-        # A list of one line: an empty string still is a record, without fields.
+        # A list of one line: an empty string is a record, too, without fields.
         return next(csv.reader([text]))
     except csv.Error as error:
         reason = "quote a word that has a line break" if "\n" in text or "\r" in text else error
@@ -37,7 +37,7 @@ def word_list_tensor(
     hold id 0 and offset -1.
 
     Raises:
-        ValueError: rows that are no CSV record, each named `name[row]`.
+        ValueError: some rows are not CSV records, each named `name[row]`.
     """
     problems, flat_rows, offset_rows = [], [], []
     for row, text in enumerate(rows):

@@ -1,6 +1,6 @@
 """Text to token ids and back, from files in a repository.
 
-Nothing is fetched: a tokenizer is the files beside the model that uses it.
+Nothing is downloaded: the files of a tokenizer lie next to the model that uses it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from export_scripts.ft.tokenizer_files import TOKENIZER_KINDS, TokenizerFiles, find_tokenizer
 
 REPLACEMENT = "\ufffd"
-# The blank that SentencePiece and its likes put before a text.
+# The space that SentencePiece and similar models put before a text.
 _BLANK = "\u2581"
 # Before a word, this gives the tokens that the word has inside a text.
 _BEFORE = "!"
@@ -24,7 +24,7 @@ _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class Tokenizer(Protocol):
-    """What the text models need of a tokenizer.
+    """Interface of a tokenizer to the text models.
 
     Attributes:
         special_ids: markers, not text.
@@ -39,16 +39,16 @@ class Tokenizer(Protocol):
         """Return the ids of `text`, with the model's own start and end markers if `special`."""
 
     def word_forms(self, word: str) -> list[list[int]]:
-        """Return the token sequences that are `word` in a text: its own, and that after others.
+        """Return the token sequences of `word` in a text: at its start, and after other words.
 
-        The second exists where a tokenizer puts a blank before each text; it differs where the
-        word follows its neighbour without one, as a full stop or a line break does.
+        They differ where a tokenizer puts a space before each text and the word follows its
+        neighbour without one, as a full stop or a line break does.
         """
 
     def decode(self, ids: Sequence[int], *, partial: bool = False) -> str:
         """Return the text of `ids`; unknown ids give the replacement character.
 
-        With `partial` more ids will follow: a character that is not complete yet is left out.
+        With `partial`, further ids follow, and an incomplete last character is left out.
         """
 
 
@@ -56,7 +56,7 @@ def load_tokenizer(folder: Path, *, kind: str | None = None) -> Tokenizer:
     """Return the tokenizer whose files lie in `folder`.
 
     Raises:
-        ValueError: there is none (of that kind), or its files are not readable.
+        ValueError: the folder holds none (of that kind), or its files are unreadable.
     """
     found = find_tokenizer(folder, kind=kind)
     if found is None:
@@ -71,9 +71,9 @@ def load_tokenizer(folder: Path, *, kind: str | None = None) -> Tokenizer:
 
 
 def _byte_stand_ins() -> dict[int, str]:
-    """Map each byte to the printable character that stands for it in byte-level vocabularies.
+    """Map each byte to the printable character that represents it in byte-level vocabularies.
 
-    Printable Latin-1 characters stand for themselves; the other bytes, in order, take the
+    Printable Latin-1 characters represent themselves; the other bytes, in order, take the
     characters from U+0100 on (GPT-2, encoder.py).
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -84,7 +84,7 @@ def _byte_stand_ins() -> dict[int, str]:
 
 
 def _start_marker(found: TokenizerFiles) -> str | None:
-    """Return the token that the settings want before every text, as OPT's and Llama's do."""
+    """Return the token that the settings put before every text, as those of OPT and Llama do."""
     if found.settings is None:
         return None
     settings = json.loads(found.settings.read_text(encoding="utf-8"))
@@ -114,7 +114,7 @@ class ByteLevelBPE:
         self._bytes = {index: _token_bytes(token, stand_ins) for token, index in vocab.items()}
         lines = merges_path.read_text(encoding="utf-8").splitlines()
         products = {line.replace(" ", "") for line in lines}
-        # What is neither a byte nor the product of a merge never comes from text.
+        # A token that is neither a byte nor the product of a merge never comes from text.
         self.special_ids = frozenset(
             index for token, index in vocab.items() if len(token) > 1 and token not in products
         )
@@ -125,7 +125,7 @@ class ByteLevelBPE:
         return [*prefix, *self._backend.encode(text, add_special_tokens=False).ids]
 
     def word_forms(self, word: str) -> list[list[int]]:
-        """Return the ids of `word`: no blank is put before it."""
+        """Return the ids of `word`, without a space before it."""
         return [self.encode(word)]
 
     def decode(self, ids: Sequence[int], *, partial: bool = False) -> str:
@@ -143,9 +143,9 @@ def _token_bytes(token: str, stand_ins: dict[str, int]) -> bytes:
 
 
 class _WholeTextTokenizer:
-    """A library that turns lists of known ids into text, with the unknown ones around it.
+    """Base of tokenizers from libraries, which decode known ids; unknown ids are handled here.
 
-    `_bytes` are the tokens that stand for one byte each, for characters outside the vocabulary.
+    `_bytes` maps the tokens of single bytes, for characters outside the vocabulary.
     """
 
     vocab_size: int
@@ -155,7 +155,7 @@ class _WholeTextTokenizer:
         raise NotImplementedError
 
     def _piece(self, index: int) -> str:
-        """Return how the vocabulary spells an id."""
+        """Return the vocabulary's spelling of an id."""
         raise NotImplementedError
 
     def _decode_known(self, ids: list[int]) -> str:
@@ -174,13 +174,13 @@ class _WholeTextTokenizer:
     def decode(self, ids: Sequence[int], *, partial: bool = False) -> str:
         """Return the text of `ids`, see `Tokenizer`."""
         text = "".join(self._pieces(self._mended(ids, partial=partial)))
-        # A token of several bytes can end within a character; that shows as one of these.
+        # A token of several bytes can end within a character, which decodes to one of these.
         return text.removesuffix(REPLACEMENT) if partial else text
 
     def _mended(self, ids: Sequence[int], *, partial: bool) -> list[int]:
-        """Return `ids` with the byte tokens that are no character made one that says so.
+        """Return `ids` with the bytes of incomplete characters replaced by a replacement character.
 
-        Libraries give up a whole run of byte tokens for one that is not complete.
+        Libraries drop a whole run of byte tokens for one that is incomplete.
         """
         if not self._bytes:
             return list(ids)
@@ -205,7 +205,7 @@ class _WholeTextTokenizer:
 
 
 class HuggingFaceTokenizer(_WholeTextTokenizer):
-    """A tokenizer.json of the tokenizers library, whatever its model.
+    """A tokenizer.json of the tokenizers library, of any model.
 
     `start_marker` comes before each text, if the file itself does not put it there.
     """
@@ -238,7 +238,7 @@ class HuggingFaceTokenizer(_WholeTextTokenizer):
 
 
 def _byte_tokens(vocab: Mapping[str, int]) -> dict[int, int]:
-    """Return the tokens that are spelled as a byte, if there is one for each byte."""
+    """Return the tokens of single bytes, if the vocabulary has all 256."""
     matches = ((_BYTE_PIECE.fullmatch(token), index) for token, index in vocab.items())
     found = {index: int(match[1], 16) for match, index in matches if match}
     return found if len(found) == 256 else {}
@@ -295,7 +295,7 @@ def _load_sentencepiece(found: TokenizerFiles) -> Tokenizer:
 
 
 def _load_wordpiece(found: TokenizerFiles) -> Tokenizer:
-    """Cased WordPiece, as BERT's and NeMo's cased vocabularies are used."""
+    """Cased WordPiece, for the cased vocabularies of BERT and NeMo."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, normalizers, pre_tokenizers
     from tokenizers.models import WordPiece

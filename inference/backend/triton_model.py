@@ -1,7 +1,7 @@
-"""What every model in Triton's Python backend here shares: its arguments, its answers.
+"""Arguments, tensors and responses of the models in Triton's Python backend.
 
-`triton_python_backend_utils` exists only inside the server's stub process, so it is imported where
-it is used.
+`triton_python_backend_utils` exists only inside the server's stub process; it is imported where it
+is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def config_parameters(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class ModelArguments:
-    """What Triton tells a model when it is loaded."""
+    """The arguments with which Triton loads a model."""
 
     def __init__(self, args: Mapping[str, str]) -> None:
         self.config: dict[str, Any] = json.loads(args["model_config"])
@@ -39,7 +39,7 @@ class ModelArguments:
 
     @property
     def session_idle_s(self) -> float | None:
-        """How long a session may pause, None for a model without sessions."""
+        """Longest pause of a session, None for a model without sessions."""
         batching = self.config.get("sequence_batching")
         return None if batching is None else batching["max_sequence_idle_microseconds"] / 1e6
 

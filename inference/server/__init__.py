@@ -1,4 +1,4 @@
 """The tritonserver process and its clients: find, configure, start, watch, ask.
 
-Nothing that runs inside the server is here; that is `inference.backend`.
+The models that run inside the server are in `inference.backend`.
 """

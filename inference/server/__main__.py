@@ -1,8 +1,8 @@
 """`python -m inference.server`: serve a repository in the foreground, without a deploy stage.
 
-For containers and pods: one process to start, one signal to stop it. It ends, with status 1 and the
-reason, as soon as the server lost something it was started to serve, so that whoever started it
-starts it again; readiness never returns for a server that lost a model.
+For containers and pods: one process to start, one signal to stop it. It ends with status 1 and the
+reason as soon as the server has lost a model; its owner then starts it again. A server that lost a
+model never becomes ready again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FASTERTRANSFORMER = "fastertransformer"
 
 
 class _StopRequest(BaseException):
-    """A signal asked for the end. Not an Exception, so that nothing on the way handles it."""
+    """A signal asks for the end. Not an Exception: no handler on the way catches it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,9 +32,9 @@ _ANSWERED = re.compile(
 
 
 class Canary:
-    """Asks models of a server that have answered nobody else for a while, in a thread.
+    """Sends a small request to each idle model of a server, in a thread.
 
-    Models of sessions are not asked: a canary would wait behind the sessions that users keep open.
+    Models of sessions get none: a canary would wait behind the sessions that users keep open.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Canary:
         interval_s: float = INTERVAL_S,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Prepare; nothing is asked before `start`.
+        """Prepare; nothing is sent before `start`.
 
         Args:
             address: host:port of HTTP.
-            metrics_address: host:port of the metrics, which say who has been idle.
+            metrics_address: host:port of the metrics, which show the idle models.
             models: Their names.
             hidden: Width of an encoder's hidden states, see `probe_tensors`.
-            interval_s: How long a model is idle before it is asked.
+            interval_s: Idle time of a model before a canary is sent.
             timeout_s: Longest wait for one answer.
         """
         self._address, self._metrics_address = address, metrics_address
@@ -66,15 +66,15 @@ class Canary:
         self._thread = threading.Thread(target=self._run, name="canary", daemon=True)
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more; the thread ends with the answer it waits for."""
+        """Send no more; the thread ends with the answer it waits for."""
         self._stopping.set()
 
     def failure(self) -> str | None:
-        """Return which models do not answer and why, or None."""
+        """Return the models that do not answer and why, or None."""
         lost = {
             model: reasons[-1]
             for model, reasons in list(self._failures.items())
@@ -94,7 +94,7 @@ class Canary:
             self._answered = self._counts()
 
     def _counts(self) -> Mapping[str, float]:
-        """Return how many requests each model has answered; empty if the server does not say."""
+        """Return the number of requests each model has answered; empty without metrics."""
         try:
             url = f"http://{self._metrics_address}/metrics"
             text = http_request(url, timeout_s=_METRICS_TIMEOUT_S).decode(errors="replace")
@@ -103,7 +103,7 @@ class Canary:
         return {each["model"]: float(each["count"]) for each in _ANSWERED.finditer(text)}
 
     def _ask(self, model: str, requests: dict[str, tuple[Config, Sequence[ProbeTensor]]]) -> None:
-        """Ask one model and note how that ended."""
+        """Send one model a canary and record the outcome."""
         try:
             if model not in requests:
                 config = model_config(self._address, model)
@@ -133,6 +133,6 @@ class Canary:
 
 
 def _is_failure(error: RefusalError) -> bool:
-    """Return whether a refusal speaks against the model rather than the request."""
+    """Return whether a refusal is the model's fault, not the request's."""
     is_of_server = error.status >= HTTPStatus.INTERNAL_SERVER_ERROR
     return is_of_server and error.status != HTTPStatus.SERVICE_UNAVAILABLE and str(error) != BUSY

@@ -1,6 +1,6 @@
-"""Ask a Triton server: text or tensors, one answer or a stream, many requests at once.
+"""Client of a Triton server: text or tensors, one answer or a stream, many requests at once.
 
-Works against any server with these models; what a model takes is read from the server itself.
+Works against any server with these models; the inputs of a model are read from the server itself.
 Requests never go through a proxy.
 """
 
@@ -46,8 +46,8 @@ class TritonClient:
     each request. `model_name` and `ensemble_name` are those of the repository. `credentials` hold
     TLS and the token.
 
-    Failures arrive as tritonclient's InferenceServerException: the server's own words, or that it
-    cannot be reached.
+    Failures raise tritonclient's InferenceServerException, with the server's message, or stating
+    that the server is unreachable.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class TritonClient:
         return last
 
     def input_types(self, model: str) -> Mapping[str, str]:
-        """Return the inputs that `model` declares and their Triton types, asked for once."""
+        """Return the inputs that `model` declares and their Triton types, which are cached."""
         if model not in self._input_types:
             self._input_types[model] = self._transport.input_types(model)
         return self._input_types[model]
@@ -217,7 +217,7 @@ class TritonClient:
     def stream_text(
         self, prompt: str, *, output_len: int, options: Mapping[str, Any] | None = None
     ) -> Iterator[str]:
-        """Yield the text of one prompt piece by piece; the pieces joined are the whole text.
+        """Yield the text of one prompt in pieces, which together are the whole text.
 
         Raises:
             ValueError: `options` ask for several beams, whose text changes after it was sent.
@@ -228,7 +228,7 @@ class TritonClient:
         text = shown = ""
         for frame in self.stream(self.ensemble_name, inputs, outputs=["OUTPUT_0"]):
             text = as_texts(frame["OUTPUT_0"])[0][0]
-            # Servers that do not hold back unfinished characters take them back later.
+            # Some servers send an unfinished character and replace it later.
             if text != shown and text.startswith(shown):
                 yield text[len(shown) :]
                 shown = text
@@ -237,7 +237,7 @@ class TritonClient:
             yield text[len(list(same)) :]
 
     def encode(self, texts: Sequence[str], *, model: str = "preprocessing") -> list[list[int]]:
-        """Return the token ids of each text, as the server's preprocessing or tokenizer makes them.
+        """Return the token ids of each text, made by the server's preprocessing or tokenizer.
 
         Raises:
             ValueError: `model` takes no text.
@@ -245,7 +245,7 @@ class TritonClient:
         types = self.input_types(model)
         names = next((names for names in _ENCODERS if names[0] in types), None)
         if names is None:
-            raise ValueError(f"{model} turns no text into tokens; its inputs are {sorted(types)}.")
+            raise ValueError(f"{model} does not tokenize text; its inputs are {sorted(types)}.")
         query, ids, lengths = names
         inputs = {query: as_tensor(list(texts), "BYTES")}
         if "REQUEST_OUTPUT_LEN" in types:
@@ -302,12 +302,12 @@ def as_tensor(values: Sequence[Any], dtype: str) -> np.ndarray[Any, Any]:
         for value in values:
             if isinstance(value, int) and not limits.min <= value <= limits.max:
                 raise ValueError(
-                    f"{value!r} is no {dtype}: it must be {limits.min} to {limits.max}."
+                    f"{value!r} is not a valid {dtype}: it must be {limits.min} to {limits.max}."
                 )
     try:
         column = np.array(values, dtype=kind)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{values[0]!r} is no {dtype}: {error}") from error
+        raise ValueError(f"{values[0]!r} is not a valid {dtype}: {error}") from error
     return column[:, None] if column.ndim == 1 else column
 
 

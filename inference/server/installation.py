@@ -1,4 +1,4 @@
-"""Find a tritonserver on this machine and the environment it has to run in."""
+"""The tritonserver installed on this machine, and its environment."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class TritonInstallation:
     library_paths: tuple[Path, ...] = ()
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that the server needs changed from those of this process."""
+        """Return the variables of the server that differ from those of this process."""
         folders = [str(path) for path in self.library_paths]
         if current := os.environ.get("LD_LIBRARY_PATH"):
             folders.append(current)
         # The Python backend embeds an interpreter and takes its packages from the first python3.
         interpreter = str(Path(sys.executable).parent)
         variables = {"PATH": os.pathsep.join([interpreter, os.environ.get("PATH", os.defpath)])}
-        # Weights in huge pages: torch reads this once, before its first tensor.
+        # Weights in huge pages: torch reads this variable once, before its first tensor.
         variables["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")
         if folders:
             variables["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
         return variables
 
     def arguments(self) -> list[str]:
-        """Return the options that tell the server where its parts are."""
+        """Return the options with the paths of the server's parts."""
         arguments = []
         if self.backend_directory:
             arguments.append(f"--backend-directory={self.backend_directory}")
@@ -181,7 +181,7 @@ def _cached_folder(identity: str, fill: Callable[[Path], None]) -> Path:
         fill(partial)
         partial.rename(target)
     except OSError:
-        if not target.is_dir():  # else another process was first
+        if not target.is_dir():  # otherwise another process has made it
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -189,7 +189,7 @@ def _cached_folder(identity: str, fill: Callable[[Path], None]) -> Path:
 
 
 def _importable() -> dict[str, Path]:
-    """Return what the Python backend would not find by itself, by name: the first of each wins."""
+    """Return the modules that the Python backend does not find itself; the first of a name wins."""
     root = Path(__file__).resolve().parents[2]
     found = {package: root / package for package in ("inference", "export_scripts")}
     for entry in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
@@ -213,7 +213,7 @@ def _cache_root() -> Path:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:
-            continue  # a read-only home; the next place may do
+            continue  # a read-only home; try the next folder
         if os.access(folder, os.W_OK):
             return folder
     return Path(tempfile.gettempdir()) / f"slipway-{os.getuid()}"

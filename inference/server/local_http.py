@@ -19,7 +19,7 @@ _TIMEOUT_S = 5.0
 
 
 class _Connection(http.client.HTTPConnection):
-    """A connection to `host:port`, or to a socket whose path stands for the host."""
+    """A connection to `host:port`, or to a socket with its path in place of the host."""
 
     def __init__(self, host: str, *, timeout: float) -> None:
         self._socket = host if host.startswith("/") else None
@@ -42,12 +42,12 @@ class _Handler(urllib.request.HTTPHandler):
 
 
 def local_opener() -> urllib.request.OpenerDirector:
-    """Return an opener for both kinds of address, which never asks a proxy."""
+    """Return an opener for both kinds of address, which uses no proxy."""
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), _Handler())
 
 
 def socket_address(path: Path) -> str:
-    """Return the address of a Unix socket, as it stands in a URL between `http://` and the path."""
+    """Return the address of a Unix socket, for a URL between `http://` and the path."""
     return urllib.parse.quote(str(path), safe="")
 
 

@@ -1,4 +1,4 @@
-"""The options that tritonserver is started with."""
+"""Command-line options of tritonserver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def server_options(
 ) -> list[str]:
     """Return the options of a server of this project, which listens on Unix sockets alone.
 
-    Loading and unloading is open there, to the sockets' owner; the gateway passes none of it on.
+    The sockets' owner may load and unload models; the gateway passes no such request on.
 
     Args:
         repository: Folder or URL.
@@ -35,7 +35,7 @@ def server_options(
         # Lets a model whose workers died take itself out of service.
         "--model-control-mode=explicit",
         "--load-model=*",
-        # A model that fails stays listed with its reason instead of ending the server.
+        # A failed model stays listed with its reason; the server goes on.
         "--exit-on-error=false",
         "--strict-readiness=true",
         f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",

@@ -1,6 +1,6 @@
 """Small requests that show whether a server answers: before its address is published, and after.
 
-Plain HTTP with binary tensors: every release of tritonserver takes it, and images need no client.
+Plain HTTP with binary tensors: every release of tritonserver accepts it, without a client library.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ Config = Mapping[str, Any]  # config.pbtxt of a model as the server reports it
 
 _POLL_S = 0.1
 _HTTP_TIMEOUT_S = 10.0
-# Two tokens in and two out: the prompt's pass and a decoding step, which real requests then find
-# warm.
+# Two tokens in and two out: the prompt's pass and a decoding step, both warm for real requests.
 _TOKENS = 2
 _TEXTS = ("INPUT_0", "QUERY", "query")
 _TEXT = "Hello"
@@ -40,7 +39,7 @@ _HIDDEN_TYPES = tuple(f"TYPE_{dtype}" for dtype in _FLOAT_ONES)
 
 
 class ProbeError(RuntimeError):
-    """The server did not answer the request; the message holds the server's own words."""
+    """The server did not answer the request; the message holds the server's own."""
 
 
 class RefusalError(ValueError):
@@ -80,8 +79,8 @@ def probe_tensors(config: Config, *, hidden: int | None) -> list[ProbeTensor] | 
 
     Args:
         config: Of the model.
-        hidden: Width of the hidden states that an encoder may take; without it there is no request
-            to such a model, and None is returned.
+        hidden: Width of the hidden states that an encoder may take; without it the result for such
+            a model is None.
     """
     is_session = is_interactive(config)
     wanted = [
@@ -127,19 +126,19 @@ def probe(
     timeout_s: float,
     check: Callable[[], None],
 ) -> None:
-    """Have each model answer a small request.
+    """Send each model a small request, and wait for the answers.
 
     Args:
         address: host:port of HTTP.
         models: Their names.
-        hidden: See `probe_tensors`; a model that needs it is left alone where it is not known.
+        hidden: See `probe_tensors`; a model that needs it is skipped where it is unknown.
         timeout_s: Longest wait for all of them.
-        check: Called all the while; what it raises ends the wait.
+        check: Called repeatedly; an exception that it raises ends the wait.
 
     Raises:
         ProbeError: Some model answered with an error, or not in time.
     """
-    # In a thread, since a server may take a request and say nothing; it ends with the server.
+    # In a thread, since a server may accept a request and not answer; it ends with the server.
     pool = ThreadPoolExecutor(1, thread_name_prefix="probe")
     answered = pool.submit(lambda: [_failure(address, each, hidden, timeout_s) for each in models])
     pool.shutdown(wait=False)
@@ -154,7 +153,7 @@ def probe(
 
 
 def _failure(address: str, model: str, hidden: int | None, timeout_s: float) -> str:
-    """Return why a model has not answered, empty if it has."""
+    """Return the reason why a model has not answered, empty if it has."""
     try:
         config = model_config(address, model)
         if (tensors := probe_tensors(config, hidden=hidden)) is not None:
@@ -171,14 +170,14 @@ def _silence(models: str, timeout_s: float) -> str:
 
 
 def is_timeout(error: BaseException) -> bool:
-    """Return whether a request ended because its time was over."""
+    """Return whether a request ended by its timeout."""
     return isinstance(error, TimeoutError) or isinstance(
         getattr(error, "reason", None), TimeoutError
     )
 
 
 def model_config(address: str, model: str) -> Config:
-    """Return the configuration of a model. Raises OSError or ValueError without an answer."""
+    """Return the configuration of a model. Raises OSError or ValueError if it is unavailable."""
     config: Config = json.loads(
         http_request(f"http://{address}/v2/models/{model}/config", timeout_s=_HTTP_TIMEOUT_S)
     )
@@ -245,9 +244,9 @@ def ask_model(
 def _ask_for_stream(
     url: str, tensors: Sequence[ProbeTensor], timeout_s: float, parameters: Mapping[str, Any]
 ) -> None:
-    """Ask a streaming model, which a plain request over HTTP does not reach.
+    """Send a request to a streaming model, which plain HTTP requests do not reach.
 
-    Releases before the generate endpoint (23.10) cannot be asked without gRPC, and are not.
+    Releases before the generate endpoint (23.10) need gRPC for that, and are skipped.
     """
     values = dict(parameters)
     for tensor in tensors:
@@ -261,7 +260,7 @@ def _ask_for_stream(
             return
         raise
     for line in answer.decode(errors="replace").splitlines():
-        # A stream that has begun reports what goes wrong as an event.
+        # A stream that has begun reports an error as an event.
         if line.startswith("data:") and line[5:].lstrip().startswith('{"error"'):
             raise RefusalError(HTTPStatus.INTERNAL_SERVER_ERROR, json.loads(line[5:])["error"])
 

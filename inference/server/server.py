@@ -1,4 +1,4 @@
-"""A tritonserver of our own: start it, wait until it is ready, watch it, stop all of it."""
+"""One tritonserver process: start it, wait until it is ready, watch it, stop all of it."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class TritonServer:
-    """One tritonserver process, everything it starts, and the gateway through which it is reached.
+    """One tritonserver process, its child processes, and the gateway in front of it.
 
     Ports of 0 are chosen when the server starts; `http_port`, `grpc_port` and `metrics_port` then
     hold the real ones. `port_keys` gives the configuration key of each port ("http", "grpc",
     "metrics") for messages. `env` is added to this process's environment. `prefix` starts the
-    server, such as mpirun. `access` limits who may ask, and how much. `is_old` keeps to the options
-    that every release knows: the server then listens itself, without a gateway, and leaves the
-    control of models open to clients. The server runs in `work_dir`.
+    server, such as mpirun. `access` limits the clients and their requests. `is_old` keeps to the
+    options that every release knows: the server then listens itself, without a gateway, and leaves
+    the control of models open to clients. The server runs in `work_dir`.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline = -1
         self._canary: Canary | None = None
-        # Names the server's segments in /dev/shm, so that what a killed one leaves is known as its.
+        # Prefix of the server's segments in /dev/shm, by which those of a killed server are found.
         self._shm_prefix = f"{supervisor.user_prefix()}{secrets.token_hex(8)}-"
         self._access = access
         self._sockets: ServerSockets | None = None
@@ -134,7 +134,7 @@ class TritonServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the supervisor, the root of all processes of this server."""
+        """Process id of the supervisor, the root of this server's processes."""
         return self._process.pid if self._process else None
 
     @property
@@ -144,9 +144,9 @@ class TritonServer:
 
     @property
     def control_address(self) -> str:
-        """Address, as in `local_http`, at which the server answers its owner, and nobody else.
+        """Address, as in `local_http`, at which the server answers only its owner.
 
-        All of Triton's API is open there: loading and unloading of models, too.
+        It offers all of Triton's API, including the loading and unloading of models.
         """
         return self.http_url if self._sockets is None else socket_address(self._sockets.http)
 
@@ -163,21 +163,21 @@ class TritonServer:
     ) -> None:
         """Start the server and return once every model is ready.
 
-        `check` is called all the while; what it raises ends the start. From then on the end of a
-        model's process, or a process that stays stopped, ends the server.
+        `check` is called repeatedly; an exception that it raises ends the start. Once ready, the
+        server ends with a model's process, or when a process stays stopped.
 
         Raises:
             ServerStartError: a port is taken, the server ended, a model failed or time ran out; no
                 process is left then.
-            FileNotFoundError: there is no tritonserver on this machine.
+            FileNotFoundError: tritonserver is not installed on this machine.
         """
-        assert self._process is None, "a server object starts once"
+        assert self._process is None, "a server object can be started once"
         if problems := self.port_problems():
             raise ServerStartError(
                 "tritonserver was not started:", reasons=problems, log_path=self.log_path
             )
         deadline = time.monotonic() + timeout_s
-        # A port chosen for the server can be taken by someone else before the server opens it.
+        # Another process can take a chosen port before the server opens it.
         for attempts_left in (2, 1, 0):
             log = self._spawn()
             try:
@@ -194,10 +194,10 @@ class TritonServer:
                 return
 
     def watch_answers(self, *, hidden: int | None = None) -> None:
-        """Have `failure` notice models that are loaded but do not answer.
+        """Make `failure` report models that are loaded but do not answer.
 
-        Each model that has been idle gets a small request now and then. `hidden` is the width of
-        the hidden states that an encoder takes; an encoder of unknown width is not asked.
+        Each idle model gets a small request now and then. `hidden` is the width of the hidden
+        states that an encoder takes; an encoder of unknown width gets none.
         """
         if not self._is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
             metrics = self.metrics_url
@@ -375,7 +375,7 @@ class TritonServer:
             if log.failures:
                 self._fail("tritonserver cannot serve this repository:", log)
             if self._is_ready(log):
-                # What a backend says of its weights stands in the log before its model is ready.
+                # A backend logs problems of its weights before its model is ready.
                 _ = log.read(), log.read()
                 if not log.failures:
                     return progress("ready")
@@ -413,7 +413,7 @@ class TritonServer:
         raise ServerStartError(summary, reasons=unique, log_path=self.log_path)
 
     def _drain(self, limit_s: float) -> None:
-        """Wait until the server ended or said that nothing is left to end but itself."""
+        """Wait until the server has ended, or has logged that only its own end remains."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and not self._ended_within(_POLL_S):
             if any(_DRAINED in line for line in last_lines(self.log_path, 5)):
@@ -429,7 +429,7 @@ class TritonServer:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that was asked to, by force if need be."""
+    """Wait for the end of a process that was asked to stop, and kill it if necessary."""
     try:
         process.wait(_GATEWAY_WAIT_S)
     except subprocess.TimeoutExpired:

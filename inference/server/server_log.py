@@ -20,7 +20,7 @@ _FAILED = re.compile(r"failed to load '(?P<name>[^']+)' version \d+: (?P<reason>
 _BROKEN = re.compile(
     r"(?:tritonserver|model_repository_manager)\.cc:\d+\] (?P<reason>.*)", re.DOTALL
 )
-# A model's own words, see engine_model.py; the next record starts a line like `I0102 `.
+# A model's own message, see engine_model.py; the next record starts a line like `I0102 `.
 _OUT = re.compile(r"\S+ is out of service: .*(?:\n(?![EWIF]\d{4} ).*)*")
 _PORT_TAKEN = re.compile(r"Address already in use|failed to start \w+ service", re.IGNORECASE)
 # The Python backend appends where in the model file the exception came from.
@@ -55,7 +55,7 @@ class ServerStartError(RuntimeError):
 def last_lines(path: Path, count: int) -> list[str]:
     """Return the last `count` lines of a log, long ones cut; none if it does not exist.
 
-    Left out are the server's tables and the frames of Python's import system.
+    The server's tables and the frames of Python's import system are left out.
     """
     try:
         with path.open("rb") as log:
@@ -75,7 +75,7 @@ def short_reason(text: str) -> str:
 
 
 def losses_of(path: Path) -> list[str]:
-    """Return why a server lost what it serves: models' own reasons, else the supervisor's."""
+    """Return why a server lost its models: their own reasons, else the supervisor's."""
     lines = last_lines(path, _MANY)
     left = list(dict.fromkeys(each.strip() for each in _OUT.findall("\n".join(lines))))
     return left or [line.removeprefix(LOSS_MARK) for line in lines if line.startswith(LOSS_MARK)]
@@ -93,12 +93,12 @@ class ServerLog:
         self._rest = ""
 
     def read(self) -> list[str]:
-        """Take in what was added and return one message per event worth showing a person."""
+        """Read the lines that were added, and return one message per notable event."""
         with self.path.open("rb") as log:
             log.seek(self._position)
             added = log.read()
         self._position += len(added)
-        # The record being written stays for the next time, one read late.
+        # The record being written is kept for the next call.
         records = list(_records(self._rest + added.decode(errors="replace")))
         if added and records:
             self._rest = records.pop()
@@ -127,7 +127,7 @@ class ServerLog:
 
 
 def _records(text: str) -> Iterator[str]:
-    """Split a log into records; lines that start none belong to the one before."""
+    """Split a log into records; a line that starts none belongs to the one before."""
     record: list[str] = []
     for line in text.splitlines(keepends=True):
         if _RECORD.match(line) and record:
@@ -164,12 +164,12 @@ def _explained(line: str) -> str | None:
         return f"{config['path']} cannot be read; convert the model again"
     shown = line.strip()[:_MOST]
     if _RANKS.search(line):
-        return f"{shown} (show the server exactly TP x PP GPUs with CUDA_VISIBLE_DEVICES)"
+        return f"{shown} (set CUDA_VISIBLE_DEVICES to exactly TP x PP GPUs)"
     return shown if _OTHERS.search(line) else None
 
 
 def _size_reason(has: int, wants: int) -> str:
-    """Return what a wrong size points to."""
+    """Return the likely cause of a wrong size."""
     if has == 2 * wants or wants == 2 * has:
         return "its type and weight_data_type of config.ini differ"
     if has and (wants % has == 0 or has % wants == 0):

@@ -1,11 +1,11 @@
-"""Run one server so that nothing of it outlives its owner, and no part of it ends unnoticed.
+"""Supervisor of one server: it ends the server with its owner, or when a part of it is lost.
 
 A small process, standard library only: `supervisor.py LIFELINE_FD SHM_PREFIX COMMAND...`. The owner
-holds the other end of the lifeline pipe; when it closes, however the owner ended, or when the
-command ends, every process that descends from the command is stopped and the shared memory whose
-names begin with the prefix is removed. SIGTERM asks the command to end by itself, SIGQUIT ends it
-at once. SIGUSR1 states that the server is ready: from then on it is ended if it has lost the
-process of a model or one of its processes stays stopped, neither of which Triton notices.
+holds the other end of the lifeline pipe. When that closes, or the command ends, every descendant of
+the command is stopped, and the shared memory whose names begin with the prefix is removed. SIGTERM
+asks the command to end by itself, SIGQUIT ends it at once. SIGUSR1 states that the server is ready:
+from then on the supervisor ends it if the process of a model is gone or one of its processes stays
+stopped, neither of which Triton notices.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _die_with_parent() -> None:
-    """Have the kernel end the calling process when its parent ends."""
+    """Make the kernel end the calling process when its parent ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -122,7 +122,7 @@ class ServerWatch:
         self._scanned = self._looked = float("-inf")
 
     def loss(self) -> str | None:
-        """Return what a ready server has lost, None while it is whole. Quick enough for a loop."""
+        """Return what a ready server has lost, None if nothing. Quick enough for a loop."""
         now = time.monotonic()
         if now - self._scanned > (_SCAN_S if self.is_ready else _SCAN_WHILE_LOADING_S):
             self._scan()
@@ -158,7 +158,7 @@ class ServerWatch:
         return None
 
     def _end_of(self, pid: int, state: ProcessState | None) -> str | None:
-        """Forget a process that has ended; return how, if it was that of a model."""
+        """Forget a process that has ended; return its exit if it was that of a model."""
         name, is_model = self._name(pid), pid in self._models
         is_replaced = not self.is_ready and self._has_later(pid)
         is_same = state is not None and state.started == self._started[pid]
@@ -190,10 +190,10 @@ def _how_ended(wait_status: int) -> str:
 
 @contextlib.contextmanager
 def shared_memory_of(prefix: str) -> Iterator[None]:
-    """Hold a prefix of names in /dev/shm and remove what carries it at the end.
+    """Hold a prefix of names in /dev/shm, and remove the segments with it at the end.
 
-    A locked file says that the prefix is in use; the lock ends with the process. What earlier
-    servers of this user left behind, killed with all of their processes, is removed first.
+    A locked file marks the prefix as in use; the lock ends with the process. Segments that killed
+    servers of this user left behind are removed first.
     """
     if not prefix or not SHM_FOLDER.is_dir():
         yield
@@ -217,7 +217,7 @@ def _locked_file(path: Path) -> int:
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(held), path.stat()):
                 return held
-        os.close(held)  # somebody took it for a stale one before it was locked
+        os.close(held)  # another supervisor took it for a stale one before it was locked
 
 
 def remove_stale_segments() -> None:
@@ -236,7 +236,7 @@ def remove_stale_segments() -> None:
 
 
 def user_prefix() -> str:
-    """Return how the names of this user's segments begin."""
+    """Return the prefix of the names of this user's segments."""
     return f"slipway-{os.getuid()}-"
 
 
@@ -271,7 +271,7 @@ def _signal_descendants(number: int) -> None:
 
 
 def _reap_all() -> bool:
-    """Collect ended children; return whether none is left."""
+    """Reap ended children; return whether none is left."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
@@ -282,7 +282,7 @@ def _reap_all() -> bool:
 
 
 def _stop_leftovers(grace_s: float) -> None:
-    """End everything that is still below this process, which adopts orphans."""
+    """Kill all remaining descendants of this process, which adopts orphans."""
     deadline = time.monotonic() + grace_s
     if grace_s > 0:
         _signal_descendants(signal.SIGTERM)
@@ -293,7 +293,7 @@ def _stop_leftovers(grace_s: float) -> None:
 
 
 class _Run:
-    """The command and what is asked of it by signals."""
+    """The command, and the signals passed on to it."""
 
     def __init__(self, command: list[str], prefix: str) -> None:
         self._prefix = prefix
@@ -321,7 +321,7 @@ class _Run:
             self._end(self._child.terminate)
             self._kill_at = time.monotonic() + OWNER_LOST_GRACE_S
         elif self._watch is not None and (loss := self._watch.loss()):
-            # Requests that a lost process held would never be answered: close their connections.
+            # A lost process never answers the requests it held: close their connections.
             sys.stdout.write(f"{LOSS_MARK}{loss}; ending the server\n")
             sys.stdout.flush()
             self._end(self._child.kill)
@@ -338,7 +338,7 @@ class _Run:
             self._watch.is_ready = True
 
     def _end(self, how: Callable[[], None]) -> None:
-        self._watch = None  # processes end now, as they should
+        self._watch = None  # from now on the end of a process is expected
         how()
 
 
@@ -352,7 +352,7 @@ def main(argv: list[str]) -> int:
         try:
             status = _Run(command, prefix).wait(lifeline)
         finally:
-            # Nothing is saved by processes whose server was killed.
+            # Processes whose server was killed have nothing to save.
             _stop_leftovers(LEFTOVER_GRACE_S if status != -signal.SIGKILL else 0.0)
     return status if status >= 0 else 128 - status
 

@@ -1,4 +1,4 @@
-"""The two ways to reach a Triton server, with one face: gRPC and HTTP."""
+"""The two transports to a Triton server, gRPC and HTTP, with one interface."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class HttpTransport:
     @property
     def _client(self) -> Any:
         if not hasattr(self._local, "client"):
-            # None is no limit; left out, the library gives an answer a minute.
+            # None means no limit; the library's own default is one minute.
             client = self._http.InferenceServerClient(
                 self._url, network_timeout=self._timeout_s, **self._credentials.http_arguments()
             )
@@ -221,7 +221,7 @@ class HttpTransport:
         client = self._client
         try:
             return bool(client.is_server_ready() if model is None else client.is_model_ready(model))
-        except HTTPParseError:  # what answers there speaks no HTTP, or speaks it over TLS
+        except HTTPParseError:  # the answer is not HTTP, or is HTTP over TLS
             return False
 
     def models(self) -> list[dict[str, str]]:

@@ -305,7 +305,7 @@ def test_model_of_another_type_than_its_weights_keeps_the_server_from_starting(
     server = new_server(repository, tmp_path)
     with pytest.raises(ServerStartError, match=r"model_type=GPT-J, but .* holds a GPT model"):
         server.start(timeout_s=START_LIMIT_S)
-    assert "parameter is_horse is not known and has no effect" in server.log_path.read_text()
+    assert "parameter is_horse is unknown and has no effect" in server.log_path.read_text()
 
 
 @pytest.mark.parametrize("kind", ["", "_runtime_top_k", "_single", "_ensemble"])
