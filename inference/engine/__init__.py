@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out; which sequences share a step, and what it may cost.
+"""The engine: requests in, tokens out; it schedules sequences into steps within its budgets.
 
-Nothing here knows Triton, and models run only through `inference.ranks`.
+It does not depend on Triton, and runs models only through `inference.ranks`.
 """

@@ -1,4 +1,4 @@
-"""The life of an engine, whatever it answers: start, health, stop, and giving up a request."""
+"""Base class of the engines: start, health, stop, and cancellation of a request."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ EngineT = TypeVar("EngineT", bound="EngineBase")
 
 
 class EngineBase(ABC):
-    """Serves one FT folder; subclasses read its description and take requests.
+    """Serves one FT folder; subclasses read its description and accept requests.
 
-    Futures are answered from the engine's own thread; what they call must be quick.
+    The engine's own thread sets the futures; their callbacks must be quick.
     """
 
     _loop: EngineLoop[Any]
 
     @abstractmethod
     def describe(self) -> str:
-        """Return what the engine can hold, in words."""
+        """Return a description of the engine's capacity."""
 
     def __enter__(self: EngineT) -> EngineT:
         self.start()
@@ -48,7 +48,7 @@ class EngineBase(ABC):
         self.stop()
 
     def start(self) -> None:
-        """Load the model on every rank; return when it can answer.
+        """Load the model on every rank, until it can answer.
 
         Raises:
             EngineFailedError: Some rank could not load or connect; every reason is given.
@@ -57,7 +57,7 @@ class EngineBase(ABC):
         logger.info("ready: %s", self.describe())
 
     def stop(self) -> None:
-        """Fail what is in flight and end every rank."""
+        """Fail the requests in flight and end every rank."""
         self._loop.stop()
 
     def healthy(self) -> str | None:
@@ -71,18 +71,18 @@ class EngineBase(ABC):
 
     @property
     def queued_rows(self) -> int:
-        """Rows that are not begun, of all requests."""
+        """Rows of all requests that have not begun."""
         return self._loop.queued_rows
 
     def cancel(self, future: Future[Any]) -> None:
-        """Give up a request: at the next step its work stops and its memory is free."""
+        """Cancel a request: at the next step its work stops and its memory is freed."""
         future.cancel()
 
 
 def checked_placement(
     architecture: Architecture, placement: Placement | None, rendezvous: Rendezvous | None
 ) -> Placement:
-    """Return where an engine's ranks run, with its device decided; raise as `check_ranks`."""
+    """Return the checked placement of an engine's ranks; raises as `check_ranks`."""
     return check_ranks(
         architecture,
         placement or Placement(),

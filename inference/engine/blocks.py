@@ -1,7 +1,7 @@
-"""Which slots and blocks of the cache are free, and which blocks a slot has.
+"""Free and occupied slots and blocks of the cache.
 
 A slot is a running sequence's place in steps. Its blocks hold its tokens; it takes them as it
-grows, or all at once where it may not be asked to give way.
+grows, or all at once if it may not be preempted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from inference.model.kv_cache import TableEntry
 
 
 class SlotPool:
-    """Which slots are free. The lowest are given first, so that busy slots lie side by side."""
+    """The free slots. The lowest are taken first, which keeps busy slots side by side."""
 
     def __init__(self, slots: int) -> None:
         self.total = slots
@@ -26,11 +26,11 @@ class SlotPool:
 
     @property
     def free(self) -> int:
-        """Number of slots nobody holds."""
+        """Number of free slots."""
         return len(self._free)
 
     def take(self, count: int) -> list[int] | None:
-        """Return `count` slots in ascending order, or None if there are not so many."""
+        """Return `count` free slots in ascending order, or None if there are fewer."""
         if count > len(self._free):
             return None
         return [heapq.heappop(self._free) for _ in range(count)]
@@ -49,8 +49,8 @@ class BlockPool:
     up to its end, and serves other slots while nobody needs it for something else.
 
     Attributes:
-        total: All of them; None where every slot has its own block, of which there is never a lack.
-        reserved: Those of slots that took all they can ever need.
+        total: Number of blocks; None where every slot has its own block.
+        reserved: Blocks of slots that took all they can ever need.
     """
 
     def __init__(self, *, blocks: int | None = None, block_tokens: int = 1) -> None:
@@ -68,7 +68,7 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Number of blocks nobody holds."""
+        """Number of free blocks."""
         return len(self._free)
 
     def count(self, tokens: int) -> int:
@@ -76,11 +76,11 @@ class BlockPool:
         return 0 if self.total is None else -(-tokens // self.block_tokens)
 
     def lacking(self, slot: int, tokens: int) -> int:
-        """Return how many blocks more a slot needs to hold so many tokens."""
+        """Return the number of further blocks that a slot needs for so many tokens."""
         return max(self.count(tokens) - len(self._held.get(slot, ())), 0)
 
     def extend(self, slot: int, tokens: int) -> int:
-        """Give a slot the blocks for its first `tokens` tokens, and return how many they hold.
+        """Give a slot the blocks for its first `tokens` tokens; return the tokens they can hold.
 
         The blocks must be free.
         """

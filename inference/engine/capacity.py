@@ -1,4 +1,4 @@
-"""What an engine can hold: device, slots and their length, from the model and the budgets."""
+"""Capacity of an engine: device, slots and their length, from the model and the budgets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _GPU_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True)
 class Capacity:
-    """What fits.
+    """Slots, length and cache of an engine.
 
     Sequences share `blocks` blocks of `block_tokens` tokens; 0 where each has a block of its own.
     """
@@ -49,7 +49,7 @@ class Capacity:
         return self.blocks * self.block_tokens if self.blocks else self.slots * self.max_len
 
     def describe(self) -> str:
-        """Return the budget in words."""
+        """Return a description of the budget."""
         return (
             f"{self.tokens} tokens of up to {self.slots} sequences, at most {self.max_len} of "
             f"each, on {self.device}, {self.cache_bytes / 2**20:.0f} MiB of keys and values per "
@@ -69,7 +69,7 @@ class Capacity:
         return -(-tokens // self.block_tokens)
 
     def problems_of(self, request: GenerationRequest) -> list[str]:
-        """Return why a request can never run, empty if it can."""
+        """Return the reasons why a request can never run."""
         problems = self._too_long(request)
         if request.beam_width > self.slots:
             problems.append(
@@ -161,7 +161,7 @@ def _position_limit(architecture: GeneratorArchitecture) -> int | None:
 
 
 def model_limits(config: FTConfig, architecture: GeneratorArchitecture) -> ModelLimits:
-    """Return what requests to the model must respect."""
+    """Return the limits of requests to the model."""
     tokens = cast(_TokenConfig, config)
     ia3_num_tasks = getattr(architecture, "ia3_num_tasks", 0)
     has_encoder = isinstance(architecture, EncoderDecoderArchitecture)
@@ -187,10 +187,10 @@ def plan_capacity(
     placement: Placement,
     options: EngineOptions,
 ) -> Capacity:
-    """Return what fits on ranks that `check_ranks` has passed.
+    """Return the capacity of ranks that have passed `check_ranks`.
 
     Raises:
-        ValueError: naming everything that does not fit.
+        ValueError: with every problem found.
     """
     layout = placement.layout_of(0)
     longest = _longest(architecture) or options.max_seq_len or _DEFAULT_MAX_LEN
@@ -246,14 +246,14 @@ def _refuse_budget(budget: int, max_len: int, needed: int) -> NoReturn:
 
 
 def _longest(architecture: GeneratorArchitecture) -> int | None:
-    """Return the longest sequence the model was made for, where that is known."""
+    """Return the longest sequence that the model was trained for, where that is known."""
     if isinstance(architecture, DecoderArchitecture):
         return architecture.max_pos_seq_len
     return _position_limit(architecture)
 
 
 def available_bytes() -> int:
-    """Return the memory that this machine can still give to programs."""
+    """Return the memory in bytes that is available on this machine."""
     text = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
     return int(text.split()[0]) * 1024
 

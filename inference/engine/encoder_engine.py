@@ -49,7 +49,7 @@ class EncoderEngine(EngineBase):
         """Read the folder's description; nothing is loaded before `start`.
 
         Args:
-            ft_dir: The folder of weights, cut for `placement.tp_size` ranks.
+            ft_dir: The folder of weights, split for `placement.tp_size` ranks.
             placement: Sizes, types and device of the ranks; BERT has no int8_mode.
             remove_padding: Compute true tokens only (BERT; other encoders always do).
             options: Bounds; those of caches do not apply.
@@ -79,7 +79,7 @@ class EncoderEngine(EngineBase):
             settings,
             self.options,
             make_scheduler=EncodingScheduler,
-            # One token through all ranks, so that the first request finds everything ready.
+            # One token through all ranks warms them up for the first request.
             warm_up=StepPlan(
                 ids=[],
                 segments=(),
@@ -93,7 +93,7 @@ class EncoderEngine(EngineBase):
         )
 
     def describe(self) -> str:
-        """Return what the engine can hold, in words."""
+        """Return a description of the engine's capacity."""
         return f"rows of up to {self.max_len} tokens"
 
     def submit(self, request: EncodingRequest) -> Future[EncodingResult]:
@@ -127,7 +127,7 @@ class EncoderEngine(EngineBase):
         if _ATTENTION_COPIES * size <= free:
             return []
         return [
-            f"is_return_attentions: the answer has {size / 2**20:.0f} MiB and takes "
+            f"is_return_attentions: the answer of {size / 2**20:.0f} MiB takes "
             f"{_ATTENTION_COPIES} times as much to make, {free / 2**20:.0f} MiB are free; send "
             "fewer rows, or shorter ones"
         ]
@@ -151,7 +151,7 @@ def encoder_of(
 
 
 def encoder_limits(architecture: EncoderArchitecture | EncoderDecoderArchitecture) -> EncoderLimits:
-    """Return what requests to the encoder must respect."""
+    """Return the limits of requests to the encoder."""
     if isinstance(architecture, EncoderArchitecture):
         return EncoderLimits(hidden=architecture.hidden)
     absolute = architecture.position == "absolute"

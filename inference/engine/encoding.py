@@ -1,6 +1,6 @@
-"""Requests to an encoder, and which of their rows run together.
+"""Requests to an encoder, and the scheduler of their rows.
 
-Rows are independent and keep no state, so that a step simply takes as many as fit.
+Rows are independent and keep no state: a step takes as many as fit.
 """
 
 # Shapes: B rows, S longest row as the client padded it, E hidden, N tokens of a step
@@ -25,7 +25,7 @@ _STEP_TOKENS = 4096
 
 @dataclass(frozen=True)
 class EncoderLimits:
-    """What a request must respect, all read from the model's `config.ini`.
+    """Limits of a request, all read from the model's `config.ini`.
 
     `vocab_size` is None for a model that takes hidden states in place of token ids.
     `max_pos_seq_len` is None without a table of positions.
@@ -153,12 +153,12 @@ def _parse_ids(
 
 @dataclass(eq=False)
 class RunningEncoding:
-    """A request on its way: its rows are done one by one, in any order."""
+    """A request in progress: its rows finish one by one, in any order."""
 
     request: EncodingRequest
     future: Future[EncodingResult]
     arrival: int = 0
-    waiting: list[int] = field(default_factory=list)  # rows not begun
+    waiting: list[int] = field(default_factory=list)  # rows that have not begun
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)  # row -> (tokens, E)
     attentions: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -167,7 +167,7 @@ class RunningEncoding:
 
     @property
     def waiting_rows(self) -> int:
-        """Rows that are not begun."""
+        """Rows that have not begun."""
         return len(self.waiting)
 
     def fail(self, error: BaseException) -> None:
@@ -222,7 +222,7 @@ class EncodingScheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no work is left."""
         return not self._requests
 
     @property
@@ -236,7 +236,7 @@ class EncodingScheduler:
         return sum(request.waiting_rows for request in self._requests)
 
     def add(self, request: RunningEncoding) -> None:
-        """Take on a request."""
+        """Add a request."""
         self._requests.append(request)
 
     def drop(self, request: RunningEncoding) -> None:
@@ -244,7 +244,7 @@ class EncodingScheduler:
         self._requests.remove(request)
 
     def plan(self, *, under_way: bool = False) -> PlannedEncoding | None:
-        """Return the next step, or None if there is none; no step overlaps another."""
+        """Return the next step, or None without one; no step overlaps another."""
         assert not under_way
         for request in [r for r in self._requests if r.future.cancelled()]:
             self.drop(request)
@@ -284,7 +284,7 @@ class EncodingScheduler:
         return work
 
     def finish(self, step: PlannedEncoding, result: StepResult, *, seconds: float) -> None:  # noqa: ARG002
-        """Take in what a step computed; answer requests whose rows are all done."""
+        """Store the results of a step; answer requests whose rows are all done."""
         assert result.hidden is not None
         hidden = result.hidden.float().cpu()
         first = 0

@@ -1,7 +1,7 @@
 """The engine: a model on all its ranks, answering many requests at once.
 
 Requests join and leave between steps. Ranks other than 0 are processes of this node; a rank that
-ends or hangs fails the requests in flight with the reason, and the engine says so from then on.
+ends or hangs fails the requests in flight, and later ones, with the reason.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ __all__ = [
     "SessionTurn",
 ]
 
-# Prompt tokens of a step: a GPU that has only begun to compute with few of them.
+# Prompt tokens of a step: fewer would leave a GPU idle.
 _GPU_CHUNK = {"first": 2048, "most": 8192}
 
 
 class Engine(EngineBase):
-    """Serves one FT folder with a decoder; what `on_step` calls must be quick."""
+    """Serves one FT folder with a decoder; `on_step` callbacks must be quick."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Engine(EngineBase):
         """Read the folder's description; nothing is loaded before `start`.
 
         Args:
-            ft_dir: The folder of weights, cut for `placement.tp_size` ranks.
+            ft_dir: The folder of weights, split for `placement.tp_size` ranks.
             placement: Sizes, types and device of the ranks.
             options: Budgets and bounds.
             rendezvous: With the ranks that a launcher started, perhaps on several
@@ -115,13 +115,13 @@ class Engine(EngineBase):
             self._settings,
             self.options,
             make_scheduler=self._make_scheduler,
-            # One token through all ranks, so that the first request finds everything ready.
+            # One token through all ranks warms them up for the first request.
             warm_up=StepPlan(ids=[0], segments=(Segment(0, 0, 1),), output_rows=[0]),
             rendezvous=rendezvous,
         )
 
     def describe(self) -> str:
-        """Return what the engine can hold, in words."""
+        """Return a description of the engine's capacity."""
         return self.capacity.describe()
 
     @property
@@ -146,11 +146,11 @@ class Engine(EngineBase):
         """Queue a request.
 
         Args:
-            request: As `parse_request` gives it under this engine's `limits`.
+            request: Parsed by `parse_request` with this engine's `limits`.
             on_step: Called after each step that gave the request tokens but did not finish it.
-            turn: The session that the request belongs to. What does not fit that session, or finds
-                no slots beside other sessions, fails the future with one of the errors below. A
-                session's last turn ends it, answered or not.
+            turn: The session that the request belongs to. If the request does not fit the session,
+                or other sessions hold the slots it needs, its future fails with one of the errors
+                below. A session's last turn ends it, answered or not.
 
         Raises:
             RequestError: The request does not fit the engine's cache.
@@ -163,7 +163,7 @@ class Engine(EngineBase):
             problems = self.capacity.problems_of(request)
             for name in ("session_len", "memory_len"):
                 if getattr(request, name) is not None:
-                    problems.append(f"{name}: the request belongs to no session; leave it out")
+                    problems.append(f"{name}: the request is not part of a session; leave it out")
         if problems:
             self.end_refused(turn)
             raise RequestError(problems)
@@ -180,7 +180,7 @@ class Engine(EngineBase):
         return future
 
     def end_refused(self, turn: SessionTurn | None) -> None:
-        """End a session whose last turn cannot be submitted; other turns may come again."""
+        """End a session whose last turn cannot be submitted; other turns may be sent again."""
         if turn is not None and turn.ends and self._scheduler is not None:
             self._scheduler.forget_session(turn.session_id)
 
@@ -273,7 +273,7 @@ def _table_rows(config: FTConfig) -> tuple[dict[int, int], int]:
     first: dict[int, int] = {}
     total = 0
     if config.prompt_learning_type == PREFIX_PROMPT:
-        return first, total  # prefixes are no embeddings
+        return first, total  # prefixes are not embeddings
     for number, task in enumerate(config.tasks):
         first[number] = total
         total += task.prompt_length

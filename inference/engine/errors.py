@@ -1,10 +1,10 @@
-"""Why an engine does not answer a request that is sound in itself."""
+"""Errors of an engine that cannot answer a valid request."""
 
 from __future__ import annotations
 
 
 class EngineBusyError(RuntimeError):
-    """Too much is asked at once; the request may be sent again later."""
+    """The queue is full; the request may be sent again later."""
 
 
 class EngineFailedError(RuntimeError):

@@ -1,7 +1,7 @@
-"""The thread of an engine: it takes requests, runs planned steps on all ranks, and watches these.
+"""The thread of an engine: it accepts requests, runs planned steps on all ranks, and watches them.
 
-What a step computes is its scheduler's affair. A rank that ends or hangs fails the requests in
-flight with the reason, and the engine says so from then on.
+The scheduler decides what a step computes. A rank that ends or hangs fails the requests in flight,
+and later ones, with the reason.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from inference.ranks.settings import RankSettings
 
 logger = logging.getLogger(__name__)
 
-_HEARTBEAT_S = 1.0  # how often idle ranks are asked whether they live
+_HEARTBEAT_S = 1.0  # between pings of idle ranks
 _WATCH_S = 0.1
-_LOOK_S = 1.0  # a connection breaks a moment before the process at its other end counts as ended
+_LOOK_S = 1.0  # a connection breaks a moment before the process at its other end has ended
 _RESTART_PAUSE_S = 1.0
 
 
@@ -41,7 +41,7 @@ class QueuedRequest(Protocol):
 
     @property
     def waiting_rows(self) -> int:
-        """Rows that are not begun."""
+        """Rows that have not begun."""
         ...
 
     def fail(self, error: BaseException) -> None:
@@ -54,16 +54,16 @@ RequestT_co = TypeVar("RequestT_co", bound=QueuedRequest, covariant=True)
 
 
 class Planned(Protocol[RequestT_co]):
-    """A step, and whose work it is."""
+    """A step, and the requests with work in it."""
 
     @property
     def plan(self) -> StepPlan:
-        """What every rank is told."""
+        """The plan for every rank."""
         ...
 
     @property
     def embeddings(self) -> torch.Tensor | None:
-        """What goes along with the plan."""
+        """The embeddings sent with the plan."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class Planned(Protocol[RequestT_co]):
 
 @dataclass(frozen=True)
 class _Launched(Generic[RequestT_co]):
-    """A step that the ranks run, and when they were asked."""
+    """A step that the ranks run, and the time of its start."""
 
     step: Planned[RequestT_co]
     result: StepResult
@@ -91,7 +91,7 @@ class LoopScheduler(Protocol[RequestT]):
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no work is left."""
         ...
 
     @property
@@ -105,22 +105,22 @@ class LoopScheduler(Protocol[RequestT]):
         ...
 
     def add(self, request: RequestT) -> None:
-        """Take on a request."""
+        """Add a request."""
         ...
 
     def drop(self, request: RequestT) -> None:
-        """Forget a request and free what it holds."""
+        """Drop a request and free its resources."""
         ...
 
     def plan(self, *, under_way: bool = False) -> Any:
         """Return the next `Planned` step, or None if nothing can run.
 
-        `under_way` says that the step before is not finished.
+        `under_way` means that the step before is not finished.
         """
         ...
 
     def finish(self, step: Any, result: StepResult, *, seconds: float) -> None:
-        """Take in what a planned step computed."""
+        """Process the results of a planned step."""
         ...
 
 
@@ -144,11 +144,11 @@ class EngineLoop(Generic[RequestT]):
             options: Budgets and bounds.
             make_scheduler: Makes the scheduler of one life of the ranks.
             warm_up: A step that makes every rank ready for the first request.
-            warm_up_embeddings: What goes along with it.
-            rendezvous: Where the other ranks come, if a launcher started them.
+            warm_up_embeddings: The embeddings sent with it.
+            rendezvous: Of the ranks that a launcher started; None to start the ranks here.
 
         Raises:
-            ValueError: Ranks of a launcher should be started again after a failure.
+            ValueError: `restart_failed_ranks` is set for ranks of a launcher.
         """
         if rendezvous is not None and options.restart_failed_ranks:
             raise ValueError(
@@ -175,13 +175,13 @@ class EngineLoop(Generic[RequestT]):
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
 
     def start(self) -> None:
-        """Load the model on every rank; return when it can answer.
+        """Load the model on every rank, until it can answer.
 
         Raises:
             EngineFailedError: Some rank could not load or connect; every reason is given.
         """
         self._thread.start()
-        # Comes: the others have start_timeout_s to load, and every wait among ranks has a limit.
+        # This ends: the others may load for start_timeout_s; every wait among ranks has a limit.
         self._ready.wait()
         if self._failure is not None:
             self._thread.join()
@@ -190,7 +190,7 @@ class EngineLoop(Generic[RequestT]):
             self._watcher.start()
 
     def stop(self) -> None:
-        """Fail what is in flight and end every rank."""
+        """Fail the requests in flight and end every rank."""
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
@@ -198,7 +198,7 @@ class EngineLoop(Generic[RequestT]):
             self._thread.join(self._options.rank_timeout_s)
         self._fail("the engine was stopped")
         if self._thread.is_alive():
-            # Ends: what a single rank computes does, and every wait among ranks has a limit.
+            # This ends: a single rank's work does, and every wait among ranks has a limit.
             self._thread.join()
         if self._watcher.is_alive():
             self._watcher.join()
@@ -213,7 +213,7 @@ class EngineLoop(Generic[RequestT]):
         return self._queued_rows
 
     def queue(self, request: RequestT) -> None:
-        """Hand over a request.
+        """Queue a request.
 
         Raises:
             EngineBusyError: The queue is full.
@@ -236,7 +236,7 @@ class EngineLoop(Generic[RequestT]):
             self._wake.notify_all()
 
     def _run(self) -> None:
-        """Start the ranks and serve until stopped; after a failure start again if so asked."""
+        """Start the ranks and serve until stopped; after a failure restart if configured."""
         while True:
             ranks = RankGroup(
                 self._settings,
@@ -247,7 +247,7 @@ class EngineLoop(Generic[RequestT]):
                 self._ranks = ranks
                 self._begin(ranks)
                 self._serve(ranks)
-            except Exception as error:  # whatever it was ended the ranks, and is their reason
+            except Exception as error:  # any failure ends the ranks, and is their reason
                 if not isinstance(error, RankError):
                     logger.exception("the engine failed")
                 self._fail(_reason(ranks, error))
@@ -302,18 +302,18 @@ class EngineLoop(Generic[RequestT]):
     def _launch(
         self, ranks: RankGroup, scheduler: LoopScheduler[RequestT], step: Planned[RequestT]
     ) -> _Launched[RequestT] | None:
-        """Have the ranks run a step; on a GPU they may not be done when this returns."""
+        """Run a step on the ranks; on a GPU they may not be done when this returns."""
         began = perf_counter()
         try:
             return _Launched(step, ranks.run(step.plan, step.embeddings), began)
         except Exception as error:  # whatever it was is the answer to the step's requests
             if self._settings.layout.world_size > 1:
-                raise  # the ranks no longer agree on what comes next
+                raise  # the ranks no longer agree on the next step
             self._give_up(scheduler, step, error)
             return None
 
     def _finish(self, scheduler: LoopScheduler[RequestT], launched: _Launched[RequestT]) -> None:
-        """Take in what a step computed."""
+        """Process the results of a step."""
         began = max(launched.began, self._last_finished)
         try:
             launched.result.wait()
@@ -335,7 +335,7 @@ class EngineLoop(Generic[RequestT]):
                 scheduler.drop(owner)
 
     def _watch(self) -> None:
-        """Notice ranks that end or hang while the engine's own thread waits for them."""
+        """Watch for ranks that end or hang while the engine's own thread waits for them."""
         while not self._stopping:
             ranks = self._ranks
             if ranks is not None and self._failure is None and (problem := ranks.problem()):
@@ -343,9 +343,9 @@ class EngineLoop(Generic[RequestT]):
             sleep(_WATCH_S)
 
     def _fail(self, reason: str) -> None:
-        """Answer everything in flight with the reason and end the other ranks."""
+        """Fail all requests in flight with the reason, and end the other ranks."""
         with self._wake:
-            # The first reason stands: what follows from it says less.
+            # The first reason is kept: later ones follow from it.
             if self._failure is None or self._stopping or not self._ready.is_set():
                 self._failure = reason
             waiting = list(self._inbox)
@@ -360,7 +360,7 @@ class EngineLoop(Generic[RequestT]):
 
 
 def _reason(ranks: RankGroup, error: Exception) -> str:
-    """Return why the ranks failed: what became of them, or else the error itself."""
+    """Return why the ranks failed: their own reason, else the error."""
     deadline = monotonic() + _LOOK_S
     while not isinstance(error, RankError) and monotonic() < deadline:
         if problem := ranks.problem():

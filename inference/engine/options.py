@@ -16,7 +16,7 @@ class EngineOptions:
         max_lanes: Most sequences that run at once; a beam search takes one per beam. None for 64
             on CPU and 256 on CUDA.
         max_seq_len: Most tokens of one sequence, prompt and answer; None for what the model was
-            made for, at most 4096.
+            trained for, at most 4096.
         kv_cache_bytes: Memory for keys and values on each rank; None for a share of what is free.
         kv_block_tokens: Tokens of a block of the cache, 0 for blocks of whole sequences; None for
             these on CPU, where attention reads them fastest, and 16 on CUDA.
@@ -24,14 +24,14 @@ class EngineOptions:
             blocks of a few tokens.
         max_queued_rows: Rows that may wait for slots before requests are refused.
         session_idle_s: How long an interactive session may pause before its memory is freed.
-        max_stall_s: How long a step may take longer for the sake of other requests' prompts.
+        max_stall_s: How much longer a step may take because of other requests' prompts.
         threads: CPU threads of each rank; None divides the cores among the ranks.
-        shared_memory: Whether the CPU ranks of a node talk through shared memory; else over gloo.
+        shared_memory: Whether the CPU ranks of a node communicate through shared memory, else gloo.
         rank_timeout_s: How long a rank may take to answer before it counts as hung.
         start_timeout_s: How long the other ranks may take to load.
         restart_failed_ranks: Whether ranks are started again after a failure.
-        output_log_probs_mode: As `DecodingConfig` says.
-        nucleus_include_boundary: As `DecodingConfig` says.
+        output_log_probs_mode: See `DecodingConfig`.
+        nucleus_include_boundary: See `DecodingConfig`.
     """
 
     max_lanes: int | None = None

@@ -1,4 +1,4 @@
-"""One step of the scheduler: what each row does in it, laid out as the plan that ranks run."""
+"""One step of the scheduler: the work of each row, laid out as the plan that ranks run."""
 
 # Shapes: E hidden
 
@@ -19,7 +19,7 @@ from inference.ranks.plan import EncoderRow, StepPlan
 
 @dataclass(slots=True)
 class RowWork:
-    """What one row does in a step, on one of its slots."""
+    """The work of one row in a step, on one of its slots."""
 
     row: RunningRow
     slot: int
@@ -34,8 +34,8 @@ class RowWork:
 class EncoderWork:
     """The rows that go through some of the encoder's layers in a step.
 
-    `begins` and `ends` say whether their pass does so here; `tokens` is how many tokens' whole
-    pass the layers are worth.
+    `begins` and `ends` mark the first and the last step of their pass; `tokens` is the number of
+    tokens whose whole pass would cost as much.
     """
 
     rows: tuple[RunningRow, ...] = ()
@@ -47,7 +47,7 @@ class EncoderWork:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A plan with the embeddings that go with it, and whose work it is.
+    """A plan with its embeddings, and the rows it works for.
 
     With `overlaps` the next step may be planned before this one is finished.
     """
@@ -79,10 +79,10 @@ def lay_out(
 
     Args:
         work: By ascending slot.
-        encoding: What the encoder does.
-        moves: Cache copies to make before.
-        entries: Blocks that slots get before.
-        choices: As of `StepPlan`.
+        encoding: The encoder's work.
+        moves: Cache copies to make before the pass.
+        entries: Blocks that slots get before the pass.
+        choices: See `StepPlan`.
         embedding_base: First id that names a row of embeddings sent with a step.
     """
     ids: list[int] = []
@@ -123,7 +123,7 @@ def lay_out(
     )
     embeddings = torch.from_numpy(np.stack(sent)) if sent else None
     prompt_tokens = sum(len(each.ids) for each in prompts) + encoding.tokens
-    # What the encoder has done, and logits that the host reads, count for the next step.
+    # The next step depends on the encoder's work, and on logits that the host reads.
     overlaps = choices is not None and not encoding.layers and not plan.pool
     overlaps &= not any(each.row.wants_prompt_logits for each in prompts)
     return PlannedStep(plan, embeddings, tuple(work), prompt_tokens, encoding, overlaps)
@@ -132,7 +132,7 @@ def lay_out(
 def _with_sent(
     row: RunningRow, ids: list[int], sent: list[Array], embedding_base: int
 ) -> list[int]:
-    """Return ids with those of sent embeddings named; the embeddings are added to `sent`."""
+    """Return ids that name the embeddings sent with the step, which are added to `sent`."""
     if row.embeddings is None:
         return ids
     named = []

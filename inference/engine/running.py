@@ -1,4 +1,4 @@
-"""State of the requests an engine works on: rows, their slots, and how far each one is."""
+"""State of running requests: their rows, slots, sessions and progress."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from inference.decoding.tensor_fields import Array
 
 @dataclass(frozen=True)
 class GenerationStep:
-    """What a request has so far: per row its result, None before its first token.
+    """The results of a request so far, per row; None before its first token.
 
-    `context_embeddings` is per row (hidden,) fp32 for rows that asked for them. `request` is what
-    is answered: in a session the prompts are the whole conversation.
+    `context_embeddings` is per row (hidden,) fp32 for rows that asked for them. In a session the
+    prompts of `request` are the whole conversation.
     """
 
     request: GenerationRequest
@@ -52,11 +52,11 @@ class RememberedRow:
     """One row of a conversation between two turns.
 
     Attributes:
-        slots: Where its keys and values lie, in the first of them.
-        prompt: What the first stage embeds for it, as of `RunningRow`.
-        request: The same as penalties, word lists and the client see it.
-        cached: How many of `prompt` have been in the cache.
-        forgotten: How many of these no longer are.
+        slots: Its slots; the first holds its keys and values.
+        prompt: Its input to the first stage, see `RunningRow`.
+        request: The same for penalties, word lists and the client.
+        cached: Tokens of `prompt` that have been in the cache.
+        forgotten: Tokens of these that no longer are.
     """
 
     slots: list[int]
@@ -93,11 +93,11 @@ class Session:
 
 @dataclass(eq=False)
 class RunningRow:
-    """One row on its way through the engine.
+    """One row of a request in the engine.
 
-    `prompt` holds what the first stage embeds: token ids, ids of loaded virtual tokens from the
-    vocabulary's end on, and -1 - i for row i of embeddings sent with the request. Before these
-    come as many places as a loaded prefix of `prefix_task` has, which are cached when it begins.
+    `prompt` is the input to the first stage: token ids, ids of loaded virtual tokens from the
+    vocabulary's end on, and -1 - i for row i of embeddings sent with the request. The places of a
+    loaded prefix of `prefix_task` precede these, and are cached when the row begins.
     """
 
     owner: RunningRequest
@@ -117,17 +117,17 @@ class RunningRow:
     memory_len: int | None = None  # most tokens that a slot keeps, None for all
     handle: int | None = None  # in the decoder
     next_ids: tuple[int, ...] = ()  # per slot, once it decodes; NEWEST where only ranks know it
-    produced: int = 0  # tokens that were chosen, or will be in steps that are under way
+    produced: int = 0  # tokens that were chosen, or will be in running steps
     takes_best: bool = False  # whether ranks can choose its tokens
-    prompt_tokens: int = 0  # of `prompt`, but for what a row that gave way had generated
+    prompt_tokens: int = 0  # of `prompt`, without those that a preempted row had generated
     pooled: torch.Tensor | None = None  # (hidden,) sum over the prompt
     prefix_task: int | None = None
-    logits: list[torch.Tensor] | None = None  # a probe keeps all of its prompt's
+    logits: list[torch.Tensor] | None = None  # of all prompt tokens, for a probe
     is_released: bool = False  # has ended, or its client has left
     wipe: bool = False  # the cache holds values that are not finite
 
     def __post_init__(self) -> None:
-        # The end id, which it may not take before it has so many tokens.
+        # The end id, which may not be chosen before min_length tokens.
         self.end_id = self.request.options.end_id
         self.min_length = self.request.options.min_length
 
@@ -143,7 +143,7 @@ class RunningRow:
 
     @property
     def held_prompt(self) -> int:
-        """Of these, tokens of the prompt."""
+        """Tokens of the prompt that a slot holds."""
         return max(min(self.cached, self.prompt_len) - self.forgotten, 0)
 
     @property
@@ -171,7 +171,7 @@ class RunningRow:
 
     @property
     def resumes(self) -> bool:
-        """Whether the row gave way, and computes again what it had generated."""
+        """Whether the row was preempted, and computes its generated tokens again."""
         return len(self.prompt) > self.prompt_tokens
 
     @property
@@ -187,7 +187,7 @@ class RunningRow:
         return tokens if self.memory_len is None else min(tokens, self.memory_len)
 
     def give_way(self, generated: Sequence[int]) -> None:
-        """Lose what is cached; the row begins again with what it has generated as its prompt."""
+        """Preempt the row: it begins again, with its generated tokens as part of its prompt."""
         self.prompt = self.prompt[: self.prompt_tokens] + list(generated)
         self.cached, self.forgotten = self.prefix_len, 0
         self.slots, self.next_ids = [], ()
@@ -248,11 +248,11 @@ def make_row(
     table_rows: dict[int, int],
     encoder_decoder: bool = False,
 ) -> RunningRow:
-    """Translate a row's ids to what the first stage embeds.
+    """Return the running row of a request's row, with its input to the first stage.
 
     Args:
         owner: The request it belongs to.
-        index: Its place there.
+        index: Its index there.
         request: The row.
         vocab_size: Ids from here on are virtual.
         table_rows: Task id -> first row of its table among all loaded prompt tables.

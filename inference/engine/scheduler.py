@@ -1,7 +1,7 @@
-"""Which rows run, and what each step computes: continuous batching with chunked prompts.
+"""Scheduler of generation: continuous batching with chunked prompts.
 
 Rows join when slots are free and leave when they finish, between steps. The scheduler belongs to
-one thread and does no input or output; `decoder` alone knows how a token is chosen.
+one thread and does no input or output; `decoder` chooses the tokens.
 """
 
 # Shapes: n tokens whose logits are wanted, V vocabulary, E hidden
@@ -39,8 +39,7 @@ from inference.ranks.base import StepResult
 
 logger = logging.getLogger(__name__)
 
-# Of the cache's blocks: a row joins only where each running row could take one more, up to one in
-# so many.
+# A row joins only if each running row could take one more block, up to one in so many of the cache.
 _GROWTH_SHARE = 20
 _ONE = range(1)
 _NEWEST = (NEWEST,)
@@ -92,7 +91,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no work is left."""
         return not self._requests
 
     @property
@@ -107,11 +106,11 @@ class Scheduler:
 
     @property
     def free_slots(self) -> int:
-        """Slots nobody holds."""
+        """Number of free slots."""
         return self._slots.free
 
     def add(self, request: RunningRequest) -> None:
-        """Take on a request, or answer it with why not."""
+        """Add a request, or fail it with the reason."""
         if request.turn is not None:
             self.drop_cancelled()  # perhaps the last turn of the same session
             try:
@@ -131,7 +130,7 @@ class Scheduler:
         self._sessions.forget(session_id)
 
     def drop(self, request: RunningRequest) -> None:
-        """Forget a request and free its slots."""
+        """Drop a request and free its slots."""
         for row in request.active:
             # What a failed step computed must serve nobody.
             self._release(row, forget=True)
@@ -144,7 +143,7 @@ class Scheduler:
         del self._requests[request]
 
     def drop_cancelled(self) -> None:
-        """Free what clients no longer wait for."""
+        """Drop cancelled requests."""
         while self._cancelled:
             request = self._cancelled.popleft()
             if request in self._requests:
@@ -157,8 +156,8 @@ class Scheduler:
     def plan(self, *, under_way: bool = False) -> PlannedStep | None:
         """Return the next step, or None if nothing can run.
 
-        `under_way` says that the step before, which overlaps this one, is not finished; there may
-        be nothing to run before it is.
+        `under_way` means that the step before, which overlaps this one, is not finished; sometimes
+        nothing can run before it is.
         """
         self.drop_cancelled()
         self._admit()
@@ -187,7 +186,7 @@ class Scheduler:
         return step
 
     def _choices(self, work: Sequence[RowWork]) -> list[tuple[int, int]] | None:
-        """Return what the rank is to choose for each output; None where some row wants more."""
+        """Return the choices that the rank makes, per output; None if a row needs its logits."""
         choices: list[tuple[int, int]] = []
         for each in work:
             if not each.samples:
@@ -201,7 +200,7 @@ class Scheduler:
         return choices
 
     def _begin(self, step: PlannedStep) -> None:
-        """Note what is cached once a step has run, and the tokens that it chooses by itself."""
+        """Update the rows as if a step had run: cached tokens, and tokens the rank chooses."""
         chooses = step.plan.choices is not None
         for work in step.work:
             row = work.row
@@ -214,14 +213,14 @@ class Scheduler:
                 self._remember_beginning(row)
 
     def finish(self, step: PlannedStep, result: StepResult, *, seconds: float) -> None:
-        """Take in what a planned step computed: choose tokens, answer finished requests.
+        """Process the results of a planned step: choose tokens, answer finished requests.
 
         Steps are finished in the order in which they were planned.
         """
         if step.prompt_tokens:
             self._chunk.observe(tokens=step.prompt_tokens, seconds=seconds)
         self._encoder.finish(step.encoding)
-        outputs: list[tuple[RowWork, int]] = []  # what samples, and its row of logits
+        outputs: list[tuple[RowWork, int]] = []  # work that samples, and its row of logits
         first = 0
         for number, work in enumerate(step.work):
             last = first + len(work.outputs) - 1
@@ -236,11 +235,11 @@ class Scheduler:
             grown = self._take_chosen(outputs, result.chosen.array())
         else:
             grown = self._choose(outputs, result.logits)
-        # Those that only got a token, which nobody wants to hear of, are left alone.
+        # Requests without a listener that only got a token need no report.
         self._answer(step.owners if result.chosen is None else grown, grown)
 
     def _take_prompt(self, work: RowWork, number: int, result: StepResult, outputs: slice) -> None:
-        """Take in what a step computed for a piece of a prompt."""
+        """Store the results of a step for a chunk of a prompt."""
         if work.row.wants_pooled and result.pooled is not None:
             _add_pooled(work.row, result.pooled[number])
         if work.row.wants_prompt_logits:
@@ -256,7 +255,7 @@ class Scheduler:
                 self._refuse(request)
                 continue
             if not self._has_blocks(request, rows):
-                return  # nobody overtakes, so that wide requests get their turn
+                return  # no overtaking: wide requests would starve
             slots = self._slots.take(beams * len(rows))
             if slots is None:
                 return
@@ -266,7 +265,7 @@ class Scheduler:
                 self._activate(row)
 
     def _first_waiting(self) -> RunningRequest | None:
-        """Return whose row joins next."""
+        """Return the request whose row joins next."""
         waiting = (request for request in self._requests if request.waiting)
         idle = next((request for request in waiting if not request.active), None)
         if idle is not None:
@@ -275,7 +274,7 @@ class Scheduler:
         return min(waiting, key=lambda r: (len(r.active), r.arrival), default=None)
 
     def _can_ever_run(self, request: RunningRequest, rows: Sequence[RunningRow]) -> bool:
-        """Whether a request needs no more than what sessions leave."""
+        """Whether a request fits into the slots and blocks that sessions leave."""
         slots = request.request.beam_width * len(rows)
         if slots > self._slots.total - self._sessions.held_slots:
             return False
@@ -285,7 +284,7 @@ class Scheduler:
         return self._most_blocks(request, rows) <= left
 
     def _most_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> int:
-        """Return the most blocks that rows need at once; those that give way may take turns."""
+        """Return the most blocks that rows need at once; preemptible ones may run one by one."""
         each = [self._slot_blocks(row) for row in rows]
         together = _stays(request) or request.joins_whole
         return request.request.beam_width * (sum(each) if together else max(each))
@@ -307,12 +306,12 @@ class Scheduler:
             growth = min(len(others), blocks.total // _GROWTH_SHARE)
             return need + growth <= blocks.free and most <= blocks.total - blocks.reserved
         need = self._most_blocks(request, rows)
-        # The rows that can give way must each be able to end alone.
+        # Each preemptible row must be able to finish alone.
         longest = max((self._slot_blocks(row) for row in others), default=0)
         return need <= blocks.free and need + longest <= blocks.total - blocks.reserved
 
     def _take_blocks(self, row: RunningRow) -> None:
-        """Give a row's slots the blocks for its prompt, or for all it can become."""
+        """Give a row's slots the blocks for its prompt, or for its greatest length."""
         if self._blocks.total is None:
             return
         if not _stays(row.owner):
@@ -348,10 +347,10 @@ class Scheduler:
         row.remembered = max(row.remembered, full)
 
     def _make_room(self, rows: list[RunningRow], *, under_way: bool) -> bool:
-        """Give decoding rows the blocks of their next tokens; the newest rows give way for them.
+        """Give decoding rows the blocks of their next tokens; the newest rows are preempted.
 
-        Rows that gave way leave `rows`. False where the step under way must be finished first:
-        what it chooses is part of what a row computes again.
+        Preempted rows leave `rows`. False if the running step must be finished first: the tokens
+        it chooses are among those that a preempted row computes again.
         """
         growing = [row for row in rows if row.cached - row.forgotten >= row.room and _goes_on(row)]
         while len(growing) > self._blocks.free:
@@ -369,8 +368,8 @@ class Scheduler:
         return True
 
     def _give_way(self, row: RunningRow) -> None:
-        """Take back a row's slot and blocks; it waits, and computes again what it had."""
-        logger.debug("a row of %d tokens gives way", row.cached)
+        """Preempt a row: free its slot and blocks; it waits, and computes its tokens again."""
+        logger.debug("a row of %d tokens is preempted", row.cached)
         self._free(row.slots)
         generated = () if row.handle is None else self._decoder.generated_ids(row.handle)
         row.give_way(generated)
@@ -388,7 +387,7 @@ class Scheduler:
             row.forgotten += count
 
     def _activate(self, row: RunningRow) -> None:
-        """Let a row that has its slots take part in steps."""
+        """Activate a row that has its slots."""
         if row.logits is None and row.handle is None:
             row.handle = self._decoder.add(row.request)
             row.takes_best = self._decoder.takes_best(row.handle)
@@ -400,7 +399,7 @@ class Scheduler:
             self._moves.append((prefix_source(row.prefix_task), row.slots[0], 0, row.cached))
 
     def _refuse(self, request: RunningRequest) -> None:
-        """Refuse what would wait until a session ends."""
+        """Fail requests that would wait until a session ends."""
         held, total = self._sessions.held_slots, self._slots.total
         request.fail(
             EngineBusyError(
@@ -426,7 +425,7 @@ class Scheduler:
     def _choose(
         self, outputs: Sequence[tuple[RowWork, int]], logits: torch.Tensor
     ) -> set[RunningRequest]:
-        """Choose tokens from rows of logits; return whose requests got any."""
+        """Choose tokens from rows of logits; return the requests that got any."""
         rows: dict[RunningRow, list[int]] = {}  # row -> its logits, by ascending slot
         for work, number in outputs:
             # All beams start from the prompt's one row of logits.
@@ -445,7 +444,7 @@ class Scheduler:
     def _take_chosen(
         self, outputs: Sequence[tuple[RowWork, int]], chosen: Array
     ) -> set[RunningRequest]:
-        """Note the tokens that the rank chose, (n, 2); return whose requests are to hear of it."""
+        """Record the tokens that the rank chose, (n, 2); return the requests to report to."""
         rows = [work.row for work, _ in outputs]
         handles = [row.handle for row in rows if row.handle is not None]
         steps = self._decoder.take_best(handles, chosen[[number for _, number in outputs]])
@@ -458,7 +457,7 @@ class Scheduler:
         return heard
 
     def _advance(self, row: RunningRow, step: RowStep) -> None:
-        """Note a row's newest tokens; release it when it has finished."""
+        """Record a row's newest tokens; release it when it has finished."""
         if step.error is not None:
             row.owner.fail(RowError(f"row {row.index}: {step.error}"))
             row.wipe = True
@@ -478,7 +477,7 @@ class Scheduler:
         row.next_ids = step.tokens
 
     def _retire(self, row: RunningRow, step: RowStep) -> None:
-        """Note the result of a row, and free its slots unless its session goes on."""
+        """Record the result of a row, and free its slots unless its session goes on."""
         assert row.handle is not None
         result = self._decoder.result(row.handle)
         row.owner.results[row.index] = result
@@ -515,7 +514,7 @@ class Scheduler:
         self._moves = [move for move in self._moves if move[1] not in slots]
 
     def _answer(self, owners: Iterable[RunningRequest], grown: Container[RunningRequest]) -> None:
-        """Answer requests that have finished; others that have `grown` tell their listeners."""
+        """Answer requests that have finished, and report those that have `grown`."""
         for request in owners:
             if request not in self._requests:
                 continue
@@ -555,7 +554,7 @@ class Scheduler:
 
 
 def _goes_on(row: RunningRow) -> bool:
-    """Whether a row decodes and lacks tokens that no step under way gives it."""
+    """Whether a row decodes and lacks tokens that no running step produces."""
     if not row.next_ids:
         return False
     return row.next_ids[0] != NEWEST or row.produced < row.request.output_len
@@ -572,7 +571,7 @@ def _decode(row: RunningRow) -> list[RowWork]:
 
 
 def _stays(request: RunningRequest) -> bool:
-    """Whether a request's rows keep their blocks: sessions, and beams, do not give way."""
+    """Whether a request's rows keep their blocks: sessions and beams are not preempted."""
     return request.turn is not None or request.request.beam_width > 1
 
 
@@ -584,7 +583,7 @@ def _excess(work: RowWork) -> int:
 
 
 def _may_start(row: RunningRow, encoding: EncoderWork) -> bool:
-    """Whether a row's encoder output is there by now, and its fellows' in lock step."""
+    """Whether a row's encoder output is available, in lock step also that of its other rows."""
     fellows = row.owner.active if row.owner.lock_step else [row]
     ending = encoding.rows if encoding.ends else ()
     return all(fellow.is_encoded or fellow in ending for fellow in fellows)

@@ -1,4 +1,4 @@
-"""Interactive sessions: what lies in the cache between the requests of a conversation.
+"""Interactive sessions, which keep a conversation in the cache between its requests.
 
 A session holds the slots of its rows from its first turn to its last. A later turn brings only new
 tokens; it is answered as one request whose prompt is the whole conversation, of which all but the
@@ -32,7 +32,7 @@ class Sessions:
         """Start empty.
 
         Args:
-            idle_s: How long a conversation may pause.
+            idle_s: Longest pause of a conversation.
             free: Takes slots back.
             clock: Seconds.
         """
@@ -43,16 +43,16 @@ class Sessions:
         self._left: deque[int | str] = deque()
 
     def forget(self, session_id: int | str) -> None:
-        """End a conversation whose last turn was refused, soon; may be called from any thread."""
+        """End a conversation soon, after a refused last turn; may be called from any thread."""
         self._left.append(session_id)
 
     @property
     def held_slots(self) -> int:
-        """Slots that stay taken when all running turns are answered."""
+        """Slots that stay occupied when all running turns are answered."""
         return sum(each.slot_count for each in self._lasting)
 
     def held_blocks(self, count: Callable[[int], int]) -> int:
-        """Return the blocks that stay taken; `count` gives those of a slot's tokens."""
+        """Return the blocks that stay occupied; `count` maps a slot's tokens to blocks."""
         return sum(each.slot_count * count(each.slot_tokens) for each in self._lasting)
 
     @property
@@ -61,7 +61,7 @@ class Sessions:
         return [each for each in sessions if each.holds_slots and not each.turn.ends]
 
     def expire(self) -> None:
-        """End conversations that were given up or pause for too long."""
+        """End conversations that were abandoned or have paused for too long."""
         while self._left:
             left = self._sessions.get(self._left.popleft())
             if left is not None and not left.is_busy:
@@ -72,9 +72,7 @@ class Sessions:
                 self._end(session)
 
     def enter(self, request: RunningRequest, turn: SessionTurn) -> None:
-        """Begin a turn: a new conversation, or rows that go on where they were.
-
-        Rows that go on get their slots and what is cached there.
+        """Begin a turn: of a new conversation, or of one whose rows continue with their slots.
 
         Raises:
             RequestError: The conversation is unknown or busy, or the turn does not fit it.
@@ -90,7 +88,7 @@ class Sessions:
         elif session is None:
             raise RequestError(
                 [
-                    f"session {turn.session_id} is not known: it has ended, paused for more than "
+                    f"session {turn.session_id} is unknown: it has ended, paused for more than "
                     f"{self._idle_s:g} s, failed, or was never started; send the whole "
                     "conversation as the START of a new one"
                 ]
@@ -146,7 +144,7 @@ class Sessions:
             self._end(session)
 
     def drop(self, request: RunningRequest) -> None:
-        """End the conversation of a turn that failed or was given up: its end is not known."""
+        """End the conversation of a turn that failed or was cancelled: its state is unknown."""
         if request.session is not None:
             self._end(request.session)
 
@@ -159,7 +157,7 @@ class Sessions:
 def turn_problems(
     request: GenerationRequest, turn: SessionTurn, *, capacity: Capacity, limits: ModelLimits
 ) -> list[str]:
-    """Return what is wrong with a turn whatever its conversation holds; empty if nothing is."""
+    """Return the problems of a turn that do not depend on its conversation."""
     if request.encoder_decoder:
         return ["START: a model with an encoder keeps no sessions"]
     if turn.starts:
@@ -218,14 +216,14 @@ def _next_problems(request: GenerationRequest) -> list[str]:
     ]
     if any(row.prompt and row.prompt.cached_len for row in rows):
         problems.append(
-            f"{TYPE}, {TASK_IDS}: a virtual prompt comes before all tokens; send it with the START "
+            f"{TYPE}, {TASK_IDS}: a virtual prompt precedes all tokens; send it with the START "
             "request"
         )
     return problems
 
 
 def _check_turn(session: Session, request: RunningRequest) -> None:
-    """Refuse a turn of another shape, or one for which the conversation has no room."""
+    """Raise RequestError for a turn of another shape, or one that is too long for its session."""
     asked, problems = request.request, []
     for name, given, kept in (
         ("input_ids", len(asked.rows), session.row_count),
@@ -258,7 +256,7 @@ def _check_room(session: Session, request: RunningRequest) -> None:
 
 
 def _continue(session: Session, request: RunningRequest) -> None:
-    """Put what a conversation holds before the new tokens of each row."""
+    """Put a conversation's tokens before the new tokens of each row."""
     request.session = session
     for row in request.waiting:
         kept = session.rows.pop(row.index)

@@ -8,20 +8,20 @@ from collections.abc import Iterable, Sequence
 from inference.engine.planned_step import EncoderWork, RowWork
 from inference.engine.running import RunningRequest, RunningRow
 
-_LEAST = 16  # fewer would make prompts crawl; this many may exceed the bound on slow devices
+_LEAST = 16  # fewer would be too slow; on slow devices even these may exceed the bound
 _FIRST = 64  # before anything was measured
 _MOST = 1024
 # With no decode in flight, only cancellation latency and the rank timeout bound the chunk.
 _ALONE_FACTOR = 4
-# Prompt tokens of one row whose logits are kept at a time, for rows that want all of them.
+# Most prompt tokens of a row in a step, for rows that need the logits of all of them.
 _MOST_LOGITS = 128
 
 
 class ChunkSize:
-    """Keeps steps with prompt tokens near `bound_s`, by the speed of the last few.
+    """Budget of prompt tokens that keeps steps near `bound_s`, by the speed of the last few.
 
-    Their median counts: a step that once took long, as the first of its size may, says nothing of
-    the next ones.
+    Their median counts: a single slow step, such as the first of its size, does not predict the
+    next ones.
     """
 
     def __init__(self, bound_s: float, *, first: int = _FIRST, most: int = _MOST) -> None:
@@ -46,16 +46,16 @@ class ChunkSize:
         return int(min(max(bound_s / token_s, _LEAST), self._most))
 
     def observe(self, *, tokens: int, seconds: float) -> None:
-        """Learn from a step that took so many prompt tokens and seconds."""
+        """Record the prompt tokens and the duration of a step."""
         if tokens >= _LEAST:
             self._token_s.append(seconds / tokens)
 
 
 def prompt_work(rows: Sequence[RunningRow], room: int) -> list[RowWork]:
-    """Return the next pieces of prompts that are not computed yet, about `room` tokens of them.
+    """Return the next chunks of the prompts, about `room` tokens of them.
 
-    Half of the room is for the first row, which came first. The others take turns by what they
-    lack, so that no short prompt waits for a long one and no long one for ever.
+    Half of the room is for the oldest row. The rows with the fewest missing tokens come first among
+    the others: no short prompt waits for a long one, and no long one for ever.
     """
     work: list[RowWork] = []
     behind = {id(row.owner) for row in rows if row.owner.lock_step and _has_more(row)}
@@ -71,14 +71,14 @@ def prompt_work(rows: Sequence[RunningRow], room: int) -> list[RowWork]:
 
 
 def _piece(row: RunningRow, room: int, *, fellows_are_behind: bool) -> RowWork | None:
-    """Return at most `room` of the tokens that a row's prompt lacks, None for no tokens."""
+    """Return a chunk of at most `room` missing tokens of a row's prompt, None for no tokens."""
     limit = row.prompt_len
     if row.owner.lock_step:
-        # Rows in lock step keep their last token until all have come so far, and take it together.
+        # Rows in lock step hold back their last token until all have reached it.
         limit, room = (limit - 1, room) if fellows_are_behind else (limit, max(room, 1))
     count = min(room, limit - row.cached)
     if row.memory_len is not None:
-        # What comes later sees less of the beginning; in a full slot every token forgets another.
+        # Later tokens see less of the beginning: in a full slot each token displaces another.
         count = min(count, max(row.memory_len - row.held, 1))
     if row.wants_prompt_logits:
         count = min(count, _MOST_LOGITS)
@@ -115,7 +115,7 @@ class EncoderBatch:
         self._rows: list[RunningRow] = []
 
     def plan(self, rows: Iterable[RunningRow], room: int) -> EncoderWork:
-        """Return what the encoder does in the next step; waiting rows begin if none are in it.
+        """Return the encoder's work of the next step; waiting rows begin if it is empty.
 
         Args:
             rows: All that hold slots.
@@ -147,7 +147,7 @@ class EncoderBatch:
             self._rows = []
 
     def drop(self, request: RunningRequest) -> None:
-        """Forget the rows of a request; the others go on."""
+        """Drop the rows of a request."""
         self._rows = [row for row in self._rows if row.owner is not request]
 
 
@@ -164,5 +164,5 @@ def _take(rows: Iterable[RunningRow], room: int) -> list[RunningRow]:
         if taken and _tokens([*taken, row]) > room:
             break
         taken.append(row)
-    # Rows of like length share an attention call.
+    # Rows of similar length share an attention call.
     return sorted(taken, key=lambda row: len(row.encoder_ids or ()))

@@ -1,4 +1,4 @@
-"""`python -m inference.gateway`: what clients reach of a tritonserver that listens on Unix sockets.
+"""`python -m inference.gateway`: HTTP and gRPC in front of a tritonserver on Unix sockets.
 
 `deploy` starts it next to its server. It ends at SIGTERM or Ctrl-C.
 """
@@ -25,7 +25,7 @@ _GRACE_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal; return 0, 1 if a port cannot be had or 2 for wrong arguments."""
+    """Serve until a signal; return 0, 1 if a port is unavailable or 2 for wrong arguments."""
     arguments = _parser().parse_args(argv)
     access = access_of(vars(arguments))
     if problems := access.problems(prefix="--", joiner="-"):
@@ -73,7 +73,7 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
         sockets.listening.touch()
         await stopped.wait()
     if arguments.lifeline is not None:
-        sockets.remove()  # whoever made the folder may have been killed
+        sockets.remove()  # the process that made the folder may have been killed
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,20 +13,20 @@ DEFAULT_MAX_REQUEST_MB = 128
 _MEBIBYTE = 1 << 20
 # tritonserver reads a body in pieces of some kilobytes and takes 16 bytes of stack for each.
 MOST_REQUEST_MB = 1024
-# 96 bits in hexadecimal digits are 24 characters: enough that nobody guesses them.
+# 96 bits in hexadecimal digits are 24 characters, which cannot be guessed.
 _LEAST_TOKEN_CHARACTERS = 24
 
 
 @dataclass(frozen=True)
 class Access:
-    """Who may ask a server, and how large a request may be.
+    """Limits of a server's clients: TLS, tokens, and the size of requests.
 
     Attributes:
         max_request_mb: the largest request, uncompressed, in MiB.
-        tls_cert: the server's certificate and those above it, PEM; None serves without TLS.
-        tls_key: the certificate's key, PEM, readable by its owner alone.
-        token_file: tokens, one on each line, readable by its owner alone; a request must bring
-            one of them as `Authorization: Bearer <token>`. None asks for none.
+        tls_cert: the server's certificate chain, PEM; None serves without TLS.
+        tls_key: the certificate's key, PEM, readable only by its owner.
+        token_file: tokens, one on each line, readable only by its owner; a request must carry
+            one of them as `Authorization: Bearer <token>`. None requires none.
         client_shared_memory: clients may register POSIX shared memory of their own.
     """
 
@@ -42,7 +42,7 @@ class Access:
         return self.max_request_mb * _MEBIBYTE
 
     def problems(self, *, prefix: str = "deploy.", joiner: str = "_") -> list[str]:
-        """Return what cannot be used, by its key or option; files are read."""
+        """Return the problems of the settings, by key or option; files are read."""
         size, cert, key, tokens = (
             prefix + joiner.join(words)
             for words in (("max", "request", "mb"), ("tls", "cert"), ("tls", "key"),
@@ -80,7 +80,7 @@ class Access:
         """Return the context of a TLS server, None without TLS.
 
         Raises:
-            OSError: a file cannot be read, or holds something else.
+            OSError: a file is unreadable, or is not a certificate and its key.
         """
         if self.tls_cert is None or self.tls_key is None:
             return None
@@ -90,11 +90,11 @@ class Access:
         return context
 
     def tokens(self) -> tuple[str, ...] | None:
-        """Return the accepted tokens, None if none is asked for. Raises ValueError."""
+        """Return the accepted tokens, None if none is required. Raises ValueError."""
         return None if self.token_file is None else read_tokens(self.token_file)
 
     def arguments(self) -> list[str]:
-        """Return the options of `python -m inference.gateway`; they name files, no secrets."""
+        """Return the options of `python -m inference.gateway`: names of files, not secrets."""
         files = {"tls-cert": self.tls_cert, "tls-key": self.tls_key, "token-file": self.token_file}
         options = [f"--{name}={path.absolute()}" for name, path in files.items() if path]
         if self.client_shared_memory:
@@ -111,7 +111,7 @@ def access_of(values: Mapping[str, object]) -> Access:
 
 
 def add_access_options(parser: argparse.ArgumentParser) -> None:
-    """Add an option for each field of Access; `access_of` takes what was parsed."""
+    """Add an option for each field of Access; `access_of` reads the parsed ones."""
     add = parser.add_argument
     add("--max-request-mb", type=int, default=DEFAULT_MAX_REQUEST_MB,
         help="largest request in MiB (%(default)s)")  # fmt: skip
@@ -126,7 +126,7 @@ def read_tokens(path: Path) -> tuple[str, ...]:
     """Return the tokens in a file, one on each line.
 
     Raises:
-        ValueError: there is none, or one is too short or holds blanks.
+        ValueError: the file is empty, or a token is too short or holds spaces.
     """
     tokens = tuple(line.strip() for line in path.read_text("ascii").splitlines() if line.strip())
     if not tokens:
@@ -135,7 +135,7 @@ def read_tokens(path: Path) -> tuple[str, ...]:
         if len(token) < _LEAST_TOKEN_CHARACTERS or not token.isprintable() or " " in token:
             raise ValueError(
                 f"has a token (number {number}) that is shorter than {_LEAST_TOKEN_CHARACTERS} "
-                "characters or holds blanks; `openssl rand -hex 32` makes a good one."
+                "characters or holds spaces; `openssl rand -hex 32` makes a good one."
             )
     return tokens
 

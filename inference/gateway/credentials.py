@@ -15,7 +15,7 @@ class Credentials:
 
     Attributes:
         uses_tls: encrypt, and check the server's certificate.
-        ca: certificates that the server's may be signed by, PEM; None for those of this machine.
+        ca: certificate authorities to trust, PEM; None for those of this machine.
         token_file: a file of mode 600 whose first line is sent as a token; None sends none.
     """
 
@@ -24,7 +24,7 @@ class Credentials:
     token_file: Path | None = None
 
     def problems(self, *, prefix: str = "--", joiner: str = "-") -> list[str]:
-        """Return what cannot be used, by its option; files are read."""
+        """Return the problems of the files, by option; they are read."""
         found = []
         if self.ca is not None and not self.ca.is_file():
             found.append(f"{prefix}ca={self.ca} is not a file.")
@@ -40,7 +40,7 @@ class Credentials:
         return found
 
     def headers(self) -> dict[str, str]:
-        """Return what a request carries to be let in. Raises OSError or ValueError."""
+        """Return the headers that authorize a request. Raises OSError or ValueError."""
         if self.token_file is None:
             return {}
         return {"authorization": f"Bearer {read_tokens(self.token_file)[0]}"}
@@ -56,7 +56,7 @@ class Credentials:
         """Return the arguments of tritonclient's HTTP client.
 
         Raises:
-            ValueError: Its library speaks no TLS with this Python.
+            ValueError: Its library has no TLS with this Python.
         """
         if not self.uses_tls:
             return {}
@@ -65,7 +65,7 @@ class Credentials:
 
         if not hasattr(connectionpool, "SSLConnectionPool"):
             raise ValueError(
-                "tritonclient speaks no TLS over HTTP with this Python: its geventhttpclient does "
+                "tritonclient has no TLS over HTTP with this Python: its geventhttpclient has it "
                 "up to Python 3.11; use gRPC (grpcs://)."
             )
 
@@ -77,7 +77,7 @@ PLAIN = Credentials()
 
 
 def with_token(client: Any, credentials: Credentials) -> Any:
-    """Have a client of tritonclient send the token with every request; return the client."""
+    """Make a client of tritonclient send the token with every request; return the client."""
     if headers := credentials.headers():
         client.register_plugin(lambda request: request.headers.update(headers))
     return client

@@ -36,7 +36,7 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
     Args:
         access: The limits.
         rules: The calls that pass.
-        socket: Of tritonserver.
+        socket: Socket of tritonserver.
     """
 
     def __init__(self, access: Access, rules: Rules, *, socket: Path) -> None:
@@ -51,13 +51,13 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
         await self._channel.close()
 
     def service(self, details: Any) -> grpc.RpcMethodHandler:
-        """Return what answers a call."""
+        """Return the handler of a call."""
         call = details.method
         metadata = dict(details.invocation_metadata or ())
         if not self._rules.passes_grpc(call):
             return _refusal(grpc.StatusCode.PERMISSION_DENIED, CLOSED)
         if not is_health(call) and not self._rules.is_authorized(metadata.get("authorization")):
-            reason = "this server asks for `authorization: Bearer <token>`"
+            reason = "this server requires `authorization: Bearer <token>`"
             return _refusal(grpc.StatusCode.UNAUTHENTICATED, reason)
         if call == STREAM_CALL:
             return grpc.stream_stream_rpc_method_handler(self._stream)
@@ -114,16 +114,16 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
 
 
 def grpc_server(access: Access, relay: GrpcRelay, *, address: str) -> grpc.aio.Server:
-    """Return a server of gRPC that has opened `address` and answers nothing yet.
+    """Return a gRPC server that has opened `address` but does not answer yet.
 
     Raises:
-        OSError: The address cannot be had.
+        OSError: The address is unavailable.
     """
     server = grpc.aio.server(
         options=[
             ("grpc.max_receive_message_length", access.max_request_bytes),
             ("grpc.max_send_message_length", -1),
-            # A port that somebody has is taken.
+            # Refuse a port that another process has.
             ("grpc.so_reuseport", 0),
         ]
     )
@@ -161,7 +161,7 @@ def _register_problem(request: bytes) -> str | None:
 
 
 def _without_reasons(reply: bytes) -> bytes:
-    """Return the list of models without what the server says of those that have failed."""
+    """Return the list of models without the server's reasons for failures."""
     from tritonclient.grpc import service_pb2
 
     index = service_pb2.RepositoryIndexResponse.FromString(reply)

@@ -52,8 +52,8 @@ class HttpRelay:
     Args:
         access: The limits.
         rules: The requests that pass.
-        socket: Of tritonserver's requests.
-        metrics_socket: Of tritonserver's metrics.
+        socket: Socket of tritonserver's HTTP.
+        metrics_socket: Socket of tritonserver's metrics.
         listens_at: Address that clients reach.
     """
 
@@ -95,21 +95,21 @@ class HttpRelay:
             return _refusal(error.status, str(error))
 
     def _check(self, request: web.BaseRequest, *, is_open: bool) -> None:
-        """Raise _RefusedError for what is not passed on, whatever its body says."""
+        """Raise _RefusedError for a request that is refused regardless of its body."""
         if problem := browser_problem(request.headers, listens_at=self._listens_at):
             raise _RefusedError(HTTPStatus.FORBIDDEN, problem)
         if not is_health(request.path) and not self._rules.is_authorized(
             request.headers.get("Authorization")
         ):
             raise _RefusedError(
-                HTTPStatus.UNAUTHORIZED, "this server asks for `Authorization: Bearer <token>`"
+                HTTPStatus.UNAUTHORIZED, "this server requires `Authorization: Bearer <token>`"
             )
-        # What was sent must be what was looked at: no character of a path has a second spelling.
+        # The path must be relayed as it was checked: no character may have a second spelling.
         if not is_open or request.raw_path.partition("?")[0] != request.path:
             raise _RefusedError(HTTPStatus.FORBIDDEN, CLOSED)
 
     async def _body(self, request: web.BaseRequest) -> bytes | None:
-        """Return the body, decompressed, while it is not larger than it may be."""
+        """Return the body, decompressed; raise _RefusedError if it is too large."""
         if request.method == "GET":
             return None
         if (request.content_length or 0) > self._limit:
@@ -152,7 +152,7 @@ class HttpRelay:
         return _RefusedError(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
             f"the request is larger than {self._max_request_mb} MiB; send fewer rows, or have "
-            "deploy.max_request_mb raised",
+            "raise deploy.max_request_mb",
         )
 
 
@@ -223,7 +223,7 @@ async def _streamed(
 
 
 def _without_reasons(index: bytes) -> bytes:
-    """Return the list of models without what the server says of those that have failed."""
+    """Return the list of models without the server's reasons for failures."""
     models = [{key: each[key] for key in each if key != "reason"} for each in json.loads(index)]
     return json.dumps(models).encode()
 

@@ -1,4 +1,4 @@
-"""The requests that strangers may send to tritonserver, and what its errors may say to them."""
+"""The requests that clients may send to tritonserver, and the errors that they may see."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 
-# Shared memory that clients may register begins like this: never the server's own.
+# Prefix of shared memory that clients may register: never the server's own.
 SHARED_MEMORY_PREFIX = "/slipway-client-"
 
 _MODEL = r"/v2/models/[^/?#%\s]+(?:/versions/[0-9]+)?"
@@ -47,7 +47,7 @@ class Rules:
     """The table of requests that pass.
 
     Args:
-        tokens: Of which a request must bring one; None asks for none.
+        tokens: A request must carry one of them; None requires none.
         client_shared_memory: Whether clients may register shared memory of their own.
     """
 
@@ -71,7 +71,7 @@ class Rules:
         return call in self._calls
 
     def is_authorized(self, authorization: str | None) -> bool:
-        """Return whether the value of an Authorization header brings a token."""
+        """Return whether the value of an Authorization header is an accepted token."""
         if self._tokens is None:
             return True
         scheme, _, token = (authorization or "").partition(" ")
@@ -86,7 +86,7 @@ def is_health(target: str) -> bool:
 
 
 def browser_problem(headers: Mapping[str, str], *, listens_at: str) -> str | None:
-    """Return why a request of HTTP comes from a web page, None if it does not.
+    """Return the reason to refuse a request that a web page sends, None for others.
 
     A page that a browser on this machine shows can send requests to loopback. They carry the page's
     origin, or, where its own name was made to resolve to loopback, that name as their host.
@@ -124,5 +124,5 @@ def without_internal_names(text: str) -> str:
 
 
 def has_internal_names(data: bytes) -> bool:
-    """Return whether a message of the server may hold such a name; quick for large ones."""
+    """Return whether a message of the server may hold such a name; quick for large messages."""
     return b"shm_region_" in data or b"slipway-" in data

@@ -1,4 +1,4 @@
-"""Unix sockets of a tritonserver, in a folder that its owner alone can enter."""
+"""Unix sockets of a tritonserver, in a folder that only its owner can enter."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _LONGEST_FOLDER = 80
 
 
 class ServerSockets:
-    """The places in one such folder."""
+    """The sockets in one such folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @property
     def http(self) -> Path:
-        """Where tritonserver answers HTTP, its control of models included."""
+        """Socket of tritonserver's HTTP, including its control of models."""
         return self.folder / "http"
 
     @property
     def grpc(self) -> Path:
-        """Where tritonserver answers gRPC; it adds the port to the name it is given."""
+        """Socket of tritonserver's gRPC, which adds the port to the given name."""
         return self.folder / "grpc:8001"
 
     @property
     def metrics(self) -> Path:
-        """Where tritonserver answers requests for metrics."""
+        """Socket of tritonserver's metrics."""
         return self.folder / "metrics"
 
     @property
@@ -38,7 +38,7 @@ class ServerSockets:
         return self.folder / "listening"
 
     def server_options(self) -> list[str]:
-        """Return the options that have tritonserver listen here and nowhere else."""
+        """Return the options with which tritonserver listens only on these sockets."""
         return [
             f"--http-address=unix:{self.http}",
             f"--grpc-address=unix:{self.folder / 'grpc'}",

@@ -189,7 +189,7 @@ def test_attentions_that_no_memory_holds_are_refused(t5: EncoderEngine) -> None:
         "sequence_length": np.ones((len(ids), 1), np.uint32),
         "is_return_attentions": np.array([[True]]),
     }
-    with pytest.raises(RequestError, match="is_return_attentions: the answer has"):
+    with pytest.raises(RequestError, match="is_return_attentions: the answer of"):
         t5.submit(parse_encoding(tensors, t5.limits))
 
 

@@ -102,7 +102,7 @@ def test_prefixes_count_as_cached_tokens_and_stay_out_of_continuations(tmp_path:
         size = {"session_len": np.array([[40]], np.uint32)}
         first = request_of(engine, [[1, 2]], **tasks(1), **size)
         engine.generate(first, turn=SessionTurn(1, starts=True))
-        with pytest.raises(RequestError, match="a virtual prompt comes before all tokens"):
+        with pytest.raises(RequestError, match="a virtual prompt precedes all tokens"):
             engine.generate(request_of(engine, [[1, 2]], **tasks(1)), turn=SessionTurn(1))
         answer = engine.generate(request_of(engine, [[1, 2]]), turn=SessionTurn(1))
         assert len(answer.request.rows[0].returned_ids) == 2 + 6 + 2

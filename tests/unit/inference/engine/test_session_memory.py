@@ -106,7 +106,7 @@ def test_memory_that_holds_everything_changes_nothing(tmp_path: Path) -> None:
         ({"session_len": 60, "memory_len": 30}, SessionTurn(1, starts=True), "memory_len=30 exc"),
         ({"session_len": 60}, SessionTurn(1, starts=True), "session_len=60 exceeds the 20"),
         ({"session_len": 99, "memory_len": 9}, SessionTurn(1, starts=True), "max_pos_seq_len"),
-        ({"memory_len": 9}, None, "memory_len: the request belongs to no session"),
+        ({"memory_len": 9}, None, "memory_len: the request is not part of a session"),
     ],
 )
 def test_lengths_that_do_not_fit_are_refused(

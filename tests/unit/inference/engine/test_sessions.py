@@ -147,7 +147,7 @@ def test_starting_again_forgets_the_earlier_session(engine: Engine) -> None:
 
 
 BAD_TURNS = [
-    ([[5]], SessionTurn(8), {}, "session 8 is not known: it has ended, paused for more than 60 s"),
+    ([[5]], SessionTurn(8), {}, "session 8 is unknown: it has ended, paused for more than 60 s"),
     ([[5]], START, {}, "session_len: the START request of a session needs it"),
     ([[5]], START, {"session_len": 99}, r"session_len=99 exceeds max_pos_seq_len \(80\)"),
     ([[5]], START, {"session_len": 6}, r"session_len: Session size too low \(6\)"),
@@ -158,7 +158,7 @@ BAD_TURNS = [
     ([[5]], NEXT, {"memory_len": 40}, "memory_len: the session was started with none, not 40"),
     ([[5] * 59], NEXT, {}, r"conversation \(9\) \+ prompt \(59\) \+ request_output_len \(6\)"),
     ([[5]], NEXT, {"is_return_context_embeddings": True}, "is_return_context_embeddings: looks"),
-    ([[5]], None, {"session_len": 40}, "session_len: the request belongs to no session"),
+    ([[5]], None, {"session_len": 40}, "session_len: the request is not part of a session"),
 ]
 
 
@@ -190,7 +190,7 @@ def test_the_last_turn_ends_its_session_also_when_it_is_refused(
     engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
     with pytest.raises(RequestError):
         engine.generate(request_of(engine, [[5]], **options), turn=LAST)
-    with pytest.raises(RequestError, match="session 7 is not known"):
+    with pytest.raises(RequestError, match="session 7 is unknown"):
         engine.generate(request_of(engine, [[5]]), turn=NEXT)
     assert engine.free_slots == SLOTS
 
@@ -217,7 +217,7 @@ def test_a_cancelled_turn_ends_its_session(engine: Engine) -> None:
     engine.cancel(future)
     with pytest.raises(CancelledError):
         future.result(30)
-    with pytest.raises(RequestError, match="session 7 is not known"):
+    with pytest.raises(RequestError, match="session 7 is unknown"):
         engine.generate(request_of(engine, [[5]]), turn=NEXT)
     assert engine.free_slots == SLOTS
 
@@ -247,5 +247,5 @@ def test_a_session_that_pauses_for_too_long_is_forgotten(ft_dir: Path) -> None:
             except EngineBusyError:
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-        with pytest.raises(RequestError, match="session 1 is not known"):
+        with pytest.raises(RequestError, match="session 1 is unknown"):
             engine.generate(request_of(engine, [[5]]), turn=SessionTurn(1))
