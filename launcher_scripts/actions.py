@@ -1,4 +1,4 @@
-"""Look after the jobs of a run from its records alone (status, logs, cancel), compare reports."""
+"""Actions on earlier runs: status, logs and cancel from the jobs' records, and compare."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def note_last_run(base_results_dir: Path, *results_dirs: Path) -> None:
 
 
 def look_after(config: Config, console: Console) -> int:
-    """Do what `action` says for the last run, or for `run_dir`; return the exit status."""
+    """Run `action` on the last run, or on `run_dir`; return the exit status."""
     if config.action == "compare":
         return _compare(config, console)
     found = _run_dirs(config)
     if not found:
         console.say(
-            f"no run is known in {config.base_results_dir}; give the results folder of one as "
+            f"{config.base_results_dir} records no run; give the results folder of one as "
             "run_dir=<folder>."
         )
         return EXIT_USAGE
@@ -47,7 +47,7 @@ def look_after(config: Config, console: Console) -> int:
 
 
 def _look_into(found: Path, action: str, console: Console) -> int:
-    """Do what `action` says for the jobs of one results folder."""
+    """Run `action` on the jobs of one results folder."""
     records = [each for each in (_read(found, name) for name in STAGES) if each is not None]
     if not records:
         console.say(f"run_dir={found} holds no jobs; give a folder with <stage>/job.json in it.")
@@ -72,7 +72,7 @@ def _compare(config: Config, console: Console) -> int:
 
 
 def _run_dirs(config: Config) -> list[Path]:
-    """Return the results folders that are meant: of a sweep there are several."""
+    """Return the results folders of the last run or of `run_dir`; a sweep has several."""
     if config.run_dir is not None:
         return [Path(config.run_dir)]
     path = Path(config.base_results_dir) / LAST_RUN
@@ -86,7 +86,7 @@ def _run_dirs(config: Config) -> list[Path]:
 
 
 def _read(results_dir: Path, stage: str) -> record.JobRecord | None:
-    """Return a job's record, corrected by what the scheduler, or this machine, knows."""
+    """Return a job's record, corrected from the scheduler or from this machine's processes."""
     path = results_dir / stage / record.RECORD_NAME
     found = record.read_record(path)
     if found is None or found.is_final:
@@ -98,7 +98,7 @@ def _read(results_dir: Path, stage: str) -> record.JobRecord | None:
             path,
             found,
             state=record.LOST,
-            error="the job ended without a word: killed, or the machine was restarted",
+            error="the job ended without a result: killed, or the machine was restarted",
         )
     return found
 
@@ -134,7 +134,7 @@ def _exit_status(records: Iterable[record.JobRecord]) -> int:
 
 
 def _doing(found: record.JobRecord, results_dir: Path) -> str:
-    """Return what a job that has not ended is doing, or waits for."""
+    """Return the progress of a job that has not ended, or its reason to wait."""
     if found.is_final:
         return ""
     queue = queue_of(found.cluster)
@@ -145,7 +145,7 @@ def _doing(found: record.JobRecord, results_dir: Path) -> str:
 
 
 def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
-    """Print every job's log; of those that run, go on until they end."""
+    """Print every job's log; follow those of running jobs to their end."""
     for each in records:
         console.say(f"==> {each.stage}: {each.log or 'no log'}")
         if not each.log:
@@ -163,7 +163,7 @@ def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) 
 
 
 def _print_from(path: Path, position: int, console: Console) -> int:
-    """Print what a log holds after `position`, and return where it ends now."""
+    """Print a log from `position` on, and return its new end."""
     if not path.is_file():
         return position
     with path.open(encoding="utf-8", errors="replace") as log:
@@ -195,7 +195,7 @@ def _cancel(results_dir: Path, records: list[record.JobRecord], console: Console
 
 
 def _cancel_one(found: record.JobRecord, results_dir: Path) -> str:
-    """Ask a job to end; return why it cannot be asked, empty if it was."""
+    """Ask a job to end; return the reason if that is impossible, else an empty text."""
     if (queue := queue_of(found.cluster)) is not None:
         return queue.cancel(found.job_id)
     if not _is_here(found):
@@ -216,7 +216,7 @@ def _row(found: record.JobRecord) -> tuple[str, ...]:
 
 
 def _elapsed(found: record.JobRecord) -> str:
-    """Return how long a job has run, as [D-]H:MM:SS."""
+    """Return the running time of a job as [D-]H:MM:SS."""
     if not found.started_at:
         return "-"
     if found.seconds is not None:
@@ -227,7 +227,7 @@ def _elapsed(found: record.JobRecord) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return seconds as H:MM:SS, with days in front where there are some."""
+    """Return seconds as [D-]H:MM:SS."""
     days, rest = divmod(round(max(seconds, 0)), 24 * 3600)
     text = f"{rest // 3600}:{rest // 60 % 60:02d}:{rest % 60:02d}"
     return f"{days}-{text}" if days else text

@@ -15,7 +15,7 @@ from stages.progress import ProgressState
 
 _BAR_WIDTH = 24
 _FRAME_S = 0.1
-# Without a terminal a line appears when the phase changes, and then this often while it goes on.
+# Without a terminal a line appears when the phase changes, and then at this interval.
 _SPARSE_S = 15.0
 _GREEN, _YELLOW, _RED = "32", "33", "31"
 _COLOURS = {
@@ -27,14 +27,14 @@ _COLOURS = {
 
 
 class Console:
-    """Writes to a stream; a terminal gets a line that moves, anything else a line now and then.
+    """Writes to a stream; a terminal gets a live line, anything else a line now and then.
 
     States have colours on a terminal, unless NO_COLOR is set (no-color.org).
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
-        # A dumb terminal, such as that of an editor, can neither erase a line nor show colours.
+        # A dumb terminal, such as an editor's, can neither erase a line nor show colours.
         self._live = self._stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
         self._coloured = self._live and not os.environ.get("NO_COLOR")
         self._shown_at = 0.0
@@ -53,7 +53,7 @@ class Console:
         self._stream.flush()
 
     def show(self, label: str, state: ProgressState, seconds: float) -> None:
-        """Show how far a job is."""
+        """Show the progress of a job."""
         now = time.monotonic()
         text = f"{label:<9}{seconds:4.0f} s  {progress_text(state)}"
         if self._live:
@@ -97,7 +97,7 @@ class Console:
         return f"\x1b[{colour}m{cell}\x1b[0m" if colour else cell
 
     def _columns(self) -> int:
-        """Return how much of a line may be written without the terminal's breaking it."""
+        """Return the number of characters that fit on a line of the terminal."""
         return shutil.get_terminal_size().columns - 1
 
     def _erase(self) -> None:
@@ -107,7 +107,7 @@ class Console:
 
 
 def progress_text(state: ProgressState) -> str:
-    """Return a bar with its figures, or the phase alone while the end is not known."""
+    """Return a bar with its figures, or the phase alone while the end is unknown."""
     if state.total <= 0:
         return state.phase
     share = min(state.done / state.total, 1.0)
@@ -123,7 +123,7 @@ def progress_text(state: ProgressState) -> str:
 def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, paint: Callable[[str], str] = str
 ) -> str:
-    """Return rows as aligned columns under a header; `paint` is given each cell with its blanks."""
+    """Return rows as aligned columns under a header; `paint` receives each padded cell."""
     lines = [header, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     texts = [

@@ -50,14 +50,14 @@ class Invocation:
     notes: Sequence[str] = ()
 
     def prepare(self, problems: list[str]) -> Run | None:
-        """Return the jobs to run; add what is wrong to `problems`."""
+        """Return the jobs to run; add the problems found to `problems`."""
         config = self.config
         command = shlex.join(["python", "main.py", *self.words])
         revision = job_folder.git_revision(CHECKOUT)
         problems += problems_of_settings(config)
         try:
             plan = plan_pipeline(config, Context(command=command, git_revision=revision))
-        except OSError as error:  # a folder that may not be entered, a name that is too long
+        except OSError as error:  # such as a folder without access, or a name that is too long
             problems.append(f"{error.filename}: {error.strerror}.")
             return None
         stages = [each.stage for each in plan.to_run]
@@ -95,7 +95,7 @@ class Invocation:
         return status[0]
 
     def begin(self, run: Run) -> None:
-        """Note the command in the results folder."""
+        """Record the command in the results folder."""
         results = results_dir(self.config)
         if run.jobs:
             arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
@@ -110,7 +110,7 @@ class Invocation:
         try:
             yield status
         except BrokenPipeError:
-            raise  # no file system has objected: whoever read the output has left
+            raise  # not an error of a file system: the reader of the output has left
         except OSError as error:
             if self.config.debug or is_set(FULL_ERROR):
                 raise
@@ -151,7 +151,7 @@ def _end_in_order() -> None:
 
 
 def _ignored(config: Config) -> list[str]:
-    """Return a note for each setting that is accepted without effect."""
+    """Return a remark for each setting that is accepted without effect."""
     ignored = [
         key.name
         for key in keys()
@@ -165,6 +165,6 @@ def _ignored(config: Config) -> list[str]:
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> None:
-    """End in order, as on Ctrl-C."""
+    """Shut down as on Ctrl-C."""
     del frame
     raise KeyboardInterrupt(signal.Signals(signum).name)

@@ -29,7 +29,7 @@ def make_job(
     git_revision: str,
     whole_config: str = "",
 ) -> Job:
-    """Return a job with its configuration as it will be saved.
+    """Return a job with the configuration to save.
 
     `whole_config` is what `repeatable` makes of `resolved`, the same for all jobs of a run.
     """
@@ -48,7 +48,7 @@ def make_job(
 
 
 def repeatable(resolved: Mapping[str, Any]) -> str:
-    """Return the whole configuration as YAML that repeats the run; a dry run repeats nothing."""
+    """Return the whole configuration as YAML that repeats the run; without dry_run."""
     return to_yaml({**resolved, "dry_run": False})
 
 

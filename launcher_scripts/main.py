@@ -47,15 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return EXIT_FAILED
     except BrokenPipeError:
-        # Whoever read the output has left; nothing is left to flush at exit.
+        # The reader of the output has left; nothing may be flushed at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
 
 def _speak_utf8() -> None:
-    """Start anew with UTF-8 where the locale has another encoding; never fail at output.
+    """Restart Python in UTF-8 mode where the locale has another encoding; never fail at output.
 
-    Otherwise names of files could neither be written to the configuration of jobs nor be shown.
+    Otherwise some file names could neither be saved in the configuration of jobs nor be shown.
     """
     if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
         os.environ["PYTHONUTF8"] = "1"  # for the jobs, too
@@ -65,7 +65,7 @@ def _speak_utf8() -> None:
 
 
 def _run(words: Sequence[str]) -> int:
-    """Do what the words of a command line say and return the exit status."""
+    """Run a command line, given as its words, and return the exit status."""
     arguments = read_arguments(words)
     console = Console()
     if arguments.wants_help:
@@ -144,7 +144,7 @@ def _other_replica(config: Config) -> int:
 
 
 def _answer_by_hydra(arguments: Arguments) -> int:
-    """Let Hydra print the configuration, its own help and the like."""
+    """Let Hydra answer: the configuration, its own help and similar output."""
     import hydra
 
     register()
@@ -160,7 +160,7 @@ def _answer_by_hydra(arguments: Arguments) -> int:
 
 
 def _nothing(config: object) -> None:
-    """Stand in for the task: Hydra answers before it would be called."""
+    """Take the place of Hydra's task function, which is never called."""
     del config
 
 

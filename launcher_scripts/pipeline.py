@@ -1,4 +1,4 @@
-"""The plan: the stages that run, their order, and what each waits for."""
+"""The plan of a run: its stages, their order, and their dependencies."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PlannedStage:
 
     Attributes:
         runs: whether a job is submitted for it; otherwise `state` and `reason` say why not.
-        needed_by: the stage that needs it, when nobody asked for it.
-        finding: what is already on disk.
+        needed_by: the stage that needs it, if it was not requested.
+        finding: the outputs that are already on disk.
     """
 
     stage: Stage
@@ -45,7 +45,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Plan:
-    """The stages in their order, and every problem that keeps them from running."""
+    """The stages in their order, and every problem that prevents them from running."""
 
     stages: tuple[PlannedStage, ...]
     problems: tuple[str, ...] = ()
@@ -73,15 +73,15 @@ def read_stages(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def plan_pipeline(config: Config, context: Context) -> Plan:
-    """Return what would be done, without doing anything."""
+    """Return the plan, without starting anything."""
     asked = [*config.stages, "evaluate"] if _measures_export(config) else config.stages
     requested, problems = read_stages(asked)
     exports = any(_uses_export(name, config) for name in requested if name != "convert")
     context = replace(context, deploys="deploy" in requested, exports=exports)
     if {"deploy", "evaluate"} <= set(requested) and config.evaluate.server is not None:
         problems.append(
-            f"evaluate.server={config.evaluate.server} names a server, and stages asks for another "
-            "by deploy; leave deploy out of stages, or set evaluate.server=null."
+            f"evaluate.server={config.evaluate.server} names a server, and stages starts another "
+            "with deploy; leave deploy out of stages, or set evaluate.server=null."
         )
     limits = _time_limit_problems(config, requested)
     if limits:
@@ -109,7 +109,7 @@ def plan_pipeline(config: Config, context: Context) -> Plan:
 
 
 def _notes(to_run: Sequence[PlannedStage]) -> Iterator[str]:
-    """Yield why stages run that nobody asked for, or that were done before, and what they say."""
+    """Yield why unrequested or finished stages run, and the stages' own remarks."""
     for each in to_run:
         if each.needed_by:
             yield (
@@ -136,7 +136,7 @@ def _time_limit_problem(config: Config, key: str) -> str | None:
 
 
 def _without_time_limits(config: Config) -> Config:
-    """Return the configuration with limits of a day: the other checks need readable ones."""
+    """Return the configuration with time limits of a day, which the other checks can read."""
     copied = copy.deepcopy(config)
     for row in STAGE_TABLE.values():
         operator.attrgetter(row.settings)(copied).time_limit = "1-00:00:00"
@@ -150,7 +150,7 @@ def _measures_export(config: Config) -> bool:
 def _with_needs(
     name: str, requested: Sequence[str], config: Config, build: Callable[[str], Stage | None]
 ) -> list[tuple[Stage, str | None]]:
-    """Return a stage after those that it needs, that nobody asked for and that are missing."""
+    """Return a stage, preceded by the missing prerequisites that were not requested."""
     stage = build(name)
     if stage is None:
         return []
@@ -171,12 +171,12 @@ def _uses_export(name: str, config: Config) -> bool:
         return False
     if name not in ("deploy", "evaluate") or config.deploy.repository is None:
         return True
-    # A store serves what this configuration has published there, never what happens to be there.
+    # An object store serves only what this configuration has published there.
     return is_store_url(config.deploy.repository)
 
 
 def _is_there(stage: Stage) -> bool:
-    """Whether the outputs are usable: finished, or made by other means and sound."""
+    """Whether the outputs are usable: finished, or made by other means and valid."""
     standing = stage.finding().standing
     if standing is not Standing.MISSING:
         return standing is Standing.FINISHED
@@ -208,11 +208,11 @@ def _planned(stage: Stage, before: dict[str, PlannedStage], needed_by: str | Non
 def _without_purpose(
     each: PlannedStage, planned: dict[str, PlannedStage], config: Config
 ) -> PlannedStage:
-    """Leave the server out when the only stage that would ask it is finished."""
+    """Drop the server when the only stage that needs it is finished."""
     evaluate = planned.get("evaluate")
     if each.name != "deploy" or evaluate is None or config.deploy.keep:
         return each
     if evaluate.runs:
         return each
-    reason = "not needed: nothing is left to ask the server"
+    reason = "not needed: the evaluation is finished"
     return replace(each, runs=False, state="not needed", reason=reason)

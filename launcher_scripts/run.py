@@ -1,4 +1,4 @@
-"""Submit the planned jobs and, where they run in the foreground, follow them to their end."""
+"""Submission of the planned jobs, which are followed to their end in the foreground."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from stages.progress import ProgressState, read_json, read_progress
 
 _POLL_S = 0.1
 _LOG_TAIL_LINES = 20
-_LOOK_AFTER = "the jobs go on by themselves; action=status, logs or cancel looks after them"
+_LOOK_AFTER = "the jobs run in the queue; see them with action=status or logs, end them with cancel"
 # Invented in a dry run, so that the chain of dependencies can be read.
 _FIRST_DRY_ID = 10001
 
@@ -38,8 +38,8 @@ class Run:
     """One pass through the pipeline.
 
     Attributes:
-        planned: every stage, also those that are not run.
-        jobs: the jobs of the stages that are, by stage name.
+        planned: every stage, including those that do not run.
+        jobs: the jobs of the stages that run, by stage name.
         keep_serving: stay with the server after the evaluation.
     """
 
@@ -118,21 +118,21 @@ class Run:
         if not self.launcher.in_foreground:
             self.console.say(_LOOK_AFTER)
             return EXIT_INTERRUPTED
-        # Ctrl-C is how a server that was asked for alone is meant to end.
+        # Ctrl-C is the normal end of a server that was requested alone.
         only_serving = all(
             name in self.handles
             and (_is_ready(self.handles[name]) or self.handles[name].poll() == record.COMPLETED)
             for name in self.jobs
         )
-        self.console.say("stopping; Ctrl-C again leaves no time for that")
+        self.console.say("stopping; Ctrl-C again ends the jobs at once")
         return EXIT_OK if only_serving else EXIT_INTERRUPTED
 
     def summary(self) -> str:
-        """Return the table of stages, and below it what they found."""
+        """Return the table of stages, and their results below it."""
         return summary(self.planned, self.records(), self.console)
 
     def metrics(self) -> dict[str, float]:
-        """Return the figures that the stages found, by name."""
+        """Return the figures of the stages, by name."""
         return metrics(self.planned, self.records())
 
     def records(self) -> dict[str, record.JobRecord | None]:
@@ -160,19 +160,19 @@ class Run:
         job_folder.write_record(job, job_id="", cluster=self.launcher.name, dependency=dependency)
 
     def note_refusal(self, name: str, error: SubmissionError) -> None:
-        """Keep the words of the scheduler in the job's record."""
+        """Record the scheduler's message in the job's record."""
         changes = {"state": record.FAILED, "error": str(error), "exit_code": EXIT_FAILED}
         record.update_record(self.jobs[name].record_path, "", **changes)
 
     def note_submission(self, name: str, handle: JobHandle) -> None:
-        """Take note of a job that was submitted."""
+        """Record a job that was submitted."""
         self.handles[name] = handle
         text = f"Submitted {self.launcher.name} job {handle.job_id}"
         job_folder.note_submission(self.jobs[name], text)
         self.console.say(f"{name}: job {handle.job_id}, log {handle.log_path}")
 
     def _dependencies(self, name: str, ids: dict[str, str]) -> list[Dependency]:
-        """Return what a job waits for: the job before it, and of a server only its start."""
+        """Return a job's dependency: the job before it, and of a server only its start."""
         before = [each for each in self.jobs if each in ids and each != name]
         if not before:
             return []
@@ -185,7 +185,7 @@ class Run:
         return self.jobs[name].stage.readiness_path() is not None
 
     def _follow(self, handle: JobHandle, *, until_ready: bool) -> int:
-        """Show a job's progress until it has ended, or is ready; return the exit status."""
+        """Show a job's progress until it ends or is ready; return the exit status."""
         started = time.monotonic()
         stage = handle.job.stage
         while True:
@@ -210,7 +210,7 @@ class Run:
         self.console.say(f"{handle.job.stage.name}: {state}{seconds}")
 
     def _explain(self, handle: JobHandle) -> None:
-        """Show why a job failed: the cause first, then the end of its log."""
+        """Print why a job failed: the cause first, then the end of its log."""
         found = record.read_record(handle.job.record_path)
         cause = found.error if found and found.error else "no reason was recorded"
         self.console.say(f"\n{handle.job.stage.name} failed: {cause}")
@@ -220,7 +220,7 @@ class Run:
         for path in logs:
             lines = _tail(path)
             if all(line.strip() in cause for line in lines):
-                self.console.say(f"log: {path}")  # it says no more than that
+                self.console.say(f"log: {path}")  # the log repeats only the cause
                 continue
             self.console.say(f"last lines of {path}:")
             self.console.say("\n".join(f"  | {line}" for line in lines))
@@ -235,7 +235,7 @@ class Run:
                     self.console.say(f"see also {path}")
 
     def stop_all(self) -> None:
-        """End whatever still runs, the last started first; after a further Ctrl-C by force."""
+        """End all running jobs, the last started first; after a further Ctrl-C by force."""
         running = [each for each in reversed(self.handles.values()) if each.poll() is None]
         try:
             for handle in running:
@@ -266,20 +266,20 @@ def _is_ready(handle: JobHandle) -> bool:
 
 
 def _logs_of(log_path: Path) -> list[Path]:
-    """Return the logs of a job that hold something: its output, and its errors where apart."""
+    """Return the logs of a job that are not empty: its output, and its errors if separate."""
     paths = (log_path, log_path.with_suffix(".err"))
     return [path for path in paths if path.exists() and path.stat().st_size]
 
 
 def _tail(path: Path) -> list[str]:
-    """Return the last lines of a log without those that submitit adds to every one."""
+    """Return the last lines of a log without those that submitit adds."""
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return [line for line in lines if not line.startswith("submitit ")][-_LOG_TAIL_LINES:]
 
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Leave signals that ask for the end unheard."""
+    """Ignore the signals that ask for the end."""
     chosen = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {each: signal.signal(each, signal.SIG_IGN) for each in chosen}
     try:

@@ -1,4 +1,4 @@
-"""The stages as the launcher sees them: how each is made, and where its settings stand."""
+"""The table of stages: how each is built from the configuration, and its settings there."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Context:
 
 @dataclass(frozen=True)
 class StageRow:
-    """One stage as the launcher sees it.
+    """A row of the table: one stage.
 
     Attributes:
-        make: makes it from the configuration.
-        resources: what its job asks of a cluster, given its time limit in minutes.
-        settings: section of the configuration that holds the `name` and `time_limit` of its job.
+        make: builds it from the configuration.
+        resources: the resources of its job, given its time limit in minutes.
+        settings: section of the configuration with the `name` and `time_limit` of its job.
         saved: sections that are saved with its job; further ones become part of the first.
         needs: the stage whose outputs it works on.
     """
@@ -59,20 +59,20 @@ class StageRow:
 
     @property
     def time_limit_key(self) -> str:
-        """Where its time limit stands."""
+        """Key of its time limit."""
         return f"{self.settings}.time_limit"
 
 
 def results_dir(config: Config) -> Path:
-    """Return the folder in which each stage has its own."""
+    """Return the folder that holds a folder for each stage."""
     return Path(config.export.run.results_dir)
 
 
 def build_stage(name: str, config: Config, context: Context) -> Stage:
-    """Return a stage with its part of the configuration, as plain data.
+    """Build a stage; return it with its part of the configuration, as plain data.
 
     Raises:
-        ValueError: the time limit is not one, or the cluster has no place for the stage.
+        ValueError: the time limit is malformed, or the stage does not fit on the cluster.
     """
     row = STAGE_TABLE[name]
     key = row.time_limit_key
@@ -88,7 +88,7 @@ def build_stage(name: str, config: Config, context: Context) -> Stage:
 
 
 def _warning_s(config: Config) -> float:
-    """Return the seconds before its time limit at which a server stops."""
+    """Return the seconds between the stop of a server and its time limit."""
     if config.cluster_type == "local":
         return 45.0
     # Slurm's signal may come up to a minute early.

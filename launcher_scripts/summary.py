@@ -16,7 +16,7 @@ Records = Mapping[str, record.JobRecord | None]
 
 
 def summary(planned: Sequence[PlannedStage], records: Records, console: Console) -> str:
-    """Return the table of stages, and below it what they found."""
+    """Return the table of stages, and their results below it."""
     rows = [(each.name, *_row(each, records)) for each in planned]
     lines = ["", console.table(("stage", "state", "seconds", "outputs"), rows)]
     lines += [f"results: {_results_dir(each.stage)}" for each in planned[:1]]
@@ -26,7 +26,7 @@ def summary(planned: Sequence[PlannedStage], records: Records, console: Console)
 
 
 def metrics(planned: Sequence[PlannedStage], records: Records) -> dict[str, float]:
-    """Return the figures that the stages found, by name."""
+    """Return the figures of the stages, by name."""
     found: dict[str, float] = {}
     for each in planned:
         found |= _found_by(each, records).get("metrics", {})
@@ -55,7 +55,7 @@ def _found_by(each: PlannedStage, records: Records) -> dict[str, Any]:
 
 
 def _findings(name: str, found: Mapping[str, Any]) -> list[str]:
-    """Return what the stage's own summary has to say to a reader."""
+    """Return the stage's own summary as text."""
     lines = [f"{name}: {remark}" for remark in found.get("remarks", ())]
     compared = found.get("references", {})
     for metric, value in found.get("metrics", {}).items():
@@ -67,12 +67,12 @@ def _findings(name: str, found: Mapping[str, Any]) -> list[str]:
 
 
 def _results_dir(stage: Stage) -> Path:
-    """Return the folder in which each stage has its own."""
+    """Return the folder that holds a folder for each stage."""
     return stage.job.folder.parent
 
 
 def _shown_outputs(stage: Stage) -> str:
-    """Return where a stage's outputs lie in the results folder."""
+    """Return the stage's outputs, relative to the results folder."""
     base = _results_dir(stage)
     paths = _shortened(stage.outputs())
     shown = (path.relative_to(base) if path.is_relative_to(base) else path for path in paths)
@@ -80,7 +80,7 @@ def _shown_outputs(stage: Stage) -> str:
 
 
 def _shortened(paths: Sequence[Path]) -> list[Path]:
-    """Return one folder instead of several files in it."""
+    """Return the common folder in place of several files in it."""
     if len(paths) < 2:
         return list(paths)
     parents = {path.parent for path in paths}

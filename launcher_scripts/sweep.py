@@ -55,7 +55,7 @@ class Combination:
 
     @property
     def folder_name(self) -> str:
-        """The label as a name that every tool takes for a path."""
+        """The label as a file name."""
         return re.sub(r"[^\w.]+", "-", self.label)
 
 
@@ -87,7 +87,7 @@ class Outcome:
 
 
 def combinations(overrides: Sequence[str]) -> tuple[list[Combination], list[str]]:
-    """Return every combination of the listed values, and the problems of lists without an end."""
+    """Return every combination of the listed values, and the problems of unbounded lists."""
     parser = OverridesParser.create()
     swept: dict[str, list[str]] = {}
     fixed: list[str] = []
@@ -136,7 +136,7 @@ def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, fold
 
     In the foreground they run one after another. A queue gets all of them at once, and with `wait`
     they are followed one after another. A combination that fails does not stop the others.
-    `folder` is for what the combinations have in common.
+    `folder` receives the files that the combinations share.
     """
     total = len(outcomes)
     queued = [each for each in outcomes if each.run and not each.run.launcher.in_foreground]
@@ -252,7 +252,7 @@ def _look(outcome: Outcome) -> None:
 
 
 def _state(states: Sequence[str], status: int | None) -> str:
-    """Return the state of a pipeline by those of its jobs: the worst that was reached."""
+    """Return the state of a pipeline: the worst state of its jobs."""
     if not states:
         return {None: "not started", EXIT_OK: "finished earlier"}.get(status, record.FAILED)
     for each in (record.FAILED, record.LOST, record.CANCELLED, record.RUNNING, record.READY):

@@ -1,4 +1,4 @@
-"""The command line: Hydra's own arguments, with the words of the NeMo launcher translated."""
+"""The command line: Hydra's arguments, and those of the NeMo launcher, translated."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _PLUS_CLUSTER = re.compile(r"\+{1,2}cluster\.([A-Za-z_][\w-]*)=(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class Arguments:
-    """A command line, read.
+    """A parsed command line.
 
     Attributes:
         overrides: configuration overrides, translated.
-        problems: what is wrong with them, as far as the words alone show it.
+        problems: problems of the words themselves.
         config_dir, config_name: the root of the configuration, when it is not the shipped one.
         extra_dir: a further folder of configuration files.
         hydra_flags: arguments that Hydra answers itself (`--cfg`, `--info`, ...); usually none.
@@ -57,15 +57,15 @@ class Arguments:
 
 
 def read_arguments(argv: Sequence[str]) -> Arguments:
-    """Return the command line as the launcher understands it."""
+    """Return the parsed command line."""
     parser = get_args_parser()
     known, unknown = parser.parse_known_intermixed_args(list(argv))
     problems = [
-        f"unknown argument {each}{likely_key(each)}; run with --help to see what there is."
+        f"unknown argument {each}{likely_key(each)}; run with --help for the list."
         for each in unknown
     ]
     problems += [
-        f"{each!a} is not UTF-8, in which configurations are written; rename what it names."
+        f"{each!a} is not UTF-8, the encoding of configurations; rename the file that it names."
         for each in argv
         if not each.isascii() and not _is_utf8(each)
     ]
@@ -90,7 +90,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def _is_utf8(word: str) -> bool:
-    """Whether a word was UTF-8; Python stands surrogates for bytes that are not."""
+    """Whether a word was UTF-8; Python decodes other bytes to surrogates."""
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -99,7 +99,7 @@ def _is_utf8(word: str) -> bool:
 
 
 def _with_runs(words: Sequence[str]) -> list[str]:
-    """Return overrides: names next to `action=compare` are the runs that it compares."""
+    """Return overrides, in which names next to `action=compare` are the runs to compare."""
     names = [each for each in words if "=" not in each]
     if not names or "action=compare" not in words:
         return list(words)
@@ -108,7 +108,7 @@ def _with_runs(words: Sequence[str]) -> list[str]:
 
 
 def _hydra_flags(known: argparse.Namespace) -> Iterator[str]:
-    """Yield the arguments that make Hydra answer by itself instead of running anything."""
+    """Yield the arguments that Hydra answers itself, without running anything."""
     for name in ("hydra_help", "shell_completion"):
         if getattr(known, name):
             yield f"--{name.replace('_', '-')}"
@@ -122,9 +122,9 @@ def _hydra_flags(known: argparse.Namespace) -> Iterator[str]:
 
 
 def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[str], list[str]]:
-    """Return overrides in our words, with the problems of those that have no translation.
+    """Return overrides with our keys, and the problems of those that have no translation.
 
-    A saved configuration has no files to choose from: there `cluster_type` stands alone.
+    A saved configuration has no files to choose from: there `cluster_type` is used alone.
     """
     translated = [_pass_through(_quoted(each)) for each in overrides]
     chosen = {
@@ -171,7 +171,7 @@ def _unknown_cluster(key: str, value: str) -> str:
 def _quoted(override: str) -> str:
     """Return an override that Hydra can read: a text like `nvcr.io#nvidia/x:1` needs quotes.
 
-    A list or a mapping that cannot be read is left as it is; composing reports it.
+    An unreadable list or mapping is left as it is; composing reports it.
     """
     parser = OverridesParser.create()
     key, equals, value = override.partition("=")
@@ -186,7 +186,7 @@ def _quoted(override: str) -> str:
 
 
 def _pass_through(override: str) -> str:
-    """Let mappings with free names take any, one by one or whole: variables, bounds, options."""
+    """Return overrides that may add any name to a mapping with free names, singly or whole."""
     name, _, value = override.partition("=")
     if override.startswith(_FREE_NAMES) or (f"{name}." in _FREE_NAMES and value.startswith("{")):
         return f"++{override}"

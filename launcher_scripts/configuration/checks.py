@@ -14,7 +14,7 @@ from launcher_scripts.configuration.schema import Config
 
 _SECRET_WORDS = ("TOKEN", "SECRET", "PASSWORD", "PASSWD", "API_KEY", "ACCESS_KEY", "CREDENTIAL")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# In front of every job's name; some sites want account:project there.
+# Prefix of every job's name; some sites require account:project.
 _PREFIX = re.compile(r"[\w.:@+-]{0,64}")
 # SOURCE[:TARGET[:FLAGS]] as pyxis reads it, FLAGS such as ro+rprivate.
 _MOUNT = re.compile(r"/[^:,]*(:/[^:,]*(:[\w=+-]+)?)?")
@@ -30,12 +30,12 @@ _WRITTEN = (
 
 
 def problems_of_settings(config: Config) -> list[str]:
-    """Return every problem that needs neither a model nor a cluster to be seen."""
+    """Return every problem that can be found without a model or a cluster."""
     return [*_prefix(config), *_mounts(config), *_variables(config), *_places(config)]
 
 
 def nearest_that_exists(path: Path) -> Path:
-    """Return `path`, or the lowest of the folders above it that can be seen from here."""
+    """Return `path`, or the nearest folder above it that exists."""
     return next(each for each in (path, *path.parents) if os.access(each, os.F_OK))
 
 
@@ -58,11 +58,11 @@ def _mounts(config: Config) -> Iterator[str]:
 
 
 def _variables(config: Config) -> Iterator[str]:
-    """Refuse what a shell cannot export, and secrets: the configuration and scripts are saved."""
+    """Yield the problems of variables: names a shell cannot export, and secrets in clear text."""
     for name, value in config.env_vars.items():
         key = f"env_vars.{name}"
         if not _VARIABLE.fullmatch(str(name)):
-            yield f"{key}: {name} is not a name of a variable; use letters, digits and _."
+            yield f"{key}: {name} is not a valid name of a variable; use letters, digits and _."
         if isinstance(value, (dict, list)):
             yield f"{key}={value}: expected a single value, not a list or a mapping."
         if value is not None and any(word in str(name).upper() for word in _SECRET_WORDS):
@@ -73,7 +73,7 @@ def _variables(config: Config) -> Iterator[str]:
 
 
 def _places(config: Config) -> Iterator[str]:
-    """Refuse folders that nothing can be derived from, or written to."""
+    """Yield the problems of folders that are misnamed or cannot be written to."""
     path = Path(config.launcher_scripts_path)
     if path.absolute().name != "launcher_scripts":
         yield (
@@ -91,7 +91,7 @@ def _places(config: Config) -> Iterator[str]:
 
 
 def _objection_to_writing(folder: Path) -> str:
-    """Return why no file can be made in a folder; empty if one can."""
+    """Return the reason why a folder is not writable, else an empty text."""
     if not folder.is_dir():
         return "is not a folder"
     try:

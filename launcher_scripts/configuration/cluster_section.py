@@ -1,4 +1,4 @@
-"""The part of the configuration that is about a cluster: what every job asks of it."""
+"""The `cluster` section of the configuration: scheduler options of every job."""
 
 # ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
@@ -14,7 +14,7 @@ CLUSTERS = ("local", "bcm", "bcp")
 
 @dataclass
 class ClusterSection:
-    """`cluster`: what every job asks of the scheduler (conf/cluster/<name>.yaml)."""
+    """`cluster`: scheduler options of every job (conf/cluster/<name>.yaml)."""
 
     partition: str | None = option("partition to submit to", None)
     account: str | None = option("account to charge", None)

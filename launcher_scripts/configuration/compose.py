@@ -1,4 +1,4 @@
-"""Compose the configuration with Hydra and say clearly what is wrong with it, all at once."""
+"""Composition of the configuration with Hydra, which reports all problems at once."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Composition:
 
     Attributes:
         config: the configuration; None when too much of it is missing or wrong.
-        resolved: the same as plain data, as it is saved.
+        resolved: the same as plain data, in the form that is saved.
         choices: the file chosen for each group.
-        problems: everything that is wrong, one sentence each.
+        problems: every problem, one sentence each.
         notes: remarks about the files that were used.
     """
 
@@ -58,7 +58,7 @@ class Composition:
     notes: tuple[str, ...] = ()
 
 
-# Hydra says some of what it objects to as a plain ValueError, such as `export=null`.
+# Hydra raises a plain ValueError for some mistakes, such as `export=null`.
 _REFERENCE = re.compile(r"\$\{[\w.]+\}")
 _OBJECTIONS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 
@@ -74,8 +74,8 @@ def register() -> None:
 def schema() -> DictConfig:
     """Return the schema as OmegaConf checks it.
 
-    OmegaConf takes 2 and "on" for true. Truth values stay as they were written, so that `Key` can
-    refuse them.
+    OmegaConf takes 2 and "on" for true. Truth values keep their spelling here, and `Key` refuses
+    such ones.
     """
     made: DictConfig = OmegaConf.structured(Config)
     for key in KEYS.values():
@@ -104,11 +104,11 @@ def compose_config(
     config_name: str = CONFIG_NAME,
     extra_dir: Path | None = None,
 ) -> Composition:
-    """Return the configuration; overrides that are wrong are named and left out."""
+    """Return the configuration; wrong overrides are reported and left out."""
     register()
     path = config_dir / f"{config_name.removesuffix('.yaml')}.yaml"
     if not path.is_file():
-        return Composition(None, problems=(f"there is no configuration {path}.",))
+        return Composition(None, problems=(f"configuration {path} does not exist.",))
     try:
         root = read_root(config_dir, config_name)
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -138,20 +138,20 @@ def compose_config(
 
 
 def _about_other_stages(path: Path, foreign: Sequence[str]) -> tuple[str, ...]:
-    """Return a note that names what a root of the NeMo launcher says about other stages."""
+    """Return a remark that names the foreign stages in a root of the NeMo launcher."""
     names = sorted({name.removesuffix("_config") for name in foreign})
     return (f"{path}: not part of this pipeline: {', '.join(names)}",) if names else ()
 
 
 class _Composer:
-    """Composes the same root again and again with other overrides."""
+    """Composes one root repeatedly, with different overrides."""
 
     def __init__(self, config_name: str, always: Sequence[str]) -> None:
         self._name = config_name
         self._always = list(always)
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Return the typed configuration. Raises what Hydra, OmegaConf or the schema object to."""
+        """Return the typed configuration. Raises the errors of Hydra, OmegaConf and the schema."""
         config = self._typed(overrides)
         _check(config)
         return config
@@ -159,8 +159,8 @@ class _Composer:
     def compose_what_works(self, overrides: Sequence[str]) -> tuple[DictConfig | None, list[str]]:
         """Return the configuration without the overrides that are wrong, and their problems.
 
-        Without a file that was asked for the configuration is None: checks of the default file in
-        its place would only mislead.
+        If a requested file is missing, the configuration is None: checks of the default file in its
+        place would mislead.
         """
         try:
             return self.compose(overrides), []
@@ -171,7 +171,7 @@ class _Composer:
         except InvalidValueError as error:
             return None, list(error.problems)
         except _OBJECTIONS as error:
-            return None, [f"the configuration files cannot be used: {objection(error)}."]
+            return None, [f"the configuration files are unusable: {objection(error)}."]
         problems: list[str] = []
         # A file is chosen before its keys are set, as Hydra does it.
         chosen = list(filter(_is_group_choice, overrides))
@@ -187,7 +187,7 @@ class _Composer:
         return config if files == chosen else None, problems
 
     def _objections(self, choice: str, problems: list[str]) -> bool:
-        """Whether a file cannot be chosen; the reason is added to `problems`."""
+        """Whether a file cannot be chosen; adds the reason to `problems`."""
         try:
             self._typed([choice])
         except _OBJECTIONS as error:
@@ -213,7 +213,7 @@ class _Composer:
 
 
 def _override(config: DictConfig, override: str) -> list[str]:
-    """Change a configuration as Hydra would; return the problems of an override left out."""
+    """Apply an override as Hydra does; return its problems if it is left out."""
     put_back = _nothing
     try:
         check_names([override])
@@ -230,11 +230,11 @@ def _override(config: DictConfig, override: str) -> list[str]:
 
 
 def _nothing() -> None:
-    """Put nothing back: nothing was changed."""
+    """Restore nothing: nothing was changed."""
 
 
 def _restorer(config: DictConfig, name: str) -> Callable[[], None]:
-    """Return what gives a key, or the mapping that it is to be added to, its present value."""
+    """Return a function that restores the present value of a key, or of the mapping it joins."""
     parent, leaf = config, name
     for part in name.split("."):
         leaf = part
@@ -255,9 +255,9 @@ def _restorer(config: DictConfig, name: str) -> Callable[[], None]:
 
 
 def _check(config: DictConfig, *, below: str = "") -> None:
-    """Make paths absolute. Raises InvalidValueError with everything that the schema refuses.
+    """Make paths absolute. Raises InvalidValueError with every problem of the values.
 
-    With `below` only this key, or those of this section, are looked at.
+    With `below`, only this key, or the keys of this section, are checked.
     """
     keys = [key for key in KEYS.values() if not below or f"{key.name}.".startswith(f"{below}.")]
     if problems := list(_problems(config, keys)) or list(_make_absolute(config, keys)):
@@ -265,7 +265,7 @@ def _check(config: DictConfig, *, below: str = "") -> None:
 
 
 def _problems(config: DictConfig, keys: Iterable[Key]) -> Iterator[str]:
-    """Yield what is wrong with the values of keys; of those that only repeat another, nothing."""
+    """Yield the problems of the values, except of keys that only refer to another key."""
     for key in keys:
         parent, leaf = _parent(config, key.name), key.name.rpartition(".")[2]
         if OmegaConf.is_missing(parent, leaf):
@@ -273,7 +273,7 @@ def _problems(config: DictConfig, keys: Iterable[Key]) -> Iterator[str]:
         try:
             value = OmegaConf.select(config, key.name)
         except OmegaConfBaseException:
-            continue  # an interpolation of something that is missing, which is reported elsewhere
+            continue  # an interpolation of a missing key, which is reported there
         if _repeats_another(parent, leaf):
             continue
         if found := key.problem(value):
@@ -281,14 +281,14 @@ def _problems(config: DictConfig, keys: Iterable[Key]) -> Iterator[str]:
 
 
 def _repeats_another(parent: DictConfig, leaf: str) -> bool:
-    """Whether a value is a mere reference to another key, which has the same problem."""
+    """Whether a value only refers to another key, which has the same problem."""
     node = parent._get_node(leaf)
     text = node._value() if isinstance(node, Node) else None
     return isinstance(text, str) and _REFERENCE.fullmatch(text) is not None
 
 
 def _make_absolute(config: DictConfig, keys: Iterable[Key]) -> Iterator[str]:
-    """Make paths independent of the folder of the command; yield what is wrong with them."""
+    """Make paths independent of the command's working directory; yield their problems."""
     for key in keys:
         parent, leaf = _parent(config, key.name), key.name.rpartition(".")[2]
         if (
@@ -308,10 +308,10 @@ def _make_absolute(config: DictConfig, keys: Iterable[Key]) -> Iterator[str]:
 
 
 def _absolute(text: str, key: str) -> str:
-    """Return one name for a path wherever it is written; links are kept but before '..'.
+    """Return the absolute form of a path; links are kept except before '..'.
 
-    `~` and variables of the environment are replaced where the shell has not done so. What lies in
-    an object store stays as it is.
+    `~` and environment variables are replaced where the shell has not done so. A URL of an object
+    store stays as it is.
     """
     if "://" in text:
         return text
@@ -321,7 +321,7 @@ def _absolute(text: str, key: str) -> str:
     try:
         path = path.expanduser().absolute()
     except RuntimeError as error:
-        raise InvalidValueError(f"{key}={text}: there is no such user; give the path.") from error
+        raise InvalidValueError(f"{key}={text}: the user does not exist; give the path.") from error
     return str(path.resolve() if ".." in path.parts else path)
 
 
@@ -332,7 +332,7 @@ def _parent(config: DictConfig, name: str) -> DictConfig:
 
 
 def _is_missing(config: DictConfig, name: str) -> bool:
-    """Whether the key itself, not something that it refers to, waits for a value."""
+    """Whether the key itself, not a key that it refers to, lacks a value."""
     return OmegaConf.is_missing(_parent(config, name), name.rpartition(".")[2]) and not (
         OmegaConf.is_interpolation(_parent(config, name), name.rpartition(".")[2])
     )
@@ -343,7 +343,7 @@ def _missing_text(key: Key) -> str:
 
 
 def _is_group_choice(override: str) -> bool:
-    """Whether a file is chosen, or was meant to be."""
+    """Whether an override chooses a file, or was meant to."""
     name = override.partition("=")[0].lstrip("+~")
     return name in GROUPS or (name not in KEYS and closest(name, GROUPS) is not None)
 

@@ -1,4 +1,4 @@
-"""Messages for wrong overrides: what was expected, and what to write instead."""
+"""Messages for wrong overrides: the expected value, and the remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, n
 
 
 class InvalidValueError(ValueError):
-    """Values that the schema refuses; `problems` has a sentence for each."""
+    """The schema refuses some values; `problems` has a sentence for each."""
 
     def __init__(self, *problems: str) -> None:
         super().__init__("\n".join(problems))
@@ -28,18 +28,17 @@ class InvalidValueError(ValueError):
 
 
 def files_of_group(group: str) -> list[str]:
-    """Return the shipped files of a group, as they are chosen: `gpt3/sample`."""
+    """Return the shipped files of a group by the names that choose them: `gpt3/sample`."""
     root = CONFIG_DIR / group
     files = (each.relative_to(root).with_suffix("") for each in root.rglob("*.yaml"))
     return sorted(each.as_posix() for each in files)
 
 
 def check_names(overrides: Sequence[str]) -> None:
-    """Refuse overrides that would change which keys there are, outside of free mappings.
+    """Check that overrides do not add or remove keys, outside of mappings with free names.
 
     Raises:
-        InvalidValueError: `+` adds a key that the schema does not have, or has already; `~` takes
-            one away.
+        InvalidValueError: `+` adds a key that the schema lacks, or has already; `~` removes one.
     """
     for override in overrides:
         sign = override[: len(override) - len(override.lstrip("+~"))]
@@ -52,17 +51,17 @@ def check_names(overrides: Sequence[str]) -> None:
             raise InvalidValueError(_unknown_key(override, name))
         if sign == "~":
             raise InvalidValueError(
-                f"{override}: {name} cannot be taken away; give it another value, or null where "
+                f"{override}: {name} cannot be removed; give it another value, or null where "
                 "--help allows it."
             )
         raise InvalidValueError(
-            f"{override}: {name} is there already; leave the {sign} out: "
+            f"{override}: {name} exists already; leave the {sign} out: "
             f"{override.removeprefix(sign)}"
         )
 
 
 def diagnose(override: str, error: Exception) -> list[str]:
-    """Return what is wrong with one override: what is expected and what to do."""
+    """Return the problem of one override, with the expected value and the remedy."""
     if isinstance(error, InvalidValueError):
         return list(error.problems)
     return [_diagnosis(override, error)]
@@ -75,7 +74,7 @@ def _diagnosis(override: str, error: Exception) -> str:
         return _unreadable(override)
     key = parsed.key_or_group
     if parsed.is_delete():
-        return f"{override}: there is no such entry; those that are null are left out anyway."
+        return f"{override}: the entry does not exist; null entries are left out anyway."
     if key in GROUPS and not parsed.is_sweep_override():
         return _unknown_choice(key, override.partition("=")[2])
     if key not in KEYS and not _is_below_free_form(key):
@@ -95,7 +94,7 @@ def _unreadable(override: str) -> str:
         return f"{override!r} is not of the form key=value{likely_key(override)}."
     return (
         f"{override!r} cannot be read as key=value; lists are written 'stages=[convert,export]' "
-        "and values with blanks 'key=\"a b\"', in quotes for the shell."
+        "and values with spaces 'key=\"a b\"', in quotes for the shell."
     )
 
 
@@ -108,7 +107,7 @@ def likely_key(word: str) -> str:
 def _unknown_choice(group: str, value: str) -> str:
     known = files_of_group(group)
     return (
-        f"{group}={value}: there is no such configuration{did_you_mean(value, known)}; "
+        f"{group}={value}: unknown configuration{did_you_mean(value, known)}; "
         f"use one of {', '.join(known)}."
     )
 
@@ -119,7 +118,7 @@ def _unknown_key(override: str, key: str) -> str:
         return f"{override}: {key} is a section; set one of its keys: {', '.join(inside)}."
     known = [*KEYS, *GROUPS]
     remedy = "" if did_you_mean(key, known) else "; --help lists all keys"
-    return f"{override}: there is no key {key}{did_you_mean(key, known)}{remedy}."
+    return f"{override}: unknown key {key}{did_you_mean(key, known)}{remedy}."
 
 
 def _wrong_type(parsed: Override, key: Key | None, error: Exception) -> str:
@@ -134,13 +133,13 @@ def _wrong_type(parsed: Override, key: Key | None, error: Exception) -> str:
 
 
 def _is_below_free_form(name: str) -> bool:
-    """Whether a key lies inside a mapping whose names are free."""
+    """Whether a key is inside a mapping with free names."""
     parents = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
     return any(each in KEYS for each in parents)
 
 
 def objection(error: BaseException) -> str:
-    """Return what Hydra, OmegaConf or YAML objects to, in a line."""
+    """Return an error of Hydra, OmegaConf or YAML in one line."""
     if isinstance(error, yaml.YAMLError):
         return " ".join(str(error).split())
     cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
@@ -148,7 +147,7 @@ def objection(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what OmegaConf objects to, with the key that it is about."""
+    """Return the first line of OmegaConf's error, with its key."""
     lines = str(error).strip().splitlines()
     name = next((line.split(": ", 1)[1] for line in lines if "full_key" in line), "")
     text = lines[0] if lines else type(error).__name__

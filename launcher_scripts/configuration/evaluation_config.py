@@ -1,4 +1,4 @@
-"""From the configuration to the evaluation: whom it asks, and what."""
+"""Settings of the evaluation, from the configuration."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from stages.evaluate import EvaluateConfig
 def evaluation_config(
     config: Config, *, deploys: bool, command: str, git_revision: str
 ) -> EvaluateConfig:
-    """Return whom the evaluation asks, and what.
+    """Return the server and the options of the evaluation.
 
     Args:
         config: The whole configuration.
         deploys: Whether the same pipeline deploys a server.
         command: The command line, for the report.
-        git_revision: Of the checkout, for the report.
+        git_revision: Commit of the checkout, for the report.
 
     Raises:
-        ValueError: There is nobody who could be asked.
+        ValueError: No server is available to the evaluation.
     """
     evaluate = config.evaluate
     server = server_config(config)
@@ -51,7 +51,7 @@ def evaluation_config(
 
 def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptions:
     section, triton = config.evaluate, config.export.triton_deployment
-    # The conversion puts the tokenizer's files among the shards.
+    # The conversion puts the tokenizer's files next to the shards.
     weights_dir = None if section.server else server.weights_dir
     types = [config.export.model.weight_data_type, triton.data_type]
     types += ["int8"] * (int(triton.int8_mode) > 0)
@@ -69,7 +69,7 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
 
 
 def _facts(config: Config) -> RunFacts:
-    """Return what the report says about the model."""
+    """Return the facts about the model for the report."""
     model, triton = config.export.model, config.export.triton_deployment
     return RunFacts(
         name=config.export.run.model_train_name,
@@ -86,5 +86,5 @@ def _facts(config: Config) -> RunFacts:
 
 
 def _reference(text: str) -> str:
-    """Return what to compare with: a word that is known, or a file's whole path."""
+    """Return the run to compare with: a known word, or the absolute path of a file."""
     return text if text in REFERENCES else str(Path(text).expanduser().absolute())

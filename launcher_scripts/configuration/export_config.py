@@ -10,7 +10,7 @@ from launcher_scripts.configuration.schema import Config
 
 
 def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
-    """Return what to convert; `exports` says whether a repository is built around the shards."""
+    """Return the request for the conversion; `exports`: whether a repository follows."""
     model = config.export.model
     extra = config.convert
     return ConversionRequest(
@@ -35,7 +35,7 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
 
 
 def repository_request(config: Config) -> RepositoryRequest:
-    """Return what the Triton repository says."""
+    """Return the request for the Triton repository."""
     triton = config.export.triton_deployment
     return RepositoryRequest(
         model_dir=Path(triton.triton_model_dir),
@@ -59,7 +59,7 @@ def repository_request(config: Config) -> RepositoryRequest:
 
 
 def has_ensemble(config: Config) -> bool:
-    """Whether the exported repository answers text with text."""
+    """Whether the exported repository includes the ensemble: text in, text out."""
     return any(folder.name == ENSEMBLE for folder in _model_folders(config))
 
 
@@ -69,7 +69,7 @@ def _model_folders(config: Config) -> list[Path]:
 
 
 def _parameter(value: object) -> str:
-    """Return a parameter of config.pbtxt as text; truth values are digits there."""
+    """Return a parameter of config.pbtxt as text; truth values become digits."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 

@@ -1,7 +1,7 @@
-"""A root of the configuration that was written for the NeMo launcher, as a root of this one.
+"""A configuration root of the NeMo launcher, read as a root of this one.
 
-Its keys that exist here count, what it lacks has the values of conf/config.yaml, and everything
-about other stages (training, fine_tuning, ...) is left out and named once.
+Keys that exist here are used, missing ones have the values of conf/config.yaml, and sections of
+other stages (training, fine_tuning, ...) are left out and named once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _OWN_KEYS = frozenset(Config.__dataclass_fields__)
 
 @dataclass(frozen=True)
 class Root:
-    """The file that a composition begins with.
+    """The root file of a composition.
 
     Attributes:
-        name: under which Hydra finds it.
+        name: its name for Hydra.
         searched: further folders with files of groups.
-        foreign: names in it that mean nothing here.
+        foreign: names in it that are unknown here.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Root:
 
 
 def has_groups(config_dir: Path, config_name: str) -> bool:
-    """Whether a root chooses files; a saved configuration holds their content instead."""
+    """Whether a root chooses files; a saved configuration holds their contents instead."""
     values = _read(_path(config_dir, config_name))
     return values is None or "defaults" in values
 
 
 def read_root(config_dir: Path, config_name: str) -> Root:
-    """Return the root as it can be composed. Raises YAMLError where the file is none."""
+    """Return the root in composable form. Raises YAMLError if the file is not YAML."""
     values = _read(_path(config_dir, config_name))
     defaults = values.get("defaults") if values else None
     if not isinstance(defaults, list) or "schema" in defaults:

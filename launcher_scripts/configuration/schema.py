@@ -1,4 +1,4 @@
-"""The configuration as dataclasses: every key, its type, and what it means.
+"""The schema of the configuration, as dataclasses: every key, its type and its meaning.
 
 Values are in conf/; a field has a default here only where files written for the NeMo launcher lack
 the key. The texts are printed by `--help` and quoted by error messages.
@@ -66,7 +66,7 @@ class ModelSection:
 
 @dataclass
 class TritonDeploymentSection:
-    """`export.triton_deployment`: what the Triton repository says."""
+    """`export.triton_deployment`: contents of the Triton repository."""
 
     triton_model_dir: str = option(
         "folder of the served model; its parent is the Triton repository", path=True
@@ -183,7 +183,7 @@ class DeploySection:
     name: str = option("name of the job", name=True)
     time_limit: Any = option("the server is stopped after this time; notation as in export.run")
     engine: str = option(
-        "what runs the model: pytorch (Slipway's engine) or fastertransformer (NVIDIA's backend)",
+        "runtime of the model: pytorch (Slipway's engine) or fastertransformer (NVIDIA's backend)",
         choices=("pytorch", "fastertransformer"),
     )
     repository: str | None = option(
@@ -205,7 +205,7 @@ class DeploySection:
     tls_cert: str | None = option("certificate chain of the server, PEM", None, path=True)
     tls_key: str | None = option("its key, PEM, of mode 600", None, path=True)
     token_file: str | None = option(
-        "tokens, one on each line, of which a request must bring one; mode 600", None, path=True
+        "accepted tokens, one on each line, of mode 600; a request must carry one", None, path=True
     )
     client_shared_memory: bool = option("clients may register shared memory of their own", False)
     ready_timeout_s: float = option("seconds until every model must be ready", within=(1, _SECONDS))

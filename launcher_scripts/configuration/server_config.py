@@ -26,8 +26,8 @@ def server_config(config: Config) -> DeployConfig:
     deploy = config.deploy
     if deploy.container is not None and config.cluster_type != "bcm":
         raise ValueError(
-            f"deploy.container={deploy.container}: cluster_type={config.cluster_type} starts no "
-            "containers; run the command inside the image, and set deploy.container=null."
+            f"deploy.container={deploy.container}: cluster_type={config.cluster_type} does not "
+            "start containers; run the command inside the image, and set deploy.container=null."
         )
     model_dir = Path(config.export.triton_deployment.triton_model_dir)
     store = server_store(config)
@@ -79,9 +79,9 @@ def _gemm_tuning(config: Config) -> GemmTuning | None:
 def _visible_devices(
     config: Config, placement: NodeLayout | None, shown: list[str] | None
 ) -> str | None:
-    """Return the GPUs that the server may see; None to leave that as it is.
+    """Return the GPUs that the server may see; None to leave CUDA_VISIBLE_DEVICES as it is.
 
-    A scheduler that grants GPUs one by one shows just those; a node taken whole shows all.
+    A scheduler that grants single GPUs shows only those; a node taken whole shows all.
     """
     if shown is not None:
         needed = _world_size(config)
@@ -106,7 +106,7 @@ def _path(text: str | None) -> Path | None:
 
 
 def _local_gpus(config: Config) -> list[str] | None:
-    """Return the names of the GPUs on show, where this machine serves and has some."""
+    """Return the names of the visible GPUs, if this machine serves and has some."""
     if config.cluster_type != "local" or _served_sizes(config).device == "cpu":
         return None
     if (text := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -117,16 +117,16 @@ def _local_gpus(config: Config) -> list[str] | None:
 
 
 def server_store(config: Config) -> StoreLocation | None:
-    """Return the place in an object store that is served; None for a folder."""
+    """Return the location of the served repository in an object store; None for a folder."""
     return store_location(config.deploy.repository, config.deploy.endpoint_url)
 
 
 def deploy_resources(config: Config, limit_min: int) -> Resources:
-    """Return the resources of the server's job. Raises ValueError if no node can give them."""
+    """Return the resources of the server's job. Raises ValueError if no node has them."""
     placement = _placement(config)
     nodes = placement.nodes if placement else 1
     ranks_per_node = _world_size(config) // nodes
-    # NVIDIA's server drives all GPUs of a node; our ranks on several nodes are a task each.
+    # NVIDIA's server uses all GPUs of a node; on several nodes each of our ranks is a task.
     tasks = ranks_per_node if nodes > 1 and config.deploy.engine == PYTORCH else 1
     return Resources(
         nodes=nodes,
@@ -158,10 +158,10 @@ def _served_sizes(config: Config) -> ServedModel:
 
 
 def _placement(config: Config) -> NodeLayout | None:
-    """Return the placement of the ranks; None on a cluster that does not count GPUs.
+    """Return the nodes and GPUs of the ranks; None on a cluster that does not count GPUs.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: the ranks do not fit.
     """
     per_node = config.deploy.gpus_per_node or config.cluster.gpus_per_node
     if not per_node:
@@ -177,7 +177,7 @@ def _placement(config: Config) -> NodeLayout | None:
 
 
 def _requested_gpus(config: Config, placement: NodeLayout | None) -> int | None:
-    """Return the GPUs to ask of each node; none of a cluster that has no such resource."""
+    """Return the GPUs to request on each node; None on a cluster without that resource."""
     if placement is None or not config.cluster.gpus_per_node:
         return None
     return placement.gpus_per_node

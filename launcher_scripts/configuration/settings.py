@@ -1,4 +1,4 @@
-"""Facts of the command itself: its checkout, its exit statuses, the switches in its environment."""
+"""Constants of the command: its checkout, exit statuses and environment switches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a task of bcprun reads this too, and may lack what composes configurations
+if TYPE_CHECKING:  # a task of bcprun imports this module, perhaps without OmegaConf
     from launcher_scripts.configuration.schema import Config
 
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -1,4 +1,4 @@
-"""Time limits as Slurm writes them."""
+"""Time limits in Slurm's notation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def minutes(value: Any, *, key: str) -> int:
     """Return a time limit in minutes, rounded up.
 
     Raises:
-        ValueError: the notation is unknown, the limit is zero, or it is an integer that YAML made
-            of an unquoted clock time (`2:00:00` is 7200 there, which would mean five days).
+        ValueError: the notation is unknown, the limit is zero, or it is an integer that YAML has
+            made of an unquoted clock time (`2:00:00` becomes 7200, which would mean five days).
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return _whole_minutes(value, key)

@@ -1,7 +1,7 @@
-"""Launchers: one module or more for each cluster that jobs can be sent to.
+"""Launchers: one or more modules for each kind of cluster.
 
-Where a job runs and how it is submitted, followed and stopped belongs here; which jobs there are
-belongs above. A launcher is imported when its cluster is chosen.
+The submission, following and stopping of jobs belong here; the choice of jobs belongs above. A
+launcher is imported when its cluster is chosen.
 """
 
 from __future__ import annotations

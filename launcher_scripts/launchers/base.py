@@ -1,4 +1,4 @@
-"""The interfaces of a cluster: jobs, their handles, launchers and queues."""
+"""The interfaces to a cluster: jobs, their handles, launchers and queues."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Protocol
 from stages.base import Stage
 from stages.record import RECORD_NAME, JobRecord
 
-# What a job waits for: success of another, or only its start.
+# Kinds of dependency: on the success of another job, or only on its start.
 AFTER_SUCCESS, AFTER_START = "afterok", "after"
-# Of an array: each job waits for the one with its own number.
+# In an array: each job waits for the one with its own number.
 AFTER_TWIN = "aftercorr"
-# Left by an enclosing job or launcher; they would bind ours to the wrong resources.
+# Variables of an enclosing job or launcher, which would bind our jobs to the wrong resources.
 _FOREIGN_PREFIXES = (
     "SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SALLOC_", "PMIX_", "PMI_", "OMPI_", "SUBMITIT_",
 )  # fmt: skip
@@ -22,12 +22,12 @@ _FOREIGN_NAMES = (
     "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
     "GROUP_RANK",
 )  # fmt: skip
-# How to reach the scheduler, not which job we are in.
+# Exceptions: they locate the scheduler, not the enclosing job.
 _KEPT_NAMES = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
 
 
 class SubmissionError(RuntimeError):
-    """The cluster refused a job; the message is the scheduler's own."""
+    """The cluster refused a job; the message is the scheduler's."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Job:
     """A stage that is ready to be submitted.
 
     Attributes:
-        prefix: put in front of the job's name on clusters that share a queue.
+        prefix: prefix of the job's name on clusters that share a queue.
         environment: variables of the job, null entries already left out.
         stage_config, whole_config: resolved YAML of the stage's section and of everything.
     """
@@ -54,12 +54,12 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where the job's files go."""
+        """Folder of the job's files."""
         return self.stage.job.folder
 
     @property
     def record_path(self) -> Path:
-        """The job's record."""
+        """Path of the job's record."""
         return self.folder / RECORD_NAME
 
     @property
@@ -70,7 +70,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Dependency:
-    """What a job waits for: `kind` is one of AFTER_SUCCESS, AFTER_START and AFTER_TWIN."""
+    """A job's dependency: `kind` is one of AFTER_SUCCESS, AFTER_START and AFTER_TWIN."""
 
     job_id: str
     kind: str = AFTER_SUCCESS
@@ -87,33 +87,33 @@ class JobHandle(Protocol):
 
     @property
     def log_path(self) -> Path:
-        """Where the job's output goes."""
+        """Path of the job's output."""
 
     def poll(self) -> str | None:
         """Return the final state, or None while the job has not ended."""
 
     def stop(self, grace_s: float) -> None:
-        """Ask the job to end, then make it; return when nothing of it is left."""
+        """Ask the job to end, then kill it; return when none of its processes is left."""
 
 
 class Launcher(Protocol):
     """Submits jobs to one kind of cluster."""
 
     name: str
-    # Whether jobs are part of this command and end with it; otherwise they are in a queue.
+    # Whether jobs are part of this command and end with it; otherwise they are queued.
     in_foreground: bool
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return every reason why the cluster cannot run these stages."""
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return what a user should know about this cluster before the jobs start."""
+        """Return remarks about this cluster, shown before the jobs start."""
 
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
         """Return the submission script without submitting it."""
 
     def submit(self, job: Job, after: Sequence[Dependency]) -> JobHandle:
-        """Start the job, or put it into the queue. Its files are already in place.
+        """Start or queue the job, whose files are already in place.
 
         Raises:
             SubmissionError: the cluster refuses it.
@@ -121,16 +121,16 @@ class Launcher(Protocol):
 
 
 class Queue(Protocol):
-    """Knows what becomes of jobs that outlive the command."""
+    """The queue of a cluster whose jobs outlive the command."""
 
     def settle(self, record_path: Path) -> JobRecord | None:
-        """Return a job's record after asking, corrected when the job ended unnoticed."""
+        """Return a job's record, corrected from the cluster when the job ended unnoticed."""
 
     def waiting_for(self, job_id: str) -> str:
-        """Return why a job is still in the queue; empty when it is not there."""
+        """Return the reason why a job is still queued; empty when it is not."""
 
     def cancel(self, job_id: str) -> str:
-        """Take a job out of the queue, or end it; return why that is impossible, or nothing."""
+        """Cancel a job; return the reason if that is impossible, else an empty text."""
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

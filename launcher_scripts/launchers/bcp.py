@@ -1,6 +1,6 @@
-"""Jobs inside a Base Command Platform job: now, in the foreground, through bcprun.
+"""Jobs inside a Base Command Platform job, started at once in the foreground through bcprun.
 
-There is no queue and no job id: the command runs on the first replica and starts each stage itself.
+Base Command has no queue and no job id: the command on the first replica starts each stage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from stages.base import Resources, Stage
 from stages.job import LOG_LEVEL_VARIABLE, StageJob
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 
-# Each replica has its own; the others do not see it.
+# Folders that each replica has to itself.
 _PRIVATE_RESULTS = Path("/results")
 
 
@@ -39,7 +39,7 @@ def other_replica(environment: Mapping[str, str]) -> int:
 
 
 def replicas(environment: Mapping[str, str]) -> int:
-    """Return how many replicas the Base Command job has."""
+    """Return the number of replicas of the Base Command job."""
     size = environment.get("NGC_ARRAY_SIZE", "1")
     return int(size) if size.isdigit() else 1
 
@@ -54,7 +54,7 @@ class BcpLauncher:
         self._config = config
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
-        """Return what cannot work inside this Base Command job."""
+        """Return the problems of the stages inside this Base Command job."""
         count = replicas(os.environ)
         problems = [
             f"{stage.name} needs {stage.resources().nodes} nodes, and this job has {count} "
@@ -72,12 +72,12 @@ class BcpLauncher:
         return problems
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return nothing: a replica needs no remark."""
+        """Return no remarks."""
         del stages
         return []
 
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
-        """Return the script; JOB_ID stands for the start time, which is known at the start."""
+        """Return the script, with JOB_ID in place of the start time."""
         del after
         nodes, per_node = self._tasks(job.stage.resources())
         return job_script(
@@ -98,7 +98,7 @@ class BcpLauncher:
         )
 
     def submit(self, job: Job, after: Sequence[Dependency]) -> BcpHandle:
-        """Start the job. What it waits for must have happened: there is no queue."""
+        """Start the job. Its dependency must be satisfied: nothing is queued."""
         del after
         job_id = new_id(job)
         mark = uuid.uuid4().hex
@@ -129,7 +129,7 @@ class BcpLauncher:
         return BcpHandle(job, job_id, submitted, log_path, mark, submitted.process.pid)
 
     def _private_places(self) -> list[str]:
-        """Refuse folders that the other replicas do not see."""
+        """Yield the problems of folders that the other replicas do not see."""
         config = self._config
         found = {
             "base_results_dir": config.base_results_dir,
@@ -147,7 +147,7 @@ class BcpLauncher:
         ]
 
     def _tasks(self, resources: Resources) -> tuple[int, int]:
-        """Return nodes, and tasks on each; a node runs at most one task for each of its GPUs."""
+        """Return the nodes, and the tasks on each: at most one for each of its GPUs."""
         most = self._config.cluster.gpus_per_node or resources.tasks_per_node
         return resources.nodes, min(resources.tasks_per_node, most)
 
@@ -159,7 +159,7 @@ class BcpLauncher:
 
 
 def _ping(folder: Path, tasks: int) -> str | None:
-    """Return the command by which several tasks see whether they reach each other."""
+    """Return the command of the preflight check, by which several tasks reach each other."""
     if tasks == 1:
         return None
     return shlex.join(
@@ -168,7 +168,7 @@ def _ping(folder: Path, tasks: int) -> str | None:
 
 
 class BcpHandle(LocalHandle):
-    """A job on the replicas; its output is shown as it comes, for the log of the command."""
+    """A job on the replicas; its output is also printed, for the log of the command."""
 
     _shown = 0
 
@@ -179,7 +179,7 @@ class BcpHandle(LocalHandle):
         return state
 
     def _settle(self) -> str:
-        """Return the state; the cause of a failure may be the time limit or a task of its own."""
+        """Return the state; the cause of a failure may be the time limit or another task."""
         state = super()._settle()
         submitted = self._submitted
         assert isinstance(submitted, BcpJob)
@@ -200,7 +200,7 @@ class BcpHandle(LocalHandle):
         return record.FAILED
 
     def _failed_task(self) -> str | None:
-        """Return what a task other than the first says of its failure."""
+        """Return the failure of a task other than the first."""
         submitted = self._submitted
         for number in range(1, submitted.num_tasks):
             path = submitted.task(number).paths.result_pickle

@@ -1,8 +1,8 @@
 """A submitit executor for Base Command Platform: `submitit.AutoExecutor(folder, cluster="bcp")`.
 
-A Base Command job is a set of replicas without a scheduler. Submitting means to start now, in the
-foreground, one process per task with bcprun, or with mpirun where there is no bcprun. The process
-of every task finds its rank in its environment and runs the same pickled callable.
+A Base Command job is a set of replicas without a scheduler. Submission starts one process per task
+at once, in the foreground, with bcprun, or with mpirun where bcprun is missing. The process of each
+task reads its rank from its environment and runs the same pickled callable.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from launcher_scripts.launchers.bcp_script import (
     runner,
 )
 
-# Status of a job that its time limit has ended: that of timeout.
+# Exit status of `timeout`, for a job that its time limit has ended.
 TIMED_OUT = 124
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class _Names(TypedDict):
-    """The names of submitit's general parameters here."""
+    """Names of submitit's general parameters in this executor."""
 
     name: str
     timeout_min: str
@@ -57,7 +57,7 @@ class _Names(TypedDict):
 class BcpJob(core.Job[Any]):
     """Tasks that run on the replicas of this Base Command job."""
 
-    watcher = core.InfoWatcher()  # the one of the base class is shared by all clusters
+    watcher = core.InfoWatcher()  # the base class shares one among all clusters
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class BcpJobEnvironment(JobEnvironment):
         return self.place.local_rank
 
     def _handle_signals(self, paths: JobPaths, submission: DelayedSubmission) -> None:
-        """Leave the signals alone: nothing is requeued here, and a task that should end, ends."""
+        """Install no signal handlers: nothing is requeued here, and a signal ends a task."""
         del paths, submission
 
 
@@ -222,7 +222,7 @@ class BcpExecutor(core.PicklingExecutor):
         )
 
     def _submit_command(self, command: str) -> BcpJob:
-        """Start the tasks: there is no queue to put them in, and nobody to ask for an id."""
+        """Start the tasks at once, under an id of our own."""
         parameters = self.parameters
         if runner(self.bcprun, self.environment) is None:
             raise RuntimeError(f"neither {self.bcprun} nor {MPIRUN} is on PATH")
@@ -232,7 +232,7 @@ class BcpExecutor(core.PicklingExecutor):
         self.folder.mkdir(parents=True, exist_ok=True)
         job.paths.submission_file.write_text(text, encoding="utf-8")
         log_path = Path(parameters.get("log_path", job.paths.stdout))
-        # To the kernel the parent is a thread, and another one may end long before the process.
+        # For the kernel the parent is a thread, which may end long before the process.
         is_main = threading.current_thread() is threading.main_thread()
         with log_path.open("ab") as log:
             process = subprocess.Popen(
@@ -252,7 +252,7 @@ class BcpExecutor(core.PicklingExecutor):
 
     @staticmethod
     def _get_job_id_from_submission_command(string: bytes | str) -> str:
-        """Return the id that a script was written for."""
+        """Return the job id in a script."""
         text = string.decode() if isinstance(string, bytes) else string
         return next(
             line.partition("=")[2]
@@ -267,18 +267,18 @@ def task_command(python: str, folder: Path) -> str:
 
 
 def _end_with_parent() -> None:
-    """Have the kernel ask this process to end when the one that started it is gone."""
+    """Make the kernel send this process SIGTERM when its parent is gone."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main() -> None:
-    """Run one task. Works too where this project is not installed, only on PYTHONPATH."""
+    """Run one task; this project need not be installed, PYTHONPATH is enough."""
     parser = argparse.ArgumentParser(description="run one task of a Base Command job")
     parser.add_argument("folder", type=Path, help="folder of the pickled callable")
     folder = parser.parse_args().folder
     known = plugins.get_job_environments()
     if BcpJobEnvironment.name() not in known:
-        # Where submitit keeps them; it has no other way in for what is not installed.
+        # Registered in submitit's own table: entry points exist only for installed packages.
         plugins._get_plugins()[1].append(BcpJobEnvironment())
         plugins.get_job_environments.cache_clear()
     submission.process_job(folder)

@@ -1,4 +1,4 @@
-"""The script of a Base Command job, as text: how its tasks start, what is handed on to them."""
+"""The script of a Base Command job, as text: the start of its tasks, and their variables."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from launcher_scripts.configuration.settings import CHECKOUT
 ID_VARIABLE = "SUBMITIT_BCP_JOB_ID"
 MPIRUN = "mpirun"
 _AS_ROOT = ("--allow-run-as-root",)
-# Between the request to end and the end by force.
+# Between SIGTERM and SIGKILL.
 _KILL_AFTER_S = 90
-# A process that bcprun starts does not inherit these. Secrets are among them by name only: their
-# values stand in no script.
+# Variables that a process of bcprun does not inherit. Secrets are listed by name only: no script
+# contains their values.
 _PASSED_ON = (
     "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_VISIBLE_DEVICES", "SUBMITIT_EXECUTOR",
     ID_VARIABLE, "HF_TOKEN", "NGC_API_KEY", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY",
@@ -34,11 +34,11 @@ def runner(bcprun: str = "bcprun", environment: Mapping[str, str] = os.environ) 
 
 @dataclass(frozen=True)
 class Tasks:
-    """How the tasks of a job are started.
+    """The start of a job's tasks.
 
     Attributes:
         runner: bcprun or mpirun.
-        timeout_min: they are asked to end after so many minutes; None for no limit.
+        timeout_min: the runner gets SIGTERM after so many minutes; None for no limit.
         no_redirect: bcprun leaves their output in the job's log.
         arguments: further arguments of bcprun.
         is_mpi_array: whether the replicas are an MPI array, which bcprun starts through mpirun.
@@ -60,7 +60,7 @@ class Tasks:
     def limit(self) -> Iterator[str]:
         """Yield the words in front of the runner that end it in time; its status is then 124.
 
-        Only the runner is asked (`--foreground`), which asks the tasks.
+        The signal goes only to the runner (`--foreground`), which passes it on to the tasks.
         """
         if self.timeout_min is not None:
             yield from ("timeout", "--foreground", f"--kill-after={_KILL_AFTER_S}")
@@ -98,7 +98,7 @@ def job_script(
     """Return the script of a job; bash is replaced by the runner, whose status is the job's.
 
     `command` is the shell line of one task, `exports` are variables of every task, and `setup` are
-    shell lines that run before. `first` is run by every task before, and has to succeed.
+    shell lines that run before. `first` runs in every task before `command`, and has to succeed.
     """
     lines = [
         "#!/bin/bash",

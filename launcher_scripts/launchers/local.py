@@ -45,7 +45,7 @@ class LocalLauncher:
     in_foreground = True
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
-        """Refuse stages that need more than one node."""
+        """Return the problems of stages that need more than one node."""
         return [
             f"{stage.name} needs {stage.resources().nodes} nodes, and cluster_type=local has one; "
             "lower the parallel sizes, or raise cluster.gpus_per_node."
@@ -54,12 +54,12 @@ class LocalLauncher:
         ]
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return nothing: this machine needs no remark."""
+        """Return no remarks."""
         del stages
         return []
 
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
-        """Return a script that does by hand what the job does."""
+        """Return a script that repeats the job by hand."""
         del after
         config = job.whole_config_path
         command = [
@@ -78,7 +78,7 @@ class LocalLauncher:
         return "\n".join(lines) + "\n"
 
     def submit(self, job: Job, after: Sequence[Dependency]) -> LocalHandle:
-        """Start the job. What it waits for must have happened: there is no queue."""
+        """Start the job. Its dependency must be satisfied: nothing is queued."""
         del after
         job_id = new_id(job)
         mark = uuid.uuid4().hex
@@ -109,7 +109,7 @@ class LocalLauncher:
 
 
 class LocalHandle:
-    """A job of this machine."""
+    """A job on this machine."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class LocalHandle:
 
     @property
     def log_path(self) -> Path:
-        """Output and errors of the job."""
+        """Log of the job's output and errors."""
         return self._log_path
 
     def poll(self) -> str | None:
@@ -142,11 +142,11 @@ class LocalHandle:
         return self._state
 
     def stop(self, grace_s: float) -> None:
-        """Ask politely for `grace_s`, then end every process of the job."""
+        """Send SIGTERM for up to `grace_s`, then kill every process of the job."""
         self._was_stopped = True
         deadline = time.monotonic() + grace_s
         while not self._submitted.done() and time.monotonic() < deadline:
-            # Asked again because a process that is just starting may not listen yet.
+            # Repeated: a process that is just starting may not handle the signal yet.
             _send(self._process_id, signal.SIGTERM)
             waited_until = min(deadline, time.monotonic() + _ASK_AGAIN_S)
             while not self._submitted.done() and time.monotonic() < waited_until:
@@ -157,7 +157,7 @@ class LocalHandle:
         self.poll()
 
     def _settle(self) -> str:
-        """Return the state by the result that the job left, and see that the record says so."""
+        """Return the state from the job's result, and correct the record."""
         found = record.read_record(self.job.record_path)
         result = self._result()
         if result == "success":
@@ -177,7 +177,7 @@ class LocalHandle:
         return state
 
     def _unexplained_end(self, result: str | None) -> tuple[str, str]:
-        """Return state and reason of a job that has not noted its end."""
+        """Return state and reason of a job that has not recorded its end."""
         if self._was_stopped:
             return record.CANCELLED, "stopped"
         if result is None:
@@ -196,16 +196,15 @@ class LocalHandle:
         return str(outcome)
 
     def _clear_away(self) -> None:
-        """Kill what is left of the job; after an orderly end there is nothing."""
+        """Kill the remaining processes of the job; an orderly end leaves none."""
         end_processes_of_job(self._mark)
 
 
 class _Executor(LocalExecutor):
-    """submitit's local executor, with an environment of ours and out of the terminal's reach.
+    """submitit's local executor, with the job's environment and in a session of its own.
 
-    In a session of its own the job does not get the terminal's Ctrl-C: the launcher does, and ends
-    the job in order. CUDA_VISIBLE_DEVICES is left as it is; the original empties it for a job that
-    asks for no GPU.
+    The terminal's Ctrl-C therefore reaches only the launcher, which stops the job gracefully.
+    CUDA_VISIBLE_DEVICES is left as it is; submitit empties it for a job that requests no GPU.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
@@ -239,7 +238,7 @@ class _Executor(LocalExecutor):
 
 
 def new_id(job: Job) -> str:
-    """Return the start time as MMDD_HHMMSS, with a suffix when that is taken."""
+    """Return the start time as MMDD_HHMMSS, with a suffix if that exists."""
     stamp = datetime.now().strftime("%m%d_%H%M%S")
     for number in itertools.count(1):
         job_id = stamp if number == 1 else f"{stamp}_{number}"

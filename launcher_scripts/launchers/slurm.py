@@ -1,4 +1,4 @@
-"""Jobs on Slurm, through submitit's executor with a batch script of ours."""
+"""Jobs on Slurm, through submitit's executor with our batch script."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from stages import record
 from stages.base import Stage
 from stages.job import StageJob
 
-# Slurm is asked soon after a change, and then less and less often.
+# Slurm is polled soon after a change, and then less and less often.
 _FIRST_POLL_S, _LAST_POLL_S = 0.5, 5.0
 _STOP_POLL_S = 0.5
 
@@ -47,7 +47,7 @@ class SlurmLauncher:
         self._config = config
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
-        """Return what the cluster would refuse, as far as this machine can ask it."""
+        """Return the problems that the cluster reports, as far as this machine can reach it."""
         return problems_of_cluster(self._config, stages)
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
@@ -58,7 +58,7 @@ class SlurmLauncher:
             "export.model.checkpoint_path": self._config.export.model.checkpoint_path,
         }
         return [
-            f"{key}={path} is on a file system of this machine alone ({kind}); every node must "
+            f"{key}={path} is on a local file system of this machine ({kind}); every node must "
             "see it under the same name"
             for key, path in folders.items()
             if (kind := own_file_system(Path(path))) is not None
@@ -69,13 +69,13 @@ class SlurmLauncher:
         return batch_script(job, self._config, after)
 
     def submit(self, job: Job, after: Sequence[Dependency]) -> SlurmHandle:
-        """Put the job into the queue. Raises SubmissionError with the words of sbatch."""
+        """Queue the job. Raises SubmissionError with sbatch's message."""
         folder, text = submitit_folder(job), self.render(job, after)
         (job_id,) = self._submit(folder, text, [(job, self._config)])
         return _noted(SlurmHandle(job, job_id, log_path(job, job_id)))
 
     def fits_array(self, jobs: Sequence[tuple[Job, Config]]) -> bool:
-        """Whether jobs of several configurations ask for the same, and end by themselves."""
+        """Whether jobs of several configurations request the same, and end by themselves."""
         first = shape(*jobs[0])
         return len(jobs) > 1 and all(
             job.stage.readiness_path() is None and shape(job, config) == first
@@ -85,7 +85,7 @@ class SlurmLauncher:
     def submit_array(
         self, jobs: Sequence[tuple[Job, Config]], after: Sequence[Dependency], folder: Path
     ) -> list[SlurmHandle]:
-        """Put jobs of one shape into the queue as an array. Raises SubmissionError."""
+        """Queue jobs of one shape as an array. Raises SubmissionError."""
         first, config = jobs[0]
         array = Array(folder, len(jobs))
         text = batch_script(first, config, after, array=array)
@@ -97,7 +97,7 @@ class SlurmLauncher:
 
     def _submit(self, folder: Path, text: str, jobs: Sequence[tuple[Job, Config]]) -> list[str]:
         executor = _Executor(folder, text)
-        # submitit counts time-outs with this number; the script says the same.
+        # submitit counts time-outs with this number, which the script repeats.
         executor.update_parameters(time=jobs[0][0].stage.resources().time_limit_min)
         payloads = [
             StageJob(job.stage, job.record_path, step_of(job, config)) for job, config in jobs
@@ -127,7 +127,7 @@ class SlurmHandle:
         return self._log_path
 
     def poll(self) -> str | None:
-        """Return the final state, or None; the record is read each time, Slurm asked seldom."""
+        """Return the final state, or None; reads the record each time, and polls Slurm seldom."""
         found = record.read_record(self.job.record_path)
         if found is not None and not found.is_final:
             now = time.monotonic()
@@ -148,13 +148,13 @@ class SlurmHandle:
             time.sleep(_STOP_POLL_S)
 
     def _settled(self) -> str | None:
-        """Return the final state, asking Slurm now."""
+        """Return the final state, polling Slurm now."""
         self._asked_at = 0.0
         return self.poll()
 
 
 class _Executor(SlurmExecutor):
-    """submitit's Slurm executor with a script of ours."""
+    """submitit's Slurm executor with our batch script."""
 
     def __init__(self, folder: Path, script: str) -> None:
         super().__init__(folder)
@@ -167,7 +167,7 @@ class _Executor(SlurmExecutor):
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[SubmittedJob[Any]]:
-        """Submit one job, or an array: submitit's own would make the script of an array anew."""
+        """Submit one job, or an array, whose script submitit itself would write anew."""
         if len(delayed_submissions) == 1:
             return PicklingExecutor._internal_process_submissions(self, delayed_submissions)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -194,7 +194,7 @@ def _noted(handle: SlurmHandle) -> SlurmHandle:
 
 @contextmanager
 def _environment_of_a_login_shell() -> Iterator[None]:
-    """Hide the variables of an enclosing job: sbatch hands all of them on."""
+    """Hide the variables of an enclosing job, which sbatch would pass on."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(clean_environment(before))

@@ -18,16 +18,16 @@ from launcher_scripts.launchers.slurm_options import images_of, problems_of_opti
 from stages.base import Stage
 from stages.preflight import mpi_problem
 
-# An ext4 or xfs disk may be exported to the nodes; these cannot be.
+# Local file systems; an ext4 or xfs disk may be exported to the nodes, these cannot be.
 _OWN_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay")
 _ASK_S = 20.0
-# Busy nodes may not answer in this time; the check is then left out.
+# Busy nodes may not answer in this time; the check is then skipped.
 _PROBE_WAIT_S = 60
 _UNSEEN = "unseen:"
 
 
 def problems_of_cluster(config: Config, stages: Sequence[Stage]) -> list[str]:
-    """Return why the stages cannot run, as far as this machine can ask the cluster."""
+    """Return why the stages cannot run, as far as this machine can reach the cluster."""
     problems = problems_of_options(config, stages)
     if is_dry_run(config):
         return problems
@@ -96,7 +96,7 @@ def _problems_of_partition(config: Config) -> list[str]:
     names = sorted(set(known.split())) if known else []
     missing = [each for each in partition.split(",") if names and each not in names]
     return [
-        f"cluster.partition={partition}: there is no partition {each}; known partitions: "
+        f"cluster.partition={partition}: unknown partition {each}; known partitions: "
         f"{', '.join(names)}."
         for each in missing
     ]
@@ -108,14 +108,14 @@ def _problems_of_pyxis(config: Config, stages: Sequence[Stage]) -> list[str]:
     if described is None or "--container-image" in described:
         return []
     return [
-        f"{key}={image} needs pyxis, and this Slurm's srun does not know --container-image; "
+        f"{key}={image} needs pyxis, and this Slurm's srun has no --container-image; "
         f"install pyxis, or set {key}=null."
         for key, image in images.items()
     ]
 
 
 def own_file_system(path: Path) -> str | None:
-    """Return the kind of file system where `path` lies, if other machines cannot have it too."""
+    """Return the kind of file system of `path`, if other machines cannot share it."""
     there = nearest_that_exists(path).resolve()
     kinds: dict[str, str] = {}
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Checks of settings that no Slurm and no pyxis would take, made without asking them."""
+"""Checks of settings that no Slurm and no pyxis would accept, without calling them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stages.base import Stage
 
 _MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
 _OPTION = re.compile(r"[a-z][a-z0-9_-]*")
-# A line of the script that begins with #SBATCH ends where its line ends.
+# An option in a #SBATCH line of the script ends with its line.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -42,11 +42,11 @@ def _further_options(config: Config) -> Iterator[str]:
     for name, value in config.cluster.additional_parameters.items():
         key = f"cluster.{name}"
         if not _OPTION.fullmatch(str(name)):
-            yield f"{key}: {name} is not a name of an option of sbatch."
+            yield f"{key}: {name} is not an option of sbatch."
         if isinstance(value, (dict, list)):
             yield f"{key}={value}: expected a single value, as sbatch takes it after --{name}=."
         if isinstance(value, str) and _CONTROL.search(value):
-            yield f"{key}={value!r}: an option of sbatch is one line; leave the line break out."
+            yield f"{key}={value!r}: an option of sbatch is one line; remove the line break."
 
 
 def _memory(value: Any) -> Iterator[str]:
@@ -61,14 +61,14 @@ def _memory(value: Any) -> Iterator[str]:
 
 
 def _gpus(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
-    """Compare what the stages need with what the configuration says of a node and of a task."""
+    """Compare the stages' GPUs with those of a node and of a task in the configuration."""
     most, per_task = config.cluster.gpus_per_node, config.cluster.gpus_per_task
     for stage in stages:
         resources = stage.resources()
         asked, tasks = resources.gpus_per_node or 0, resources.tasks_per_node
         if most is not None and asked > most:
             yield (
-                f"{stage.name} asks for {asked} GPUs of a node, and cluster.gpus_per_node={most}; "
+                f"{stage.name} requests {asked} GPUs of a node, and cluster.gpus_per_node={most}; "
                 "lower deploy.gpus_per_node or export.run.gpus_per_node, or correct the cluster's."
             )
         if per_task and asked and tasks * per_task != asked:
@@ -87,6 +87,6 @@ def _images(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
                 yield f"{key}={image} is not a file; give an existing image, or a registry path."
         elif image.endswith(".sqsh"):
             yield (
-                f"{key}={image} would be looked for in a registry; write a file with its whole "
+                f"{key}={image} would be searched in a registry; write a file with its absolute "
                 f"path, such as {Path(image).absolute()}."
             )

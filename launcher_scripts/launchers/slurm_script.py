@@ -1,4 +1,4 @@
-"""The batch script of a job, as text; nothing here talks to Slurm."""
+"""The batch script of a Slurm job, as text; nothing here calls Slurm."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stages.deploy_config import PYTORCH
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
 
-# Cluster keys that go to sbatch under their own name.
+# Cluster keys that are options of sbatch under the same name.
 _SAME_NAME = (
     "account", "comment", "constraint", "exclude", "exclusive", "gres", "nodelist", "overcommit",
     "partition", "qos", "reservation",
@@ -32,8 +32,8 @@ class Array:
     """Jobs of the same shape that are submitted as one job array.
 
     Attributes:
-        folder: where their common script, pickles and logs go.
-        size: how many there are.
+        folder: folder of their common script, pickles and logs.
+        size: number of jobs.
     """
 
     folder: Path
@@ -45,8 +45,8 @@ def batch_script(
 ) -> str:
     """Return the script for sbatch: options, environment, and the job's Python in place of bash.
 
-    Python replaces the shell, so that it gets the signal before the time limit and can requeue.
-    The script of an array stands for each of its jobs; `job` is any one of them.
+    Python replaces the shell: it receives the signal before the time limit and can requeue. The
+    script of an array serves each of its jobs; `job` is any one of them.
     """
     options = sbatch_options(job, config, after)
     job_id, folder = "$SLURM_JOB_ID", submitit_folder(job)
@@ -99,7 +99,7 @@ def _needs_gpus(job: Job) -> bool:
 
 
 def _about_step(step: JobStep | None) -> list[str]:
-    """Return comments that show the step which the command starts, for whoever reads the script."""
+    """Return comments that show the reader of the script the step that the command starts."""
     if step is None:
         return []
     shown = shlex.join(step.command("STAGE", "RESULT", str(step.ranks))).replace("\n", "\\n")
@@ -130,14 +130,14 @@ def array_log(job: Job, array: Array, job_id: str) -> Path:
 
 
 def shape(job: Job, config: Config) -> dict[str, Any]:
-    """Return what jobs of one array have in common: all but their logs, names of folders apart."""
+    """Return the options that the jobs of an array share: all but their logs."""
     options = sbatch_options(job, config, ())
     common = {name: value for name, value in options.items() if name not in ("output", "error")}
     return common | {"environment": dict(job.environment), "setup": list(config.cluster.setup)}
 
 
 def submitit_folder(job: Job) -> Path:
-    """Return where submitit keeps the pickles of a job."""
+    """Return submitit's folder of a job's pickles."""
     return job.folder / "submitit"
 
 
@@ -171,7 +171,7 @@ def sbatch_options(job: Job, config: Config, after: Sequence[Dependency]) -> dic
 
 
 def dependency(job: Job, config: Config, after: Sequence[Dependency]) -> str | None:
-    """Return what a job waits for: the pipeline, its own configuration and the cluster's."""
+    """Return a job's dependencies: of the pipeline, its own configuration and the cluster's."""
     own = config.export.run.dependency if job.stage.name in ("convert", "export") else None
     parts = [*map(str, after), own, config.cluster.dependency]
     return ",".join(part for part in parts if part) or None
@@ -183,13 +183,13 @@ def _logs(log: Path, job_id: str) -> dict[str, str | None]:
 
 
 def _pattern(log: Path, job_id: str) -> str:
-    """Return the path of a log as sbatch reads it, where only `job_id` stands for something."""
+    """Return the path of a log for sbatch, in which only `job_id` is a pattern."""
     before, _, after = str(log).rpartition(job_id)
     return f"{before.replace('%', '%%')}{job_id}{after}"
 
 
 def memory(value: Any) -> str | None:
-    """Return memory as sbatch reads it: 0 for all, numbers in GB, texts as they are."""
+    """Return memory for sbatch: 0 for all, numbers in GB, texts unchanged."""
     if value is None or isinstance(value, str):
         return value
     if value == 0:
@@ -211,7 +211,7 @@ def step_of(job: Job, config: Config) -> JobStep | None:
     arguments = [each for each in cluster.srun_args if image or not _is_about_containers(each)]
     resources = job.stage.resources()
     ranks = resources.nodes * resources.tasks_per_node
-    # NVIDIA's server finds itself through MPI even when it is alone.
+    # NVIDIA's server initializes MPI even when it is alone.
     needs_mpi = ranks > 1 or (job.stage.name == "deploy" and config.deploy.engine != PYTORCH)
     if image is None and not arguments and not needs_mpi:
         return None
@@ -247,7 +247,7 @@ def mounts(config: Config) -> list[str]:
 
 
 def _lies_inside_another(pair: str, pairs: Sequence[str]) -> bool:
-    """Whether a folder is mounted already because one above it is, at the same place."""
+    """Whether a folder is inside a mount whose source and target agree."""
     source, target = pair.split(":")[:2]
     if source != target:
         return False

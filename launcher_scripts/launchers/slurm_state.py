@@ -1,4 +1,4 @@
-"""The state of a job, asked of squeue, scontrol and sacct in turn."""
+"""The state of a job from squeue, scontrol and sacct, in this order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNKNOWN_JOB = "Invalid job id"
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED", "RESV_DEL_HOLD")
 _RUNNING = ("RUNNING", "COMPLETING", "STAGE_OUT", "SIGNALING")
 _CANCELLED = ("CANCELLED", "PREEMPTED", "REVOKED")
-# What a user can do about an end that only Slurm knows of.
+# Remedies for ends that only Slurm records.
 _REMEDIES = {
     "TIMEOUT": "its time limit has passed; raise the stage's time_limit",
     "OUT_OF_MEMORY": "it needed more memory; raise the stage's mem_gb, or cluster.mem",
@@ -24,7 +24,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True)
 class SlurmJobState:
-    """Slurm's words for a job; empty when Slurm no longer knows it.
+    """Slurm's description of a job; empty when Slurm no longer knows it.
 
     Attributes:
         word: its state.
@@ -38,10 +38,10 @@ class SlurmJobState:
 
 
 def slurm_state(job_id: str) -> SlurmJobState | None:
-    """Return what Slurm says of a job, or None when Slurm cannot be asked from here.
+    """Return Slurm's description of a job, or None when Slurm is unreachable from here.
 
-    squeue knows what is queued, scontrol what ended lately, sacct the rest, where there is
-    accounting; its file form works without a database.
+    squeue lists queued jobs, scontrol recent ones, and sacct the rest, if the cluster has
+    accounting, for which a file without a database is enough.
     """
     queue = _ask(["squeue", "-h", "-o", "JobState=%T Reason=%r", "-j", job_id])
     if queue is None or (queue.returncode != 0 and _UNKNOWN_JOB not in queue.stderr):
@@ -70,9 +70,9 @@ def our_state(word: str) -> str:
 
 
 def settle(record_path: Path) -> record.JobRecord | None:
-    """Return a job's record after asking Slurm, and correct it when the job ended unnoticed.
+    """Return a job's record, corrected from Slurm when the job ended unnoticed.
 
-    The job's own word counts first: it is the only one that knows whether the stage succeeded.
+    The job's own record comes first: only the job knows whether the stage succeeded.
     """
     found = record.read_record(record_path)
     if found is None or found.is_final or not found.job_id:
@@ -96,27 +96,27 @@ def settle(record_path: Path) -> record.JobRecord | None:
 
 
 def waiting_for(job_id: str) -> str:
-    """Return why a job is still in the queue, in Slurm's word; empty when it is not there."""
+    """Return Slurm's reason why a job is still queued; empty when it is not."""
     answer = slurm_state(job_id)
     return answer.reason if answer is not None and answer.word in _QUEUED else ""
 
 
 def cancel(job_id: str) -> str:
-    """Take a job out of the queue, or end it; return what scancel objects to, empty if nothing."""
+    """Cancel a job; return scancel's error, empty if none."""
     done = _ask(["scancel", job_id])
     if done is None:
-        return "scancel cannot be run here, or does not answer"
+        return "scancel is unavailable here, or does not answer"
     return "" if done.returncode == 0 else done.stderr.strip()
 
 
 def _explanation(found: record.JobRecord, answer: SlurmJobState) -> str:
-    """Return why a job ended that says nothing itself."""
+    """Return why a job ended that has not recorded its end."""
     if answer.reason == "DependencyNeverSatisfied":
-        return f"never started: what it waited for ({found.dependency}) did not succeed"
+        return f"never started: its dependency ({found.dependency}) did not succeed"
     if answer.word in _CANCELLED:
         return "cancelled" if found.started_at else "cancelled before it started"
     if not answer.word:
-        return "Slurm does not know the job any more, and it left no result of its own; see its log"
+        return "Slurm no longer knows the job, which left no result; see its log"
     code = f" with exit code {answer.exit_code}" if answer.exit_code not in ("", "0:0") else ""
     remedy = _REMEDIES.get(answer.word, "see its log")
     return f"the job left no result of its own; Slurm calls it {answer.word}{code}: {remedy}"

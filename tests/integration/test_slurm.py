@@ -99,7 +99,7 @@ def test_failed_stage_cancels_the_rest(tmp_path: Path, capsys: pytest.CaptureFix
     until(lambda: run.handles["environment"].poll() == "cancelled", "the end of the dependent job")
     waited_for = f"afterok:{run.handles['write'].job_id}"
     assert record(tmp_path, "environment").error in (
-        f"never started: what it waited for ({waited_for}) did not succeed",
+        f"never started: its dependency ({waited_for}) did not succeed",
         "cancelled before it started",  # by the command, which follows the chain
     )
     assert not (tmp_path / "out" / "target.txt").exists()

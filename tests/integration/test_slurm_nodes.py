@@ -105,7 +105,7 @@ def test_unknown_mpi_and_partition_are_reported_before_and_inside_the_job(tmp_pa
     words = ("cluster.mpi=pmi9", "cluster.partition=bach", "container=/nowhere.sqsh")
     told = "\n".join(SlurmLauncher(configure(*words)).check([stage]))
     assert "cluster.mpi=pmi9: this Slurm does not have it" in told
-    assert "there is no partition bach; known partitions: batch, urgent" in told
+    assert "unknown partition bach; known partitions: batch, urgent" in told
     assert "container=/nowhere.sqsh is not a file" in told
     with pytest.raises(StageError, match=r"cluster\.mpi=pmi9"):
         check_mpi("pmi9")

@@ -319,7 +319,7 @@ def test_cancel_without_slurm_says_why_it_cannot(
     )
     assert look_after(action("cancel", tmp_path, f"run_dir={tmp_path}"), Console()) == 1
     shown = capsys.readouterr().out
-    assert "convert (job 12) cannot be cancelled: scancel cannot be run here" in shown
+    assert "convert (job 12) cannot be cancelled: scancel is unavailable here" in shown
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def test_placeholders_must_be_given(choice: str) -> None:
 
 def test_misspelt_key_is_answered_with_the_likely_one() -> None:
     assert problem("export.model.tensor_model_paralel_size=2") == (
-        "export.model.tensor_model_paralel_size=2: there is no key "
+        "export.model.tensor_model_paralel_size=2: unknown key "
         "export.model.tensor_model_paralel_size "
         "(did you mean export.model.tensor_model_parallel_size?)."
     )
@@ -158,19 +158,19 @@ def test_word_without_a_value_is_answered_with_what_to_write(word: str, told: st
 
 
 def test_unknown_key_with_a_plus_is_refused_too() -> None:
-    assert "there is no key foo" in problem("+foo=1")
+    assert "unknown key foo" in problem("+foo=1")
 
 
 @pytest.mark.parametrize(
     ("word", "told"),
     [
-        ("+export.run.time_limit=5", "export.run.time_limit is there already; leave the + out"),
-        ("+export=gpt3/sample", "export is there already; leave the + out: export=gpt3/sample"),
-        ("~export", "export cannot be taken away"),
-        ("~export.run.time_limit", "export.run.time_limit cannot be taken away"),
-        ("~env_vars.NCCL_DEBUG", "there is no such entry"),
-        ("export=null", "export=null: there is no such configuration"),
-        ("cluster=null", "cluster=null: there is no such configuration"),
+        ("+export.run.time_limit=5", "export.run.time_limit exists already; leave the + out"),
+        ("+export=gpt3/sample", "export exists already; leave the + out: export=gpt3/sample"),
+        ("~export", "export cannot be removed"),
+        ("~export.run.time_limit", "export.run.time_limit cannot be removed"),
+        ("~env_vars.NCCL_DEBUG", "the entry does not exist"),
+        ("export=null", "export=null: unknown configuration"),
+        ("cluster=null", "cluster=null: unknown configuration"),
         ("stages=null", "expected a list such as [a,b]; [] is one without entries"),
         ("stages=[convert", "'stages=[convert' cannot be read as key=value"),
         ("stages=[[convert]]", "stages=[['convert']]: expected a list of single values"),
@@ -236,7 +236,7 @@ def test_home_and_variables_in_paths_are_replaced(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(
     ("path", "told"),
-    [("$NOWHERE/r", "$NOWHERE is not set"), ("~nobody7/r", "there is no such user")],
+    [("$NOWHERE/r", "$NOWHERE is not set"), ("~nobody7/r", "the user does not exist")],
 )
 def test_paths_that_lead_nowhere_are_refused(path: str, told: str) -> None:
     assert problem(f"base_results_dir={path}") == f"base_results_dir={path}: {told}; give the path."

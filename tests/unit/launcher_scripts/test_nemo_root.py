@@ -59,7 +59,7 @@ def test_words_about_other_stages_are_left_out(conf: Path) -> None:
     )
     assert composition.problems == ()
     (problem,) = compose(conf, "trainings.run.nodes=2").problems
-    assert problem.startswith("trainings.run.nodes=2: there is no key")
+    assert problem.startswith("trainings.run.nodes=2: unknown key")
 
 
 def test_the_command_takes_it(

@@ -89,7 +89,7 @@ def test_a_server_elsewhere_needs_nothing_here(tmp_path: Path) -> None:
 
 def test_a_server_elsewhere_and_deploy_contradict(tmp_path: Path) -> None:
     made = plan(tmp_path, "stages=[deploy,evaluate]", "evaluate.server=host:8001")
-    assert any("names a server, and stages asks for another" in text for text in made.problems)
+    assert any("names a server, and stages starts another" in text for text in made.problems)
 
 
 def test_accuracy_of_the_export_adds_evaluate(tmp_path: Path) -> None:

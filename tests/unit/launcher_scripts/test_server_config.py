@@ -71,7 +71,7 @@ def test_local_gpus_are_counted_and_the_rest_hidden(monkeypatch: pytest.MonkeyPa
 def test_server_may_have_an_image_of_its_own() -> None:
     config = on_cluster(1, 1, "container=all", "deploy.container=server")
     assert (image_of("deploy", config), image_of("export", config)) == ("server", "all")
-    with pytest.raises(ValueError, match=r"deploy\.container=server: cluster_type=local starts no"):
+    with pytest.raises(ValueError, match=r"deploy\.container=server: cluster_type=local does not"):
         server_config(configure("deploy.container=server"))
 
 

@@ -61,9 +61,9 @@ def test_every_problem_of_the_cluster_is_reported_at_once(
     ]  # fmt: skip
     assert main(words) == 2
     told = capsys.readouterr().err
-    assert "cluster.partition=bach: there is no partition bach; known partitions: batch" in told
+    assert "cluster.partition=bach: unknown partition bach; known partitions: batch" in told
     assert "container=/nowhere.sqsh is not a file" in told
-    assert "needs pyxis, and this Slurm's srun does not know --container-image" in told
+    assert "needs pyxis, and this Slurm's srun has no --container-image" in told
     assert "pipeline_model_parallel_size=3 does not divide num_layer=4" in told
     assert "does not have it, and without it every rank believes" in told
     assert not (tmp_path / "r").exists()
@@ -116,7 +116,7 @@ def test_gpus_of_a_task_and_of_a_node_have_to_agree(tmp_path: Path) -> None:
         ("cluster.mem=true", "cluster.mem=True is not an amount of memory"),
         ("+cluster.admin-comment=a\nb", "cluster.admin-comment='a\\nb': an option of sbatch is"),
         ("+cluster.mail_type=[END]", "cluster.mail_type=['END']: expected a single value"),
-        ("container=image.sqsh", "container=image.sqsh would be looked for in a registry"),
+        ("container=image.sqsh", "container=image.sqsh would be searched in a registry"),
     ],
 )
 def test_values_that_no_slurm_takes_are_refused(tmp_path: Path, word: str, told: str) -> None:

@@ -51,7 +51,7 @@ def test_nothing_is_concluded_from_a_slurm_that_does_not_answer(
 def test_job_that_nobody_remembers_is_lost(tmp_path: Path) -> None:
     found = settled(tmp_path)
     assert (found.state, found.exit_code) == ("lost", None)
-    assert "Slurm does not know the job any more" in found.error
+    assert "Slurm no longer knows the job" in found.error
 
 
 def test_file_of_ended_jobs_is_asked_where_there_is_no_accounting(
@@ -65,7 +65,7 @@ def test_job_whose_predecessor_failed_says_so(tmp_path: Path, folder: Path) -> N
     program(folder, "squeue", "exit 0")
     program(folder, "scontrol", "echo JobState=CANCELLED Reason=DependencyNeverSatisfied")
     found = settled(tmp_path, SUBMITTED, dependency="afterok:11")
-    assert found.error == "never started: what it waited for (afterok:11) did not succeed"
+    assert found.error == "never started: its dependency (afterok:11) did not succeed"
 
 
 @pytest.mark.parametrize(
