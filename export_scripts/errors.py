@@ -22,7 +22,7 @@ class CheckpointMismatchError(ValueError):
         return type(self), (self.problems,)
 
 
-def shortened(names: Sequence[str], most: int = 8) -> str:
+def first_names(names: Sequence[str], most: int = 8) -> str:
     """Return the first of several names, separated by commas, and the number of the rest."""
     more = len(names) - most
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -72,7 +72,7 @@ class Console:
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         """Return rows as aligned columns under a header, states in their colours."""
-        return table(header, rows, paint=self._painted)
+        return text_table(header, rows, paint=self._painted)
 
     def refuse(self, problems: Sequence[str]) -> None:
         """Write every problem once; on a terminal lines are broken between words."""
@@ -120,7 +120,7 @@ def progress_text(state: ProgressState) -> str:
     return f"[{bar}] {share:4.0%}  {figures}  {state.phase}"
 
 
-def table(
+def text_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], *, paint: Callable[[str], str] = str
 ) -> str:
     """Return rows as aligned columns under a header; `paint` receives each padded cell."""

@@ -64,7 +64,7 @@ def note_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> Non
         log.write(f"# {at}\n" + " \\\n  ".join(arguments) + "\n")
 
 
-def write_files(job: Job, script: str) -> list[Path]:
+def write_job_files(job: Job, script: str) -> list[Path]:
     """Write configuration and script, and return their paths; those of earlier runs are kept."""
     folder = job.folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ def write_files(job: Job, script: str) -> list[Path]:
     return list(files)
 
 
-def write_record(job: Job, *, job_id: str, cluster: str, dependency: str) -> None:
+def write_job_record(job: Job, *, job_id: str, cluster: str, dependency: str) -> None:
     """Write the record of a job that is about to be submitted."""
     record.write_record(
         job.record_path,

@@ -56,7 +56,7 @@ class Run:
         for number, (name, job) in enumerate(self.jobs.items()):
             ids[name] = str(_FIRST_DRY_ID + number)
             script = self.launcher.render(job, self._dependencies(name, ids))
-            for path in job_folder.write_files(job, script):
+            for path in job_folder.write_job_files(job, script):
                 if path != job.whole_config_path:
                     self.console.say(f"# {path}\n{path.read_text(encoding='utf-8')}")
         count = "one job" if len(self.jobs) == 1 else f"{len(self.jobs)} jobs"
@@ -156,8 +156,10 @@ class Run:
         """Write a job's files and its record, just before it is submitted."""
         job = self.jobs[name]
         dependency = ",".join(map(str, after))
-        job_folder.write_files(job, self.launcher.render(job, after))
-        job_folder.write_record(job, job_id="", cluster=self.launcher.name, dependency=dependency)
+        job_folder.write_job_files(job, self.launcher.render(job, after))
+        job_folder.write_job_record(
+            job, job_id="", cluster=self.launcher.name, dependency=dependency
+        )
 
     def note_refusal(self, name: str, error: SubmissionError) -> None:
         """Record the scheduler's message in the job's record."""

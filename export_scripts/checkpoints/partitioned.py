@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.checkpoints.base import FileMaps, StoredTensor
-from export_scripts.errors import CheckpointMismatchError, shortened
+from export_scripts.errors import CheckpointMismatchError, first_names
 
 _LAYER = re.compile(r"^(.*?(?:^|\.)layers\.)(\d+)(\..*|:.*)$")
 
@@ -89,13 +89,13 @@ def check_training_ranks(
         kind = "tensor-parallel ranks" if pp_size == 1 else "training ranks"
         verb = "is" if len(missing) == 1 else "are"
         problems.append(
-            f"checkpoint has {have} of {len(wanted)} {kind}: {shortened(missing)} {verb} missing "
+            f"checkpoint has {have} of {len(wanted)} {kind}: {first_names(missing)} {verb} missing "
             f"under {where} (its configuration says TP {tp_size}, PP {pp_size})"
         )
     extra = [by_rank[place].folder for place in sorted(set(by_rank) - wanted)]
     if extra:
         problems.append(
-            f"{where} holds {shortened(extra)}, but its configuration says TP {tp_size}, "
+            f"{where} holds {first_names(extra)}, but its configuration says TP {tp_size}, "
             f"PP {pp_size}; the folder mixes runs or the configuration is another's"
         )
     if problems:
@@ -185,7 +185,7 @@ def _uneven(ranks: list[Mapping[str, StoredTensor]], pp_rank: int, where: str) -
         lacking = sorted(names - set(rank))
         if lacking:
             problems.append(
-                f"{where}: tensor rank {tp_rank} of stage {pp_rank} lacks {shortened(lacking)}"
+                f"{where}: tensor rank {tp_rank} of stage {pp_rank} lacks {first_names(lacking)}"
             )
     return problems
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from export_scripts.errors import shortened
+from export_scripts.errors import first_names
 
 CONFIG_FILE = "config.pbtxt"
 _DIGEST = "sha256"  # key of the objects' metadata
@@ -109,7 +109,7 @@ def publish_repository(
         changes = _changes(files, store)
         if changes.conflicts and not overwrite:
             raise ValueError(
-                f"{location.triton_url} holds other contents: {shortened(changes.conflicts, 3)}; "
+                f"{location.triton_url} holds other contents: {first_names(changes.conflicts, 3)}; "
                 "set overwrite=true to replace them, or choose another prefix."
             )
         total = sum(path.stat().st_size for path in changes.send.values())

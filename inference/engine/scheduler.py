@@ -32,7 +32,7 @@ from inference.engine.running import (
     RunningRow,
 )
 from inference.engine.sessions import Sessions
-from inference.engine.step_budget import ChunkSize, EncoderBatch, prompt_work
+from inference.engine.step_budget import ChunkSize, EncoderProgress, prompt_work
 from inference.model.kv_cache import WIPE, Move, prefix_source
 from inference.model.token_feed import NEWEST
 from inference.ranks.base import StepResult
@@ -86,7 +86,7 @@ class Scheduler:
         self._requests: dict[RunningRequest, None] = {}  # in order of arrival
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
         self._moves: list[Move] = []
-        self._encoder = EncoderBatch(encoder_layers)
+        self._encoder = EncoderProgress(encoder_layers)
         self._sessions = Sessions(idle_s=session_idle_s, free=self._free)
 
     @property

@@ -101,7 +101,7 @@ def _has_more(row: RunningRow) -> bool:
     return _missing(row) > 1
 
 
-class EncoderBatch:
+class EncoderProgress:
     """The batch in the encoder of an encoder-decoder; always empty for other models.
 
     One batch of rows passes the encoder at a time. A step takes as many of its layers as fit in the

@@ -35,7 +35,7 @@ def load_decoder(
         CheckpointMismatchError: Tensors hold values that are not finite.
     """
     layout = weights.layout
-    check_architecture(architecture, layout.tp_size)
+    check_decoder(architecture, layout.tp_size)
     loader = _Loader(weights, architecture, reduce, int8=int8)
     decoder = Decoder(
         architecture,
@@ -51,7 +51,7 @@ def load_decoder(
     return decoder
 
 
-def check_architecture(architecture: DecoderArchitecture, tp_size: int) -> None:
+def check_decoder(architecture: DecoderArchitecture, tp_size: int) -> None:
     """Fail on what this runtime cannot compute.
 
     Raises:

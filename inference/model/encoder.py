@@ -62,7 +62,7 @@ class Encoder:
             ValueError: The sizes do not divide among the ranks.
             CheckpointMismatchError: Tensors hold values that are not finite.
         """
-        check_architecture(architecture, weights.layout.tp_size)
+        check_encoder(architecture, weights.layout.tp_size)
         self.architecture = architecture
         self.dtype, self.device = weights.dtype, weights.device
         self.layer_numbers = weights.layout.layers(architecture.num_layer)
@@ -85,7 +85,7 @@ class Encoder:
         return x
 
 
-def check_architecture(architecture: EncoderArchitecture, tp_size: int) -> None:
+def check_encoder(architecture: EncoderArchitecture, tp_size: int) -> None:
     """Fail on sizes that do not divide among the ranks.
 
     Raises:

@@ -20,8 +20,8 @@ from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows
 from inference.model.relative_position import square_bias
 from inference.model.step import AttentionRules, Segment, Step, make_step
-from inference.model.t5_layers import DecoderLayer
-from inference.model.t5_weights import T5Loader, check_architecture
+from inference.model.t5_layers import T5DecoderLayer
+from inference.model.t5_weights import T5Loader, check_t5
 from inference.model.weights import RankWeights
 from inference.parallel.linear import AllReduce, VocabParallelHead
 
@@ -108,7 +108,7 @@ class EncoderDecoder:
             ValueError: The sizes do not divide among the ranks.
             CheckpointMismatchError: Tensors hold values that are not finite.
         """
-        check_architecture(architecture, weights.layout.tp_size)
+        check_t5(architecture, weights.layout.tp_size)
         layout = weights.layout
         self.architecture = architecture
         self.dtype, self.device = weights.dtype, weights.device
@@ -119,7 +119,7 @@ class EncoderDecoder:
         self._encoder_bias = loader.relative_bias("encoder")  # (H, offsets)
         self._encoder_norm = loader.final_norm("encoder") if layout.is_last_stage else None
         self.decoder_layers = range(0)
-        self.decoder: list[DecoderLayer] = []
+        self.decoder: list[T5DecoderLayer] = []
         self.decoder_norm: Normalise | None = None
         self._head: VocabParallelHead | None = None
         self.rules = AttentionRules()

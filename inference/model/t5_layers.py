@@ -203,7 +203,7 @@ class LinearAdapter:
 
 
 @dataclass(frozen=True)
-class EncoderLayer:
+class T5EncoderLayer:
     """One encoder layer, norms before each half."""
 
     attention_norm: Normalise
@@ -241,7 +241,7 @@ class EncoderLayer:
 
 
 @dataclass(frozen=True)
-class DecoderLayer:
+class T5DecoderLayer:
     """One decoder layer, norms before each third."""
 
     attention_norm: Normalise

@@ -16,20 +16,20 @@ from inference.model.t5_layers import (
     T5MLP,
     CausalAttention,
     CrossAttention,
-    DecoderLayer,
-    EncoderLayer,
     Heads,
     LinearAdapter,
     RowAttention,
     Scalers,
+    T5DecoderLayer,
     T5Embedding,
+    T5EncoderLayer,
 )
 from inference.model.weights import RankWeights
 from inference.parallel.gemm import gemm_activation
 from inference.parallel.linear import AllReduce, VocabParallelHead
 
 
-def check_architecture(architecture: EncoderDecoderArchitecture, tp_size: int) -> None:
+def check_t5(architecture: EncoderDecoderArchitecture, tp_size: int) -> None:
     """Fail on sizes that do not divide among the ranks.
 
     Raises:
@@ -110,11 +110,11 @@ class T5Loader:
         """Return the norm after a stack's last layer."""
         return self._parts.norm(f"{side}.final_layer_norm")
 
-    def encoder_layer(self, number: int) -> EncoderLayer:
+    def encoder_layer(self, number: int) -> T5EncoderLayer:
         """Return the encoder layer of global number `number`."""
         block = f"encoder.block.{number}."
         name = block + "layer.0.SelfAttention"
-        return EncoderLayer(
+        return T5EncoderLayer(
             attention_norm=self._parts.norm(block + "layer.0.layer_norm"),
             attention=RowAttention(
                 qkv=self._parts.column(f"{name}.q", f"{name}.k", f"{name}.v"),
@@ -128,11 +128,11 @@ class T5Loader:
             mlp_adapter=self._adapter(block + "after_ffn_adapter."),
         )
 
-    def decoder_layer(self, number: int) -> DecoderLayer:
+    def decoder_layer(self, number: int) -> T5DecoderLayer:
         """Return the decoder layer of global number `number`."""
         block = f"decoder.block.{number}."
         attention, cross = block + "layer.0.SelfAttention", block + "layer.1.EncDecAttention"
-        return DecoderLayer(
+        return T5DecoderLayer(
             attention_norm=self._parts.norm(block + "layer.0.layer_norm"),
             attention=CausalAttention(
                 qkv=self._parts.column(f"{attention}.qkv"),

@@ -67,7 +67,7 @@ class TokenFeed:
         return torch.stack((values.view(torch.int32), best.int()), dim=1)
 
 
-def to_host(chosen: torch.Tensor) -> Chosen:
+def chosen_to_host(chosen: torch.Tensor) -> Chosen:
     """Begin to bring what was chosen (n, 2) to the host."""
     if chosen.device.type == "cpu":
         return Chosen(chosen)

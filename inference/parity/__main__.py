@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print the report and return the exit status."""
     options = _parser().parse_args(arguments)
     from inference.parity.comparison import ParityRequest, compare
-    from inference.parity.text import report_text
+    from inference.parity.text import parity_text
 
     try:
         report = compare(
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in str(error).split("\n"):
             complain(f"error: {line}")
         return _BAD_INPUT
-    say(report_text(report))
+    say(parity_text(report))
     return _EQUAL if report.equal else _DEVIATES
 
 

@@ -11,7 +11,7 @@ from inference.parity.weights import FileDifference
 _MOST_LISTED = 20
 
 
-def report_text(report: ParityReport) -> str:
+def parity_text(report: ParityReport) -> str:
     """Return the whole report, the verdict last."""
     lines = [
         f"source   {report.checkpoint} ({report.source or report.weights.title})",

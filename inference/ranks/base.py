@@ -14,7 +14,7 @@ import torch
 from export_scripts.families.layout.architecture import Architecture
 from export_scripts.ft.reader import FTReader
 from inference.model.kv_cache import on_device
-from inference.model.token_feed import Chosen, TokenFeed, to_host
+from inference.model.token_feed import Chosen, TokenFeed, chosen_to_host
 from inference.model.weights import RankWeights
 from inference.parallel.groups import RankGroups
 from inference.parallel.layout import ParallelLayout
@@ -150,7 +150,7 @@ class RankBase(ABC):
         chosen = None
         if plan.choices is not None:
             assert graph.chosen is not None, "only a single rank chooses tokens"
-            chosen = to_host(graph.chosen[:count])
+            chosen = chosen_to_host(graph.chosen[:count])
         return StepResult(logits, chosen=chosen, done=self._done())
 
     def _done(self) -> torch.cuda.Event | None:
@@ -169,7 +169,7 @@ class RankBase(ABC):
             return None
         slots, forbidden = on_device(plan.choices, self.device)
         slots = torch.where(slots < 0, feed.nobody, slots)
-        return to_host(feed.choose(logits, slots, forbidden, vocab_size))
+        return chosen_to_host(feed.choose(logits, slots, forbidden, vocab_size))
 
     def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         assert self._groups is not None, "ranks are not connected"

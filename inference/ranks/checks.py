@@ -15,7 +15,7 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from inference.model import encoder, t5_weights
-from inference.model.decoder_weights import check_architecture
+from inference.model.decoder_weights import check_decoder
 from inference.parallel.layout import ParallelLayout
 from inference.ranks.settings import Placement
 
@@ -56,17 +56,17 @@ def _checks(architecture: Architecture, layout: ParallelLayout) -> list[Callable
     """Return the checks that raise ValueError where the model does not divide among the ranks."""
     if isinstance(architecture, DecoderArchitecture):
         return [
-            lambda: check_architecture(architecture, layout.tp_size),
+            lambda: check_decoder(architecture, layout.tp_size),
             lambda: layout.layers(architecture.num_layer),
         ]
     if isinstance(architecture, EncoderArchitecture):
         return [
-            lambda: encoder.check_architecture(architecture, layout.tp_size),
+            lambda: encoder.check_encoder(architecture, layout.tp_size),
             lambda: layout.layers(architecture.num_layer),
         ]
     stacks = [stack for stack in (architecture.encoder, architecture.decoder) if stack]
     return [
-        lambda: t5_weights.check_architecture(architecture, layout.tp_size),
+        lambda: t5_weights.check_t5(architecture, layout.tp_size),
         *(partial(layout.layers, depth) for depth in {stack.num_layer for stack in stacks}),
     ]
 

@@ -182,7 +182,7 @@ class StoreServer:
             return _OPERATIONS[operation](self._values, *arguments)
 
 
-def connect(host: str, port: int, key: bytes, *, timeout_s: float) -> KeyedStore:
+def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> KeyedStore:
     """Return a connection to the store of rank 0.
 
     Raises:
@@ -209,7 +209,7 @@ def connect(host: str, port: int, key: bytes, *, timeout_s: float) -> KeyedStore
             raise RuntimeError(f"rank 0 at {host}:{port} does not answer: {error}") from error
 
     def again() -> KeyedStore:
-        return connect(host, port, key, timeout_s=timeout_s)
+        return connect_store(host, port, key, timeout_s=timeout_s)
 
     return KeyedStore(answer, again, timeout_s)
 

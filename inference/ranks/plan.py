@@ -125,7 +125,7 @@ def pack_command(command: Command) -> torch.Tensor:
     return torch.tensor([command, _HEADER] + [0] * (_HEADER - 2), dtype=torch.int32)
 
 
-def pack(plan: StepPlan) -> torch.Tensor:
+def pack_plan(plan: StepPlan) -> torch.Tensor:
     """Return the plan as one int32 tensor."""
     assert plan.choices is None, "only a single rank chooses tokens"
     flags = int(plan.has_virtual) + 2 * int(plan.pool) + 4 * int(plan.attentions)
@@ -153,7 +153,7 @@ def command_of(packed: torch.Tensor) -> Command:
     return Command(int(packed[0]))
 
 
-def unpack(packed: torch.Tensor) -> ReceivedPlan:
+def unpack_plan(packed: torch.Tensor) -> ReceivedPlan:
     """Return the step in a packed plan."""
     header = packed[:_HEADER].tolist()
     segments, moves, outputs, ids, flags, embedding_rows = header[2:8]

@@ -13,7 +13,7 @@ from inference.parallel.groups import RankGroups
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.loader import make_rank
 from inference.ranks.node_store import NodeStore
-from inference.ranks.plan import Command, StepPlan, pack, pack_command, received, unpack
+from inference.ranks.plan import Command, StepPlan, pack_command, pack_plan, received, unpack_plan
 from inference.ranks.processes import RankProcesses
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import RankSettings
@@ -131,9 +131,9 @@ class RankGroup:
         if self._groups is None:
             result = self.rank.run(received(plan), embeddings)
         else:
-            packed = pack(plan)
+            packed = pack_plan(plan)
             self._groups.send_plan(packed)
-            result = self.rank.run(unpack(packed), embeddings)
+            result = self.rank.run(unpack_plan(packed), embeddings)
         self._busy_since = None
         assert result is not None
         return result

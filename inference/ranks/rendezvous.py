@@ -29,7 +29,7 @@ from inference.ranks.keyed_store import (
     KeyedStore,
     KeyRefusedError,
     StoreServer,
-    connect,
+    connect_store,
     read_key,
     write_key,
 )
@@ -315,7 +315,7 @@ def _joined(host: str, port: int, key_file: Path, *, timeout_s: float) -> KeyedS
     refused_since: float | None = None
     while True:
         try:
-            return connect(host, port, read_key(key_file), timeout_s=timeout_s)
+            return connect_store(host, port, read_key(key_file), timeout_s=timeout_s)
         except KeyRefusedError as error:
             # The key may be that of an earlier launch, which this one's is about to replace.
             refused_since = refused_since or monotonic()

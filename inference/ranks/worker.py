@@ -23,7 +23,7 @@ from inference.launch_environment import LaunchEnvironment
 from inference.parallel.groups import RankGroups
 from inference.ranks.loader import make_rank
 from inference.ranks.node_store import join_node_store
-from inference.ranks.plan import Command, command_of, unpack
+from inference.ranks.plan import Command, command_of, unpack_plan
 from inference.ranks.rendezvous import Follower, RendezvousError, device_name
 from inference.ranks.settings import RankSettings
 from inference.ranks.startup import report_failure, report_reached, wait_for_go
@@ -133,7 +133,7 @@ def _serve(settings: RankSettings, store: Store) -> None:
         if command == Command.PING:
             rank.ping()
         else:
-            rank.run(unpack(packed))
+            rank.run(unpack_plan(packed))
 
 
 if __name__ == "__main__":

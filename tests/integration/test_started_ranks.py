@@ -23,7 +23,7 @@ from inference.engine.encoding import parse_encoding
 from inference.engine.engine import Engine, EngineFailedError, EngineOptions
 from inference.launch_environment import LaunchEnvironment
 from inference.ports import pick_free_ports
-from inference.ranks.keyed_store import KeyRefusedError, connect, write_key
+from inference.ranks.keyed_store import KeyRefusedError, connect_store, write_key
 from inference.ranks.rendezvous import Rendezvous, RendezvousError
 from inference.ranks.settings import Placement
 from tests.conftest import ROOT
@@ -135,9 +135,9 @@ def test_strangers_at_the_rendezvous_change_nothing(
     rendezvous, port = rendezvous_of(2)
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
     with pytest.raises(KeyRefusedError):
-        connect("127.0.0.1", port, bytes(32), timeout_s=5)
+        connect_store("127.0.0.1", port, bytes(32), timeout_s=5)
     with pytest.raises(KeyRefusedError):  # what torch's own store would let in
-        connect("127.0.0.1", port, b"", timeout_s=5)
+        connect_store("127.0.0.1", port, b"", timeout_s=5)
     # Some say nothing, some say much, some ask as the ranks do without a proof.
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
     request = json.dumps(["set", "settings", "{}"]).encode()

@@ -242,6 +242,10 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
         "a step on CUDA names what attends, and that reads the rules of a step"
     ),
 }
+# Public names that several modules define.
+SHARED_NAMES = {
+    "main": "every command has one",
+}
 # Modules of one folder, its __init__ left out.
 MOST_MODULES = 20
 
@@ -334,6 +338,20 @@ def test_no_circle_of_modules() -> None:
     assert not left
     used = {exception_of(name, other) for name, others in IMPORTS.items() for other in others}
     assert set(EXCEPTIONS) <= used, "nothing imports against the map there; delete the exception"
+
+
+def test_a_public_name_stands_once_on_the_map() -> None:
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                places.setdefault(node.name, []).append(module)
+    twins = {
+        name: modules
+        for name, modules in places.items()
+        if len(modules) > 1 and not name.startswith("_") and name not in SHARED_NAMES
+    }
+    assert not twins
 
 
 @pytest.mark.parametrize("folder", [name for name in ARROWS if f"{name}.__init__" in MODULES])

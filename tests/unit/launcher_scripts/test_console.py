@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from launcher_scripts.console import Console, progress_text, table
+from launcher_scripts.console import Console, progress_text, text_table
 from stages.progress import ProgressState
 
 GREEN = "\x1b[32mcompleted\x1b[0m"
@@ -82,7 +82,7 @@ def test_without_a_terminal_a_phase_is_reported_once() -> None:
 
 
 def test_table_aligns_its_columns() -> None:
-    assert table(("a", "bb"), [("ccc", "d")]) == "a    bb\n---  --\nccc  d"
+    assert text_table(("a", "bb"), [("ccc", "d")]) == "a    bb\n---  --\nccc  d"
 
 
 def test_progress_shows_a_bar_with_figures() -> None:

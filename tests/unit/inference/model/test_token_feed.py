@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from inference.decoding.candidates import fetch, select
-from inference.model.token_feed import NEWEST, TokenFeed, to_host
+from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,9 @@ def test_the_choice_is_what_selecting_finds() -> None:
     selected = fetch([select(logits[:, :64], width=1, with_norm=False)])[0]
     feed = TokenFeed(5, CPU)
     nothing = torch.full((3,), -1)
-    chosen = to_host(feed.choose(logits, torch.tensor([4, 0, feed.nobody]), nothing, 64)).array()
+    chosen = chosen_to_host(
+        feed.choose(logits, torch.tensor([4, 0, feed.nobody]), nothing, 64)
+    ).array()
     assert chosen[:, 1].tolist() == selected.ids.ravel().tolist()
     values = chosen[:, 0].view(np.float32)
     np.testing.assert_array_equal(values, selected.values.ravel())

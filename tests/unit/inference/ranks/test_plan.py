@@ -12,10 +12,10 @@ from inference.ranks.plan import (
     EncoderRow,
     StepPlan,
     command_of,
-    pack,
     pack_command,
+    pack_plan,
     received,
-    unpack,
+    unpack_plan,
 )
 
 PLAN = StepPlan(
@@ -34,10 +34,10 @@ PLAN = StepPlan(
 
 
 def test_plan_survives_packing() -> None:
-    packed = pack(PLAN)
+    packed = pack_plan(PLAN)
     assert command_of(packed) == Command.STEP
     assert int(packed[1]) == len(packed)
-    plan = unpack(packed)
+    plan = unpack_plan(packed)
     assert plan.ids.tolist() == PLAN.ids
     assert plan.output_rows.tolist() == PLAN.output_rows
     assert plan.encoder_ids.tolist() == PLAN.encoder_ids
@@ -48,7 +48,9 @@ def test_plan_survives_packing() -> None:
 
 
 def test_a_single_rank_reads_the_plan_that_others_unpack() -> None:
-    for mine, theirs in zip(astuple(received(PLAN)), astuple(unpack(pack(PLAN))), strict=True):
+    for mine, theirs in zip(
+        astuple(received(PLAN)), astuple(unpack_plan(pack_plan(PLAN))), strict=True
+    ):
         if hasattr(mine, "dtype"):
             assert mine.dtype == theirs.dtype
             assert mine.tolist() == theirs.tolist()
