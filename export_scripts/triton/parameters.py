@@ -18,7 +18,7 @@ _DAYS_30_S = 30 * 24 * 3600.0
 
 @dataclass(frozen=True)
 class Kind:
-    """What a parameter takes: in words, and how its text is read.
+    """The values of a parameter: a description, and the reader of its text.
 
     `read` raises ValueError for a text that is not of this kind.
     """

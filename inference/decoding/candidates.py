@@ -42,7 +42,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What rows must share for their candidates to be selected together.
+    """The settings that rows share whose candidates are selected together.
 
     A plain row takes the best of the raw logits; the logits of the others are processed first.
     """

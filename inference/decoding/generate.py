@@ -26,7 +26,7 @@ UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
 
 @dataclass(frozen=True)
 class DecodingConfig:
-    """What holds for every row of a model.
+    """Settings that hold for every row of a model.
 
     `hypothesis_pool` selects the beam search of encoder-decoder models. `nucleus_include_boundary`
     gives the token that crosses the nucleus boundary its whole mass.

@@ -21,7 +21,7 @@ MAX_BEAM_WIDTH = 64
 
 @dataclass(frozen=True)
 class RowOptions:
-    """How one row is decoded. `top_k == 0` selects the nucleus path, as in FasterTransformer."""
+    """Decoding options of a row; `top_k == 0` selects the nucleus path, as in FasterTransformer."""
 
     end_id: int
     start_id: int = 0

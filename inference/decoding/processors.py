@@ -1,7 +1,7 @@
-"""The rules that change logits before a token is chosen, for all slots of a step at once.
+"""Logit processors, for all slots of a step at once, and the log probability of a prompt.
 
 Order: bad words, temperature, repetition or presence penalty, minimum length. Every rule acts on
-one slot by elementwise arithmetic, so a slot comes out the same bit for bit in any company.
+one slot by elementwise arithmetic, whose result does not depend on the other slots, bit for bit.
 """
 
 # Shapes: N slots of a step, n of them processed here, V vocabulary, X V rounded up to ALIGNMENT
@@ -24,7 +24,7 @@ _TEMPERATURE_EPSILON = np.float32(1e-6)
 
 @dataclass(frozen=True)
 class LogitRules:
-    """What to do to the logits of one slot in this step.
+    """Rules for the logits of one slot in this step.
 
     `seen` lists the ids that `repetition_penalty` or `presence_penalty` act on; an id may occur
     more than once. `forbidden_id` is the end id while the minimum length is not reached.

@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Names:
-    """How a model kind calls its required inputs, and the optional ones it takes."""
+    """Names of a model kind's required inputs, and its optional ones."""
 
     input_lengths: str
     output_len: str

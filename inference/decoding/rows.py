@@ -46,7 +46,7 @@ class PromptTable:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What a request must respect, all read from the model's `config.ini`.
+    """Limits of a request, all read from the model's `config.ini`.
 
     `vocab_size` is the real vocabulary, without padding. `max_pos_seq_len` is None for models
     without a position table. `prompt_lengths` maps the id of each loaded prompt task to its

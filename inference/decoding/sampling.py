@@ -68,7 +68,7 @@ class SamplingRow:
 
     @property
     def generated(self) -> int:
-        """How many tokens the row has."""
+        """Number of tokens of the row."""
         return len(self._history) - len(self.request.context_ids)
 
     @property

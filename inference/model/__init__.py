@@ -1,1 +1,1 @@
-"""The models: shapes, layers and the cache they are handed; nothing about ranks or sampling."""
+"""The models: layers, weights, the cache and its steps; independent of ranks and sampling."""

@@ -1,9 +1,9 @@
-"""Attention of new tokens over what their sequences have cached in blocks, in Triton's language.
+"""Attention of new tokens over the cached blocks of their sequences, in Triton's language.
 
-One launch for each layer serves every sequence of a step, whatever their lengths: pieces of prompts
+One launch for each layer serves every sequence of a step, whatever their lengths: chunks of prompts
 and single tokens alike. Few sequences with one new token each take a kernel of their own, which
-also turns and stores the new keys and values and divides long contexts among programs: at batch 1
-a step takes launches, not bandwidth. Import this only where Triton is.
+also rotates and stores the new keys and values and divides long contexts among programs: at batch 1
+a step is bound by launches, not by bandwidth. Import this module only where Triton is installed.
 """
 
 # Shapes: N new tokens, B sequences, H local query heads, K local key/value heads, G query heads of
@@ -48,7 +48,7 @@ def _turned(  # type: ignore[no-untyped-def]
     R: tl.constexpr,  # noqa: N803 - constants of the kernel
     INTERLEAVED: tl.constexpr,  # noqa: N803
 ):
-    """Return heads' values at `at` + `d`, the first R dimensions of each turned.
+    """Return heads' values at `at` + `d`, the first R dimensions of each rotated.
 
     `at`, `cos_at` and `sin_at` point to the beginnings of heads and of their tokens' angles, and
     broadcast with the dimensions `d`.
@@ -93,7 +93,7 @@ def _store(  # type: ignore[no-untyped-def]
     INTERLEAVED: tl.constexpr,  # noqa: N803
     EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Store the turned keys and the values of one token."""
+    """Store the rotated keys and the values of one token."""
     let_next_begin(EARLY)
     token = tl.program_id(0)
     head = tl.arange(0, HEADS)[:, None]
@@ -346,8 +346,8 @@ class PagedAttention:
     every sequence has one new token.
     """
 
-    slots: torch.Tensor  # (N,) integers: whose token it is
-    places: torch.Tensor  # (N,) integers: where among the sequence's cached tokens it goes
+    slots: torch.Tensor  # (N,) integers: slot of each token
+    places: torch.Tensor  # (N,) integers: its index among the sequence's cached tokens
     tiles: tuple[Tiles, ...]
     rules: AttentionRules
     tickets: torch.Tensor | None = None
@@ -364,18 +364,18 @@ class PagedAttention:
         scale: float | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return (N, H*D) for queries (N, H, D); new keys and values are turned and stored first.
+        """Return (N, H*D) for queries (N, H, D); new keys and values are rotated and stored first.
 
         Args:
-            query: Not turned yet, heads side by side.
+            query: Not rotated yet, heads side by side.
             cache: Holds the earlier tokens.
             layer: Of the cache.
             new: Keys and values of the tokens themselves, (N, K, D) each; None where the cache has
                 all.
-            angles: By which queries and keys are turned, None for models without.
-            interleaved: Whether neighbouring pairs are turned, else the halves.
+            angles: Rotation of queries and keys, None for models without.
+            interleaved: Whether neighbouring pairs are rotated, else the halves.
             scale: On the scores, None for 1 / sqrt(D).
-            out: Takes the result, the queries' own place for example.
+            out: Receives the result; may be the queries' own memory.
         """
         count, H, D = query.shape  # noqa: N806 - the shape legend
         y = query.new_empty(count, H * D) if out is None else out
@@ -404,7 +404,7 @@ class _Launch:
     y: torch.Tensor
 
     def _angles(self) -> tuple[torch.Tensor, torch.Tensor]:
-        # What is absent is not read; some pointer has to stand in its place.
+        # Absent tensors are not read, but need some pointer in their place.
         return (
             (self.query, self.query) if self.angles is None else (self.angles.cos, self.angles.sin)
         )
@@ -426,7 +426,7 @@ class _Launch:
         }
 
     def _bias(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Return what is added to scores, and the kernel's constants that say how."""
+        """Return the additions to the scores, and the kernel's constants for them."""
         rules = self.step.rules
         slopes, table = rules.alibi_slopes, rules.distance_bias
         bias = slopes if table is None else table.contiguous()
@@ -502,13 +502,13 @@ class _Launch:
 
 
 def _parts(length: int, tokens: int, programs: int) -> int:
-    """Return among how many programs a head's tokens are divided, a power of two."""
+    """Return the number of programs that share a head's tokens, a power of two."""
     most = min(-(-length // tokens), _PROGRAMS // programs, _MOST_PARTS)
     return 1 << (max(most, 1).bit_length() - 1)
 
 
 def _tile_options(rows: int, width: int, item_bytes: int) -> dict[str, int]:
-    """Return how a tile reads the cache: tokens at once, loads in flight, warps."""
+    """Return a tile's way of reading the cache: tokens at once, loads in flight, warps."""
     tokens = 32 if width > 128 else 64
     if item_bytes == 4:
         return {"TOKENS": tokens // 2, "num_stages": 1, "num_warps": 4}

@@ -1,4 +1,4 @@
-"""How a decoder's newest tokens read what their slots hold, of their own or of the encoder's."""
+"""Attention of a decoder's newest tokens over the cache of their slots, or of the encoder."""
 
 # Shapes: N tokens, one of each slot, B slots of a group, Q new tokens per slot, H local query
 #         heads, K local key/value heads, D head size, S cached tokens
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EncodedSlots:
-    """What each slot of a decoder step reads of the encoder's output.
+    """The encoder output that each slot of a decoder step reads.
 
     `paged`, if given, does all of the attention in place of `groups`.
     """
@@ -37,7 +37,7 @@ def attend_cached(
     layer: int,
     scale: float,
 ) -> torch.Tensor:
-    """Return (N, H*D): what each token, the only new one of its slot, reads from the cache."""
+    """Return the attention of each token over the cache, (N, H*D); one new token per slot."""
     parts = []
     for group in groups:
         mixed = attend_group(query[group.rows].unsqueeze(2), group, cache, layer, scale=scale)
@@ -53,7 +53,7 @@ def attend_group(
     *,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return what each query of a group reads from its slot, (B, H, Q, D) for (B, H, Q, D).
+    """Return the attention of a group's queries over their slots, (B, H, Q, D) for (B, H, Q, D).
 
     `scale` is on the scores, None for 1 / sqrt(D).
     """

@@ -1,9 +1,9 @@
-"""Decoding steps as CUDA graphs: the launch of one token per sequence costs one call, not hundreds.
+"""Decoding steps as CUDA graphs: a step of one token per sequence is one launch, not hundreds.
 
 A graph serves up to B sequences; B comes in few sizes, all of which are recorded before the first
-request. Places that a step leaves empty compute on a scratch slot, and nobody reads the result.
-Where one rank has the whole model, the best token of each sequence is chosen inside the graph, and
-is there for the next one.
+request. Unused places of a step compute on a scratch slot, whose results are discarded. Where one
+rank has the whole model, the graph also chooses the best token of each sequence, which the next
+graph reads.
 """
 
 # Shapes: B sequences of a graph, R numbers of a sequence, E hidden, V vocabulary
@@ -35,7 +35,7 @@ _LOG_S = 5.0
 
 
 class GraphModel(Protocol):
-    """What graphs record: one stage of a model, one new token of each sequence.
+    """The part of a model that graphs record: one stage, with one new token of each sequence.
 
     `idle` are the numbers of a place without a sequence, such as the scratch slot.
     """
@@ -53,7 +53,7 @@ class GraphModel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stage's output (B, E), of the last one its logits (B, V) fp32.
 
-        With it comes what a model on a single rank has chosen, (B, 2) as in `Chosen`.
+        A model on a single rank also returns the tokens it has chosen, (B, 2) as in `Chosen`.
 
         Args:
             numbers: Of each sequence (R, B) int64.
@@ -64,7 +64,7 @@ class GraphModel(Protocol):
 
 @dataclass(frozen=True)
 class DecodeGraph:
-    """One graph and what it reads and writes."""
+    """One graph, its inputs and its outputs."""
 
     graph: torch.cuda.CUDAGraph
     numbers: torch.Tensor  # (R, B) int64
@@ -124,7 +124,7 @@ class DecodeGraphs:
                 model.forward(numbers, hidden)
         torch.cuda.current_stream(device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # Threads of NCCL look at their events meanwhile, which must not end the recording.
+        # NCCL's threads query their events meanwhile, which must not end the recording.
         with torch.cuda.graph(
             graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
         ):
@@ -205,7 +205,7 @@ class EncoderDecoderGraphModel:
         feed: TokenFeed,
         layout: ParallelLayout,
     ) -> None:
-        """Take a stage, and its caches of what was generated and of what was encoded."""
+        """Take a stage, and its caches for self-attention and for cross-attention."""
         self.layout, self.device = layout, model.device
         self._cache, self._cross_cache = caches
         self.idle: tuple[int, ...] = (0, self._cache.scratch_slot, 0, 1, -1)

@@ -1,7 +1,7 @@
 """Decoder-only models: GPT, OPT, BLOOM, GPT-J, GPT-NeoX and Llama-like ones, by plain choices.
 
-The architecture record says what differs; a pipeline stage holds only its layers, and the linears
-alone know how tensors are divided among ranks.
+The architecture record states the differences; a pipeline stage holds only its layers, and only the
+linears know how tensors are divided among ranks.
 """
 
 # Shapes: N tokens of a step, n tokens whose logits are wanted, E hidden, V vocabulary
@@ -75,7 +75,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True)
 class JointLayer:
-    """A layer whose attention and MLP see the same norm's output, as two products."""
+    """A layer whose attention and MLP share one norm, as two matrix products."""
 
     norm: Normalise
     halves: JointHalves

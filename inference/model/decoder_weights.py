@@ -52,10 +52,10 @@ def load_decoder(
 
 
 def check_decoder(architecture: DecoderArchitecture, tp_size: int) -> None:
-    """Fail on what this runtime cannot compute.
+    """Check that this runtime can compute the architecture.
 
     Raises:
-        ValueError: naming every reason.
+        ValueError: with every problem found.
     """
     problems = [
         f"tensor_para_size={tp_size} does not divide {name}={value}"
@@ -75,7 +75,7 @@ def check_decoder(architecture: DecoderArchitecture, tp_size: int) -> None:
 
 
 class _Loader:
-    """Builds the parts of a decoder from a rank's files."""
+    """Builder of a decoder's parts from a rank's files."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Loader:
             )
 
     def rules(self) -> AttentionRules:
-        """Return what restricts attention in every layer."""
+        """Return the rules of attention, the same in every layer."""
         slopes = None
         if self.architecture.position == "alibi":
             layout = self.weights.layout

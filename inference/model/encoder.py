@@ -86,10 +86,10 @@ class Encoder:
 
 
 def check_encoder(architecture: EncoderArchitecture, tp_size: int) -> None:
-    """Fail on sizes that do not divide among the ranks.
+    """Check that the sizes divide among the ranks.
 
     Raises:
-        ValueError: naming all of them.
+        ValueError: with every size that does not.
     """
     problems = [
         f"tensor_para_size={tp_size} does not divide {name}={value}"

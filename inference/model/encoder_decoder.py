@@ -25,7 +25,7 @@ from inference.model.t5_weights import T5Loader, check_t5
 from inference.model.weights import RankWeights
 from inference.parallel.linear import AllReduce, VocabParallelHead
 
-# Half precision ends at 65504; T5 in fp16 is known to pass it in the residual stream.
+# Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
 _FP16_LIMIT = 64504.0
 
 
@@ -148,7 +148,7 @@ class EncoderDecoder:
         )
 
     def encoder_masks(self, rows: RaggedRows) -> list[torch.Tensor | None]:
-        """Return what every layer adds to the scores of each group of rows."""
+        """Return the additions to the scores of each group of rows, the same in every layer."""
         if self._encoder_bias is None:
             return [group.mask(None, self.dtype) for group in rows.groups]
         widest = max(group.width for group in rows.groups)
@@ -172,7 +172,7 @@ class EncoderDecoder:
         Args:
             x: Their input (N, E).
             batch: The rows.
-            masks: As `encoder_masks` gives them.
+            masks: From `encoder_masks`.
             layers: Global numbers of the layers.
             attentions: If given, (rows, stage's layers, H, S, S) that receives the weights.
         """
@@ -196,9 +196,9 @@ class EncoderDecoder:
         slots: Sequence[Sequence[int]],
         cross_cache: KVCache,
     ) -> None:
-        """Store what the decoder's layers of this stage read of the encoder's output (N, E).
+        """Store the keys and values of the encoder's output (N, E) for this stage's decoder layers.
 
-        `slots` are those of each row: all of them get the row's keys and values.
+        `slots` are those of each row, all of which get the row's keys and values.
         """
         for nth in range(max(map(len, slots))):
             # Rows with fewer slots write their last one again.

@@ -1,9 +1,8 @@
 """Keys and values of the running sequences, in blocks that sequences take as they grow.
 
-A sequence runs in a slot, whose row of the table of blocks says where its tokens lie. On a GPU a
-block holds a few tokens, and attention looks them up. On CPU a block holds a whole sequence, which
-attention reads fastest as one piece; there the system backs a page only when a token is first
-written to it.
+A sequence runs in a slot, whose row of the block table locates its tokens. On a GPU a block holds a
+few tokens, and attention looks them up. On CPU a block holds a whole sequence, which attention
+reads fastest in one piece; the system backs a page only when a token is first written to it.
 """
 
 # Shapes: L local layers, B slots, H local key/value heads, S tokens of a block, D head size,
@@ -22,7 +21,7 @@ import torch
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-# In place of a source slot: nothing, to remove values that are not finite.
+# In place of a source slot: zeros, to remove values that are not finite.
 WIPE = -1
 
 # A copy of cached tokens: (source slot, target slot, first token, end).
@@ -32,7 +31,7 @@ TableEntry = tuple[int, int, int]
 
 
 def prefix_source(task_id: int) -> int:
-    """Return what stands in place of a source slot for the loaded prefix of a prompt task."""
+    """Return the source of a move that copies the loaded prefix of a prompt task."""
     return WIPE - 1 - task_id
 
 
@@ -94,7 +93,7 @@ class KVCache:
         self.shape = shape
         self._device = device
         self._prefixes = prefixes
-        # One block more, for tokens that only fill a step of fixed size.
+        # One more block, for tokens that pad a step of fixed size.
         sizes = (shape.num_layer, shape.blocks + 1, 2, shape.kv_head_num, shape.block_tokens)
         self._data = _zeros((*sizes, shape.size_per_head), dtype, device)
         self._layers = list(self._data.unbind(0))  # each (blocks, 2, H, S, D)
@@ -106,7 +105,7 @@ class KVCache:
 
     @property
     def scratch_slot(self) -> int:
-        """A slot for tokens that nobody reads."""
+        """The slot for tokens whose results are discarded."""
         return self.shape.slots
 
     def blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +113,7 @@ class KVCache:
         return self._layers[layer][:, 0], self._layers[layer][:, 1]
 
     def token_rows(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return where the keys and values of tokens lie, for `write`: (N * 2 * H,)."""
+        """Return the rows of tokens' keys and values, for `write`: (N * 2 * H,)."""
         size = self.shape.block_tokens
         blocks = slots if self.shape.is_whole else self.tables[slots, positions // size].long()
         heads = self.shape.kv_head_num
@@ -147,9 +146,9 @@ class KVCache:
         """Copy tokens among slots, and give slots their new blocks.
 
         Sources are read before any target is written or any slot gets a block, so slots may swap.
-        The source WIPE stands for zeros in the blocks that the slot had, those of `prefix_source`
-        for a loaded prefix. A slot that is its own source forgets, after all that, what comes
-        before these tokens: they move to its beginning.
+        The source WIPE writes zeros to the blocks that the slot had, `prefix_source` a loaded
+        prefix. Last, a slot that is its own source drops the tokens before these, which move to
+        its beginning.
         """
         copies = [move for move in moves if move[0] != move[1] and move[0] != WIPE]
         saved = [self._values(source, start, stop) for source, _, start, stop in copies]
@@ -187,7 +186,7 @@ class KVCache:
             room.zero_() if values is None else room.copy_(values)
             return
         blocks, places = self._cells(target, start, stop)
-        # Tokens come first where two axes that are not neighbours are indexed.
+        # Indexing two axes that are not neighbours puts the tokens first.
         self._data[:, blocks, :, :, places] = (
             torch.zeros((), dtype=self._data.dtype, device=self._device)
             if values is None
@@ -202,7 +201,7 @@ class KVCache:
 
 
 def on_device(values: Array, device: torch.device) -> torch.Tensor:
-    """Return an array on a device, without waiting for what the device does."""
+    """Return an array on a device, without waiting for the device."""
     tensor = torch.from_numpy(values)
     if device.type == "cpu":
         return tensor
@@ -210,7 +209,7 @@ def on_device(values: Array, device: torch.device) -> torch.Tensor:
 
 
 def _zeros(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return zeros, not whatever memory holds: a masked NaN would still spoil its row.
+    """Return zeros, not uninitialized memory: a masked NaN would still spoil its row.
 
     On CPU the pages are the system's own zeros, taken when first written.
     """

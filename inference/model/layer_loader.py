@@ -1,4 +1,4 @@
-"""What the models' layers are loaded by: norms, linears, and the two ends of the vocabulary."""
+"""Loader of the parts that all models share: norms, linears, embedding and head."""
 
 # Shapes: E hidden, V vocabulary
 
@@ -41,7 +41,7 @@ class LayerLoader:
         self._int8 = int8
 
     def norm(self, name: str, *, kind: Norm | None = None) -> Normalise:
-        """Return a norm, of the model's kind unless told otherwise."""
+        """Return a norm, by default of the model's kind."""
         weight, bias = self.weights.tensor(f"{name}.weight"), self.weights.optional(f"{name}.bias")
         return make_norm(kind or self._norm, weight, bias, eps=self._norm_eps)
 

@@ -51,14 +51,14 @@ def norm_kernels() -> ModuleType | None:
 
 
 def has_gpu_kernels() -> bool:
-    """Whether torch came with Triton, in whose language the kernels for GPUs are."""
+    """Return whether torch includes Triton, which the GPU kernels need."""
     return norm_kernels() is not None
 
 
 def alibi_slopes(head_num: int) -> torch.Tensor:
     """Return the slope of each head (head_num,), fp32 (Press et al., Train Short, Test Long).
 
-    For a count that is no power of two the further heads take every other slope of the next power.
+    If the count is not a power of two, the further heads take every other slope of the next power.
     """
     power = 2 ** math.floor(math.log2(head_num))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -115,7 +115,7 @@ class Attention:
         angles: Angles | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return (N, H*D) by the step's own kernels, which turn queries and keys as well."""
+        """Return (N, H*D) by the step's own kernels, which also rotate queries and keys."""
         assert step.paged is not None
         K = self._kv_heads  # noqa: N806
         return step.paged(
@@ -131,7 +131,7 @@ class Attention:
     def mix(
         self, query: torch.Tensor, keys_values: torch.Tensor, step: Step, *, layer: int
     ) -> torch.Tensor:
-        """Return (N, H*D) for turned queries (N, H, D), and keys and values (N, 2K, D) to store."""
+        """Return (N, H*D) for rotated queries (N, H, D) and keys and values (N, 2K, D) to store."""
         assert step.cache_rows is not None
         step.cache.write(layer, step.cache_rows, keys_values)
         if len(step.groups) == 1:
@@ -176,7 +176,7 @@ class JointHalves(Attention):
 
     The first gives keys, values, queries and the MLP's inner activations side by side; attention
     leaves its result in the queries' place, and the second product takes both as its inputs. On an
-    H200 a step of GPT-J-6B takes 3.0 ms so, 3.15 ms with separate products.
+    H200 a step of GPT-J-6B takes 3.0 ms this way, 3.15 ms with separate products.
     """
 
     def __call__(

@@ -1,4 +1,4 @@
-"""Norms of few tokens in one GPU kernel each, in Triton's language; import only where Triton is."""
+"""Norms of few tokens in one GPU kernel each, in Triton's language; needs Triton."""
 
 # Shapes: N tokens, E hidden
 

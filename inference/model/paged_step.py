@@ -1,4 +1,4 @@
-"""A step of any new tokens as the GPU's kernels take it; import only where Triton is."""
+"""Layout of a step for the GPU's kernels; import this module only where Triton is installed."""
 
 # Shapes: N tokens of the step, n tokens whose logits are wanted
 
@@ -31,12 +31,12 @@ def make_paged_step(
 
     Args:
         ids: Tokens (N,), NEWEST where the slot's last step chose them.
-        segments: Whose they are, in this order.
+        segments: Their sequences, in this order.
         output_rows: Tokens whose logits are wanted (n,).
-        cache: Where keys and values go.
+        cache: Receives keys and values.
         rules: The model's.
         group: Query heads of a key/value head.
-        feed: Has the newest tokens.
+        feed: Holds the newest tokens.
         has_virtual: Whether some ids lie beyond the vocabulary.
         embeddings: Rows for ids beyond the loaded tables.
     """

@@ -50,7 +50,7 @@ class RowGroup:
         return flat if self.scatter is None else flat.index_select(0, self.scatter)
 
     def mask(self, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return what is added to the scores, for a position bias (1, H, S, S) or none."""
+        """Return the addition to the scores, for a position bias (1, H, S, S) or none."""
         if self.hidden is None:
             return None if bias is None else bias.to(dtype)
         padding = torch.zeros(self.hidden.shape, dtype=dtype, device=self.hidden.device)
@@ -60,7 +60,7 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """How N computed tokens divide into rows.
+    """Division of N computed tokens into rows.
 
     `counts` are the tokens of each row that are computed, `lengths` those of them that are true.
     """

@@ -33,7 +33,7 @@ def distance_bias(table: torch.Tensor, *, max_distance: int, bidirectional: bool
 def _buckets(distance: torch.Tensor, count: int, max_distance: int) -> torch.Tensor:
     """Return the bucket of each distance >= 0 among `count`."""
     exact = count // 2
-    # Rounded as the original computes it, in fp32, so that bucket borders fall alike.
+    # Computed in fp32 as in the original, for the same bucket borders.
     ratio = torch.log(distance.clamp_min(1).float() / exact) / math.log(max_distance / exact)
     far = exact + (ratio * (count - exact)).long()
     return torch.where(distance < exact, distance, far.clamp_max(count - 1))

@@ -1,6 +1,6 @@
-"""Rotary position embedding: the angles of a model, and turning queries and keys by them.
+"""Rotary position embedding: the angles of a model, and the rotation of queries and keys.
 
-Su et al., RoFormer, section 3.2.2. GPT-J turns neighbouring pairs, GPT-NeoX and Llama the halves.
+Su et al., RoFormer, section 3.2.2. GPT-J rotates neighbouring pairs, GPT-NeoX and Llama the halves.
 """
 
 # Shapes: N tokens, H heads, D head size, R rotated dimensions of a head
@@ -51,7 +51,7 @@ class RotaryTable:
         return Angles(cos.unsqueeze(1).to(self._dtype), sin.unsqueeze(1).to(self._dtype))
 
     def rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Return x (N, H, D) with the first R dimensions of each head turned."""
+        """Return x (N, H, D) with the first R dimensions of each head rotated."""
         width = angles.cos.shape[-1]
         turned = x[..., :width]
         result = turned * angles.cos + self._quarter_turn(turned) * angles.sin

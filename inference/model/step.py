@@ -1,7 +1,7 @@
-"""What one forward pass computes: tokens of several sequences, flat, and how they attend.
+"""Inputs of one forward pass: the flat tokens of several sequences, and their attention groups.
 
-Tokens of all sequences are one list, so that every linear runs once per layer; only attention
-looks at the sequences, in groups that one fused call can serve.
+The tokens of all sequences are one list, and every linear runs once per layer. Only attention
+distinguishes the sequences, in groups that one fused call can serve.
 """
 
 # Shapes: N tokens of the step, B slots of a group, Q new tokens per slot, S cached tokens, H heads
@@ -83,7 +83,7 @@ class Step:
 
 @dataclass(frozen=True)
 class AttentionRules:
-    """What restricts or biases attention in every layer alike."""
+    """Mask and bias of attention, the same in every layer."""
 
     alibi_slopes: torch.Tensor | None = None  # (H,) of this rank's heads
     sliding_window: int | None = None
@@ -92,7 +92,7 @@ class AttentionRules:
 
     @property
     def plain(self) -> bool:
-        """Whether a token simply sees all tokens before it."""
+        """True if a token sees all tokens before it, without a bias."""
         return (
             self.alibi_slopes is None and self.sliding_window is None and self.distance_bias is None
         )
@@ -134,7 +134,7 @@ def _places(segments: Sequence[Segment], device: torch.device) -> tuple[torch.Te
 
 
 def _parts(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
-    """Cut the segments into runs for one attention call each; yield (first row, run)."""
+    """Split the segments into runs for one attention call each; yield (first row, run)."""
     row = 0
     run: list[Segment] = []
     for segment in segments:
@@ -176,15 +176,15 @@ def _group(
 def attention_bias(
     starts: torch.Tensor, new_tokens: int, length: int, rules: AttentionRules
 ) -> torch.Tensor:
-    """Return what is added to the attention scores of slots with as many new tokens each.
+    """Return the addition to the attention scores of slots with as many new tokens each.
 
-    Zero or the position bias where a token may look, -inf elsewhere: (B, 1 or H, Q, S) fp32.
+    Zero or the position bias for visible tokens, -inf elsewhere: (B, 1 or H, Q, S) fp32.
 
     Args:
         starts: Position of each slot's first new token (B,).
         new_tokens: Q.
         length: S.
-        rules: What the model adds.
+        rules: The model's.
     """
     device = starts.device
     queries = starts.unsqueeze(1) + torch.arange(new_tokens, device=device)  # (B, Q)

@@ -1,6 +1,6 @@
 """The parts of a T5 layer: attention over rows, over the cache, over the encoder; MLP; adapters.
 
-IA3 multiplies keys, values and MLP activations by a learned vector per task; a token of no task
+IA3 multiplies keys, values and MLP activations by a learned vector per task; a token without a task
 takes the last row of each table, which is all ones (Liu et al., Few-Shot Parameter-Efficient
 Fine-Tuning, section 3.3).
 """
@@ -89,7 +89,7 @@ class RowAttention:
 
 @dataclass(frozen=True)
 class CausalAttention:
-    """Attention of the decoder over what its slot has generated; one new token per slot."""
+    """Self-attention of the decoder over the tokens of a slot; one new token per slot."""
 
     qkv: ColumnParallelLinear
     out: RowParallelLinear

@@ -1,4 +1,4 @@
-"""Build the parts of a T5 model from one rank's files."""
+"""FT files to one rank's part of a T5 model."""
 
 # Shapes: E hidden, H local heads, D head size, V vocabulary
 
@@ -30,10 +30,10 @@ from inference.parallel.linear import AllReduce, VocabParallelHead
 
 
 def check_t5(architecture: EncoderDecoderArchitecture, tp_size: int) -> None:
-    """Fail on sizes that do not divide among the ranks.
+    """Check that the sizes divide among the ranks.
 
     Raises:
-        ValueError: naming all of them.
+        ValueError: with every size that does not.
     """
     stack = architecture.encoder
     sizes = {
@@ -51,7 +51,7 @@ def check_t5(architecture: EncoderDecoderArchitecture, tp_size: int) -> None:
 
 
 class T5Loader:
-    """Makes layers of a rank's tensors.
+    """Builder of a T5 model's layers from a rank's tensors.
 
     `reduce` sums over the ranks of the stage; with `int8` matrices are kept in 8 bits.
     """

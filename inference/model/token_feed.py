@@ -1,6 +1,6 @@
 """The newest token of each slot, chosen and kept where the model runs.
 
-The next step reads it there, so that the host can plan that step before it knows the token.
+The next step reads it there, which lets the host plan that step before it knows the token.
 """
 
 # Shapes: B sequences of a step, n tokens whose logits are given, V vocabulary
@@ -20,25 +20,25 @@ _LOWEST = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class Chosen:
-    """Tokens on their way to the host, (n, 2) int32: the bits of each one's logit, and its id."""
+    """Tokens being copied to the host, (n, 2) int32: the bits of each one's logit, and its id."""
 
     values: torch.Tensor
     arrived: torch.cuda.Event | None = None
 
     def array(self) -> Array:
-        """Return them once they are there."""
+        """Return them once they have arrived."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.values.numpy()
 
 
 class TokenFeed:
-    """Chooses the best token and remembers it for the next step."""
+    """Chooses the best token and keeps it for the next step."""
 
     def __init__(self, slots: int, device: torch.device) -> None:
-        """Take room for `slots` slots; one more takes the choices that no step reads."""
+        """Allocate `slots` entries, and one more for choices that no step reads."""
         self._newest = torch.zeros(slots + 1, dtype=torch.int64, device=device)
-        self.nobody = slots
+        self.unread = slots
 
     def ids(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Return `ids` (N,) with the newest tokens of their `slots` (N,) for NEWEST."""
@@ -47,13 +47,13 @@ class TokenFeed:
     def choose(
         self, logits: torch.Tensor, slots: torch.Tensor, forbidden: torch.Tensor, vocab_size: int
     ) -> torch.Tensor:
-        """Remember the best token of each row of logits, and return them as in `Chosen`.
+        """Store the best token of each row of logits, and return them as in `Chosen`.
 
         A row with NaN has a best logit that is not finite.
 
         Args:
             logits: (n, V or more) fp32; a forbidden id's is overwritten.
-            slots: Who reads it, (n,) integers; `nobody` for nobody.
+            slots: Slot that reads it, (n,) integers; `unread` for none.
             forbidden: An id that is not chosen (n,) integers, outside the vocabulary for none.
             vocab_size: V.
         """
@@ -68,7 +68,7 @@ class TokenFeed:
 
 
 def chosen_to_host(chosen: torch.Tensor) -> Chosen:
-    """Begin to bring what was chosen (n, 2) to the host."""
+    """Start the copy of the chosen tokens (n, 2) to the host."""
     if chosen.device.type == "cpu":
         return Chosen(chosen)
     host = torch.empty(chosen.shape, dtype=chosen.dtype, pin_memory=True)

@@ -10,9 +10,9 @@ from inference.parallel.layout import ParallelLayout
 
 
 class RankWeights:
-    """Reads one rank's tensors from a folder that `FTReader` found sound.
+    """Reads one rank's tensors from a folder that `FTReader` has validated.
 
-    Values that are not finite are collected, so that one error names every offending tensor.
+    Tensors with values that are not finite are collected for one error that names them all.
     """
 
     def __init__(
@@ -29,16 +29,16 @@ class RankWeights:
         Args:
             reader: The folder.
             layout: The rank's place.
-            dtype: What is computed in.
-            device: Where tensors go.
-            matrix_dtype: What matrices are kept in; None for `dtype`.
+            dtype: Type of computation.
+            device: Device of the tensors.
+            matrix_dtype: Type of matrices in memory; None for `dtype`.
 
         Raises:
-            CheckpointMismatchError: The folder was cut for another number of ranks.
+            CheckpointMismatchError: The folder was split for another number of ranks.
         """
         if reader.tp_size != layout.tp_size:
             raise CheckpointMismatchError(
-                f"{reader.path} is cut for tensor_para_size={reader.tp_size}, but "
+                f"{reader.path} is split for tensor_para_size={reader.tp_size}, but "
                 f"{layout.tp_size} ranks are to load it; convert for {layout.tp_size} or set "
                 f"tensor_para_size={reader.tp_size}"
             )
@@ -80,10 +80,10 @@ class RankWeights:
         return self.reader.read(name, 0)
 
     def check(self) -> None:
-        """Fail if any tensor read so far holds values that are not finite.
+        """Check that all tensors read so far are finite.
 
         Raises:
-            CheckpointMismatchError: naming all of them.
+            CheckpointMismatchError: naming every tensor that is not.
         """
         if self._unusable:
             raise CheckpointMismatchError(
@@ -93,7 +93,7 @@ class RankWeights:
             )
 
     def _checked(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        # One pass over what is read anyway, on a GPU over the copy: a sum shows NaN and infinities.
+        # One pass over the values that are read anyway: a sum shows NaN and infinities.
         values = values.to(self.device)
         total = values.sum(dtype=torch.float32)
         if not torch.isfinite(total) and not torch.isfinite(values).all():

@@ -1,1 +1,1 @@
-"""Ranks, groups, and linears cut among ranks; nothing here knows about layers."""
+"""Ranks, their groups, and linears divided among ranks; independent of layers and models."""

@@ -1,4 +1,4 @@
-"""What follows a matrix product: its bias, its activation, the residual."""
+"""The epilogue of a matrix product: bias, activation and residual."""
 
 from __future__ import annotations
 

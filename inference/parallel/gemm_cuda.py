@@ -2,8 +2,8 @@
 
 Decoding reads every weight once per token, so these products are readings of memory: of the 4.4
 TB/s of an H200 the ones below reach 4.1 to 4.3 at one row with GPT-J-6B's matrices in fp16 (cuBLAS
-2.6 to 4.2, and bias, activation and residual are kernels more), in 8 bits 3.1 to 4.1. Import this
-only where Triton is.
+2.6 to 4.2, with further kernels for bias, activation and residual), in 8 bits 3.1 to 4.1. Import
+this module only where Triton is installed.
 """
 
 # Shapes: N rows, I inputs, O outputs
@@ -61,8 +61,8 @@ _MOST_ROWS = {2: 16, 1: 64}
 def _widened(weight, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     """Return fp16 of whole numbers of 8 bits.
 
-    Four at a time become the low bytes of 1024 + 128 + weight. With the compiler's conversions a
-    step of GPT-J-6B takes 2.4 ms, so 1.9 ms.
+    Four at a time become the low bytes of 1024 + 128 + weight. A step of GPT-J-6B takes 1.9 ms this
+    way, 2.4 ms with the compiler's own conversion.
     """
     if NATIVE:
         (wide,) = tl.inline_asm_elementwise(
@@ -272,7 +272,7 @@ def few_rows_product(
     outputs = len(weight)
     x = x if x.stride(1) == 1 else x.contiguous()
     y = x.new_empty(rows, outputs)
-    # What is absent is not read; some pointer has to stand in its place.
+    # Absent tensors are not read, but need some pointer in their place.
     scale_at, bias_at = x if scale is None else scale, x if bias is None else bias
     pointers = (x, weight, scale_at, bias_at, x if residual is None else residual.contiguous(), y)
     native = x.is_cuda and torch.version.cuda is not None

@@ -1,6 +1,6 @@
-"""How ranks talk: one group for plans, one per stage for sums, pairs between stages.
+"""Communication of ranks: one group for plans, one per stage for sums, pairs between stages.
 
-Groups are made directly on a store, so that several engines can live in one process.
+Groups are made directly on a store, which allows several engines in one process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PACKET = 256
 
 
 class _Group(Protocol):
-    """What is used of torch's process groups; ranks are numbered within the group."""
+    """The used part of torch's process groups; ranks are numbered within the group."""
 
     def allreduce(self, tensors: list[torch.Tensor]) -> Work: ...
 
@@ -33,20 +33,20 @@ class _Group(Protocol):
 
 
 class _NcclGroup(_Group, Protocol):
-    """A group that is to be left in order."""
+    """A group with an orderly shutdown."""
 
     def shutdown(self) -> None: ...
 
 
 class Sending:
-    """A tensor on its way; it is kept until it has left."""
+    """A tensor being sent, kept until it is complete."""
 
     def __init__(self, work: Work, x: torch.Tensor) -> None:
         self._work = work
         self._x = x
 
     def wait(self) -> None:
-        """Return once the tensor has left."""
+        """Return once the tensor is sent."""
         self._work.wait()
 
 
@@ -79,13 +79,13 @@ class RankGroups:
         Args:
             layout: This rank's place.
             store: Rendezvous shared by all ranks, not used by any earlier groups.
-            device: Where hidden states and logits live: NCCL on CUDA; on CPU shared memory, or
-                gloo where the ranks do not share any.
+            device: Device of hidden states and logits: NCCL on CUDA; on CPU shared memory, or gloo
+                between hosts.
             timeout_s: Longest wait for another rank.
             shared_memory: False for gloo in any case.
 
         Raises:
-            RuntimeError: A rank did not come in time.
+            RuntimeError: A rank did not join in time.
         """
         self.layout = layout
         self._device = device
@@ -119,9 +119,9 @@ class RankGroups:
             group.abort()
 
     def close(self) -> None:
-        """Leave in order, as every rank does after its last step.
+        """Shut down in order, as every rank does after its last step.
 
-        No CUDA graph with a sum in it may be left: NCCL would wait for its end.
+        No CUDA graph with a sum in it may exist any more: NCCL would wait for its end.
         """
         if self._nccl:
             torch.cuda.synchronize(self._device)
@@ -131,7 +131,7 @@ class RankGroups:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` over the ranks of this stage, in place."""
-        assert self._stage is not None, "a single rank sums nothing"
+        assert self._stage is not None, "a single rank has no sums"
         x = x.contiguous()
         self._stage.allreduce([x]).wait()
         return x
@@ -143,7 +143,7 @@ class RankGroups:
         return Sending(self._pipe.send([x], rank, 0), x)
 
     def receive(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """Fill `x` with what a rank of another stage sends."""
+        """Receive `x` from a rank of another stage."""
         assert self._pipe is not None
         self._pipe.recv([x], rank, 0).wait()
         return x
@@ -179,7 +179,7 @@ class RankGroups:
     def gather(self, part: torch.Tensor) -> list[torch.Tensor]:
         """Return on rank 0 the parts of all ranks in order, all of one shape; elsewhere nothing."""
         group = self._pipe or self._stage
-        assert group is not None, "a single rank gathers nothing"
+        assert group is not None, "a single rank has nothing to gather"
         if self.layout.rank != 0:
             group.send([part.contiguous()], 0, 0).wait()
             return []
@@ -209,7 +209,7 @@ class RankGroups:
         return plan
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
-        """Give every rank the CPU tensor that rank 0 holds; the others pass one of its shape."""
+        """Broadcast rank 0's CPU tensor; the other ranks pass one of its shape."""
         self._broadcast(x)
         return x
 

@@ -1,4 +1,4 @@
-"""Weights of 8 bits: how they are rounded, and the product that widens them again."""
+"""Weights of 8 bits: their rounding, and the product that widens them again."""
 
 # Shapes: N rows (tokens), I inputs, O outputs
 

@@ -1,4 +1,4 @@
-"""Where one rank stands in the tensor x pipeline grid, and what part of the model it holds."""
+"""The place of a rank in the tensor x pipeline grid, and its part of the model."""
 
 from __future__ import annotations
 

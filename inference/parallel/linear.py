@@ -1,4 +1,4 @@
-"""Linears and embeddings cut among tensor-parallel ranks; weights stay in FT's (in, out) layout."""
+"""Linears and embeddings split among tensor-parallel ranks; weights keep FT's (in, out) layout."""
 
 # Shapes: N rows (tokens), H hidden, V vocabulary, T tensor-parallel size
 

@@ -1,4 +1,4 @@
-"""One forward pass of one rank: receive from the stage before, run my layers, send on."""
+"""One forward pass of one rank: receive from the stage before, run its layers, send the result."""
 
 # Shapes: N tokens of a micro-batch, E hidden
 
@@ -17,7 +17,7 @@ StepT_contra = TypeVar("StepT_contra", contravariant=True)
 
 
 class StageModel(Protocol[StepT_contra]):
-    """What a stage runs."""
+    """The model interface of a pipeline stage."""
 
     def embed(self, step: StepT_contra) -> torch.Tensor:
         """Return the input of the model's first layer (N, E)."""

@@ -1,8 +1,8 @@
 """Sums, broadcasts and messages among the ranks of one host, through a mapped file.
 
 For CPU ranks of one host: a sum of a token's hidden states takes some 20 us here, over gloo's
-sockets some 300 us. Words count what each rank has done; a rank waits for another's word, first
-spinning, then asleep in the kernel (futex).
+sockets some 300 us. Words in the file count the transfers of each rank; a rank waits for another's
+word first by spinning, then asleep in the kernel (futex).
 """
 
 # The order of a copy and of the word that announces it is kept by x86 processors; others use gloo.
@@ -28,7 +28,7 @@ _FOLDER = Path("/dev/shm")
 _PREFIX = "slipway-"
 _CHUNK = 256 * 1024  # bytes of one buffer
 _WORD_BYTES = 64  # words lie on cache lines of their own
-_SPINS = 2000  # about 0.1 ms of looking before sleeping
+_SPINS = 2000  # about 0.1 ms before sleeping
 _SLICE_S = 0.1  # of sleep, between looks at the clock
 _MASK = 0xFFFFFFFF
 
@@ -44,7 +44,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class _Finished(Work):
-    """A transfer that needs no more waiting."""
+    """A transfer that is complete."""
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:  # noqa: ARG002 - torch's signature
         return True
@@ -79,7 +79,7 @@ def open_group(
 
 
 def _create(size: int) -> Path | None:
-    """Return a new zeroed file for a group, or None where there can be none."""
+    """Return a new zeroed file for a group, or None where that is impossible."""
     if platform.machine() != "x86_64" or not _FOLDER.is_dir():
         return None
     path = _FOLDER / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
@@ -88,7 +88,7 @@ def _create(size: int) -> Path | None:
     except OSError:
         return None
     try:
-        os.posix_fallocate(file, 0, _Layout(size).size_bytes)  # no room is told now, not by SIGBUS
+        os.posix_fallocate(file, 0, _Layout(size).size_bytes)  # fails here, not later by SIGBUS
     except OSError:
         path.unlink()
         return None
@@ -111,7 +111,7 @@ def _attach(path: Path, size: int) -> mmap.mmap | None:
 
 
 class _Layout:
-    """Where words and buffers of a group of `size` ranks lie; words first."""
+    """Offsets of the words and buffers of a group of `size` ranks; words first."""
 
     def __init__(self, size: int) -> None:
         self.arrived = 0  # per rank: sums it has given its part to
@@ -171,7 +171,7 @@ class SharedMemoryGroup:
         return self._done
 
     def broadcast(self, tensors: list[torch.Tensor]) -> Work:
-        """Give every rank the tensor of rank 0."""
+        """Broadcast the tensor of rank 0."""
         for part in self._chunks(tensors[0]):
             if self._place == 0:
                 number = self._get(self._layout.told) + 1
@@ -187,7 +187,7 @@ class SharedMemoryGroup:
         return self._done
 
     def send(self, tensors: list[torch.Tensor], rank: int, _tag: int) -> Work:
-        """Send a tensor; returns when the last part is on its way."""
+        """Send a tensor; returns when the last part is copied."""
         me, layout = self._place, self._layout
         for part in self._chunks(tensors[0]):
             number = self._get(layout.sent + me) + 1
@@ -198,7 +198,7 @@ class SharedMemoryGroup:
         return self._done
 
     def recv(self, tensors: list[torch.Tensor], rank: int, _tag: int) -> Work:
-        """Fill a tensor with what `rank` sends to this one."""
+        """Receive a tensor from `rank`."""
         layout = self._layout
         for part in self._chunks(tensors[0]):
             number = self._next_for_me(rank)
@@ -214,7 +214,7 @@ class SharedMemoryGroup:
             self._await(layout.sent + rank, number, f"rank {rank}")
             if self._get(layout.target + 2 * rank + number % 2) == self._place:
                 return number
-            # Another rank has to read its chunk first.
+            # Another rank must read its chunk first.
             self._await(layout.read + rank, number, f"a reader of rank {rank}")
 
     def _chunks(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -239,7 +239,7 @@ class SharedMemoryGroup:
         self._words[word * (_WORD_BYTES // 4)] = value & _MASK
 
     def _put(self, word: int, value: int) -> None:
-        """Set a word and wake who waits for it."""
+        """Set a word and wake its waiters."""
         self._set(word, value)
         address = ctypes.c_void_p(self._address + word * _WORD_BYTES)
         _LIBC.syscall(_SYS_FUTEX, address, _FUTEX_WAKE, 2**30, None, None, 0)

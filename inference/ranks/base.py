@@ -168,7 +168,7 @@ class RankBase(ABC):
         if plan.choices is None or not plan.choices.size:
             return None
         slots, forbidden = on_device(plan.choices, self.device)
-        slots = torch.where(slots < 0, feed.nobody, slots)
+        slots = torch.where(slots < 0, feed.unread, slots)
         return chosen_to_host(feed.choose(logits, slots, forbidden, vocab_size))
 
     def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:

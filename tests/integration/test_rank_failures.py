@@ -133,7 +133,7 @@ def test_every_rank_checks_the_folder(tmp_path: Path) -> None:
 
 
 def test_folder_cut_for_other_ranks_is_refused(ft_dir: Path) -> None:
-    with pytest.raises(EngineFailedError, match="cut for tensor_para_size=2, but 1 ranks"):
+    with pytest.raises(EngineFailedError, match="split for tensor_para_size=2, but 1 ranks"):
         Engine(ft_dir, Placement(tp_size=1, device="cpu")).start()
 
 

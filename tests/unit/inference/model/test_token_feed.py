@@ -18,7 +18,7 @@ def test_the_choice_is_what_selecting_finds() -> None:
     feed = TokenFeed(5, CPU)
     nothing = torch.full((3,), -1)
     chosen = chosen_to_host(
-        feed.choose(logits, torch.tensor([4, 0, feed.nobody]), nothing, 64)
+        feed.choose(logits, torch.tensor([4, 0, feed.unread]), nothing, 64)
     ).array()
     assert chosen[:, 1].tolist() == selected.ids.ravel().tolist()
     values = chosen[:, 0].view(np.float32)
