@@ -36,7 +36,7 @@ _COLUMNS = (
     ("source", "source"),
     ("format", "format"),
     ("becomes", "family"),
-    ("can add", "adds"),
+    ("add-ons", "adds"),
     ("served by", "engines"),
 )
 
