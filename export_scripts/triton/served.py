@@ -1,4 +1,4 @@
-"""The model of an existing repository: how many ranks it needs, as its config.pbtxt says."""
+"""Name, parallel sizes and device of the model in an existing repository, from its config.pbtxt."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from export_scripts.triton.parameters import PARAMETERS
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """What a submission has to know of a model that was exported elsewhere."""
+class ModelSizes:
+    """The facts about an exported model that decide the resources of its server."""
 
     name: str
     tp_size: int
@@ -20,10 +20,10 @@ class ServedModel:
     device: str = "auto"
 
 
-def served_model_of(repository: Path) -> ServedModel | None:
+def served_model_of(repository: Path) -> ModelSizes | None:
     """Return the model with ranks in a repository; None if there is none, or several.
 
-    A file that cannot be read counts as none: the server says what is wrong with it.
+    An unreadable file counts as none: the server reports its problem.
     """
     found = [
         model
@@ -33,7 +33,7 @@ def served_model_of(repository: Path) -> ServedModel | None:
     return found[0] if len(found) == 1 else None
 
 
-def _read(path: Path) -> ServedModel | None:
+def _read(path: Path) -> ModelSizes | None:
     try:
         given = parse_config(path.read_text(encoding="utf-8")).parameters
         values: dict[str, Any] = {
@@ -45,7 +45,7 @@ def _read(path: Path) -> ServedModel | None:
         return None
     if "tensor_para_size" not in values:
         return None
-    return ServedModel(
+    return ModelSizes(
         name=path.parent.name,
         tp_size=values["tensor_para_size"],
         pp_size=values.get("pipeline_para_size", 1),

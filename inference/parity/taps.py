@@ -53,8 +53,8 @@ def tapped_bert_layer(layer: encoder.EncoderLayer, where: str, notes: Notes) -> 
 
 
 def tapped_t5_encoder_layer(
-    layer: t5_layers.EncoderLayer, where: str, notes: Notes
-) -> t5_layers.EncoderLayer:
+    layer: t5_layers.T5EncoderLayer, where: str, notes: Notes
+) -> t5_layers.T5EncoderLayer:
     """Return an encoder layer of T5 that notes attention, MLP and its output."""
     return replace(
         layer,
@@ -64,8 +64,8 @@ def tapped_t5_encoder_layer(
 
 
 def tapped_t5_decoder_layer(
-    layer: t5_layers.DecoderLayer, where: str, notes: Notes
-) -> t5_layers.DecoderLayer:
+    layer: t5_layers.T5DecoderLayer, where: str, notes: Notes
+) -> t5_layers.T5DecoderLayer:
     """Return a decoder layer of T5 that notes both attentions, MLP and its output."""
     return replace(
         layer,

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from export_scripts.triton.object_store import StoreLocation
-from export_scripts.triton.served import ServedModel, served_model_of
+from export_scripts.triton.served import ModelSizes, served_model_of
 from inference.gateway.access import Access
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run
@@ -143,13 +143,13 @@ def _world_size(config: Config) -> int:
     return sizes.tp_size * sizes.pp_size
 
 
-def _served_sizes(config: Config) -> ServedModel:
+def _served_sizes(config: Config) -> ModelSizes:
     """Return the sizes of what is served; a folder from elsewhere has those it was made for."""
     model, triton = config.export.model, config.export.triton_deployment
     folder = config.deploy.repository
     if folder and not is_store_url(folder) and (found := served_model_of(Path(folder))):
         return found
-    return ServedModel(
+    return ModelSizes(
         name=Path(triton.triton_model_dir).name,
         tp_size=model.tensor_model_parallel_size,
         pp_size=triton.pipeline_model_parallel_size,
