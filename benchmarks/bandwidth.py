@@ -1,4 +1,4 @@
-"""What decoding cannot be faster than: the bytes a step reads over the memory's bandwidth."""
+"""The limit of decoding speed: the bytes that a step reads over the memory's bandwidth."""
 
 from __future__ import annotations
 

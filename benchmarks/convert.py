@@ -1,4 +1,4 @@
-"""Conversion speed and memory, beside a durable plain copy and NVIDIA's converter.
+"""Conversion speed and memory, against a durable plain copy and NVIDIA's converter.
 
     python -m benchmarks.convert --work-dir DIR [--peer-path FasterTransformer] [--repeats 3]
     python -m benchmarks.convert --work-dir DIR --memory-curve 0.1 1 3
@@ -175,7 +175,7 @@ def _rollup(pid: int) -> dict[str, int]:
 
 @dataclass
 class Result:
-    """What was measured of one contender."""
+    """The measurements of one contender."""
 
     seconds: list[float] = field(default_factory=list)
     resident_bytes: int = 0
@@ -229,7 +229,7 @@ def our_command(source: Path, target: Path, tp: int, processes: int) -> list[str
         *("--checkpoint-path", str(source), "--output-dir", str(target)),
         *("--tensor-model-parallel-size", str(tp), "--weight-data-type", "fp16"),
         *("--processes", str(processes)),
-        # The synthetic checkpoint has no tokenizer to tell them.
+        # The synthetic checkpoint has no tokenizer to define them.
         *("--set", "start_id=0", "--set", "end_id=0"),
     ]
 

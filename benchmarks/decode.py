@@ -1,4 +1,4 @@
-"""Decoding speed of the runtime, beside transformers and CTranslate2, on the same weights.
+"""Decoding speed of the runtime, against transformers and CTranslate2 on the same weights.
 
     python -m benchmarks.decode --work-dir DIR [--batch 1 8] [--data-type fp32 int8 bf16]
     python -m benchmarks.decode --work-dir DIR --device cuda --model gptj-6b \

@@ -1,4 +1,4 @@
-"""Speed of T5 (generation) and BERT (hidden states), beside transformers on the same weights.
+"""Speed of T5 (generation) and BERT (hidden states), against transformers on the same weights.
 
     python -m benchmarks.encoders --work-dir DIR [--batch 1 8] [--device cuda --data-type fp16]
 

@@ -1,4 +1,4 @@
-"""Speed of reading prompts: the time to the first token, beside transformers on the same weights.
+"""Speed of prompts: the time to the first token, against transformers on the same weights.
 
     python -m benchmarks.prefill --work-dir DIR [--input-len 32 128 512] [--data-type fp32 bf16]
 

@@ -1,4 +1,4 @@
-"""How long a served model is away after each fault, from the fault to the next answer.
+"""Recovery time of a server after each fault, from the fault to the next answer.
 
     python -m benchmarks.recovery --work-dir DIR [--repeats 2]
 

@@ -1,4 +1,4 @@
-"""What serving adds to decoding, and what continuous batching gives.
+"""Overhead of serving over decoding, and the gain of continuous batching.
 
     python -m benchmarks.serve --work-dir DIR [--requests 32] [--concurrency 1 16]
 

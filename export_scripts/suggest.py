@@ -1,4 +1,4 @@
-"""The known name that somebody who mistyped one probably meant."""
+"""Suggestions for mistyped names: the most similar known name."""
 
 from __future__ import annotations
 

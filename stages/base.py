@@ -200,7 +200,7 @@ class Stage(Checkpointable):
         return summary
 
     def mark_finished(self, summary: Summary) -> None:
-        """Save the configuration beside the outputs."""
+        """Save the configuration next to the outputs."""
         path = self.marker_path()
         if path is not None:
             marker = {

@@ -33,7 +33,7 @@ class DeployStage(Stage):
 
     @property
     def endpoint_path(self) -> Path:
-        """Where the address of the running server is published."""
+        """The file with the address of the running server."""
         return self.job.folder / ENDPOINT_NAME
 
     @property

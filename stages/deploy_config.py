@@ -197,8 +197,8 @@ def _port_problems(config: DeployConfig) -> list[str]:
         return problems
     chosen = [port for port in ports.values() if port]
     if len(set(chosen)) < len(chosen):
-        told = ", ".join(f"{key}={port}" for key, port in ports.items())
-        return [f"{told}: the three ports must differ; 0 takes any free one."]
+        given = ", ".join(f"{key}={port}" for key, port in ports.items())
+        return [f"{given}: the three ports must differ; 0 takes any free one."]
     if not config.serves_here:
         return []
     if (problem := port_problem(config.host, 0)) is not None:

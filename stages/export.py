@@ -160,7 +160,7 @@ class ExportStage(Stage):
         return summary
 
     def _publish(self, repository: Path, location: StoreLocation, progress: Progress) -> Summary:
-        def tell(done: int, total: int) -> None:
+        def report(done: int, total: int) -> None:
             progress.update("publishing", done=done, total=total, unit="bytes")
 
         try:
@@ -169,7 +169,7 @@ class ExportStage(Stage):
                 location,
                 overwrite=self.job.overwrite,
                 without=_BOOKKEEPING,
-                progress=tell,
+                progress=report,
             )
         except (OSError, ValueError) as error:
             raise StageError(str(error)) from error

@@ -58,9 +58,13 @@ def tune(
         StageError: the program is missing or fails.
     """
     command = tuning_command(config)
-    told, result = work_dir / "gemm_command.txt", work_dir / RESULT_NAME
+    command_path, result = work_dir / "gemm_command.txt", work_dir / RESULT_NAME
     text = " ".join(command)
-    if result.is_file() and told.is_file() and told.read_text(encoding="utf-8") == text:
+    if (
+        result.is_file()
+        and command_path.is_file()
+        and command_path.read_text(encoding="utf-8") == text
+    ):
         return
     work_dir.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)
@@ -74,7 +78,7 @@ def tune(
         ) from error
     if not result.is_file():
         raise StageError(f"{command[0]} has written no {RESULT_NAME}; see {log_path}.")
-    told.write_text(text, encoding="utf-8")
+    command_path.write_text(text, encoding="utf-8")
 
 
 def _run(command: Sequence[str], work_dir: Path, log_path: Path, check: Callable[[], None]) -> None:

@@ -79,7 +79,7 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
     )
     assert process.stdout is not None
     was_asked = False
-    with _Listener(process.stdout) as heard:
+    with _Listener(process.stdout) as listener:
         try:
             status = _wait(process)
         except KeyboardInterrupt:
@@ -91,7 +91,7 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
             _end(process, stage)
             raise
     result = read_json(result_path)
-    if (fault := _fault_of_others(result, heard, was_asked=was_asked)) is not None:
+    if (fault := _fault_of_others(result, listener, was_asked=was_asked)) is not None:
         raise StageError(fault)
     if result is None:
         raise StageError(
@@ -106,14 +106,14 @@ def run_in_step(stage: Stage, step: JobStep, *, folder: Path) -> Summary:
 
 
 def _fault_of_others(
-    result: Mapping[str, Any] | None, heard: _Listener, *, was_asked: bool
+    result: Mapping[str, Any] | None, listener: _Listener, *, was_asked: bool
 ) -> str | None:
     """Return the failed node or rank, other than the first, that caused the step to fail."""
     ended_badly = result is None or "error" in result or result.get("was_stopped", False)
     # srun stops the first rank after the loss of another, and it may have ended in order.
-    if ended_badly and not was_asked and (loss := heard.loss()) is not None:
+    if ended_badly and not was_asked and (loss := listener.loss()) is not None:
         return loss
-    return heard.failure() if result is None or "error" in result else None
+    return listener.failure() if result is None or "error" in result else None
 
 
 def _wait(process: subprocess.Popen[str]) -> int:

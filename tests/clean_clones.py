@@ -1,4 +1,4 @@
-"""What a new user does, with each Python found here: a clean clone, `make setup`, `make demo`.
+"""A new user's first steps, with each Python found here: a clean clone, `make setup`, `make demo`.
 
     python tests/clean_clones.py [--others] [--count N] [--keep DIR]
 

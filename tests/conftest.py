@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Reference material (golden shards, recorded logits, data sets) kept beside the checkout.
+# Reference material (golden shards, recorded logits, data sets) kept next to the checkout.
 SHARED = Path(os.environ.get("SLIPWAY_SHARED", ROOT.parent / "shared"))
 
 

@@ -1,4 +1,4 @@
-"""A model that needs no server: it continues the texts it was told to."""
+"""A model that needs no server: it continues the texts it knows."""
 
 from __future__ import annotations
 

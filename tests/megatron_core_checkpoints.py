@@ -168,7 +168,7 @@ def _model(config: Mapping[str, Any], rows: int, save: Save) -> Any:
 
 
 def _other_state() -> dict[str, Any]:
-    """Return what training saves besides the model: an optimizer's tensors, random states."""
+    """Return what training saves apart from the model: an optimizer's tensors, random states."""
     from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
     key = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"

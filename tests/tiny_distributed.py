@@ -123,5 +123,5 @@ def _write_zarr(folder: Path, tensors: Mapping[str, torch.Tensor], cuts: Cuts) -
 
 
 def megatron_common(**args: Any) -> dict[str, Any]:
-    """Return what Megatron-LM keeps besides tensors."""
+    """Return the contents of Megatron-LM's common.pt: everything but tensors."""
     return {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 7}

@@ -1,4 +1,4 @@
-"""What is tuned on top of a tiny T5, in NeMo's archives: IA3, linear adapters, prompt tables."""
+"""Archives of NeMo with the tuned parts of a tiny T5: IA3, linear adapters, prompt tables."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class TorchDistFolder:
             ) from error
 
     def common(self) -> Any:
-        """Return the index's contents besides tensors, or None if common.pt holds them."""
+        """Return the index's contents other than tensors, or None if common.pt holds them."""
         entry = self._entries.get((_COMMON_KEY, None))
         if entry is None:
             return None

@@ -43,7 +43,7 @@ class Distributed:
     """A distributed checkpoint.
 
     Attributes:
-        common: Its contents besides tensors, such as Megatron-LM's arguments.
+        common: Its contents other than tensors, such as Megatron-LM's arguments.
         tensors: megatron-core's names without what wrapped the model, layers numbered -> the
             tensor as a single piece.
         files: The files that the model consists of.

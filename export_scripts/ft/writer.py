@@ -181,7 +181,7 @@ class FTWriter:
             size: Exact bytes.
             chunks: Contents in order. Of a file of LARGE_BYTES or more, each must stay unchanged
             until the next but one is requested.
-            facts: Called after the last chunk; returns what to record besides size and checksum.
+            facts: Called after the last chunk; returns further facts for the record.
 
         Raises:
             ValueError: The disk is full.

@@ -170,7 +170,7 @@ PARAMETERS: Mapping[str, Parameter] = {
 
 
 def parameter_problems(given: Mapping[str, str]) -> dict[str, str]:
-    """Return what is wrong with parameters that somebody adds to config.pbtxt, by their names."""
+    """Return the problems of parameters that a user adds to config.pbtxt, by their names."""
     found = {}
     for name, text in given.items():
         parameter = PARAMETERS.get(name)

@@ -144,10 +144,10 @@ def with_readable_errors(load: Callable[[Any, Args], None]) -> Callable[[Any, Ar
             load(model, args)
         except Exception as error:
             text = str(error)
-            told = text.encode(errors="surrogateescape").decode(errors="replace")
-            if told == text:
+            readable = text.encode(errors="surrogateescape").decode(errors="replace")
+            if readable == text:
                 raise
-            raise ValueError(told) from error
+            raise ValueError(readable) from error
 
     return initialize
 

@@ -131,7 +131,7 @@ class FrameStream:
 
     Every frame holds the whole answer so far. With `omit_prefix` (beam_width 1 only) `output_ids`
     holds only the tokens since the last frame, (B, 1, n), filled with end ids;
-    `sequence_length` still counts everything, so its growth tells how many are new.
+    `sequence_length` still counts everything, and its growth is the number of new tokens.
     """
 
     request: GenerationRequest

@@ -448,13 +448,13 @@ class Scheduler:
         rows = [work.row for work, _ in outputs]
         handles = [row.handle for row in rows if row.handle is not None]
         steps = self._decoder.take_best(handles, chosen[[number for _, number in outputs]])
-        heard = set()
+        to_report = set()
         for row, step in zip(rows, steps, strict=True):
             if step is not None:
                 self._advance(row, step)
             if step is not None or row.owner.on_step is not None:
-                heard.add(row.owner)
-        return heard
+                to_report.add(row.owner)
+        return to_report
 
     def _advance(self, row: RunningRow, step: RowStep) -> None:
         """Record a row's newest tokens; release it when it has finished."""

@@ -45,7 +45,7 @@ class RunFacts:
     Attributes:
         name: the run's name, such as `gpt3_5b`.
         checkpoint: the source checkpoint, as configured.
-        model_sha256: hash that tells one set of weights from another.
+        model_sha256: hash that identifies a set of weights.
     """
 
     name: str
@@ -198,7 +198,7 @@ class HistoryPoint:
     """One run as the run store's index knows it.
 
     Attributes:
-        samples: per task, what tells one choice of samples from another; figures of runs with
+        samples: per task, the identity of its choice of samples; figures of runs with
             equal samples can be compared.
     """
 

@@ -120,7 +120,7 @@ class WordLists:
 
 NO_WORDS = WordLists()
 
-# Contract tensors sent besides the prompt, by name: one value or array, the same for every row.
+# Contract tensors sent with the prompt, by name: one value or array, the same for every row.
 RequestTensors = Mapping[str, Any]
 
 

@@ -247,7 +247,7 @@ def _some_rows(  # type: ignore[no-untyped-def]
     tl.store(y_at + place, y.to(y_at.dtype.element_ty), mask=inside)
 
 
-def few_rows_product(
+def gemv(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
@@ -326,9 +326,7 @@ class CudaGemm:
         if len(x) > _MOST_ROWS[2]:
             y = functional.linear(x, self.weight, self.bias)
             return finish(y, residual=residual, **self._activation)
-        return few_rows_product(
-            x, self.weight, bias=self.bias, residual=residual, **self._activation
-        )
+        return gemv(x, self.weight, bias=self.bias, residual=residual, **self._activation)
 
 
 class CudaInt8Gemm(Int8Gemm):
@@ -338,7 +336,7 @@ class CudaInt8Gemm(Int8Gemm):
         """Return activation(x W + bias) + residual in the type of x, which is of 16 bits."""
         if len(x) > _MOST_ROWS[1]:
             return super().__call__(x, residual)
-        return few_rows_product(
+        return gemv(
             x,
             self.weight,
             scale=self.scale,

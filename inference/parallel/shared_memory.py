@@ -116,11 +116,11 @@ class _Layout:
     def __init__(self, size: int) -> None:
         self.arrived = 0  # per rank: sums it has given its part to
         self.met = size  # per rank: barriers
-        self.told = 2 * size  # one: chunks rank 0 has broadcast
-        self.heard = 2 * size + 1  # per rank: broadcast chunks it has read
+        self.announced = 2 * size  # one: chunks rank 0 has broadcast
+        self.received = 2 * size + 1  # per rank: broadcast chunks it has read
         self.sent = 3 * size + 1  # per rank: message chunks
         self.read = 4 * size + 1  # per rank: of these, those the receiver has read
-        self.target = 5 * size + 1  # per rank, two: whom the chunks are for
+        self.target = 5 * size + 1  # per rank, two: receivers of the chunks
         words = 7 * size + 1
         self.buffers = math.ceil(words * _WORD_BYTES / mmap.PAGESIZE) * mmap.PAGESIZE
         # Two buffers per rank for sums, two per rank for messages, two for broadcasts.
@@ -174,16 +174,16 @@ class SharedMemoryGroup:
         """Broadcast the tensor of rank 0."""
         for part in self._chunks(tensors[0]):
             if self._place == 0:
-                number = self._get(self._layout.told) + 1
+                number = self._get(self._layout.announced) + 1
                 # The buffer was last used two chunks ago.
-                self._await_all(self._layout.heard, number - 2, first=1)
+                self._await_all(self._layout.received, number - 2, first=1)
                 self._buffer(self._layout.broadcasts + number % 2, part).copy_(part)
-                self._put(self._layout.told, number)
+                self._put(self._layout.announced, number)
             else:
-                number = self._get(self._layout.heard + self._place) + 1
-                self._await(self._layout.told, number, "rank 0")
+                number = self._get(self._layout.received + self._place) + 1
+                self._await(self._layout.announced, number, "rank 0")
                 part.copy_(self._buffer(self._layout.broadcasts + number % 2, part))
-                self._put(self._layout.heard + self._place, number)
+                self._put(self._layout.received + self._place, number)
         return self._done
 
     def send(self, tensors: list[torch.Tensor], rank: int, _tag: int) -> Work:

@@ -233,7 +233,7 @@ def _activation(traits: MegatronTraits) -> Any:
 
 
 def _model(plan: ConversionPlan, traits: MegatronTraits) -> dict[str, Any]:
-    """Return the arguments of GPTModel besides its config and layers."""
+    """Return the arguments of GPTModel other than its config and layers."""
     config: Any = plan.config
     source = traits.source
     scaled = source.get("scale_positional_embedding") or source.get("use_rope_scaling")

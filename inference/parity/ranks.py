@@ -88,7 +88,7 @@ class _ThreadSum:
             self._parts[rank] = x
             self._barrier.wait()
             total = torch.stack([part for part in self._parts if part is not None]).sum(0)
-            self._barrier.wait()  # nobody offers its next part before all have read this one
+            self._barrier.wait()  # all read this part before the next one is offered
             return total
 
         return reduce

@@ -27,14 +27,14 @@ _OPTION_NAMES = {
     "weight_data_type": "--weight-data-type",
     "overwrite": "--overwrite",
 }
-# What a repository holds besides weights.
+# Files of a repository other than weights.
 _DESCRIPTIONS = re.compile(r"[^/]+\.(json|txt|model)")
 _WEIGHTS = (re.compile(r"[^/]+\.safetensors"), re.compile(r"pytorch_model[^/]*\.bin"))
 
 
 @dataclass(frozen=True)
 class ModelName:
-    """What the user calls the model.
+    """The name that the user gives for the model.
 
     Attributes:
         text: As it was given.
@@ -59,7 +59,7 @@ def parse_model_name(text: str) -> ModelName:
     """Return what `text` names: a path, or a repository with or without :<file>.
 
     Raises:
-        ValueError: It looks like a path and does not exist, or is no repository.
+        ValueError: It looks like a path and does not exist, or is not a repository.
     """
     path = Path(text).expanduser()
     if path.exists():
@@ -77,7 +77,7 @@ def parse_model_name(text: str) -> ModelName:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What has to be there before ranks can load.
+    """The files that must exist before ranks can load.
 
     Attributes:
         name: The model.
@@ -104,7 +104,7 @@ def prepare_weights(wanted: Wanted) -> Path:
     """Return the folder of the model's weights, downloaded and converted if they are not there.
 
     Raises:
-        ValueError: They cannot be had, with everything that stands against it.
+        ValueError: They are unavailable; the message names every reason.
     """
     path = wanted.name.path
     if path is not None and (path / "config.ini").is_file():
@@ -171,7 +171,7 @@ def _download(name: ModelName, ft_dir: Path) -> Path:
     """Return the downloaded checkpoint, or the copy that an earlier download left.
 
     Raises:
-        ValueError: It cannot be had; the message says how to do without.
+        ValueError: It is unavailable; the message names the alternative.
     """
     try:
         import huggingface_hub
@@ -204,7 +204,7 @@ def _earlier_download(name: ModelName) -> Path | None:
 
 def _no_download(name: ModelName, ft_dir: Path, reason: str) -> str:
     return (
-        f"--hf-model-name={name.text} is no local path, is not converted ({ft_dir} does not "
+        f"--hf-model-name={name.text} is not a local path, is not converted ({ft_dir} does not "
         f"exist), and cannot be downloaded: {reason.rstrip('.')}. Without a network give the path "
         "of a checkpoint instead: a Hugging Face folder, a .nemo archive, or a <TP>-gpu folder"
     )

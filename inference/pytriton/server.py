@@ -43,7 +43,7 @@ _EPILOG = f"""
 Start one process for each rank, TP x PP in all, with mpirun, srun or torchrun, on one node or
 several. On several nodes they meet at MASTER_ADDR:MASTER_PORT (srun: the first node by default);
 --output-dir must be a folder that all of them see. {LAUNCHER_VARIABLE}=mpirun|slurm|torchrun|
-torch|pmi tells whose variables count where several are set.
+torch|pmi selects the launcher whose variables count where several are set.
 """
 
 

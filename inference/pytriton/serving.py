@@ -1,4 +1,4 @@
-"""Run PyTriton around a text service until it is told to stop or something fails."""
+"""Run PyTriton around a text service until a signal or a failure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ServingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where and how to serve.
+    """Address and settings of a PyTriton server.
 
     Attributes:
         name: Of the model.
@@ -64,7 +64,7 @@ class Endpoint:
         return {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
 
     def check(self) -> None:
-        """Raise ServingError if a port cannot be had."""
+        """Raise ServingError if a port is unavailable."""
         if problems := ports_problems(self.host, self.ports, keys=_PORT_FLAGS):
             raise ServingError("\n".join(problems))
 

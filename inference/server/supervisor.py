@@ -57,7 +57,7 @@ class ProcessState:
 
     Attributes:
         letter: Such as S, R, Z (ended, not collected), T (stopped by a signal).
-        started: Start time in clock ticks; tells two processes of the same id apart.
+        started: Start time in clock ticks; distinguishes two processes of the same id.
         exit_code: Wait status of one that has ended; 0 where this user may not see it.
     """
 

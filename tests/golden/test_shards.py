@@ -23,7 +23,7 @@ GOLDEN = SHARED / "golden"
 
 @dataclass(frozen=True)
 class Row:
-    """What a case needs besides its case.json.
+    """The further inputs of a case, apart from its case.json.
 
     Attributes:
         request: Fields of the request; paths are relative to the case's folder.
@@ -44,9 +44,9 @@ class Row:
 
 OUTPUT_BIASES = ("*.attention.dense.bias.bin", "*.mlp.dense_4h_to_h.bias.bin")
 
-# A transposed copy of the embedding, beside the one that is read.
+# A transposed copy of the embedding, next to the one that is read.
 T5_COPY = ("shared.weight.bin",)
-# Which sections' keys the loader reads; the reference dumps the source's configuration besides.
+# Sections whose keys the loader reads; the reference also dumps the source's configuration.
 T5_KEYS = (
     *(
         f"*.{key}"

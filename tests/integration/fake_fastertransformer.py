@@ -30,14 +30,14 @@ def main() -> int:
         print(os.environ.get("FAKE_FURTHER_SERVER_SAYS", ""), flush=True)
         Path(os.environ["FAKE_SERVER_TOLD"] + "-further").write_text(json.dumps(options))
         time.sleep(600)  # as a further node's server: until it is ended
-    told = {
+    reported = {
         "options": options,
         "cwd": str(Path.cwd()),
         "environment": {
             name: os.environ.get(name) for name in ("NCCL_LAUNCH_MODE", "CUDA_VISIBLE_DEVICES")
         },
     }
-    Path(os.environ["FAKE_SERVER_TOLD"]).write_text(json.dumps(told))
+    Path(os.environ["FAKE_SERVER_TOLD"]).write_text(json.dumps(reported))
     print("[WARNING] gemm_config.in is not found; using default GEMM algo")
     print(os.environ.get("FAKE_SERVER_SAYS", ""), flush=True)
     configs = {

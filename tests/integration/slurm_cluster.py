@@ -121,9 +121,9 @@ class SlurmCluster:
         pid_file = self.folder / f"slurmd-{node}.pid"
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid_file.read_text()), signal.SIGKILL)
-        pid_file.unlink()  # which nobody else would do
+        pid_file.unlink()  # a killed daemon leaves it
         tasks = self._processes_of(node)
-        # Their keepers first, which would tell the controller of an orderly end.
+        # Their keepers first, which would report an orderly end to the controller.
         keepers = {parent for pid in tasks if _name(parent := _parent(pid)) == "slurmstepd"}
         for pid in (*keepers, *tasks):
             with contextlib.suppress(ProcessLookupError):

@@ -47,7 +47,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     (tmp_path / "bin" / "ssh").touch(0o755)
     return {
         "PATH": f"{program.parent}:{os.environ['PATH']}",
-        "FAKE_SERVER_TOLD": str(tmp_path / "told"),
+        "FAKE_SERVER_TOLD": str(tmp_path / "reported"),
     }
 
 
@@ -66,11 +66,11 @@ def test_server_is_started_as_its_guide_says(
 ) -> None:
     command = words(results, "stages=[deploy]")
     with served(results / RESULTS, *command, environment=environment) as endpoint:
-        told = json.loads((tmp_path / "told").read_text())
+        reported = json.loads((tmp_path / "reported").read_text())
     assert endpoint["model"] == "fastertransformer"
-    assert told["options"]["model-repository"] == str(results / RESULTS / "model_repo")
-    assert told["options"]["http-port"] == str(endpoint["http"])
-    assert told["environment"]["NCCL_LAUNCH_MODE"] == "GROUP"
+    assert reported["options"]["model-repository"] == str(results / RESULTS / "model_repo")
+    assert reported["options"]["http-port"] == str(endpoint["http"])
+    assert reported["environment"]["NCCL_LAUNCH_MODE"] == "GROUP"
     assert (tmp_path / "mpirun").read_text().startswith("-n 1 --allow-run-as-root ")
     config = (results / RESULTS / "model_repo/fastertransformer/config.pbtxt").read_text()
     assert 'backend: "fastertransformer"' in config
@@ -133,8 +133,8 @@ def test_tuning_runs_before_the_server_with_the_sizes_of_the_model(
         f"deploy.gemm_tuning.program_dir={program.parent}",
     )
     with served(results / RESULTS, *command, environment=environment):
-        told = json.loads((tmp_path / "told").read_text())
-    found = Path(told["cwd"], "gemm_config.in").read_text().split()
+        reported = json.loads((tmp_path / "reported").read_text())
+    found = Path(reported["cwd"], "gemm_config.in").read_text().split()
     # batch, beam, prompt | heads, head size, inner size, vocabulary | fp32, tensor parallel
     assert found == ["4", "1", "60", "8", "32", "1024", "8192", "0", "2"]
 
@@ -162,4 +162,4 @@ def test_dry_run_shows_the_command_and_starts_nothing(
         *("--http-port=8000", "--grpc-port=8001", "--metrics-port=8002"),
     ]
     assert shlex.join(expected) in text
-    assert not (tmp_path / "told").exists()
+    assert not (tmp_path / "reported").exists()

@@ -71,14 +71,14 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -
         third = endpoint_of(path, command, restarts=2)
         assert answer(third) == text
         os.kill(one_process(exported, "inference.ranks.worker", "--settings"), signal.SIGKILL)
-        told = finish(command)
+        reported = finish(command)
     finally:
         if command.poll() is None:
             command.send_signal(signal.SIGINT)
             finish(command)
-    assert command.returncode == 1, told
-    assert "the server failed again after 2 restarts: " in told
-    assert "rank 1: was ended by SIGKILL" in told
+    assert command.returncode == 1, reported
+    assert "the server failed again after 2 restarts: " in reported
+    assert "rank 1: was ended by SIGKILL" in reported
     assert not path.exists()
     logs = list(path.parent.glob(f"tritonserver-{third['job_id']}*.log"))
     assert len(logs) == 3  # one for each start
@@ -110,7 +110,7 @@ def test_new_server_takes_over_without_being_missed(exported: Path) -> None:
         command.send_signal(signal.SIGINT)
         text = finish(command)
     assert command.returncode == 0, text
-    assert len({port for port, _ in answers}) == 2  # both have answered, and nobody was refused
+    assert len({port for port, _ in answers}) == 2  # both have answered, and no request was refused
     assert len({text for _, text in answers}) == 1
 
 

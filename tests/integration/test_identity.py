@@ -127,6 +127,6 @@ def test_damaged_shard_is_found_and_the_message_says_how_to_find_it(
     words = shlex.split(command)
     assert words[:3] == ["python", "-m", "inference.parity"]
     assert parity(words[3:]) == 1
-    told = capsys.readouterr().out
-    assert "first deviating layer:  layer 1, mlp" in told
-    assert f"({DAMAGED}), layer 1" in told
+    reported = capsys.readouterr().out
+    assert "first deviating layer:  layer 1, mlp" in reported
+    assert f"({DAMAGED}), layer 1" in reported

@@ -247,7 +247,7 @@ def stand_in(tmp_path: Path) -> dict[str, str]:
     program.chmod(0o755)
     return {
         "PATH": f"{program.parent}:{os.environ['PATH']}:/usr/sbin",
-        "FAKE_SERVER_TOLD": str(tmp_path / "told"),
+        "FAKE_SERVER_TOLD": str(tmp_path / "reported"),
     }
 
 
@@ -259,7 +259,7 @@ def test_engine_of_nvidia_runs_one_server_per_node(
     )
     endpoint = service.endpoint()
     assert endpoint["nodes"] == 2
-    further = tmp_path / "told-further"
+    further = tmp_path / "reported-further"
     until(further.exists, "the second node's server")
     assert json.loads(further.read_text())["allow-http"] == "false"
     (service.folder / "stop_requested").touch()

@@ -165,7 +165,7 @@ def ask(
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What one process without any server answers."""
+    """The answers of one process without a server."""
     folder = tmp_path_factory.mktemp("one")
     request = ConversionRequest(SAMPLE, folder, tp_size=1, weight_data_type="fp32")
     ft_dir = convert(request).ft_dir

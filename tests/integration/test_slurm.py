@@ -152,7 +152,7 @@ def test_job_that_is_warned_by_a_signal_requeues_itself_and_ends_well(
 
 @pytest.fixture(scope="module")
 def results_of_pipelines(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the first pipeline has converted is there for the second."""
+    """The second pipeline finds the shards that the first has converted."""
     return tmp_path_factory.mktemp("pipelines")
 
 

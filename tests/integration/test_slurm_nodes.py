@@ -103,10 +103,10 @@ def test_ping_without_the_mpi_of_the_cluster_says_what_is_missing(tmp_path: Path
 def test_unknown_mpi_and_partition_are_reported_before_and_inside_the_job(tmp_path: Path) -> None:
     stage = RanksStage(settings(tmp_path, "ranks", resources=TWO_NODES))
     words = ("cluster.mpi=pmi9", "cluster.partition=bach", "container=/nowhere.sqsh")
-    told = "\n".join(SlurmLauncher(configure(*words)).check([stage]))
-    assert "cluster.mpi=pmi9: this Slurm does not have it" in told
-    assert "unknown partition bach; known partitions: batch, urgent" in told
-    assert "container=/nowhere.sqsh is not a file" in told
+    reported = "\n".join(SlurmLauncher(configure(*words)).check([stage]))
+    assert "cluster.mpi=pmi9: this Slurm does not have it" in reported
+    assert "unknown partition bach; known partitions: batch, urgent" in reported
+    assert "container=/nowhere.sqsh is not a file" in reported
     with pytest.raises(StageError, match=r"cluster\.mpi=pmi9"):
         check_mpi("pmi9")
 

@@ -169,10 +169,10 @@ def test_wrong_setting_is_named_when_the_weights_are_right(
     source, ft_dir = write_pair("gpt2", tmp_path)
     change_setting(ft_dir, "layernorm_eps", "0.5")
     assert main(["--checkpoint-path", str(source), "--ft-dir", str(ft_dir)]) == 1
-    told = capsys.readouterr().out
-    assert "config.ini: layernorm_eps = 0.5, the source makes it 1e-05" in told
-    assert "first deviating layer:  layer 0, attention" in told
-    assert "a setting of config.ini" in told.splitlines()[-1]
+    reported = capsys.readouterr().out
+    assert "config.ini: layernorm_eps = 0.5, the source makes it 1e-05" in reported
+    assert "first deviating layer:  layer 0, attention" in reported
+    assert "a setting of config.ini" in reported.splitlines()[-1]
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2, "pp": 2}], ids=["whole", "of 4 training ranks"])
@@ -183,13 +183,13 @@ def test_nemo_archive_is_compared_by_its_tensors(
     ft_dir = convert_to(source, tmp_path)
     words = ["--checkpoint-path", str(source), "--ft-dir", str(ft_dir)]
     assert main(words) == 0
-    told = capsys.readouterr().out
-    assert "52 tensors in 76 files, as the converter would write them" in told
-    assert "this nemo checkpoint is computed by NVIDIA's nemo_toolkit" in told
+    reported = capsys.readouterr().out
+    assert "52 tensors in 76 files, as the converter would write them" in reported
+    assert "this nemo checkpoint is computed by NVIDIA's nemo_toolkit" in reported
     damage(ft_dir / "model.layers.3.mlp.dense_h_to_4h.weight.1.bin", 9)
     assert main(words) == 1
-    told = capsys.readouterr().out
-    assert "(model.layers.3.mlp.dense_h_to_4h.weight.1.bin), layer 3" in told
+    reported = capsys.readouterr().out
+    assert "(model.layers.3.mlp.dense_h_to_4h.weight.1.bin), layer 3" in reported
 
 
 def test_wrong_setting_of_a_nemo_folder_is_a_deviation(tmp_path: Path) -> None:

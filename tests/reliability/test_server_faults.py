@@ -1,7 +1,7 @@
 """Processes of a server that are killed, stopped or hung: noticed in time, and nothing is left.
 
 The promises and their times are the table of docs/reliability.md. The limits here are longer, for
-slow machines, and shorter than what happens where nobody notices: nothing, or the client's own
+slow machines, and shorter than the outcome of an unnoticed fault: nothing, or the client's own
 timeout.
 """
 

@@ -1,4 +1,4 @@
-"""What docs/migrating.md promises: its commands are taken, its tables name what there is."""
+"""The promises of docs/migrating.md: its commands are accepted, its tables are complete."""
 
 from __future__ import annotations
 

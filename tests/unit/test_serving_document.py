@@ -1,4 +1,4 @@
-"""What docs/serving.md promises: its commands run, its table is that of the models there are."""
+"""The promises of docs/serving.md: its commands run, its table lists the models."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ def test_flags_of_the_client_are_those_of_the_document(
         words = shlex.split(line)
         with pytest.raises(SystemExit):
             client([words[3], "--help"])
-        told = capsys.readouterr().out
-        assert [word for word in words if word.startswith("--") and word not in told] == []
+        reported = capsys.readouterr().out
+        assert [word for word in words if word.startswith("--") and word not in reported] == []
 
 
 def test_request_files_of_the_document_can_be_read() -> None:

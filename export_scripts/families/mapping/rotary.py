@@ -16,7 +16,7 @@ from export_scripts.families.mapping.settings import Settings
 # Built into FasterTransformer's GPT-J and GPT-NeoX.
 FT_BASE = 10000.0
 
-# Parameters each kind needs besides its base.
+# Parameters of each kind, in addition to its base.
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),

@@ -40,7 +40,7 @@ def describe_environment() -> dict[str, str]:
 
 
 def describe_weights(weights_dir: Path) -> tuple[str, str]:
-    """Return family and hash of a converted folder, from the manifest beside it.
+    """Return family and hash of a converted folder, from the manifest next to it.
 
     The hash covers the name and the content of every file; both are empty without a manifest.
     """

@@ -161,7 +161,7 @@ def _clear(output_dir: Path) -> None:
 
 @contextmanager
 def _junit_on_failure(output_dir: Path) -> Iterator[None]:
-    """Leave a junit.xml that says why there is no report; an earlier whole one is left alone."""
+    """Write a junit.xml with the reason for a missing report; an earlier whole one is kept."""
     try:
         yield
     except (EvaluationError, ValueError) as error:

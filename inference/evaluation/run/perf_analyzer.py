@@ -64,7 +64,7 @@ class ServedTokens(Protocol):
 class PerfAnalyzer:
     """Meets LoadGenerator by running perf_analyzer once per point.
 
-    A run may take `patience_s` besides what its requests should take.
+    A run may take `patience_s` longer than its requests should take.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ def read_requests(
 ) -> Answered:
     """Return times and tokens of exported requests without the first `warmup`.
 
-    `prompt_len` are the tokens that a response's sequence_length counts besides its own.
+    `prompt_len` are the prompt's tokens, which a response's sequence_length also counts.
     """
     counted = requests[warmup:]
     begins = [each["timestamp"] for each in counted]

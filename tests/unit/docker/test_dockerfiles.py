@@ -191,8 +191,8 @@ def test_the_table_of_base_images_is_right() -> None:
 
 
 def hadolint() -> str | None:
-    beside = Path(sys.executable).parent / "hadolint"
-    return str(beside) if beside.exists() else shutil.which("hadolint")
+    installed = Path(sys.executable).parent / "hadolint"
+    return str(installed) if installed.exists() else shutil.which("hadolint")
 
 
 @pytest.mark.skipif(

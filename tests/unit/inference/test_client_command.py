@@ -58,12 +58,12 @@ def test_all_bad_entries_of_a_request_file_are_named() -> None:
                 {"name": "f", "data": [1.5], "dtype": "int32"},
             ]
         )
-    told = str(caught.value)
-    assert "request[1] (b)" in told
-    assert "request[2] (c)" in told
-    assert "request[3] (d): rows differ in length; pad them" in told
-    assert "request[4] (e): -1 does not fit uint32" in told
-    assert "request[5] (f): 1.5 does not fit int32" in told
+    reported = str(caught.value)
+    assert "request[1] (b)" in reported
+    assert "request[2] (c)" in reported
+    assert "request[3] (d): rows differ in length; pad them" in reported
+    assert "request[4] (e): -1 does not fit uint32" in reported
+    assert "request[5] (f): 1.5 does not fit int32" in reported
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the words of a command line are taken for, before any file is read."""
+"""Parsing of a command line, before any file is read."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_secrets_in_clear_text_are_refused_and_not_shown(
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "reported"),
     [
         ("export.run.name=a/b", "export.run.name=a/b cannot be part of names of files and jobs"),
         ("deploy.name=a\nb", r"deploy.name='a\nb': line breaks and control characters cannot"),
@@ -124,9 +124,9 @@ def test_secrets_in_clear_text_are_refused_and_not_shown(
     ],
 )
 def test_names_and_values_that_no_script_can_hold_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], word: str, reported: str
 ) -> None:
-    assert told in refused(capsys, SAMPLE, f"base_results_dir={tmp_path}", word)
+    assert reported in refused(capsys, SAMPLE, f"base_results_dir={tmp_path}", word)
 
 
 def test_results_folder_must_be_a_place_to_write(
@@ -176,7 +176,7 @@ def write_escaping(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("write", "told"),
+    ("write", "reported"),
     [
         (write_truncated, "is truncated or damaged: member"),
         (write_foreign, "is not a checkpoint of a known format"),
@@ -187,13 +187,13 @@ def test_archive_that_cannot_be_used_is_named_with_its_key(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     write: Callable[[Path], None],
-    told: str,
+    reported: str,
 ) -> None:
     path = tmp_path / "model.nemo"
     write(path)
     words = (f"base_results_dir={tmp_path}/r", f"export.model.checkpoint_path={path}")
     text = refused(capsys, SAMPLE, *words, "stages=[export]")
-    assert f"  - export.model.checkpoint_path={path} {told}" in text
+    assert f"  - export.model.checkpoint_path={path} {reported}" in text
     assert not (tmp_path / "r").exists()
 
 

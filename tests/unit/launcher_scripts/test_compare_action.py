@@ -40,17 +40,17 @@ def first_words(text: str) -> list[list[str]]:
 
 def test_the_last_two_runs_are_compared(results: Path, capsys) -> None:
     assert compare(results) == 0
-    told = capsys.readouterr().out
-    assert ["lambada_last_word", "25.00%", "0.00%", "-25.00", "pt"] in first_words(told)
-    assert "2 samples changed between right and wrong." in told
+    reported = capsys.readouterr().out
+    assert ["lambada_last_word", "25.00%", "0.00%", "-25.00", "pt"] in first_words(reported)
+    assert "2 samples changed between right and wrong." in reported
     assert (results / "evaluations" / "comparison.html").is_file()
 
 
 @pytest.mark.parametrize("words", [("second", "first"), ("runs=[second,first]",)])
 def test_runs_can_be_named(results: Path, words, capsys) -> None:
     assert compare(results, *words) == 0
-    told = first_words(capsys.readouterr().out)
-    assert ["lambada_last_word", "0.00%", "25.00%", "+25.00", "pt"] in told
+    reported = first_words(capsys.readouterr().out)
+    assert ["lambada_last_word", "0.00%", "25.00%", "+25.00", "pt"] in reported
 
 
 @pytest.mark.parametrize("words", [("latest",), ("evaluate.history_dir=null",)])

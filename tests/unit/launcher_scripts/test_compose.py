@@ -1,4 +1,4 @@
-"""What the words of a command line become, and what is said of those that are wrong."""
+"""Composition of command lines, and the messages for wrong ones."""
 
 from __future__ import annotations
 
@@ -146,15 +146,15 @@ def test_section_as_value_lists_its_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "reported"),
     [
         ("dry-run", "'dry-run' is not of the form key=value (did you mean dry_run=<value>?)."),
         ("convert", "'convert' is a stage; write 'stages=[convert]'."),
         ("zzz", "'zzz' is not of the form key=value."),
     ],
 )
-def test_word_without_a_value_is_answered_with_what_to_write(word: str, told: str) -> None:
-    assert problem(word) == told
+def test_word_without_a_value_is_answered_with_what_to_write(word: str, reported: str) -> None:
+    assert problem(word) == reported
 
 
 def test_unknown_key_with_a_plus_is_refused_too() -> None:
@@ -162,7 +162,7 @@ def test_unknown_key_with_a_plus_is_refused_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "reported"),
     [
         ("+export.run.time_limit=5", "export.run.time_limit exists already; leave the + out"),
         ("+export=gpt3/sample", "export exists already; leave the + out: export=gpt3/sample"),
@@ -180,8 +180,8 @@ def test_unknown_key_with_a_plus_is_refused_too() -> None:
         ("evaluate.boolq.prompt.length=-1", "expected a whole number from 0 to 1048576"),
     ],
 )
-def test_strange_overrides_are_answered_with_what_to_write(word: str, told: str) -> None:
-    assert told in problem(word)
+def test_strange_overrides_are_answered_with_what_to_write(word: str, reported: str) -> None:
+    assert reported in problem(word)
 
 
 def test_reference_that_leads_nowhere_is_named_with_its_key() -> None:
@@ -235,11 +235,14 @@ def test_home_and_variables_in_paths_are_replaced(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "reported"),
     [("$NOWHERE/r", "$NOWHERE is not set"), ("~nobody7/r", "the user does not exist")],
 )
-def test_paths_that_lead_nowhere_are_refused(path: str, told: str) -> None:
-    assert problem(f"base_results_dir={path}") == f"base_results_dir={path}: {told}; give the path."
+def test_paths_that_lead_nowhere_are_refused(path: str, reported: str) -> None:
+    assert (
+        problem(f"base_results_dir={path}")
+        == f"base_results_dir={path}: {reported}; give the path."
+    )
 
 
 def test_a_folder_has_one_name_however_it_is_written(

@@ -1,4 +1,4 @@
-"""What is shown on a terminal, and what where there is none."""
+"""Output on a terminal, and without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs, what is finished, what stands in the way; with the bundled model."""
+"""Plans of a run: stages to run, finished ones, and problems; with the bundled model."""
 
 from __future__ import annotations
 
@@ -259,24 +259,24 @@ def test_a_checkpoint_that_is_nowhere_keeps_its_name(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints"
 
 
-@pytest.mark.parametrize("beside", ["last.ckpt", "mp_rank_00/", "model_config.yaml", "b.nemo"])
-def test_folder_stands_for_the_only_archive_in_it(tmp_path: Path, beside: str) -> None:
+@pytest.mark.parametrize("neighbour", ["last.ckpt", "mp_rank_00/", "model_config.yaml", "b.nemo"])
+def test_folder_stands_for_the_only_archive_in_it(tmp_path: Path, neighbour: str) -> None:
     folder = tmp_path / "results" / "checkpoints"
     folder.mkdir(parents=True)
     (folder / "a.nemo").touch()
     (folder / "notes.txt").touch()
     assert find_checkpoint(folder) == folder / "a.nemo"
     assert find_checkpoint(tmp_path / "checkpoints") == folder / "a.nemo"
-    if beside.endswith("/"):
-        (folder / beside).mkdir()
+    if neighbour.endswith("/"):
+        (folder / neighbour).mkdir()
     else:
-        (folder / beside).touch()
+        (folder / neighbour).touch()
     assert find_checkpoint(folder) == folder
 
 
 @pytest.fixture(scope="module")
 def textless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint without its tokenizer, which lies in `files` beside it."""
+    """A checkpoint without its tokenizer, which lies in `files` next to it."""
     folder = write_tiny_gpt2(tmp_path_factory.mktemp("textless") / "model")
     files = folder.parent / "files"
     files.mkdir()

@@ -63,7 +63,7 @@ def test_finished_job_leaves_record_log_script_and_configuration(tmp_path: Path)
     assert (folder / "write_submission.sh").read_text().startswith("#!/bin/bash\n")
     assert record.job_id in (folder / "launcher.log").read_text()
     assert "write  completed" in shown.getvalue()
-    assert "out/target.txt\n" in shown.getvalue()  # below the folder that is told once
+    assert "out/target.txt\n" in shown.getvalue()  # below the folder, which is shown once
     assert f"results: {tmp_path}\n" in shown.getvalue()
     assert "lines: 1" in shown.getvalue()
 

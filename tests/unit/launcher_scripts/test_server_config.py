@@ -1,4 +1,4 @@
-"""Where the server's ranks go, what they may see, and what is refused before a job exists."""
+"""Nodes and GPUs of the server's ranks, and refusals before a job exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told before a job is submitted; small scripts stand in for Slurm's commands."""
+"""Checks before a job is submitted, with small scripts in place of Slurm's commands."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def test_every_problem_of_the_cluster_is_reported_at_once(
         "cluster.gpus_per_node=1", "export.triton_deployment.pipeline_model_parallel_size=3",
     ]  # fmt: skip
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert "cluster.partition=bach: unknown partition bach; known partitions: batch" in told
-    assert "container=/nowhere.sqsh is not a file" in told
-    assert "needs pyxis, and this Slurm's srun has no --container-image" in told
-    assert "pipeline_model_parallel_size=3 does not divide num_layer=4" in told
-    assert "does not have it, and without it every rank believes" in told
+    reported = capsys.readouterr().err
+    assert "cluster.partition=bach: unknown partition bach; known partitions: batch" in reported
+    assert "container=/nowhere.sqsh is not a file" in reported
+    assert "needs pyxis, and this Slurm's srun has no --container-image" in reported
+    assert "pipeline_model_parallel_size=3 does not divide num_layer=4" in reported
+    assert "does not have it, and without it every rank believes" in reported
     assert not (tmp_path / "r").exists()
 
 
@@ -108,7 +108,7 @@ def test_gpus_of_a_task_and_of_a_node_have_to_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "reported"),
     [
         ("cluster.mem=lots", "cluster.mem=lots is not an amount of memory"),
         ("cluster.mem=-1", "cluster.mem=-1 is not an amount of memory"),
@@ -119,9 +119,9 @@ def test_gpus_of_a_task_and_of_a_node_have_to_agree(tmp_path: Path) -> None:
         ("container=image.sqsh", "container=image.sqsh would be searched in a registry"),
     ],
 )
-def test_values_that_no_slurm_takes_are_refused(tmp_path: Path, word: str, told: str) -> None:
+def test_values_that_no_slurm_takes_are_refused(tmp_path: Path, word: str, reported: str) -> None:
     problems = launcher(word, "dry_run=true").check([stage(tmp_path)])
-    assert [problem for problem in problems if problem.startswith(told)], problems
+    assert [problem for problem in problems if problem.startswith(reported)], problems
 
 
 @pytest.mark.parametrize("value", ["0", "4", "1.5", "500M", "2TB", "null"])
@@ -133,9 +133,9 @@ def test_image_of_the_server_is_looked_at_like_that_of_the_other_jobs(tmp_path: 
     serving = stage(tmp_path)
     serving.name = "deploy"  # type: ignore[misc]
     words = ("deploy.container=/nowhere.sqsh", "deploy.name=d")
-    told = launcher(*words).check([serving])
-    assert any(each.startswith("deploy.container=/nowhere.sqsh is not a file") for each in told)
-    assert any(each.startswith("deploy.container=/nowhere.sqsh needs pyxis") for each in told)
+    reported = launcher(*words).check([serving])
+    assert any(each.startswith("deploy.container=/nowhere.sqsh is not a file") for each in reported)
+    assert any(each.startswith("deploy.container=/nowhere.sqsh needs pyxis") for each in reported)
     assert launcher(*words).check([stage(tmp_path)]) == []  # no server among the jobs
 
 

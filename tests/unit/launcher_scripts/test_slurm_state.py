@@ -1,4 +1,4 @@
-"""What becomes of a record when Slurm is asked; small scripts stand in for Slurm's commands."""
+"""Records corrected from Slurm, with small scripts in place of Slurm's commands."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from stages.progress import Progress, write_json
 
 
 class WriteStage(Stage):
-    """Writes a file; its name tells how it behaves."""
+    """Writes a file; its name selects its behaviour."""
 
     name = "write"
 
@@ -67,7 +67,7 @@ class EnvironmentStage(WriteStage):
 
 
 class PatientStage(WriteStage):
-    """Waits for a file beside its output."""
+    """Waits for a file next to its output."""
 
     name = "patient"
 

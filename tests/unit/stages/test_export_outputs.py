@@ -1,4 +1,4 @@
-"""Which models of a repository an export leaves, by the kind of the checkpoint."""
+"""Models in the repository of an export, by the kind of the checkpoint."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.conftest import ROOT
 
 
 def rank(folder: Path, number: int, *, ranks: int = 2, mpi: str = "none") -> subprocess.Popen[str]:
-    """Start one of two processes, which is told of so many ranks."""
+    """Start one of two processes, which expects so many ranks."""
     place = {"RANK": str(number), "WORLD_SIZE": "2", "LOCAL_RANK": str(number), "MASTER_ADDR": "x"}
     return subprocess.Popen(
         [sys.executable, "-m", "stages.preflight", str(folder), str(ranks), mpi],
@@ -37,16 +37,16 @@ def test_every_rank_reaches_the_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mpi", "told"),
+    ("ranks", "mpi", "reported"),
     [
         (4, "none", "sees 2 ranks instead of 4"),
         (2, "pmix", "got no PMIX_RANK: cluster.mpi=pmix does not reach it"),
     ],
 )
 def test_rank_that_is_alone_or_without_its_mpi_says_so(
-    tmp_path: Path, ranks: int, mpi: str, told: str
+    tmp_path: Path, ranks: int, mpi: str, reported: str
 ) -> None:
     process = rank(tmp_path, 0, ranks=ranks, mpi=mpi)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert told in said
+    assert reported in said

@@ -1,4 +1,4 @@
-"""How the processes of a server on several nodes follow its starts."""
+"""The processes of a server on several nodes follow its starts."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from tests.waiting import LIMIT_S, until
 @contextmanager
 def taking_part(folder: Path, script: str) -> Iterator[Callable[[], list[str]]]:
     """Run a part that follows the job "7"; yields what its command has written, by lines."""
-    told = folder / "told"
-    told.touch()
+    reported = folder / "reported"
+    reported.touch()
     errors: list[BaseException] = []
 
     def part() -> None:
@@ -37,7 +37,7 @@ def taking_part(folder: Path, script: str) -> Iterator[Callable[[], list[str]]]:
             take_part(
                 folder,
                 "7",
-                command=[sys.executable, "-c", script, str(told)],
+                command=[sys.executable, "-c", script, str(reported)],
                 environment={},
             )
         except StageError as error:
@@ -46,7 +46,7 @@ def taking_part(folder: Path, script: str) -> Iterator[Callable[[], list[str]]]:
     thread = threading.Thread(target=part)
     thread.start()
     try:
-        yield lambda: told.read_text().splitlines()
+        yield lambda: reported.read_text().splitlines()
     finally:
         announce_end(folder, "7")
         thread.join(LIMIT_S)
@@ -57,30 +57,30 @@ def taking_part(folder: Path, script: str) -> Iterator[Callable[[], list[str]]]:
 # Writes where the ranks meet and its process id, and stays.
 STAYS = f"""
 import os, sys, time
-with open(sys.argv[1], "a") as told:
-    told.write(f"{{os.environ['{RENDEZVOUS_VARIABLE}']}} {{os.getpid()}}\\n")
+with open(sys.argv[1], "a") as reported:
+    reported.write(f"{{os.environ['{RENDEZVOUS_VARIABLE}']}} {{os.getpid()}}\\n")
 time.sleep(600)
 """
 
 
 def test_a_part_runs_its_command_anew_for_every_start_until_the_end(tmp_path: Path) -> None:
-    with taking_part(tmp_path, STAYS) as told:
+    with taking_part(tmp_path, STAYS) as reported:
         first = announce_start(tmp_path, "7", 1)
-        until(lambda: len(told()) == 1)
+        until(lambda: len(reported()) == 1)
         announce_failure(tmp_path, "7", 1)
         second = announce_start(tmp_path, "7", 2)
-        until(lambda: len(told()) == 2)
-    assert [line.split()[0] for line in told()] == [first.address, second.address]
-    for line in told():
+        until(lambda: len(reported()) == 2)
+    assert [line.split()[0] for line in reported()] == [first.address, second.address]
+    for line in reported():
         assert not Path(f"/proc/{line.split()[1]}").exists()
 
 
 def test_what_another_job_has_announced_means_nothing(tmp_path: Path) -> None:
     announce_end(tmp_path, "6")
     assert read_start(tmp_path, "7") is None
-    with taking_part(tmp_path, STAYS) as told:
+    with taking_part(tmp_path, STAYS) as reported:
         announce_start(tmp_path, "7", 1)
-        until(lambda: len(told()) == 1)
+        until(lambda: len(reported()) == 1)
 
 
 @pytest.mark.parametrize("is_end", [True, False])
@@ -102,10 +102,10 @@ def test_a_part_that_is_killed_leaves_word_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    with taking_part(tmp_path, STAYS) as told:
+    with taking_part(tmp_path, STAYS) as reported:
         announce_start(tmp_path, "7", 1)
-        until(lambda: len(told()) == 1)
-        os.kill(int(told()[0].split()[1]), 9)
+        until(lambda: len(reported()) == 1)
+        os.kill(int(reported()[0].split()[1]), 9)
         said = losses(tmp_path, "7", 1, wait_s=LIMIT_S)
     assert said == ["rank 0 on n2 was ended by SIGKILL"]
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

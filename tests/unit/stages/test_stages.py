@@ -1,4 +1,4 @@
-"""What each stage checks, says and leaves behind, without running the heavy part."""
+"""Checks, messages and outputs of each stage, without the heavy work."""
 
 from __future__ import annotations
 

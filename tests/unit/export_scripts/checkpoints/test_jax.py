@@ -16,7 +16,7 @@ ARRAYS = 6 + 10 * LAYERS
 
 
 def write_release(folder: Path, *, shards: int = 2, arrays: int = ARRAYS, parts: int = 2) -> Path:
-    """Write arrays whose only value tells their shard and place in the sequence."""
+    """Write arrays whose only value encodes their shard and place in the sequence."""
     step = folder / "step_7"
     for shard in range(shards):
         values = [np.full((3,), 1000 * shard + i, np.float32) for i in range(arrays)]

@@ -292,7 +292,7 @@ NESTED = b")" + b"2\x86" * 24
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "reported"),
     [
         (b"\x80\x02}" + NESTED + b"K\x01s.", "a key nests tuples"),
         (b"\x80\x02}(" + NESTED + b"K\x01u.", "a key nests tuples"),
@@ -307,10 +307,10 @@ NESTED = b")" + b"2\x86" * 24
     ],
 )  # fmt: skip
 def test_a_pickle_that_would_keep_its_reader_busy_is_refused(
-    tmp_path: Path, data: bytes, told: str
+    tmp_path: Path, data: bytes, reported: str
 ) -> None:
     path = zip_with(tmp_path / "x.pt", data)
-    with pytest.raises(CheckpointMismatchError, match=told) as caught:
+    with pytest.raises(CheckpointMismatchError, match=reported) as caught:
         read_torch_file(path)
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 500

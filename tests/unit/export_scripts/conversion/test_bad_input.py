@@ -1,4 +1,4 @@
-"""Mistyped values, absent files and odd destinations are told in the user's own words."""
+"""Mistyped values, absent files and odd destinations are reported in the user's own words."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tiny import gpt_tensors, nemo_config, nemo_members, write_megatron, w
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "reported"),
     [
         ({"num_layers": "4x"}, "num_layers = '4x' is not a positive whole number"),
         ({"hidden_size": 30.5}, "hidden_size = 30.5 is not a positive whole number"),
@@ -25,11 +25,11 @@ from tests.tiny import gpt_tensors, nemo_config, nemo_members, write_megatron, w
     ],
 )
 def test_sizes_that_are_no_sizes_are_reported(
-    tmp_path: Path, config: dict[str, Any], told: str
+    tmp_path: Path, config: dict[str, Any], reported: str
 ) -> None:
     source = write_nemo(tmp_path / "x.nemo", config=config)
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert problems == [f"model_config.yaml: {told}"]
+    assert problems == [f"model_config.yaml: {reported}"]
 
 
 def test_an_epsilon_without_a_point_is_read_as_a_number(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_absurdly_many_training_ranks_are_refused(tmp_path: Path, key: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "reported"),
     [
         ({"tensor_model_parallel_size": "2"}, "tensor_model_parallel_size is '2'; expected"),
         ({"num_layers": 2.5}, "num_layers = 2.5 is not a positive whole number"),
@@ -63,12 +63,12 @@ def test_absurdly_many_training_ranks_are_refused(tmp_path: Path, key: str) -> N
     ],
 )
 def test_sizes_in_megatron_arguments_that_are_no_sizes_are_reported(
-    tmp_path: Path, args: dict[str, Any], told: str
+    tmp_path: Path, args: dict[str, Any], reported: str
 ) -> None:
     source = write_megatron(tmp_path / "m", gpt_tensors(), pp=2, args=args)
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert len(problems) == 1
-    assert told in problems[0]
+    assert reported in problems[0]
 
 
 def test_added_files_that_do_not_exist_are_named_with_their_options(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_token_ids_outside_the_vocabulary_are_warned_of(tmp_path: Path, end_id: 
     source = write_nemo(tmp_path / "x.nemo")
     given = (("start_id", "0"), ("end_id", end_id))
     done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32", given=given))
-    told = [remark for remark in done.remarks if "outside the vocabulary" in remark]
-    assert len(told) == 1
-    assert told[0].startswith(f"end_id = {end_id} is outside the vocabulary of ")
-    assert "--set end_id=.." in told[0]
+    reported = [remark for remark in done.remarks if "outside the vocabulary" in remark]
+    assert len(reported) == 1
+    assert reported[0].startswith(f"end_id = {end_id} is outside the vocabulary of ")
+    assert "--set end_id=.." in reported[0]

@@ -1,4 +1,4 @@
-"""What cannot be converted is refused with the reason, before a folder appears."""
+"""Refusals of the conversion, with their reasons, before a folder appears."""
 
 from __future__ import annotations
 

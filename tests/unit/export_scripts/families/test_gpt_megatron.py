@@ -143,7 +143,7 @@ def test_version_0_asks_for_its_heads(tmp_path: Path) -> None:
 
 
 def test_version_0_counts_the_rows_of_every_training_rank(tmp_path: Path) -> None:
-    """Its files tell no vocabulary size; the reference sums the ranks of one group only."""
+    """Its files hold no vocabulary size; the reference sums the ranks of one group only."""
     tensors = gpt_tensors()
     source = write_megatron(tmp_path / "m", tensors, version=0, stack="transformer", tp=2)
     given = (("head_num", "6"),)

@@ -73,7 +73,7 @@ def test_rotary_dimensions_that_a_head_lacks_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("reported", "words"),
     [
         ({"n_heads": 0}, "n_heads = 0 is not a count"),
         ({"n_heads": [16]}, "n_heads = [16] is not a count"),
@@ -82,9 +82,9 @@ def test_rotary_dimensions_that_a_head_lacks_are_refused(
     ],
 )
 def test_a_release_whose_configuration_cannot_be_is_refused(
-    release: Path, tmp_path: Path, told: dict[str, Any], words: str
+    release: Path, tmp_path: Path, reported: dict[str, Any], words: str
 ) -> None:
-    (release / "model.json").write_text(json.dumps(told))
+    (release / "model.json").write_text(json.dumps(reported))
     request = ConversionRequest(release / "step_383500", tmp_path / "out", 1, "fp32")
     assert words in "\n".join(check_conversion(request))
 

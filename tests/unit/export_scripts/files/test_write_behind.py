@@ -41,7 +41,7 @@ def test_a_failure_reaches_whoever_starts_the_next_step(queue: WriteBehind) -> N
     queue.run(fail)
     with pytest.raises(OSError, match="broken"):
         queue.run(lambda: None)
-    queue.wait()  # told once
+    queue.wait()  # reported once
 
 
 def test_nothing_follows_a_failed_step(queue: WriteBehind) -> None:

@@ -15,7 +15,7 @@ EVERY_16_BITS = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.in
 
 
 def floats() -> torch.Tensor:
-    """Return values on, beside and between those of the narrow types, and all around their ends."""
+    """Return values on, next to and between those of the narrow types, and around their limits."""
     generator = torch.Generator().manual_seed(7)
     bits = torch.randint(-(1 << 31), 1 << 31, (200_000,), generator=generator, dtype=torch.int64)
     ties = torch.arange(0x3F7F0000, 0x3F820000, 0x800, dtype=torch.int64)

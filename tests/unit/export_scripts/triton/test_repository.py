@@ -221,7 +221,7 @@ def test_parameters_of_the_engine_are_checked_by_its_table(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("engine", "model_type", "int8_mode", "told"),
+    ("engine", "model_type", "int8_mode", "reported"),
     [
         ("pytorch", None, 1, ""),
         ("pytorch", "bert", 1, "int8_mode=1 is not supported for BERT by engine=pytorch; use 0."),
@@ -230,7 +230,7 @@ def test_parameters_of_the_engine_are_checked_by_its_table(tmp_path: Path) -> No
     ],
 )
 def test_int8_mode_is_one_switch_of_both_engines(
-    engine: str, model_type: str | None, int8_mode: int, told: str
+    engine: str, model_type: str | None, int8_mode: int, reported: str
 ) -> None:
     wanted = RepositoryRequest(
         model_dir=Path("/r/gpt"),
@@ -242,7 +242,7 @@ def test_int8_mode_is_one_switch_of_both_engines(
         model_type=model_type,
         int8_mode=int8_mode,
     )
-    assert check_repository(wanted) == ([told] if told else [])
+    assert check_repository(wanted) == ([reported] if reported else [])
 
 
 def test_interactive_needs_what_the_server_needs_for_sessions(

@@ -21,7 +21,7 @@ def arguments(tmp_path: Path) -> dict[str, str]:
 
     version = tmp_path / "model" / "1"
     version.mkdir(parents=True)
-    # Identical to the byte, so that an id is the byte it stands for.
+    # Identical to the byte, so that an id is its byte.
     order = sorted(ByteLevel.alphabet(), key=lambda c: (ord(c) > 255, ord(c)))
     table = {character: index for index, character in enumerate(order)}
     (version / "vocab.json").write_text(json.dumps(table | {"<end>": END}))

@@ -113,7 +113,7 @@ MANY_BYTES = "a\u00e9\u4f60\u597d\u3002 \U0001f469\u200d\U0001f467\U0001f600\U00
 
 
 def _llama_json(folder: Path) -> Path:
-    """Write a tokenizer.json like Llama's: blanks as pieces, bytes for what is not in it."""
+    """Write a tokenizer.json like Llama's: spaces as pieces, bytes for what is not in it."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, normalizers, processors
     from tokenizers.models import BPE
@@ -176,7 +176,7 @@ def test_words_are_also_listed_as_they_are_within_a_text(tmp_path: Path) -> None
     tokenizer = load_tokenizer(_llama_json(tmp_path))
     dot, blank = tokenizer.encode("a.")[-1], tokenizer.encode(" ")[0]
     assert tokenizer.word_forms(".") == [[blank, dot], [dot]]
-    # With a blank before it, only the second form is what a text holds.
+    # With a space before it, only the second form is what a text holds.
     assert tokenizer.word_forms(" b")[1] == tokenizer.encode("b")
     newline = tokenizer.word_forms("\n")[1]
     assert tokenizer.decode([*tokenizer.encode("a"), *newline]) == "a\n"

@@ -1,4 +1,4 @@
-"""What a row decodes is the same bit for bit alone and in any company, joining at any time."""
+"""A row decodes the same tokens bit for bit alone and with other rows, whenever it joins."""
 
 from __future__ import annotations
 

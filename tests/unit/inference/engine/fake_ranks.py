@@ -1,4 +1,4 @@
-"""Ranks that keep token ids in place of keys and values: what they choose tells what they see."""
+"""Ranks that keep token ids in place of keys and values: their tokens show what they see."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class FakeRanks:
             for nth in range(segment.count):
                 token = plan.ids[first + nth]
                 token = int(self._newest[segment.slot]) if token == NEWEST else token
-                assert token != NOTHING, "nobody has chosen this token"
+                assert token != NOTHING, "this token was not chosen"
                 self._write(segment.slot, segment.start + nth, token)
                 if first + nth in outputs:
                     seen = self._read(segment.slot, segment.start + nth + 1)
-                    assert NOTHING not in seen, "a token is read that nobody wrote"
+                    assert NOTHING not in seen, "a token is read that was not written"
                     best = next_token(seen.tolist(), self._vocab_size)
                     rows.append(-((np.arange(self._vocab_size) - best) % self._vocab_size))
             first += segment.count

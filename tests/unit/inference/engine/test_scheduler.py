@@ -1,4 +1,4 @@
-"""Who runs when: fairness, lock step, chunks, cancelling; logits are made up."""
+"""Order of the scheduler: fairness, lock step, chunks, cancellation; logits are made up."""
 
 from __future__ import annotations
 

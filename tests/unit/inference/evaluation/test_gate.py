@@ -36,8 +36,8 @@ def test_not_a_number_breaches_every_bound(make_metric):
 def test_a_margin_allows_so_much_less_than_the_baseline(make_metric):
     baseline = make_metric(value=0.5)
     assert breaches(make_metric(value=0.49), Bound(margin=0.0101), baseline) == []
-    (told,) = breaches(make_metric(value=0.48), Bound(margin=0.01), baseline)
-    assert told == f"{NAME} = 0.48 breaches baseline - 0.01 (limit 0.49, baseline 0.5)"
+    (reported,) = breaches(make_metric(value=0.48), Bound(margin=0.01), baseline)
+    assert reported == f"{NAME} = 0.48 breaches baseline - 0.01 (limit 0.49, baseline 0.5)"
 
 
 def test_better_than_the_baseline_passes(make_metric):

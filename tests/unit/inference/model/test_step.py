@@ -1,4 +1,4 @@
-"""How a step's sequences are grouped for attention, and what each token may see."""
+"""Attention groups of a step's sequences, and the tokens that each token sees."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ def test_without_a_network_the_message_says_how_to_do_without(
     tmp_path: Path, offline: bool
 ) -> None:
     done = run_download("gpt2", tmp_path, endpoint=UNREACHABLE, offline=offline)
-    assert "refused: --hf-model-name=gpt2 is no local path" in done.stdout, done.stderr
+    assert "refused: --hf-model-name=gpt2 is not a local path" in done.stdout, done.stderr
     assert "models/gpt2/1-gpu does not exist" in done.stdout
     assert "give the path of a checkpoint instead" in done.stdout
 

@@ -1,4 +1,4 @@
-"""What the log of NVIDIA's backend is taken to mean."""
+"""Messages read from the log of NVIDIA's backend."""
 
 from __future__ import annotations
 

@@ -26,13 +26,13 @@ Answer = Callable[[str, bytes], tuple[int, Any]]
 
 
 def config_of(signature: ModelSignature, **options: Any) -> dict[str, Any]:
-    """Return a configuration as a server tells it."""
+    """Return a configuration as a server reports it."""
     settings = {"name": "m", "backend": "python", "max_batch_size": 4} | options
     text = TritonModelConfig(signature=signature, **settings).to_text()
-    told: dict[str, Any] = json_format.MessageToDict(
+    reported: dict[str, Any] = json_format.MessageToDict(
         parse_config(text), preserving_proto_field_name=True
     )
-    return told
+    return reported
 
 
 def tensors_of(config: dict[str, Any], hidden: int | None = None) -> dict[str, ProbeTensor]:

@@ -1,4 +1,4 @@
-"""What is read out of a server's log."""
+"""Messages read from a server's log."""
 
 from __future__ import annotations
 

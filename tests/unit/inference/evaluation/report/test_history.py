@@ -75,15 +75,15 @@ def test_a_run_is_found_by_its_folder(store):
 
 
 @pytest.mark.parametrize(
-    ("run", "told"),
+    ("run", "reported"),
     [
         ("run", "several runs begin with 'run'"),
         ("x", "no run 'x'"),
         ("latest~9", "no run 'latest~9'"),
     ],
 )
-def test_what_is_not_one_run_is_answered_with_those_there_are(store, run, told):
-    with pytest.raises(ValueError, match=told) as caught:
+def test_what_is_not_one_run_is_answered_with_those_there_are(store, run, reported):
+    with pytest.raises(ValueError, match=reported) as caught:
         find_run(run, history_dir=store)
     assert "run_a" in str(caught.value)
 
@@ -159,10 +159,10 @@ def test_the_comparison_is_reported_and_drawn(report, predictions):
         predictions,
         changed(predictions),
     )
-    told = comparison_text(found)
-    assert "lambada_last_word  50.00%  50.00%           0" in told
-    assert "1 samples changed between right and wrong." in told
-    assert "-20.0%" in told
+    reported = comparison_text(found)
+    assert "lambada_last_word  50.00%  50.00%           0" in reported
+    assert "1 samples changed between right and wrong." in reported
+    assert "-20.0%" in reported
     page = render_comparison(found)
     assert "now right" in page
     assert "&lt;gate&gt;" in page

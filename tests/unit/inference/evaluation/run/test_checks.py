@@ -38,9 +38,9 @@ def test_the_defaults_are_sound():
 
 
 def test_an_unknown_task_is_answered_with_the_known_ones():
-    (told,) = problems(tasks=("lambda",))
-    assert told.startswith("unknown task 'lambda' in evaluate.tasks; known tasks: ")
-    assert "lambada" in told
+    (reported,) = problems(tasks=("lambda",))
+    assert reported.startswith("unknown task 'lambda' in evaluate.tasks; known tasks: ")
+    assert "lambada" in reported
 
 
 def test_all_problems_are_reported_together(tmp_path):
@@ -74,9 +74,9 @@ def test_all_problems_are_reported_together(tmp_path):
         "evaluate.latency.shapes has '60'; write tokens in and out such as 60+20, or one of quest",
         "evaluate.latency.shapes has '0+1'",
     )
-    assert [told[: len(start)] for told, start in zip(found, expected, strict=True)] == list(
-        expected
-    )
+    assert [
+        reported[: len(start)] for reported, start in zip(found, expected, strict=True)
+    ] == list(expected)
 
 
 def test_the_guide_s_use_cases_have_names():
@@ -98,7 +98,7 @@ def test_options_of_tasks_that_are_not_asked_for_are_not_checked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("task", "changes", "told"),
+    ("task", "changes", "reported"),
     [
         ("mnli", {"method": "log_likelihood"}, "evaluate.mnli.method=log_likelihood needs a task"),
         (
@@ -126,10 +126,10 @@ def test_options_of_tasks_that_are_not_asked_for_are_not_checked(tmp_path):
         ),
     ],
 )
-def test_problems_of_text_tasks_are_reported(task, changes, told):
+def test_problems_of_text_tasks_are_reported(task, changes, reported):
     options = TextTaskOptions(data_path=Path(__file__), **changes)
     (found,) = problems(tasks=(task,), **{task: options})
-    assert found.startswith(told)
+    assert found.startswith(reported)
 
 
 def test_a_task_s_package_is_asked_for(monkeypatch):
@@ -148,8 +148,10 @@ def test_metrics_of_text_tasks_can_be_bounded():
 
 
 def test_the_source_must_be_one_that_its_library_reads(tmp_path):
-    (told,) = problems(reference="huggingface", source_path=tmp_path / "model.nemo")
-    assert told.startswith("evaluate.reference=huggingface needs a source checkpoint that trans")
+    (reported,) = problems(reference="huggingface", source_path=tmp_path / "model.nemo")
+    assert reported.startswith(
+        "evaluate.reference=huggingface needs a source checkpoint that trans"
+    )
     (tmp_path / "config.json").write_text("{}")
     assert problems(reference="huggingface", source_path=tmp_path) == []
     assert problems(reference=str(tmp_path / "config.json")) == []
@@ -162,8 +164,8 @@ def test_the_source_must_be_one_that_its_library_reads(tmp_path):
 def test_one_task_has_one_reference(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     lambada = LambadaOptions(reference_path=tmp_path / "config.json")
-    (told,) = problems(reference="huggingface", source_path=tmp_path, lambada=lambada)
-    assert "evaluate.lambada.reference_path exclude each other" in told
+    (reported,) = problems(reference="huggingface", source_path=tmp_path, lambada=lambada)
+    assert "evaluate.lambada.reference_path exclude each other" in reported
 
 
 def test_latency_that_is_off_is_not_checked():
@@ -171,16 +173,18 @@ def test_latency_that_is_off_is_not_checked():
 
 
 def test_a_bound_on_a_metric_that_is_not_measured_is_reported():
-    (told,) = problems(
+    (reported,) = problems(
         lambada=LambadaOptions(metrics=("lambada_last_word",)),
         gate={"lambada_last_token": Bound(min=0.1)},
     )
-    assert told.startswith("evaluate.gate.lambada_last_token bounds a metric that is not measured")
+    assert reported.startswith(
+        "evaluate.gate.lambada_last_token bounds a metric that is not measured"
+    )
 
 
 def test_trackers_are_checked_by_name_and_presence():
-    (told,) = problems(trackers=("wandb",))
-    assert told == "unknown tracker 'wandb' in evaluate.trackers; known: mlflow, tensorboard."
+    (reported,) = problems(trackers=("wandb",))
+    assert reported == "unknown tracker 'wandb' in evaluate.trackers; known: mlflow, tensorboard."
     found = problems(trackers=("mlflow",))
     missing = "evaluate.trackers has mlflow, which is not installed; install slipway[mlflow]."
     assert found == ([] if find_spec("mlflow") else [missing])
@@ -188,32 +192,32 @@ def test_trackers_are_checked_by_name_and_presence():
 
 def test_a_load_generator_that_needs_more_requests_is_reported():
     few = LatencyOptions(requests=3, warmup=1, concurrencies=(2, 8), load_generator="perf_analyzer")
-    (told,) = problems(latency=few)
-    assert "fewer than the 8 requests in flight" in told
+    (reported,) = problems(latency=few)
+    assert "fewer than the 8 requests in flight" in reported
     assert problems(latency=replace(few, load_generator="client")) == []
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"baseline": "compare"}, "evaluate.baseline=compare needs evaluate.baseline_path."),
         ({"baseline": "update"}, "evaluate.baseline=update needs evaluate.baseline_path."),
         ({"baseline": "yes"}, "evaluate.baseline=yes: expected one of none, compare, update"),
     ],
 )
-def test_a_baseline_needs_its_mode_and_its_path(changes, told):
+def test_a_baseline_needs_its_mode_and_its_path(changes, reported):
     (problem,) = problems(**changes)
-    assert problem.startswith(told)
+    assert problem.startswith(reported)
 
 
 def test_a_missing_baseline_says_how_to_record_one(tmp_path):
-    (told,) = problems(baseline="compare", baseline_path=tmp_path / "gone.json")
-    assert "record a baseline first with evaluate.baseline=update" in told
+    (reported,) = problems(baseline="compare", baseline_path=tmp_path / "gone.json")
+    assert "record a baseline first with evaluate.baseline=update" in reported
 
 
 def test_a_relative_bound_without_a_baseline_is_reported():
-    (told,) = problems(gate={"lambada_last_word": Bound(margin=0.01)})
-    assert told.startswith("evaluate.gate.lambada_last_word is relative to a baseline, but")
+    (reported,) = problems(gate={"lambada_last_word": Bound(margin=0.01)})
+    assert reported.startswith("evaluate.gate.lambada_last_word is relative to a baseline, but")
 
 
 def test_options_are_checked_without_heavy_imports():

@@ -160,11 +160,11 @@ def test_a_program_that_does_not_start_is_reported(analyzer):
 def test_the_command_has_server_model_and_load(analyzer, tmp_path):
     with pytest.raises(RequestFailedError) as caught:
         analyzer('echo "$@"; exit 1').send(LOAD)
-    told = str(caught.value)
+    reported = str(caught.value)
     for words in (
         "-m fastertransformer",
         "-u 127.0.0.1:8001 -i grpc",
         "-b 2 --concurrency-range 2",
         "--request-count 3",
     ):
-        assert words in told
+        assert words in reported

@@ -87,23 +87,23 @@ def test_predictions_carry_the_reference_s_values(passages, model, tmp_path):
 def test_a_reference_of_other_data_does_not_fit(passages, model, tmp_path):
     found = run(passages, model)
     path = recorded(tmp_path, found, dataset_sha256="0" * 64)
-    told = read_reference(path, task="lambada").mismatch(found.dataset)
-    assert told.startswith("Not compared with the reference (another implementation)")
+    reported = read_reference(path, task="lambada").mismatch(found.dataset)
+    assert reported.startswith("Not compared with the reference (another implementation)")
     assert read_reference(recorded(tmp_path, found), task="lambada").mismatch(found.dataset) == ""
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         ("nothing", "is not JSON"),
         ("[]", "is not an object"),
         ('{"schema_version": 1, "source": "x"}', "lacks dataset_sha256, metrics"),
     ],
 )
-def test_what_is_no_reference_is_refused(tmp_path, content, told):
+def test_what_is_no_reference_is_refused(tmp_path, content, reported):
     path = tmp_path / "reference.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         read_reference(path, task="lambada")
 
 

@@ -1,4 +1,4 @@
-"""What is sent to the server, and what is made of its answers."""
+"""Requests to the server, and the use of its answers."""
 
 from __future__ import annotations
 

@@ -40,11 +40,11 @@ def test_every_request_is_counted_and_timed(passages, model):
 
 
 def test_progress_tells_the_accuracy_so_far(passages, model):
-    told = []
-    run(passages, model, progress=told.append)
-    assert [each.done for each in told] == [0, 1, 2, 3, 4]
-    assert dict(told[-1].running) == {"lambada_last_word": 0.25, "lambada_last_token": 0.5}
-    assert "lambada 4/4 lambada_last_word 25.00%" in str(told[-1])
+    reported = []
+    run(passages, model, progress=reported.append)
+    assert [each.done for each in reported] == [0, 1, 2, 3, 4]
+    assert dict(reported[-1].running) == {"lambada_last_word": 0.25, "lambada_last_token": 0.5}
+    assert "lambada 4/4 lambada_last_word 25.00%" in str(reported[-1])
 
 
 def test_a_failed_sample_fails_the_run_and_is_named(passages, model):

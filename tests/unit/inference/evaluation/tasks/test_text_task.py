@@ -193,7 +193,7 @@ def test_summaries_are_scored_by_rouge(tmp_path, fake_model):
 
 
 @pytest.mark.parametrize(
-    ("name", "row", "told"),
+    ("name", "row", "reported"),
     [
         ("boolq", {"passage": "p"}, "line 1: no text in field question; it has passage"),
         ("boolq", {"passage": "p", "question": "q", "answer": "maybe"}, "the answer is 'maybe'"),
@@ -202,9 +202,9 @@ def test_summaries_are_scored_by_rouge(tmp_path, fake_model):
         ("summarization", {"article": "a"}, "no text in field highlights"),
     ],
 )
-def test_rows_that_do_not_fit_are_reported(tmp_path, name, row, told):
+def test_rows_that_do_not_fit_are_reported(tmp_path, name, row, reported):
     task = TextTask(TEXT_TASKS[name], TextTaskOptions(data_path=lines(tmp_path / "data", row)))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         task.prepare()
 
 
