@@ -94,7 +94,7 @@ class Key:
 
     @property
     def is_list(self) -> bool:
-        """Whether the value is a list."""
+        """Return whether the value is a list."""
         return typing.get_origin(self.type) is list
 
     def expected(self) -> str:

@@ -38,7 +38,7 @@ class LaunchEnvironment:
 
     @property
     def spans_nodes(self) -> bool:
-        """Whether some of the processes run on other nodes."""
+        """Return whether some of the processes run on other nodes."""
         return self.local_size < self.world_size
 
 

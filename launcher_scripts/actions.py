@@ -108,7 +108,7 @@ def _is_here(found: record.JobRecord) -> bool:
 
 
 def _is_process_of(found: record.JobRecord, folder: Path) -> bool:
-    """Whether the process of the record is still that of the job: ids are used again."""
+    """Return whether the process of the record is still that of the job: ids are used again."""
     try:
         command = Path(f"/proc/{found.process}/cmdline").read_bytes()
     except OSError:

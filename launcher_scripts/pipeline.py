@@ -166,7 +166,7 @@ def _with_needs(
 
 
 def _uses_export(name: str, config: Config) -> bool:
-    """Whether a stage works on what this pipeline exports, not on something from elsewhere."""
+    """Return whether a stage works on the export of this pipeline."""
     if name == "evaluate" and config.evaluate.server is not None:
         return False
     if name not in ("deploy", "evaluate") or config.deploy.repository is None:
@@ -176,7 +176,7 @@ def _uses_export(name: str, config: Config) -> bool:
 
 
 def _is_there(stage: Stage) -> bool:
-    """Whether the outputs are usable: finished, or made by other means and valid."""
+    """Return whether the outputs are usable: finished, or made by other means and valid."""
     standing = stage.finding().standing
     if standing is not Standing.MISSING:
         return standing is Standing.FINISHED

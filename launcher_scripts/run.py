@@ -183,7 +183,7 @@ class Run:
         return [Dependency(ids[last], kind)]
 
     def _is_server(self, name: str) -> bool:
-        """Whether the stage is ready long before it ends."""
+        """Return whether the stage is ready long before it ends."""
         return self.jobs[name].stage.readiness_path() is not None
 
     def _follow(self, handle: JobHandle, *, until_ready: bool) -> int:
@@ -261,7 +261,7 @@ def _exit_status(handle: JobHandle, state: str) -> int:
 
 
 def _is_ready(handle: JobHandle) -> bool:
-    """Whether the file that announces readiness is there and is this job's."""
+    """Return whether the file that announces readiness is there and is this job's."""
     path = handle.job.stage.readiness_path()
     values = None if path is None else read_json(path)
     return values is not None and values.get("job_id") == handle.job_id

@@ -64,7 +64,7 @@ class ArrayLauncher(Protocol):
     """A launcher whose queue takes several jobs of one shape at once."""
 
     def fits_array(self, jobs: Sequence[tuple[Job, Config]]) -> bool:
-        """Whether the jobs can be one array."""
+        """Return whether the jobs can be one array."""
 
     def submit_array(
         self, jobs: Sequence[tuple[Job, Config]], after: Sequence[Dependency], folder: Path

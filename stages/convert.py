@@ -177,7 +177,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether an entry of a folder is a checkpoint, the part of a rank, or a configuration."""
+    """Return whether an entry of a folder is a checkpoint, a rank, or a configuration."""
     return (
         path.suffix == ".ckpt"
         or path.name == "model_config.yaml"

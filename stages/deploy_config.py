@@ -98,7 +98,7 @@ class DeployConfig:
 
     @property
     def may_start_again(self) -> bool:
-        """Whether a server that has failed can be replaced within its job.
+        """Return whether a server that has failed can be replaced within its job.
 
         Several processes of NVIDIA's backend meet through MPI, which admits no process later; our
         ranks meet again.

@@ -56,7 +56,7 @@ class JobRecord:
 
     @property
     def is_final(self) -> bool:
-        """Whether the job has ended."""
+        """Return whether the job has ended."""
         return self.state in FINAL_STATES
 
 

@@ -34,7 +34,7 @@ class ModelArguments:
 
     @property
     def decoupled(self) -> bool:
-        """Whether the model answers a request with more than one response."""
+        """Return whether the model answers a request with more than one response."""
         return bool(self.config.get("model_transaction_policy", {}).get("decoupled", False))
 
     @property

@@ -102,7 +102,7 @@ class BatchDecoder:
         return [steps[handle] for handle in handles]
 
     def takes_best(self, handle: int) -> bool:
-        """Whether a row takes the best of the raw logits, a forbidden id aside."""
+        """Return whether a row takes the best of the raw logits, a forbidden id aside."""
         row = self._rows[handle]
         return isinstance(row, SamplingRow) and row.is_plain
 
@@ -133,7 +133,7 @@ class BatchDecoder:
         return row.generated_ids
 
     def has_tokens(self, handle: int) -> bool:
-        """Whether a row has any tokens yet."""
+        """Return whether a row has any tokens yet."""
         return self._rows[handle].generated > 0
 
     def add_context_log_prob(self, handle: int, log_prob: float) -> None:

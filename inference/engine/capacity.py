@@ -57,7 +57,7 @@ class Capacity:
         )
 
     def holds_at_once(self, request: GenerationRequest) -> bool:
-        """Whether all rows of a request can run side by side to their ends."""
+        """Return whether all rows of a request can run side by side to their ends."""
         if request.beam_width * len(request.rows) > self.slots:
             return False
         if not self.blocks:

@@ -222,7 +222,7 @@ class EncodingScheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether no work is left."""
+        """Return whether no work is left."""
         return not self._requests
 
     @property

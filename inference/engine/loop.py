@@ -73,7 +73,7 @@ class Planned(Protocol[RequestT_co]):
 
     @property
     def overlaps(self) -> bool:
-        """Whether the next step may be planned before this one is finished."""
+        """Return whether the next step may be planned before this one is finished."""
         ...
 
 
@@ -91,7 +91,7 @@ class LoopScheduler(Protocol[RequestT]):
 
     @property
     def idle(self) -> bool:
-        """Whether no work is left."""
+        """Return whether no work is left."""
         ...
 
     @property

@@ -148,19 +148,19 @@ class RunningRow:
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether the whole prompt is in the cache."""
+        """Return whether the whole prompt is in the cache."""
         return self.cached >= self.prompt_len
 
     @property
     def wants_prompt_logits(self) -> bool:
-        """Whether the logits of every prompt token are needed."""
+        """Return whether the logits of every prompt token are needed."""
         options = self.request.options
         wanted = options.return_log_probs and options.return_context_cum_log_probs
         return self.logits is not None or (wanted and not self.resumes)
 
     @property
     def wants_pooled(self) -> bool:
-        """Whether the sum of the prompt's hidden states is needed."""
+        """Return whether the sum of the prompt's hidden states is needed."""
         return self.request.options.return_context_embeddings and not self.resumes
 
     @property
@@ -171,7 +171,7 @@ class RunningRow:
 
     @property
     def resumes(self) -> bool:
-        """Whether the row was preempted, and computes its generated tokens again."""
+        """Return whether the row was preempted, and computes its generated tokens again."""
         return len(self.prompt) > self.prompt_tokens
 
     @property
@@ -221,7 +221,7 @@ class RunningRequest:
 
     @property
     def joins_whole(self) -> bool:
-        """Whether all rows must get slots at once: none of a session's is given back early."""
+        """Return whether all rows must get slots at once: those of a session are kept."""
         return self.lock_step or self.turn is not None
 
     def fail(self, error: BaseException) -> None:

@@ -91,7 +91,7 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether no work is left."""
+        """Return whether no work is left."""
         return not self._requests
 
     @property
@@ -274,7 +274,7 @@ class Scheduler:
         return min(waiting, key=lambda r: (len(r.active), r.arrival), default=None)
 
     def _can_ever_run(self, request: RunningRequest, rows: Sequence[RunningRow]) -> bool:
-        """Whether a request fits into the slots and blocks that sessions leave."""
+        """Return whether a request fits into the slots and blocks that sessions leave."""
         slots = request.request.beam_width * len(rows)
         if slots > self._slots.total - self._sessions.held_slots:
             return False
@@ -295,7 +295,7 @@ class Scheduler:
         return self._blocks.count(row.most_tokens if session is None else session.slot_tokens)
 
     def _has_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> bool:
-        """Whether rows can join now, with room for others to grow."""
+        """Return whether rows can join now, with room for others to grow."""
         blocks = self._blocks
         if blocks.total is None:
             return True
@@ -554,7 +554,7 @@ class Scheduler:
 
 
 def _goes_on(row: RunningRow) -> bool:
-    """Whether a row decodes and lacks tokens that no running step produces."""
+    """Return whether a row decodes and lacks tokens that no running step produces."""
     if not row.next_ids:
         return False
     return row.next_ids[0] != NEWEST or row.produced < row.request.output_len
@@ -571,7 +571,7 @@ def _decode(row: RunningRow) -> list[RowWork]:
 
 
 def _stays(request: RunningRequest) -> bool:
-    """Whether a request's rows keep their blocks: sessions and beams are not preempted."""
+    """Return whether a request's rows keep their blocks: sessions and beams are not preempted."""
     return request.turn is not None or request.request.beam_width > 1
 
 
@@ -583,7 +583,7 @@ def _excess(work: RowWork) -> int:
 
 
 def _may_start(row: RunningRow, encoding: EncoderWork) -> bool:
-    """Whether a row's encoder output is available, in lock step also that of its other rows."""
+    """Return whether a row's encoder output is available, in lock step that of all rows."""
     fellows = row.owner.active if row.owner.lock_step else [row]
     ending = encoding.rows if encoding.ends else ()
     return all(fellow.is_encoded or fellow in ending for fellow in fellows)

@@ -97,7 +97,7 @@ def _missing(row: RunningRow) -> int:
 
 
 def _has_more(row: RunningRow) -> bool:
-    """Whether a row has prompt tokens before its last one to compute."""
+    """Return whether a row has prompt tokens before its last one to compute."""
     return _missing(row) > 1
 
 

@@ -54,7 +54,7 @@ class GateResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every bound holds (also when there are none)."""
+        """Return whether every bound holds (also when there are none)."""
         return not self.breaches
 
     @property

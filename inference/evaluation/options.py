@@ -157,7 +157,7 @@ class Bound:
 
     @property
     def is_relative(self) -> bool:
-        """Whether a baseline is needed to apply this bound."""
+        """Return whether a baseline is needed to apply this bound."""
         return self.margin is not None or self.sigmas is not None
 
 

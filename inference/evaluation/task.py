@@ -129,7 +129,7 @@ class TextGenerator(Protocol):
 
     @property
     def streams(self) -> bool:
-        """Whether answers come token by token."""
+        """Return whether answers come token by token."""
         ...
 
     def encode(self, text: str) -> tuple[int, ...]:

@@ -59,7 +59,7 @@ class CacheShape:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a slot's tokens lie in one block."""
+        """Return whether a slot's tokens lie in one block."""
         return self.slot_blocks == 1
 
     def size_bytes(self, item_size: int) -> int:

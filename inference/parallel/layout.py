@@ -36,12 +36,12 @@ class ParallelLayout:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank embeds the tokens."""
+        """Return whether this rank embeds the tokens."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes logits."""
+        """Return whether this rank computes logits."""
         return self.pp_rank == self.pp_size - 1
 
     @property

@@ -82,7 +82,7 @@ class ActivationDifference:
 
     @property
     def deviates(self) -> bool:
-        """Whether rounding does not explain the difference; NaN never is rounding."""
+        """Return whether rounding does not explain the difference; NaN never is rounding."""
         return not self.relative <= self.tolerance
 
 

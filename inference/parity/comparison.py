@@ -83,7 +83,7 @@ class ParityReport:
 
     @property
     def equal(self) -> bool:
-        """Whether nothing deviates.
+        """Return whether nothing deviates.
 
         Settings decide only where no layers could be computed to see whether they matter, and
         where nothing was added to the source that would explain them.

@@ -48,7 +48,7 @@ class EncoderPass:
 
     @property
     def is_done(self) -> bool:
-        """Whether all layers of all stages have run."""
+        """Return whether all layers of all stages have run."""
         return self._next == self._model.architecture.encoder.num_layer
 
     def advance(self, count: int) -> None:

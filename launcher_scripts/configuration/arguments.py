@@ -90,7 +90,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def _is_utf8(word: str) -> bool:
-    """Whether a word was UTF-8; Python decodes other bytes to surrogates."""
+    """Return whether a word was UTF-8; Python decodes other bytes to surrogates."""
     try:
         word.encode()
     except UnicodeEncodeError:

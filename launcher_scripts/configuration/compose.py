@@ -187,7 +187,7 @@ class _Composer:
         return config if files == chosen else None, problems
 
     def _objections(self, choice: str, problems: list[str]) -> bool:
-        """Whether a file cannot be chosen; adds the reason to `problems`."""
+        """Return whether a file cannot be chosen; adds the reason to `problems`."""
         try:
             self._typed([choice])
         except _OBJECTIONS as error:
@@ -281,7 +281,7 @@ def _problems(config: DictConfig, keys: Iterable[Key]) -> Iterator[str]:
 
 
 def _repeats_another(parent: DictConfig, leaf: str) -> bool:
-    """Whether a value only refers to another key, which has the same problem."""
+    """Return whether a value only refers to another key, which has the same problem."""
     node = parent._get_node(leaf)
     text = node._value() if isinstance(node, Node) else None
     return isinstance(text, str) and _REFERENCE.fullmatch(text) is not None
@@ -332,7 +332,7 @@ def _parent(config: DictConfig, name: str) -> DictConfig:
 
 
 def _is_missing(config: DictConfig, name: str) -> bool:
-    """Whether the key itself, not a key that it refers to, lacks a value."""
+    """Return whether the key itself, not a key that it refers to, lacks a value."""
     return OmegaConf.is_missing(_parent(config, name), name.rpartition(".")[2]) and not (
         OmegaConf.is_interpolation(_parent(config, name), name.rpartition(".")[2])
     )
@@ -343,7 +343,7 @@ def _missing_text(key: Key) -> str:
 
 
 def _is_group_choice(override: str) -> bool:
-    """Whether an override chooses a file, or was meant to."""
+    """Return whether an override chooses a file, or was meant to."""
     name = override.partition("=")[0].lstrip("+~")
     return name in GROUPS or (name not in KEYS and closest(name, GROUPS) is not None)
 

@@ -133,7 +133,7 @@ def _wrong_type(parsed: Override, key: Key | None, error: Exception) -> str:
 
 
 def _is_below_free_form(name: str) -> bool:
-    """Whether a key is inside a mapping with free names."""
+    """Return whether a key is inside a mapping with free names."""
     parents = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
     return any(each in KEYS for each in parents)
 

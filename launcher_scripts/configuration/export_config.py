@@ -59,7 +59,7 @@ def repository_request(config: Config) -> RepositoryRequest:
 
 
 def has_ensemble(config: Config) -> bool:
-    """Whether the exported repository includes the ensemble: text in, text out."""
+    """Return whether the exported repository includes the ensemble: text in, text out."""
     return any(folder.name == ENSEMBLE for folder in _model_folders(config))
 
 

@@ -46,7 +46,7 @@ class Root:
 
 
 def has_groups(config_dir: Path, config_name: str) -> bool:
-    """Whether a root chooses files; a saved configuration holds their contents instead."""
+    """Return whether a root chooses files; a saved configuration holds their contents instead."""
     values = _read(_path(config_dir, config_name))
     return values is None or "defaults" in values
 

@@ -27,10 +27,10 @@ _TRUTHY = ("true", "t", "1")
 
 
 def is_dry_run(config: Config) -> bool:
-    """Whether scripts are written and nothing is started."""
+    """Return whether scripts are written and nothing is started."""
     return config.dry_run or is_set(DEBUG)
 
 
 def is_set(variable: str) -> bool:
-    """Whether a switch is on."""
+    """Return whether a switch is on."""
     return os.environ.get(variable, "").lower() in _TRUTHY

@@ -80,7 +80,7 @@ class BcpJob(core.Job[Any]):
         return None if self.process is None else self.process.poll()
 
     def done(self, force_check: bool = False) -> bool:
-        """Whether every task has ended."""
+        """Return whether every task has ended."""
         del force_check
         if self.process is None:
             return bool(self.paths.result_pickle.exists())

@@ -54,7 +54,7 @@ class Tasks:
 
     @property
     def by_mpirun(self) -> bool:
-        """Whether mpirun takes the place of bcprun."""
+        """Return whether mpirun takes the place of bcprun."""
         return Path(self.runner).name == MPIRUN
 
     def limit(self) -> Iterator[str]:
@@ -82,7 +82,7 @@ class Tasks:
 
 
 def is_mpi_array(environment: Mapping[str, str]) -> bool:
-    """Whether the replicas of this Base Command job were started as an MPI array."""
+    """Return whether the replicas of this Base Command job were started as an MPI array."""
     return environment.get("NGC_ARRAY_TYPE", "").upper().startswith("MPI")
 
 

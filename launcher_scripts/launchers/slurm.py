@@ -75,7 +75,7 @@ class SlurmLauncher:
         return _noted(SlurmHandle(job, job_id, log_path(job, job_id)))
 
     def fits_array(self, jobs: Sequence[tuple[Job, Config]]) -> bool:
-        """Whether jobs of several configurations request the same, and end by themselves."""
+        """Return whether jobs of several configurations request the same, and end by themselves."""
         first = shape(*jobs[0])
         return len(jobs) > 1 and all(
             job.stage.readiness_path() is None and shape(job, config) == first

@@ -247,7 +247,7 @@ def mounts(config: Config) -> list[str]:
 
 
 def _lies_inside_another(pair: str, pairs: Sequence[str]) -> bool:
-    """Whether a folder is inside a mount whose source and target agree."""
+    """Return whether a folder is inside a mount whose source and target agree."""
     source, target = pair.split(":")[:2]
     if source != target:
         return False

@@ -26,7 +26,7 @@ class HuggingFaceModel:
 
     @property
     def streams(self) -> bool:
-        """Whether answers come token by token; they come whole."""
+        """Return whether answers come token by token; they come whole."""
         return False
 
     @property

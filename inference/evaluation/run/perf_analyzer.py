@@ -46,12 +46,12 @@ class ServedTokens(Protocol):
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether the model's inputs are those of T5."""
+        """Return whether the model's inputs are those of T5."""
         ...
 
     @property
     def streams(self) -> bool:
-        """Whether answers come token by token."""
+        """Return whether answers come token by token."""
         ...
 
     def complete_rows(

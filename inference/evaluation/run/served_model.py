@@ -86,12 +86,12 @@ class ServedModel:
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether the model's inputs are those of T5."""
+        """Return whether the model's inputs are those of T5."""
         return "max_output_len" in self._types
 
     @property
     def streams(self) -> bool:
-        """Whether answers to token ids come token by token."""
+        """Return whether answers to token ids come token by token."""
         return self._client.streams(self._model_name)
 
     def encode(self, text: str) -> tuple[int, ...]:

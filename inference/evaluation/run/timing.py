@@ -38,7 +38,7 @@ class TimedGenerator:
 
     @property
     def streams(self) -> bool:
-        """Whether answers come token by token."""
+        """Return whether answers come token by token."""
         return self._model.streams
 
     def encode(self, text: str) -> tuple[int, ...]:
