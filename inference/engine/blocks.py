@@ -45,8 +45,8 @@ class SlotPool:
 class BlockPool:
     """The blocks of a cache.
 
-    Blocks of equal beginnings are shared: a full block may be remembered by what its sequence has
-    up to its end, and serves other slots while nobody needs it for something else.
+    Sequences share the blocks of equal prefixes: a full block may be registered under the digest of
+    its sequence up to its end, and serves other slots until it is needed for other tokens.
 
     Attributes:
         total: Number of blocks; None where every slot has its own block.
@@ -57,14 +57,14 @@ class BlockPool:
         self.total = blocks
         self.block_tokens = block_tokens
         self.reserved = 0
-        # Those without a user, the first to be taken first.
+        # Blocks without a user, in the order in which they are taken.
         self._free = OrderedDict.fromkeys(range(blocks or 0))
         self._users = [0] * (blocks or 0)
         self._held: dict[int, list[int]] = {}
         self._reserved_slots: set[int] = set()
         self._entries: dict[tuple[int, int], int] = {}
         self._remembered: dict[bytes, int] = {}
-        self._beginnings: dict[int, bytes] = {}  # block -> what it is remembered by
+        self._beginnings: dict[int, bytes] = {}  # block -> its digest
 
     @property
     def free(self) -> int:
@@ -72,7 +72,7 @@ class BlockPool:
         return len(self._free)
 
     def count(self, tokens: int) -> int:
-        """Return how many blocks hold so many tokens."""
+        """Return the number of blocks that hold so many tokens."""
         return 0 if self.total is None else -(-tokens // self.block_tokens)
 
     def lacking(self, slot: int, tokens: int) -> int:
@@ -92,7 +92,7 @@ class BlockPool:
         return len(held) * self.block_tokens
 
     def used(self, beginnings: Sequence[bytes]) -> int:
-        """Return how many of a sequence's first blocks others hold now and would share."""
+        """Return the number of a sequence's first blocks that other slots hold now."""
         used = (
             self._users[self._remembered[each]] if each in self._remembered else 0
             for each in beginnings
@@ -100,14 +100,14 @@ class BlockPool:
         return sum(1 for _ in itertools.takewhile(bool, used))
 
     def own_from(self, slot: int) -> int:
-        """Return the first token of a slot that lies in a block nobody shares."""
+        """Return the first token of a slot in a block that is not shared."""
         shared = (self._users[block] > 1 for block in self._held.get(slot, ()))
         return sum(1 for _ in itertools.takewhile(bool, shared)) * self.block_tokens
 
     def share(self, slot: int, beginnings: Sequence[bytes]) -> int:
-        """Give a new slot the remembered blocks of its beginning; return the tokens they hold.
+        """Give a new slot the registered blocks of its prefix; return the tokens they hold.
 
-        `beginnings` names what the sequence has up to the end of each of its first blocks.
+        `beginnings` are the digests of the sequence up to the end of each of its first blocks.
         """
         held = self._held.setdefault(slot, [])
         assert not held, f"slot {slot} has blocks"
@@ -119,7 +119,7 @@ class BlockPool:
         return len(held) * self.block_tokens
 
     def remember(self, slot: int, nth: int, beginning: bytes) -> None:
-        """Let others share a slot's block, all of whose tokens are being computed."""
+        """Register a slot's block for sharing; all of its tokens are being computed."""
         if beginning not in self._remembered:
             block = self._held[slot][nth]
             self._forget(block)
@@ -133,12 +133,12 @@ class BlockPool:
         self.reserved += len(self._held[slot])
 
     def release(self, slot: int, *, forget: bool = False) -> None:
-        """Free what a slot holds; with `forget` nobody is to share it any more."""
+        """Free the blocks of a slot; with `forget` they are no longer shared."""
         held = self._held.pop(slot, [])
         if slot in self._reserved_slots:
             self._reserved_slots.remove(slot)
             self.reserved -= len(held)
-        for block in reversed(held):  # a beginning is of more use than what follows it
+        for block in reversed(held):  # a prefix is more useful than the blocks after it
             if forget:
                 self._forget(block)
             self._users[block] -= 1
@@ -167,9 +167,9 @@ class BlockPool:
 
 
 def beginnings(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
-    """Return a name of what a sequence has up to the end of each of its full blocks.
+    """Return a digest of a sequence up to the end of each of its full blocks.
 
-    Names are cryptographic digests: clients choose the tokens, and no two beginnings may meet.
+    The digests are cryptographic: clients choose the tokens, and no two prefixes may collide.
     """
     names, digest = [], b""
     values = np.asarray(tokens, np.int64)

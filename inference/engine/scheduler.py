@@ -67,12 +67,12 @@ class Scheduler:
             decoder: Chooses tokens.
             slots: Most sequences that run at once.
             embedding_base: First id that names a row of embeddings sent with a step.
-            chunk: How many tokens of prompts a step takes.
-            blocks: Of the cache; None where every slot has its own.
-            encoder_layers: Of an encoder-decoder.
-            session_idle_s: How long a session may pause.
-            ranks_choose: Whether a rank takes best tokens itself, so that steps can overlap.
-            shares_prefixes: Whether equal beginnings of prompts are computed once.
+            chunk: Budget of prompt tokens per step.
+            blocks: Blocks of the cache; None where every slot has its own.
+            encoder_layers: Layers of an encoder-decoder's encoder.
+            session_idle_s: Longest pause of a session.
+            ranks_choose: Whether a rank chooses the best tokens itself, which lets steps overlap.
+            shares_prefixes: Whether equal prefixes of prompts are computed once.
         """
         self._decoder = decoder
         self._slots = SlotPool(slots)
@@ -132,7 +132,7 @@ class Scheduler:
     def drop(self, request: RunningRequest) -> None:
         """Drop a request and free its slots."""
         for row in request.active:
-            # What a failed step computed must serve nobody.
+            # The results of a failed step must not be shared.
             self._release(row, forget=True)
         for row in request.waiting:
             self._forget_choices(row)
@@ -325,7 +325,7 @@ class Scheduler:
             self._blocks.reserve(slot, tokens)
 
     def _shared_blocks(self, row: RunningRow) -> int:
-        """Return how many blocks of a waiting row's prompt others hold now."""
+        """Return the number of blocks of a waiting row's prompt that other rows hold now."""
         if not self._shares_prefixes or not row.can_share:
             return 0
         if not row.beginnings:  # all of the prompt but its last token, which is computed always
@@ -333,14 +333,14 @@ class Scheduler:
         return self._blocks.used(row.beginnings)
 
     def _share_beginning(self, row: RunningRow) -> None:
-        """Take what others have computed of a row's prompt."""
+        """Take the shared blocks of a row's prompt."""
         row.cached = self._blocks.share(row.slots[0], row.beginnings)
         row.remembered = row.cached // self._blocks.block_tokens
         self.prompt_tokens += row.prompt_len
         self.shared_tokens += row.cached
 
     def _remember_beginning(self, row: RunningRow) -> None:
-        """Let others share the blocks of a row's prompt that are full by now."""
+        """Register the full blocks of a row's prompt for sharing."""
         full = min(row.cached // self._blocks.block_tokens, len(row.beginnings))
         for nth in range(row.remembered, full):
             self._blocks.remember(row.slots[0], nth, row.beginnings[nth])
@@ -493,7 +493,7 @@ class Scheduler:
         self._forget_choices(row)
 
     def _release(self, row: RunningRow, *, forget: bool = False) -> None:
-        """Free the slots of a row and forget it."""
+        """Free the slots of a row and drop it."""
         # Blocks that others share are theirs to wipe, if their answers are not finite either.
         wiped = [(WIPE, slot, self._blocks.own_from(slot), row.held) for slot in row.slots]
         self._free(row.slots, forget=forget or row.wipe)
