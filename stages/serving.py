@@ -24,9 +24,9 @@ from stages.server_starts import announce_start, rendezvous_variables
 if TYPE_CHECKING:
     from inference.server.server import TritonServer
 
-_ENSEMBLE, _TOKENIZER = "ensemble", "tokenizer"
+_ENSEMBLE, _TEXT_ENCODER = "ensemble", "text_encoder"
 # Models other than the one that takes token ids.
-_TEXT_MODELS = (_ENSEMBLE, "preprocessing", "postprocessing", _TOKENIZER)
+_TEXT_MODELS = (_ENSEMBLE, "preprocessing", "postprocessing", "tokenizer", _TEXT_ENCODER)
 # Set by launchers of MPI processes.
 _MPI_VARIABLES = ("PMIX_RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK")
 _MPIRUN = ("mpirun", "-n", "1", "--allow-run-as-root")
@@ -90,8 +90,8 @@ def _probe(
         if (status := server.poll()) is not None:
             raise ProbeError(f"tritonserver ended with status {status} at its first request")
 
-    others = [endpoint.model, *(name for name in server.models if name == _TOKENIZER)]
-    models = [endpoint.ensemble] if endpoint.ensemble else others
+    outermost = _TEXT_ENCODER if _TEXT_ENCODER in server.models else endpoint.model
+    models = [endpoint.ensemble or outermost]
     hidden = hidden_size(config.weights_dir)
     try:
         probe(server.control_address, models, hidden=hidden, timeout_s=timeout_s, check=look)

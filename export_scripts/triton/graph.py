@@ -1,9 +1,14 @@
-"""Wiring of preprocessing, model and postprocessing into a text-to-text ensemble."""
+"""Wiring of ensembles: text to text around a generator, text to hidden states around an encoder."""
 
 from __future__ import annotations
 
 from export_scripts.triton.model_config import EnsembleStep
-from export_scripts.triton.signature import FROM_TEXT, ModelSignature, ensemble
+from export_scripts.triton.signature import (
+    FROM_TEXT,
+    TOKENS_OF_ENCODER,
+    ModelSignature,
+    ensemble,
+)
 
 _TEXT_INPUTS = {
     "QUERY": "INPUT_0",
@@ -51,4 +56,19 @@ def ensemble_steps(
             output_map={name: inner(name) for name in sorted(wanted | results)},
         ),
         EnsembleStep("postprocessing", input_map=to_text, output_map={"OUTPUT": "OUTPUT_0"}),
+    )
+
+
+def text_encoder_steps(model: ModelSignature, *, model_name: str) -> tuple[EnsembleStep, ...]:
+    """Return the two steps of an encoder called `model_name` that takes text."""
+    inner = {"input_ids": "_input_ids", "request_input_len": "request_input_len"}
+    options = sorted({tensor.name for tensor in model.inputs} - set(TOKENS_OF_ENCODER))
+    return (
+        EnsembleStep("tokenizer", input_map={"query": "query"}, output_map=inner),
+        EnsembleStep(
+            model_name,
+            input_map={name: inner[source] for name, source in TOKENS_OF_ENCODER.items()}
+            | {name: name for name in options},
+            output_map={tensor.name: tensor.name for tensor in model.outputs},
+        ),
     )

@@ -10,14 +10,14 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.tokenizer_files import TokenizerFiles
 from export_scripts.triton import signature
-from export_scripts.triton.graph import ensemble_steps
+from export_scripts.triton.graph import ensemble_steps, text_encoder_steps
 from export_scripts.triton.model_config import TritonModelConfig
 from export_scripts.triton.repository_request import RepositoryRequest
 from export_scripts.triton.signature import ModelSignature
 
 PREPROCESSING, POSTPROCESSING, ENSEMBLE = "preprocessing", "postprocessing", "ensemble"
-TOKENIZER = "tokenizer"
-RESERVED_NAMES = (PREPROCESSING, POSTPROCESSING, ENSEMBLE, TOKENIZER)
+TOKENIZER, TEXT_ENCODER = "tokenizer", "text_encoder"
+RESERVED_NAMES = (PREPROCESSING, POSTPROCESSING, ENSEMBLE, TOKENIZER, TEXT_ENCODER)
 ENGINES = {"pytorch": "python", "fastertransformer": "fastertransformer"}  # -> Triton backend
 
 _SCRIPTS = Path(__file__).parent / "models"
@@ -100,13 +100,23 @@ def text_models(
     config: FTConfig,
     files: TokenizerFiles,
 ) -> list[ModelFolder]:
-    """Return the models between text and tokens, and for a generator the ensemble of all."""
+    """Return the models between text and tokens, and the ensemble of all, which takes text."""
     builder = _TextModels(request, config, files)
     has_encoder = model_type in (*signature.ENCODERS, *_ENCODER_DECODERS)
     append_end = int(has_encoder and files.kind in _PLAIN_TOKENIZERS)
     before = {"append_end_id": str(append_end)}
     if not is_generative(model_type):
-        return [builder.folder(TOKENIZER, signature.TOKENIZER, before)]
+        around_encoder = TritonModelConfig(
+            name=TEXT_ENCODER,
+            backend="ensemble",
+            max_batch_size=request.max_batch_size,
+            signature=signature.text_encoder(model),
+            steps=text_encoder_steps(model, model_name=request.model_dir.name),
+        )
+        return [
+            builder.folder(TOKENIZER, signature.TOKENIZER, before),
+            ModelFolder(around_encoder, {"README": _KEEP}),
+        ]
     after = {
         "answer_only": str(int(request.answer_only)),
         "output_holds_prompt": str(int(not has_encoder)),

@@ -27,6 +27,7 @@ from export_scripts.triton.model_folders import (
     POSTPROCESSING,
     PREPROCESSING,
     RESERVED_NAMES,
+    TEXT_ENCODER,
     TOKENIZER,
     ModelFolder,
     end_id,
@@ -173,7 +174,7 @@ def repository_models(request: RepositoryRequest, *, kind: str | None = None) ->
     names = [request.model_dir.name]
     if request.ensemble and takes_text(model_type):
         around = (PREPROCESSING, POSTPROCESSING, ENSEMBLE)
-        names += around if is_generative(model_type) else (TOKENIZER,)
+        names += around if is_generative(model_type) else (TOKENIZER, TEXT_ENCODER)
     return [request.model_dir.parent / name for name in names]
 
 

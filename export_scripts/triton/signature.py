@@ -269,6 +269,9 @@ FROM_TEXT = {
     "max_output_len": "REQUEST_OUTPUT_LEN",
 }
 
+# Inputs of an encoder to the output of the tokenizer that each takes.
+TOKENS_OF_ENCODER = {"input_ids": "input_ids", "sequence_length": "request_input_len"}
+
 
 def postprocessing(model: ModelSignature) -> ModelSignature:
     """Return postprocessing with the types in which `model` sends tokens and lengths."""
@@ -298,6 +301,18 @@ def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSig
     return ModelSignature(
         inputs=(*texts, *options),
         outputs=(answer, *(model.output(name) for name in shared)),
+    )
+
+
+def text_encoder(model: ModelSignature) -> ModelSignature:
+    """Return the signature of an encoder that takes text: its own, with texts in place of ids."""
+    ids = set(TOKENS_OF_ENCODER)
+    options = tuple(
+        replace(tensor, reshape=None) for tensor in model.inputs if tensor.name not in ids
+    )
+    return ModelSignature(
+        inputs=(*TOKENIZER.inputs, *options),
+        outputs=(*model.outputs, TOKENIZER.output("request_input_len")),
     )
 
 

@@ -160,6 +160,26 @@ def test_tokenizer_of_an_encoder_gives_the_ids_of_the_whole_model(
     assert client.encode([text], model="tokenizer") == client.encode([text])
 
 
+def test_text_encoder_gives_the_hidden_states_of_its_tokens(client: TritonClient) -> None:
+    texts = ["a few words", "more words than before, and some"]
+    query = np.array([[text.encode()] for text in texts], object)
+    outputs = client.infer("text_encoder", {"query": query})
+    ids = client.encode(texts, model="tokenizer")
+    assert outputs["request_input_len"][:, 0].tolist() == [len(row) for row in ids]
+    for row, tokens in enumerate(ids):
+        request = {"input_ids": np.array([tokens], np.uint32)}
+        alone = client.infer("t5_as_encoder", request | {"sequence_length": _column(len(tokens))})
+        np.testing.assert_allclose(
+            outputs["output_hidden_state"][row, : len(tokens)],
+            alone["output_hidden_state"][0],
+            atol=1e-4,
+        )
+    asked = client.infer(
+        "text_encoder", {"query": query[:1], "is_return_attentions": np.array([[True]])}
+    )
+    assert asked["output_attentions"].shape[0] == 1
+
+
 def test_bert_in_bf16_gives_about_the_recorded_hidden_states(
     shared: Path, client: TritonClient
 ) -> None:
