@@ -137,15 +137,16 @@ def _bound(
     triton.bind(
         model_name=endpoint.name,
         infer_func=[service.infer] * instances,
-        inputs=_tensors(service.inputs),
-        outputs=_tensors(service.outputs),
+        inputs=pytriton_tensors(service.inputs),
+        outputs=pytriton_tensors(service.outputs),
         config=ModelConfig(max_batch_size=MAX_BATCH_SIZE, batcher=batcher),
         strict=True,
     )
     return triton
 
 
-def _tensors(signatures: Sequence[TensorSignature]) -> list[Any]:
+def pytriton_tensors(signatures: Sequence[TensorSignature]) -> list[Any]:
+    """Return inputs or outputs as PyTriton declares them."""
     import numpy as np
     from pytriton.model_config import Tensor
     from tritonclient.utils import triton_to_np_dtype
@@ -153,7 +154,9 @@ def _tensors(signatures: Sequence[TensorSignature]) -> list[Any]:
     return [
         Tensor(
             name=each.name,
-            dtype=np.bytes_ if each.dtype == "BYTES" else triton_to_np_dtype(each.dtype),
+            dtype=np.bytes_
+            if each.dtype == "BYTES"
+            else np.dtype(triton_to_np_dtype(each.dtype)).type,
             shape=each.dims,
             optional=each.optional,
         )

@@ -14,6 +14,7 @@ from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.decoding.request import RequestError
 from inference.engine.engine import Engine, EngineOptions
 from inference.pytriton.nemo_service import NemoService
+from inference.pytriton.serving import pytriton_tensors
 from inference.pytriton.signature import NEMO_INPUTS, NEMO_OUTPUTS
 from inference.pytriton.text_service import TextService
 from inference.ranks.settings import Placement
@@ -61,6 +62,13 @@ def request(prompts: list[str], *, task: str = "text_generation", **options: Any
 
 def sentences(outputs: dict[str, Any]) -> list[str]:
     return [text.decode() for text in outputs["sentences"][:, 0]]
+
+
+def test_pytriton_takes_the_types_of_the_tensors() -> None:
+    found = {tensor.name: tensor.dtype for tensor in pytriton_tensors(NEMO_INPUTS)}
+    assert found["prompts"] is np.bytes_
+    assert found["use_greedy"] is np.bool_  # PyTriton knows no bool
+    assert found["top_k"] is np.int32
 
 
 def test_outputs_are_those_of_the_interface(service: NemoService) -> None:
