@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 
@@ -14,12 +14,12 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import item_size
 from inference.decoding.request import GenerationRequest, ModelLimits
 from inference.decoding.rows import P_TUNING, SOFT_PROMPT
 from inference.engine.options import EngineOptions
 from inference.model.kv_cache import CacheShape
-from inference.parallel.layout import ParallelLayout
 from inference.ranks.settings import Placement
 
 _DEFAULT_MAX_LEN = 4096
@@ -206,24 +206,25 @@ def plan_capacity(
     # A CPU may compute 16-bit types in fp32; its cache then holds fp32.
     item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
     token_bytes = one_slot.token_bytes(item_bytes)
-    budget = options.kv_cache_bytes or _free_bytes(ft_dir, layout, placement.device)
     most = options.max_lanes or _MOST_SLOTS[placement.device]
     block_tokens = _block_tokens(architecture, placement.device, options)
-    # The cache has a block of its own.
-    if not block_tokens:
-        slots = min(most, budget // (max_len * token_bytes) - 1)
-        if slots < 1:
-            _refuse_budget(budget, max_len, 2 * max_len * token_bytes)
-        return Capacity(placement.device, slots, max_len, (slots + 1) * max_len * token_bytes)
-    block_bytes = block_tokens * token_bytes
-    slot_blocks = -(-max_len // block_tokens)
+    block_bytes = (block_tokens or max_len) * token_bytes
+    slot_blocks = -(-max_len // (block_tokens or max_len))
+    least_bytes = (slot_blocks + 1) * block_bytes  # the cache has a block of its own
+    budget = options.kv_cache_bytes or int(available_bytes() * _CPU_SHARE) // layout.world_size
+    if placement.device == "cuda":
+        budget = _cuda_budget(ft_dir, placement, options.kv_cache_bytes, least_bytes)
+    if budget < least_bytes:
+        raise ValueError(
+            f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
+            f"{least_bytes} bytes on each rank; raise kv_cache_bytes or lower max_seq_len"
+        )
     blocks = min(most * slot_blocks, budget // block_bytes - 1)
-    if blocks < slot_blocks:
-        _refuse_budget(budget, max_len, (slot_blocks + 1) * block_bytes)
+    cache_bytes = (blocks + 1) * block_bytes
+    if not block_tokens:
+        return Capacity(placement.device, blocks, max_len, cache_bytes)
     slots = min(most, blocks)
-    return Capacity(
-        placement.device, slots, max_len, (blocks + 1) * block_bytes, blocks, block_tokens
-    )
+    return Capacity(placement.device, slots, max_len, cache_bytes, blocks, block_tokens)
 
 
 def _block_tokens(architecture: GeneratorArchitecture, device: str, options: EngineOptions) -> int:
@@ -236,13 +237,6 @@ def _block_tokens(architecture: GeneratorArchitecture, device: str, options: Eng
     if options.kv_block_tokens is not None:
         return options.kv_block_tokens
     return _GPU_BLOCK_TOKENS if device == "cuda" else 0
-
-
-def _refuse_budget(budget: int, max_len: int, needed: int) -> NoReturn:
-    raise ValueError(
-        f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
-        f"{needed} bytes on each rank; raise kv_cache_bytes or lower max_seq_len"
-    )
 
 
 def _longest(architecture: GeneratorArchitecture) -> int | None:
@@ -258,10 +252,27 @@ def available_bytes() -> int:
     return int(text.split()[0]) * 1024
 
 
-def _free_bytes(ft_dir: Path, layout: ParallelLayout, device: str) -> int:
-    """Return the default budget of one rank."""
-    if device == "cpu":
-        return int(available_bytes() * _CPU_SHARE) // layout.world_size
-    weights = sum(path.stat().st_size for path in ft_dir.iterdir()) // layout.world_size
+def _cuda_budget(ft_dir: Path, placement: Placement, wanted: int | None, least_bytes: int) -> int:
+    """Return the bytes for keys and values on each GPU: those wanted, or a share of what is free.
+
+    Raises:
+        ValueError: Weights and keys and values exceed the memory that is free.
+    """
+    _, config = read_config(ft_dir)
+    stored = sum(path.stat().st_size for path in ft_dir.iterdir()) // placement.world_size
+    item_bytes = 1 if placement.int8_mode else item_size(placement.data_type)
+    weights = stored * item_bytes // item_size(config.weight_data_type)
     free, _ = torch.cuda.mem_get_info()
-    return int(max(free - weights, 0) * _CUDA_SHARE)
+    budget = wanted or int(max(free - weights, 0) * _CUDA_SHARE)
+    if max(budget, least_bytes) > free - weights:
+        raise ValueError(
+            f"each GPU must hold {_gib(weights)} of weights and {_gib(max(budget, least_bytes))} "
+            f"of keys and values, and {_gib(free)} are free; lower max_seq_len or kv_cache_bytes, "
+            "set int8_mode=1, raise tensor_para_size or pipeline_para_size, or end what else uses "
+            "the GPU"
+        )
+    return budget
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**30:.1f} GiB"

@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from export_scripts.ft.config_ini import read_config
 from inference.decoding.request import GenerationRequest, RequestError, parse_request
+from inference.engine.capacity import Capacity, generator_of, plan_capacity
 from inference.engine.engine import (
     Engine,
     EngineBusyError,
@@ -283,6 +285,24 @@ def test_what_cannot_run_is_refused_before_loading(
 def test_a_budget_too_small_for_one_sequence_is_refused(ft_dir: Path) -> None:
     with pytest.raises(ValueError, match="kv_cache_bytes=1000 cannot hold one"):
         Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(kv_cache_bytes=1000))
+
+
+@pytest.mark.parametrize("wanted", [None, 1 << 20])
+def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_sizes(
+    ft_dir: Path, wanted: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, config = read_config(ft_dir)
+    weights = sum(path.stat().st_size for path in ft_dir.iterdir()) // 2  # computed in fp16
+    placement = Placement(data_type="fp16", device="cuda")
+    options = EngineOptions(kv_cache_bytes=wanted, max_seq_len=64)
+
+    def plan(free: int) -> Capacity:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1 << 40))
+        return plan_capacity(generator_of(family, config), ft_dir, placement, options)
+
+    assert plan(weights + (1 << 20)).cache_bytes <= 1 << 20
+    with pytest.raises(ValueError, match=r"each GPU must hold 0.0 GiB of weights and .* are free"):
+        plan(weights + 1000)
 
 
 def test_missing_and_short_files_fail_the_start(ft_dir: Path, tmp_path: Path) -> None:
