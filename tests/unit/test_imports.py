@@ -119,7 +119,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.numeric",
         "inference.decoding",
         "inference.model",
-        "inference.parallel",
         "inference.ranks",
     ),
     "inference.backend": (
