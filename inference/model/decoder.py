@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
-from inference.model.layers import MLP, Attention, JointHalves, Normalise
+from inference.model.layers import MLP, Attention, Embedding, JointHalves, Normalise
 from inference.model.rotary import Angles, RotaryTable
 from inference.model.step import AttentionRules, Step
-from inference.parallel.linear import AllReduce, VocabEmbedding, VocabParallelHead
+from inference.parallel.linear import AllReduce, VocabParallelHead
 
 
 @dataclass(frozen=True)
@@ -94,35 +93,6 @@ def _adapted(y: torch.Tensor, adapter: MLP, x: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Embedding:
-    """Token, virtual-token and position embeddings."""
-
-    tokens: VocabEmbedding
-    vocab_size: int
-    positions: torch.Tensor | None  # (max_pos_seq_len, E)
-    prompts: torch.Tensor | None  # all loaded prompt tables, one after the other
-    norm: Normalise | None
-    dtype: torch.dtype
-
-    def __call__(self, step: Step) -> torch.Tensor:
-        """Return the first layer's input (N, E)."""
-        if step.has_virtual:
-            x = self._with_virtual(step)
-        else:
-            x = self.tokens(step.ids, self.dtype)  # (N, E)
-        if self.positions is not None:
-            x = x + functional.embedding(step.positions, self.positions).to(self.dtype)
-        return x if self.norm is None else self.norm(x)
-
-    def _with_virtual(self, step: Step) -> torch.Tensor:
-        tables = [t.to(self.dtype) for t in (self.prompts, step.embeddings) if t is not None]
-        rows = (step.ids - self.vocab_size).clamp_min(0)
-        virtual = functional.embedding(rows, torch.cat(tables))  # (N, E)
-        real = self.tokens(step.ids.clamp_max(self.vocab_size - 1), self.dtype)
-        return torch.where((step.ids >= self.vocab_size).unsqueeze(1), virtual, real)
-
-
-@dataclass(frozen=True)
 class Head:
     """The final norm and this rank's slice of the vocabulary."""
 
@@ -161,7 +131,9 @@ class Decoder:
     def embed(self, step: Step) -> torch.Tensor:
         """Return the first layer's input (N, E)."""
         assert self._embedding is not None, "only the first stage embeds"
-        return self._embedding(step)
+        return self._embedding(
+            step.ids, step.positions, has_virtual=step.has_virtual, embeddings=step.embeddings
+        )
 
     def empty_hidden(self, step: Step) -> torch.Tensor:
         """Return room for another stage's output (N, E)."""

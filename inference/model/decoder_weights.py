@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
-from inference.model.decoder import Decoder, DecoderLayer, Embedding, Head, JointLayer
+from inference.model.decoder import Decoder, DecoderLayer, Head, JointLayer
 from inference.model.layer_loader import LayerLoader
-from inference.model.layers import MLP, Attention, JointHalves, alibi_slopes
+from inference.model.layers import MLP, Attention, Embedding, JointHalves, alibi_slopes
 from inference.model.rotary import RotaryTable
 from inference.model.step import AttentionRules
 from inference.model.weights import RankWeights

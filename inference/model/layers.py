@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -17,7 +18,7 @@ from inference.model.cached_attention import attend_group
 from inference.model.kv_cache import KVCache
 from inference.model.rotary import Angles, RotaryTable
 from inference.model.step import AttentionGroup, Step
-from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabEmbedding
 
 Normalise = Callable[[torch.Tensor], torch.Tensor]
 
@@ -64,6 +65,39 @@ def alibi_slopes(head_num: int) -> torch.Tensor:
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(head_num - power)]
     return torch.tensor(slopes)
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Token, virtual-token and position embeddings, followed by a norm in some models."""
+
+    tokens: VocabEmbedding
+    vocab_size: int
+    positions: torch.Tensor | None  # (max_pos_seq_len, E)
+    prompts: torch.Tensor | None  # all loaded prompt tables, one after the other
+    dtype: torch.dtype
+    norm: Normalise | None = None
+
+    def __call__(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        has_virtual: bool = False,
+        embeddings: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the first layer's input (N, E) for ids and positions (N,)."""
+        x = self._with_virtual(ids, embeddings) if has_virtual else self.tokens(ids, self.dtype)
+        if self.positions is not None:
+            x = x + functional.embedding(positions, self.positions).to(self.dtype)
+        return x if self.norm is None else self.norm(x)
+
+    def _with_virtual(self, ids: torch.Tensor, embeddings: torch.Tensor | None) -> torch.Tensor:
+        tables = [t.to(self.dtype) for t in (self.prompts, embeddings) if t is not None]
+        rows = (ids - self.vocab_size).clamp_min(0)
+        virtual = functional.embedding(rows, torch.cat(tables))  # (N, E)
+        real = self.tokens(ids.clamp_max(self.vocab_size - 1), self.dtype)
+        return torch.where((ids >= self.vocab_size).unsqueeze(1), virtual, real)
 
 
 class Attention:

@@ -14,18 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from inference.model.cached_attention import EncodedSlots, attend_cached
 from inference.model.kv_cache import KVCache
 from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows, attend, attend_with_weights
 from inference.model.step import Step
-from inference.parallel.linear import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabEmbedding,
-)
+from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -300,35 +295,3 @@ def _join(
 ) -> torch.Tensor:
     """Return x plus a sublayer's output, which is adapted before the residual is added."""
     return sublayer(x) if adapter is None else x + adapter(sublayer(None))
-
-
-@dataclass(frozen=True)
-class T5Embedding:
-    """Token, virtual-token and, in models with absolute positions, position embeddings."""
-
-    tokens: VocabEmbedding
-    vocab_size: int
-    positions: torch.Tensor | None  # (max_pos_seq_len, E)
-    prompts: torch.Tensor | None  # all loaded prompt tables, one after the other
-    dtype: torch.dtype
-
-    def __call__(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        has_virtual: bool = False,
-        embeddings: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return (N, E) for ids and positions (N,)."""
-        x = self._with_virtual(ids, embeddings) if has_virtual else self.tokens(ids, self.dtype)
-        if self.positions is None:
-            return x
-        return x + functional.embedding(positions, self.positions).to(self.dtype)
-
-    def _with_virtual(self, ids: torch.Tensor, embeddings: torch.Tensor | None) -> torch.Tensor:
-        tables = [t.to(self.dtype) for t in (self.prompts, embeddings) if t is not None]
-        rows = (ids - self.vocab_size).clamp_min(0)
-        virtual = functional.embedding(rows, torch.cat(tables))  # (N, E)
-        real = self.tokens(ids.clamp_max(self.vocab_size - 1), self.dtype)
-        return torch.where((ids >= self.vocab_size).unsqueeze(1), virtual, real)

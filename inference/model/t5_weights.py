@@ -10,7 +10,7 @@ import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.layer_loader import LayerLoader
-from inference.model.layers import Normalise
+from inference.model.layers import Embedding, Normalise
 from inference.model.relative_position import distance_bias
 from inference.model.t5_layers import (
     T5MLP,
@@ -21,7 +21,6 @@ from inference.model.t5_layers import (
     RowAttention,
     Scalers,
     T5DecoderLayer,
-    T5Embedding,
     T5EncoderLayer,
 )
 from inference.model.weights import RankWeights
@@ -78,10 +77,10 @@ class T5Loader:
         heads = stack.head_num // weights.layout.tp_size
         self._heads = Heads(heads, stack.size_per_head, scale)
 
-    def embedding(self) -> T5Embedding:
+    def embedding(self) -> Embedding:
         """Return the input side of both stacks."""
         absolute = self._architecture.position == "absolute"
-        return T5Embedding(
+        return Embedding(
             tokens=self._parts.tokens("shared.weight_T", self._architecture.vocab_size),
             vocab_size=self._architecture.vocab_size,
             positions=self._weights.tensor("shared.ape") if absolute else None,
