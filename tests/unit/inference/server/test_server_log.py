@@ -1,13 +1,16 @@
-"""Messages read from a server's log."""
+"""Messages read from a server's log, and from the lines of NVIDIA's backend."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from inference.server.server_log import ServerLog, last_lines, short_reason
+import pytest
+
+from inference.server.server_log import ServerLog, fatal_lines, last_lines, short_reason
 
 HEAD = "I1120 10:00:00.000000 1 model_lifecycle.cc:472] "
 BAD = "E1120 10:00:01.000000 1 model_lifecycle.cc:642] "
+SIZES = "[WARNING] file /w/a.bin only has {}, but request {}, loading model fails! "
 
 
 def test_progress_counts_models(tmp_path: Path) -> None:
@@ -62,3 +65,36 @@ def test_long_lines_are_cut_and_import_frames_left_out(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text(f"  <frozen importlib._bootstrap>(1): _load\n{'x' * 999}\n")
     assert last_lines(path, 5) == ["x" * 300 + " ..."]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[WARNING] file /w/a.bin cannot be opened, loading model fails! ", "/w/a.bin is missing"),
+        (SIZES.format(100, 200), "weight_data_type of config.ini differ"),
+        (SIZES.format(100, 400), "another tensor-parallel size"),
+        (SIZES.format(100, 170), "not complete"),
+        ("[ERROR] Can't load '/w/config.ini'", "/w/config.ini cannot be read"),
+        ("1. Number of visible GPUs must be evenly divisble by TP * PP", "CUDA_VISIBLE_DEVICES"),
+        ("[ERROR] world_size (4) should equal to tensor_para_size_", "CUDA_VISIBLE_DEVICES"),
+        ("CUDA out of memory", "CUDA out of memory"),
+        ("[FT][ERROR] Unsupported Arch Assertion fail: a.cc:128 ", "Unsupported Arch"),
+        ('server: a.cu:67: f(): Assertion `sm == 80 && "Unsupported"\' failed.', "Unsupported"),
+        ("[FT][ERROR] NCCL error x.cc:7 'unhandled'", "NCCL error"),
+    ],
+)
+def test_fatal_line_is_explained(line: str, reason: str) -> None:
+    (message,) = fatal_lines(f"before\n{line}\nafter\n")
+    assert reason in message
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[WARNING] gemm_config.in is not found; using default GEMM algo",
+        "Custom All Reduce only supports 8 Ranks currently. Using NCCL as Comm.",
+        "shape is zero, skip loading weight from file /w/a.bin",
+    ],
+)
+def test_harmless_line_is_ignored(line: str) -> None:
+    assert fatal_lines(line) == []
