@@ -1,4 +1,4 @@
-"""The loop over a plan's tensors: read, rearrange, cast, cut, write.
+"""The loop over a plan's tensors: read, rearrange, cast, split, write.
 
 Threads suffice as workers: copies, casts, checksums and writes all run outside the interpreter
 lock, and all workers share one mapping of the source.
@@ -17,8 +17,8 @@ import numpy as np
 
 from export_scripts.checkpoints.base import StoredTensor
 from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.conversion.sharding import ValueRange, file_chunks
 from export_scripts.conversion.tensor_plan import TensorPlan, local_fine_shape
-from export_scripts.conversion.transfer import ValueRange, file_chunks
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.families.mapping.tensors import ShapeTensor

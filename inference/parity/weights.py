@@ -14,8 +14,8 @@ import torch
 from export_scripts.checkpoints import recognise_format
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest
+from export_scripts.conversion.sharding import ValueRange, file_chunks
 from export_scripts.conversion.tensor_plan import TensorPlan, local_fine_shape
-from export_scripts.conversion.transfer import ValueRange, file_chunks
 from export_scripts.conversion.write import build_parts
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from export_scripts.conversion import transfer
-from export_scripts.conversion.transfer import file_chunks, value_range
+from export_scripts.conversion.sharding import file_chunks, value_range
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.numeric.dtypes import torch_dtype
 from tests.arrays import as_array

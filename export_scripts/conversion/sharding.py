@@ -1,4 +1,4 @@
-"""Contiguous file contents from strided tensors: cast, cut and copied in bounded chunks.
+"""The bytes of one shard: cast, split among ranks and copied from strided tensors in chunks.
 
 Shapes: P rows of the file chunk, R the product of its other axes.
 """
