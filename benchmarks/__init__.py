@@ -1,1 +1,1 @@
-"""Benchmarks: every quoted figure comes from one of these, rerunnable by anyone."""
+"""Benchmarks: each quoted figure comes from one of these programs, which anyone can rerun."""

@@ -21,7 +21,7 @@ def measured_bandwidth(device: str) -> float:
     values = torch.ones(_BYTES[device] // 4, device=device)
 
     def read() -> None:
-        # Of torch's reductions these are the fastest.
+        # The fastest of torch's reductions.
         if device == "cpu":
             torch.dot(values, values)
         else:
@@ -44,11 +44,11 @@ def step_bytes(
 
     Args:
         ft_dir: A decoder-only model.
-        data_type: What is computed in.
+        data_type: Type of computation.
         device: cpu or cuda.
         int8: Whether matrices are kept in 8 bits.
         batch: Sequences.
-        length: Tokens that each has cached.
+        length: Cached tokens of each.
     """
     family, config = read_config(ft_dir)
     architecture = family.architecture(config)

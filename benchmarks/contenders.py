@@ -1,4 +1,4 @@
-"""Programs that generate, alike to use: our engine and bare loop, transformers, CTranslate2."""
+"""Contenders of the benchmarks: our engine, its bare loop, transformers and CTranslate2."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ StepBytes = Callable[[int, int], int]
 class Program:
     """One program that generates.
 
-    `step_times` receives the seconds between tokens, `model_times`, of our engine alone, how many
-    of them the model took.
+    `step_times` receives the seconds between tokens; `model_times`, filled by our engine alone, the
+    part of them that the model took.
     """
 
     name: str
@@ -40,10 +40,10 @@ class Program:
 
 
 class Contender:
-    """A program in a process of its own, and what was measured of it.
+    """A program in a process of its own, and its measurements.
 
-    In one process each program would have its own threads, and OpenMP lets threads wait asleep
-    where there are more than processors: every one of them would take up to twice as long.
+    In one process each program would have its own threads, and with more threads than processors
+    OpenMP lets them sleep at each wait: every program would take up to twice as long.
     """
 
     def __init__(self, make: Callable[[], Program], *, threads: int) -> None:
@@ -69,7 +69,7 @@ class Contender:
         self.model_times += model_times
 
     def forget(self) -> None:
-        """Drop what was measured so far."""
+        """Drop the measurements so far."""
         self.seconds.clear()
         self.step_times.clear()
         self.model_times.clear()
@@ -129,7 +129,7 @@ def measure(table: Sequence[Contender], prompts: Prompts, output_len: int, repea
 
 
 def reference(table: Sequence[Contender]) -> Contender:
-    """Return what the others are compared with: the first of transformers, else the first."""
+    """Return the base of comparison: the first of transformers, else the first."""
     return next((each for each in table if each.name.startswith("transformers")), table[0])
 
 
@@ -184,7 +184,7 @@ def slipway(
 
 
 def _time_calls(owner: type, method: str, into: list[float]) -> None:
-    """Have every call of a method note its seconds."""
+    """Make every call of a method record its seconds."""
     call = getattr(owner, method)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -222,7 +222,7 @@ def bare_loop(
     def best(segments: tuple[Segment, ...], ids: Sequence[int], outputs: Sequence[int]) -> Any:
         result = rank.run(unpack_plan(pack_plan(StepPlan(ids, segments, outputs))))
         assert result is not None
-        if device == "cpu":  # numpy's is many times as fast as torch's
+        if device == "cpu":  # numpy's argmax is many times as fast as torch's
             return result.logits.numpy().argmax(-1).tolist()
         return result.logits.argmax(-1).tolist()
 

@@ -5,8 +5,8 @@
 
 A random fp16 GPT is written as a NeMo archive. Each round then times, as whole processes and in
 turn, `cp` followed by `sync -f`, this project's converter (which syncs too), and the peer's (which
-does not) at each number of worker processes asked for. The source is in the page cache for all of
-them alike. Memory is watched in one more run of each, since watching costs time.
+does not) at each requested number of worker processes. The source is in the page cache for all of
+them. One more run of each measures memory, since that costs time.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _add_bytes(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 class PeakMemory(threading.Thread):
     """Samples the memory of a process and its descendants until it ends.
 
-    `anonymous` is the peak of what only a swap could take away; `resident` counts mapped file pages
-    too, each once (proportional set size).
+    `anonymous` is the peak of private memory; `resident` also counts mapped file pages, each once
+    (proportional set size).
     """
 
     def __init__(self, pid: int) -> None:
@@ -191,9 +191,9 @@ def run(command: list[str], log: Path, *, memory: Result | None = None) -> float
     """Run a command to its end and return its wall time in seconds.
 
     Args:
-        command: What to run.
-        log: Where its output goes.
-        memory: Takes its peak memory; watching a process slows it down.
+        command: The command.
+        log: File for its output.
+        memory: Receives its peak memory; sampling slows the process down.
 
     Raises:
         RuntimeError: The command failed; its last lines are shown.
@@ -290,7 +290,7 @@ def measure(args: argparse.Namespace, size_gb: float) -> dict[str, Result]:
 
 
 def report(source: Path, results: dict[str, Result]) -> None:
-    """Print the table of one checkpoint, and what it comes to."""
+    """Print the table of one checkpoint, and its ratios."""
     size_bytes = source.stat().st_size
     print(f"\n{source.name}: {size_bytes / 1e9:.2f} GB, fp16, whole processes, source cached")
     print("| | median s | min..max s | MB/s | peak memory MB | of it anonymous MB |")

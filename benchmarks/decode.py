@@ -7,13 +7,13 @@
 In each round every contender generates the same number of tokens for the same random prompts,
 greedily and without an end token; prefill is part of the time, as it is for a user. Tokens/s counts
 generated tokens of the whole batch. The bare loop is the model without the engine, in a process of
-its own. What the engine adds is taken from its own steps, each less the model's part of it, so that
-the machine's drift is not in it. "of bandwidth" is the time to read a step's weights, keys and
+its own. The engine's overhead is the time of its own steps minus the model time in the same step,
+which cancels machine noise. "of bandwidth" is the time to read a step's weights, keys and
 values once, by the memory bandwidth measured in the same run, over the median time of a step. On
-CPU every contender brings threads of its own, and with more threads than cores OpenMP lets them
-sleep at each wait: leave others out (--no-...) to see what one program does alone. int8 computes in
-fp32 on CPU and in fp16 on CUDA. GPT-2's weights are values that fp16 holds: with --weight-data-type
-fp16 the FT folder has the same model in half the bytes, which the runtime on CPU keeps so.
+CPU every contender has threads of its own, and with more threads than cores OpenMP lets them
+sleep at each wait: leave others out (--no-...) to measure one program alone. int8 computes in
+fp32 on CPU and in fp16 on CUDA. GPT-2's weights are representable in fp16: with --weight-data-type
+fp16 the FT folder has the same model in half the bytes, also in the memory of the CPU runtime.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COMPUTED_WITH_INT8 = {"cpu": "fp32", "cuda": "fp16"}
 
 
 def programs(model: Model, args: argparse.Namespace) -> list[Callable[[], Program]]:
-    """Return what makes every program for every type it has."""
+    """Return the factories of every program, for every type it supports."""
     import transformers
 
     found: list[Callable[[], Program]] = []
@@ -146,7 +146,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model = decoder_model(args.model, args.work_dir, args.device, args.weight_data_type)
     table = [Contender(make, threads=args.threads) for make in programs(model, args)]
-    # Ids that every contender's vocabulary has.
+    # Ids in every contender's vocabulary.
     run(table, args, vocab_size=model.vocab_size - 300)
     for each in table:
         each.close()

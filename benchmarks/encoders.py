@@ -33,11 +33,11 @@ from benchmarks.contenders import (
 from benchmarks.models import Model, convert, write_bert, write_t5
 from export_scripts.numeric.dtypes import torch_dtype
 
-_VOCABULARY = 30000  # ids that both models have
+_VOCABULARY = 30000  # ids in both models' vocabularies
 
 
 def t5_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
-    """Return what makes the programs on t5-small."""
+    """Return the factories of the programs on t5-small."""
     folder = args.work_dir / "t5"
     write_t5(folder)
     model = Model(convert(folder, args.work_dir / "t5_ft"), folder, None, _VOCABULARY)
@@ -52,7 +52,7 @@ def t5_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
 
 
 def bert_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
-    """Return what makes the programs on BERT-base."""
+    """Return the factories of the programs on BERT-base."""
     folder = args.work_dir / "bert"
     write_bert(folder)
     ft_dir = convert(folder, args.work_dir / "bert_ft")
@@ -87,7 +87,7 @@ def slipway_bert(ft_dir: Path, data_type: str, device: str) -> Program:
 
 
 def transformers_bert(folder: Path, data_type: str, device: str) -> Program:
-    """Return transformers' encoder layers, from and to states on the host as ours."""
+    """Return transformers' encoder layers, with inputs and outputs on the host like ours."""
     dtype = torch_dtype(data_type)
     model = transformers.BertModel.from_pretrained(folder, dtype=dtype).to(device).eval()
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.login [--repeats 10]
 
-Each is a whole process. The last column counts modules of packages that have no business there.
+Each is a whole process. The last column counts modules of heavy packages; it should be 0.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def seconds(words: list[str], *, succeeds: bool) -> float:
     """Return the wall time of one command.
 
     Raises:
-        RuntimeError: It ended otherwise than it has to.
+        RuntimeError: It ended with another status than expected.
     """
     start = time.perf_counter()
     done = subprocess.run([sys.executable, "main.py", *words], cwd=ROOT, capture_output=True)
@@ -46,7 +46,7 @@ def seconds(words: list[str], *, succeeds: bool) -> float:
 
 
 def heavy_modules(words: list[str]) -> int:
-    """Return how many modules of heavy packages one command imports."""
+    """Return the number of modules of heavy packages that one command imports."""
     trace = subprocess.run(
         [sys.executable, "-X", "importtime", "main.py", *words],
         cwd=ROOT,

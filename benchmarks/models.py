@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 class Model:
     """A model for every contender.
 
-    `checkpoint` is a folder of transformers, None where only the size is shared: `config` then
-    says what transformers builds with random weights of its own, which take as long.
+    `checkpoint` is a folder of transformers, None where only the size is shared: transformers then
+    builds a model from `config` with random weights of its own, which take as long.
     """
 
     ft_dir: Path
@@ -158,7 +158,7 @@ def write_shards(family: ModelFamily, config: FTConfig, ft_dir: Path, device: st
     for tensor in family.tensors(config):
         values = torch.randn(tensor.shape, generator=generator, device=device).mul_(0.02)
         values.half().cpu().numpy().tofile(ft_dir / tensor.file_name(0))
-    # Last, as it says that the folder is whole.
+    # Last: its presence marks the folder as complete.
     (ft_dir / CONFIG_NAME).write_text(format_ini(config.sections()))
 
 
@@ -167,5 +167,5 @@ def save_random(model_class: type, config: transformers.PretrainedConfig, folder
     if (folder / "config.json").exists():
         return
     torch.manual_seed(0)
-    # Values that fp16 holds, so that shards in fp16 and in fp32 are the same model.
+    # Values that fp16 represents: shards in fp16 and in fp32 are the same model.
     model_class(config).half().float().save_pretrained(folder)

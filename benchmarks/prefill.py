@@ -33,7 +33,7 @@ DATA_TYPES = {"cpu": ["fp32", "bf16"], "cuda": ["fp16", "bf16"]}
 
 
 def programs(model: Model, args: argparse.Namespace) -> list[Callable[[], Program]]:
-    """Return what makes our engine and transformers for every type."""
+    """Return the factories of our engine and transformers for every type."""
     causal = transformers.AutoModelForCausalLM
     found: list[Callable[[], Program]] = []
     room = {"slots": max(args.batch), "max_len": max(args.input_len) + 1}

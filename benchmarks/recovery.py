@@ -3,8 +3,8 @@
     python -m benchmarks.recovery --work-dir DIR [--repeats 2]
 
 Runs the deploy stage on the bundled 5M model with two ranks, kills or stops one process of the
-server after another, and asks over HTTP all the while. `away` ends with the first answer of the
-next server; `noticed` is when readiness ended.
+server after another, and sends requests over HTTP throughout. `away` ends with the first answer of
+the next server; `noticed` is the end of readiness.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LIMIT_S = 120.0
 
 @contextlib.contextmanager
 def deployed(work_dir: Path, restarts: int) -> Iterator[tuple[int, Path]]:
-    """Run the deploy stage; yield its process id and where it publishes the address."""
+    """Run the deploy stage; yield its process id and the file with its address."""
     words = ["export=gpt3/sample", "stages=[deploy]", f"base_results_dir={work_dir}"]
     words += [f"deploy.{name}_port=0" for name in ("http", "grpc", "metrics")]
     words += [f"deploy.max_restarts={restarts}", "deploy.restart_backoff_s=0.01"]
@@ -64,7 +64,7 @@ def process(root: int, words: tuple[str, ...]) -> int:
 
 
 def is_ready(http_port: int) -> bool:
-    """Return whether a server at this port says so."""
+    """Return whether a server at this port is ready."""
     try:
         url = f"http://127.0.0.1:{http_port}/v2/health/ready"
         return bool(urllib.request.urlopen(url, timeout=0.5).status == 200)
@@ -87,7 +87,7 @@ def answers(http_port: int) -> bool:
 
 
 def since(began: float, path: Path, restarts: int) -> tuple[float, float]:
-    """Return when readiness ended and when the next server answered, in seconds after a fault."""
+    """Return the end of readiness and the first answer of the next server, in seconds."""
     port = json.loads(path.read_text())["http"]
     noticed = None
     while time.monotonic() - began < _LIMIT_S:
@@ -101,7 +101,7 @@ def since(began: float, path: Path, restarts: int) -> tuple[float, float]:
 
 
 def wait_for_address(path: Path, restarts: int) -> None:
-    """Wait until a server is published that was started again so often."""
+    """Wait until the server after so many restarts is published."""
     deadline = time.monotonic() + _LIMIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError):

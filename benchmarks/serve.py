@@ -4,7 +4,7 @@
 
 One random model, the same requests two ways: the engine in this process, and a real tritonserver,
 each asked one request at a time and with many in flight. Tokens/s counts generated tokens of all
-requests. The server and the engine take turns, so that both meet the same conditions.
+requests. The server and the engine run alternately, under the same conditions.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def build_repository(shards: Path, room: Mapping[str, int], args: argparse.Names
 
 
 def tensors(ids: Sequence[int], output_len: int) -> dict[str, np.ndarray]:
-    """Return one request of one row, which no end token can end early."""
+    """Return one request of one row, without an end token."""
     return {
         "input_ids": np.array([ids], np.uint32),
         "input_lengths": np.array([[len(ids)]], np.uint32),
@@ -71,7 +71,7 @@ def rate(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, output_le
 def measure(
     ways: Mapping[str, Ask], prompts: Sequence[Sequence[int]], args: argparse.Namespace
 ) -> Rates:
-    """Return the rates of all ways of asking, which take turns."""
+    """Return the rates of server and engine, measured alternately."""
     rates: Rates = {}
     for ask in ways.values():
         ask(prompts[0])
@@ -85,7 +85,7 @@ def measure(
 
 
 def report(rates: Rates, args: argparse.Namespace) -> None:
-    """Print all rates and what follows from them."""
+    """Print all rates and their ratios."""
     print("| | in flight | tokens/s | min..max |\n|---|---|---|---|")
     middle = {way: statistics.median(each) for way, each in rates.items()}
     for (name, concurrency), each in rates.items():
@@ -122,7 +122,7 @@ def main() -> None:
     from inference.server.server import TritonServer
 
     model = decoder_model(args.model, args.work_dir, args.device)
-    # Both engines run at once, so neither takes all memory.
+    # Both engines run at once: neither may take all memory.
     room = {"max_lanes": max(args.concurrency), "max_seq_len": args.input_len + args.output_len}
     repository = build_repository(model.ft_dir, room, args)
     shape = (args.requests, args.input_len)

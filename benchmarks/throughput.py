@@ -4,8 +4,8 @@
     python -m benchmarks.throughput --work-dir DIR --device cuda --family gpt --hidden 1024 \
         --layers 24 --heads 16 --arrivals 0.5 0.8 0.95
 
-The model has random weights of the named size, or of the sizes given, so that a machine can be
-sized before a checkpoint exists. All requests are greedy and stop at their length alone. "batch N"
+The model has random weights of the named size, or of the given sizes, which allows sizing a machine
+before a checkpoint exists. All requests are greedy and stop at their length alone. "batch N"
 is N requests of equal length at once; "first token" is the time until all of them have one token;
 "mixed" is requests of 32 to 512 tokens in and 16 to 256 out, the first time after the start and
 again. Arrivals come independently at the given shares of the mixed requests' rate. vLLM takes part
@@ -140,7 +140,7 @@ class VllmServer:
                     del self._listeners[output.request_id]
 
     def close(self) -> None:
-        """End with the process."""
+        """Do nothing: vLLM ends with the process."""
 
 
 @dataclass
@@ -161,7 +161,7 @@ def timed(server: Server, requests: Sequence[Request]) -> float:
 
 
 def arriving(server: Server, requests: Sequence[Request], rate: float) -> Latencies:
-    """Send requests at random times, `rate` per second, and note when their tokens come."""
+    """Send requests at random times, `rate` per second, and record the times of their tokens."""
     seen: list[list[float]] = [[] for _ in requests]
     counts = [0] * len(requests)
 

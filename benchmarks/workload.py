@@ -32,7 +32,7 @@ def mixed_requests(count: int, *, vocab_size: int, seed: int = 7) -> list[Reques
 
 
 def arrival_times(count: int, *, rate: float, seed: int = 11) -> list[float]:
-    """Return when requests arrive, in seconds: independently, `rate` of them per second."""
+    """Return arrival times in seconds: independent, `rate` requests per second."""
     draw = random.Random(seed)
     times, now = [], 0.0
     for _ in range(count):

@@ -1,1 +1,1 @@
-"""NVIDIA's own backend: how it is built, and how it compares."""
+"""NVIDIA's own backend: its build, and comparisons with our engine."""

@@ -1,4 +1,4 @@
-"""Whether NVIDIA's C++ backend and our engine answer alike, for every family and kind of request.
+"""Comparison of the answers of NVIDIA's C++ backend and our engine, by family and kind of request.
 
     python -m benchmarks.peers.fastertransformer.parity --work-dir DIR [--models gpt2 t5 ...]
 
@@ -118,7 +118,7 @@ def shards(work_dir: Path, name: str) -> Path:
 
 
 def models(folders: dict[str, Path]) -> dict[str, Served]:
-    """Return what is served."""
+    """Return the served models."""
     served = {name: Served(folder) for name, folder in folders.items()}
     served |= {
         f"{name}_fp16": Served(folders[name], "fp16") for name in DECODERS if name in folders
@@ -133,7 +133,7 @@ def models(folders: dict[str, Path]) -> dict[str, Served]:
 
 
 def transformers_answer(work_dir: Path, name: str, prompt: Sequence[int]) -> Tensors:
-    """Return what transformers answers to one prompt, greedily."""
+    """Return transformers' greedy answer to one prompt."""
     model = DECODERS[name][0].from_pretrained(work_dir / name).cuda().eval()
     ids = torch.tensor([prompt], device="cuda")
     length = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}

@@ -19,7 +19,7 @@ from inference.server.server import TritonServer
 from inference.server.server_log import ServerStartError
 
 Tensors = dict[str, np.ndarray[Any, Any]]
-Answer = Tensors | str  # the outputs, or why there are none
+Answer = Tensors | str  # the outputs, or the reason for their absence
 THEIRS, OURS = ENGINES = ("fastertransformer", "pytorch")
 NEW_TOKENS = 24
 _START_LIMIT_S = 300.0
@@ -64,7 +64,7 @@ def build(repository: Path, engine: str, served: Mapping[str, Served]) -> Path:
 def both(work_dir: Path, served: Mapping[str, Served]) -> Iterator[dict[str, TritonClient]]:
     """Serve models by both engines and yield a client of each server that started.
 
-    Why one did not is printed; the answers of the other are worth having.
+    The reason of one that did not start is printed; the other still answers.
     """
     with contextlib.ExitStack() as stack:
         servers = {
