@@ -193,7 +193,7 @@ class Run:
         while True:
             state = handle.poll()
             if state is not None:
-                self._tell_end(handle, state)
+                self._show_end(handle, state)
                 return _exit_status(handle, state)
             if until_ready and _is_ready(handle):
                 record.update_record(handle.job.record_path, handle.job_id, state=record.READY)
@@ -206,7 +206,7 @@ class Run:
                 self.console.show(stage.name, progress, time.monotonic() - started)
             time.sleep(_POLL_S)
 
-    def _tell_end(self, handle: JobHandle, state: str) -> None:
+    def _show_end(self, handle: JobHandle, state: str) -> None:
         found = record.read_record(handle.job.record_path)
         seconds = f" after {found.seconds:.1f} s" if found and found.seconds is not None else ""
         self.console.say(f"{handle.job.stage.name}: {state}{seconds}")

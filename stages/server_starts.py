@@ -136,7 +136,7 @@ def take_part(
                 )
             if process is not None and process.poll() not in (None, 0) and start is not None:
                 if ended_at is None:
-                    _tell_loss(folder, job_id, number, process.returncode)
+                    _report_loss(folder, job_id, number, process.returncode)
                     ended_at = time.monotonic()
                 if not start.is_over and time.monotonic() - ended_at > _NOTICE_S:
                     raise StageError(
@@ -160,7 +160,7 @@ def losses(folder: Path, job_id: str, number: int, *, wait_s: float) -> list[str
         time.sleep(_POLL_S)
 
 
-def _tell_loss(folder: Path, job_id: str, number: int, status: int) -> None:
+def _report_loss(folder: Path, job_id: str, number: int, status: int) -> None:
     """Report a process that a signal has ended; others log their own reason."""
     if status >= 0:
         return

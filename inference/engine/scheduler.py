@@ -529,7 +529,7 @@ class Scheduler:
             elif (probe := request.active[:1]) and probe[0].logits is not None:
                 self._answer_probe(request, probe[0])
             elif request.on_step is not None and request in grown:
-                self._tell(request)
+                self._report(request)
 
     def _answer_probe(self, request: RunningRequest, row: RunningRow) -> None:
         if row.is_prefilled:
@@ -537,7 +537,7 @@ class Scheduler:
             request.succeed(torch.cat(row.logits))
             self.drop(request)
 
-    def _tell(self, request: RunningRequest) -> None:
+    def _report(self, request: RunningRequest) -> None:
         rows = list(request.results)
         for row in [*request.active, *request.waiting]:
             if row.handle is not None and self._decoder.has_tokens(row.handle):

@@ -226,7 +226,7 @@ def test_interface_is_the_one_of_the_contract(two_ranks: Run) -> None:
     }
 
 
-def test_a_refused_request_does_not_harm_those_beside_it(two_ranks: Run, expected: Any) -> None:
+def test_a_refused_request_does_not_harm_the_others(two_ranks: Run, expected: Any) -> None:
     answers: dict[int, Any] = {}
 
     def client(number: int) -> None:
@@ -279,7 +279,7 @@ def test_client_prints_each_answer_below_a_line_of_its_own(two_ranks: Run, expec
     assert parts[1].splitlines()[:2] == [f"sentences: {text}", f"sequence_length: {len(text)}"]
 
 
-def test_client_tells_the_reason_and_not_the_traceback(two_ranks: Run) -> None:
+def test_client_shows_the_reason_and_not_the_traceback(two_ranks: Run) -> None:
     url = f"grpc://localhost:{two_ranks.grpc}"
     done = run_client("--url", url, "--model-name", NAME, "--beam-width", "65", "--prompts", "a")
     assert done.returncode == 1

@@ -94,7 +94,7 @@ def test_rank_that_dies_ends_the_step_and_is_shown_with_its_node_and_last_words(
     assert "  | looking for the network" in shown
 
 
-def test_ping_without_the_mpi_of_the_cluster_says_what_is_missing(tmp_path: Path) -> None:
+def test_ping_without_the_mpi_of_the_cluster_names_it(tmp_path: Path) -> None:
     prefix = ["srun", "--nodes=2", "--ntasks=2", "--mpi=none", "--kill-on-bad-exit=1"]
     with pytest.raises(StageError, match=r"got no PMIX_RANK: cluster\.mpi=pmix does not reach it"):
         ping(prefix, sys.executable, ranks=2, mpi="pmix", folder=tmp_path)

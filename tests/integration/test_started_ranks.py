@@ -191,7 +191,7 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path, start: Start) -> None:
     assert other.wait(NOTICE_S) == 1
 
 
-def test_ranks_hear_why_rank_0_gave_up(start: Start) -> None:
+def test_ranks_log_why_rank_0_gave_up(start: Start) -> None:
     rendezvous, port = rendezvous_of(2)
     other = start(1, 2, port)
     until_present(rendezvous, 1)

@@ -80,7 +80,7 @@ def test_failing_model_stops_the_start_with_its_own_words(tmp_path: Path) -> Non
     assert server.poll() is not None
 
 
-def test_start_that_takes_too_long_says_what_it_waits_for(tmp_path: Path) -> None:
+def test_start_that_takes_too_long_names_the_loading_models(tmp_path: Path) -> None:
     server = new_server(add_model(tmp_path / "repo", "slow", SLOW_START), tmp_path)
     with pytest.raises(ServerStartError, match=r"not ready after 2 s:\n  still loading slow"):
         server.start(timeout_s=2)
@@ -130,7 +130,7 @@ def test_repository_may_have_any_name(tmp_path: Path) -> None:
     assert (folder / "double" / "1" / "model.py").exists()
 
 
-def test_server_listens_on_loopback_only_unless_told(tmp_path: Path) -> None:
+def test_server_listens_on_loopback_by_default(tmp_path: Path) -> None:
     with new_server(add_model(tmp_path / "repo", "double", DOUBLE), tmp_path) as server:
         server.start(timeout_s=240)
         listening = _listening_addresses({server.http_port, server.grpc_port, server.metrics_port})

@@ -79,7 +79,7 @@ def _talk(client: TritonClient, session: int, turns: Sequence[Sequence[int]]) ->
     return shown
 
 
-def test_sessions_side_by_side_are_what_each_would_be_as_one_request(
+def test_concurrent_sessions_equal_single_requests(
     client: TritonClient, greedy_cases: list[dict[str, Any]]
 ) -> None:
     prompts = [case["input_ids"] for case in greedy_cases]
@@ -110,7 +110,7 @@ def test_streamed_turns_end_in_the_answer_that_comes_whole(
     assert _whole(frames[-1]) == expected
 
 
-def test_a_session_forgets_what_its_memory_does_not_hold(
+def test_a_session_forgets_tokens_beyond_its_memory(
     client: TritonClient, greedy_cases: list[dict[str, Any]]
 ) -> None:
     turns = [greedy_cases[0]["input_ids"][:6], [5, 6], [7]]
@@ -154,7 +154,7 @@ def test_request_files_hold_a_session(
     assert "response_input_lengths:\n[[[11]]]\n" in capsys.readouterr().out
 
 
-def test_what_cannot_go_on_is_refused(client: TritonClient) -> None:
+def test_invalid_continuations_are_refused(client: TritonClient) -> None:
     with pytest.raises(InferenceServerException, match="START"):
         client.infer(MODEL, _request([5]), turn=SessionTurn(40))
     with pytest.raises(InferenceServerException, match="session_len: the START request"):

@@ -192,7 +192,7 @@ def test_many_sequences_of_one_token(device: torch.device) -> None:
     check(sequences)
 
 
-def test_what_is_cached_already_is_attended_without_new_keys(device: torch.device) -> None:
+def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> None:
     from inference.model.attention_cuda import paged_attention
 
     torch.manual_seed(0)

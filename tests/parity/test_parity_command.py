@@ -304,7 +304,7 @@ def test_folder_of_another_family_is_refused(tmp_path: Path) -> None:
         found(source, ft_dir)
 
 
-def test_folder_of_other_sizes_is_refused_with_what_differs(tmp_path: Path) -> None:
+def test_folder_of_other_sizes_is_refused_with_the_differences(tmp_path: Path) -> None:
     _, ft_dir = write_pair("gpt2", tmp_path)
     source = write_model("gpt2", tmp_path / "shorter", n_positions=30)
     with pytest.raises(ValueError, match="max_pos_seq_len = 40, the source makes it 30") as error:

@@ -106,7 +106,7 @@ def segments(server: TritonServer) -> list[Path]:
 
 
 @pytest.mark.parametrize("model", ["deferred", "double"])
-def test_killed_model_process_ends_the_server_and_what_it_held(
+def test_killed_model_process_ends_the_server_and_its_requests(
     server: TritonServer, model: str
 ) -> None:
     assert infer(server, model, 1) == 200

@@ -499,7 +499,7 @@ def test_https_asks_for_the_token(guarded: tuple[TritonServer, Path], token: str
             connection.close()
 
 
-def test_client_of_http_speaks_tls_or_says_what_does(guarded: tuple[TritonServer, Path]) -> None:
+def test_http_client_uses_tls_or_names_the_alternative(guarded: tuple[TritonServer, Path]) -> None:
     if HAS_HTTPS_CLIENT:
         with _client(guarded, "http", "token", "cert.pem") as client:
             assert client.is_ready()

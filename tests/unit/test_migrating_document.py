@@ -79,7 +79,7 @@ def test_backend_folder_is_where_the_link_points() -> None:
     assert Path(source).name == "fastertransformer"
 
 
-def test_tables_name_what_there_is() -> None:
+def test_tables_name_existing_things() -> None:
     rows = dict(re.findall(r"^\| (`[^|]+?`.*?) \| (.+?) \|$", TEXT, re.MULTILINE))
     (types,) = (text for key, text in rows.items() if key == "`model_type`")
     assert [name for name in MODEL_SIGNATURES if name != "Llama" and name not in types] == []

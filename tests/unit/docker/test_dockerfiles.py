@@ -142,7 +142,7 @@ def test_every_copied_file_is_sent_to_the_build(name: str) -> None:
 @pytest.mark.parametrize(
     "path", [".git/config", ".venv/bin/python", "tests/conftest.py", "results"]
 )
-def test_what_is_not_copied_is_not_sent(path: str) -> None:
+def test_only_copied_files_are_in_the_build_context(path: str) -> None:
     assert ignored(path)
     assert ignored("inference/__pycache__/x.pyc")
 
@@ -176,7 +176,7 @@ def test_both_images_have_the_same_versions() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_documents_name_what_there_is(document: Path) -> None:
+def test_documents_name_existing_files(document: Path) -> None:
     text = document.read_text()
     for name in re.findall(r"docker/(Dockerfile\S*?|requirements\S*?\.txt)[\s`]", text):
         assert list(DOCKER.glob(name)), name

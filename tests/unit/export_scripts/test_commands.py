@@ -72,7 +72,7 @@ def test_validate_exits_1_and_lists_the_differences(tmp_path: Path) -> None:
     assert "model.wte.bin is missing" in result.stdout
 
 
-def test_inspect_tells_what_a_checkpoint_is(tmp_path: Path) -> None:
+def test_inspect_describes_a_checkpoint(tmp_path: Path) -> None:
     result = run("inspect", write_nemo(tmp_path / "x.nemo", tp=3, pp=2), "--tensors")
     assert result.returncode == 0
     for line in ("kind: nemo checkpoint", "tensor parallel: 3", "pipeline parallel: 2",
@@ -81,7 +81,7 @@ def test_inspect_tells_what_a_checkpoint_is(tmp_path: Path) -> None:
     assert "encoder.layers.3.mlp.dense_h_to_4h.bias = [22], [22], [22]" in result.stdout
 
 
-def test_inspect_tells_why_a_checkpoint_cannot_be_converted(tmp_path: Path) -> None:
+def test_inspect_reports_why_a_checkpoint_cannot_be_converted(tmp_path: Path) -> None:
     source = write_nemo(tmp_path / "x.nemo", config={"position_embedding_type": "alibi"})
     facts = json.loads(run("inspect", source, "--json").stdout)
     assert "position_embedding_type = alibi" in facts["cannot be converted"][0]
@@ -99,7 +99,7 @@ def test_list_families_prints_every_origin() -> None:
 
 
 @pytest.mark.parametrize("name", ["convert", "validate", "inspect", "list_families"])
-def test_help_says_what_a_command_does(name: str) -> None:
+def test_help_describes_the_command(name: str) -> None:
     result = run(name, "--help")
     assert result.returncode == 0
     assert f"usage: python -m export_scripts.{name}" in result.stdout

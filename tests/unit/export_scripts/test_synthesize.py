@@ -53,7 +53,7 @@ def test_sparse_matrices_take_no_space(tmp_path: Path) -> None:
     assert embedding.st_blocks * 512 < embedding.st_size / 100
 
 
-def test_the_command_says_what_is_wrong_and_leaves_nothing(
+def test_the_command_reports_problems_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = ["--family", "llama", "--hidden", "32", "--layers", "1", "--heads", "4"]

@@ -135,7 +135,7 @@ def test_processes_of_one_node_meet_on_loopback() -> None:
     assert address(LaunchEnvironment(1, 4, 1, 4), {}) == ("127.0.0.1", 29500)
 
 
-def test_variables_and_options_tell_where_to_meet() -> None:
+def test_variables_and_options_name_the_rendezvous() -> None:
     variables = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}
     assert address(read_launch_environment(MPIRUN), variables) == ("head", 4000)
     assert address(read_launch_environment(MPIRUN), variables, host="other", port=5000) == (

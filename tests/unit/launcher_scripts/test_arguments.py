@@ -62,7 +62,7 @@ def test_name_that_is_not_utf8_is_refused() -> None:
     assert problem.startswith("'base_results_dir=/r/\\udce9' is not UTF-8")
 
 
-def test_names_beside_compare_are_the_runs() -> None:
+def test_names_next_to_compare_are_the_runs() -> None:
     assert read_arguments(["latest~1", "action=compare", "a'b"]).overrides == (
         "action=compare",
         "runs=['latest~1','a\\'b']",

@@ -86,7 +86,7 @@ def test_values_that_no_type_can_refuse_are_refused_with_their_keys(
     assert "/ok" not in text
 
 
-def test_keys_without_effect_say_so_when_they_are_set(
+def test_keys_without_effect_are_reported_when_they_are_set(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = (
@@ -152,7 +152,7 @@ def test_launcher_scripts_path_may_be_the_folder_of_the_command(
     assert main([*words, "launcher_scripts_path=."]) == 0
 
 
-def test_wrong_file_is_the_only_problem_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_file_is_the_only_problem_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "export=gpt3/samplo").startswith("one problem found")
 
 
@@ -269,7 +269,7 @@ def test_status_shows_every_job_of_the_last_run(
     assert "convert: no space left" in shown
 
 
-def test_status_shows_where_the_log_is_and_what_a_job_is_doing(
+def test_status_shows_the_log_and_the_progress_of_a_job(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "convert"
@@ -330,7 +330,7 @@ def test_elapsed_time_is_shown_as_a_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 
 
-def test_output_that_nobody_reads_any_more_is_no_error(tmp_path: Path) -> None:
+def test_a_closed_output_is_not_an_error(tmp_path: Path) -> None:
     line = f"{sys.executable} main.py --help | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(
         ["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=60
@@ -353,7 +353,7 @@ def test_damaged_files_of_a_run_are_named_with_the_way_out(
     assert "delete it" in line
 
 
-def test_status_without_any_run_says_what_to_give(
+def test_status_without_any_run_names_the_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert look_after(action("status", tmp_path), Console()) == 2

@@ -95,7 +95,7 @@ def test_key_in_the_wrong_section_is_found() -> None:
     assert "did you mean export.triton_deployment.pipeline_model_parallel_size?" in text
 
 
-def test_wrong_type_names_what_is_expected() -> None:
+def test_wrong_type_names_the_expected_one() -> None:
     assert problem("export.model.processes=many") == (
         "export.model.processes=many: expected a whole number from 1 to 4096 (processes that "
         "convert in parallel)."
@@ -153,7 +153,7 @@ def test_section_as_value_lists_its_keys() -> None:
         ("zzz", "'zzz' is not of the form key=value."),
     ],
 )
-def test_word_without_a_value_is_answered_with_what_to_write(word: str, reported: str) -> None:
+def test_word_without_a_value_is_answered_with_the_remedy(word: str, reported: str) -> None:
     assert problem(word) == reported
 
 
@@ -180,7 +180,7 @@ def test_unknown_key_with_a_plus_is_refused_too() -> None:
         ("evaluate.boolq.prompt.length=-1", "expected a whole number from 0 to 1048576"),
     ],
 )
-def test_strange_overrides_are_answered_with_what_to_write(word: str, reported: str) -> None:
+def test_strange_overrides_are_answered_with_the_remedy(word: str, reported: str) -> None:
     assert reported in problem(word)
 
 
@@ -323,6 +323,6 @@ def test_every_key_has_a_text() -> None:
     assert all(key.text for key in all_keys())
 
 
-def test_every_configuration_file_says_what_it_is() -> None:
+def test_every_configuration_file_describes_itself() -> None:
     for path in CONFIG_DIR.rglob("*.yaml"):
         assert path.read_text().startswith("# "), path

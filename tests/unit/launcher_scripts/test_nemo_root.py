@@ -26,7 +26,7 @@ def compose(conf: Path, *words: str) -> Composition:
     return compose_config(arguments.overrides, config_dir=conf)
 
 
-def test_its_keys_count_and_what_it_lacks_has_our_defaults(conf: Path) -> None:
+def test_its_keys_count_and_missing_ones_have_our_defaults(conf: Path) -> None:
     composition = compose(conf, "stages=[export]")
     assert composition.problems == ()
     config = composition.config

@@ -131,7 +131,7 @@ def test_server_is_stopped_after_the_last_stage(tmp_path: Path) -> None:
     assert "write" in shown.getvalue()
 
 
-def test_interrupt_ends_the_job_and_what_it_started(tmp_path: Path) -> None:
+def test_interrupt_ends_the_job_and_its_processes(tmp_path: Path) -> None:
     run, shown = make_run(SleepStage(settings(tmp_path, "sleep")))
     pid_file = tmp_path / "out" / "target.pid"
 

@@ -146,7 +146,7 @@ def test_folders_in_memory_are_remarked_upon() -> None:
     assert any("base_results_dir=/dev/shm/results is on a file system of this" in n for n in notes)
 
 
-def test_probe_tells_what_the_nodes_do_not_see(tmp_path: Path, slurm: Path) -> None:
+def test_probe_reports_folders_that_the_nodes_do_not_see(tmp_path: Path, slurm: Path) -> None:
     # A node that sees the checkout and the checkpoint, and neither our folder nor our Python.
     programs(slurm, srun=f'{SRUN}; case "$*" in *--job-name=probe*) '
              "echo unseen:base_results_dir; echo unseen:python;; esac")  # fmt: skip

@@ -56,7 +56,7 @@ def test_memory_is_in_gigabytes_and_zero_is_all(value: object, expected: str | N
     assert memory(value) == expected
 
 
-def test_guide_values_render_to_what_slurm_accepts() -> None:
+def test_guide_values_render_to_valid_options_of_slurm() -> None:
     found = options("deploy", "cluster.overcommit=False", "cluster.exclusive=False")
     assert "overcommit" not in found
     assert "exclusive" not in found

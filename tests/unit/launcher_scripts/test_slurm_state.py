@@ -48,7 +48,7 @@ def test_nothing_is_concluded_from_a_slurm_that_does_not_answer(
     assert settled(tmp_path).state == "running"
 
 
-def test_job_that_nobody_remembers_is_lost(tmp_path: Path) -> None:
+def test_job_without_any_record_is_lost(tmp_path: Path) -> None:
     found = settled(tmp_path)
     assert (found.state, found.exit_code) == ("lost", None)
     assert "Slurm no longer knows the job" in found.error
@@ -88,7 +88,7 @@ def test_success_counts_only_with_the_word_of_the_job(tmp_path: Path, folder: Pa
     assert settled(tmp_path, ended_at="2024-01-01T00:00:00+00:00").state == "completed"
 
 
-def test_queued_job_tells_what_it_waits_for(folder: Path) -> None:
+def test_queued_job_shows_its_reason_to_wait(folder: Path) -> None:
     program(folder, "squeue", "echo JobState=PENDING Reason=Resources")
     assert waiting_for("12") == "Resources"
     program(folder, "squeue", "echo JobState=RUNNING Reason=None")

@@ -75,7 +75,7 @@ def test_a_part_runs_its_command_anew_for_every_start_until_the_end(tmp_path: Pa
         assert not Path(f"/proc/{line.split()[1]}").exists()
 
 
-def test_what_another_job_has_announced_means_nothing(tmp_path: Path) -> None:
+def test_announcements_of_another_job_are_ignored(tmp_path: Path) -> None:
     announce_end(tmp_path, "6")
     assert read_start(tmp_path, "7") is None
     with taking_part(tmp_path, STAYS) as reported:
@@ -84,7 +84,7 @@ def test_what_another_job_has_announced_means_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_end", [True, False])
-def test_what_a_job_announced_before_it_was_requeued_means_nothing(
+def test_announcements_from_before_a_requeue_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_end: bool
 ) -> None:
     if is_end:

@@ -90,7 +90,7 @@ def test_stages_can_be_pickled(stage: CopyStage, tmp_path: Path) -> None:
         assert again.identity() == each.identity()
 
 
-def test_marker_tells_finished_work_from_missing(stage: CopyStage) -> None:
+def test_marker_distinguishes_finished_work_from_missing(stage: CopyStage) -> None:
     assert stage.finding().standing is Standing.MISSING
     summary = stage()
     assert stage.finding().standing is Standing.FINISHED

@@ -167,7 +167,7 @@ def test_bf16_is_kept_bit_by_bit(state: Tensors, tmp_path: Path, backend: str) -
     assert head == small["output_layer.weight"].view(torch.uint8).numpy().tobytes()
 
 
-def test_chunks_need_not_be_what_ranks_held(state: Tensors, tmp_path: Path) -> None:
+def test_chunks_need_not_match_ranks(state: Tensors, tmp_path: Path) -> None:
     """As fully sharded training leaves them: along the first axis, of unequal size."""
     folder = tmp_path / "iter_0000007"
     write(folder, state, stacked=False)
@@ -193,7 +193,7 @@ def test_halves_of_a_gate_stored_apart_are_joined(state: Tensors, tmp_path: Path
     assert contents(converted(source, tmp_path / "out", 2)) == classic(state, tmp_path, 2)
 
 
-def test_what_training_needs_besides_the_model_is_left_out(state: Tensors, tmp_path: Path) -> None:
+def test_training_state_is_left_out(state: Tensors, tmp_path: Path) -> None:
     more = stack(state) | {
         "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight": torch.ones(2, 5),
         "chained_0.optimizer.state.param.x": torch.ones(3),
@@ -322,7 +322,7 @@ def test_tokens_of_an_absent_tokenizer_are_asked_for(state: Tensors, tmp_path: P
     assert (config.start_id, config.end_id) == (1, 2)
 
 
-def test_a_checkpoint_that_tells_no_sizes_is_refused(state: Tensors, tmp_path: Path) -> None:
+def test_a_checkpoint_without_sizes_is_refused(state: Tensors, tmp_path: Path) -> None:
     source = write(tmp_path / "iter_0000007", state, common={"iteration": 7})
     assert "does not state its model's sizes" in refusal(source, tmp_path)
     (source / "run_config.yaml").touch()

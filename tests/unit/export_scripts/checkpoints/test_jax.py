@@ -113,7 +113,7 @@ def test_compressed_arrays_are_refused(tmp_path: Path) -> None:
         open_jax(tmp_path)
 
 
-def test_model_configuration_beside_the_step_is_read(tmp_path: Path) -> None:
+def test_model_configuration_next_to_the_step_is_read(tmp_path: Path) -> None:
     write_release(tmp_path)
     (tmp_path / "6B_roto_256.json").write_text('{"n_heads": 16, "pe_rotary_dims": 64}')
     assert open_jax(tmp_path).config() == {"n_heads": 16, "pe_rotary_dims": 64}

@@ -15,7 +15,7 @@ def contents(source: Path, out: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_names_behind_what_mixed_precision_wraps_around_a_model_are_known(tmp_path: Path) -> None:
+def test_names_behind_mixed_precision_wrappers_are_known(tmp_path: Path) -> None:
     tensors = gpt_tensors()
     wrapped: dict[str, torch.Tensor] = {
         name.replace("model.", "model.module.", 1): tensor for name, tensor in tensors.items()

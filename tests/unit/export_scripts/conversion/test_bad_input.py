@@ -87,7 +87,7 @@ def test_added_files_that_do_not_exist_are_named_with_their_options(tmp_path: Pa
     ]
 
 
-def test_stated_values_that_cannot_be_read_are_all_told(tmp_path: Path) -> None:
+def test_unreadable_stated_values_are_all_reported(tmp_path: Path) -> None:
     given = (("start_id", "abc"), ("layernorm_eps", "x"), ("tensor_para_size", "2"))
     wanted = ConversionRequest(
         write_nemo(tmp_path / "x.nemo"), tmp_path / "out", 1, "fp32", given=given
@@ -132,7 +132,7 @@ def test_overwriting_replaces_a_file_or_link_in_the_way(tmp_path: Path, as_link:
     assert (tmp_path / "elsewhere" / "kept").exists()
 
 
-def test_a_missing_tensor_comes_with_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_tensor_is_reported_with_the_remedy(tmp_path: Path) -> None:
     tensors = {k: v for k, v in gpt_tensors().items() if "layers.1.input_layernorm" not in k}
     source = write_nemo(tmp_path / "x.nemo", tensors)
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))

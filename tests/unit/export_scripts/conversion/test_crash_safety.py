@@ -112,7 +112,7 @@ def interrupt(wanted: ConversionRequest, *, after: float) -> None:
         convert(wanted, progress=progress)
 
 
-def test_only_what_was_unfinished_is_written_again(source: Path, tmp_path: Path) -> None:
+def test_only_unfinished_files_are_written_again(source: Path, tmp_path: Path) -> None:
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
     summary = convert(wanted)
@@ -254,7 +254,7 @@ def test_too_small_a_disk_is_reported_before_writing(
         convert(request(source, tmp_path))
 
 
-def test_a_disk_that_fills_up_is_reported_and_what_is_finished_kept(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_finished_files_are_kept(tmp_path: Path) -> None:
     paths = WorkPaths.of(tmp_path, 1)
 
     def full() -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from export_scripts.conversion import transfer
+from export_scripts.conversion import sharding
 from export_scripts.conversion.sharding import file_chunks, value_range
 from export_scripts.families.mapping.sources import Parts
 from export_scripts.numeric.dtypes import torch_dtype
@@ -85,11 +85,11 @@ def test_any_cut_any_split_any_order_of_axes(
     kind: str,
 ) -> None:
     """Small chunks and tiles, so that every border is crossed."""
-    monkeypatch.setattr(transfer, "_TILE_COLUMNS", 8)
-    monkeypatch.setattr(transfer, "_TILE_ROWS", 5)
-    monkeypatch.setattr(transfer, "_SMALL", 1)
-    space = transfer.Workspace(chunk_bytes=1500)
-    monkeypatch.setattr(transfer, "workspace", lambda: space)
+    monkeypatch.setattr(sharding, "_TILE_COLUMNS", 8)
+    monkeypatch.setattr(sharding, "_TILE_ROWS", 5)
+    monkeypatch.setattr(sharding, "_SMALL", 1)
+    space = sharding.Workspace(chunk_bytes=1500)
+    monkeypatch.setattr(sharding, "workspace", lambda: space)
     shape = (14, 6, 4, 10)
     base = torch.randn([shape[order.index(axis)] for axis in range(4)]).to(torch_dtype(stored))
     whole = base.permute(order)
@@ -103,15 +103,15 @@ def test_any_cut_any_split_any_order_of_axes(
 
 
 def test_a_row_larger_than_a_chunk_is_written_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    space = transfer.Workspace(chunk_bytes=100)
-    monkeypatch.setattr(transfer, "workspace", lambda: space)
+    space = sharding.Workspace(chunk_bytes=100)
+    monkeypatch.setattr(sharding, "workspace", lambda: space)
     tensor = torch.randn(3, 500)
     assert torch.equal(written(Parts(0, (tensor.numpy(),)), (3, 500), -1, 0, "fp32"), tensor)
 
 
 def test_a_chunk_stays_until_the_next_but_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    space = transfer.Workspace(chunk_bytes=8)
-    monkeypatch.setattr(transfer, "workspace", lambda: space)
+    space = sharding.Workspace(chunk_bytes=8)
+    monkeypatch.setattr(sharding, "workspace", lambda: space)
     values = np.arange(6, dtype=np.float32).reshape(3, 2)
     chunks = (chunk for chunk, _ in file_chunks(Parts(0, (values,)), (3, 2), -1, 0, "fp32"))
     first = next(chunks)
@@ -122,7 +122,7 @@ def test_a_chunk_stays_until_the_next_but_one(monkeypatch: pytest.MonkeyPatch) -
 
 def test_buffers_lie_in_private_memory_from_a_large_page_on() -> None:
     """Shared memory gets no large pages, without which direct writes take twice as long."""
-    chunk = transfer.Workspace().next_chunk(1 << 20)
+    chunk = sharding.Workspace().next_chunk(1 << 20)
     address = chunk.ctypes.data
     assert address % (2 << 20) == 0
     for line in Path("/proc/self/maps").read_text().splitlines():

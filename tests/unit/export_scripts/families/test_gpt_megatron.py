@@ -248,7 +248,7 @@ def test_given_tokenizer_files_take_the_place_of_the_archive_s(tmp_path: Path) -
     assert (ft.path / "merges.txt").exists()
 
 
-def test_the_newest_of_several_last_checkpoints_is_taken_and_told(
+def test_the_newest_of_several_last_checkpoints_is_taken_and_reported(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shutil
@@ -331,7 +331,7 @@ def test_gelu_of_megatron_is_by_erf_unless_it_is_fused(
         ({"window_size": [4, 0]}, "window_size: FT's GPT attends to all positions"),
     ],
 )
-def test_settings_that_no_tensor_tells_are_refused(
+def test_settings_that_no_tensor_shows_are_refused(
     tmp_path: Path, config: dict[str, Any], words: str
 ) -> None:
     source = write_nemo(tmp_path / "x.nemo", config=config)

@@ -116,7 +116,7 @@ def test_stated_heads_are_taken(release: Path, tmp_path: Path) -> None:
     assert (config.num_layer, config.vocab_size, config.inter_size) == (28, 48, 64)
 
 
-def test_model_configuration_beside_the_release_is_taken(release: Path, tmp_path: Path) -> None:
+def test_model_configuration_next_to_the_release_is_used(release: Path, tmp_path: Path) -> None:
     (release / "model.json").write_text(json.dumps({"n_heads": 8, "pe_rotary_dims": 2}))
     summary = convert(ConversionRequest(release, tmp_path / "out", 2, "fp32"))
     text = (summary.ft_dir / "config.ini").read_text()

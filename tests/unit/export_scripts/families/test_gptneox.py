@@ -72,7 +72,7 @@ def test_the_name_of_the_head_in_either_version_is_known(parallel: Path, tmp_pat
         ({"hidden_act": "relu"}, "hidden_act = relu cannot be represented"),
     ],
 )
-def test_what_the_runtime_of_the_family_lacks_is_refused(
+def test_settings_that_the_runtime_lacks_are_refused(
     parallel: Path, tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
     source = copy_of(parallel, tmp_path / "s", config=settings)

@@ -146,7 +146,7 @@ def test_a_name_does_not_spoil_the_configuration(
         ("bloom/tiny", {"quantization_config": "int8"}, "quantized (int8)"),
     ],
 )
-def test_what_the_layout_cannot_hold_is_refused(
+def test_models_beyond_the_layout_are_refused(
     golden: Path, tmp_path: Path, case: str, settings: dict[str, Any], words: str
 ) -> None:
     source = copy_of(golden / case / "source", tmp_path / "s", config=settings)

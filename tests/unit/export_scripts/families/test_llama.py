@@ -126,7 +126,7 @@ def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_what_the_layout_cannot_hold_is_refused(
+def test_models_beyond_the_layout_are_refused(
     tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
     assert words in problems_of(write_llama(tmp_path / "s", **settings), tmp_path)

@@ -43,7 +43,7 @@ def test_dynamic_scaling_begins_at_the_models_limit() -> None:
     assert rotary.scaling["original_max_position_embeddings"] == 64
 
 
-def test_yarn_works_out_what_multiplies_sine_and_cosine() -> None:
+def test_yarn_computes_the_factor_of_sine_and_cosine() -> None:
     rotary = read({"rope_scaling": {"type": "yarn", "factor": 4.0}})
     assert rotary.scaling["attention_factor"] == pytest.approx(0.1 * math.log(4.0) + 1)
     assert rotary.scaling["original_max_position_embeddings"] == 64

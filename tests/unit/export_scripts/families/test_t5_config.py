@@ -31,7 +31,7 @@ def test_each_side_has_its_own_depth() -> None:
     assert (sections["encoder"]["num_layers"], sections["decoder"]["num_layers"]) == ("2", "3")
 
 
-def test_whole_models_and_encoders_are_told_apart() -> None:
+def test_whole_models_and_encoders_are_distinguished() -> None:
     encoder = t5(num_decoder_layers=0, has_lm_head=False)
     assert encoder.sections()["decoder"] == {}
     assert family_of(parse_ini(config_text(encoder))).name == "t5_encoder"
@@ -54,7 +54,7 @@ def test_required_decoder_keys_are_named() -> None:
 
 
 @pytest.mark.parametrize(("files", "has_head"), [(["lm_head.weight.bin"], True), ([], False)])
-def test_folders_of_other_converters_tell_their_head_by_its_file(
+def test_folders_of_other_converters_show_their_head_by_its_file(
     files: list[str], has_head: bool
 ) -> None:
     sections = t5().sections()

@@ -49,7 +49,7 @@ def ini(reader: FTReader) -> dict[str, dict[str, str]]:
     return parse_ini((reader.path / "config.ini").read_text())
 
 
-def test_config_says_what_the_loader_reads(tmp_path: Path) -> None:
+def test_config_holds_the_keys_of_the_loader(tmp_path: Path) -> None:
     keys = ini(converted(nemo(tmp_path), tmp_path))
     assert keys["encoder"]["num_layers"] == "2"
     assert keys["decoder"]["num_layers"] == "4"

@@ -45,7 +45,7 @@ def write(path: Path, sizes: list[int], *, aligned: bool = True) -> bytes:
     ],
 )
 @pytest.mark.parametrize("aligned", [True, False])
-def test_files_hold_what_was_written(tmp_path: Path, sizes: list[int], aligned: bool) -> None:
+def test_files_hold_the_written_bytes(tmp_path: Path, sizes: list[int], aligned: bool) -> None:
     expected = write(tmp_path / "x", sizes, aligned=aligned)
     assert (tmp_path / "x").read_bytes() == expected
 
@@ -64,7 +64,7 @@ def test_an_existing_file_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == expected
 
 
-def test_a_full_disk_is_reported_with_what_was_needed(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_needed_space(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match=r"the disk is full: writing a under .* needs 12 bytes"),
         disk_full_as_value_error(tmp_path, "writing a", 12),
@@ -72,7 +72,7 @@ def test_a_full_disk_is_reported_with_what_was_needed(tmp_path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_other_errors_pass_through_with_what_was_written(tmp_path: Path) -> None:
+def test_other_errors_pass_through_with_the_written_path(tmp_path: Path) -> None:
     with (
         pytest.raises(PermissionError, match=r"writing a under .*: no"),
         disk_full_as_value_error(tmp_path, "writing a", 12),
@@ -88,7 +88,7 @@ def test_space_is_judged_where_the_folder_will_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_full_disk_names_its_mount_and_what_to_do(tmp_path: Path, named: bool) -> None:
+def test_full_disk_names_its_mount_and_the_remedy(tmp_path: Path, named: bool) -> None:
     path = tmp_path / "not" / "there.bin"
     error = OSError(errno.ENOSPC, "No space left on device", str(path) if named else None)
     text = disk.full_disk(error, path)

@@ -59,7 +59,7 @@ def test_settling_hides_a_failure_that_is_known(queue: WriteBehind) -> None:
     queue.wait()
 
 
-def test_a_step_at_once_has_run_and_told_its_failure_when_it_returns() -> None:
+def test_a_step_at_once_has_run_or_raised_when_it_returns() -> None:
     done: list[int] = []
     AtOnce().run(lambda: done.append(1))
     AtOnce().run_next(lambda: done.append(2))

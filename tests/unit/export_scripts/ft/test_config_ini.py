@@ -55,12 +55,12 @@ def test_integers_are_read_like_strtol(text: str, value: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["None", "", "1.5", "4 heads"])
-def test_what_would_end_the_server_is_no_integer(text: str) -> None:
+def test_values_that_would_end_the_server_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not an integer"):
         parse_integer(text)
 
 
-def test_what_is_written_reads_back_equal(tmp_path: Path) -> None:
+def test_written_configs_read_back_equal(tmp_path: Path) -> None:
     folder = tmp_path / "2-gpu"
     folder.mkdir()
     write_config(folder, CONFIG)

@@ -64,20 +64,20 @@ def test_a_damaged_manifest_is_reported(folder: Path) -> None:
     assert "not a readable manifest" in validate_directory(folder)[0]
 
 
-def test_a_changed_config_changes_what_is_expected(folder: Path) -> None:
+def test_a_changed_config_changes_the_expected_files(folder: Path) -> None:
     config = folder / "config.ini"
     config.write_text(config.read_text().replace("fp16", "fp32"))
     problems = validate_directory(folder, checksums=False)
     assert any("has 1200 bytes, expected 2400" in problem for problem in problems)
 
 
-def test_a_reader_refuses_what_is_not_sound(folder: Path) -> None:
+def test_a_reader_refuses_damaged_folders(folder: Path) -> None:
     (folder / QKV).unlink()
     with pytest.raises(CheckpointMismatchError, match=f"{QKV} is missing"):
         FTReader(folder)
 
 
-def test_a_reader_names_what_it_lacks(folder: Path) -> None:
+def test_a_reader_names_missing_tensors(folder: Path) -> None:
     reader = FTReader(folder)
     with pytest.raises(CheckpointMismatchError, match=r"holds no tensor model\.lm_head\.weight"):
         reader.read("model.lm_head.weight")

@@ -245,7 +245,7 @@ def test_int8_mode_is_one_switch_of_both_engines(
     assert check_repository(wanted) == ([reported] if reported else [])
 
 
-def test_interactive_needs_what_the_server_needs_for_sessions(
+def test_interactive_needs_the_settings_of_sessions(
     request_: RepositoryRequest,
 ) -> None:
     problems = check_repository(replace(request_, interactive=True))

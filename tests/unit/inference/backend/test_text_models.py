@@ -86,7 +86,7 @@ def test_every_bad_input_of_a_text_request_is_reported(arguments: dict[str, str]
     assert "STOP_WORDS_DICT[0]" in str(caught.value)
 
 
-def test_an_empty_text_beside_others_is_named_and_alone_is_none(arguments: dict[str, str]) -> None:
+def test_an_empty_text_among_others_is_named_and_alone_is_valid(arguments: dict[str, str]) -> None:
     model = _loaded(Preprocessing(), arguments)
     lengths = np.array([[1], [1]], np.uint32)
     with pytest.raises(ValueError, match=r"QUERY\[1\]: an empty text must be sent"):

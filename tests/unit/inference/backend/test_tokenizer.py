@@ -162,7 +162,7 @@ def test_characters_of_byte_tokens_are_shown_whole(
 
 
 @pytest.mark.parametrize("write", [_llama_json, _llama_sentencepiece])
-def test_bytes_that_are_no_character_spoil_none_beside_them(
+def test_invalid_bytes_do_not_spoil_their_neighbours(
     tmp_path: Path, write: Callable[..., Path]
 ) -> None:
     tokenizer = load_tokenizer(write(tmp_path))

@@ -171,7 +171,7 @@ def test_context_embeddings_sum_the_prompt(engine: Engine) -> None:
     np.testing.assert_allclose(short, alone, atol=1e-5)  # sums in fp32
 
 
-def test_streaming_tells_every_step_but_the_last(engine: Engine) -> None:
+def test_streaming_reports_every_step_but_the_last(engine: Engine) -> None:
     steps: list[GenerationStep] = []
     request = request_of(engine, prompts_of(3), 8, end_id=52)
     result = engine.submit(request, on_step=steps.append).result()
@@ -236,7 +236,7 @@ def test_beams_beyond_the_slots_are_refused(engine: Engine) -> None:
         engine.submit(request_of(engine, [[1]], 1, beam_width=7))
 
 
-def test_stopping_fails_what_is_in_flight(ft_dir: Path) -> None:
+def test_stopping_fails_the_requests_in_flight(ft_dir: Path) -> None:
     engine = Engine(ft_dir, Placement(device="cpu"))
     with pytest.raises(EngineFailedError, match="not started"):
         engine.submit(request_of(engine, [[1]], 1))
@@ -275,7 +275,7 @@ def test_unusable_logits_fail_one_row_and_nothing_else(tmp_path: Path) -> None:
         ({"device": "tpu"}, "device='tpu' must be auto, cpu or cuda"),
     ],
 )
-def test_what_cannot_run_is_refused_before_loading(
+def test_invalid_placements_are_refused_before_loading(
     ft_dir: Path, arguments: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

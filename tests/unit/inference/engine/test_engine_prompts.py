@@ -113,7 +113,7 @@ def test_soft_prompt_comes_before_the_tokens(engine: Engine, ft_dir: Path) -> No
     assert sent == answers(engine, [[30, 31, 5, 6]])
 
 
-def test_plain_rows_run_beside_virtual_ones(engine: Engine) -> None:
+def test_plain_rows_run_together_with_virtual_ones(engine: Engine) -> None:
     plain = [3, 1, 4, 1]
     tensors = {
         "input_ids": np.array([[START, START + 1, 5, 6]], np.uint32),

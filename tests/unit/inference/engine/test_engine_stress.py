@@ -62,7 +62,7 @@ def settled(engine: Engine) -> bool:
 
 
 @pytest.mark.soak
-def test_mixed_clients_get_what_they_would_get_alone(engine: Engine, soak: int) -> None:
+def test_mixed_clients_get_the_answers_of_single_ones(engine: Engine, soak: int) -> None:
     numbers = range(CLIENTS * REQUESTS)
     alone = {number: tokens_of(engine, number) for number in numbers}
 
@@ -103,7 +103,7 @@ def test_clients_that_leave_in_the_middle_free_everything(engine: Engine, soak: 
     assert settled(engine)
 
 
-def test_sessions_live_on_beside_a_storm(engine: Engine) -> None:
+def test_sessions_survive_a_storm_of_requests(engine: Engine) -> None:
     start = request_of(engine, 0, session_len=np.uint32(75))
     first = engine.generate(start, turn=SessionTurn(1, starts=True))
     storm = [engine.submit(request_of(engine, number)) for number in range(60)]

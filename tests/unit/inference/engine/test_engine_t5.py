@@ -141,7 +141,7 @@ def test_requests_that_come_at_different_times_do_not_disturb_each_other(engine:
         assert future.result().rows[0].output_ids == engine.generate(request).rows[0].output_ids
 
 
-def test_beams_score_what_they_say(engine: Engine) -> None:
+def test_beams_have_the_scores_they_report(engine: Engine) -> None:
     # A beam that read another's cache would not add up.
     (row,) = engine.generate(
         request_of(engine, [prompts_of(5)[4]], 8, beam_width=4, is_return_log_probs=True)

@@ -256,7 +256,7 @@ def test_every_answer_is_that_of_a_request_alone(
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_thousand_requests_give_way_to_each_other_and_all_are_answered(overlap: bool) -> None:
+def test_a_thousand_requests_preempt_each_other_and_all_are_answered(overlap: bool) -> None:
     draw = random.Random(5)
     world = World(overlap=overlap)
     sent = []
@@ -271,7 +271,7 @@ def test_a_thousand_requests_give_way_to_each_other_and_all_are_answered(overlap
     assert bool(world.overlapped) == overlap
 
 
-def test_the_newest_row_gives_way_and_the_oldest_never_does() -> None:
+def test_the_newest_row_is_preempted_and_the_oldest_never() -> None:
     world = World(blocks=12, overlap=False)
     oldest, newest = (world.add(ids, 40, end_id=VOCAB) for ids in ([1, 2, 3], [4, 5, 6]))
     gave_way = 0
@@ -304,7 +304,7 @@ def test_equal_beginnings_are_computed_once(overlap: bool) -> None:
     assert world.scheduler.shared_tokens == (2 + 1 + 1 + 2) * SIZE
 
 
-def test_values_that_are_not_finite_are_wiped_where_nobody_shares_them() -> None:
+def test_values_that_are_not_finite_are_wiped_where_they_are_not_shared() -> None:
     header = [3, 1, 4, 1, 5, 9, 2, 6, 5]
     world = World(overlap=False)
     failing = world.add([*header, 8], 9)
@@ -337,7 +337,7 @@ def test_a_common_beginning_takes_its_blocks_once() -> None:
         assert output_of(running) == answer([*header, number], SIZE - 1)
 
 
-def test_what_a_failed_request_computed_is_not_shared() -> None:
+def test_results_of_a_failed_request_are_not_shared() -> None:
     world = World(overlap=False)
     failing = world.add([3, 1, 4, 1, 5, 9], 30)
     world.turn()

@@ -129,7 +129,7 @@ def test_streamed_turns_show_the_whole_conversation(engine: Engine) -> None:
     assert {step.request.rows[0].returned_ids for step in steps} == {tuple(history)}
 
 
-def test_other_requests_run_beside_a_session(engine: Engine) -> None:
+def test_other_requests_run_next_to_a_session(engine: Engine) -> None:
     engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
     others = [engine.submit(request_of(engine, [[4, b]], 20)) for b in range(2 * SLOTS)]
     turn = engine.submit(request_of(engine, [[5]]), turn=LAST)
@@ -222,7 +222,7 @@ def test_a_cancelled_turn_ends_its_session(engine: Engine) -> None:
     assert engine.free_slots == SLOTS
 
 
-def test_what_finds_no_slot_beside_sessions_is_refused(ft_dir: Path) -> None:
+def test_requests_without_a_slot_next_to_sessions_are_refused(ft_dir: Path) -> None:
     with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=2)) as engine:
         for number in (1, 2):
             engine.generate(begin(engine, [[3]]), turn=SessionTurn(number, starts=True))

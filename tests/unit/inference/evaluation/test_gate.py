@@ -60,13 +60,13 @@ def test_sigmas_widen_the_margin_by_both_standard_errors(make_metric):
     assert len(breaches(metric, Bound(sigmas=1.0), baseline)) == 1
 
 
-def test_exit_codes_tell_pass_from_breach(make_metric):
+def test_exit_codes_distinguish_pass_and_breach(make_metric):
     metric = make_metric(value=0.5)
     assert apply_gate([metric], {}).exit_code == EXIT_PASS == 0
     assert apply_gate([metric], {NAME: Bound(min=0.6)}).exit_code == EXIT_GATE_BREACHED == 3
 
 
-def test_a_bound_on_what_was_not_measured_cannot_pass(make_metric):
+def test_a_bound_on_an_unmeasured_metric_cannot_pass(make_metric):
     with pytest.raises(ValueError, match="other: this metric was not measured"):
         apply_gate([make_metric()], {"other": Bound(min=0.0)})
 

@@ -57,7 +57,7 @@ def test_a_report_of_another_schema_is_refused(tmp_path):
         read_report(path)
 
 
-def test_what_is_no_report_is_refused(tmp_path):
+def test_invalid_reports_are_refused(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("report")
     with pytest.raises(ValueError, match="is not JSON"):
@@ -98,7 +98,7 @@ def test_an_evaluation_that_failed_is_an_error_for_continuous_integration():
     assert (error.get("message"), error.text) == ("server gone", "server gone\nsee its log")
 
 
-def test_the_markdown_page_tells_value_interval_and_breach(full, predictions, tmp_path: Path):
+def test_the_markdown_page_shows_value_interval_and_breach(full, predictions, tmp_path: Path):
     write_report(tmp_path, full, predictions)
     page = (tmp_path / "report.md").read_text()
     assert "# sample: gate breached (1 of 1 bounds)" in page

@@ -26,7 +26,7 @@ def test_wilson_interval_at_the_ends_is_not_empty():
 
 
 @pytest.mark.parametrize(("successes", "count"), [(1, 0), (3, 2), (-1, 2)])
-def test_wilson_interval_refuses_what_is_no_proportion(successes, count):
+def test_wilson_interval_refuses_invalid_proportions(successes, count):
     with pytest.raises(ValueError, match="is not a proportion"):
         wilson_interval(successes, count)
 

@@ -65,7 +65,7 @@ def test_a_later_chunk_sees_all_before_it() -> None:
     assert group.bias[0, 0].isinf().tolist() == [[False] * 4 + [True], [False] * 5]
 
 
-def test_a_sliding_window_hides_what_is_farther() -> None:
+def test_a_sliding_window_hides_farther_tokens() -> None:
     bias = attention_bias(torch.tensor([4]), 2, 6, AttentionRules(sliding_window=3))
     assert bias[0, 0].isinf().tolist() == [
         [True, True, False, False, False, True],

@@ -11,7 +11,7 @@ from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host
 CPU = torch.device("cpu")
 
 
-def test_the_choice_is_what_selecting_finds() -> None:
+def test_the_choice_equals_the_selection() -> None:
     logits = torch.randn(3, 70, generator=torch.Generator().manual_seed(1))
     logits[1, 4] = torch.nan
     selected = fetch([select(logits[:, :64], width=1, with_norm=False)])[0]
@@ -28,7 +28,7 @@ def test_the_choice_is_what_selecting_finds() -> None:
     assert ids.tolist() == [chosen[0, 1], 7]
 
 
-def test_a_forbidden_token_gives_way_to_the_next_best() -> None:
+def test_a_forbidden_token_is_replaced_by_the_next_best() -> None:
     logits = torch.arange(8.0).repeat(2, 1)
     feed = TokenFeed(2, CPU)
     chosen = feed.choose(logits, torch.tensor([0, 1]), torch.tensor([7, -1]), 8)

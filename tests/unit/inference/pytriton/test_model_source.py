@@ -63,7 +63,7 @@ def test_a_path_is_served_under_the_name_of_its_last_part(source: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["/no/such/folder", "./none", "a/b/c", "with blank"])
-def test_what_is_neither_path_nor_repository_is_refused(text: str) -> None:
+def test_names_that_are_neither_path_nor_repository_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=f"--hf-model-name={text}"):
         parse_model_name(text)
 
@@ -164,7 +164,7 @@ except ValueError as error:
     )
 
 
-def test_a_download_takes_what_is_needed_and_is_found_again_offline(
+def test_a_download_takes_the_needed_files_and_is_found_again_offline(
     source: Path, tmp_path: Path
 ) -> None:
     (source / "tf_model.h5").write_bytes(b"of another library")

@@ -97,7 +97,7 @@ def test_requests_of_one_call_are_answered_apart(service: TextService) -> None:
         np.testing.assert_allclose(outputs["cum_log_probs"], alone["cum_log_probs"], rtol=1e-5)
 
 
-def test_long_prompts_lose_what_leaves_no_room_for_the_answer(service: TextService) -> None:
+def test_long_prompts_are_cut_to_leave_room_for_the_answer(service: TextService) -> None:
     long, output_len = "x" * 200, 20
     (outputs,) = service.infer([request([long, "x"], [output_len, POSITIONS - 1])])
     assert sentences(outputs)[0][0].startswith("x" * (POSITIONS - output_len))

@@ -172,7 +172,7 @@ def test_streaming_model_is_asked_for_a_stream(server: tuple[str, list[Answer]])
     ask(address)
 
 
-def test_silence_ends_with_the_time_or_when_nobody_waits(server: tuple[str, list[Answer]]) -> None:
+def test_silence_ends_with_the_timeout_or_the_last_waiter(server: tuple[str, list[Answer]]) -> None:
     address, answers = server
     released = threading.Event()
 

@@ -82,7 +82,7 @@ def test_a_run_is_found_by_its_folder(store):
         ("latest~9", "no run 'latest~9'"),
     ],
 )
-def test_what_is_not_one_run_is_answered_with_those_there_are(store, run, reported):
+def test_an_ambiguous_run_is_answered_with_the_known_ones(store, run, reported):
     with pytest.raises(ValueError, match=reported) as caught:
         find_run(run, history_dir=store)
     assert "run_a" in str(caught.value)

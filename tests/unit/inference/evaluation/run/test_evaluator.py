@@ -73,7 +73,7 @@ def test_family_and_hash_of_the_weights_come_from_the_manifest(options, model, t
     assert second.model_sha256 != first.model_sha256
 
 
-def test_weights_without_a_manifest_are_nothing_to_tell(options, model, tmp_path):
+def test_weights_without_a_manifest_have_no_facts(options, model, tmp_path):
     assert evaluate(options(weights_dir=tmp_path / "1-gpu"), FACTS, model=model).run.family == ""
 
 
@@ -121,7 +121,7 @@ def test_unusable_data_leaves_an_earlier_report_alone(options, model, tmp_path, 
     assert files(tmp_path / "out") == sorted(FILE_NAMES)
 
 
-def test_a_reference_of_other_data_is_left_out_and_told(options, model, tmp_path, passages):
+def test_a_reference_of_other_data_is_left_out_and_reported(options, model, tmp_path, passages):
     path = tmp_path / "reference.json"
     path.write_text('{"schema_version": 1, "source": "x", "dataset_sha256": "0", "metrics": {}}')
     lambada = LambadaOptions(data_path=passages, reference_path=path)

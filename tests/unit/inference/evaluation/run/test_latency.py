@@ -63,7 +63,7 @@ class Clock:
         return Answered([seconds] * 4, 4 * tokens * load.batch_size, 4 * seconds)
 
 
-def test_further_tokens_cost_what_is_left_over_their_number(model):
+def test_further_tokens_share_the_rest_of_the_latency(model):
     options = LatencyOptions(shapes=("6+1", "6+11"), batch_sizes=(3,), concurrencies=(1,))
     one, eleven = measure_latency(model, map(model.encode, TEXTS), options, generator=Clock())
     assert (one.first_token_ms, one.per_token_ms) == (pytest.approx(10.0), None)
@@ -96,7 +96,7 @@ def test_tokens_of_a_stream_are_timed_as_they_come(fake_model):
     assert five.streamed
 
 
-def test_a_model_that_streams_is_not_asked_for_single_tokens_besides(fake_model):
+def test_a_streaming_model_gets_no_requests_for_single_tokens(fake_model):
     model = fake_model(streams=True)
     options = LatencyOptions(
         shapes=("6+4",), concurrencies=(1,), requests=5, warmup=0, max_point_s=60

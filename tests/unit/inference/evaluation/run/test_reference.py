@@ -100,7 +100,7 @@ def test_a_reference_of_other_data_does_not_fit(passages, model, tmp_path):
         ('{"schema_version": 1, "source": "x"}', "lacks dataset_sha256, metrics"),
     ],
 )
-def test_what_is_no_reference_is_refused(tmp_path, content, reported):
+def test_invalid_references_are_refused(tmp_path, content, reported):
     path = tmp_path / "reference.json"
     path.write_text(content)
     with pytest.raises(ValueError, match=reported):
@@ -122,7 +122,7 @@ def test_a_baseline_of_other_samples_is_refused(report):
         Baseline.of(report, source="x").check({"lambada": limited})
 
 
-def test_what_is_no_baseline_is_refused(tmp_path):
+def test_invalid_baselines_are_refused(tmp_path):
     path = tmp_path / "baseline.json"
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"record it again with evaluate\.baseline=update"):

@@ -126,7 +126,7 @@ def test_context_log_probability_leaves_the_generated_token_out():
     assert inputs["is_return_context_cum_log_probs"].item()
 
 
-def test_the_ensemble_scores_the_prompt_besides():
+def test_the_ensemble_scores_the_prompt_too():
     client = FakeClient(
         ensemble=text_of("a bc")
         | {
@@ -204,7 +204,7 @@ def test_further_tensors_are_sent_for_every_row():
     assert inputs["request_prompt_type"].tolist() == [[3], [3]]
 
 
-def test_the_kind_of_a_prompt_is_not_told_to_an_encoder_decoder(t5_client):
+def test_the_kind_of_a_prompt_is_not_sent_to_an_encoder_decoder(t5_client):
     """It has one kind only, and no input to choose by."""
     tensors = {"request_prompt_lengths": 1, "request_prompt_type": 3}
     ServedModel(t5_client, Letters()).complete_ids([100, 7], output_len=4, tensors=tensors)

@@ -39,7 +39,7 @@ def test_every_request_is_counted_and_timed(passages, model):
     assert found.requests.latency.min_ms >= 2.0
 
 
-def test_progress_tells_the_accuracy_so_far(passages, model):
+def test_progress_shows_the_accuracy_so_far(passages, model):
     reported = []
     run(passages, model, progress=reported.append)
     assert [each.done for each in reported] == [0, 1, 2, 3, 4]

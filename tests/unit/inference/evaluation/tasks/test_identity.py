@@ -127,7 +127,7 @@ def test_hidden_states_are_compared_in_their_own_unit(
     assert report.gate.exit_code == 3
 
 
-def test_breach_tells_the_command_that_finds_the_tensor(options: EvaluationOptions) -> None:
+def test_breach_names_the_command_that_finds_the_tensor(options: EvaluationOptions) -> None:
     assert options.source_path is not None
     options.weights_dir.mkdir(parents=True)  # type: ignore[union-attr]
     model = ServedGPT2(options.source_path, error=100.0)
