@@ -57,9 +57,11 @@ def is_generative(model_type: str) -> bool:
 def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
     """Return the model that runs the weights."""
     tensors = signature.model_signature(model_type, data_type=request.data_type)
+    is_python = request.engine == "pytorch"
     if request.interactive:
         tensors = signature.interactive(tensors)
-    is_python = request.engine == "pytorch"
+    elif is_python and is_generative(model_type) and model_type not in _ENCODER_DECODERS:
+        tensors = signature.with_scores(tensors)
     # The C++ backend joins a BERT's file names to its folder without a slash.
     end = "/" if model_type == "bert" and not is_python else ""
     parameters = {

@@ -16,6 +16,7 @@ from export_scripts.files.replace import replace_file
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.tokenizer_files import (
     SETTINGS_FILE,
+    TEMPLATE_FILE,
     TOKENIZER_CHOICES,
     TOKENIZER_KINDS,
     find_tokenizer,
@@ -259,7 +260,7 @@ def _write_model(repository: Path, model: ModelFolder) -> Path:
 def _own_files(version: Path) -> set[Path]:
     """Return the files of a version folder that an earlier build may have left."""
     named = (pattern for kinds in TOKENIZER_KINDS.values() for pattern in kinds)
-    patterns = ["model.py", SETTINGS_FILE, *named]
+    patterns = ["model.py", SETTINGS_FILE, TEMPLATE_FILE, *named]
     return {path for pattern in patterns for path in version.glob(pattern)}
 
 

@@ -286,6 +286,25 @@ def postprocessing(model: ModelSignature) -> ModelSignature:
     return ModelSignature(inputs, POSTPROCESSING.outputs)
 
 
+# Of our own engine alone, and of models with one answer to a prompt that they repeat.
+_SCORES = ModelSignature(
+    inputs=(
+        _scalar("num_log_probs", "UINT32", "added: best tokens to report at places of the answer"),
+        _scalar("num_prompt_log_probs", "UINT32", "added: the same of the prompt; 0 to 20"),
+    ),
+    outputs=(
+        _tensor("token_log_probs", "FP32", (-1, -1), "added: (B, 1, S+R): of each token"),
+        _tensor("top_token_ids", "UINT32", (-1, -1, -1), "added: (B, 1, S+R, W): best first"),
+        _tensor("top_token_log_probs", "FP32", (-1, -1, -1), "added: (B, 1, S+R, W)"),
+    ),
+)
+
+
+def with_scores(model: ModelSignature) -> ModelSignature:
+    """Return the signature with the log probability of each token, and of the best in its place."""
+    return ModelSignature((*model.inputs, *_SCORES.inputs), (*model.outputs, *_SCORES.outputs))
+
+
 def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSignature:
     """Return the text-in, text-out signature around a generation model.
 
@@ -295,7 +314,9 @@ def ensemble(model: ModelSignature, *, keeps_sessions: bool = False) -> ModelSig
     if keeps_sessions:
         texts, answer = tuple(_with_rows(tensor) for tensor in texts), _with_rows(answer)
     options = tuple(
-        replace(tensor, reshape=None) for tensor in model.inputs if tensor.name not in FROM_TEXT
+        replace(tensor, reshape=None)
+        for tensor in model.inputs
+        if tensor.name not in FROM_TEXT and tensor not in _SCORES.inputs
     )
     shared = ("sequence_length", "cum_log_probs", "output_log_probs")
     return ModelSignature(

@@ -16,7 +16,12 @@ import torch
 
 from inference.decoding.beam_search import BeamRow, PooledBeamRow
 from inference.decoding.candidates import Candidates, GroupKey, fetch, select
-from inference.decoding.processors import pick_slots, process_logits
+from inference.decoding.processors import (
+    context_log_prob,
+    pick_slots,
+    process_logits,
+    token_scores,
+)
 from inference.decoding.rows import RowRequest, RowResult, RowStep
 from inference.decoding.sampling import SamplingRow, choose
 from inference.decoding.tensor_fields import Array
@@ -99,7 +104,28 @@ class BatchDecoder:
                 steps.update(self._sample(group, candidates))
             else:
                 steps.update(self._search(group, candidates))
-        return [steps[handle] for handle in handles]
+        done = [steps[handle] for handle in handles]
+        self._score(done, logits)
+        return done
+
+    def _score(self, steps: Sequence[RowStep], logits: torch.Tensor) -> None:
+        """Score the newest tokens of the rows that asked for it."""
+        wanted: list[tuple[SamplingRow, int, int]] = []  # the row, its slot and its newest token
+        slot = 0
+        for step in steps:
+            row = self._rows[step.handle]
+            if isinstance(row, SamplingRow) and row.options.num_log_probs and step.error is None:
+                wanted.append((row, slot, step.tokens[0]))
+            slot += row.slots
+        if not wanted:
+            return
+        rows, slots, tokens = zip(*wanted, strict=True)
+        top = max(row.options.num_log_probs for row in rows)
+        found = token_scores(
+            pick_slots(logits, slots), tokens, top=top, vocab_size=self.config.vocab_size
+        )
+        for row, score in zip(rows, found, strict=True):
+            row.scores.append(score)
 
     def takes_best(self, handle: int) -> bool:
         """Return whether a row takes the best of the raw logits, a forbidden id aside."""
@@ -135,6 +161,26 @@ class BatchDecoder:
     def has_tokens(self, handle: int) -> bool:
         """Return whether a row has any tokens yet."""
         return self._rows[handle].generated > 0
+
+    def score_prompt(
+        self, handle: int, logits: torch.Tensor, next_ids: Sequence[int], *, first: int
+    ) -> None:
+        """Score tokens of a row's prompt in the ways that the row asked for.
+
+        Args:
+            handle: The row.
+            logits: (T, V), unprocessed, of the T places before those of `next_ids`.
+            next_ids: Tokens of the prompt, T of them.
+            first: The place of the first of them in the prompt.
+        """
+        vocab_size = self.config.vocab_size
+        score = context_log_prob(logits, next_ids, vocab_size=vocab_size)
+        self.add_context_log_prob(handle, score)
+        row = self._rows[handle]
+        if isinstance(row, SamplingRow) and (top := row.options.num_prompt_log_probs):
+            found = token_scores(logits, next_ids, top=top, vocab_size=vocab_size)
+            # A row that gave way in the middle of its prompt scores a part of it again.
+            row.prompt_scores.update(enumerate(found, first))
 
     def add_context_log_prob(self, handle: int, log_prob: float) -> None:
         """Add the score of a row's prompt to its `cum_log_probs`, where the row asked for it."""

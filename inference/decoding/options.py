@@ -17,11 +17,16 @@ from inference.decoding.word_lists import Words, read_word_lists
 MAX_TOP_K = 1024
 DEFAULT_TOP_P_MIN = 1e-6
 MAX_BEAM_WIDTH = 64
+MAX_LOG_PROBS = 20
 
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Decoding options of a row; `top_k == 0` selects the nucleus path, as in FasterTransformer."""
+    """Decoding options of a row; `top_k == 0` selects the nucleus path, as in FasterTransformer.
+
+    `num_log_probs` and `num_prompt_log_probs` are the best tokens to report at each place of the
+    answer and of the prompt, next to the score of the token that is there; 0 scores nothing.
+    """
 
     end_id: int
     start_id: int = 0
@@ -43,6 +48,8 @@ class RowOptions:
     return_log_probs: bool = False
     return_context_cum_log_probs: bool = False
     return_context_embeddings: bool = False
+    num_log_probs: int = 0
+    num_prompt_log_probs: int = 0
 
     @property
     def is_greedy(self) -> bool:
@@ -90,6 +97,8 @@ def read_options(
         "return_log_probs": fields.flags("is_return_log_probs"),
         "return_context_cum_log_probs": fields.flags("is_return_context_cum_log_probs"),
         "return_context_embeddings": fields.flags("is_return_context_embeddings"),
+        "num_log_probs": _score_counts(fields, "num_log_probs"),
+        "num_prompt_log_probs": _score_counts(fields, "num_prompt_log_probs"),
         **_logit_columns(fields),
         **_selection_columns(fields, warnings),
         **_decay_columns(fields),
@@ -153,6 +162,16 @@ def _beam_widths(fields: TensorFields) -> list[int]:
         if not 1 <= width <= MAX_BEAM_WIDTH:
             fields.problems.append(f"beam_width={width} must be in [1, {MAX_BEAM_WIDTH}]")
     return widths
+
+
+def _score_counts(fields: TensorFields, name: str) -> list[int]:
+    counts = fields.integers(name, default=0)
+    for count in sorted(set(counts)):
+        if not 0 <= count <= MAX_LOG_PROBS:
+            fields.problems.append(f"{name}={count} must be in [0, {MAX_LOG_PROBS}]")
+    if any(counts) and any(width > 1 for width in fields.integers("beam_width", default=1)):
+        fields.problems.append(f"{name} needs beam_width=1; leave one of them out")
+    return counts
 
 
 def _at_least(fields: TensorFields, name: str, values: list[Any]) -> list[Any]:

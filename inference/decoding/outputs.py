@@ -1,6 +1,7 @@
 """From row results to the output tensors of the serving contract, whole or frame by frame."""
 
-# Shapes: B rows, K beams, P prompt columns, R longest answer asked for, H hidden units
+# Shapes: B rows, K beams, P prompt columns, R longest answer asked for, H hidden units,
+# W best tokens of a place
 
 from __future__ import annotations
 
@@ -34,6 +35,7 @@ def assemble_outputs(
     return (
         _continuation_tensors(request, shown, strict_lengths)
         | _log_prob_tensors(request, shown)
+        | _score_tensors(request, shown)
         | _embedding_tensors(request, context_embeddings)
     )
 
@@ -110,6 +112,28 @@ def _log_prob_tensors(request: GenerationRequest, results: Sequence[RowResult]) 
         for k, values in enumerate(result.output_log_probs):
             output[b, k, : len(values)] = values
     return {"cum_log_probs": cum, "output_log_probs": output}
+
+
+def _score_tensors(request: GenerationRequest, results: Sequence[RowResult]) -> dict[str, Array]:
+    """Present if any row asks, at the places of `output_ids`; zero where there is no score."""
+    counts = [(row.options.num_prompt_log_probs, row.options.num_log_probs) for row in request.rows]
+    width = max(map(max, counts))
+    if not width:
+        return {}
+    shape = (len(request.rows), 1, prompt_columns(request) + request.max_output_len)
+    own = np.zeros(shape, np.float32)  # (B, 1, P+R)
+    top_ids = np.zeros((*shape, width), np.uint32)  # (B, 1, P+R, W)
+    top = np.zeros((*shape, width), np.float32)
+    for b, (row, result, count) in enumerate(zip(request.rows, results, counts, strict=True)):
+        # The first token of a prompt has nothing before it that could score it.
+        answer = len(row.returned_ids)
+        parts = ((1, result.prompt_scores, count[0]), (answer, result.scores, count[1]))
+        for first, scores, best in parts:
+            for place, score in enumerate(scores, first):
+                own[b, 0, place] = score.log_prob
+                top_ids[b, 0, place, :best] = score.top_ids[:best]
+                top[b, 0, place, :best] = score.top_log_probs[:best]
+    return {"token_log_probs": own, "top_token_ids": top_ids, "top_token_log_probs": top}
 
 
 def _embedding_tensors(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from inference.decoding.rows import TokenScore
 from inference.decoding.tensor_fields import Array
 
 # Rows start at vector boundaries, so a softmax adds up every row in the same order.
@@ -151,3 +152,23 @@ def context_log_prob(logits: torch.Tensor, next_ids: Sequence[int], *, vocab_siz
     rows = torch.tensor(scored, device=x.device)
     ids = torch.tensor([next_ids[t] for t in scored], device=x.device)
     return float(torch.log_softmax(x, dim=-1)[rows, ids].double().sum())
+
+
+@torch.inference_mode()
+def token_scores(
+    logits: torch.Tensor, next_ids: Sequence[int], *, top: int, vocab_size: int
+) -> list[TokenScore]:
+    """Return the score of each of `next_ids`, all of the vocabulary, after its position.
+
+    Args:
+        logits: (T, V) fp32 or wider, unprocessed.
+        next_ids: the token after each position, T of them.
+        top: how many of the best tokens to report at each position.
+        vocab_size: how many of the columns are real.
+    """
+    x = torch.log_softmax(pad_vocabulary(logits[:, :vocab_size]), dim=-1)  # (T, X)
+    ids = torch.tensor(list(next_ids), device=x.device)
+    own = x.gather(1, ids[:, None])[:, 0].tolist()
+    best = x.topk(min(top, vocab_size), dim=-1)  # (T, W)
+    columns = zip(own, best.indices.tolist(), best.values.tolist(), strict=True)
+    return [TokenScore(value, tuple(ids), tuple(values)) for value, ids, values in columns]

@@ -71,11 +71,12 @@ _COMMON = frozenset(
     ]
 )
 _CONTEXT = frozenset({"is_return_context_cum_log_probs", "is_return_context_embeddings"})
+_SCORES = frozenset({"num_log_probs", "num_prompt_log_probs"})
 _NAMES = {
     False: _Names(
         "input_lengths",
         "request_output_len",
-        _COMMON | {"request_prompt_type", "session_len", "memory_len"},
+        _COMMON | _SCORES | {"request_prompt_type", "session_len", "memory_len"},
     ),
     True: _Names("sequence_length", "max_output_len", _COMMON),
 }
@@ -120,6 +121,7 @@ class _Parser:
             self.fields, start_id=self.limits.start_id, end_id=self.limits.end_id
         )
         prompts = read_prompts(self.fields, self.limits)
+        self._check_scores(options, prompts)
         ia3_tasks = self.fields.ia3_tasks(self.limits.ia3_num_tasks)
         session = self._session(output_lens, prompts)
         self._check_special_ids(options)
@@ -183,6 +185,15 @@ class _Parser:
                 f"memory_len: Memory size too low ({memory_len}): prompt ({prompt_len}) must fit"
             )
         return session_len, memory_len
+
+    def _check_scores(self, options: list[RowOptions], prompts: list[PromptTable | None]) -> None:
+        pairs = enumerate(zip(options, prompts, strict=True))
+        self.problems += [
+            f"num_prompt_log_probs[{b}]={row.num_prompt_log_probs}: a prompt with virtual tokens "
+            "is not scored token by token; leave one of them out"
+            for b, (row, prompt) in pairs
+            if row.num_prompt_log_probs and prompt is not None
+        ]
 
     def _check_special_ids(self, options: list[RowOptions]) -> None:
         """Check ids that the request states, and a model's start id where it is fed."""

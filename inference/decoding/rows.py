@@ -147,14 +147,30 @@ class RowStep:
 
 
 @dataclass(frozen=True)
+class TokenScore:
+    """The log probability of one token under the model, and the best tokens of its place.
+
+    Natural logarithms of the softmax over the unprocessed logits; `top_ids` are in descending order
+    of `top_log_probs`.
+    """
+
+    log_prob: float
+    top_ids: tuple[int, ...]
+    top_log_probs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class RowResult:
     """The K hypotheses of one row, best first; only generated tokens, the end token included.
 
-    `output_log_probs` is empty unless the row asked for log probabilities. A finish reason of
-    None marks a hypothesis that still runs.
+    `output_log_probs` is empty unless the row asked for log probabilities, and so is `scores`, of
+    each generated token, unless it asked for those. `prompt_scores` are of the prompt's tokens from
+    the second on. A finish reason of None marks a hypothesis that still runs.
     """
 
     output_ids: tuple[tuple[int, ...], ...]
     cum_log_probs: tuple[float, ...]
     output_log_probs: tuple[tuple[float, ...], ...]
     finish_reasons: tuple[FinishReason | None, ...]
+    scores: tuple[TokenScore, ...] = ()
+    prompt_scores: tuple[TokenScore, ...] = ()

@@ -19,7 +19,7 @@ from inference.decoding.candidates import Candidates, GroupKey, top_candidates
 from inference.decoding.nucleus import DescendingMass, draw_from_prefix
 from inference.decoding.processors import LOWEST, LogitRules
 from inference.decoding.random import Xorwow
-from inference.decoding.rows import FinishReason, RowRequest, RowResult
+from inference.decoding.rows import FinishReason, RowRequest, RowResult, TokenScore
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import banned_ids, ends_with
 
@@ -57,13 +57,19 @@ class SamplingRow:
         self._history = list(request.context_ids)
         self._full_len = len(self._history) + request.output_len
         self._log_probs: list[float] = []
+        self.scores: list[TokenScore] = []
+        self.prompt_scores: dict[int, TokenScore] = {}  # by place in the prompt
         self._generator = Xorwow(o.random_seed)
         self.uniform = 1.0
         self.top_p = o.top_p
         self._penalised = o.repetition_penalty != 1 or o.presence_penalty != 0
         self._seen = SeenIds(request, vocab_size=vocab_size) if self._penalised else None
         self._is_bare_greedy = (
-            o.is_greedy and not self._penalised and not o.bad_words and not o.return_log_probs
+            o.is_greedy
+            and not self._penalised
+            and not o.bad_words
+            and not o.return_log_probs
+            and not o.num_log_probs
         )
 
     @property
@@ -172,6 +178,8 @@ class SamplingRow:
             cum_log_probs=(self.cum_log_prob,),
             output_log_probs=(tuple(self._log_probs),) if self.options.return_log_probs else (),
             finish_reasons=(self.reason,),
+            scores=tuple(self.scores),
+            prompt_scores=tuple(self.prompt_scores[place] for place in sorted(self.prompt_scores)),
         )
 
 

@@ -156,6 +156,7 @@ class RunningRow:
         """Return whether the logits of every prompt token are needed."""
         options = self.request.options
         wanted = options.return_log_probs and options.return_context_cum_log_probs
+        wanted = wanted or options.num_prompt_log_probs > 0
         return self.logits is not None or (wanted and not self.resumes)
 
     @property

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from inference.decoding.generate import BatchDecoder
-from inference.decoding.processors import context_log_prob
 from inference.decoding.request import RequestError
 from inference.decoding.rows import RowStep
 from inference.decoding.tensor_fields import Array
@@ -418,9 +417,7 @@ class Scheduler:
         first = work.first + 1  # the token that the first row of logits predicts
         following = row.prompt[first : first + len(logits)]
         if following and row.handle is not None:
-            vocab_size = self._decoder.config.vocab_size
-            score = context_log_prob(logits[: len(following)], following, vocab_size=vocab_size)
-            self._decoder.add_context_log_prob(row.handle, score)
+            self._decoder.score_prompt(row.handle, logits[: len(following)], following, first=first)
 
     def _choose(
         self, outputs: Sequence[tuple[RowWork, int]], logits: torch.Tensor

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inference.decoding.processors import context_log_prob
+from inference.decoding.processors import context_log_prob, token_scores
 
 LOGITS = torch.randn(4, 52, generator=torch.Generator().manual_seed(0))
 
@@ -35,3 +35,19 @@ def test_virtual_tokens_and_padded_vocabulary_do_not_count() -> None:
 
 def test_prompt_of_virtual_tokens_alone_scores_zero() -> None:
     assert context_log_prob(LOGITS[:1], [99], vocab_size=52) == 0.0
+
+
+def test_scores_of_tokens_and_of_the_best_in_their_places() -> None:
+    padded = torch.nn.functional.pad(LOGITS, (0, 12), value=50.0)
+    expected = torch.log_softmax(LOGITS, -1)
+    for t, score in enumerate(token_scores(padded, [5, 6, 7, 8], top=3, vocab_size=52)):
+        assert score.log_prob == pytest.approx(float(expected[t, 5 + t]), abs=1e-5)
+        best = expected[t].topk(3)
+        assert list(score.top_ids) == best.indices.tolist()
+        assert score.top_log_probs == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_the_score_of_the_best_token_is_that_of_the_token() -> None:
+    best = LOGITS.argmax(-1).tolist()
+    for score in token_scores(LOGITS, best, top=1, vocab_size=52):
+        assert score.top_log_probs == (score.log_prob,)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from export_scripts.ft.config_ini import read_config
+from inference.decoding.outputs import assemble_outputs
 from inference.decoding.request import GenerationRequest, RequestError, parse_request
 from inference.engine.capacity import Capacity, generator_of, plan_capacity
 from inference.engine.engine import (
@@ -155,6 +156,38 @@ def test_context_log_prob_is_added(engine: Engine) -> None:
         - engine.generate(plain).rows[0].cum_log_probs[0]
     )
     assert difference == pytest.approx(float(context), abs=1e-4)
+
+
+def test_tokens_are_scored_by_the_logits_of_the_places_before(engine: Engine) -> None:
+    prompts = [[3, 1, 4, 1, 5], [9, 2]]
+    options = {"num_prompt_log_probs": [3, 0], "num_log_probs": [2, 1]}
+    request = request_of(engine, prompts, 3, **options)
+    result = engine.generate(request)
+    for prompt, row, asked in zip(prompts, result.rows, (3, 0), strict=True):
+        ids = [*prompt, *row.output_ids[0]]
+        expected = torch.log_softmax(engine.logits(ids), -1)
+        scores = [*row.prompt_scores, *row.scores]
+        first = 1 if asked else len(prompt)
+        assert len(scores) == len(ids) - first
+        for place, score in enumerate(scores, first):
+            before = expected[place - 1]
+            assert score.log_prob == pytest.approx(float(before[ids[place]]), abs=1e-4)
+            assert score.top_ids[0] == int(before.argmax())
+            # The best token is what greedy decoding takes.
+            assert place < len(prompt) or score.top_log_probs[0] == score.log_prob
+    tensors = assemble_outputs(request, result.rows)
+    assert tensors["top_token_ids"].shape == (2, 1, request.padded_len + 3, 3)
+    first = result.rows[0].prompt_scores[0].log_prob
+    assert tensors["token_log_probs"][0, 0, 1] == np.float32(first)
+    assert not tensors["token_log_probs"][1, 0, : len(prompts[1])].any()
+    assert answers(engine, request) == answers(engine, request_of(engine, prompts, 3))
+
+
+def test_scores_are_refused_where_there_are_none(engine: Engine) -> None:
+    with pytest.raises(RequestError, match=r"num_log_probs=21 must be in \[0, 20\]"):
+        request_of(engine, [[1, 2]], 1, num_log_probs=21)
+    with pytest.raises(RequestError, match="num_prompt_log_probs needs beam_width=1"):
+        request_of(engine, [[1, 2]], 1, num_prompt_log_probs=1, beam_width=2)
 
 
 def test_context_embeddings_sum_the_prompt(engine: Engine) -> None:
