@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from export_scripts.ft.layout import ft_directory
 from export_scripts.triton.object_store import StoreLocation, parse_location
 from inference.gateway.access import OPEN_ACCESS, Access
+from inference.openai.options import OpenAIOptions
 from inference.ports import port_problem, ports_problems
 
 PORT_KEYS = {
     "http": "deploy.http_port",
     "grpc": "deploy.grpc_port",
     "metrics": "deploy.metrics_port",
+    "openai": "deploy.openai.port",
 }
 PYTORCH, FASTERTRANSFORMER = "pytorch", "fastertransformer"
 STORE_SCHEME = "s3://"
@@ -48,6 +50,7 @@ class DeployConfig:
         host: address that the server listens on.
         http_port, grpc_port, metrics_port: 0 takes a free one.
         ready_timeout_s: the start fails when the models are not ready by then.
+        openai: the endpoint of OpenAI's protocol; None for none.
         access: who may send requests, and how large they may be; of the pytorch engine.
         drain_s: time that running requests get to finish when the server stops.
         max_restarts: how often a server that has failed is started again.
@@ -73,6 +76,7 @@ class DeployConfig:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    openai: OpenAIOptions | None = None
     access: Access = OPEN_ACCESS
     ready_timeout_s: float = 300.0
     drain_s: float = 30.0
@@ -85,6 +89,19 @@ class DeployConfig:
     local_gpus: int | None = None
     gemm_tuning: GemmTuning | None = None
     remarks: tuple[str, ...] = ()
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports by their names in PORT_KEYS."""
+        found = {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
+        return found if self.openai is None else {**found, "openai": self.openai.port}
+
+    def with_ports(
+        self, *, http: int = 0, grpc: int = 0, metrics: int = 0, openai: int = 0
+    ) -> DeployConfig:
+        """Return the same server on other ports; 0 takes a free one."""
+        beside = None if self.openai is None else replace(self.openai, port=openai)
+        return replace(self, http_port=http, grpc_port=grpc, metrics_port=metrics, openai=beside)
 
     @property
     def weights_dir(self) -> Path:
@@ -148,6 +165,7 @@ def check_deploy(config: DeployConfig) -> list[str]:
             "deploy.client_shared_memory have no effect with deploy.engine=fastertransformer, "
             "whose server listens itself; leave them out, and put a proxy in front of it."
         )
+    problems += _openai_problems(config)
     world_size = config.tp_size * config.pp_size
     if config.local_gpus is not None and config.local_gpus < world_size:
         problems.append(_too_few_gpus(config, world_size))
@@ -185,8 +203,28 @@ def _repository_problems(config: DeployConfig) -> list[str]:
     ]
 
 
+def _openai_problems(config: DeployConfig) -> list[str]:
+    if config.openai is None:
+        return []
+    found = []
+    if config.engine == FASTERTRANSFORMER:
+        found.append(
+            "deploy.openai.enabled=true needs deploy.engine=pytorch; the ports of NVIDIA's backend "
+            "are its own server's."
+        )
+    folder = config.openai.tokenizer
+    if folder is not None and not folder.is_dir():
+        found.append(f"deploy.openai.tokenizer={folder} is not a folder.")
+    if folder is None and config.store is not None:
+        found.append(
+            "deploy.openai.enabled=true with a repository in an object store needs "
+            "deploy.openai.tokenizer, a folder with the tokenizer's files on this machine."
+        )
+    return found
+
+
 def _port_problems(config: DeployConfig) -> list[str]:
-    names = {name: getattr(config, f"{name}_port") for name in PORT_KEYS}
+    names = config.ports
     ports = {PORT_KEYS[name]: port for name, port in names.items()}
     problems = [
         f"{key}={port} is not a port; use 1 to 65535, or 0 for any free one."
@@ -198,7 +236,7 @@ def _port_problems(config: DeployConfig) -> list[str]:
     chosen = [port for port in ports.values() if port]
     if len(set(chosen)) < len(chosen):
         given = ", ".join(f"{key}={port}" for key, port in ports.items())
-        return [f"{given}: the three ports must differ; 0 takes any free one."]
+        return [f"{given}: the ports must differ; 0 takes any free one."]
     if not config.serves_here:
         return []
     if (problem := port_problem(config.host, 0)) is not None:

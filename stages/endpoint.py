@@ -23,6 +23,7 @@ class ServerEndpoint:
     Attributes:
         host: name or address of the node that serves; with several nodes, that of rank 0.
         http, grpc, metrics: ports.
+        openai: port of OpenAI's protocol; None without it.
         model, ensemble: Triton models for token ids and for text.
         ready_at: UTC, ISO 8601.
         nodes: how many nodes share the model.
@@ -41,6 +42,17 @@ class ServerEndpoint:
     ready_at: str
     nodes: int = 1
     restarts: int = 0
+    openai: int | None = None
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports by name, 0 for one that there is not."""
+        return {
+            "http": self.http,
+            "grpc": self.grpc,
+            "metrics": self.metrics,
+            "openai": self.openai or 0,
+        }
 
 
 _NOWHERE = ServerEndpoint("", 0, 0, 0, "", None, "", 0, 0, "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,12 +107,7 @@ class Service:
         with contextlib.ExitStack() as stack:
             server, endpoint = self._start(stack, self._config)
             # Clients find the next start where they found this one.
-            self._config = replace(
-                self._config,
-                http_port=endpoint.http,
-                grpc_port=endpoint.grpc,
-                metrics_port=endpoint.metrics,
-            )
+            self._config = self._config.with_ports(**endpoint.ports)
             reason, failure = _STOPPED, ""
             with contextlib.suppress(KeyboardInterrupt):
                 while (outcome := self._watch(server)) == (_RELOAD, ""):
@@ -157,18 +152,13 @@ class Service:
             sys.stderr.write("a server on several nodes cannot be reloaded; restart the stage\n")
             return old
         old.log_path = put_aside(old.log_path)
-        config = replace(self._config, http_port=0, grpc_port=0, metrics_port=0)
+        config = self._config.with_ports()
         try:
             new, endpoint = self._start(stack, config)
         except (ServerStartError, StageError) as error:
             sys.stderr.write(f"not reloaded; the server goes on as it was: {error}\n")
             return old
-        self._config = replace(
-            config,
-            http_port=endpoint.http,
-            grpc_port=endpoint.grpc,
-            metrics_port=endpoint.metrics,
-        )
+        self._config = config.with_ports(**endpoint.ports)
         time.sleep(_HANDOVER_S)
         old.stop(drain_s=self._config.drain_s)
         return new
@@ -196,7 +186,7 @@ class Service:
     def _watch(self, server: TritonServer) -> tuple[str, str]:
         """Block while the server serves; return why it should stop now, or why it failed."""
         began = time.monotonic()
-        self._progress.update(f"serving HTTP on {server.http_url}, gRPC on {server.grpc_url}")
+        self._progress.update(_addresses(server))
         while True:
             if ended := self._ended():
                 return ended, ""
@@ -246,3 +236,8 @@ class Service:
 def _with_tail(failure: str, server: TritonServer) -> str:
     tail = "\n".join(f"  | {line}" for line in server.log_tail())
     return f"{failure}; last lines of {server.log_path}:\n{tail}"
+
+
+def _addresses(server: TritonServer) -> str:
+    beside = "" if server.openai_url is None else f", OpenAI on {server.openai_url}"
+    return f"serving HTTP on {server.http_url}, gRPC on {server.grpc_url}{beside}"

@@ -156,6 +156,7 @@ def _server(
         port_keys=PORT_KEYS,
         prefix=server_prefix(config),
         access=config.access,
+        openai=config.openai,
         is_old=config.engine == FASTERTRANSFORMER,
         work_dir=None if config.gemm_tuning is None else folder / "gemm",
     )
@@ -187,6 +188,7 @@ def _endpoint(
         ready_at=now(),
         nodes=config.nodes,
         restarts=restarts,
+        openai=server.openai_port,
     )
 
 

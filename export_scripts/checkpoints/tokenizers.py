@@ -28,6 +28,7 @@ HUGGINGFACE_FILES: Mapping[str, str] = {
     for name in (
         "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
         "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "generation_config.json",
+        "chat_template.jinja",
     )
 } | {"spiece.model": "tokenizer.model", "sentencepiece.bpe.model": "tokenizer.model"}  # fmt: skip
 

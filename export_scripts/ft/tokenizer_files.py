@@ -12,20 +12,23 @@ from pathlib import Path
 class TokenizerFiles:
     """A tokenizer on disk. `kind` is a key of `TOKENIZER_KINDS`.
 
-    `settings` names the markers added to a text, if the checkpoint has that file.
+    `settings` names the markers added to a text, `template` is how messages of a chat become one;
+    each if the checkpoint has that file.
     """
 
     kind: str
     files: tuple[Path, ...]
     settings: Path | None = None
+    template: Path | None = None
 
     @property
     def all_files(self) -> tuple[Path, ...]:
-        """The files, with the settings."""
-        return self.files if self.settings is None else (*self.files, self.settings)
+        """The files, with the settings and the template."""
+        return (*self.files, *(each for each in (self.settings, self.template) if each is not None))
 
 
 SETTINGS_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"  # of transformers from 4.52 on; before, a key of the settings
 # kind -> file names, all needed; in order of preference where a folder fits several.
 TOKENIZER_KINDS: dict[str, tuple[str, ...]] = {
     "hf": ("tokenizer.json",),
@@ -61,10 +64,11 @@ def find_tokenizer(folder: Path, *, kind: str | None = None) -> TokenizerFiles |
         if several := [files for files in found if len(files) > 1]:
             names = ", ".join(path.name for path in several[0])
             raise ValueError(f"{folder} holds several tokenizer models: {names}; keep one.")
-        settings = folder / SETTINGS_FILE
+        settings, template = folder / SETTINGS_FILE, folder / TEMPLATE_FILE
         return TokenizerFiles(
             each,
             tuple(files[0] for files in found),
             settings if settings.is_file() else None,
+            template if template.is_file() else None,
         )
     return None

@@ -37,6 +37,11 @@ class ServerSockets:
         """An empty file that appears once the gateway listens."""
         return self.folder / "listening"
 
+    @property
+    def openai_listening(self) -> Path:
+        """An empty file that appears once the endpoint of OpenAI's protocol listens."""
+        return self.folder / "openai_listening"
+
     def server_options(self) -> list[str]:
         """Return the options with which tritonserver listens only on these sockets."""
         return [

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 from inference.gateway.access import access_of, add_access_options
+from inference.openai.options import OpenAIOptions
 from inference.server.server import ServerStartError, TritonServer
 
 _POLL_S = 0.25
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if problems := access_of(vars(arguments)).problems(prefix="--", joiner="-"):
         parser.error(" ".join(problems))
+    if arguments.openai_port is not None and arguments.engine == _FASTERTRANSFORMER:
+        parser.error("--openai-port needs --engine=pytorch")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _ask_to_stop)
     with tempfile.TemporaryDirectory(prefix="slipway-server-") as folder:
@@ -66,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         parser.add_argument(f"--{name}-port", type=int, default=port, help="(%(default)s)")
     parser.add_argument(
+        "--openai-port", type=int, help="serve OpenAI's protocol there, too; 0 takes a free port"
+    )
+    parser.add_argument(
+        "--openai-tokenizer", type=Path, help="its tokenizer, if not the repository's own"
+    )
+    parser.add_argument(
         "--engine",
         choices=("pytorch", _FASTERTRANSFORMER),
         default="pytorch",
@@ -91,10 +100,13 @@ def _server(arguments: argparse.Namespace, log_path: Path) -> TritonServer:
         metrics_port=arguments.metrics_port,
         host=arguments.host,
         log_path=log_path,
-        port_keys={name: f"--{name}-port" for name in names},
+        port_keys={name: f"--{name}-port" for name in (*names, "openai")},
         prefix=_MPIRUN if is_old and shutil.which(_MPIRUN[0]) else (),
         is_old=is_old,
         access=access_of(vars(arguments)),
+        openai=None
+        if arguments.openai_port is None
+        else OpenAIOptions(arguments.openai_port, arguments.openai_tokenizer),
         extra_args=[f"--{name}-address={arguments.host}" for name in names] if is_old else (),
     )
 
@@ -103,6 +115,8 @@ def _serve(server: TritonServer, ready_timeout_s: float) -> int:
     """Return 1 once the server has failed."""
     server.start(timeout_s=ready_timeout_s)
     server.watch_answers()
+    if server.openai_url is not None:
+        sys.stderr.write(f"serving OpenAI's protocol on {server.openai_url}\n")
     while (failure := server.failure(patience_s=_PATIENCE_S)) is None:
         time.sleep(_POLL_S)
     sys.stderr.write(f"the server failed: {failure}\n")

@@ -18,6 +18,7 @@ from typing import IO
 
 from inference.gateway.access import OPEN_ACCESS, Access
 from inference.gateway.sockets import ServerSockets, new_sockets
+from inference.openai.options import OpenAIOptions
 from inference.plain_path import PlainFolder
 from inference.ports import pick_free_ports, ports_problems
 from inference.server import supervisor
@@ -44,6 +45,7 @@ __all__ = ["LOG_TAIL_LINES", "ModelStatus", "ServerStartError", "TritonServer"]
 PORT_NAMES = ("http", "grpc", "metrics")
 _POLL_S = 0.1
 _KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
+_OPENAI = "openai"
 _GATEWAY_WAIT_S = 5.0  # for the last answers to be sent
 _DRAINED = "Found 0 live models"  # what remains is closing idle connections, which takes seconds
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -57,7 +59,8 @@ class TritonServer:
     "metrics") for messages. `env` is added to this process's environment. `prefix` starts the
     server, such as mpirun. `access` limits the clients and their requests. `is_old` keeps to the
     options that every release knows: the server then listens itself, without a gateway, and leaves
-    the control of models open to clients. The server runs in `work_dir`.
+    the control of models open to clients. The server runs in `work_dir`. `openai` adds an
+    endpoint of OpenAI's protocol, which needs the gateway's sockets.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class TritonServer:
         is_old: bool = False,
         work_dir: Path | None = None,
         access: Access = OPEN_ACCESS,
+        openai: OpenAIOptions | None = None,
     ) -> None:
         self.model_repository = str(model_repository)
         self._repository = PlainFolder(self.model_repository)
@@ -85,8 +89,13 @@ class TritonServer:
         self._wanted_ports = dict(
             zip(PORT_NAMES, (http_port, grpc_port, metrics_port), strict=True)
         )
+        assert openai is None or not is_old, "the endpoint needs the gateway's sockets"
+        self._openai_options = openai
+        if openai is not None:
+            self._wanted_ports[_OPENAI] = openai.port
         self._ports = self._wanted_ports
-        self._port_keys = {name: f"{name}_port" for name in PORT_NAMES} | dict(port_keys or {})
+        self._port_keys = {name: f"{name}_port" for name in self._wanted_ports}
+        self._port_keys |= dict(port_keys or {})
         self._env = dict(env or {})
         self._extra_args = tuple(extra_args)
         self._prefix = tuple(prefix)
@@ -101,6 +110,7 @@ class TritonServer:
         self._access = access
         self._sockets: ServerSockets | None = None
         self._gateway: subprocess.Popen[bytes] | None = None
+        self._openai: subprocess.Popen[bytes] | None = None
 
     @property
     def http_port(self) -> int:
@@ -116,6 +126,19 @@ class TritonServer:
     def metrics_port(self) -> int:
         """Port of the Prometheus metrics."""
         return self._ports["metrics"]
+
+    @property
+    def openai_port(self) -> int | None:
+        """Port of the endpoint that speaks OpenAI's protocol, None without one."""
+        return self._ports.get(_OPENAI)
+
+    @property
+    def openai_url(self) -> str | None:
+        """Base URL of that endpoint for clients on this machine, None without one."""
+        if self.openai_port is None:
+            return None
+        scheme = "http" if self._access.tls_cert is None else "https"
+        return f"{scheme}://{_bracketed(self.connect_host)}:{self.openai_port}/v1"
 
     @property
     def http_url(self) -> str:
@@ -224,6 +247,8 @@ class TritonServer:
             return "; ".join(losses_of(self.log_path)) or f"tritonserver ended with status {status}"
         if self._gateway is not None and (status := self._gateway.poll()) is not None:
             return f"the gateway, which clients reach, ended with status {status}"
+        if self._openai is not None and (status := self._openai.poll()) is not None:
+            return f"the OpenAI endpoint ended with status {status}"
         try:
             lost = [name for name in self.models if not self._is_model_ready(name)]
         except OSError as error:
@@ -272,8 +297,9 @@ class TritonServer:
         if self._lifeline >= 0:
             os.close(self._lifeline)  # the gateway ends with it
             self._lifeline = -1
-        if self._gateway is not None:
-            _end(self._gateway)
+        for process in (self._gateway, self._openai):
+            if process is not None:
+                _end(process)
         if self._sockets is not None:
             self._sockets.remove()
         self._repository.remove()
@@ -320,6 +346,7 @@ class TritonServer:
                 )
                 if self._sockets is not None:
                     self._gateway = self._start_gateway(self._sockets, lifeline, log)
+                    self._openai = self._start_openai(self._sockets, lifeline, log)
         finally:
             os.close(lifeline)
         return ServerLog(self.log_path)
@@ -330,11 +357,27 @@ class TritonServer:
     def _start_gateway(
         self, sockets: ServerSockets, lifeline: int, log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        ports = [f"--{name}-port={port}" for name, port in self._ports.items()]
-        where = [f"--sockets={sockets.folder}", f"--host={self.host}", *ports]
+        ports = [f"--{name}-port={self._ports[name]}" for name in PORT_NAMES]
+        where = [f"--sockets={sockets.folder}", *ports]
+        return self._start_beside("inference.gateway", where, lifeline, log)
+
+    def _start_openai(
+        self, sockets: ServerSockets, lifeline: int, log: IO[bytes]
+    ) -> subprocess.Popen[bytes] | None:
+        if self._openai_options is None:
+            return None
+        where = [f"--triton=unix:{sockets.grpc}", f"--port={self.openai_port}"]
+        where += [f"--listening={sockets.openai_listening}"]
+        where += self._openai_options.arguments(repository=self.model_repository)
+        return self._start_beside("inference.openai", where, lifeline, log)
+
+    def _start_beside(
+        self, module: str, options: Sequence[str], lifeline: int, log: IO[bytes]
+    ) -> subprocess.Popen[bytes]:
+        """Start a process that clients reach, which ends with this one."""
         return subprocess.Popen(
             [
-                *(sys.executable, "-m", "inference.gateway", *where),
+                *(sys.executable, "-m", module, *options, f"--host={self.host}"),
                 *(f"--lifeline={lifeline}", *self._access.arguments()),
             ],
             stdin=subprocess.DEVNULL,
@@ -372,6 +415,8 @@ class TritonServer:
                 self._fail(f"tritonserver ended with status {status} before it was ready:", log)
             if self._gateway is not None and self._gateway.poll() is not None:
                 self._fail("the gateway, which clients reach, did not start:", log)
+            if self._openai is not None and self._openai.poll() is not None:
+                self._fail("the OpenAI endpoint did not start:", log)
             if log.failures:
                 self._fail("tritonserver cannot serve this repository:", log)
             if self._is_ready(log):
@@ -400,13 +445,21 @@ class TritonServer:
             local_answer(self.control_address, "/v2/health/ready")
         except OSError:
             return False
-        if self._sockets is not None and not self._sockets.listening.exists():
+        if not self._is_listening():
             return False
         if not statuses:
             log.failures.append(f"{self.model_repository} holds no model")
             return False
         self.models = tuple(sorted(each.name for each in statuses))
         return True
+
+    def _is_listening(self) -> bool:
+        """Return whether every process next to the server takes requests."""
+        if self._sockets is None:
+            return True
+        files = [self._sockets.listening]
+        files += [] if self._openai is None else [self._sockets.openai_listening]
+        return all(path.exists() for path in files)
 
     def _fail(self, summary: str, log: ServerLog) -> None:
         unique = list(dict.fromkeys(log.failures)) or errors_of(last_lines(self.log_path, 200))

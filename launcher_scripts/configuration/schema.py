@@ -15,6 +15,7 @@ from typing import Any
 from export_scripts.values import NODE_CPUS, NODE_MEMORY_GB, Key, keys_of, option
 from inference.evaluation.options import EvaluateSection
 from inference.gateway.access import DEFAULT_MAX_REQUEST_MB
+from inference.openai.options import DEFAULT_PORT
 from launcher_scripts.configuration.cluster_section import CLUSTERS, ClusterSection
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
@@ -177,6 +178,17 @@ class GemmTuningSection:
 
 
 @dataclass
+class OpenAISection:
+    """`deploy.openai`: an endpoint of OpenAI's protocol next to Triton's."""
+
+    enabled: bool = option("serve it", False)
+    port: int = option("its port; 0 takes a free one", DEFAULT_PORT, within=(0, _PORT))
+    tokenizer: str | None = option(
+        "folder of the tokenizer's files; null: the repository's own", None, path=True
+    )
+
+
+@dataclass
 class DeploySection:
     """`deploy`: the server (conf/deploy/default.yaml)."""
 
@@ -199,6 +211,7 @@ class DeploySection:
     metrics_port: int = option(
         "port of the Prometheus metrics; 0 takes a free one", within=(0, _PORT)
     )
+    openai: OpenAISection = field(default_factory=OpenAISection)
     max_request_mb: int = option(
         "largest request, in MiB", DEFAULT_MAX_REQUEST_MB, within=(1, 1 << 20)
     )

@@ -8,6 +8,7 @@ from pathlib import Path
 from export_scripts.triton.object_store import StoreLocation
 from export_scripts.triton.served import ModelSizes, served_model_of
 from inference.gateway.access import Access
+from inference.openai.options import OpenAIOptions
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run
 from stages.base import Resources
@@ -48,6 +49,7 @@ def server_config(config: Config) -> DeployConfig:
         http_port=deploy.http_port,
         grpc_port=deploy.grpc_port,
         metrics_port=deploy.metrics_port,
+        openai=_openai(config),
         access=_access(config),
         ready_timeout_s=deploy.ready_timeout_s,
         drain_s=deploy.drain_s,
@@ -99,6 +101,13 @@ def _access(config: Config) -> Access:
         token_file=_path(deploy.token_file),
         client_shared_memory=deploy.client_shared_memory,
     )
+
+
+def _openai(config: Config) -> OpenAIOptions | None:
+    section = config.deploy.openai
+    if not section.enabled:
+        return None
+    return OpenAIOptions(port=section.port, tokenizer=_path(section.tokenizer))
 
 
 def _path(text: str | None) -> Path | None:

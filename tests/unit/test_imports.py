@@ -134,11 +134,13 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "export_scripts.triton.models": ("inference.backend",),
     "export_scripts.triton.backends": ("inference.backend",),
     "inference.gateway": (),
+    "inference.openai": ("export_scripts.ft", "inference.backend", "inference.gateway"),
     "inference.server": (
         "export_scripts.triton",
         "inference",
         "inference.decoding",
         "inference.gateway",
+        "inference.openai",
     ),
     "inference.pytriton": (
         "export_scripts.conversion",
@@ -213,6 +215,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.evaluation.report",
         "inference.evaluation.run",
         "inference.gateway",
+        "inference.openai",
         "inference.server",
     ),
     "launcher_scripts.configuration": (
@@ -222,6 +225,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.values",
         "inference.evaluation",
         "inference.gateway",
+        "inference.openai",
         "stages",
     ),
     "launcher_scripts.launchers": ("inference", "launcher_scripts.configuration", "stages"),

@@ -1,0 +1,104 @@
+"""Texts and tokens of a served model: what its tokenizer and its chat template say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from inference.backend.tokenizer import Tokenizer
+from inference.openai.chat_template import ChatTemplate
+from inference.openai.errors import ApiError
+
+# Tokens before others that are enough to decode these as within a text: a character has at most
+# four bytes, each perhaps a token, and SentencePiece looks at the one before.
+_WINDOW = 8
+
+
+class Codec:
+    """Encodes prompts and decodes answers.
+
+    Attributes:
+        end_ids: tokens that end an answer and are not part of its text.
+        chat_end_id: one more in a chat, if the tokenizer's settings name another end token.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        end_id: int | None = None,
+        suffix: Sequence[int] = (),
+    ) -> None:
+        """Take what a served model was exported with.
+
+        Args:
+            tokenizer: Of the model.
+            template: Of chats; None where the tokenizer has none.
+            end_id: The token that the model ends an answer with.
+            suffix: Tokens after every prompt.
+        """
+        self._tokenizer = tokenizer
+        self._template = template
+        self._suffix = tuple(suffix)
+        self.end_ids = frozenset(() if end_id is None else (end_id,))
+        self.chat_end_id = self._chat_end_id()
+
+    def _chat_end_id(self) -> int | None:
+        if self._template is None or not self._template.end_token:
+            return None
+        ids = self._tokenizer.encode(self._template.end_token)
+        return ids[0] if len(ids) == 1 and ids[0] not in self.end_ids else None
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a prompt, with the markers that the model expects around it."""
+        return (*self._tokenizer.encode(text, special=True), *self._suffix)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Return the tokens of a conversation.
+
+        Raises:
+            ApiError: the tokenizer has no template, or that refuses the messages.
+        """
+        if self._template is None:
+            raise ApiError(
+                "the tokenizer of this model has no chat template; use /v1/completions",
+                code="no_chat_template",
+            )
+        # A template writes every marker itself.
+        return tuple(self._tokenizer.encode(self._template.render(messages)))
+
+    def single_token(self, word: str) -> list[int]:
+        """Return the tokens that are a word by themselves."""
+        return [ids[0] for ids in self._tokenizer.word_forms(word) if len(ids) == 1]
+
+    def text_after(
+        self, before: Sequence[int], ids: Sequence[int], *, partial: bool = False
+    ) -> str:
+        """Return the text that `ids` add to that of `before`; with `partial`, more will follow."""
+        special = self._tokenizer.special_ids
+        shown = [index for index in ids if index not in special and index not in self.end_ids]
+        window = [index for index in before[-_WINDOW:] if index not in special]
+        start = self._tokenizer.decode(window)
+        whole = self._tokenizer.decode([*window, *shown], partial=partial)
+        if whole.startswith(start):
+            return whole[len(start) :]
+        return self._tokenizer.decode(shown, partial=partial)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of a prompt that was given as tokens."""
+        return self._tokenizer.decode(ids)
+
+    def piece(self, before: Sequence[int], token: int) -> str:
+        """Return what a token adds to a text; markers as they are spelled.
+
+        A token that leaves a character incomplete adds nothing, the one that completes it all.
+        """
+        window = list(before[-_WINDOW:])
+        start = self._tokenizer.decode(window, partial=True)
+        whole = self._tokenizer.decode([*window, token], partial=True)
+        return whole[len(start) :] if whole.startswith(start) else self._tokenizer.decode([token])
+
+    def name(self, before: Sequence[int], token: int) -> str:
+        """Return what an alternative token would add, by itself where that is nothing."""
+        return self.piece(before, token) or self._tokenizer.decode([token])

@@ -1,0 +1,174 @@
+"""Models that Triton serves, asked over gRPC."""
+
+# Shapes: n candidates, S prompt, L prompt and answer, W best tokens of a place
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import InferInput, InferRequestedOutput, InferResult
+from tritonclient.grpc.aio import InferenceServerClient
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+from export_scripts.ft.config_ini import read_config
+from inference.gateway.rules import without_internal_names
+from inference.openai.errors import ApiError
+from inference.openai.generation import Array, Candidate, Job, ModelFacts
+
+PREPROCESSING = "preprocessing"
+_POLL_S = 0.2
+_DEFAULT_CONTEXT = 4096  # of the engine, where neither model nor parameters say
+# How Triton's refusals of a request are spelled in gRPC.
+_STATUS = {
+    "INVALID_ARGUMENT": HTTPStatus.BAD_REQUEST,
+    "NOT_FOUND": HTTPStatus.NOT_FOUND,
+    "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
+}
+_REQUIRED = {"request_output_len": "input_lengths", "max_output_len": "sequence_length"}
+_SCORES = ("token_log_probs", "top_token_ids", "top_token_log_probs")
+# A stream then ends with the status of its error.
+_STREAM_HEADERS = {"triton_grpc_error": "true"}
+
+
+class TritonModel:
+    """One model of a Triton server, as a `Generator`."""
+
+    def __init__(self, client: InferenceServerClient, facts: ModelFacts) -> None:
+        self.facts = facts
+        self._client = client
+
+    async def generate(self, job: Job) -> AsyncIterator[Sequence[Candidate]]:
+        """Yield the candidates as they grow, see `Generator`."""
+        inputs = [_input(name, value) for name, value in self._tensors(job).items()]
+        names = ["output_ids", "sequence_length"]
+        names += _SCORES if job.scores else ()
+        names += ["cum_log_probs"] if job.ranks else []
+        outputs = [InferRequestedOutput(name) for name in names]
+        request = {"model_name": self.facts.name, "inputs": inputs, "outputs": outputs}
+        try:
+            if not self.facts.streams:
+                yield self._candidates(job, await self._client.infer(**request))
+                return
+            responses = self._client.stream_infer(_only(request), headers=_STREAM_HEADERS)
+            try:
+                async for result, error in responses:
+                    if error is not None:
+                        raise error
+                    yield self._candidates(job, result)
+            except (GeneratorExit, asyncio.CancelledError):
+                responses.cancel()  # the client has left, or has what it wanted
+                raise
+        except (InferenceServerException, grpc.RpcError) as error:
+            raise _api_error(error) from error
+
+    def _tensors(self, job: Job) -> dict[str, Array]:
+        output_name = "max_output_len" if self.facts.encoder_decoder else "request_output_len"
+        rows = job.candidates
+        return {
+            "input_ids": np.tile(np.array(job.prompt, np.uint32), (rows, 1)),  # (n, S)
+            _REQUIRED[output_name]: np.full((rows, 1), len(job.prompt), np.uint32),
+            output_name: np.full((rows, 1), job.output_len, np.uint32),
+            **job.tensors,
+        }
+
+    def _candidates(self, job: Job, result: InferResult) -> list[Candidate]:
+        ids, lengths = result.as_numpy("output_ids"), result.as_numpy("sequence_length")
+        first = 0 if self.facts.encoder_decoder else len(job.prompt)
+        arrays = [result.as_numpy(name) for name in _SCORES] if job.scores else []
+        found = []
+        for row in range(job.candidates):
+            tokens = ids[row, 0, first : int(lengths[row, 0])]
+            own, top_ids, top = (each[row, 0] for each in arrays) if arrays else (None,) * 3
+            total = float(result.as_numpy("cum_log_probs")[row, 0]) if job.ranks else 0.0
+            found.append(Candidate(tuple(tokens.tolist()), own, top_ids, top, total))
+        return found
+
+
+async def connect(address: str) -> InferenceServerClient:
+    """Return a client of a server that is ready, once it is."""
+    client = InferenceServerClient(address)
+    while True:
+        try:
+            if await client.is_server_ready():
+                return client
+        except InferenceServerException:
+            pass  # not listening yet
+        await asyncio.sleep(_POLL_S)
+
+
+async def served_models(
+    client: InferenceServerClient, repository: Path | None
+) -> list[TritonModel]:
+    """Return the models that complete token ids without sessions, by name.
+
+    Args:
+        client: Of a server that is ready.
+        repository: Where it has its models from; None for a place that is not a folder.
+    """
+    index = await client.get_model_repository_index()
+    found = []
+    for name in sorted({model.name for model in index.models}):
+        config = (await client.get_model_config(name)).config
+        inputs = frozenset(tensor.name for tensor in config.input)
+        lengths = {"request_output_len", "max_output_len"} & inputs
+        if "input_ids" not in inputs or not lengths or config.HasField("sequence_batching"):
+            continue
+        facts = ModelFacts(
+            name=name,
+            inputs=inputs,
+            max_rows=max(config.max_batch_size, 1),
+            context_len=_context_len(config, repository),
+            encoder_decoder="max_output_len" in inputs,
+            streams=config.model_transaction_policy.decoupled,
+        )
+        found.append(TritonModel(client, facts))
+    return found
+
+
+async def text_parameters(client: InferenceServerClient) -> Mapping[str, str]:
+    """Return the parameters of the model that encodes texts, none if there is no such model."""
+    try:
+        config = (await client.get_model_config(PREPROCESSING)).config
+    except InferenceServerException:
+        return {}
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+def _context_len(config: Any, repository: Path | None) -> int:
+    """Return the most tokens of a sequence, from the model's parameters and its config.ini."""
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
+    limit = int(parameters.get("max_seq_len", _DEFAULT_CONTEXT))
+    folder = parameters.get("model_checkpoint_path")
+    if folder is None and repository is not None:
+        folder = str(repository / config.name / "1" / f"{parameters['tensor_para_size']}-gpu")
+    if folder is None or not (Path(folder) / "config.ini").is_file():
+        return limit
+    _, model = read_config(Path(folder))
+    positions = getattr(model, "max_pos_seq_len", None)
+    return min(limit, positions) if positions else limit
+
+
+async def _only(request: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+    yield dict(request)
+
+
+def _input(name: str, value: Array) -> InferInput:
+    tensor = InferInput(name, list(value.shape), np_to_triton_dtype(value.dtype))
+    tensor.set_data_from_numpy(value)
+    return tensor
+
+
+def _api_error(error: Exception) -> ApiError:
+    if isinstance(error, InferenceServerException):
+        status, text = str(error.status() or ""), str(error.message() or "")
+    else:
+        status, text = str(error.code()), str(error.details())  # type: ignore[attr-defined]
+    text = without_internal_names(text)
+    code = _STATUS.get(status.rpartition(".")[2], HTTPStatus.INTERNAL_SERVER_ERROR)
+    return ApiError(text or "the model does not answer", status=code)

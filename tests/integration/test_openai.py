@@ -1,0 +1,234 @@
+"""OpenAI's own client against the endpoint of a real server with the sample model, twice in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from inference.backend.tokenizer import load_tokenizer
+from inference.gateway.access import Access
+from inference.gateway.credentials import Credentials
+from inference.openai.options import OpenAIOptions
+from inference.server.client import TritonClient
+from inference.server.server import TritonServer
+from tests.waiting import until
+
+pytestmark = pytest.mark.triton
+
+WHOLE, STREAMING = "fastertransformer", "streaming"
+BOTH = pytest.mark.parametrize("model", [WHOLE, STREAMING])
+NEW_TOKENS = 32
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+Cases = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def token_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("token") / "token"
+    path.write_text("0123456789" * 3 + "\n")
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(
+    sample_repository: Callable[..., Path],
+    token_file: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[TritonServer]:
+    repository = sample_repository(tp_size=1, parameters={"device": "cpu"})
+    shutil.copytree(repository / WHOLE, repository / STREAMING)
+    config = repository / STREAMING / "config.pbtxt"
+    described = text_format.Parse(config.read_text(), model_config_pb2.ModelConfig())
+    described.name, described.model_transaction_policy.decoupled = STREAMING, True
+    config.write_text(text_format.MessageToString(described))
+    settings = {"chat_template": TEMPLATE}
+    (repository / "preprocessing" / "1" / "tokenizer_config.json").write_text(json.dumps(settings))
+    running = TritonServer(
+        repository,
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
+        log_path=tmp_path_factory.mktemp("log") / "triton.log",
+        access=Access(token_file=token_file),
+        openai=OpenAIOptions(port=0),
+    )
+    with running:
+        running.start(timeout_s=120)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: TritonServer, token_file: Path) -> Iterator[openai.OpenAI]:
+    assert server.openai_url is not None
+    key = token_file.read_text().strip()
+    with openai.OpenAI(
+        base_url=server.openai_url, api_key=key, max_retries=0, timeout=60
+    ) as connected:
+        yield connected
+
+
+def test_the_models_that_complete_tokens_are_listed(client: openai.OpenAI) -> None:
+    models = {model.id: model for model in client.models.list()}
+    assert set(models) == {WHOLE, STREAMING}
+    assert client.models.retrieve(WHOLE).id == WHOLE
+
+
+@BOTH
+def test_answers_are_the_recorded_ones_whole_and_streamed(
+    client: openai.OpenAI, model: str, greedy_cases: Cases
+) -> None:
+    asked: dict[str, Any] = {"model": model, "max_tokens": NEW_TOKENS, "temperature": 0}
+    prompts = [case["input_ids"] for case in greedy_cases[:4]]
+    done = client.completions.create(prompt=prompts, **asked)
+    for case, prompt, choice in zip(greedy_cases, prompts, done.choices, strict=False):
+        usage = {"include_usage": True}
+        *parts, last = client.completions.create(
+            prompt=prompt, stream=True, stream_options=usage, **asked
+        )
+        assert "".join(part.choices[0].text for part in parts) == choice.text
+        assert last.usage is not None
+        assert last.usage.prompt_tokens == len(prompt)
+        # A token to a piece, but for those that end within a character.
+        assert len(parts) > NEW_TOKENS / 2 if model == STREAMING else len(parts) == 1
+        scored = client.completions.create(prompt=prompt, logprobs=1, **asked).choices[0]
+        assert scored.text == choice.text
+        assert scored.logprobs is not None
+        assert "".join(scored.logprobs.tokens or ()) == choice.text
+        assert len(scored.logprobs.tokens or ()) == NEW_TOKENS
+        assert case["prompt"] + choice.text == case["greedy_text"]
+
+
+def test_the_scores_of_an_echoed_prompt_add_up_to_the_servers_own(
+    client: openai.OpenAI, server: TritonServer, token_file: Path, greedy_cases: Cases
+) -> None:
+    prompt = greedy_cases[0]["input_ids"]
+    flag = np.array([[True]])
+    with TritonClient(
+        server.grpc_url, timeout_s=60, credentials=Credentials(token_file=token_file)
+    ) as triton:
+        outputs = triton.infer(
+            WHOLE,
+            {
+                "input_ids": np.array([prompt], np.uint32),
+                "input_lengths": np.array([[len(prompt)]], np.uint32),
+                "request_output_len": np.array([[1]], np.uint32),
+                "is_return_log_probs": flag,
+                "is_return_context_cum_log_probs": flag,
+            },
+        )
+    done = client.completions.create(
+        model=WHOLE, prompt=prompt, echo=True, logprobs=3, max_tokens=1, temperature=0
+    )
+    scores = done.choices[0].logprobs
+    assert scores is not None
+    log_probs, tops = scores.token_logprobs, scores.top_logprobs
+    assert log_probs is not None
+    assert tops is not None
+    assert len(log_probs) == len(tops) == len(prompt) + 1
+    assert log_probs[0] is None
+    assert sum(log_probs[1:]) == pytest.approx(float(outputs["cum_log_probs"][0, 0]), abs=1e-3)
+    # Greedy: the token that was taken is the best one.
+    assert log_probs[-1] == max(tops[-1].values())
+    assert all(3 <= len(each) <= 4 for each in tops[1:])
+    ends = [*(scores.text_offset or ())[1:], len(done.choices[0].text)]
+    pieces = zip(scores.text_offset or (), ends, scores.tokens or (), strict=True)
+    assert all(done.choices[0].text[first:last] == piece for first, last, piece in pieces)
+
+
+@BOTH
+def test_seeded_samples_are_the_same_again_and_differ_from_each_other(
+    client: openai.OpenAI, model: str
+) -> None:
+    asked: dict[str, Any] = {"model": model, "prompt": "It was the", "n": 3, "max_tokens": 12}
+    first, again, other = (
+        [choice.text for choice in client.completions.create(seed=seed, **asked).choices]
+        for seed in (7, 7, 8)
+    )
+    assert first == again != other
+    assert len(set(first)) == 3
+
+
+@BOTH
+def test_a_stop_text_ends_the_answer_before_it(client: openai.OpenAI, model: str) -> None:
+    asked: dict[str, Any] = {"model": model, "prompt": "It was the best", "temperature": 0}
+    whole = client.completions.create(max_tokens=24, **asked).choices[0].text
+    stop = whole[len(whole) // 2 :][:5]
+    expected = whole[: whole.index(stop)]
+    (choice,) = client.completions.create(max_tokens=24, stop=stop, **asked).choices
+    assert (choice.text, choice.finish_reason) == (expected, "stop")
+    parts = list(client.completions.create(max_tokens=24, stop=stop, stream=True, **asked))
+    assert "".join(part.choices[0].text for part in parts) == expected
+    assert parts[-1].choices[0].finish_reason == "stop"
+
+
+@BOTH
+def test_a_chat_is_the_completion_of_its_template(client: openai.OpenAI, model: str) -> None:
+    text = "The old man said"
+    asked: dict[str, Any] = {"model": model, "max_tokens": 8, "temperature": 0}
+    expected = client.completions.create(prompt=text, **asked).choices[0].text
+    messages: Any = [{"role": "user", "content": text}]
+    done = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **asked)
+    assert done.choices[0].message.content == expected
+    assert done.choices[0].logprobs is not None
+    content = done.choices[0].logprobs.content or []
+    assert "".join(each.token for each in content) == expected
+    assert all(len(each.top_logprobs) == 2 for each in content)
+    parts = client.chat.completions.create(messages=messages, stream=True, **asked)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+
+
+@BOTH
+def test_a_banned_token_does_not_come(
+    client: openai.OpenAI, server: TritonServer, model: str
+) -> None:
+    asked: dict[str, Any] = {"model": model, "prompt": "It was the best", "temperature": 0}
+    (choice,) = client.completions.create(max_tokens=1, **asked).choices
+    (banned,) = load_tokenizer(Path(server.model_repository) / "preprocessing" / "1").encode(
+        choice.text
+    )
+    other = client.completions.create(max_tokens=1, logit_bias={str(banned): -100}, **asked)
+    assert other.choices[0].text != choice.text
+
+
+def test_refusals_are_the_clients_own_errors(client: openai.OpenAI) -> None:
+    for model in (WHOLE, STREAMING):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="exceeds max_pos_seq_len"):
+                client.completions.create(
+                    model=model, prompt="It", max_tokens=100_000, stream=stream
+                )
+    with pytest.raises(openai.BadRequestError, match="outside vocabulary"):
+        client.completions.create(model=WHOLE, prompt=[1_000_000])
+    with pytest.raises(openai.NotFoundError, match="fastertransformer, streaming"):
+        client.completions.create(model="gpt-4", prompt="It")
+    with pytest.raises(openai.AuthenticationError):
+        client.with_options(api_key="wrong" * 8).models.list()
+
+
+def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: TritonServer) -> None:
+    assert server.failure() is None
+    own = [pid for pid in children(os.getpid()) if b"inference.openai" in command_line(pid)]
+    (pid,) = own
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: server.failure() is not None, "the loss of the endpoint")
+    assert "the OpenAI endpoint ended with status -9" in (server.failure() or "")
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
