@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.server.probe import ProbeError, probe
+from inference.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
 from stages.deploy_config import FASTERTRANSFORMER, PORT_KEYS, DeployConfig
 from stages.endpoint import ServerEndpoint, server_log
@@ -61,6 +62,7 @@ def serving(
     if config.nodes > 1:
         start = announce_start(folder, job_id, restarts + 1)
         environment |= rendezvous_variables(folder, start)
+    environment[RESTARTS_VARIABLE] = str(restarts)
     server = _server(config, folder, job_id, environment)
     with server:
         progress.update("starting the server")

@@ -19,6 +19,7 @@ from typing import Any
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.validation import validate_directory
+from inference.backend.metrics import ModelMetrics
 from inference.backend.model_settings import ModelSettings, read_settings
 from inference.backend.triton_model import ModelArguments, error_response, with_readable_errors
 from inference.engine.base import EngineBase
@@ -42,6 +43,8 @@ class Exchange:
         self.request = request
         self.sender = request.get_response_sender()
         self.wanted = tuple(request.requested_output_names())
+        self.began = time.perf_counter()
+        self.is_canary = _is_canary(request)
         self._closed = False
         self._lock = threading.Lock()
 
@@ -99,6 +102,8 @@ class EngineModel:
         check_weights(self.settings.checkpoint_path)
         self.running_engine = self.make_engine(self.settings)
         self.running_engine.start()
+        self.metrics = ModelMetrics(self.name, self.running_engine.load)
+        self.metrics.start()
         self._running: dict[Exchange, Future[Any]] = {}
         self._next_check = 0  # index of the running request to check next
         self._canary_steps = -1  # of the engine, at the last canary that was answered BUSY
@@ -130,15 +135,20 @@ class EngineModel:
         """Queue requests (called by Triton); None means that the answers follow later."""
         for request in requests:
             exchange = Exchange(request)
-            if _is_canary(request) and self._makes_progress():
+            if exchange.is_canary and self._makes_progress():
                 exchange.fail(BUSY, "UNAVAILABLE")
                 continue
             try:
                 future, answer = self.submit(exchange)
             except ValueError as error:
                 exchange.fail(str(error), "INVALID_ARG")
-            except (EngineBusyError, EngineFailedError) as error:
+                self.metrics.refused("invalid")
+            except EngineBusyError as error:
                 exchange.fail(str(error), "UNAVAILABLE")
+                self.metrics.refused("busy")
+            except EngineFailedError as error:
+                exchange.fail(str(error), "UNAVAILABLE")
+                self.metrics.refused("unavailable")
             else:
                 self._follow(exchange, future, answer)
 
@@ -151,6 +161,7 @@ class EngineModel:
     def finalize(self) -> None:
         """Stop the engine (called by Triton)."""
         self._stopping.set()
+        self.metrics.stop()
         self.running_engine.stop()
         self._outbox.put(_STOP)
         for thread in self._threads:
@@ -169,9 +180,32 @@ class EngineModel:
         def finished(done: Future[Any]) -> None:
             with self._lock:
                 self._running.pop(exchange, None)
-            self.later(lambda: _send_result(exchange, done, answer))
+            self.later(lambda: self._send_result(exchange, done, answer))
 
         future.add_done_callback(finished)
+
+    def _send_result(
+        self, exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]
+    ) -> None:
+        """Send the last response, or the reason for its absence."""
+        outcome = "failed"
+        try:
+            answer(future.result())
+            outcome = ""
+        except CancelledError:
+            exchange.fail("the request was cancelled", "CANCELLED")
+            outcome = "cancelled"
+        except ValueError as error:  # found by the engine's thread, such as an ended session
+            exchange.fail(str(error), "INVALID_ARG")
+        except (EngineBusyError, EngineFailedError) as error:
+            exchange.fail(str(error), "UNAVAILABLE")
+        except Exception as error:  # any failure is this request's answer
+            exchange.fail(str(error) or type(error).__name__, "INTERNAL")
+        if outcome:
+            self.metrics.ended(outcome)
+        elif not exchange.is_canary:
+            seconds = time.perf_counter() - exchange.began
+            self.metrics.completed(seconds, getattr(future.result(), "times", None))
 
     def _deliver(self) -> None:
         """Send responses in order; the engine never waits for a client."""
@@ -260,17 +294,3 @@ def check_weights(folder: Path) -> None:
     """
     if problems := validate_directory(folder, checksums=False):
         raise CheckpointMismatchError([f"{folder} cannot be served:", *problems])
-
-
-def _send_result(exchange: Exchange, future: Future[Any], answer: Callable[[Any], None]) -> None:
-    """Send the last response, or the reason for its absence."""
-    try:
-        answer(future.result())
-    except CancelledError:
-        exchange.fail("the request was cancelled", "CANCELLED")
-    except ValueError as error:  # found by the engine's thread, such as an ended session
-        exchange.fail(str(error), "INVALID_ARG")
-    except (EngineBusyError, EngineFailedError) as error:
-        exchange.fail(str(error), "UNAVAILABLE")
-    except Exception as error:  # any failure is this request's answer
-        exchange.fail(str(error) or type(error).__name__, "INTERNAL")

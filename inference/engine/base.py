@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from export_scripts.families.layout.architecture import Architecture
+from inference.engine.load import EngineLoad
 from inference.engine.loop import EngineLoop
 from inference.engine.options import EngineOptions
 from inference.ranks.checks import check_ranks
@@ -73,6 +74,10 @@ class EngineBase(ABC):
     def queued_rows(self) -> int:
         """Rows of all requests that have not begun."""
         return self._loop.queued_rows
+
+    def load(self) -> EngineLoad:
+        """Return how much waits and runs; may be called from any thread."""
+        return EngineLoad(waiting=self.queued_rows)
 
     def cancel(self, future: Future[Any]) -> None:
         """Cancel a request: at the next step its work stops and its memory is freed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from inference.engine.capacity import (
     plan_capacity,
 )
 from inference.engine.errors import EngineBusyError, EngineFailedError
+from inference.engine.load import EngineLoad
 from inference.engine.loop import EngineLoop
 from inference.engine.options import EngineOptions
 from inference.engine.running import (
@@ -135,6 +137,12 @@ class Engine(EngineBase):
         if self._scheduler is None:
             return 0, 0
         return self._scheduler.shared_tokens, self._scheduler.prompt_tokens
+
+    def load(self) -> EngineLoad:
+        """Return how much waits and runs; may be called from any thread."""
+        if self._scheduler is None:
+            return super().load()
+        return replace(self._scheduler.load(), waiting=self.queued_rows)
 
     def submit(
         self,

@@ -20,6 +20,7 @@ from inference.decoding.rows import (
     SessionTurn,
 )
 from inference.decoding.tensor_fields import Array
+from inference.engine.load import RequestTimes
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class GenerationResult:
     request: GenerationRequest
     rows: tuple[RowResult, ...]
     context_embeddings: tuple[Array | None, ...]
+    times: RequestTimes | None = None
 
 
 OnStep = Callable[[GenerationStep], None]
@@ -214,6 +216,7 @@ class RunningRequest:
     active: list[RunningRow] = field(default_factory=list)
     results: list[RowResult | None] = field(default_factory=list)
     pooled: list[Array | None] = field(default_factory=list)
+    times: RequestTimes = field(default_factory=RequestTimes.now)
 
     @property
     def waiting_rows(self) -> int:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from inference.decoding.rows import RowStep
 from inference.decoding.tensor_fields import Array
 from inference.engine.blocks import BlockPool, SlotPool, beginnings
 from inference.engine.errors import EngineBusyError, RowError
+from inference.engine.load import EngineLoad
 from inference.engine.planned_step import EncoderWork, PlannedStep, RowWork, lay_out
 from inference.engine.running import (
     GenerationResult,
@@ -87,6 +89,7 @@ class Scheduler:
         self._moves: list[Move] = []
         self._encoder = EncoderProgress(encoder_layers)
         self._sessions = Sessions(idle_s=session_idle_s, free=self._free)
+        self._begun_tokens = self._generated_tokens = 0
 
     @property
     def idle(self) -> bool:
@@ -102,6 +105,18 @@ class Scheduler:
     def waiting_rows(self) -> int:
         """Rows that hold no slots yet."""
         return sum(request.waiting_rows for request in self._requests)
+
+    def load(self) -> EngineLoad:
+        """Return how much runs; may be called from any thread."""
+        slots, blocks = self._slots, self._blocks
+        return EngineLoad(
+            running=slots.total - slots.free,
+            slots=slots.total,
+            blocks=blocks.total or 0,
+            blocks_used=(blocks.total or 0) - blocks.free,
+            prompt_tokens=self._begun_tokens,
+            generated_tokens=self._generated_tokens,
+        )
 
     @property
     def free_slots(self) -> int:
@@ -230,12 +245,19 @@ class Scheduler:
                 if work.samples:
                     outputs.append((work, last))
             first = last + 1
+        self._note_tokens(outputs)
         if result.chosen is not None:
             grown = self._take_chosen(outputs, result.chosen.array())
         else:
             grown = self._choose(outputs, result.logits)
         # Requests without a listener that only got a token need no report.
         self._answer(step.owners if result.chosen is None else grown, grown)
+
+    def _note_tokens(self, outputs: Sequence[tuple[RowWork, int]]) -> None:
+        self._generated_tokens += len(outputs)
+        now = perf_counter()
+        for work, _ in outputs:
+            work.row.owner.times.note_token(now)
 
     def _take_prompt(self, work: RowWork, number: int, result: StepResult, outputs: slice) -> None:
         """Store the results of a step for a chunk of a prompt."""
@@ -390,6 +412,8 @@ class Scheduler:
         if row.logits is None and row.handle is None:
             row.handle = self._decoder.add(row.request)
             row.takes_best = self._decoder.takes_best(row.handle)
+            self._begun_tokens += len(row.request.input_ids)
+        row.owner.times.began = row.owner.times.began or perf_counter()
         row.owner.waiting.remove(row)
         row.owner.active.append(row)
         if row.owner.session is not None:
@@ -522,7 +546,9 @@ class Scheduler:
                 rows = tuple(row for row in request.results if row is not None)
                 if request.session is not None:
                     self._sessions.leave(request)
-                request.succeed(GenerationResult(request.request, rows, tuple(request.pooled)))
+                request.succeed(
+                    GenerationResult(request.request, rows, tuple(request.pooled), request.times)
+                )
             elif (probe := request.active[:1]) and probe[0].logits is not None:
                 self._answer_probe(request, probe[0])
             elif request.on_step is not None and request in grown:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from inference.gateway.credentials import Credentials
 from inference.openai.options import OpenAIOptions
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
+from tests.conftest import ROOT
 from tests.waiting import until
 
 pytestmark = pytest.mark.triton
@@ -215,6 +217,17 @@ def test_refusals_are_the_clients_own_errors(client: openai.OpenAI) -> None:
         client.completions.create(model="gpt-4", prompt="It")
     with pytest.raises(openai.AuthenticationError):
         client.with_options(api_key="wrong" * 8).models.list()
+
+
+def test_the_documents_example_runs(
+    server: TritonServer, token_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "docs" / "openai.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert server.openai_url is not None
+    example = example.replace("http://127.0.0.1:8003/v1", server.openai_url)
+    exec(example.replace('"none"', repr(token_file.read_text().strip())), {})
+    assert len(capsys.readouterr().out.split()) > 8
 
 
 def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: TritonServer) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from inference.client import main
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
 from tests.integration.triton_process import new_server
+from tests.waiting import until
 
 pytestmark = pytest.mark.triton
 
@@ -23,6 +27,9 @@ MODEL = "fastertransformer"
 NEW_TOKENS = 32
 LONG = 480
 Cases = list[dict[str, Any]]
+_METRIC = re.compile(
+    rf'(?P<name>slipway_\w+)\{{(?P<labels>[^}}]*model="{MODEL}"[^}}]*)\}} (?P<value>\S+)'
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +122,76 @@ def test_leaving_a_stream_frees_its_place_at_once(client: TritonClient) -> None:
     stream.close()
     list(client.stream(MODEL, _request([7, 8], 1)))
     assert time.monotonic() - started < alone_s / 2
+
+
+def test_the_metrics_agree_with_what_a_client_measures(
+    server: TritonServer, client: TritonClient
+) -> None:
+    before = metrics(server)
+    rounds, walls, firsts, spans = 3, 0.0, 0.0, 0.0
+    for _ in range(rounds):
+        began = time.perf_counter()
+        frames = [time.perf_counter() for _ in client.stream(MODEL, _request([5, 6], NEW_TOKENS))]
+        walls += time.perf_counter() - began
+        firsts += frames[0] - began
+        spans += frames[-1] - frames[0]
+    with pytest.raises(InferenceServerException):
+        list(client.stream(MODEL, _request([1, 9000], 4)))
+
+    def grown(name: str) -> float:
+        return metrics(server).get(name, 0.0) - before.get(name, 0.0)
+
+    until(lambda: grown("slipway_requests_refused_total invalid") == 1, "the refusal")
+    until(lambda: grown("slipway_requests_total completed") == rounds, "the completed requests")
+    until(lambda: grown("slipway_generated_tokens_total") >= rounds * NEW_TOKENS, "the tokens")
+    assert grown("slipway_generated_tokens_total") == rounds * NEW_TOKENS
+    assert grown("slipway_prompt_tokens_total") == rounds * 2
+    # Its clock starts after the client's and stops before it.
+    assert grown("slipway_request_duration_seconds_count") == rounds
+    assert spans / 2 < grown("slipway_request_duration_seconds_sum") < walls
+    assert grown("slipway_time_to_first_token_seconds_count") == rounds
+    assert 0 < grown("slipway_time_to_first_token_seconds_sum") < firsts
+    between = grown("slipway_time_between_tokens_seconds_sum") * (NEW_TOKENS - 1)
+    assert spans / 2 < between < walls
+    assert grown('slipway_request_duration_seconds_bucket le="+Inf"') == rounds
+
+
+def test_the_metrics_show_who_waits_who_runs_and_who_has_left(
+    server: TritonServer, client: TritonClient
+) -> None:
+    cancelled = metrics(server)["slipway_requests_total cancelled"]
+    assert metrics(server)["slipway_slots"] == 1
+    stream = client.stream(MODEL, _request([5, 6], LONG, min_length=np.array([[LONG]], np.int32)))
+    next(stream)
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(lambda: list(client.stream(MODEL, _request([7, 8], 1))))
+        until(
+            lambda: metrics(server)["slipway_waiting_sequences"] == 1 or second.done(),
+            "the second request in the queue",
+        )
+        assert not second.done()
+        assert metrics(server)["slipway_running_sequences"] == 1
+        stream.close()
+        assert len(second.result()) == 1
+    until(lambda: metrics(server)["slipway_running_sequences"] == 0, "the end of what ran")
+    until(
+        lambda: metrics(server)["slipway_requests_total cancelled"] == cancelled + 1,
+        "the request that was given up",
+    )
+
+
+def metrics(server: TritonServer) -> dict[str, float]:
+    """Return the model's metrics by name and, where they have one, by a further label."""
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    found = {}
+    for line in lines:
+        if (match := _METRIC.fullmatch(line)) is not None:
+            further = [each for each in match["labels"].split(",") if not each.startswith("model=")]
+            values = [each.partition("=")[2].strip('"') for each in further if each[:3] != "le="]
+            values += [each for each in further if each[:3] == "le="]
+            found[" ".join([match["name"], *values])] = float(match["value"])
+    return found
 
 
 def test_bad_request_ends_its_stream_with_an_error(client: TritonClient) -> None:

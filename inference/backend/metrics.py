@@ -1,0 +1,189 @@
+"""The metrics of a model in the server's `/metrics`, by Prometheus' conventions.
+
+Triton's own durations of these models end when `execute` has taken a request over, long before its
+answer (2.51, pb_metric_reporter.cc): `slipway_request_duration_seconds` takes their place.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from inference.engine.load import EngineLoad, RequestTimes
+from inference.supervision import RESTARTS_VARIABLE
+
+_INTERVAL_S = 0.5
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0)
+GAUGES: dict[str, tuple[str, Callable[[EngineLoad], float]]] = {
+    "slipway_waiting_sequences": (
+        "Sequences that wait for a slot",
+        lambda load: load.waiting,
+    ),
+    "slipway_running_sequences": (
+        "Sequences that hold a slot of the cache",
+        lambda load: load.running,
+    ),
+    "slipway_slots": ("Sequences that can run at once", lambda load: load.slots),
+    "slipway_cache_blocks": (
+        "Blocks of the cache; 0 where each slot has its own",
+        lambda load: load.blocks,
+    ),
+    "slipway_cache_blocks_used": (
+        "Blocks of the cache that sequences hold",
+        lambda load: load.blocks_used,
+    ),
+}
+TOKENS: dict[str, tuple[str, Callable[[EngineLoad], float]]] = {
+    "slipway_prompt_tokens_total": (
+        "Tokens of the prompts that were begun",
+        lambda load: load.prompt_tokens,
+    ),
+    "slipway_generated_tokens_total": (
+        "Tokens generated, a token of each beam counted",
+        lambda load: load.generated_tokens,
+    ),
+}
+_REQUESTS = "slipway_requests_total"
+_REFUSED = "slipway_requests_refused_total"
+_RESTARTS = "slipway_server_restarts_total"
+COUNTERS = {
+    _REQUESTS: "Requests by outcome: completed, cancelled (the client left), failed, refused",
+    _REFUSED: "Requests refused by reason: invalid, busy (the queue is full), unavailable",
+    _RESTARTS: "Starts of this server after a failure, since the deploy stage began",
+}
+_DURATION = "slipway_request_duration_seconds"
+HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    _DURATION: ("Time from a request's arrival to its last response", _SECONDS),
+    "slipway_request_queue_seconds": ("Time a request waited for its first slot", _SECONDS),
+    "slipway_time_to_first_token_seconds": ("Time to a request's first token", _SECONDS),
+    "slipway_time_between_tokens_seconds": (
+        "Mean time between two tokens of a request, once for each request",
+        _STEP_SECONDS,
+    ),
+}
+_TIMES: dict[str, Callable[[RequestTimes], float | None]] = {
+    "slipway_request_queue_seconds": lambda times: times.queued_s,
+    "slipway_time_to_first_token_seconds": lambda times: times.first_token_s,
+    "slipway_time_between_tokens_seconds": lambda times: times.between_tokens_s,
+}
+_REASONS = ("invalid", "busy", "unavailable")
+_OUTCOMES = ("completed", "cancelled", "failed", "refused")
+_STOP = None
+
+
+class ModelMetrics:
+    """Keeps the metrics of one model up to date, from a thread of its own.
+
+    A metric is changed through the server's process, so load is looked at twice a second and
+    requests are noted here to be reported later.
+    """
+
+    def __init__(self, model: str, load: Callable[[], EngineLoad]) -> None:
+        """Declare the metrics; `load` is asked from the thread."""
+        self._load = load
+        self._labels = {"model": model}
+        self._ended: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._last = dict.fromkeys((*GAUGES, *TOKENS), 0.0)
+        kinds = _kinds()
+        families = {
+            **{name: (kinds["GAUGE"], text) for name, (text, _) in GAUGES.items()},
+            **{name: (kinds["COUNTER"], text) for name, (text, _) in TOKENS.items()},
+            **{name: (kinds["COUNTER"], text) for name, text in COUNTERS.items()},
+        }
+        self._families = {name: _family(name, *each) for name, each in families.items()}
+        self._plain = {
+            name: self._families[name].Metric(labels=self._labels)
+            for name in (*GAUGES, *TOKENS, _RESTARTS)
+        }
+        self._requests = self._labelled(_REQUESTS, "outcome", _OUTCOMES)
+        self._refused = self._labelled(_REFUSED, "reason", _REASONS)
+        self._histograms = {}
+        for name, (text, buckets) in HISTOGRAMS.items() if "HISTOGRAM" in kinds else ():
+            family = self._families[name] = _family(name, kinds["HISTOGRAM"], text)
+            self._histograms[name] = family.Metric(labels=self._labels, buckets=list(buckets))
+        self._plain[_RESTARTS].increment(float(os.environ.get(RESTARTS_VARIABLE) or 0))
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+
+    def start(self) -> None:
+        """Begin to report."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Report what there is, and no more."""
+        self._ended.put(_STOP)
+        self._thread.join()
+
+    def completed(self, seconds: float, times: RequestTimes | None) -> None:
+        """Note a request that was answered, how long that took, and its moments in the engine."""
+        self._ended.put(lambda: self._complete(seconds, times))
+
+    def ended(self, outcome: str) -> None:
+        """Note a request that ended without its whole answer: cancelled or failed."""
+        self._ended.put(lambda: self._requests[outcome].increment(1))
+
+    def refused(self, reason: str) -> None:
+        """Note a request that was not taken: invalid, busy or unavailable."""
+
+        def report() -> None:
+            self._requests["refused"].increment(1)
+            self._refused[reason].increment(1)
+
+        self._ended.put(report)
+
+    def _labelled(self, name: str, label: str, values: tuple[str, ...]) -> Mapping[str, Any]:
+        family = self._families[name]
+        return {value: family.Metric(labels={**self._labels, label: value}) for value in values}
+
+    def _run(self) -> None:
+        while True:
+            self._report_load()
+            try:
+                report = self._ended.get(timeout=_INTERVAL_S)
+            except queue.Empty:
+                continue
+            while report is not _STOP:
+                report()
+                if self._ended.empty():
+                    break
+                report = self._ended.get()
+            if report is _STOP:
+                return
+
+    def _complete(self, seconds: float, times: RequestTimes | None) -> None:
+        self._requests["completed"].increment(1)
+        found = {_DURATION: seconds}
+        if times is not None:
+            found |= {name: s for name, of in _TIMES.items() if (s := of(times)) is not None}
+        for name, value in found.items():
+            if name in self._histograms:
+                self._histograms[name].observe(value)
+
+    def _report_load(self) -> None:
+        load = self._load()
+        for name, (_, of) in GAUGES.items():
+            if (value := float(of(load))) != self._last[name]:
+                self._last[name] = value
+                self._plain[name].set(value)
+        for name, (_, of) in TOKENS.items():
+            if (news := float(of(load)) - self._last[name]) > 0:
+                self._last[name] += news
+                self._plain[name].increment(news)
+
+
+def _kinds() -> dict[str, Any]:
+    """Return the kinds of metrics that the server has; HISTOGRAM is in releases from 2.51 on."""
+    import triton_python_backend_utils as pb_utils
+
+    names = ("COUNTER", "GAUGE", "HISTOGRAM")
+    family = pb_utils.MetricFamily
+    return {name: getattr(family, name) for name in names if hasattr(family, name)}
+
+
+def _family(name: str, kind: Any, text: str) -> Any:
+    import triton_python_backend_utils as pb_utils
+
+    return pb_utils.MetricFamily(name=name, description=text, kind=kind)

@@ -1,0 +1,71 @@
+"""The load of an engine and the times of its requests, for whoever watches it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+
+@dataclass
+class RequestTimes:
+    """The moments of one request, in seconds of `perf_counter`; None for what has not happened.
+
+    `steps` counts the steps that gave it tokens.
+    """
+
+    arrived: float
+    began: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    steps: int = 0
+
+    @classmethod
+    def now(cls) -> RequestTimes:
+        """Return the times of a request that arrives."""
+        return cls(perf_counter())
+
+    def note_token(self, at: float) -> None:
+        """Note that a step has given the request a token."""
+        if self.last_token == at:
+            return  # another row of it
+        self.first_token = self.first_token or at
+        self.last_token = at
+        self.steps += 1
+
+    @property
+    def queued_s(self) -> float | None:
+        """Time until the first row held a slot."""
+        return None if self.began is None else self.began - self.arrived
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Time until the first token."""
+        return None if self.first_token is None else self.first_token - self.arrived
+
+    @property
+    def between_tokens_s(self) -> float | None:
+        """Mean time between two steps that gave it tokens."""
+        if self.first_token is None or self.last_token is None or self.steps < 2:
+            return None
+        return (self.last_token - self.first_token) / (self.steps - 1)
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """The load of an engine at one moment, and its sums since the start.
+
+    Attributes:
+        waiting, running: sequences; a beam search runs one for each beam.
+        slots: most sequences that can run.
+        blocks, blocks_used: of the cache; 0 where each slot has its own.
+        prompt_tokens: of all prompts that were begun, those of encoders included.
+        generated_tokens: of all answers, finished or not; a token of each beam counts.
+    """
+
+    waiting: int = 0
+    running: int = 0
+    slots: int = 0
+    blocks: int = 0
+    blocks_used: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0

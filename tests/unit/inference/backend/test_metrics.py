@@ -1,0 +1,53 @@
+"""The times of a request, the names of the metrics, and the dashboard that shows them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from inference.backend import metrics
+from inference.engine.load import RequestTimes
+
+ROOT = Path(__file__).resolve().parents[4]
+NAMES = {
+    *metrics.GAUGES,
+    *metrics.TOKENS,
+    *metrics.COUNTERS,
+    *(f"{name}_bucket" for name in metrics.HISTOGRAMS),
+}
+
+
+def test_the_times_of_a_request_follow_from_its_moments() -> None:
+    times = RequestTimes(10.0)
+    assert (times.queued_s, times.first_token_s, times.between_tokens_s) == (None, None, None)
+    times.began = 11.0
+    for moment in (12.0, 12.0, 12.5, 13.5):  # two rows got a token in the first step
+        times.note_token(moment)
+    assert times.queued_s == 1.0
+    assert times.first_token_s == 2.0
+    assert times.between_tokens_s == pytest.approx(0.75)
+    assert times.steps == 3
+
+
+def test_names_are_by_prometheus_conventions() -> None:
+    for name in (*metrics.GAUGES, *metrics.TOKENS, *metrics.COUNTERS, *metrics.HISTOGRAMS):
+        assert re.fullmatch(r"slipway_[a-z]+(_[a-z]+)*", name)
+    assert all(name.endswith("_total") for name in (*metrics.TOKENS, *metrics.COUNTERS))
+    assert not any(name.endswith("_total") for name in metrics.GAUGES)
+    assert all(name.endswith("_seconds") for name in metrics.HISTOGRAMS)
+
+
+def test_the_dashboard_shows_every_metric_and_no_other() -> None:
+    dashboard = json.loads((ROOT / "docker" / "grafana_dashboard.json").read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert {name for each in expressions for name in re.findall(r"slipway_\w+", each)} == NAMES
+
+
+def test_the_document_names_every_metric() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text()
+    assert not {name.removesuffix("_bucket") for name in NAMES} - set(
+        re.findall(r"slipway_\w+", text)
+    )
