@@ -19,7 +19,12 @@ from inference.openai.codec import Codec
 from inference.openai.completion import Completion, begin_chat, begin_completion
 from inference.openai.errors import ApiError
 from inference.openai.generation import Generator
-from inference.openai.parameters import parse_chat, parse_completion
+from inference.openai.parameters import (
+    parse_chat,
+    parse_completion,
+    parse_detokenize,
+    parse_tokenize,
+)
 
 BODY_TIMEOUT_S = 120.0  # for a request's body to arrive
 HEALTH_PATH = "/health"
@@ -60,6 +65,10 @@ class OpenAIEndpoint:
                 web.get("/v1/models/{model:.+}", self._model),
                 web.post("/v1/completions", self._completions),
                 web.post("/v1/chat/completions", self._chat),
+                # As vLLM has them; lm-evaluation-harness then needs no tokenizer of its own.
+                web.get("/tokenizer_info", self._tokenizer_info),
+                web.post("/tokenize", self._tokenize),
+                web.post("/detokenize", self._detokenize),
             ]
         )
         return application
@@ -154,6 +163,19 @@ class OpenAIEndpoint:
             about = _about("chatcmpl", "chat.completion.chunk", asked.model)
             return await _streamed(request, course, about, include_usage=asked.include_usage)
         return await _whole(course, _about("chatcmpl", "chat.completion", asked.model))
+
+    async def _tokenizer_info(self, request: web.Request) -> web.Response:
+        del request
+        return web.json_response(self._codec.description())
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        text, special = parse_tokenize(await _body(request))
+        tokens = await asyncio.to_thread(self._codec.tokenize, text, special=special)
+        return web.json_response({"tokens": tokens, "count": len(tokens)})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        tokens = parse_detokenize(await _body(request))
+        return web.json_response({"prompt": await asyncio.to_thread(self._codec.text, tokens)})
 
 
 def _about(prefix: str, kind: str, model: str) -> dict[str, Any]:

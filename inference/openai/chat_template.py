@@ -26,11 +26,13 @@ class ChatTemplate:
     """A template and the special tokens that it may name.
 
     Attributes:
+        source: the template itself.
         end_token: the token that ends an answer, as text; "" if the tokenizer's settings name none.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
         """Compile a template. Raises ValueError if it is not one."""
+        self.source = source
         self.end_token = tokens.get("eos_token", "")
         self._tokens = dict(tokens)
         self._template = _compiled(source)

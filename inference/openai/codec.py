@@ -68,6 +68,22 @@ class Codec:
         # A template writes every marker itself.
         return tuple(self._tokenizer.encode(self._template.render(messages)))
 
+    def description(self) -> dict[str, str | None]:
+        """Return the tokens that mark the end and the beginning of a text, and the template."""
+        end, prefix = sorted(self.end_ids)[:1], self._tokenizer.prefix_ids
+        return {
+            "eos_token": self._tokenizer.decode(end) if end else None,
+            "bos_token": self._tokenizer.decode(prefix[:1]) if prefix else None,
+            "chat_template": None if self._template is None else self._template.source,
+        }
+
+    def tokenize(self, text: str, *, special: bool) -> list[int]:
+        """Return the tokens of a text; that of the end token, spelled, is the end token."""
+        end = sorted(self.end_ids)[:1]
+        if end and text == self._tokenizer.decode(end):
+            return end
+        return list(self.encode(text)) if special else self._tokenizer.encode(text)
+
     def single_token(self, word: str) -> list[int]:
         """Return the tokens that are a word by themselves."""
         return [ids[0] for ids in self._tokenizer.word_forms(word) if len(ids) == 1]

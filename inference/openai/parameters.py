@@ -139,6 +139,27 @@ def parse_chat(body: Any) -> ChatRequest:
     return request
 
 
+def parse_tokenize(body: Any) -> tuple[str, bool]:
+    """Return the text to encode, and whether with the model's markers. Raises ApiError."""
+    fields = _Fields(body, frozenset({"model", "prompt", "add_special_tokens"}))
+    text = fields.get("prompt")
+    if not _is_text(text):
+        fields.problems.add("prompt", "must be a string")
+    special = fields.flag("add_special_tokens", default=True)
+    fields.problems.check()
+    return text, special
+
+
+def parse_detokenize(body: Any) -> tuple[int, ...]:
+    """Return the token ids to decode. Raises ApiError."""
+    fields = _Fields(body, frozenset({"model", "tokens"}))
+    tokens = fields.get("tokens")
+    if not isinstance(tokens, list) or not _are_ids(tokens):
+        fields.problems.add("tokens", "must be token ids")
+    fields.problems.check()
+    return tuple(tokens)
+
+
 class _Fields:
     """The fields of a body; null is as good as absent."""
 
@@ -159,8 +180,8 @@ class _Fields:
     def model(self) -> str:
         return self._typed("model", str, "a string", "")
 
-    def flag(self, name: str) -> bool:
-        return self._typed(name, bool, "true or false", False)
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        return self._typed(name, bool, "true or false", default)
 
     def integer(self, name: str, default: _T, least: int, most: int) -> int | _T:
         value = self.get(name)

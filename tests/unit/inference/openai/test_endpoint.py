@@ -361,3 +361,19 @@ def test_an_answer_that_did_not_end_itself_has_no_end_token() -> None:
         assert answer["usage"]["completion_tokens"] == 17
 
     run(check, model)
+
+
+def test_texts_are_encoded_and_decoded_as_harnesses_ask() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        async with client.get("/tokenizer_info") as response:
+            assert (await response.json())["eos_token"] == "<end>"
+        for text, tokens in (("bad", [1, 0, 3]), ("<end>", [END])):
+            body = {"prompt": text, "add_special_tokens": False}
+            async with client.post("/tokenize", json=body) as response:
+                assert (await response.json())["tokens"] == tokens
+            async with client.post("/detokenize", json={"tokens": tokens}) as response:
+                assert (await response.json())["prompt"] == text
+        await refused(client, 400, {"prompt": ["a"]}, "/tokenize")
+        await refused(client, 400, {"tokens": "a"}, "/detokenize")
+
+    run(check)
