@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 REPORT_NAME = "report.json"
 _REPORT_PAGE = "report.html"
 # Options that do not change the report.
-_NOT_IDENTITY = ("url", "name", "time_limit", "cpus_per_task", "mem_gb")
+_NOT_IDENTITY = ("url", "openai_url", "name", "time_limit", "cpus_per_task", "mem_gb")
 _EARLIER_STAGES = ("convert", "export", "deploy")
 _POLL_S = 0.5
 _UPDATES = 200  # of the progress of a task
@@ -136,8 +136,8 @@ class EvaluateStage(Stage):
         if self.marker_path().exists():
             _set_aside(self._output_dir)
         try:
-            with self._server(progress) as (url, ready_at):
-                options = replace(self.config.options, url=url)
+            with self._server(progress) as (url, openai_url, ready_at):
+                options = replace(self.config.options, url=url, openai_url=openai_url)
                 return self._ask(options, self._facts(ready_at), progress)
         finally:
             if self.config.endpoint_path is not None and self.config.stops_server:
@@ -182,16 +182,16 @@ class EvaluateStage(Stage):
         return replace(self.config.facts, stages=timings)
 
     @contextmanager
-    def _server(self, progress: Progress) -> Iterator[tuple[str, str]]:
-        """Yield the gRPC or HTTP address of a ready server, and since when it is ready."""
+    def _server(self, progress: Progress) -> Iterator[tuple[str, str | None, str]]:
+        """Yield the gRPC or HTTP address of a ready server, its OpenAI URL, and its start."""
         if self.config.options.server is not None:
-            yield self.config.options.server, now()
+            yield self.config.options.server, self.config.options.openai_url, now()
         elif self.config.endpoint_path is not None:
             endpoint = self._published(self.config.endpoint_path, progress)
-            yield self._address(endpoint), endpoint.ready_at
+            yield self._address(endpoint), self._openai_url(endpoint), endpoint.ready_at
         else:
             with serving(self.config.deploy, self.job.folder, progress) as (_, endpoint):
-                yield self._address(endpoint), endpoint.ready_at
+                yield self._address(endpoint), self._openai_url(endpoint), endpoint.ready_at
 
     def _published(self, path: Path, progress: Progress) -> ServerEndpoint:
         """Wait for the address that the deploy job publishes."""
@@ -214,6 +214,13 @@ class EvaluateStage(Stage):
                     f"deploy.ready_timeout_s={self.config.deploy.ready_timeout_s:g} s"
                 )
             time.sleep(_POLL_S)
+
+    def _openai_url(self, endpoint: ServerEndpoint) -> str | None:
+        if self.config.options.harness.url is not None or endpoint.openai is None:
+            return self.config.options.harness.url
+        scheme = "http" if self.config.options.ca is None else "https"
+        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+        return f"{scheme}://{host}:{endpoint.openai}/v1"
 
     def _address(self, endpoint: ServerEndpoint) -> str:
         port = endpoint.http if self.config.options.protocol == "http" else endpoint.grpc

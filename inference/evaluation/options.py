@@ -87,6 +87,20 @@ class IdentityOptions:
 
 
 @dataclass
+class HarnessOptions:
+    """`evaluate.harness`: tasks of lm-evaluation-harness, `harness:<task>` in `tasks`."""
+
+    url: str | None = option(
+        "base URL of the endpoint, such as http://node1:8003/v1; null: the pipeline's", None
+    )
+    include_path: str | None = option("folder with tasks of your own", None, path=True)
+    num_fewshot: int | None = option(
+        "examples before each question; null: the task's own", None, within=(0, 1000)
+    )
+    batch_size: int = option("prompts of a request", 16, within=(1, 2048))
+
+
+@dataclass
 class LatencyOptions:
     """`evaluate.latency`: latency and throughput by shape, batch size and requests in flight."""
 
@@ -205,6 +219,7 @@ class EvaluateSection:
     translation: TextTaskOptions = field(default_factory=TextTaskOptions)
     summarization: TextTaskOptions = field(default_factory=TextTaskOptions)
     identity: IdentityOptions = field(default_factory=IdentityOptions)
+    harness: HarnessOptions = field(default_factory=HarnessOptions)
     latency: LatencyOptions = field(default_factory=LatencyOptions)
 
     @property
@@ -243,6 +258,7 @@ class EvaluationOptions(EvaluateSection):
     Attributes:
         data_dir: where downloaded data sets are kept.
         url: host and port of the server, as `protocol` has it.
+        openai_url: base URL of the endpoint of OpenAI's protocol; null without one.
         model_name, ensemble_name: Triton models for token ids and for text; without an ensemble
             (null) text is encoded and decoded here and the model is asked.
         tokenizer_dir: folder with the served tokenizer's files; null asks the server's own
@@ -256,6 +272,7 @@ class EvaluationOptions(EvaluateSection):
 
     data_dir: Path
     url: str = "127.0.0.1:8001"
+    openai_url: str | None = None
     model_name: str = "fastertransformer"
     ensemble_name: str | None = "ensemble"
     tokenizer_dir: Path | None = None

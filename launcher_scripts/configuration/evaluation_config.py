@@ -58,6 +58,7 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
     options = EvaluationOptions(
         **vars(section),
         data_dir=Path(config.data_dir),
+        openai_url=section.harness.url or _expected_openai_url(section.server, server),
         model_name=server.model_name,
         ensemble_name=ENSEMBLE if has_ensemble(config) else None,
         tokenizer_dir=weights_dir,
@@ -88,3 +89,10 @@ def _facts(config: Config) -> RunFacts:
 def _reference(text: str) -> str:
     """Return the run to compare with: a known word, or the absolute path of a file."""
     return text if text in REFERENCES else str(Path(text).expanduser().absolute())
+
+
+def _expected_openai_url(named: str | None, server: DeployConfig) -> str | None:
+    """Return where the pipeline's own server will speak OpenAI's protocol, as far as is known."""
+    if named is not None or server.openai is None:
+        return None
+    return f"http://{server.host}:{server.openai.port}/v1"

@@ -20,7 +20,8 @@ from inference.evaluation.options import (
     LatencyOptions,
     parse_shape,
 )
-from inference.evaluation.tasks import TASKS
+from inference.evaluation.tasks import TASKS, task_entry
+from inference.evaluation.tasks.harness import PREFIX
 from inference.gateway.credentials import PLAIN
 
 
@@ -30,9 +31,10 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
     The messages use the configuration's names (`evaluate.concurrency`).
     """
     problems = [
-        f"unknown task {name!r} in evaluate.tasks; known tasks: {', '.join(sorted(TASKS))}."
+        f"unknown task {name!r} in evaluate.tasks; known tasks: {', '.join(sorted(TASKS))}, and "
+        f"{PREFIX}<any task of lm-evaluation-harness>."
         for name in options.tasks
-        if name not in TASKS
+        if task_entry(name) is None
     ]
     if not options.tasks:
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
@@ -43,7 +45,7 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
             "evaluate.latency.load_generator=perf_analyzer takes neither evaluate.ca nor "
             "evaluate.token_file; use client."
         )
-    entries = {name: TASKS[name] for name in options.tasks if name in TASKS}
+    entries = {name: entry for name in options.tasks if (entry := task_entry(name)) is not None}
     for entry in entries.values():
         problems += entry.check(options)
     problems += [
@@ -76,7 +78,8 @@ def known_metrics(
     """Return the names of all metrics that will be measured; `groups` are those of each task."""
     found: list[str] = []
     for name in options.tasks:
-        own = TASKS[name].metrics(options) if name in TASKS else ()
+        entry = task_entry(name)
+        own = () if entry is None else entry.metrics(options)
         found += own
         found += [f"{metric}_{group}" for metric in own for group in (groups or {}).get(name, ())]
     return tuple(found)

@@ -59,8 +59,8 @@ from inference.evaluation.run.task_run import (
     TaskRun,
     run_task,
 )
-from inference.evaluation.task import TextGenerator, generates
-from inference.evaluation.tasks import TASKS
+from inference.evaluation.task import TaskEntry, TextGenerator, generates
+from inference.evaluation.tasks import task_entry
 
 
 def evaluate(
@@ -85,7 +85,7 @@ def evaluate(
     """
     if problems := [*check_evaluation(options), *_check_batches(options, facts)]:
         raise ValueError("\n".join(problems))
-    bounds = {k: v for name in options.tasks for k, v in TASKS[name].bounds(options).items()}
+    bounds = {k: v for entry in _entries(options) for k, v in entry.bounds(options).items()}
     bounds |= parse_bounds(options.gate)[0]
     output_dir = Path(options.output_dir)
     started_at = datetime.now(timezone.utc)
@@ -277,8 +277,12 @@ def _gated(report: Report, options: EvaluationOptions, baseline: Baseline | None
     return replace(report, gate=gate, baseline=baseline.metrics, baseline_source=baseline.source)
 
 
+def _entries(options: EvaluationOptions) -> list[TaskEntry]:
+    return [entry for name in options.tasks if (entry := task_entry(name)) is not None]
+
+
 def _with_remedy(breach: Breach, options: EvaluationOptions) -> Breach:
-    entries = [TASKS[name] for name in options.tasks]
+    entries = _entries(options)
     remedies = [each.remedy(options) for each in entries if breach.metric in each.metrics(options)]
     return replace(breach, remedy=" ".join(remedies))
 

@@ -14,7 +14,7 @@ from inference.evaluation.run.checks import known_metrics
 from inference.evaluation.run.reference import Reference, read_reference, reference_of
 from inference.evaluation.run.task_run import ProgressCallback, run_task
 from inference.evaluation.task import Dataset, Sample, Task
-from inference.evaluation.tasks import TASKS
+from inference.evaluation.tasks import task_entry
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ class Prepared:
 
 def prepare(name: str, options: EvaluationOptions) -> Prepared:
     """Read the data and the reference of a task. Raises ValueError if they cannot be used."""
-    entry = TASKS[name]
+    entry = task_entry(name)
+    assert entry is not None, "unknown tasks were refused"
     task = entry.make(options)
     dataset, samples = task.prepare()
     path = None if entry.only_served else options.reference_path(name)

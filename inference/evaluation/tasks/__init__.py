@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from inference.evaluation.task import TaskEntry
 from inference.evaluation.tasks.end_to_end import END_TO_END
+from inference.evaluation.tasks.harness import PREFIX, harness_entry
 from inference.evaluation.tasks.identity import IDENTITY
 from inference.evaluation.tasks.lambada import LAMBADA
 from inference.evaluation.tasks.text_task import text_entry
@@ -19,3 +20,10 @@ TASKS: dict[str, TaskEntry] = {
     "identity": IDENTITY,
     **{name: text_entry(kind) for name, kind in TEXT_TASKS.items()},
 }
+
+
+def task_entry(name: str) -> TaskEntry | None:
+    """Return the row of a task, None if there is no task of this name."""
+    if name.startswith(PREFIX):
+        return harness_entry(name)
+    return TASKS.get(name)

@@ -1,0 +1,258 @@
+"""Any task of lm-evaluation-harness, asked through the endpoint that speaks OpenAI's protocol.
+
+The harness sends its own requests and makes its own metrics; here they become metrics of the
+report, named `harness_<task>_<metric>`, with the filter behind it where a task has other than "none".
+It is the extra `harness` of this package.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.statistics import Z_95
+from inference.evaluation.task import (
+    Dataset,
+    Metric,
+    Sample,
+    Score,
+    TaskEntry,
+    TextGenerator,
+)
+
+PREFIX = "harness:"
+_PACKAGE = "lm_eval"
+_MODEL = "local-completions"
+_NO_FILTER = "none"
+_TIMEOUT_S = 10.0
+# A bootstrap of the errors of means is not needed; of other metrics it takes so many draws.
+_BOOTSTRAP = 1000
+
+
+@dataclass(frozen=True)
+class _Figure:
+    """One metric of one task, as the harness names it."""
+
+    task: str
+    metric: str
+    filter: str
+
+    @property
+    def group(self) -> str:
+        """The metric's name behind that of the task that was asked for."""
+        end = "" if self.filter == _NO_FILTER else f"_{self.filter}"
+        return f"{self.metric}{end}".replace("-", "_")
+
+
+@dataclass
+class HarnessTask:
+    """One task of the harness, or a group of them; run whole when its first figure is wanted."""
+
+    name: str
+    options: EvaluationOptions
+    version: int = 1
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _results: dict[str, Any] = field(default_factory=dict)
+    _loaded: dict[str, Any] = field(default_factory=dict)  # the harness's tasks by name
+
+    @property
+    def own_name(self) -> str:
+        """The task's name in the harness."""
+        return self.name.removeprefix(PREFIX)
+
+    def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
+        """Load the task's documents; a sample here is a figure to be measured.
+
+        Raises:
+            ValueError: the harness has no such task, or cannot get its data.
+        """
+        try:
+            self._loaded = dict(self._manager().load([self.own_name])["tasks"])
+        except Exception as error:  # the harness and its data sets raise anything
+            raise ValueError(
+                f"evaluate.tasks={self.name} cannot be loaded by lm_eval: {error}"
+            ) from error
+        if not self._loaded:
+            raise ValueError(f"evaluate.tasks={self.name}: lm_eval has no such task")
+        limit = self.options.limit
+        sizes = [len(task.eval_docs) for task in self._loaded.values()]
+        digest = hashlib.sha256()
+        for task in self._loaded.values():
+            for document in task.eval_docs:
+                digest.update(json.dumps(document, sort_keys=True, default=str).encode())
+        dataset = Dataset(
+            name=self.own_name,
+            path=f"{_PACKAGE} {self.own_name}",
+            sha256=digest.hexdigest(),
+            total=sum(sizes),
+            count=sum(size if limit is None else min(size, limit) for size in sizes),
+            limit=limit,
+        )
+        samples = [
+            Sample(index, text=f"{figure.task}, {figure.metric}", target="", group=self._of(figure))
+            for index, figure in enumerate(self._figures())
+        ]
+        return dataset, samples
+
+    def score(self, sample: Sample, model: TextGenerator) -> Score:
+        """Return one figure; the first that is wanted runs the task."""
+        del model  # the harness asks by itself
+        with self._lock:
+            if not self._results:
+                self._results = self._run()
+        value, _ = self._value(self._figures()[sample.index])
+        return Score(values={sample.group: value}, answer=f"{value:.6g}")
+
+    def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+        """Return the harness's figures with its own standard errors."""
+        del samples, scores
+        return tuple(self._metric(figure) for figure in self._figures())
+
+    def _figures(self) -> list[_Figure]:
+        return [
+            _Figure(name, metric, pipeline.name)
+            for name, task in self._loaded.items()
+            for metric in task.aggregation()
+            for pipeline in task._filters  # the harness has no public name for them
+        ]
+
+    def _of(self, figure: _Figure) -> str:
+        """Return what tells a figure from the others of this task."""
+        if figure.task == self.own_name:
+            return figure.group
+        return f"{figure.task}_{figure.group}".replace("-", "_")
+
+    def _value(self, figure: _Figure) -> tuple[float, float]:
+        """Return a figure and its standard error, 0 where the harness has none."""
+        found = self._results["results"][figure.task]
+        value = float(found[f"{figure.metric},{figure.filter}"])
+        error = found.get(f"{figure.metric}_stderr,{figure.filter}")
+        return value, float(error) if isinstance(error, int | float) else 0.0
+
+    def _metric(self, figure: _Figure) -> Metric:
+        value, error = self._value(figure)
+        name = f"{metric_prefix(self.name)}_{self._of(figure)}"
+        counts = self._results["n-samples"][figure.task]
+        higher = self._loaded[figure.task].higher_is_better().get(figure.metric, True)
+        return Metric(
+            name=name,
+            key=figure.group,
+            value=value,
+            stderr=error,
+            low=value - Z_95 * error,
+            high=value + Z_95 * error,
+            count=int(counts["effective"]),
+            unit="fraction" if figure.metric.startswith(("acc", "exact_match", "f1")) else "",
+            higher_is_better=bool(higher),
+            method=f"{figure.metric} of {figure.task}, lm-evaluation-harness {_version()}",
+            sample_value=self._of(figure),
+            from_samples=False,
+        )
+
+    def _manager(self) -> Any:
+        from lm_eval.tasks import TaskManager
+
+        return TaskManager(include_path=self.options.harness.include_path)
+
+    def _run(self) -> dict[str, Any]:
+        from lm_eval import simple_evaluate
+
+        harness = self.options.harness
+        results = simple_evaluate(
+            model=_MODEL,
+            model_args=self._model_arguments(),
+            tasks=[self.own_name],
+            num_fewshot=harness.num_fewshot,
+            batch_size=harness.batch_size,
+            limit=self.options.limit,
+            task_manager=self._manager(),
+            bootstrap_iters=_BOOTSTRAP,
+            log_samples=False,
+            random_seed=self.options.seed,
+            numpy_random_seed=self.options.seed % (1 << 32),
+            fewshot_random_seed=self.options.seed,
+        )
+        assert results is not None, "the first process of an evaluation has the results"
+        return dict(results)
+
+    def _model_arguments(self) -> dict[str, Any]:
+        options, url = self.options, self.options.openai_url
+        assert url is not None, "checked before the start"
+        headers = options.credentials.headers()
+        token = headers.get("authorization", "").removeprefix("Bearer ")
+        context_len = _context_len(url, options.model_name, headers, options.ca)
+        arguments = {
+            "model": options.model_name,
+            "base_url": f"{url}/completions",
+            "num_concurrent": options.concurrency,
+            "timeout": int(options.request_timeout_s),
+            "max_length": context_len,
+            "tokenizer_backend": "remote",
+            "seed": options.seed,
+        }
+        if token:
+            arguments |= {"header": {"Authorization": f"Bearer {token}"}, "auth_token": token}
+        if options.ca is not None:
+            arguments["ca_cert_path"] = options.ca
+        return arguments
+
+
+def metric_prefix(name: str) -> str:
+    """Return how the metrics of a task of the harness begin."""
+    return name.replace(PREFIX, "harness_", 1).replace("-", "_")
+
+
+def harness_entry(name: str) -> TaskEntry:
+    """Return what a row of the table of tasks would be for a task of the harness."""
+    return TaskEntry(
+        make=lambda options: HarnessTask(name, options),
+        metrics=lambda _: (metric_prefix(name),),
+        check=lambda options: _check(name, options),
+        grouped=True,
+        only_served=True,
+    )
+
+
+def _check(name: str, options: EvaluationOptions) -> list[str]:
+    problems = []
+    if find_spec(_PACKAGE) is None:
+        problems.append(
+            f"evaluate.tasks has {name}, and lm-evaluation-harness is not installed; install "
+            "slipway[harness]."
+        )
+    if options.openai_url is None:
+        problems.append(
+            f"evaluate.tasks has {name}, which asks the endpoint of OpenAI's protocol; set "
+            "deploy.openai.enabled=true, or, for a server that runs already, evaluate.harness.url."
+        )
+    folder = options.harness.include_path
+    if folder is not None and not Path(folder).is_dir():
+        problems.append(f"evaluate.harness.include_path={folder} is not a folder.")
+    return problems
+
+
+def _context_len(url: str, model: str, headers: Mapping[str, str], ca: str | None) -> int:
+    """Return the tokens that a prompt and its answer may have together."""
+    import ssl
+
+    context = ssl.create_default_context(cafile=ca) if url.startswith("https") else None
+    request = urllib.request.Request(f"{url}/models/{model}", headers=dict(headers))
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+    )
+    with opener.open(request, timeout=_TIMEOUT_S) as answer:
+        return int(json.load(answer)["max_model_len"])
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version(_PACKAGE)

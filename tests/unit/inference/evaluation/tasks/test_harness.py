@@ -1,0 +1,154 @@
+"""Tasks of lm-evaluation-harness, with a stand-in of the package that records what it is asked."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from inference.evaluation.options import EvaluationOptions, HarnessOptions
+from inference.evaluation.run.checks import check_evaluation
+from inference.evaluation.run.preparation import check_bounds_of_groups, prepare
+from inference.evaluation.run.task_run import run_task
+from tests.fake_model import FakeModel
+
+
+class _Task:
+    """A task with two documents, an accuracy by two filters, and a perplexity."""
+
+    eval_docs = ({"q": 1}, {"q": 2}, {"q": 3})
+    _filters = (SimpleNamespace(name="none"), SimpleNamespace(name="strict-match"))
+
+    def aggregation(self) -> dict[str, Any]:
+        return {"acc": None, "perplexity": None}
+
+    def higher_is_better(self) -> dict[str, bool]:
+        return {"acc": True, "perplexity": False}
+
+
+class _Manager:
+    def __init__(self, include_path: str | None = None) -> None:
+        self.include_path = include_path
+
+    def load(self, names: list[str]) -> dict[str, Any]:
+        if names != ["two-facts"]:
+            raise KeyError(names[0])
+        return {"tasks": {"two-facts": _Task()}}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Put the stand-in in the place of lm_eval; return what its evaluations were asked."""
+    calls: list[dict[str, Any]] = []
+
+    def simple_evaluate(**arguments: Any) -> dict[str, Any]:
+        calls.append(arguments)
+        figures = {"alias": "two-facts"}
+        for key, value, error in (("acc", 0.5, 0.1), ("perplexity", 7.0, "N/A")):
+            for pipeline in ("none", "strict-match"):
+                figures |= {f"{key},{pipeline}": value, f"{key}_stderr,{pipeline}": error}  # type: ignore[dict-item]
+        counts = {"two-facts": {"original": 3, "effective": 2}}
+        return {"results": {"two-facts": figures}, "n-samples": counts}
+
+    package, tasks = ModuleType("lm_eval"), ModuleType("lm_eval.tasks")
+    package.simple_evaluate = simple_evaluate  # type: ignore[attr-defined]
+    package.__spec__ = SimpleNamespace(name="lm_eval")  # type: ignore[assignment]
+    tasks.TaskManager = _Manager  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lm_eval", package)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    monkeypatch.setattr("inference.evaluation.tasks.harness._version", lambda: "0.0")
+    return calls
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    """Return the base URL of an endpoint that describes its model."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # noqa: N802 - the library's name
+            found = self.path == "/v1/models/fastertransformer"
+            self.send_response(200 if found else 404)
+            self.end_headers()
+            self.wfile.write(json.dumps({"max_model_len": 512}).encode())
+
+        def log_message(self, *_: Any) -> None:
+            """Keep quiet."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def options(**changes: Any) -> EvaluationOptions:
+    values = {"output_dir": "out", "data_dir": Path("data"), "tasks": ["harness:two-facts"]}
+    return EvaluationOptions(**{**values, **changes})
+
+
+def test_figures_of_the_harness_become_metrics(asked: list[dict[str, Any]], endpoint: str) -> None:
+    token = HarnessOptions(num_fewshot=2, batch_size=4)
+    own = options(openai_url=endpoint, limit=2, harness=token, concurrency=3)
+    assert check_evaluation(own) == []
+    prepared = prepare("harness:two-facts", own)
+    assert (prepared.dataset.total, prepared.dataset.count, prepared.dataset.limit) == (3, 2, 2)
+    run = run_task(prepared.task, prepared.dataset, prepared.samples, FakeModel({}), concurrency=4)
+    (call,) = asked
+    assert (call["model"], call["tasks"], call["limit"]) == ("local-completions", ["two-facts"], 2)
+    assert (call["num_fewshot"], call["batch_size"]) == (2, 4)
+    given = call["model_args"]
+    assert given["base_url"] == f"{endpoint}/completions"
+    assert (given["model"], given["max_length"], given["num_concurrent"]) == (
+        ("fastertransformer", 512, 3)
+    )
+    metrics = {metric.name: metric for metric in run.metrics}
+    assert set(metrics) == {
+        "harness_two_facts_acc",
+        "harness_two_facts_acc_strict_match",
+        "harness_two_facts_perplexity",
+        "harness_two_facts_perplexity_strict_match",
+    }
+    accuracy, perplexity = (metrics[f"harness_two_facts_{key}"] for key in ("acc", "perplexity"))
+    assert (accuracy.value, accuracy.stderr, accuracy.count) == (0.5, 0.1, 2)
+    assert accuracy.higher_is_better
+    assert (perplexity.value, perplexity.stderr) == (7.0, 0.0)
+    assert not perplexity.higher_is_better
+    assert [each.answer for each in run.predictions] == ["0.5", "0.5", "7", "7"]
+
+
+def test_the_gate_knows_the_metrics_once_the_task_is_loaded(
+    asked: list[dict[str, Any]], endpoint: str
+) -> None:
+    gate = {"harness_two_facts_acc": {"min": 0.4}, "harness_two_facts_bleu": {"min": 1}}
+    own = options(openai_url=endpoint, gate=gate)
+    assert check_evaluation(own) == []
+    (problem,) = check_bounds_of_groups(own, [prepare("harness:two-facts", own)])
+    assert "harness_two_facts_bleu" in problem
+    assert "harness_two_facts_perplexity" in problem
+    assert not asked
+
+
+def test_an_unknown_task_of_the_harness_is_reported(
+    asked: list[dict[str, Any]], endpoint: str
+) -> None:
+    own = options(openai_url=endpoint, tasks=["harness:nothing"])
+    with pytest.raises(ValueError, match="harness:nothing cannot be loaded by lm_eval"):
+        prepare("harness:nothing", own)
+    assert not asked
+
+
+def test_what_is_missing_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inference.evaluation.tasks.harness.find_spec", lambda _: None)
+    found = check_evaluation(options(harness=HarnessOptions(include_path="/nowhere")))
+    assert any("install slipway[harness]" in problem for problem in found)
+    assert any("deploy.openai.enabled=true" in problem for problem in found)
+    assert any("evaluate.harness.include_path=/nowhere" in problem for problem in found)
