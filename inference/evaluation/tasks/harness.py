@@ -1,7 +1,7 @@
 """Any task of lm-evaluation-harness, asked through the endpoint that speaks OpenAI's protocol.
 
 The harness sends its own requests and makes its own metrics; here they become metrics of the
-report, named `harness_<task>_<metric>`, with the filter behind it where a task has other than "none".
+report, named `harness_<task>_<metric>`, with the filter behind it where a task has one.
 It is the extra `harness` of this package.
 """
 

@@ -72,7 +72,7 @@ def endpoint() -> Iterator[str]:
     """Return the base URL of an endpoint that describes its model."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:  # noqa: N802 - the library's name
+        def do_GET(self) -> None:
             found = self.path == "/v1/models/fastertransformer"
             self.send_response(200 if found else 404)
             self.end_headers()
