@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,26 @@ TEXT = (ROOT / "docs" / "openai.md").read_text()
 
 
 def test_the_command_is_taken_and_starts_the_endpoint(tmp_path: Path) -> None:
-    (line,) = re.findall(r"```bash\n(.*?)\n```", TEXT, re.DOTALL)
+    line, *_ = re.findall(r"```bash\n(.*?)\n```", TEXT, re.DOTALL)
     words = [sys.executable, *shlex.split(line)[1:], f"base_results_dir={tmp_path}", "dry_run=true"]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f":{DEFAULT_PORT}/v1" in TEXT
+
+
+def test_the_harness_is_asked_for_by_its_extra(tmp_path: Path) -> None:
+    _, block = re.findall(r"```bash\n(.*?)\n```", TEXT, re.DOTALL)
+    words = [sys.executable, *shlex.split(block.replace("\\\n", " "))[1:], "dry_run=true"]
+    done = subprocess.run(
+        [*words, f"base_results_dir={tmp_path}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    if find_spec("lm_eval") is None:
+        problems = [line for line in done.stderr.splitlines() if line.startswith("  - ")]
+        assert len(problems) == 2, done.stderr
+        assert all("install slipway[harness]" in line for line in problems)
+    else:
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_fields_are_those_that_requests_may_have() -> None:
