@@ -100,8 +100,8 @@ class DeployConfig:
         self, *, http: int = 0, grpc: int = 0, metrics: int = 0, openai: int = 0
     ) -> DeployConfig:
         """Return the same server on other ports; 0 takes a free one."""
-        beside = None if self.openai is None else replace(self.openai, port=openai)
-        return replace(self, http_port=http, grpc_port=grpc, metrics_port=metrics, openai=beside)
+        options = None if self.openai is None else replace(self.openai, port=openai)
+        return replace(self, http_port=http, grpc_port=grpc, metrics_port=metrics, openai=options)
 
     @property
     def weights_dir(self) -> Path:

@@ -239,5 +239,5 @@ def _with_tail(failure: str, server: TritonServer) -> str:
 
 
 def _addresses(server: TritonServer) -> str:
-    beside = "" if server.openai_url is None else f", OpenAI on {server.openai_url}"
-    return f"serving HTTP on {server.http_url}, gRPC on {server.grpc_url}{beside}"
+    openai = "" if server.openai_url is None else f", OpenAI on {server.openai_url}"
+    return f"serving HTTP on {server.http_url}, gRPC on {server.grpc_url}{openai}"

@@ -42,6 +42,10 @@ TOKENS: dict[str, tuple[str, Callable[[EngineLoad], float]]] = {
         "Tokens of the prompts that were begun",
         lambda load: load.prompt_tokens,
     ),
+    "slipway_shared_prompt_tokens_total": (
+        "Tokens of these whose keys and values were in the cache",
+        lambda load: load.shared_tokens,
+    ),
     "slipway_generated_tokens_total": (
         "Tokens generated, a token of each beam counted",
         lambda load: load.generated_tokens,

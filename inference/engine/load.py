@@ -59,6 +59,7 @@ class EngineLoad:
         slots: most sequences that can run.
         blocks, blocks_used: of the cache; 0 where each slot has its own.
         prompt_tokens: of all prompts that were begun, those of encoders included.
+        shared_tokens: of the prompts, those that earlier sequences had left in the cache.
         generated_tokens: of all answers, finished or not; a token of each beam counts.
     """
 
@@ -68,4 +69,5 @@ class EngineLoad:
     blocks: int = 0
     blocks_used: int = 0
     prompt_tokens: int = 0
+    shared_tokens: int = 0
     generated_tokens: int = 0

@@ -115,6 +115,7 @@ class Scheduler:
             blocks=blocks.total or 0,
             blocks_used=(blocks.total or 0) - blocks.free,
             prompt_tokens=self._begun_tokens,
+            shared_tokens=self.shared_tokens,
             generated_tokens=self._generated_tokens,
         )
 

@@ -73,9 +73,9 @@ async def _endpoint(arguments: argparse.Namespace, access: Access) -> OpenAIEndp
     from inference.backend.tokenizer import load_tokenizer
     from inference.openai.chat_template import load_chat_template
     from inference.openai.codec import Codec
-    from inference.openai.served import PREPROCESSING, connect, served_models, text_parameters
+    from inference.openai.served import PREPROCESSING, ready_client, served_models, text_parameters
 
-    client = await connect(arguments.triton)
+    client = await ready_client(arguments.triton)
     repository = arguments.repository
     models = await served_models(client, repository)
     if not models:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from inference.openai.codec import Codec
-from inference.openai.generation import Candidate, Place
+from inference.openai.generation import Candidate, PlaceScore
 
 FinishReason = Literal["stop", "length"]
 
@@ -20,7 +20,7 @@ class ScoredToken:
     piece: str
     first: int
     last: int
-    place: Place | None
+    place: PlaceScore | None
     names: tuple[tuple[str, float], ...]  # of the best tokens
 
     @property
@@ -103,7 +103,7 @@ def scored_token(
     codec: Codec,
     before: Sequence[int],
     index: int,
-    place: Place | None,
+    place: PlaceScore | None,
     at: int,
     *,
     shown: frozenset[int] = frozenset(),

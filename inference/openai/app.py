@@ -16,7 +16,7 @@ from aiohttp import web
 from inference.gateway.access import Access
 from inference.gateway.rules import Rules, browser_problem
 from inference.openai.codec import Codec
-from inference.openai.completion import Completion, begin_chat, begin_completion
+from inference.openai.completion import CompletionRun, begin_chat, begin_completion
 from inference.openai.errors import ApiError
 from inference.openai.generation import Generator
 from inference.openai.parameters import (
@@ -203,14 +203,14 @@ async def _body(request: web.Request) -> Any:
         raise ApiError(f"the body is not JSON: {error}") from error
 
 
-async def _whole(course: Completion, about: Mapping[str, Any]) -> web.Response:
+async def _whole(course: CompletionRun, about: Mapping[str, Any]) -> web.Response:
     choices = await course.whole()
     return web.json_response({**about, "choices": choices, "usage": course.usage.body()})
 
 
 async def _streamed(
     request: web.Request,
-    course: Completion,
+    course: CompletionRun,
     about: Mapping[str, Any],
     *,
     include_usage: bool,

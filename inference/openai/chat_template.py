@@ -1,7 +1,7 @@
 """The chat template of a tokenizer: messages to the text that the model was trained on.
 
-Templates come with checkpoints, which nobody vouches for: they run in Jinja's sandbox. What they
-may use beyond Jinja was read in the documentation of transformers' chat templates.
+Templates come with checkpoints, which are not trusted: they run in Jinja's sandbox. The functions
+that they have in addition to Jinja's are those of transformers' documentation of chat templates.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from inference.openai.answers import (
     score_prompt,
 )
 from inference.openai.codec import Codec
-from inference.openai.generation import Candidate, Generator, Job
-from inference.openai.jobs import make_job
+from inference.openai.generation import Candidate, GenerationJob, Generator
+from inference.openai.jobs import generation_job
 from inference.openai.parameters import ChatRequest, CompletionRequest, Sampling
 
 # Prompts of one request that the model is asked at a time.
@@ -34,7 +34,7 @@ class Prompt:
     """
 
     ids: tuple[int, ...]
-    job: Job
+    job: GenerationJob
     answers: list[Answer]
     text: str = ""
     scored: list[ScoredToken] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Usage:
         }
 
 
-class Completion:
+class CompletionRun:
     """The prompts of a request on their way through a model.
 
     `sampling` and `echo` are those of the request, `is_chat` decides the shape of the answers.
@@ -226,7 +226,7 @@ class Completion:
 
 @dataclass
 class _Sent:
-    """How much of a choice was sent."""
+    """The part of a choice that was sent."""
 
     characters: int = 0
     tokens: int = 0
@@ -234,22 +234,22 @@ class _Sent:
     is_ended: bool = False
 
 
-def begin_completion(model: Generator, codec: Codec, request: CompletionRequest) -> Completion:
+def begin_completion(model: Generator, codec: Codec, request: CompletionRequest) -> CompletionRun:
     """Return the course of a request of /v1/completions. Raises ApiError."""
     made = []
     for given in request.prompts:
         ids = codec.encode(given) if isinstance(given, str) else given
         text = given if isinstance(given, str) else codec.text(given)
         made.append(_prompt(model, codec, ids, request.sampling, text=text, echo=request.echo))
-    return Completion(model, codec, made, request.sampling, echo=request.echo)
+    return CompletionRun(model, codec, made, request.sampling, echo=request.echo)
 
 
-def begin_chat(model: Generator, codec: Codec, request: ChatRequest) -> Completion:
+def begin_chat(model: Generator, codec: Codec, request: ChatRequest) -> CompletionRun:
     """Return the course of a request of /v1/chat/completions. Raises ApiError."""
     ids = codec.encode_chat(request.messages)
     ends = frozenset(() if codec.chat_end_id is None else (codec.chat_end_id,))
     prompt = _prompt(model, codec, ids, request.sampling, text="", echo=False, end_ids=ends)
-    return Completion(model, codec, [prompt], request.sampling, is_chat=True)
+    return CompletionRun(model, codec, [prompt], request.sampling, is_chat=True)
 
 
 def _prompt(
@@ -263,7 +263,7 @@ def _prompt(
     end_ids: frozenset[int] = frozenset(),
 ) -> Prompt:
     facts = model.facts
-    job = make_job(facts, codec, ids, sampling, echo=echo, end_ids=end_ids)
+    job = generation_job(facts, codec, ids, sampling, echo=echo, end_ids=end_ids)
     limit = job.output_len if sampling.max_tokens is None else sampling.max_tokens
     answers = [
         Answer(

@@ -37,7 +37,7 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """One prompt and its candidates.
 
     Attributes:
@@ -56,7 +56,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Place:
+class PlaceScore:
     """The log probability of the token in one place, and the best tokens there."""
 
     log_prob: float
@@ -65,7 +65,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Candidate:
-    """What one candidate has so far.
+    """One candidate, as far as it has grown.
 
     Attributes:
         ids: generated tokens, an end token included.
@@ -79,13 +79,13 @@ class Candidate:
     top: Array | None = None
     cum_log_prob: float = 0.0
 
-    def place(self, index: int, *, best: int) -> Place | None:
+    def place(self, index: int, *, best: int) -> PlaceScore | None:
         """Return the scores of a place, with so many of the best tokens."""
         if self.own is None or self.top_ids is None or self.top is None:
             return None
         pairs = zip(self.top_ids[index, :best].tolist(), self.top[index, :best].tolist(),
                     strict=True)  # fmt: skip
-        return Place(float(self.own[index]), tuple(pairs))
+        return PlaceScore(float(self.own[index]), tuple(pairs))
 
 
 class Generator(Protocol):
@@ -93,10 +93,10 @@ class Generator(Protocol):
 
     @property
     def facts(self) -> ModelFacts:
-        """What the model is and takes."""
+        """The model's name, inputs and limits."""
         ...
 
-    def generate(self, job: Job) -> AsyncIterator[Sequence[Candidate]]:
+    def generate(self, job: GenerationJob) -> AsyncIterator[Sequence[Candidate]]:
         """Yield the candidates as they grow; the last time, whole. Closing it gives the job up.
 
         Raises:

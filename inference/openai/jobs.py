@@ -11,7 +11,7 @@ import numpy as np
 
 from inference.openai.codec import Codec
 from inference.openai.errors import ApiError
-from inference.openai.generation import Array, Job, ModelFacts
+from inference.openai.generation import Array, GenerationJob, ModelFacts
 from inference.openai.parameters import Sampling
 
 # Between the seeds of a request's candidates: odd, and far from the numbers that people choose.
@@ -28,7 +28,7 @@ _FIELD_OF = {
 }
 
 
-def make_job(
+def generation_job(
     facts: ModelFacts,
     codec: Codec,
     prompt: Sequence[int],
@@ -36,7 +36,7 @@ def make_job(
     *,
     echo: bool = False,
     end_ids: frozenset[int] = frozenset(),
-) -> Job:
+) -> GenerationJob:
     """Return the job of one prompt.
 
     Args:
@@ -45,7 +45,7 @@ def make_job(
         prompt: Token ids.
         sampling: How answers are chosen.
         echo: Whether the prompt is part of the answer, and scored with it.
-        end_ids: Tokens that end an answer besides the model's own.
+        end_ids: Tokens that end an answer, next to the model's own.
 
     Raises:
         ApiError: the model cannot do what was asked for.
@@ -73,7 +73,7 @@ def make_job(
     for name in tensors.keys() - facts.inputs:
         field = _FIELD_OF.get(name)
         raise ApiError(f"model {facts.name} takes no {name}, which {field} needs", param=field)
-    return Job(
+    return GenerationJob(
         prompt=prompt,
         output_len=output_len(facts, prompt, sampling),
         candidates=count,

@@ -45,7 +45,7 @@ _WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are chosen.
+    """Options of the choice of answers.
 
     Attributes:
         choices: answers to return.

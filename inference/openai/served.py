@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from export_scripts.ft.config_ini import read_config
 from inference.gateway.rules import without_internal_names
 from inference.openai.errors import ApiError
-from inference.openai.generation import Array, Candidate, Job, ModelFacts
+from inference.openai.generation import Array, Candidate, GenerationJob, ModelFacts
 
 PREPROCESSING = "preprocessing"
 _POLL_S = 0.2
@@ -43,7 +43,7 @@ class TritonModel:
         self.facts = facts
         self._client = client
 
-    async def generate(self, job: Job) -> AsyncIterator[Sequence[Candidate]]:
+    async def generate(self, job: GenerationJob) -> AsyncIterator[Sequence[Candidate]]:
         """Yield the candidates as they grow, see `Generator`."""
         inputs = [_input(name, value) for name, value in self._tensors(job).items()]
         names = ["output_ids", "sequence_length"]
@@ -67,7 +67,7 @@ class TritonModel:
         except (InferenceServerException, grpc.RpcError) as error:
             raise _api_error(error) from error
 
-    def _tensors(self, job: Job) -> dict[str, Array]:
+    def _tensors(self, job: GenerationJob) -> dict[str, Array]:
         output_name = "max_output_len" if self.facts.encoder_decoder else "request_output_len"
         rows = job.candidates
         return {
@@ -77,7 +77,7 @@ class TritonModel:
             **job.tensors,
         }
 
-    def _candidates(self, job: Job, result: InferResult) -> list[Candidate]:
+    def _candidates(self, job: GenerationJob, result: InferResult) -> list[Candidate]:
         ids, lengths = result.as_numpy("output_ids"), result.as_numpy("sequence_length")
         first = 0 if self.facts.encoder_decoder else len(job.prompt)
         arrays = [result.as_numpy(name) for name in _SCORES] if job.scores else []
@@ -90,7 +90,7 @@ class TritonModel:
         return found
 
 
-async def connect(address: str) -> InferenceServerClient:
+async def ready_client(address: str) -> InferenceServerClient:
     """Return a client of a server that is ready, once it is."""
     client = InferenceServerClient(address)
     while True:

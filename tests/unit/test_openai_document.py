@@ -1,4 +1,4 @@
-"""What docs/openai.md promises: its command is taken, its fields are those of the requests."""
+"""The promises of docs/openai.md: its commands are taken, its fields are those of the requests."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class HarnessTask:
         ]
 
     def _of(self, figure: _Figure) -> str:
-        """Return what tells a figure from the others of this task."""
+        """Return a figure's name among those of this task."""
         if figure.task == self.own_name:
             return figure.group
         return f"{figure.task}_{figure.group}".replace("-", "_")

@@ -17,7 +17,7 @@ from inference.openai.app import OpenAIEndpoint
 from inference.openai.chat_template import ChatTemplate
 from inference.openai.codec import Codec
 from inference.openai.errors import ApiError
-from inference.openai.generation import Candidate, Job, ModelFacts
+from inference.openai.generation import Candidate, GenerationJob, ModelFacts
 
 LETTERS = string.ascii_letters + " .,!\n"
 END = 200
@@ -63,13 +63,13 @@ class FakeModel:
         waits: bool = False,
     ) -> None:
         self.facts = facts
-        self.jobs: list[Job] = []
+        self.jobs: list[GenerationJob] = []
         self.given_up = asyncio.Event()
         self._ids = [*Letters().encode(text), END]
         self._fails_after = fails_after
         self._waits = waits
 
-    async def generate(self, job: Job) -> AsyncIterator[Sequence[Candidate]]:
+    async def generate(self, job: GenerationJob) -> AsyncIterator[Sequence[Candidate]]:
         self.jobs.append(job)
         try:
             whole = self._ids[: job.output_len]
