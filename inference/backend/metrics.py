@@ -1,14 +1,16 @@
 """The metrics of a model in the server's `/metrics`, by Prometheus' conventions.
 
 Triton's own durations of these models end when `execute` has taken a request over, long before its
-answer (2.51, pb_metric_reporter.cc): `slipway_request_duration_seconds` takes their place.
+answer (2.51, pb_metric_reporter.cc); the gateway puts those measured here in their place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -76,7 +78,6 @@ _TIMES: dict[str, Callable[[RequestTimes], float | None]] = {
 }
 _REASONS = ("invalid", "busy", "unavailable")
 _OUTCOMES = ("completed", "cancelled", "failed", "refused")
-_STOP = None
 
 
 class ModelMetrics:
@@ -90,7 +91,8 @@ class ModelMetrics:
         """Declare the metrics; `load` is asked from the thread."""
         self._load = load
         self._labels = {"model": model}
-        self._ended: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._stopping = False
         self._last = dict.fromkeys((*GAUGES, *TOKENS), 0.0)
         kinds = _kinds()
         families = {
@@ -117,8 +119,8 @@ class ModelMetrics:
         self._thread.start()
 
     def stop(self) -> None:
-        """Report what there is, and no more."""
-        self._ended.put(_STOP)
+        """Report no more."""
+        self._stopping = True
         self._thread.join()
 
     def completed(self, seconds: float, times: RequestTimes | None) -> None:
@@ -143,19 +145,14 @@ class ModelMetrics:
         return {value: family.Metric(labels={**self._labels, label: value}) for value in values}
 
     def _run(self) -> None:
-        while True:
-            self._report_load()
-            try:
-                report = self._ended.get(timeout=_INTERVAL_S)
-            except queue.Empty:
+        due = time.monotonic()
+        while not self._stopping:
+            if (left_s := due - time.monotonic()) <= 0:
+                self._report_load()
+                due = time.monotonic() + _INTERVAL_S
                 continue
-            while report is not _STOP:
-                report()
-                if self._ended.empty():
-                    break
-                report = self._ended.get()
-            if report is _STOP:
-                return
+            with contextlib.suppress(queue.Empty):
+                self._ended.get(timeout=left_s)()
 
     def _complete(self, seconds: float, times: RequestTimes | None) -> None:
         self._requests["completed"].increment(1)

@@ -13,6 +13,7 @@ from aiohttp import web
 from yarl import URL
 
 from inference.gateway.access import Access
+from inference.gateway.durations import with_engine_durations
 from inference.gateway.rules import (
     CLOSED,
     Rules,
@@ -90,7 +91,8 @@ class HttpRelay:
         try:
             is_open = request.method == "GET" and request.path == _METRICS_PATH
             self._check(request, is_open=is_open)
-            return await _passed_on(self._metrics_session, request, None)
+            answer = await _passed_on(self._metrics_session, request, None)
+            return _with_durations(answer)
         except _RefusedError as error:
             return _refusal(error.status, str(error))
 
@@ -226,6 +228,12 @@ def _without_reasons(index: bytes) -> bytes:
     """Return the list of models without the server's reasons for failures."""
     models = [{key: each[key] for key in each if key != "reason"} for each in json.loads(index)]
     return json.dumps(models).encode()
+
+
+def _with_durations(answer: web.StreamResponse) -> web.StreamResponse:
+    if isinstance(answer, web.Response) and isinstance(answer.body, bytes):
+        answer.body = with_engine_durations(answer.body.decode(errors="replace")).encode()
+    return answer
 
 
 def _refusal(status: HTTPStatus, reason: str) -> web.Response:

@@ -28,7 +28,8 @@ NEW_TOKENS = 32
 LONG = 480
 Cases = list[dict[str, Any]]
 _METRIC = re.compile(
-    rf'(?P<name>slipway_\w+)\{{(?P<labels>[^}}]*model="{MODEL}"[^}}]*)\}} (?P<value>\S+)'
+    r"(?P<name>(?:slipway|nv_inference)_\w+)"
+    rf'\{{(?P<labels>[^}}]*model="{MODEL}"[^}}]*)\}} (?P<value>\S+)'
 )
 
 
@@ -154,6 +155,9 @@ def test_the_metrics_agree_with_what_a_client_measures(
     between = grown("slipway_time_between_tokens_seconds_sum") * (NEW_TOKENS - 1)
     assert spans / 2 < between < walls
     assert grown('slipway_request_duration_seconds_bucket le="+Inf"') == rounds
+    # Triton's own measure, in the engine's words.
+    request_us = grown("nv_inference_request_duration_us 1")
+    assert spans / 2 < request_us / 1e6 < walls
 
 
 def test_the_metrics_show_who_waits_who_runs_and_who_has_left(
