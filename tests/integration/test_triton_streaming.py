@@ -129,7 +129,7 @@ def test_leaving_a_stream_frees_its_place_at_once(client: TritonClient) -> None:
 def test_the_metrics_agree_with_what_a_client_measures(
     server: TritonServer, client: TritonClient
 ) -> None:
-    before = metrics(server)
+    before = settled_metrics(server)
     rounds, walls, firsts, spans = 3, 0.0, 0.0, 0.0
     for _ in range(rounds):
         began = time.perf_counter()
@@ -190,6 +190,15 @@ def test_the_metrics_show_what_waits_what_runs_and_what_was_given_up(
         lambda: metrics(server)["slipway_requests_total cancelled"] > cancelled,
         "the requests that were given up",
     )
+
+
+def settled_metrics(server: TritonServer) -> dict[str, float]:
+    """Return the metrics once they no longer change: what came before is reported."""
+    last: dict[str, float] = {}
+    while last != (found := metrics(server)):
+        last = found
+        time.sleep(1.5)  # three times as long as between two reports
+    return found
 
 
 def metrics(server: TritonServer) -> dict[str, float]:
