@@ -180,7 +180,7 @@ def test_problems_of_all_stages_come_together(tmp_path: Path) -> None:
     assert "tensor_model_parallel_size=3 does not divide head_num=8" in text
     assert "use 1, 2, 4 or 8" in text
     assert "ensemble" in text
-    assert "the three ports must differ" in text
+    assert "the ports must differ" in text
     assert "evaluate.time_limit=soon is not a time limit" in text
 
 

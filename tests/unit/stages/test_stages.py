@@ -182,7 +182,7 @@ def test_step_without_a_result_names_its_command(stage: CopyStage) -> None:
         ({"tp_size": 4, "pp_size": 2, "local_gpus": 4}, "need 8 GPUs, and this machine shows 4"),
         ({"gemm_tuning": GemmTuning()}, "it needs deploy.engine=fastertransformer"),
         ({"http_port": 70000}, "deploy.http_port=70000 is not a port"),
-        ({"grpc_port": 8000}, "the three ports must differ"),
+        ({"grpc_port": 8000}, "the ports must differ"),
         (
             {"is_from_elsewhere": True},
             "holds no model (<name>/config.pbtxt); give the folder above",
