@@ -8,16 +8,12 @@ distinguishes the sequences, in groups that one fused call can serve.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from inference.model.kv_cache import KVCache
-
-if TYPE_CHECKING:
-    from inference.model.attention_cuda import PagedAttention
 
 # Slots of unequal length share one attention call while the padded work stays below this multiple
 # of the true work, and below this many padded tokens anyway (a call costs about as much).
@@ -66,8 +62,8 @@ class Step:
 
     `output_rows` are the tokens whose logits are wanted. With `has_virtual`, ids from the
     vocabulary's end on name rows of the loaded prompt tables and, after those, of `embeddings`.
-    `paged`, if given, stores keys and values and does all of the attention, in place of
-    `cache_rows` and `groups`.
+    `paged`, if given, is a `PagedAttention` of `attention_cuda`: it stores keys and values and does
+    all of the attention, in place of `cache_rows` and `groups`.
     """
 
     ids: torch.Tensor  # (N,)
@@ -78,7 +74,7 @@ class Step:
     groups: tuple[AttentionGroup, ...] = ()
     has_virtual: bool = False
     embeddings: torch.Tensor | None = None  # (rows, hidden)
-    paged: PagedAttention | None = None
+    paged: Callable[..., torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)

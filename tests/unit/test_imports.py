@@ -238,13 +238,6 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "stages",
     ),
 }
-# Importer and imported, folders of the map or single modules, against its direction. An entry goes
-# with the import that needs it.
-EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("inference.model.step", "inference.model.attention_cuda"): (
-        "a step on CUDA names what attends, and that reads the rules of a step"
-    ),
-}
 # Public names that several modules define.
 SHARED_NAMES = {
     "main": "every command has one",
@@ -312,17 +305,12 @@ def test_the_map_is_drawn_from_the_ground_up() -> None:
     assert not wrong
 
 
-def exception_of(name: str, other: str) -> tuple[str, str] | None:
-    pairs = ((name, other), (folder_of(name), folder_of(other)))
-    return next((pair for pair in pairs if pair in EXCEPTIONS), None)
-
-
 def test_imports_follow_the_map() -> None:
     found = {
         (folder_of(name), folder_of(other)): f"{name} imports {other}"
         for name, others in IMPORTS.items()
         for other in others
-        if folder_of(name) != folder_of(other) and not exception_of(name, other)
+        if folder_of(name) != folder_of(other)
     }
     drawn = {(folder, other) for folder, others in ARROWS.items() for other in others}
     assert not {text for pair, text in found.items() if pair not in drawn}
@@ -331,16 +319,11 @@ def test_imports_follow_the_map() -> None:
 
 
 def test_no_circle_of_modules() -> None:
-    left = {
-        name: {other for other in others if not exception_of(name, other)}
-        for name, others in IMPORTS.items()
-    }
+    left = {name: set(others) for name, others in IMPORTS.items()}
     # Without those that import none of the rest, what stays is circles and what leads to them.
     while free := {name for name, others in left.items() if not others}:
         left = {name: others - free for name, others in left.items() if name not in free}
     assert not left
-    used = {exception_of(name, other) for name, others in IMPORTS.items() for other in others}
-    assert set(EXCEPTIONS) <= used, "nothing imports against the map there; delete the exception"
 
 
 def test_a_public_name_stands_once_on_the_map() -> None:
