@@ -101,7 +101,7 @@ def since(began: float, path: Path, restarts: int) -> tuple[float, float]:
 
 
 def wait_for_address(path: Path, restarts: int) -> None:
-    """Wait until the server after so many restarts is published."""
+    """Wait until the server after a number of restarts is published."""
     deadline = time.monotonic() + _LIMIT_S
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError, ValueError):

@@ -61,7 +61,7 @@ def tensors(ids: Sequence[int], output_len: int) -> dict[str, np.ndarray]:
 
 
 def rate(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, output_len: int) -> float:
-    """Return tokens/s of all prompts with so many requests in flight."""
+    """Return tokens/s of all prompts with a number of requests in flight."""
     start = time.perf_counter()
     with ThreadPoolExecutor(concurrency) as pool:
         list(pool.map(ask, prompts))

@@ -31,7 +31,7 @@ _WATCH_S = 0.1
 _HEALTH_EVERY = 5  # of these
 _FLUSH_S = 2.0  # for handing the answers of a failed engine to the server
 _SEND_S = 0.2  # for the server to send them
-# A check whether a client has left takes 0.1 ms; so many requests are checked at a time.
+# A check whether a client has left takes 0.1 ms; this many are checked at a time.
 _ASKED_AT_ONCE = 64
 _STOP = None
 

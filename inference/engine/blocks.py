@@ -72,11 +72,11 @@ class BlockPool:
         return len(self._free)
 
     def count(self, tokens: int) -> int:
-        """Return the number of blocks that hold so many tokens."""
+        """Return the number of blocks that hold a number of tokens."""
         return 0 if self.total is None else -(-tokens // self.block_tokens)
 
     def lacking(self, slot: int, tokens: int) -> int:
-        """Return the number of further blocks that a slot needs for so many tokens."""
+        """Return the number of further blocks that a slot needs for `tokens` tokens."""
         return max(self.count(tokens) - len(self._held.get(slot, ())), 0)
 
     def extend(self, slot: int, tokens: int) -> int:

@@ -110,7 +110,7 @@ class DecodeGraphs:
         )
 
     def graph(self, sequences: int) -> DecodeGraph:
-        """Return the smallest graph for so many sequences."""
+        """Return the smallest graph that holds a number of sequences."""
         return self._graphs[next(size for size in self._sizes if size >= sequences)]
 
     def _record(self, size: int) -> DecodeGraph:

@@ -112,7 +112,7 @@ def _yarn(
     original = _number(scaling, "original_max_position_embeddings")
 
     def pair(turns: float) -> float:
-        """Index of the pair that makes so many turns over the original length."""
+        """Index of the pair that makes `turns` turns over the original length."""
         waves = math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rotary.base))
         return rotary.dims * waves
 

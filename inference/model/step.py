@@ -25,7 +25,7 @@ _PADDING_TOKENS = 256
 class Segment:
     """New tokens of one sequence: `count` of them from place `start` of `slot` on.
 
-    A token's place there is its position, unless the slot has `forgotten` the first so many.
+    A token's place there is its position, unless the slot has `forgotten` the first ones.
     """
 
     slot: int

@@ -38,7 +38,7 @@ class Tasks:
 
     Attributes:
         runner: bcprun or mpirun.
-        timeout_min: the runner gets SIGTERM after so many minutes; None for no limit.
+        timeout_min: minutes after which the runner gets SIGTERM; None for no limit.
         no_redirect: bcprun leaves their output in the job's log.
         arguments: further arguments of bcprun.
         is_mpi_array: whether the replicas are an MPI array, which bcprun starts through mpirun.

@@ -66,7 +66,7 @@ class HuggingFaceModel:
         answer = self.complete_ids(ids, output_len=output_len)
         text = self.decode_answer(answer)
         if not self._is_encoder_decoder:
-            # Decoded behind the prompt, so that it keeps the blank it starts with.
+            # Decoded behind the prompt, so that it keeps the space it starts with.
             text = self.decode_answer((*ids, *answer)).removeprefix(self.decode(ids))
         log_prob = self.context_log_prob(ids) if score_prompt else None
         return Completion(text, len(answer), log_prob)

@@ -17,7 +17,7 @@ from inference.evaluation.record import Prediction, RequestStatistics
 from inference.evaluation.run.timing import TimedGenerator
 from inference.evaluation.task import Dataset, Metric, Sample, Score, Task, TextGenerator
 
-_MAX_FAILURES = 20  # after so many failed samples the server is taken to be gone
+_MAX_FAILURES = 20  # failed samples after which the server counts as gone
 _SHOWN_REASONS = 3
 _SHOWN_SAMPLES = 5
 
