@@ -139,7 +139,7 @@ def test_values_become_columns_of_the_declared_type() -> None:
     assert as_tensor(["\u00fcber"], "BYTES").tolist() == [["\u00fcber".encode()]]
     table = np.ones((3, 4), np.float32)
     assert as_tensor([table, table], "FP16").shape == (2, 3, 4)
-    with pytest.raises(ValueError, match="-1 is no UINT32"):
+    with pytest.raises(ValueError, match="-1 is not a valid UINT32"):
         as_tensor([-1], "UINT32")
 
 

@@ -96,7 +96,7 @@ def test_mpi_matters_only_to_jobs_of_several_ranks(tmp_path: Path) -> None:
 
 def test_more_gpus_than_a_node_has_are_refused(tmp_path: Path) -> None:
     (problem,) = launcher().check([stage(tmp_path, Resources(gpus_per_node=9))])
-    assert "ranks asks for 9 GPUs of a node, and cluster.gpus_per_node=8" in problem
+    assert "ranks requests 9 GPUs of a node, and cluster.gpus_per_node=8" in problem
 
 
 def test_gpus_of_a_task_and_of_a_node_have_to_agree(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_folders_in_memory_are_remarked_upon() -> None:
     assert own_file_system(Path("/dev/shm/results")) == "tmpfs"
     assert own_file_system(Path("/proc")) is None
     notes = launcher("base_results_dir=/dev/shm/results").notes([])
-    assert any("base_results_dir=/dev/shm/results is on a file system of this" in n for n in notes)
+    assert any("base_results_dir=/dev/shm/results is on a local file system of this" in n for n in notes)
 
 
 def test_probe_reports_folders_that_the_nodes_do_not_see(tmp_path: Path, slurm: Path) -> None:
