@@ -35,6 +35,7 @@ _NO_FILTER = "none"
 _TIMEOUT_S = 10.0
 # A bootstrap of the errors of means is not needed; of other metrics it takes so many draws.
 _BOOTSTRAP = 1000
+_FRACTIONS = ("acc", "exact_match", "f1")  # metrics between 0 and 1
 
 
 @dataclass(frozen=True)
@@ -141,16 +142,18 @@ class HarnessTask:
         value, error = self._value(figure)
         name = f"{metric_prefix(self.name)}_{self._of(figure)}"
         counts = self._results["n-samples"][figure.task]
+        is_fraction = figure.metric.startswith(_FRACTIONS)
+        low, high = value - Z_95 * error, value + Z_95 * error
         higher = self._loaded[figure.task].higher_is_better().get(figure.metric, True)
         return Metric(
             name=name,
             key=figure.group,
             value=value,
             stderr=error,
-            low=value - Z_95 * error,
-            high=value + Z_95 * error,
+            low=max(low, 0.0) if is_fraction else low,
+            high=min(high, 1.0) if is_fraction else high,
             count=int(counts["effective"]),
-            unit="fraction" if figure.metric.startswith(("acc", "exact_match", "f1")) else "",
+            unit="fraction" if is_fraction else "",
             higher_is_better=bool(higher),
             method=f"{figure.metric} of {figure.task}, lm-evaluation-harness {_version()}",
             sample_value=self._of(figure),
