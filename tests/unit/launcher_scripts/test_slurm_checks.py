@@ -143,7 +143,9 @@ def test_folders_in_memory_are_remarked_upon() -> None:
     assert own_file_system(Path("/dev/shm/results")) == "tmpfs"
     assert own_file_system(Path("/proc")) is None
     notes = launcher("base_results_dir=/dev/shm/results").notes([])
-    assert any("base_results_dir=/dev/shm/results is on a local file system of this" in n for n in notes)
+    assert any(
+        "base_results_dir=/dev/shm/results is on a local file system of this" in n for n in notes
+    )
 
 
 def test_probe_reports_folders_that_the_nodes_do_not_see(tmp_path: Path, slurm: Path) -> None:

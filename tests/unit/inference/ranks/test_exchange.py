@@ -35,9 +35,12 @@ def exchange(monkeypatch: pytest.MonkeyPatch) -> Exchange:
     )
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
     sender = Sender()
-    return Exchange(
-        SimpleNamespace(get_response_sender=lambda: sender, requested_output_names=lambda: ["y"])
+    request = SimpleNamespace(
+        get_response_sender=lambda: sender,
+        requested_output_names=lambda: ["y"],
+        parameters=lambda: "",
     )
+    return Exchange(request)
 
 
 def test_a_client_that_left_is_noticed(exchange: Exchange) -> None:
