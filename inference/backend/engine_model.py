@@ -99,6 +99,11 @@ class EngineModel:
             pb_utils.Logger.log_warn(f"{self.name}: parameter {key} is unknown and has no effect")
         for key in self.settings.without_effect:
             pb_utils.Logger.log_warn(f"{self.name}: parameter {key} has no effect in this engine")
+        if (count := arguments.instances) > 1:
+            pb_utils.Logger.log_warn(
+                f"{self.name}: instance_group asks for {count} instances, each of which is an "
+                "engine with weights of its own; one serves any number of requests at once"
+            )
         check_weights(self.settings.checkpoint_path)
         self.running_engine = self.make_engine(self.settings)
         self.running_engine.start()

@@ -94,21 +94,26 @@ def _checkpoint_path(arguments: ModelArguments, values: dict[str, Any]) -> Path:
     the script, which is ignored.
 
     Raises:
-        ValueError: there is no folder at the relative path.
+        ValueError: there is no folder at the parameter's path.
     """
     if "model_checkpoint_path" in values:
-        text = values["model_checkpoint_path"]
-        path = Path.cwd() / native_path(text)
-        if not native_path(text).is_absolute() and not path.is_dir():
-            raise ValueError(
-                f"config.pbtxt of {arguments.model_folder.name}: parameter model_checkpoint_path="
-                f"{text} is relative, and there is no such folder in {Path.cwd()}, where the "
-                "server was started; start it in the folder that the path begins in, or give the "
-                "absolute path."
-            )
-        return path
+        return _given_path(arguments.model_folder.name, values["model_checkpoint_path"])
     name = str(arguments.config.get("default_model_filename", ""))
     if not name or name.endswith(".py"):
         name = f"{values['tensor_para_size']}-gpu"
     # The repository may be a link on this machine; ranks on other nodes need its real path.
     return (arguments.version_folder / name).resolve()
+
+
+def _given_path(model: str, text: str) -> Path:
+    given = native_path(text)
+    path = Path.cwd() / given
+    if path.is_dir():
+        return path
+    reason = "does not exist on this machine; mount it there, or give the folder of the weights."
+    if not given.is_absolute():
+        reason = (
+            f"is relative, and there is no such folder in {Path.cwd()}, where the server was "
+            "started; start it in the folder that the path begins in, or give the absolute path."
+        )
+    raise ValueError(f"config.pbtxt of {model}: parameter model_checkpoint_path={text} {reason}")

@@ -44,6 +44,11 @@ class ModelArguments:
         return None if batching is None else batching["max_sequence_idle_microseconds"] / 1e6
 
     @property
+    def instances(self) -> int:
+        """How many instances the server makes, a process each."""
+        return sum(int(group.get("count", 1)) for group in self.config.get("instance_group", []))
+
+    @property
     def bf16_inputs(self) -> frozenset[str]:
         """Names of the inputs that arrive as BF16."""
         return frozenset(

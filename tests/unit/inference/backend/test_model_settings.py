@@ -37,7 +37,7 @@ def _settings(parameters: dict[str, str], **config: Any) -> ModelSettings:
         ({}, "", "/repo/gpt/3/2-gpu"),
         ({}, "model.py", "/repo/gpt/3/2-gpu"),
         ({}, "weights", "/repo/gpt/3/weights"),
-        ({"model_checkpoint_path": "/other/place"}, "weights", "/other/place"),
+        ({"model_checkpoint_path": "/"}, "weights", "/"),
     ],
 )
 def test_weights_are_looked_for_in_the_contracts_order(
@@ -71,8 +71,11 @@ def test_relative_path_counts_from_where_the_server_was_started(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = {"model_checkpoint_path": "./models/gpt/2-gpu/"}
-    with pytest.raises(ValueError, match=r"config\.pbtxt of gpt: parameter model_checkpoint_path="):
+    with pytest.raises(ValueError, match=r"path=\./models/gpt/2-gpu/ is relative, and there is"):
         _settings(REQUIRED | path)
+    absent = {"model_checkpoint_path": str(tmp_path / "absent")}
+    with pytest.raises(ValueError, match="absent does not exist on this machine"):
+        _settings(REQUIRED | absent)
     (tmp_path / "models" / "gpt" / "2-gpu").mkdir(parents=True)
     assert _settings(REQUIRED | path).checkpoint_path == tmp_path / "models" / "gpt" / "2-gpu"
 
