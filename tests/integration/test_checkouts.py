@@ -88,7 +88,7 @@ CASES: dict[str, tuple[str, dict[str, str], list[Client]]] = {
     ),
     "t5, streaming": (
         "t5",
-        {"decoupled: False": "decoupled: True"},
+        {"max_batch_size": "model_transaction_policy { decoupled: True }\nmax_batch_size"},
         [(["issue_request.py", "requests/sample_request_stream_t5.json"], ["Partial result"])],
     ),
     "t5-encoder": (
