@@ -23,10 +23,10 @@ from export_scripts.families.mapping.sources import Adjusted, Compute
 from export_scripts.ft.reader import FTReader
 from export_scripts.numeric.dtypes import torch_dtype
 
-# Sums of products may round otherwise on another machine: by so much of the largest value.
+# Sums of products may round differently on another machine, by this share of the largest value.
 _ROUNDING = {"fp32": 1e-6, "fp16": 2.0**-10, "bf16": 2.0**-7}
-# Told by the tokenizer of a NeMo or Megatron source, whose files need not be at hand: the
-# folder's are believed.
+# From the tokenizer of a NeMo or Megatron source, whose files may be missing: the folder's values
+# are used.
 _TOKEN_IDS = ("start_id", "end_id", "decoder_start_token_id", "eos_token_id", "pad_id")
 _UNCOMPARED_SETTINGS = ("model_name", "name_or_path", "tensor_para_size", "weight_data_type")
 _LAYER = re.compile(r"\.(?:layers?|block)\.(\d+)\.")

@@ -182,7 +182,7 @@ def _download(name: ModelName, ft_dir: Path) -> Path:
         info = huggingface_hub.HfApi().model_info(name.repository)
         files = wanted_files([each.rfilename for each in info.siblings or ()], name)
         folder = Path(huggingface_hub.snapshot_download(name.repository, allow_patterns=files))
-    # Refusals, lost connections, offline mode: some versions' connection errors are no OSErrors.
+    # Refusals, lost connections, offline mode: connection errors of some versions are not OSErrors.
     except (OSError, errors.HFValidationError, getattr(errors, "HTTPError", OSError)) as error:
         earlier = _earlier_download(name)
         if earlier is None:

@@ -170,7 +170,7 @@ def test_segments_of_a_killed_server_are_removed_by_the_next_start(tmp_path: Pat
     repository = add_model(tmp_path / "repository", "double", DOUBLE)
     server = new_server(repository, tmp_path)
     server.start(timeout_s=START_S)
-    # Nobody can clean up after everything is killed at once.
+    # No process is left to clean up after everything is killed at once.
     for pid in processes(server):
         os.kill(pid, signal.SIGKILL)
     until(lambda: server.poll() is not None, "the end of the server")

@@ -23,7 +23,8 @@ WORDS = {
     r"besides?": "next to, against, in addition to, apart from",
     r"cannot be had": "is unavailable",
     r"(?<!here )(is|are) no (?!longer|more|less|other|such|slower|later)[a-z]+": "is not a, has no",
-    r"(no|some)body": "another user, another process, or the agent itself",
+    # But for the prompt of an evaluation.
+    r"(no|some)body(?! had lived)": "another user, another process, or the agent itself",
     r"hears|heard": "receives, reads",
     r"whom": "the user, the rank, the server",
     r"(?<!max_)(?<!max-)lanes?": "slot",
@@ -32,7 +33,8 @@ WORDS = {
 # The beginning of a docstring that asks in place of naming: a noun or a verb instead.
 QUESTIONS = re.compile(r"(What|How|Where|Which|Who|Whom|Whose)\b")
 PATTERN = re.compile(
-    "|".join(rf"(?P<w{i}>(?<![\w/])(?:{word})(?![\w/]))" for i, word in enumerate(WORDS))
+    "|".join(rf"(?P<w{i}>(?<![\w/])(?:{word})(?![\w/]))" for i, word in enumerate(WORDS)),
+    re.IGNORECASE,
 )
 
 
@@ -40,7 +42,7 @@ def texts() -> list[Path]:
     found = [*ROOT.glob("*.md"), ROOT / "main.py", ROOT / "Makefile"]
     for folder in FOLDERS:
         paths = (path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
-        found += [path for path in paths if not set(LEFT_OUT) & set(path.parts)]
+        found += [path for path in paths if not set(LEFT_OUT) & set(path.relative_to(ROOT).parts)]
     return [path for path in found if path != Path(__file__)]
 
 

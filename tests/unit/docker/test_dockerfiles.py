@@ -89,7 +89,7 @@ def test_the_health_check_asks_whether_the_server_is_ready(name: str) -> None:
     command = json.loads(check.partition("CMD ")[2])
     assert "/v2/health/ready" in command[-1]
     compile(command[-1], "health check", "exec")
-    # Nobody answers at the port: unhealthy.
+    # No server answers at the port: unhealthy.
     code = command[-1].replace("8000", "9")
     assert subprocess.run([sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 1
 
