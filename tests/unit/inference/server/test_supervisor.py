@@ -94,3 +94,46 @@ def test_killed_supervisor_takes_the_command_along(tmp_path: Path) -> None:
     process.wait(LIMIT_S)
     until(lambda: not lives(command))
     os.close(lifeline)
+
+
+def _stub(tmp_path: Path) -> subprocess.Popen[bytes]:
+    """Start what looks like the process of a model `gpt`."""
+    script = tmp_path / "repository" / "gpt" / "1" / "model.py"
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text("import time; time.sleep(60)")
+    return subprocess.Popen(["triton_python_backend_stub", str(script)], executable=sys.executable)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait(LIMIT_S)
+
+
+def _knows(watch: supervisor.ServerWatch, process: subprocess.Popen[bytes]) -> bool:
+    watch.loss()
+    return process.pid in watch._models
+
+
+def test_process_that_completed_a_configuration_is_not_missed(tmp_path: Path) -> None:
+    watch = supervisor.ServerWatch(os.getpid())
+    first = _stub(tmp_path)
+    until(lambda: _knows(watch, first))
+    _end(first)
+    second = _stub(tmp_path)
+    try:
+        until(lambda: _knows(watch, second) and first.pid not in watch._models)
+        watch.is_ready = True
+        assert watch.loss() is None
+    finally:
+        _end(second)
+    until(lambda: f"process {second.pid} of model gpt" in (watch.loss() or ""))
+
+
+def test_model_lost_while_others_load_is_reported_once_all_have(tmp_path: Path) -> None:
+    watch = supervisor.ServerWatch(os.getpid())
+    process = _stub(tmp_path)
+    until(lambda: _knows(watch, process))
+    _end(process)
+    until(lambda: not _knows(watch, process))
+    watch.is_ready = True
+    assert f"process {process.pid} of model gpt" in (watch.loss() or "")
