@@ -18,6 +18,8 @@ PORT_KEYS = {
     "openai": "deploy.openai.port",
 }
 PYTORCH, FASTERTRANSFORMER = "pytorch", "fastertransformer"
+TRITON, PYTRITON = "triton", "pytriton"
+NEMO, NEMO_MODEL = "nemo", "GPT"  # an interface of PyTriton, and what its clients ask for
 STORE_SCHEME = "s3://"
 
 
@@ -47,6 +49,8 @@ class DeployConfig:
         store: the place in an object store that is served instead of `repository`; None for the
             folder.
         data_type: type of computation; only the tuning reads it.
+        server: triton, which serves the repository, or pytriton, which serves its weights.
+        interface: of pytriton: text or nemo.
         host: address that the server listens on.
         http_port, grpc_port, metrics_port: 0 takes a free one.
         ready_timeout_s: the start fails when the models are not ready by then.
@@ -72,6 +76,8 @@ class DeployConfig:
     pp_size: int = 1
     data_type: str = "fp32"
     engine: str = PYTORCH
+    server: str = TRITON
+    interface: str = "text"
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
@@ -166,6 +172,8 @@ def check_deploy(config: DeployConfig) -> list[str]:
             "whose server listens itself; leave them out, and put a proxy in front of it."
         )
     problems += _openai_problems(config)
+    if config.server == PYTRITON:
+        problems += _pytriton_problems(config)
     world_size = config.tp_size * config.pp_size
     if config.local_gpus is not None and config.local_gpus < world_size:
         problems.append(_too_few_gpus(config, world_size))
@@ -175,6 +183,30 @@ def check_deploy(config: DeployConfig) -> list[str]:
             "deploy.engine=fastertransformer."
         )
     return problems
+
+
+def _pytriton_problems(config: DeployConfig) -> list[str]:
+    """Return what PyTriton's server cannot do."""
+    found = []
+    if config.engine != PYTORCH:
+        found.append(f"deploy.engine={config.engine} cannot be served by deploy.server=pytriton.")
+    if config.is_from_elsewhere:
+        found.append(
+            "deploy.repository is served by deploy.server=triton; with pytriton set it to null: "
+            "the exported model's weights are served."
+        )
+    if config.nodes > 1:
+        found.append(
+            f"deploy.server=pytriton serves on one node, and this model needs {config.nodes}; "
+            "submit the batch script of docs/pytriton.md."
+        )
+    if config.access != OPEN_ACCESS:
+        found.append(
+            "deploy.max_request_mb, deploy.tls_cert, deploy.token_file and "
+            "deploy.client_shared_memory have no effect with deploy.server=pytriton, which has no "
+            "gateway; leave them out."
+        )
+    return found
 
 
 def _too_few_gpus(config: DeployConfig, world_size: int) -> str:

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 from inference.server.probe import ProbeError, probe
 from inference.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
-from stages.deploy_config import FASTERTRANSFORMER, PORT_KEYS, DeployConfig
+from stages.deploy_config import (
+    FASTERTRANSFORMER,
+    NEMO,
+    NEMO_MODEL,
+    PORT_KEYS,
+    PYTRITON,
+    TRITON,
+    DeployConfig,
+)
 from stages.endpoint import ServerEndpoint, server_log
 from stages.gemm_tuning import tune
 from stages.job_process import job_id_here, node_address
@@ -69,10 +77,11 @@ def serving(
         began = time.monotonic()
         server.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
         endpoint = _endpoint(config, server, job_id, restarts)
-        progress.update("sending a first request")
-        left_s = config.ready_timeout_s - (time.monotonic() - began)
-        _probe(config, server, endpoint, timeout_s=max(left_s, _LEAST_PROBE_S), check=check)
-        server.watch_answers(hidden=hidden_size(config.weights_dir))
+        if config.server == TRITON:  # PyTriton is ready once its model has answered
+            progress.update("sending a first request")
+            left_s = config.ready_timeout_s - (time.monotonic() - began)
+            _probe(config, server, endpoint, timeout_s=max(left_s, _LEAST_PROBE_S), check=check)
+            server.watch_answers(hidden=hidden_size(config.weights_dir))
         yield server, endpoint
 
 
@@ -147,6 +156,23 @@ def _server(
 
     log_path = server_log(folder, job_id)
     put_aside(log_path)
+    if config.server == PYTRITON:
+        from inference.pytriton.managed_server import PytritonServer
+
+        return PytritonServer(
+            config.weights_dir,
+            name=NEMO_MODEL if config.interface == NEMO else config.model_name,
+            interface=config.interface,
+            tp_size=config.tp_size,
+            pp_size=config.pp_size,
+            http_port=config.http_port,
+            grpc_port=config.grpc_port,
+            metrics_port=config.metrics_port,
+            host=config.host,
+            log_path=log_path,
+            env=environment,
+            port_keys=PORT_KEYS,
+        )
     return TritonServer(
         config.source,
         http_port=config.http_port,

@@ -323,13 +323,8 @@ class TritonServer:
         missing = [name for name, port in self._wanted_ports.items() if port == 0]
         chosen = zip(missing, pick_free_ports(self.host, len(missing)), strict=True)
         self._ports = self._wanted_ports | dict(chosen)
-        installation = find_triton(own_backends=not self._is_old)
-        program = [*self._prefix, str(installation.program), *installation.arguments()]
-        self._sockets = None if self._is_old else new_sockets()
-        segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
-        command = [*program, *self._arguments(), segments, *self._extra_args]
-        environment = os.environ | installation.environment() | self._env
-        environment[SUPERVISED_VARIABLE] = "1"
+        command, environment = self._command()
+        environment |= self._env | {SUPERVISED_VARIABLE: "1"}
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         lifeline, self._lifeline = os.pipe()
         try:
@@ -350,6 +345,15 @@ class TritonServer:
         finally:
             os.close(lifeline)
         return ServerLog(self.log_path)
+
+    def _command(self) -> tuple[list[str], dict[str, str]]:
+        """Return the command line of this start, with new sockets, and its environment."""
+        installation = find_triton(own_backends=not self._is_old)
+        program = [*self._prefix, str(installation.program), *installation.arguments()]
+        self._sockets = None if self._is_old else new_sockets()
+        segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
+        command = [*program, *self._arguments(), segments, *self._extra_args]
+        return command, os.environ | installation.environment()
 
     def _supervisor(self, lifeline: int) -> list[str]:
         return [supervisor.__file__, str(lifeline), self._shm_prefix]

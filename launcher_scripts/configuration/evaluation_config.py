@@ -12,7 +12,7 @@ from launcher_scripts.configuration.export_config import has_ensemble
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import server_config
 from stages.convert import find_checkpoint
-from stages.deploy_config import DeployConfig
+from stages.deploy_config import PYTRITON, DeployConfig
 from stages.endpoint import ENDPOINT_NAME
 from stages.evaluate import EvaluateConfig
 
@@ -38,6 +38,11 @@ def evaluation_config(
         raise ValueError(
             f"a model over {server.nodes} nodes needs a server job of its own; add deploy to "
             "stages, or name a running server in evaluate.server."
+        )
+    if server.server == PYTRITON and evaluate.server is None:
+        raise ValueError(
+            "deploy.server=pytriton takes texts alone, and the evaluation sends tokens; evaluate "
+            "with deploy.server=triton."
         )
     endpoint_path = Path(config.export.run.results_dir) / "deploy" / ENDPOINT_NAME
     return EvaluateConfig(

@@ -198,6 +198,16 @@ class DeploySection:
         "runtime of the model: pytorch (Slipway's engine) or fastertransformer (NVIDIA's backend)",
         choices=("pytorch", "fastertransformer"),
     )
+    server: str = option(
+        "triton (tritonserver and the repository) or pytriton (PyTriton: text in, text out)",
+        "triton",
+        choices=("triton", "pytriton"),
+    )
+    interface: str = option(
+        "tensors of pytriton's model: text, or nemo, those of PyTriton's NeMo example",
+        "text",
+        choices=("text", "nemo"),
+    )
     repository: str | None = option(
         "serve this repository instead of the exported one; s3://bucket/prefix: export publishes "
         "there, and the server loads from there",

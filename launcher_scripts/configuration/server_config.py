@@ -45,6 +45,8 @@ def server_config(config: Config) -> DeployConfig:
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,
         engine=deploy.engine,
+        server=deploy.server,
+        interface=deploy.interface,
         host=deploy.host,
         http_port=deploy.http_port,
         grpc_port=deploy.grpc_port,

@@ -29,6 +29,7 @@ from inference.ranks.settings import Placement
 from inference.server.client import TritonClient, as_tensor
 from inference.server.supervisor import descendants
 from tests.conftest import ROOT
+from tests.integration.command import FREE_PORTS, processes_of, served
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 from tests.waiting import lives, until
 
@@ -384,3 +385,19 @@ def test_four_ranks_of_mpirun_answer_as_one_and_end_in_order_with_the_first(
         assert launcher.wait(END_S) == 0, run.output()
         until(lambda: not any(map(lives, everything)), limit_s=END_S)
         assert run.leftovers() == []
+
+
+def test_deploy_stage_serves_and_ends_all_ranks(tmp_path: Path) -> None:
+    results = tmp_path / "gpt_books_5m" / "export_tp2_pp1_fp16_fp32"
+    words = ["export=gpt3/sample", "stages=[deploy]", f"base_results_dir={tmp_path}", *FREE_PORTS]
+    with served(results, *words, "deploy.server=pytriton", "deploy.interface=nemo") as endpoint:
+        assert (endpoint["model"], endpoint["ensemble"]) == ("GPT", None)
+        request = {
+            "tasks": as_tensor(["text_generation"], "BYTES"),
+            "prompts": as_tensor(PROMPTS[:1], "BYTES"),
+            "max_length": np.array([[4]], np.int32),
+        }
+        with TritonClient(f"127.0.0.1:{endpoint['http']}", protocol="http") as client:
+            outputs = client.infer("GPT", request)
+        assert outputs["sentences"][0, 0].decode().startswith(PROMPTS[0])
+    until(lambda: not processes_of(tmp_path), "the end of every rank")

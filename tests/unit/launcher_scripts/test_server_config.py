@@ -100,3 +100,21 @@ def test_place_in_a_store_stays_as_it_is_written() -> None:
 def test_evaluation_asks_the_ensemble_that_the_kind_has(kind: str, ensemble: str | None) -> None:
     stage = build_stage("evaluate", configure(f"export.run.model_type={kind}"), Context())
     assert stage.config.options.ensemble_name == ensemble  # type: ignore[attr-defined]
+
+
+def test_pytriton_serves_texts_on_one_node(tmp_path: Path) -> None:
+    words = ("deploy.server=pytriton", "deploy.interface=nemo", *FREE_PORTS)
+    found = server_config(configure(*words))
+    assert (found.server, found.interface) == ("pytriton", "nemo")
+    stage = build_stage("deploy", configure(*words), Context())
+    assert stage.check() == []
+    with pytest.raises(ValueError, match="takes texts alone, and the evaluation sends tokens"):
+        build_stage("evaluate", configure(*words), Context(deploys=True))
+    wide = build_stage("deploy", on_cluster(8, 2, *words), Context())
+    assert any("serves on one node, and this model needs 2" in each for each in wide.check())
+    closed = configure(*words, f"deploy.token_file={tmp_path}/t", f"deploy.repository={tmp_path}")
+    problems = build_stage("deploy", closed, Context()).check()
+    assert [each.split()[0] for each in problems if "pytriton" in each] == [
+        "deploy.repository",
+        "deploy.max_request_mb,",
+    ]
