@@ -54,7 +54,7 @@ class PytritonServer(TritonServer):
         self._name = name
         self._ranks = tp_size * pp_size
         self._options = [
-            f"--hf-model-name={weights}",
+            f"--hf-model-name={weights.absolute()}",
             f"--tp={tp_size}",
             f"--pp={pp_size}",
             f"--model-name={name}",
