@@ -17,8 +17,11 @@ _RECORD = re.compile(r"^[EWIF]\d{4} ")  # every record of the server starts like
 _LOADING = re.compile(r'"?loading: (?P<name>\S+?):\d+')
 _LOADED = re.compile(r"successfully loaded '(?P<name>[^']+)'")
 _FAILED = re.compile(r"failed to load '(?P<name>[^']+)' version \d+: (?P<reason>.*)", re.DOTALL)
+# One record says only that a model's configuration came with the request to load it.
 _BROKEN = re.compile(
-    r"(?:tritonserver|model_repository_manager)\.cc:\d+\] (?P<reason>.*)", re.DOTALL
+    r"(?:tritonserver|model_repository_manager)\.cc:\d+\] "
+    r"(?!\"?Failed to set config modification time)(?P<reason>.*)",
+    re.DOTALL,
 )
 # A model's own message, see engine_model.py; the next record starts a line like `I0102 `.
 _OUT = re.compile(r"\S+ is out of service: .*(?:\n(?![EWIF]\d{4} ).*)*")

@@ -216,6 +216,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.evaluation.run",
         "inference.gateway",
         "inference.openai",
+        "inference.pytriton",
         "inference.server",
     ),
     "launcher_scripts.configuration": (
