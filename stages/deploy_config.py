@@ -200,6 +200,10 @@ def _pytriton_problems(config: DeployConfig) -> list[str]:
             f"deploy.server=pytriton serves on one node, and this model needs {config.nodes}; "
             "submit the batch script of docs/pytriton.md."
         )
+    if config.openai is not None:
+        found.append(
+            "deploy.openai.enabled=true needs deploy.server=triton; PyTriton serves no tokens."
+        )
     if config.access != OPEN_ACCESS:
         found.append(
             "deploy.max_request_mb, deploy.tls_cert, deploy.token_file and "
