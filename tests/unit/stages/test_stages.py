@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
+from inference.openai.options import OpenAIOptions
 from stages import STAGES
 from stages.base import JobSettings, Stage, StageError, Standing, Summary
 from stages.deploy import DeployStage
@@ -183,6 +184,12 @@ def test_step_without_a_result_names_its_command(stage: CopyStage) -> None:
         ({"gemm_tuning": GemmTuning()}, "it needs deploy.engine=fastertransformer"),
         ({"http_port": 70000}, "deploy.http_port=70000 is not a port"),
         ({"grpc_port": 8000}, "the ports must differ"),
+        ({"openai": OpenAIOptions(port=8001)}, "the ports must differ"),
+        (
+            {"openai": OpenAIOptions(tokenizer=Path("/nowhere"))},
+            "deploy.openai.tokenizer=/nowhere is not a folder",
+        ),
+        ({"openai": OpenAIOptions(), "engine": "fastertransformer"}, "needs deploy.engine=pytorch"),
         (
             {"is_from_elsewhere": True},
             "holds no model (<name>/config.pbtxt); give the folder above",
