@@ -45,7 +45,7 @@ class ModelArguments:
 
     @property
     def instances(self) -> int:
-        """How many instances the server makes, a process each."""
+        """Number of instances that the server makes, a process each."""
         return sum(int(group.get("count", 1)) for group in self.config.get("instance_group", []))
 
     @property

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _variables(rank: int, count: int) -> dict[str, str]:
-    """Return what tells a process its place, as torch's launchers do."""
+    """Return the variables of a process with its rank, as torch's launchers set them."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
     return {name: str(value) for name, value in numbers.items()} | {LAUNCHER_VARIABLE: "torch"}
 
