@@ -182,7 +182,7 @@ def test_hidden_states_have_the_type_that_is_computed_in(
 def test_parameters_that_do_nothing_here_are_logged(server: TritonServer) -> None:
     log = server.log_path.read_text()
     assert "bloom: parameter enable_custom_all_reduce has no effect in this engine" in log
-    assert "gptneox: parameter decoder_layers is not known and has no effect" in log
+    assert "gptneox: parameter decoder_layers is unknown and has no effect" in log
 
 
 def test_bad_request_gets_an_error_and_the_model_stays(shared: Path, client: TritonClient) -> None:
