@@ -61,6 +61,7 @@ def _findings(name: str, found: Mapping[str, Any]) -> list[str]:
     for metric, value in found.get("metrics", {}).items():
         reference = f" ({compared[metric]})" if metric in compared else ""
         lines.append(f"{metric}: {value:.4g}{reference}")
+    lines += [f"{task}: {text}" for task, text in found.get("times", {}).items()]
     if "report" in found:
         lines.append(f"report: {found['report']}")
     return lines

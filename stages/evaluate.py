@@ -144,7 +144,7 @@ class EvaluateStage(Stage):
                 self.config.endpoint_path.with_name(STOP_NAME).touch()
 
     def _ask(self, options: EvaluationOptions, facts: RunFacts, progress: Progress) -> Summary:
-        from inference.evaluation.report.formatting import references
+        from inference.evaluation.report.formatting import references, times
         from inference.evaluation.run.evaluator import evaluate
         from inference.evaluation.run.task_run import EvaluationError
 
@@ -164,6 +164,7 @@ class EvaluateStage(Stage):
         summary: Summary = {
             "metrics": {metric.name: metric.value for metric in report.metrics},
             "references": references(report),
+            "times": times(report),
             "report": str(self._output_dir / _REPORT_PAGE),
         }
         if not report.gate.passed:

@@ -21,6 +21,7 @@ from export_scripts.conversion.tensor_plan import TensorPlan, plan_tensors
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.layout.config import FTConfig, parse_value
+from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.families.mapping.prompts import prompt_tensors
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.ft.config_ini import config_text
@@ -114,6 +115,28 @@ def plan_conversion(
     )
 
 
+def source_config(
+    path: Path, given: Sequence[tuple[str, str]] = ()
+) -> tuple[ModelFamily, FTConfig]:
+    """Return the family of a checkpoint and the config that it would be served with.
+
+    `given` are config.ini values that the checkpoint does not record.
+
+    Raises:
+        CheckpointMismatchError: It cannot be converted as it is.
+        ValueError: The path is not a known checkpoint.
+    """
+    request = ConversionRequest(
+        path, path.parent, tp_size=1, weight_data_type="fp32", given=tuple(given)
+    )
+    facts = _open(request, None)
+    mapping = find_mapping(facts)
+    facts = dataclasses.replace(facts, prefix=mapping.prefix)
+    if problems := mapping.unsupported(facts):
+        raise CheckpointMismatchError(problems)
+    return mapping.family, mapping.config(facts)
+
+
 def _tokens_never_said(config: FTConfig, names: Mapping[str, str]) -> list[str]:
     """Return a warning for each special token that the model's vocabulary lacks."""
     size = getattr(config, "vocab_size", None)
@@ -157,7 +180,9 @@ def _config_text(config: FTConfig, problems: list[str]) -> str:
 
 
 def _open(request: ConversionRequest, scratch_dir: Path | None) -> Facts:
-    reader = open_checkpoint(request.checkpoint_path, scratch_dir=scratch_dir)
+    reader = open_checkpoint(
+        request.checkpoint_path, scratch_dir=scratch_dir, name=request.checkpoint_name
+    )
 
     def opened(paths: Sequence[Path]) -> tuple[Any, ...]:
         return tuple(open_addition(path, base=reader, scratch_dir=scratch_dir) for path in paths)

@@ -18,11 +18,10 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import item_size
 from inference.decoding.request import GenerationRequest, ModelLimits
 from inference.decoding.rows import P_TUNING, SOFT_PROMPT
-from inference.engine.options import EngineOptions
+from inference.engine.options import DEFAULT_MAX_SEQ_LEN, EngineOptions
 from inference.model.kv_cache import CacheShape
 from inference.ranks.settings import Placement
 
-_DEFAULT_MAX_LEN = 4096
 _CPU_SHARE = 0.25  # of the memory that is available, for keys and values
 _CUDA_SHARE = 0.8  # of the memory that the weights leave
 _MOST_SLOTS = {"cpu": 64, "cuda": 256}
@@ -193,8 +192,8 @@ def plan_capacity(
         ValueError: with every problem found.
     """
     layout = placement.layout_of(0)
-    longest = _longest(architecture) or options.max_seq_len or _DEFAULT_MAX_LEN
-    max_len = min(options.max_seq_len or _DEFAULT_MAX_LEN, longest)
+    longest = _longest(architecture) or options.max_seq_len or DEFAULT_MAX_SEQ_LEN
+    max_len = min(options.max_seq_len or DEFAULT_MAX_SEQ_LEN, longest)
     stack = _cached_stack(architecture)
     one_slot = CacheShape(
         num_layer=len(layout.layers(stack.num_layer)) * stack.copies,

@@ -24,13 +24,11 @@ from inference.engine.encoding import (
     RunningEncoding,
 )
 from inference.engine.loop import EngineLoop
-from inference.engine.options import EngineOptions
+from inference.engine.options import DEFAULT_MAX_SEQ_LEN, EngineOptions
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import Placement
 
-# Most tokens of a row unless max_seq_len says otherwise: attention grows with their square.
-_DEFAULT_MAX_LEN = 4096
 _ATTENTION_COPIES = 3  # those of the ranks, the answer, and the server's
 
 
@@ -63,7 +61,7 @@ class EncoderEngine(EngineBase):
         self.architecture = encoder_of(self.family.architecture(self.config), self.family.name)
         placement = checked_placement(self.architecture, placement, rendezvous)
         self.limits = encoder_limits(self.architecture)
-        self.max_len = self.options.max_seq_len or _DEFAULT_MAX_LEN
+        self.max_len = self.options.max_seq_len or DEFAULT_MAX_SEQ_LEN
         settings = rank_settings(
             ft_dir,
             placement,

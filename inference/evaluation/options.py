@@ -25,6 +25,7 @@ LAMBADA_URL = "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_tes
 LAMBADA_SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"
 # Bounds beyond which a number can only be a typing error.
 _TOKENS, _SECONDS, _IN_FLIGHT, _INT32 = 1 << 20, 30 * 24 * 3600, 65536, (1 << 31) - 1
+_SEQUENCE = 1 << 17  # tokens of a prompt and its answer: the longest context that is served widely
 
 
 @dataclass
@@ -46,7 +47,14 @@ class LambadaOptions:
 class PromptOptions:
     """`evaluate.<task>.prompt`: virtual tokens of a model tuned by p-tuning."""
 
-    length: int = option("virtual tokens ahead of every prompt", 0, within=(0, _TOKENS))
+    from_model: bool = option(
+        "use the table of the task's name, or of task_id, that config.ini lists", True
+    )
+    length: int = option(
+        "virtual tokens ahead of every prompt; 0: those of the model's own table",
+        0,
+        within=(0, _TOKENS),
+    )
     start_id: int = option(
         "id of the first, prompt_learning_start_id of config.ini", 0, within=(0, _INT32)
     )
@@ -63,7 +71,11 @@ class PromptOptions:
 class TextTaskOptions:
     """`evaluate.<task>` of the tasks whose answer is text."""
 
-    data_path: str | None = option("the data; needed when the task is asked for", None, path=True)
+    data_path: str | None = option(
+        "the data; null: downloaded from url to data_dir when missing there", None, path=True
+    )
+    url: str | None = option("where missing data is downloaded from", None)
+    sha256: str | None = option("checksum of the download; needed with url", None)
     target_path: str | None = option("translation: the right lines", None, path=True)
     template: str | None = option("prompt with the data's fields in braces", None, lines=True)
     output_len: int | None = option("tokens to generate", None, within=(1, _TOKENS))
@@ -77,7 +89,11 @@ class IdentityOptions:
     """`evaluate.identity`: the served model against the source checkpoint's own library."""
 
     samples: int = option("rows of random token ids", 8, within=(1, _INT32))
+    batch_size: int = option("rows of a request", 1, within=(1, _INT32))
     input_len: int = option("tokens of the longest row", 32, within=(1, _TOKENS))
+    min_input_len: int | None = option(
+        "tokens of the shortest row; null: half of the longest", None, within=(1, _TOKENS)
+    )
     output_len: int = option("tokens of an answer", 8, within=(1, _TOKENS))
     tolerance: float | None = option(
         "largest relative difference; null: fp32 1e-4, fp16 1e-2, bf16 8e-2, int8 0.15",
@@ -140,7 +156,8 @@ def parse_shape(text: str) -> RequestShape:
     """Return the shape that `text` writes or names.
 
     Raises:
-        ValueError: it is neither a known name nor two positive numbers around a plus.
+        ValueError: it is neither a known name nor two positive numbers around a plus, or longer
+            than any context.
     """
     if text in USE_CASES:
         return USE_CASES[text]
@@ -150,7 +167,13 @@ def parse_shape(text: str) -> RequestShape:
             f"evaluate.latency.shapes has {text!r}; write tokens in and out such as 60+20, or one "
             f"of {', '.join(USE_CASES)}."
         )
-    return RequestShape(int(found[1]), int(found[2]))
+    shape = RequestShape(int(found[1]), int(found[2]))
+    if shape.input_len + shape.output_len > _SEQUENCE:
+        raise ValueError(
+            f"evaluate.latency.shapes has {text!r}, {shape.input_len + shape.output_len} tokens; "
+            f"prompt and answer may have {_SEQUENCE} at most."
+        )
+    return shape
 
 
 @dataclass(frozen=True)
@@ -197,6 +220,9 @@ class EvaluateSection:
     )
     reference: str = option(
         "what to compare with: none, huggingface (the source checkpoint), or a report.json", "none"
+    )
+    reference_data_type: str = option(
+        "type in which reference=huggingface computes", "fp32", choices=("fp32", "fp16", "bf16")
     )
     gate: dict[str, Any] = option("bounds of metrics: <metric>.min, .max, .margin, .sigmas", {})
     baseline: str = option(
@@ -268,6 +294,9 @@ class EvaluationOptions(EvaluateSection):
         source_path: the checkpoint that was converted.
         types: the types in which weights are stored and computed, which decide how large rounding
             may make a difference; int8 where weights are served in it.
+        max_seq_len: tokens of a sequence that the server is started with; None where the model
+            alone decides, or the server is somebody else's.
+        given: config.ini values that the source checkpoint does not record.
     """
 
     data_dir: Path
@@ -279,3 +308,5 @@ class EvaluationOptions(EvaluateSection):
     weights_dir: Path | None = None
     source_path: Path | None = None
     types: tuple[str, ...] = ("fp32",)
+    max_seq_len: int | None = None
+    given: tuple[tuple[str, str], ...] = ()

@@ -138,10 +138,15 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ReferenceComparison:
-    """A task's metrics against a reference; `source` says whose figures those are."""
+    """A task's metrics against a reference; `source` says whose figures those are.
+
+    Attributes:
+        requests: how long the reference took to answer, where it was measured.
+    """
 
     source: str
     metrics: tuple[Comparison, ...]
+    requests: RequestStatistics | None = None
 
 
 @dataclass(frozen=True)

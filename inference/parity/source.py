@@ -12,12 +12,12 @@ from export_scripts.families.layout.architecture import Architecture
 from inference.parity.activations import Activations, ModelInputs, NoLibraryError
 from inference.parity.huggingface import load_huggingface
 from inference.parity.megatron import load_megatron
+from inference.parity.mesh_transformer import load_mesh_transformer
 
 # Who computes the formats whose library is not run here.
 _OTHERS: Mapping[str, str] = {
     "nemo": "NVIDIA's nemo_toolkit",
     "megatron": "Megatron-LM",
-    "jax": "mesh-transformer-jax",
     "eleuther": "EleutherAI's gpt-neox",
 }
 
@@ -53,6 +53,8 @@ def load_source(plan: ConversionPlan, architecture: Architecture) -> SourceModel
     kind = plan.facts.reader.format
     if kind == "huggingface":
         return load_huggingface(plan.request.checkpoint_path, architecture)
+    if kind == "jax":
+        return load_mesh_transformer(plan)
     if not is_core(plan.facts):
         library = _OTHERS.get(kind, "its own library")
         raise NoLibraryError(

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from export_scripts.checkpoints.hub import cached_model
 from export_scripts.triton.repository import ENSEMBLE
+from inference.engine.options import DEFAULT_MAX_SEQ_LEN
 from inference.evaluation.options import REFERENCES, EvaluationOptions
 from inference.evaluation.record import RunFacts
 from launcher_scripts.configuration.export_config import has_ensemble
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import server_config
 from stages.convert import find_checkpoint
-from stages.deploy_config import PYTRITON, DeployConfig
+from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
 from stages.endpoint import ENDPOINT_NAME
 from stages.evaluate import EvaluateConfig
 
@@ -68,10 +70,20 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
         ensemble_name=ENSEMBLE if has_ensemble(config) else None,
         tokenizer_dir=weights_dir,
         weights_dir=weights_dir,
-        source_path=find_checkpoint(Path(config.export.model.checkpoint_path)),
+        source_path=find_checkpoint(cached_model(Path(config.export.model.checkpoint_path))),
         types=tuple(types),
+        max_seq_len=_max_seq_len(config),
+        given=tuple((name, str(value)) for name, value in config.convert.given.items()),
     )
     return replace(options, reference=_reference(section.reference))
+
+
+def _max_seq_len(config: Config) -> int | None:
+    """Return the tokens that a sequence of our engine may have; NVIDIA's backend sets no bound."""
+    if config.deploy.engine == FASTERTRANSFORMER:
+        return None
+    stated = str(config.export.triton_deployment.parameters.get("max_seq_len", ""))
+    return int(stated) if stated.isdigit() else DEFAULT_MAX_SEQ_LEN
 
 
 def _facts(config: Config) -> RunFacts:

@@ -58,6 +58,15 @@ def test_every_family_equals_its_source_at_every_place(name: str, tmp_path: Path
     assert ("decoder layer 2", "cross attention") in parts or not name.endswith("t5")
 
 
+def test_release_of_mesh_transformer_jax_equals_transformers(shared: Path, tmp_path: Path) -> None:
+    source = shared / "golden/gptj_slim/tiny/source"
+    given = (("head_num", "4"), ("rotary_embedding", "2"))
+    report = found(source, convert_to(source, tmp_path, given=given), given=given)
+    assert report.equal, report.to_json()
+    assert max(each.relative for each in report.activations) < 1e-5
+    assert "GPTJForCausalLM of the JAX release" in report.source
+
+
 @pytest.mark.parametrize("kind", ["fp16", "bf16"])
 @pytest.mark.parametrize("name", ["gpt2", "gptj", "t5", "bert"])
 def test_rounding_of_a_type_is_within_its_tolerance(name: str, kind: str, tmp_path: Path) -> None:

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from inference.evaluation.record import Comparison, LatencyPoint, Report
+from inference.evaluation.record import (
+    Comparison,
+    LatencyPoint,
+    Report,
+    RequestStatistics,
+    TaskReport,
+)
 from inference.evaluation.task import Metric
+
+SIDE_BY_SIDE_HEAD = ("", "total", "in flight", "generated tokens/s")
 
 
 def value_text(value: float, unit: str) -> str:
@@ -57,6 +65,42 @@ def references(report: Report) -> dict[str, str]:
         for reference in compared
         for each in reference.metrics
     }
+
+
+def side_by_side(task: TaskReport) -> list[tuple[str, ...]]:
+    """Return the times of the served model and of its reference, under SIDE_BY_SIDE_HEAD."""
+    if task.reference is None or task.reference.requests is None:
+        return []
+    sides = (("served", task.requests), (task.reference.source, task.reference.requests))
+    return [
+        (
+            name,
+            seconds_text(each.seconds),
+            f"{each.concurrency}",
+            number_text(each.tokens_per_s),
+        )
+        for name, each in sides
+    ]
+
+
+def times(report: Report) -> dict[str, str]:
+    """Return how long the requests of each task took, and those of its reference, in one line."""
+    found = {}
+    for task in report.tasks:
+        found[task.name] = _time_text(task.requests)
+        if task.reference is not None and task.reference.requests is not None:
+            found[f"{task.name} by the reference"] = _time_text(task.reference.requests)
+    return found
+
+
+def _time_text(requests: RequestStatistics) -> str:
+    text = (
+        f"{requests.count:,} request{'s' * (requests.count != 1)} in "
+        f"{seconds_text(requests.seconds)}, p50 {milliseconds_text(requests.latency.p50_ms)}"
+    )
+    if requests.generated:
+        text += f", {number_text(requests.tokens_per_s)} generated tokens/s"
+    return text
 
 
 def interval_text(metric: Metric) -> str:

@@ -23,12 +23,14 @@ from inference.evaluation.report.charts import (
     throughput_chart,
 )
 from inference.evaluation.report.formatting import (
+    SIDE_BY_SIDE_HEAD,
     difference_text,
     interval_text,
     metric_title,
     number_text,
     reference_text,
     seconds_text,
+    side_by_side,
     value_text,
 )
 from inference.evaluation.report.markdown import (
@@ -132,6 +134,7 @@ def _task(report: Report, task: TaskReport) -> str:
         f'<h2>{escape(task.name.capitalize())}</h2>\n<p class="lead">{lead}</p>\n{note}'
         + _accuracies(report, task)
         + _metric_table(task)
+        + _side_by_side(task)
         + '<div class="pair">'
         + figure("Latency under this load", latency_histogram(requests.latency))
         + figure("Throughput", throughput_chart(requests))
@@ -189,6 +192,12 @@ def _metric_table(task: TaskReport) -> str:
         )
     head = ("metric", "value", "95% interval", "n", "reference", "difference", "samples agree")
     return f'<div class="card scroll">{table(head, rows)}</div>'
+
+
+def _side_by_side(task: TaskReport) -> str:
+    """Return the times of the served model next to those of its reference."""
+    rows = [tuple(map(escape, row)) for row in side_by_side(task)]
+    return f'<div class="card scroll">{table(SIDE_BY_SIDE_HEAD, rows)}</div>' if rows else ""
 
 
 def _latency(report: Report) -> str:

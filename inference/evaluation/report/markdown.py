@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from inference.evaluation.record import LatencyPoint, Report, TaskReport
 from inference.evaluation.report.formatting import (
+    SIDE_BY_SIDE_HEAD,
     difference_text,
     interval_text,
     load_text,
@@ -13,6 +14,7 @@ from inference.evaluation.report.formatting import (
     number_text,
     seconds_text,
     shape_text,
+    side_by_side,
     value_text,
 )
 
@@ -115,7 +117,10 @@ def _reference(task: TaskReport) -> str:
             )
         )
     table = _table(("metric", "reference", "difference", "samples that agree"), rows)
-    return f"Against {task.reference.source}:\n\n{table}"
+    text = f"Against {task.reference.source}:\n\n{table}"
+    if sides := side_by_side(task):
+        text += f"\n\n{_table(SIDE_BY_SIDE_HEAD, sides)}"
+    return text
 
 
 LATENCY_HEAD = (

@@ -17,11 +17,11 @@ from inference.evaluation.options import (
     Bound,
     EvaluateSection,
     EvaluationOptions,
-    LatencyOptions,
     parse_shape,
 )
 from inference.evaluation.tasks import TASKS, task_entry
 from inference.evaluation.tasks.harness import PREFIX
+from inference.evaluation.tasks.served_folder import shape_problems
 from inference.gateway.credentials import PLAIN
 
 
@@ -53,7 +53,7 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
         for name, entry in entries.items()
         if entry.only_served and options.reference == "huggingface"
     ]
-    problems += _check_latency(options.latency)
+    problems += _check_latency(options)
     bounds, gate_problems = parse_bounds(options.gate)
     known = known_metrics(options)
     grouped = tuple(
@@ -95,7 +95,8 @@ def _check_values(options: EvaluationOptions) -> list[str]:
     return problems
 
 
-def _check_latency(latency: LatencyOptions) -> list[str]:
+def _check_latency(options: EvaluationOptions) -> list[str]:
+    latency = options.latency
     if not latency.enabled:
         return []
     problems = [
@@ -107,7 +108,8 @@ def _check_latency(latency: LatencyOptions) -> list[str]:
         )
         if not values
     ]
-    problems += [found for text in latency.shapes if (found := _shape_problem(text))]
+    wrong = [found for text in latency.shapes if (found := _shape_problem(text))]
+    problems += wrong or shape_problems([parse_shape(text) for text in latency.shapes], options)
     sent, widest = latency.requests + latency.warmup, max(latency.concurrencies, default=0)
     if latency.load_generator == "perf_analyzer" and sent < widest:
         problems.append(
@@ -136,12 +138,6 @@ def _check_reference(options: EvaluationOptions) -> list[str]:
         ]
     source = options.source_path
     problems = [
-        f"evaluate.reference=huggingface and evaluate.{name}.prompt exclude each other: virtual "
-        "tokens are not part of the source checkpoint."
-        for name in options.tasks
-        if name in options.text_tasks and options.text_tasks[name].prompt.length > 0
-    ]
-    problems += [
         f"evaluate.reference=huggingface and evaluate.{name}.reference_path exclude each other; "
         "set one of them to none or null."
         for name in options.tasks

@@ -61,6 +61,7 @@ from inference.evaluation.run.task_run import (
 )
 from inference.evaluation.task import TaskEntry, TextGenerator, generates
 from inference.evaluation.tasks import task_entry
+from inference.evaluation.tasks.identity import rows_of
 
 
 def evaluate(
@@ -227,8 +228,10 @@ def _tokens(model: TextGenerator, runs: Sequence[TaskRun]) -> Iterator[Sequence[
     """Yield the token ids of every sample; those of the task identity are written as numbers."""
     for run in runs:
         for sample in run.samples:
-            is_text = run.task.name != "identity"
-            yield model.encode(sample.text) if is_text else tuple(map(int, sample.text.split()))
+            if run.task.name == "identity":
+                yield from rows_of(sample.text)
+            else:
+                yield model.encode(sample.text)
 
 
 def _hidden_size(checkpoint: Path) -> int | None:

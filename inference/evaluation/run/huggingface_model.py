@@ -1,8 +1,12 @@
 """The source checkpoint in its own library, as the reference of a served model.
 
 Tasks ask it through the same protocol as the served model, so both are scored by the same code.
-Computed in fp32, one request at a time, on the first CUDA device if there is one.
+Computed one request at a time, in the type of evaluate.reference_data_type, on the first CUDA
+device if there is one. Virtual tokens, the first of a prompt, take their embeddings from the
+request's table or from one of the served folder, as the server does.
 """
+
+# Shapes: N tokens, P virtual ones, E hidden, V vocabulary
 
 from __future__ import annotations
 
@@ -13,14 +17,19 @@ from typing import Any
 
 from inference.evaluation.run.task_run import EvaluationError
 from inference.evaluation.task import NO_WORDS, Completion, RequestTensors, WordLists
+from inference.evaluation.tasks.served_folder import served_prompts
 
 
 class HuggingFaceModel:
     """Meets TextGenerator with a model and a tokenizer of the transformers library."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, source: str) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any, *, source: str, prompts_dir: Path | None = None
+    ) -> None:
+        """Ask `model`; `prompts_dir` is the served folder, for the prompt tables in it."""
         self._model = model
         self._tokenizer = tokenizer
+        self._prompts_dir = prompts_dir
         self._lock = threading.Lock()
         self.source = source
 
@@ -85,22 +94,45 @@ class HuggingFaceModel:
         """Return the greedy tokens after `input_ids`.
 
         Raises:
-            EvaluationError: tensors of the serving contract were given, which mean nothing here.
+            EvaluationError: tensors of the serving contract were given that mean nothing here.
         """
         import torch
 
-        if tensors:
+        table = self._table(tensors) if tensors else None  # (P, E)
+        virtual = 0 if table is None else len(table)
+        ids = torch.tensor([list(input_ids)[virtual:]], device=self._model.device)
+        prompt = {"input_ids": ids}
+        with self._lock, torch.no_grad():
+            if table is not None:
+                embedded = self._model.get_input_embeddings()(ids)  # (1, N, E)
+                prompt = {"inputs_embeds": torch.cat([table.to(embedded)[None], embedded], dim=1)}
+            found = self._model.generate(
+                **prompt,
+                attention_mask=torch.ones(1, len(input_ids), device=ids.device, dtype=torch.long),
+                generation_config=self._greedy(output_len),
+            )
+        # Of embeddings a decoder returns its answer alone.
+        start = 1 if self._is_encoder_decoder else 0 if virtual else len(input_ids)
+        return tuple(int(each) for each in found[0, start:])
+
+    def _table(self, tensors: RequestTensors) -> Any:
+        """Return the embeddings (P, E) of the virtual tokens that a request asks for."""
+        import torch
+
+        if "request_prompt_embedding" in tensors:
+            return torch.tensor(tensors["request_prompt_embedding"])
+        number = tensors.get("prompt_learning_task_name_ids")
+        prompts = {each.task_id: each for each in served_prompts(self._prompts_dir)}
+        if self._prompts_dir is None or number not in prompts:
             raise EvaluationError(
                 f"evaluate.reference=huggingface cannot answer requests with {', '.join(tensors)}: "
-                "virtual tokens are not part of the source checkpoint."
+                "the served folder lists no such prompt table; set evaluate.reference=none."
             )
-        ids = torch.tensor([list(input_ids)], device=self._model.device)
-        with self._lock, torch.no_grad():
-            found = self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), generation_config=self._greedy(output_len)
-            )
-        start = 1 if self._is_encoder_decoder else len(input_ids)
-        return tuple(int(each) for each in found[0, start:])
+        from export_scripts.ft.reader import FTReader
+
+        return FTReader(self._prompts_dir).read(
+            f"model.prompt_table.{prompts[number].task_name}.weight"
+        )
 
     def complete_rows(
         self,
@@ -153,8 +185,15 @@ class HuggingFaceModel:
         )
 
 
-def load_reference_model(checkpoint: Path) -> HuggingFaceModel:
+def load_reference_model(
+    checkpoint: Path, *, data_type: str = "fp32", prompts_dir: Path | None = None
+) -> HuggingFaceModel:
     """Load a checkpoint folder with its own library.
+
+    Args:
+        checkpoint: Folder with config.json and tokenizer.
+        data_type: Type to compute in: fp32, fp16 or bf16.
+        prompts_dir: Served folder, for the prompt tables in it.
 
     Raises:
         EvaluationError: transformers is not installed, or cannot read the folder.
@@ -162,6 +201,8 @@ def load_reference_model(checkpoint: Path) -> HuggingFaceModel:
     try:
         import torch
         import transformers
+
+        from export_scripts.numeric.dtypes import torch_dtype
     except ImportError as error:
         raise EvaluationError(
             f"evaluate.reference=huggingface needs the package {error.name}; install it, or set "
@@ -174,7 +215,7 @@ def load_reference_model(checkpoint: Path) -> HuggingFaceModel:
             if config.is_encoder_decoder
             else transformers.AutoModelForCausalLM
         )
-        model = kind.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        model = kind.from_pretrained(checkpoint, dtype=torch_dtype(data_type)).eval()
         tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     except (OSError, ValueError) as error:
         raise EvaluationError(
@@ -183,5 +224,5 @@ def load_reference_model(checkpoint: Path) -> HuggingFaceModel:
         ) from error
     if torch.cuda.is_available():
         model = model.to("cuda")
-    source = f"transformers {transformers.__version__} on {checkpoint}"
-    return HuggingFaceModel(model, tokenizer, source=source)
+    source = f"transformers {transformers.__version__} in {data_type} on {checkpoint}"
+    return HuggingFaceModel(model, tokenizer, source=source, prompts_dir=prompts_dir)

@@ -66,7 +66,11 @@ def with_source(
     from inference.evaluation.run.huggingface_model import load_reference_model
 
     assert options.source_path is not None
-    model = load_reference_model(options.source_path)
+    model = load_reference_model(
+        options.source_path,
+        data_type=options.reference_data_type,
+        prompts_dir=options.weights_dir,
+    )
     found = []
     for each in prepared:
         run = run_task(

@@ -19,6 +19,7 @@ from inference.evaluation.paired import compare_metric, values_by_sample
 from inference.evaluation.record import (
     Prediction,
     ReferenceComparison,
+    RequestStatistics,
     read_predictions,
     read_report,
 )
@@ -36,6 +37,7 @@ class Reference:
         metrics: values over the whole data set, by metric name.
         per_sample: values by quantity and sample index.
         same_samples: whether `metrics` are over exactly the samples of the run, limit and all.
+        requests: how long its answers took, where that is known.
     """
 
     source: str
@@ -43,6 +45,7 @@ class Reference:
     metrics: Mapping[str, float]
     per_sample: Mapping[str, Mapping[int, float]]
     same_samples: bool = False
+    requests: RequestStatistics | None = None
 
     def mismatch(self, dataset: Dataset) -> str:
         """Return why the reference cannot be compared with `dataset`; empty if it can."""
@@ -103,6 +106,7 @@ def _from_report(path: Path, task: str) -> Reference:
         dataset_sha256=found[0].dataset.sha256,
         metrics={metric.name: metric.value for metric in found[0].metrics},
         per_sample=values_by_sample(each for each in predictions if each.task == task),
+        requests=found[0].requests,
     )
 
 
@@ -114,6 +118,7 @@ def reference_of(run: TaskRun, *, source: str) -> Reference:
         metrics={metric.name: metric.value for metric in run.metrics},
         per_sample=values_by_sample(run.predictions),
         same_samples=True,
+        requests=run.requests,
     )
 
 
@@ -132,6 +137,7 @@ def compare_with_reference(run: TaskRun, reference: Reference) -> ReferenceCompa
             for metric in run.metrics
             if metric.name in values
         ),
+        requests=reference.requests,
     )
 
 

@@ -7,6 +7,7 @@ import random
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,19 @@ from export_scripts.files.replace import replacing
 from inference.evaluation.task import Dataset, Sample
 
 _CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """A file to download, and its checksum in hexadecimal."""
+
+    url: str
+    sha256: str
+
+    @property
+    def file_name(self) -> str:
+        """The name under which the file is kept."""
+        return self.url.rstrip("/").rpartition("/")[2]
 
 
 def sha256_of(path: Path) -> str:

@@ -1,6 +1,7 @@
 """Identity: the server's outputs against those of the source checkpoint in its own library.
 
-Each sample is a row of token ids; what is compared depends on the model that is served:
+Each sample is one request, a row of token ids or a batch of several; what is compared depends on
+the model that is served:
 
 * BERT: the hidden states it makes of the source's own embeddings of the row.
 * T5 encoder: its hidden states.
@@ -24,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from export_scripts.checkpoints.jax import step_directory
 from inference.evaluation.options import Bound, EvaluationOptions, IdentityOptions
 from inference.evaluation.statistics import mean_and_stderr
 from inference.evaluation.task import Dataset, Metric, Sample, Score, TaskEntry, TextGenerator
@@ -40,6 +42,7 @@ RELATIVE, LARGEST, MEAN, TOKENS = _METRICS = (
     "identity_mean_difference",
     "identity_same_tokens",
 )
+_ROWS = "; "  # between the rows of a sample
 _METHODS = {
     RELATIVE: "largest difference from the original library, of its largest value",
     LARGEST: "largest absolute difference from the original library",
@@ -54,6 +57,7 @@ class Identity:
 
     options: IdentityOptions
     source_path: Path
+    given: tuple[tuple[str, str], ...] = ()
     limit: int | None = None
     seed: int = 1234
     name: str = "identity"
@@ -63,7 +67,7 @@ class Identity:
     def _source(self) -> IdentitySource:
         from inference.evaluation.tasks.identity_source import IdentitySource
 
-        return IdentitySource(self.source_path)
+        return IdentitySource(self.source_path, self.given)
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
         """Load the source and draw rows of token ids from its vocabulary.
@@ -73,11 +77,14 @@ class Identity:
         """
         generator = random.Random(self.seed)
         longest = self._source.longest_row(self.options)
+        shortest = min(longest, self.options.min_input_len or (longest + 1) // 2)
         rows = [
-            self._source.draw_row(generator, generator.randint((longest + 1) // 2, longest))
+            self._source.draw_row(generator, generator.randint(shortest, longest))
             for _ in range(self.options.samples)
         ]
-        texts = [" ".join(map(str, row)) for row in rows]
+        size = self.options.batch_size
+        batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+        texts = [_ROWS.join(" ".join(map(str, row)) for row in batch) for batch in batches]
         dataset, samples = drawn(
             [Sample(index, text, target="") for index, text in enumerate(texts)],
             name="random token ids",
@@ -89,13 +96,17 @@ class Identity:
         return replace(dataset, seed=self.seed), samples  # the rows themselves depend on it
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
-        """Ask the server for one row and compare its answer with the source's."""
-        ids = tuple(map(int, sample.text.split()))
-        found = self._source.compare(ids, model, output_len=self.options.output_len)
-        values = {RELATIVE: found.relative, LARGEST: found.max_abs, MEAN: found.mean_abs}
-        if found.same_tokens is not None:
-            values[TOKENS] = float(found.same_tokens)
-        return Score(values=values, answer=found.answer)
+        """Send one request and compare the answer to each row with the source's."""
+        rows = rows_of(sample.text)
+        found = self._source.compare(rows, model, output_len=self.options.output_len)
+        values = {
+            RELATIVE: max(each.relative for each in found),
+            LARGEST: max(each.max_abs for each in found),
+            MEAN: sum(each.mean_abs for each in found) / len(found),
+        }
+        if all(each.same_tokens is not None for each in found):
+            values[TOKENS] = float(all(each.same_tokens for each in found))
+        return Score(values=values, answer=_ROWS.join(each.answer for each in found))
 
     def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
         """Return the largest differences, their mean, and for a generator the equal answers."""
@@ -106,6 +117,11 @@ class Identity:
                 accuracy_metric(TOKENS, scores, key="same_tokens", method=_METHODS[TOKENS])
             )
         return tuple(found)
+
+
+def rows_of(text: str) -> list[tuple[int, ...]]:
+    """Return the rows of token ids that the text of a sample writes."""
+    return [tuple(map(int, row.split())) for row in text.split(_ROWS)]
 
 
 def _largest(name: str, scores: Sequence[Score]) -> Metric:
@@ -140,6 +156,7 @@ def _make(options: EvaluationOptions) -> Identity:
     return Identity(
         options=options.identity,
         source_path=options.source_path,
+        given=options.given,
         limit=options.limit,
         seed=options.seed,
     )
@@ -147,15 +164,26 @@ def _make(options: EvaluationOptions) -> Identity:
 
 def _check(options: EvaluationOptions) -> list[str]:
     source = options.source_path
-    problems = []
-    if source is None or not (source / "config.json").is_file():
+    identity, problems = options.identity, []
+    if source is None or not has_source_model(source):
         problems.append(
             "evaluate.tasks has identity, which computes the source with transformers and needs a "
-            f"folder with config.json; export.model.checkpoint_path={source} is not one."
+            "folder with config.json, or a GPT-J of mesh-transformer-jax; "
+            f"export.model.checkpoint_path={source} is neither."
         )
     elif find_spec("transformers") is None:
         problems.append("the task identity needs the package transformers; install it.")
+    if identity.min_input_len is not None and identity.min_input_len > identity.input_len:
+        problems.append(
+            f"evaluate.identity.min_input_len={identity.min_input_len} exceeds "
+            f"evaluate.identity.input_len={identity.input_len}; lower the one or raise the other."
+        )
     return problems
+
+
+def has_source_model(source: Path) -> bool:
+    """Whether transformers can compute a checkpoint: its own folders, and GPT-J from JAX."""
+    return (source / "config.json").is_file() or step_directory(source) is not None
 
 
 def _bounds(options: EvaluationOptions) -> dict[str, Bound]:

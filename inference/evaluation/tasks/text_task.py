@@ -10,7 +10,7 @@ from __future__ import annotations
 import array
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,8 +24,15 @@ from inference.evaluation.task import (
     TaskEntry,
     TextGenerator,
 )
-from inference.evaluation.tasks.datasets import drawn, missing_files, sha256_of
+from inference.evaluation.tasks.datasets import (
+    DataSource,
+    drawn,
+    ensure_dataset,
+    missing_files,
+    sha256_of,
+)
 from inference.evaluation.tasks.rows import Row
+from inference.evaluation.tasks.served_folder import prompt_of
 
 ScoreAnswer = Callable[[str, Sample], dict[str, float]]
 SumUp = Callable[[Sequence[Sample], Sequence[Score]], tuple[Metric, ...]]
@@ -47,6 +54,8 @@ class TextTaskKind:
         choices: the answers there are, as they follow the prompt; needed for log_likelihood.
         likelihood_template: its prompt for log_likelihood, where that differs.
         package: what its metric needs installed.
+        source: where its data is downloaded from; None where `recipe` says how to make the file.
+        recipe: how a person gets the data.
     """
 
     name: str
@@ -60,6 +69,14 @@ class TextTaskKind:
     choices: Mapping[str, str] = field(default_factory=dict)
     likelihood_template: str = ""
     package: str = ""
+    source: DataSource | None = None
+    recipe: str = ""
+
+    def data_source(self, options: TextTaskOptions) -> DataSource | None:
+        """Return where missing data comes from: as the options say, or the task's own place."""
+        if options.url is not None and options.sha256 is not None:
+            return DataSource(options.url, options.sha256)
+        return self.source
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,7 @@ class TextTask:
 
     kind: TextTaskKind
     options: TextTaskOptions
+    data_dir: Path = Path("data")
     limit: int | None = None
     seed: int = 1234
     version: int = 1
@@ -78,14 +96,13 @@ class TextTask:
         return self.kind.name
 
     def prepare(self) -> tuple[Dataset, Sequence[Sample]]:
-        """Read the data and make the prompts.
+        """Read the data, downloaded first where it is missing, and make the prompts.
 
         Raises:
-            ValueError: the data is not of the task's form, or lacks a field of the template.
+            ValueError: the data is unavailable, not of the task's form, or lacks a field of the
+                template.
         """
-        if self.options.data_path is None:
-            raise ValueError(f"evaluate.{self.name}.data_path is needed for the task {self.name}.")
-        path = Path(self.options.data_path)
+        path = self._data()
         template = self.options.template or self._own_template()
         rows = self.kind.read(path, self.options)
         samples = [_sample(index, row, template, path) for index, row in enumerate(rows)]
@@ -96,6 +113,19 @@ class TextTask:
             sha256=sha256_of(path),
             limit=self.limit,
             seed=self.seed,
+        )
+
+    def _data(self) -> Path:
+        if self.options.data_path is not None:
+            return Path(self.options.data_path)
+        source = self.kind.data_source(self.options)
+        if source is None:
+            raise ValueError(_without_data(self.kind))
+        return ensure_dataset(
+            self.data_dir / source.file_name,
+            url=source.url,
+            sha256=source.sha256,
+            key=f"evaluate.{self.name}.data_path",
         )
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
@@ -151,6 +181,14 @@ def read_table(path: Path, *, rows: int) -> list[list[float]]:
     return [values[start : start + width].tolist() for start in range(0, len(values), width)]
 
 
+def _without_data(kind: TextTaskKind) -> str:
+    """Return the problem of a task whose data nobody has named."""
+    return (
+        f"evaluate.{kind.name}.data_path is needed for the task {kind.name}. To get the data: "
+        f"{kind.recipe}"
+    )
+
+
 def _sample(index: int, row: Row, template: str, path: Path) -> Sample:
     try:
         text = template.format_map(row.fields)
@@ -181,7 +219,14 @@ def text_entry(kind: TextTaskKind) -> TaskEntry:
         return options.text_tasks[kind.name]
 
     def make(options: EvaluationOptions) -> TextTask:
-        return TextTask(kind, own(options), limit=options.limit, seed=options.seed)
+        given = own(options)
+        return TextTask(
+            kind,
+            replace(given, prompt=prompt_of(kind.name, given.prompt, options.weights_dir)),
+            data_dir=options.data_dir,
+            limit=options.limit,
+            seed=options.seed,
+        )
 
     return TaskEntry(
         make=make,
@@ -200,8 +245,10 @@ def _check(kind: TextTaskKind, task: TextTaskOptions) -> list[str]:
         "reference_path": task.reference_path,
     }
     problems = missing_files(kind.name, files)
-    if task.data_path is None:
-        problems.append(f"{key}.data_path is needed for the task {kind.name}.")
+    if (task.url is None) != (task.sha256 is None):
+        problems.append(f"{key}.url and {key}.sha256 go together; give both, or neither.")
+    elif task.data_path is None and kind.data_source(task) is None:
+        problems.append(_without_data(kind))
     if task.target_path is not None and kind.name != "translation":
         problems.append(f"{key}.target_path has no meaning; only translation reads two files.")
     if task.method == "log_likelihood" and not kind.choices:
@@ -218,7 +265,7 @@ def _check(kind: TextTaskKind, task: TextTaskOptions) -> list[str]:
 def _check_prompt(key: str, task: TextTaskOptions) -> list[str]:
     prompt = task.prompt
     if prompt.length == 0:
-        if prompt.task_id is not None or prompt.table_path is not None:
+        if prompt.table_path is not None:
             return [f"{key}.prompt.length=0, but a prompt table is named; give its length."]
         return []
     if task.method == "log_likelihood":

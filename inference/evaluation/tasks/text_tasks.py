@@ -8,6 +8,7 @@ from typing import Any
 
 from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import Metric, Sample, Score
+from inference.evaluation.tasks.datasets import DataSource
 from inference.evaluation.tasks.metrics import accuracy_metric, mean_metric
 from inference.evaluation.tasks.rows import (
     Row,
@@ -28,6 +29,10 @@ from inference.evaluation.tasks.scores import (
     token_f1,
 )
 from inference.evaluation.tasks.text_task import SumUp, TextTaskKind
+
+# The development set of SQuAD 1.1 (CC BY-SA 4.0), the official JSON.
+_SQUAD_URL = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v1.1.json"
+_SQUAD_SHA256 = "95aa6a52d5d6a735563366753ca50492a658031da74f301ac5238b03966972c9"
 
 
 def _accuracy(name: str) -> SumUp:
@@ -127,6 +132,15 @@ def _classification(
     )
 
 
+def _from_hub(name: str, split: str, file: str, *, config: str = "") -> str:
+    """Return the line that makes the file of a data set on the Hugging Face hub."""
+    arguments = ", ".join(f'"{each}"' for each in (name, config) if each)
+    return (
+        f"python -c 'import datasets; datasets.load_dataset({arguments}, "
+        f'split="{split}").to_json("{file}")\''
+    )
+
+
 _KINDS = (
     _classification(
         "boolq",
@@ -134,18 +148,22 @@ _KINDS = (
         template="{passage}{question}",
         choices={"true": " yes", "false": " no"},
         likelihood_template="{passage}\nQuestion: {question}\nAnswer:",
+        recipe=_from_hub("google/boolq", "validation", "boolq.jsonl"),
     ),
     _classification(
         "mnli",
         nli_rows,
         template="mnli hypothesis: {hypothesis} premise: {premise}",
         grouped=True,
+        recipe=_from_hub("nyu-mll/multi_nli", "validation_matched", "mnli.jsonl"),
     ),
     _classification(
         "xnli",
         nli_rows,
         template="xnli: premise: {premise} hypothesis: {hypothesis}",
         grouped=True,
+        recipe=_from_hub("facebook/xnli", "test", "xnli.jsonl", config="de")
+        + ' (of other languages, "de" is their code; rows may name theirs in a field language)',
     ),
     TextTaskKind(
         name="squad",
@@ -155,6 +173,7 @@ _KINDS = (
         score=_squad_score,
         sum_up=_squad_metrics,
         metrics=("squad_exact_match", "squad_f1"),
+        source=DataSource(_SQUAD_URL, _SQUAD_SHA256),
     ),
     TextTaskKind(
         name="translation",
@@ -167,6 +186,8 @@ _KINDS = (
         sum_up=_bleu_metrics,
         metrics=("translation_bleu",),
         package="sacrebleu",
+        recipe="sacrebleu -t wmt14 -l en-de --echo src > en.txt, and with --echo ref > de.txt for "
+        "evaluate.translation.target_path",
     ),
     TextTaskKind(
         name="summarization",
@@ -177,6 +198,7 @@ _KINDS = (
         sum_up=_rouge_metrics,
         metrics=tuple(f"summarization_{kind}" for kind in ROUGE_TYPES),
         package="rouge_score",
+        recipe=_from_hub("abisee/cnn_dailymail", "test", "cnn_test.jsonl", config="3.0.0"),
     ),
 )
 TEXT_TASKS: dict[str, TextTaskKind] = {kind.name: kind for kind in _KINDS}

@@ -25,6 +25,8 @@ from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.tasks import TASKS
 from inference.evaluation.tasks.text_task import text_entry
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
+from tests.ft_folders import write_gpt
+from tests.tiny_transformers import write_model
 
 
 def problems(**changes) -> list[str]:
@@ -89,7 +91,8 @@ def test_the_guide_s_use_cases_have_names():
 
 
 def test_a_text_task_needs_its_data():
-    assert problems(tasks=("boolq",)) == ["evaluate.boolq.data_path is needed for the task boolq."]
+    (found,) = problems(tasks=("boolq",))
+    assert found.startswith("evaluate.boolq.data_path is needed for the task boolq.")
 
 
 def test_options_of_tasks_that_are_not_asked_for_are_not_checked(tmp_path):
@@ -113,7 +116,11 @@ def test_options_of_tasks_that_are_not_asked_for_are_not_checked(tmp_path):
             {"prompt": PromptOptions(length=-1)},
             "evaluate.boolq.prompt.length=-1: ",
         ),
-        ("boolq", {"prompt": PromptOptions(task_id=0)}, "evaluate.boolq.prompt.length=0, but"),
+        (
+            "boolq",
+            {"prompt": PromptOptions(table_path=__file__)},
+            "evaluate.boolq.prompt.length=0, but",
+        ),
         (
             "boolq",
             {"prompt": PromptOptions(length=3)},
@@ -166,6 +173,35 @@ def test_one_task_has_one_reference(tmp_path):
     lambada = LambadaOptions(reference_path=tmp_path / "config.json")
     (reported,) = problems(reference="huggingface", source_path=tmp_path, lambada=lambada)
     assert "evaluate.lambada.reference_path exclude each other" in reported
+
+
+def shapes(*texts: str) -> LatencyOptions:
+    return LatencyOptions(shapes=list(texts))
+
+
+def test_shapes_longer_than_any_context_are_refused():
+    (found,) = problems(latency=shapes("60+20", "99999+99999"))
+    assert found.startswith("evaluate.latency.shapes has '99999+99999', 199998 tokens; ")
+
+
+def test_shapes_that_the_served_model_has_no_room_for_are_refused(tmp_path):
+    folder = write_gpt(tmp_path, max_pos_seq_len=80)
+    fitting = shapes("60+20", "80+1")
+    assert problems(weights_dir=folder, latency=fitting) == []
+    (found,) = problems(weights_dir=folder, latency=shapes("60+20", "80+2"))
+    assert found == (
+        "evaluate.latency.shapes has 80+2, and a sequence of this model holds 80 tokens; lower it."
+    )
+    (found,) = problems(weights_dir=folder, max_seq_len=40, latency=shapes("40+2"))
+    assert "holds 40 tokens; lower it, or raise export.triton_deployment.parameters" in found
+    # Of somebody else's server nothing is known.
+    assert problems(weights_dir=folder, server="a:1", latency=shapes("80+2")) == []
+
+
+def test_the_checkpoint_bounds_shapes_before_it_is_converted(tmp_path):
+    source = write_model("gpt2", tmp_path / "source")  # 40 positions
+    (found,) = problems(source_path=source, weights_dir=tmp_path / "2-gpu", latency=shapes("40+2"))
+    assert "a sequence of this model holds 40 tokens" in found
 
 
 def test_latency_that_is_off_is_not_checked():

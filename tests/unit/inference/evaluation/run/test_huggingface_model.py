@@ -9,6 +9,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.ft.layout import manifest_path
 from inference.evaluation.run.huggingface_model import HuggingFaceModel, load_reference_model
 from inference.evaluation.run.task_run import EvaluationError
 
@@ -80,9 +82,44 @@ def test_an_answer_ends_before_the_end_token(model):
     assert model.decode_answer([0, 1, 27, 2]) == model.decode([0, 1])
 
 
-def test_virtual_tokens_are_refused(model):
-    with pytest.raises(EvaluationError, match="virtual tokens are not part of the source"):
+def test_virtual_tokens_take_the_embeddings_of_the_request_s_table(model, folder):
+    plain = GPT2LMHeadModel.from_pretrained(folder).eval()
+    # A table of real tokens' embeddings must give the answer after these tokens.
+    table = plain.get_input_embeddings().weight[[3, 9]].tolist()
+    tensors = {"request_prompt_embedding": table, "request_prompt_lengths": 2}
+    found = model.complete_ids([100, 101, 7, 4], output_len=5, tensors=tensors)
+    assert found == model.complete_ids([3, 9, 7, 4], output_len=5)
+
+
+def test_virtual_tokens_take_the_embeddings_of_the_served_table(folder, tmp_path):
+    request = ConversionRequest(folder, tmp_path, 1, "fp32")
+    ft_dir = convert(request).ft_dir
+    plain = GPT2LMHeadModel.from_pretrained(folder).eval()
+    rows = plain.get_input_embeddings().weight[[3, 9]].detach().numpy()
+    rows.tofile(ft_dir / "model.prompt_table.boolq.weight.bin")
+    manifest_path(ft_dir).unlink()  # it would not know of the table
+    config = (ft_dir / "config.ini").read_text()
+    config = config.replace("[gpt]\n", "[gpt]\nnum_tasks = 1\nprompt_learning_start_id = 100\n")
+    (ft_dir / "config.ini").write_text(
+        f"{config}\n[task_0]\ntask_name = boolq\nprompt_length = 2\n"
+    )
+    served = load_reference_model(folder, prompts_dir=ft_dir)
+    found = served.complete_ids(
+        [100, 101, 7, 4], output_len=5, tensors={"prompt_learning_task_name_ids": 0}
+    )
+    assert found == served.complete_ids([3, 9, 7, 4], output_len=5)
+
+
+def test_virtual_tokens_of_an_unknown_table_are_refused(model):
+    with pytest.raises(EvaluationError, match="the served folder lists no such prompt table"):
         model.complete_ids([1], output_len=1, tensors={"prompt_learning_task_name_ids": 0})
+
+
+def test_the_type_of_the_computation_is_the_user_s(folder):
+    served = load_reference_model(folder, data_type="bf16")
+    assert served._model.dtype == torch.bfloat16
+    assert " in bf16 on " in served.source
+    assert len(served.complete_ids([7, 4], output_len=3)) <= 3
 
 
 def test_a_folder_that_is_no_checkpoint_is_reported(tmp_path):

@@ -14,8 +14,10 @@ import transformers
 
 from inference.evaluation.options import Bound, EvaluationOptions, IdentityOptions, LatencyOptions
 from inference.evaluation.record import Report, RunFacts
+from inference.evaluation.report.formatting import times
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.evaluator import evaluate
+from inference.evaluation.tasks.identity_source import IdentitySource
 from tests.fake_model import FakeModel
 from tests.tiny_transformers import write_model
 
@@ -27,25 +29,28 @@ class ServedGPT2(FakeModel):
         super().__init__()
         self.model = transformers.GPT2LMHeadModel.from_pretrained(source).eval()
         self.error, self.token = error, token
+        self.sizes: list[int] = []
 
     def input_names(self) -> Sequence[str]:
         return ("input_ids", "input_lengths", "request_output_len", "runtime_top_k")
 
     def infer(self, tensors: Mapping[str, Any], outputs: Sequence[str]) -> Mapping[str, Any]:
-        ids, log_probs = tensors["input_ids"][0].tolist(), []
+        self.sizes.append(len(tensors["input_ids"]))
         count = int(tensors["request_output_len"][0, 0])
-        for _ in range(count):
-            with torch.no_grad():
-                logits = self.model(torch.tensor([ids])).logits[0, -1]
-            logits[self.token] += self.error
-            ids.append(int(logits.argmax()))
-            log_probs.append(float(logits.log_softmax(-1)[ids[-1]]))
-        found = {
-            "output_ids": np.array([[ids]], np.uint32),
-            "sequence_length": np.array([[len(ids)]], np.uint32),
-            "output_log_probs": np.array([[log_probs]], np.float32),
-        }
-        return {name: found[name] for name in outputs}
+        padded = tensors["input_ids"].shape[1] + count
+        every: dict[str, list[Any]] = {name: [] for name in outputs}
+        for row, (length,) in zip(tensors["input_ids"], tensors["input_lengths"], strict=True):
+            ids, log_probs = row[:length].tolist(), []
+            for _ in range(count):
+                with torch.no_grad():
+                    logits = self.model(torch.tensor([ids])).logits[0, -1]
+                logits[self.token] += self.error
+                ids.append(int(logits.argmax()))
+                log_probs.append(float(logits.log_softmax(-1)[ids[-1]]))
+            every["output_ids"].append([ids + [0] * (padded - len(ids))])
+            every["sequence_length"].append([padded])
+            every["output_log_probs"].append([log_probs])
+        return {name: np.array(values) for name, values in every.items()}
 
 
 class ServedBert(FakeModel):
@@ -97,6 +102,45 @@ def test_model_that_is_its_source_passes(options: EvaluationOptions) -> None:
     # 40 positions hold rows of 35 at most and answers of 5.
     lengths = [len(each.split()) for each in _texts(options)]
     assert (task.dataset.count, max(lengths) <= 35) == (4, True)
+
+
+def test_rows_of_a_request_are_all_compared(options: EvaluationOptions) -> None:
+    assert options.source_path is not None
+    identity = IdentityOptions(samples=5, batch_size=2, input_len=20, min_input_len=6, output_len=4)
+    model = ServedGPT2(options.source_path)
+    report, values = run(replace(options, identity=identity), model)
+    assert sorted(model.sizes) == [1, 2, 2]
+    assert values["identity_same_tokens"] == 1.0
+    assert values["identity_relative_difference"] < 1e-6
+    lengths = [len(row.split()) for text in _texts(options) for row in text.split(";")]
+    assert len(lengths) == 5
+    assert min(lengths) >= 6
+    assert max(lengths) <= 20
+    text = times(report)["identity"]
+    assert text.startswith("3 requests in ")
+    assert text.endswith(" generated tokens/s") is False  # log probabilities were asked for
+
+
+def test_rows_may_all_have_one_length(options: EvaluationOptions) -> None:
+    assert options.source_path is not None
+    identity = IdentityOptions(samples=3, batch_size=3, input_len=9, min_input_len=9, output_len=2)
+    run(replace(options, identity=identity), ServedGPT2(options.source_path))
+    assert [len(row.split()) for row in _texts(options)[0].split(";")] == [9, 9, 9]
+
+
+def test_release_of_mesh_transformer_jax_is_computed_too(
+    options: EvaluationOptions, shared: Path
+) -> None:
+    """The model that answers is transformers' own, loaded from the same weights."""
+    given = (("head_num", "4"), ("rotary_embedding", "2"))
+    source = shared / "golden/gptj_slim/tiny/source"
+    own = IdentitySource(source, given)._model.model
+    served = ServedGPT2.__new__(ServedGPT2)
+    FakeModel.__init__(served)
+    served.model, served.error, served.token, served.sizes = own, 0.0, 0, []
+    report, values = run(replace(options, source_path=source, given=given), served)
+    assert report.gate.exit_code == 0
+    assert values["identity_same_tokens"] == 1.0
 
 
 def _texts(options: EvaluationOptions) -> list[str]:
@@ -169,11 +213,12 @@ def test_options_that_cannot_be_used_are_reported(
     wrong = replace(
         options,
         source_path=tmp_path / "model.nemo",
-        identity=IdentityOptions(samples=0, tolerance=-1.0),
+        identity=IdentityOptions(samples=0, tolerance=-1.0, input_len=5, min_input_len=6),
         reference="huggingface",
     )
     problems = "\n".join(check_evaluation(wrong))
     assert "evaluate.identity.samples=0: expected a whole number from 1" in problems
     assert "evaluate.identity.tolerance=-1.0: expected a number from" in problems
-    assert f"export.model.checkpoint_path={tmp_path / 'model.nemo'} is not one" in problems
+    assert f"export.model.checkpoint_path={tmp_path / 'model.nemo'} is neither" in problems
+    assert "evaluate.identity.min_input_len=6 exceeds evaluate.identity.input_len=5" in problems
     assert "evaluate.tasks has identity, which only a server can do" in problems

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from inference.evaluation.options import PromptOptions, TextTaskOptions
+from export_scripts.families.layout.config import PromptTask
+from inference.evaluation.options import EvaluationOptions, PromptOptions, TextTaskOptions
 from inference.evaluation.run.task_run import TaskRun, run_task
 from inference.evaluation.task import Sample
+from inference.evaluation.tasks import TASKS
 from inference.evaluation.tasks.rows import squad_rows, translation_rows
 from inference.evaluation.tasks.scores import (
     corpus_bleu,
@@ -23,6 +25,7 @@ from inference.evaluation.tasks.scores import (
 from inference.evaluation.tasks.text_task import TextTask, read_table
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
 from tests.fake_model import VIRTUAL_ID
+from tests.ft_folders import write_gpt
 
 
 def lines(path: Path, *rows: object) -> Path:
@@ -90,6 +93,79 @@ def test_virtual_tokens_stand_ahead_of_the_prompt(tmp_path, fake_model):
     assert ids[0][-1] == VIRTUAL_ID + 7
     assert model.tensors == [{"prompt_learning_task_name_ids": 1}]
     assert values(found) == {"boolq_accuracy": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (PromptOptions(), (7, 53, 1)),  # the table of the task's name
+        (PromptOptions(task_id=0), (4, 53, 0)),
+        (PromptOptions(length=3, start_id=9, task_id=0), (3, 9, 0)),
+        (PromptOptions(from_model=False), (0, 0, None)),
+    ],
+)
+def test_length_and_ids_of_virtual_tokens_are_those_of_config_ini(tmp_path, given, expected):
+    tasks = (
+        PromptTask(task_name="sentiment", prompt_length=4),
+        PromptTask(task_name="BoolQ", prompt_length=7),
+    )
+    folder = write_gpt(tmp_path, tasks=tasks, prompt_learning_start_id=53)
+    data = lines(tmp_path / "boolq.jsonl", *BOOLQ)
+    options = EvaluationOptions(
+        output_dir=tmp_path,
+        data_dir=tmp_path,
+        weights_dir=folder,
+        boolq=TextTaskOptions(data_path=str(data), prompt=given),
+    )
+    task = TASKS["boolq"].make(options)
+    found = task.options.prompt
+    assert (found.length, found.start_id, found.task_id) == expected
+
+
+def test_a_table_that_the_model_lacks_is_refused(tmp_path):
+    options = EvaluationOptions(
+        output_dir=tmp_path,
+        data_dir=tmp_path,
+        weights_dir=write_gpt(tmp_path),
+        boolq=TextTaskOptions(prompt=PromptOptions(task_id=2)),
+    )
+    with pytest.raises(ValueError, match=r"prompt\.task_id=2: .* lists no such prompt table"):
+        TASKS["boolq"].make(options)
+
+
+def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
+    asked = []
+
+    def fetch(path, **source):
+        asked.append((path, source["url"], source["sha256"]))
+        return lines(path, {"context": "c", "question": "q", "answers": ["a"]})
+
+    monkeypatch.setattr("inference.evaluation.tasks.text_task.ensure_dataset", fetch)
+    squad = TextTask(TEXT_TASKS["squad"], TextTaskOptions(), data_dir=tmp_path)
+    assert len(squad.prepare()[1]) == 1
+    (path, url, _) = asked.pop()
+    assert (path.name, url.rpartition("/")[2]) == ("dev-v1.1.json", "dev-v1.1.json")
+    own = TextTaskOptions(url="https://data.example/boolq/dev.jsonl", sha256="ab" * 32)
+    with pytest.raises(ValueError, match="no text in field passage"):
+        TextTask(TEXT_TASKS["boolq"], own, data_dir=tmp_path).prepare()
+    assert asked == [(tmp_path / "dev.jsonl", own.url, own.sha256)]
+
+
+@pytest.mark.parametrize("name", sorted(set(TEXT_TASKS) - {"squad"}))
+def test_data_that_has_no_fixed_place_is_described(tmp_path, name):
+    options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path)
+    (problem,) = TASKS[name].check(options)
+    assert problem.startswith(f"evaluate.{name}.data_path is needed for the task {name}. To get ")
+    assert ".jsonl" in problem or "sacrebleu -t" in problem
+
+
+def test_a_checksum_belongs_to_every_address(tmp_path):
+    options = EvaluationOptions(
+        output_dir=tmp_path, data_dir=tmp_path, boolq=TextTaskOptions(url="https://x.example/d")
+    )
+    assert TASKS["boolq"].check(options) == [
+        "evaluate.boolq.url and evaluate.boolq.sha256 go together; give both, or neither."
+    ]
 
 
 def test_a_prompt_table_is_sent_with_the_request(tmp_path, fake_model):

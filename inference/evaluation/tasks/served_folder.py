@@ -1,0 +1,116 @@
+"""The served folder of shards, or the checkpoint it will be made of, as an evaluation sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from export_scripts.families.layout.architecture import (
+    Architecture,
+    DecoderArchitecture,
+    EncoderDecoderArchitecture,
+)
+from export_scripts.ft.config_ini import CONFIG_NAME, read_config
+from inference.evaluation.options import EvaluationOptions, PromptOptions, RequestShape
+
+
+@dataclass(frozen=True)
+class ServedPrompt:
+    """A prompt table of the served folder: its place among them, name and virtual tokens."""
+
+    task_id: int
+    task_name: str
+    length: int
+    start_id: int
+
+
+def served_architecture(options: EvaluationOptions) -> Architecture | None:
+    """Return what is served, by config.ini or else by the checkpoint; None where neither says."""
+    folder = options.weights_dir
+    try:
+        if folder is not None and (folder / CONFIG_NAME).is_file():
+            family, config = read_config(folder)
+        elif options.source_path is not None and options.source_path.exists():
+            from export_scripts.conversion.plan import source_config
+
+            family, config = source_config(options.source_path, options.given)
+        else:
+            return None
+    except ValueError:  # reported by the stage that has to read it
+        return None
+    return family.architecture(config)
+
+
+def shape_problems(shapes: Sequence[RequestShape], options: EvaluationOptions) -> list[str]:
+    """Return a problem for each shape that the served model has no room for."""
+    architecture = served_architecture(options)
+    if architecture is None or options.server is not None:
+        return []
+    limits = [_positions(architecture), options.max_seq_len]
+    longest = min((each for each in limits if each is not None), default=None)
+    if longest is None:
+        return []
+    return [
+        f"evaluate.latency.shapes has {shape.input_len}+{shape.output_len}, and a sequence of this "
+        f"model holds {longest} tokens; lower it"
+        + (
+            ", or raise export.triton_deployment.parameters.max_seq_len."
+            if longest != _positions(architecture)
+            else "."
+        )
+        for shape in shapes
+        if _tokens(shape, architecture) > longest
+    ]
+
+
+def _tokens(shape: RequestShape, architecture: Architecture) -> int:
+    """Return the tokens of the longest sequence; the last of an answer is never fed back."""
+    if isinstance(architecture, DecoderArchitecture):
+        return shape.input_len + shape.output_len - 1
+    if isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder is not None:
+        return max(shape.input_len, shape.output_len)
+    return shape.input_len
+
+
+def _positions(architecture: Architecture) -> int | None:
+    """Return the rows of a table of positions, None without one."""
+    if isinstance(architecture, DecoderArchitecture):
+        return architecture.max_pos_seq_len
+    if isinstance(architecture, EncoderDecoderArchitecture) and architecture.position == "absolute":
+        return architecture.num_buckets_or_max_pos_seq_len
+    return None
+
+
+def served_prompts(folder: Path | None) -> list[ServedPrompt]:
+    """Return the prompt tables that a folder's config.ini lists; none where there is no folder."""
+    if folder is None or not (folder / CONFIG_NAME).is_file():
+        return []
+    _, config = read_config(folder)
+    start_id = config.prompt_learning_start_id or 0
+    return [
+        ServedPrompt(number, task.task_name, task.prompt_length, start_id)
+        for number, task in enumerate(config.tasks)
+    ]
+
+
+def prompt_of(task: str, given: PromptOptions, folder: Path | None) -> PromptOptions:
+    """Return the virtual tokens of a task: as given, or those of the model's table for it.
+
+    The table is the one that `given.task_id` names, or the one of the task's name.
+
+    Raises:
+        ValueError: The folder has no table of that id.
+    """
+    if given.length or given.table_path is not None or not given.from_model:
+        return given
+    for each in served_prompts(folder):
+        is_asked = given.task_id is None and each.task_name.lower() == task
+        if is_asked or given.task_id == each.task_id:
+            return replace(given, length=each.length, start_id=each.start_id, task_id=each.task_id)
+    if given.task_id is not None:
+        raise ValueError(
+            f"evaluate.{task}.prompt.task_id={given.task_id}: {folder} lists no such prompt table; "
+            f"give evaluate.{task}.prompt.length and start_id, or task_id=null."
+        )
+    return given
