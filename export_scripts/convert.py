@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from export_scripts.checkpoints.hub import cached_model
 from export_scripts.commands import ProgressLine, command_parser, parse_pair, run_command, say
 from export_scripts.conversion.convert import ConversionRequest, ConversionSummary, convert
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
@@ -47,7 +48,11 @@ def convert_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--checkpoint-path", type=Path, required=True, metavar="PATH",
-        help="source: a .nemo archive or a folder")  # fmt: skip
+        help="source: a .nemo archive, a folder, or the id of a model in the cache of the Hugging "
+        "Face hub")  # fmt: skip
+    add("--checkpoint-name", metavar="NAME",
+        help="of several checkpoints in that folder, the one of this name or pattern "
+        "(default: the last)")  # fmt: skip
     add("--output-dir", type=Path, required=True, metavar="DIR",
         help="folder in which <N>-gpu is made")  # fmt: skip
     add("--tensor-model-parallel-size", type=int, required=True, metavar="N",
@@ -88,7 +93,8 @@ def request_of(options: argparse.Namespace) -> ConversionRequest:
         ValueError: A --set is not KEY=VALUE.
     """
     return ConversionRequest(
-        checkpoint_path=options.checkpoint_path,
+        checkpoint_path=cached_model(options.checkpoint_path),
+        checkpoint_name=options.checkpoint_name,
         output_dir=options.output_dir,
         tp_size=options.tensor_model_parallel_size,
         weight_data_type=options.weight_data_type,

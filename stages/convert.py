@@ -11,11 +11,13 @@ from export_scripts.conversion.request import ConversionRequest
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.layout import ft_directory
 from stages.base import JobSettings, Stage, StageError, Summary, as_json
+from stages.planned_model import PlannedModel
 from stages.progress import Progress
 
 # Configuration keys, for messages.
 KEYS: Mapping[str, str] = {
     "checkpoint_path": "export.model.checkpoint_path",
+    "checkpoint_name": "export.model.checkpoint_name",
     "output_dir": "export.triton_deployment.triton_model_dir",
     "tp_size": "export.model.tensor_model_parallel_size",
     "pp_size": "export.triton_deployment.pipeline_model_parallel_size",
@@ -46,8 +48,12 @@ class ConvertStage(Stage):
     name = "convert"
     guards_inputs = True
 
-    def __init__(self, job: JobSettings, request: ConversionRequest) -> None:
+    def __init__(
+        self, job: JobSettings, request: ConversionRequest, *, planned: PlannedModel | None = None
+    ) -> None:
+        """Convert as `request` says; `planned` stands for a checkpoint that is not here."""
         super().__init__(job)
+        self.planned = planned
         # As configured; what is really read is `checkpoint_path`.
         self.request = replace(request, overwrite=job.overwrite)
 
@@ -66,6 +72,8 @@ class ConvertStage(Stage):
         from export_scripts.conversion.convert import check_conversion
 
         request = self._found()
+        if (planned := self._planned()) is not None:
+            return planned.problems(request)
         if self.marker_path().exists():
             # `finding` compares the folder of an earlier run, and reports it.
             request = replace(request, overwrite=True)
@@ -111,6 +119,8 @@ class ConvertStage(Stage):
 
     def notes(self) -> list[str]:
         """Return a remark if another folder was taken in place of the configured one."""
+        if (planned := self._planned()) is not None:
+            return [planned.describe(self.request)]
         asked = self.request.checkpoint_path
         if self.checkpoint_path == asked:
             return []
@@ -118,6 +128,10 @@ class ConvertStage(Stage):
         if asked.exists():
             return [f"{key}: taking {self.checkpoint_path} in it"]
         return [f"{key} does not exist; taking {self.checkpoint_path}"]
+
+    def _planned(self) -> PlannedModel | None:
+        """Return the sizes that stand for the checkpoint, where it is not on this machine."""
+        return None if self.checkpoint_path.exists() else self.planned
 
     def run(self, progress: Progress) -> Summary:
         """Convert.

@@ -5,6 +5,7 @@ Readers know names, shapes and bytes; what a tensor means to a model is in `fami
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,8 +21,10 @@ from export_scripts.checkpoints.huggingface import (
 from export_scripts.checkpoints.jax import open_jax, step_directory
 from export_scripts.checkpoints.megatron import is_megatron, open_megatron
 from export_scripts.checkpoints.nemo import is_nemo, open_nemo
+from export_scripts.checkpoints.partitioned import parse_rank_folder
 from export_scripts.errors import CheckpointMismatchError
 
+LATEST = "latest"  # of the NeMo launcher's configurations
 Recognise = Callable[[Path], bool]
 # (path, folder to unpack gzip archives in)
 Open = Callable[[Path, Path | None], CheckpointReader]
@@ -53,6 +56,10 @@ def recognise_format(path: Path) -> str:
     for name, (recognise, _) in FORMATS.items():
         if recognise(path):
             return name
+    if archives := sorted(each.name for each in path.glob("*.nemo")):
+        raise ValueError(
+            f"{path} holds {len(archives)} archives: {', '.join(archives)}; name one of them"
+        )
     if found := snapshots(path):
         raise ValueError(
             f"{path} is the root of a Hugging Face cache folder; give a snapshot in it: "
@@ -66,23 +73,57 @@ def recognise_format(path: Path) -> str:
     )
 
 
-def open_checkpoint(path: Path | str, *, scratch_dir: Path | None = None) -> CheckpointReader:
+def open_checkpoint(
+    path: Path | str, *, scratch_dir: Path | None = None, name: str | None = None
+) -> CheckpointReader:
     """Return the index of a checkpoint; no tensor is read.
 
     Args:
         path: File or folder; the root of a Hugging Face cache folder stands for its snapshot.
         scratch_dir: Where a gzip archive is unpacked while the reader is in use.
+        name: Name, or shell pattern, of one of several checkpoints in the folder; None, or latest,
+            for the last.
 
     Raises:
-        ValueError: The path does not exist, or is not a known checkpoint.
+        ValueError: The path does not exist, or is not a known checkpoint; no checkpoint has the
+            name, or several do.
         CheckpointMismatchError: It is damaged, incomplete or unsafe.
     """
     path = snapshot_folder(Path(path))
-    _, open_format = FORMATS[recognise_format(path)]
+    if name is not None and name != LATEST:
+        path, name = _named_entry(path, name)
+    else:
+        name = None
+    found = recognise_format(path)
+    _, open_format = FORMATS[found]
     try:
+        if name is not None and found == "nemo":
+            return open_nemo(path, scratch_dir=scratch_dir, name=name)
+        if name is not None:
+            raise ValueError(f"{path} is one {found} checkpoint; there is none named {name} in it")
         return open_format(path, scratch_dir)
     except OSError as error:
         raise CheckpointMismatchError(f"{path} cannot be read: {error}") from error
+
+
+def _named_entry(path: Path, name: str) -> tuple[Path, str | None]:
+    """Return the entry of a folder that a name chooses, and the name if it chooses within ranks."""
+    if not path.is_dir():
+        if fnmatch.fnmatchcase(path.name, name):
+            return path, None
+        raise ValueError(f"{path} holds no checkpoint {name}: it is one checkpoint itself")
+    found = [
+        each
+        for each in sorted(path.iterdir())
+        if fnmatch.fnmatchcase(each.name, name)
+        and (each.suffix == ".nemo" or (each.is_dir() and not parse_rank_folder(each.name)))
+    ]
+    if len(found) > 1:
+        raise ValueError(
+            f"{path}: {name} names several checkpoints, "
+            f"{', '.join(each.name for each in found)}; name one"
+        )
+    return (found[0], None) if found else (path, name)
 
 
 def open_addition(

@@ -6,6 +6,7 @@ its Megatron models. NeMo 2 checkpoints are recognised here and read in nemo2.py
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
@@ -63,6 +64,7 @@ def open_nemo(
     *,
     scratch_dir: Path | None = None,
     depths: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> TensorIndex:
     """Return the index of a NeMo checkpoint.
 
@@ -70,6 +72,8 @@ def open_nemo(
         path: File or folder.
         scratch_dir: Where a gzip archive is unpacked while the reader is in use.
         depths: Configuration with the layers of each stage, if the checkpoint's own lacks them.
+        name: Name, or shell pattern, of the weight files to take in a run's folder; None for the
+            last.
 
     Raises:
         CheckpointMismatchError: The checkpoint is unsafe, damaged or incomplete.
@@ -83,7 +87,7 @@ def open_nemo(
         if container.find(folder + METADATA_NAME):
             return _open_distributed(container, folder, config, remarks)
     trees = _TreeCache()
-    ranks, weights = _find_weights(container, config, trees, remarks)
+    ranks, weights = _find_weights(container, config, trees, remarks, name)
     if config is None:
         config = _config_of_checkpoint(trees(next(iter(weights.values()))), path)
     tp_size, pp_size = (
@@ -215,13 +219,18 @@ def _config_of_checkpoint(tree: _Tree, path: Path) -> dict[str, Any]:
 
 
 def _find_weights(
-    container: Container, config: Mapping[str, Any] | None, trees: _TreeCache, remarks: list[str]
+    container: Container,
+    config: Mapping[str, Any] | None,
+    trees: _TreeCache,
+    remarks: list[str],
+    asked: str | None,
 ) -> tuple[list[RankName], dict[str, Region]]:
     """Return the rank folders and each one's weight file ("" is the root, rank 0)."""
     ranks = [rank for name in container.top_level() if (rank := parse_rank_folder(name))]
     if not ranks:
         ranks = [RankName("", 0, 0)]
-    name = _weights_name(container, ranks, trees, remarks)
+    name = _asked_name(container, ranks, asked) if asked else ""
+    name = name or _weights_name(container, ranks, trees, remarks)
     found = {r.folder: container.find(_joined(r.folder, name)) for r in ranks}
     lost = sorted(folder for folder, region in found.items() if region is None)
     present = {folder: region for folder, region in found.items() if region is not None}
@@ -232,24 +241,42 @@ def _find_weights(
     return [rank for rank in ranks if rank.folder in present], present
 
 
+def _weight_files(container: Container, ranks: list[RankName]) -> dict[str, Region]:
+    """Return a weight file of each name in the folders of ranks."""
+    folders = {rank.folder for rank in ranks}
+    return {
+        PurePosixPath(name).name: region
+        for name, region in sorted(container.members.items())
+        if name.rpartition("/")[0] in folders and name.endswith(".ckpt")
+    }
+
+
+def _asked_name(container: Container, ranks: list[RankName], asked: str) -> str:
+    """Return the name of the weight files that a user asks for, by name or by pattern."""
+    every = _weight_files(container, ranks)
+    found = [each for each in every if fnmatch.fnmatchcase(each, asked)]
+    found = found or [each for each in every if fnmatch.fnmatchcase(each, f"{asked}.ckpt")]
+    if len(found) != 1:
+        which = f"names several: {', '.join(found)}" if found else "is none of its checkpoints"
+        raise CheckpointMismatchError(
+            f"{container.path}: {asked} {which}; it has {', '.join(every) or 'none'}"
+        )
+    return found[0]
+
+
 def _weights_name(
     container: Container, ranks: list[RankName], trees: _TreeCache, remarks: list[str]
 ) -> str:
     """Return the name of every rank's weight file; of several last checkpoints the newest."""
     if any(container.find(_joined(rank.folder, WEIGHTS_NAME)) for rank in ranks):
         return WEIGHTS_NAME
-    folders = {rank.folder for rank in ranks}
-    every = {
-        PurePosixPath(name).name: region
-        for name, region in sorted(container.members.items())
-        if name.rpartition("/")[0] in folders and name.endswith(".ckpt")
-    }
+    every = _weight_files(container, ranks)
     found = {name: region for name, region in every.items() if _LAST.search(name)}
     if not found:
         raise CheckpointMismatchError(
             f"{container.path} has no weights: expected {WEIGHTS_NAME} or *last.ckpt"
             + (" in each rank's folder" if ranks[0].folder else "")
-            + (f"; of {', '.join(every)} give one such a name" if every else "")
+            + (f"; name one of {', '.join(every)}" if every else "")
         )
     averaged = [name for name in every if name.endswith("last-EMA.ckpt")]
     if averaged:

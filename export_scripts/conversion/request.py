@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from export_scripts.checkpoints.hub import hub_advice
 from export_scripts.families import FAMILIES
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from export_scripts.suggest import did_you_mean
@@ -22,6 +23,8 @@ class ConversionRequest:
 
     Attributes:
         checkpoint_path: File or folder of the source.
+        checkpoint_name: Name, or pattern, of one of several checkpoints in that folder; None for
+            the last.
         output_dir: Folder under which <tp_size>-gpu appears.
         tp_size: Tensor-parallel ranks of inference.
         weight_data_type: "fp32", "fp16" or "bf16".
@@ -59,6 +62,7 @@ class ConversionRequest:
     pp_size: int = 1
     given: tuple[tuple[str, str], ...] = ()
     for_text: bool = False
+    checkpoint_name: str | None = None
 
     def allows(self, name: str) -> bool:
         """Return whether the user accepts a tensor that would otherwise be an error."""
@@ -68,6 +72,7 @@ class ConversionRequest:
 # Names of a request's fields in messages; callers with other names pass their own.
 OPTION_NAMES: Mapping[str, str] = {
     "checkpoint_path": "--checkpoint-path",
+    "checkpoint_name": "--checkpoint-name",
     "output_dir": "--output-dir",
     "tp_size": "--tensor-model-parallel-size",
     "pp_size": "--pipeline-model-parallel-size",
@@ -103,6 +108,7 @@ def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> li
         )
     problems += [
         f"{names[key]}={path} does not exist; check the spelling, and that this machine sees it"
+        + (hub_advice(Path(path)) if key == "checkpoint_path" else "")
         for key, paths in _source_paths(request).items()
         for path in paths
         if path is not None and not Path(path).exists()

@@ -12,6 +12,7 @@ from typing import ClassVar
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.decoder import PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.mapping.prompts import with_prompts
 from export_scripts.families.mapping.settings import (
     Settings,
     huggingface_settings,
@@ -155,14 +156,16 @@ def _weights(facts: Facts, _: GPTJConfig) -> Mapping[str, TensorSource]:
     }
 
 
-GPTJ_HUGGINGFACE = SourceMapping(
-    name="huggingface-gptj",
-    title="Hugging Face GPT-J",
-    family=GPTJ,
-    format="huggingface",
-    matches=lambda facts: facts.config.get("model_type") == "gptj",
-    config=_config,
-    weights=_weights,
-    ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions"),
-    prefix="transformer.",
+GPTJ_HUGGINGFACE = with_prompts(
+    SourceMapping(
+        name="huggingface-gptj",
+        title="Hugging Face GPT-J",
+        family=GPTJ,
+        format="huggingface",
+        matches=lambda facts: facts.config.get("model_type") == "gptj",
+        config=_config,
+        weights=_weights,
+        ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions"),
+        prefix="transformer.",
+    )
 )

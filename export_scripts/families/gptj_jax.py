@@ -13,6 +13,7 @@ from typing import Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.gptj import GPTJ, LAYER, GPTJConfig, check_rotary
+from export_scripts.families.mapping.prompts import with_prompts
 from export_scripts.families.mapping.settings import Settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
@@ -151,13 +152,15 @@ WEIGHTS: Mapping[str, TensorSource] = {
     "model.lm_head.bias": Adjusted(Copy("lm_head.bias", cut=0), _rounded),
 }
 
-GPTJ_JAX = SourceMapping(
-    name="jax-gptj",
-    title="GPT-J, mesh-transformer-jax slim release (step_*/shard_*/*.npz)",
-    family=GPTJ,
-    format="jax",
-    matches=lambda facts: facts.has("wte.bias"),
-    config=_config,
-    weights=lambda *_: WEIGHTS,
-    warnings=_warnings,
+GPTJ_JAX = with_prompts(
+    SourceMapping(
+        name="jax-gptj",
+        title="GPT-J, mesh-transformer-jax slim release (step_*/shard_*/*.npz)",
+        family=GPTJ,
+        format="jax",
+        matches=lambda facts: facts.has("wte.bias"),
+        config=_config,
+        weights=lambda *_: WEIGHTS,
+        warnings=_warnings,
+    )
 )

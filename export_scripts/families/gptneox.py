@@ -15,6 +15,7 @@ from export_scripts.families.layout.architecture import DecoderArchitecture, Rot
 from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.mapping.prompts import with_prompts
 from export_scripts.families.mapping.rotary import plain_rotary_dims
 from export_scripts.families.mapping.settings import (
     half_precision_warnings,
@@ -196,19 +197,21 @@ def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSource]:
     }
 
 
-GPTNEOX_HUGGINGFACE = SourceMapping(
-    name="huggingface-gptneox",
-    title="Hugging Face GPT-NeoX, Pythia",
-    family=GPTNEOX,
-    format="huggingface",
-    matches=lambda facts: facts.config.get("model_type") == "gpt_neox",
-    config=_config,
-    weights=_weights,
-    ignored=(
-        "*.attention.bias",
-        "*.attention.masked_bias",
-        "*rotary_emb.inv_freq",
-    ),
-    prefix="gpt_neox.",
-    warnings=lambda facts, config: half_precision_warnings(facts, config, EMBEDDING),
+GPTNEOX_HUGGINGFACE = with_prompts(
+    SourceMapping(
+        name="huggingface-gptneox",
+        title="Hugging Face GPT-NeoX, Pythia",
+        family=GPTNEOX,
+        format="huggingface",
+        matches=lambda facts: facts.config.get("model_type") == "gpt_neox",
+        config=_config,
+        weights=_weights,
+        ignored=(
+            "*.attention.bias",
+            "*.attention.masked_bias",
+            "*rotary_emb.inv_freq",
+        ),
+        prefix="gpt_neox.",
+        warnings=lambda facts, config: half_precision_warnings(facts, config, EMBEDDING),
+    )
 )

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gptneox import GPTNEOX, LAYER, GPTNeoXConfig, divided_bias_sum
+from export_scripts.families.mapping.prompts import with_prompts
 from export_scripts.families.mapping.rotary import FT_BASE
 from export_scripts.families.mapping.settings import Settings, half_precision_warnings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
@@ -176,14 +177,16 @@ def _warnings(facts: Facts, config: GPTNeoXConfig) -> list[str]:
     return assumed + half_precision_warnings(facts, config, WTE)
 
 
-GPTNEOX_ELEUTHER = SourceMapping(
-    name="eleuther-gptneox",
-    title="GPT-NeoX, EleutherAI layer files (layer_*-model_*-model_states.pt)",
-    family=GPTNEOX,
-    format="eleuther",
-    matches=lambda facts: facts.has(WTE),
-    config=_config,
-    weights=_weights,
-    ignored=("*.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
-    warnings=_warnings,
+GPTNEOX_ELEUTHER = with_prompts(
+    SourceMapping(
+        name="eleuther-gptneox",
+        title="GPT-NeoX, EleutherAI layer files (layer_*-model_*-model_states.pt)",
+        family=GPTNEOX,
+        format="eleuther",
+        matches=lambda facts: facts.has(WTE),
+        config=_config,
+        weights=_weights,
+        ignored=("*.rotary_emb.inv_freq", "*.attention.bias", "*.attention.masked_bias"),
+        warnings=_warnings,
+    )
 )

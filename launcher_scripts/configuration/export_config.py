@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from export_scripts.checkpoints.hub import cached_model
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
 from launcher_scripts.configuration.schema import Config
+from stages.planned_model import SIZES_KEY, PlannedModel
 
 
 def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
@@ -14,7 +16,8 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
     model = config.export.model
     extra = config.convert
     return ConversionRequest(
-        checkpoint_path=Path(model.checkpoint_path),
+        checkpoint_path=cached_model(Path(model.checkpoint_path)),
+        checkpoint_name=model.checkpoint_name,
         output_dir=Path(config.export.triton_deployment.triton_model_dir) / "1",
         tp_size=model.tensor_model_parallel_size,
         pp_size=config.export.triton_deployment.pipeline_model_parallel_size,
@@ -31,6 +34,31 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
         allow=tuple(extra.allow),
         given=tuple((name, str(value)) for name, value in extra.given.items()),
         for_text=exports and len(_model_folders(config)) > 1,
+    )
+
+
+def planned_model(config: Config) -> PlannedModel | None:
+    """Return the sizes of a model whose checkpoint is elsewhere; None where none are given.
+
+    Raises:
+        ValueError: Some of the needed sizes are missing.
+    """
+    sizes = config.export.model.sizes
+    needed = {name: getattr(sizes, name) for name in ("family", "hidden", "layers", "heads")}
+    missing = [f"{SIZES_KEY}.{name}" for name, value in needed.items() if value is None]
+    if len(missing) == len(needed):
+        return None
+    if missing:
+        raise ValueError(f"{', '.join(missing)} are not set; give all sizes, or none.")
+    return PlannedModel(
+        family=str(sizes.family),
+        hidden=int(needed["hidden"]),
+        layers=int(needed["layers"]),
+        heads=int(needed["heads"]),
+        vocab=sizes.vocab,
+        inter_size=sizes.inter_size,
+        positions=sizes.positions,
+        compute_type=config.export.triton_deployment.data_type,
     )
 
 

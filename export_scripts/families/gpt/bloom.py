@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
+from export_scripts.families.mapping.prompts import with_prompts
 from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, SplitQKV, TensorSource, Transpose
@@ -75,14 +76,16 @@ WEIGHTS: Mapping[str, TensorSource] = {
     HEAD: Copy(LM_HEAD),
 }
 
-BLOOM_HUGGINGFACE = SourceMapping(
-    name="huggingface-bloom",
-    title="Hugging Face BLOOM",
-    family=GPT,
-    format="huggingface",
-    matches=lambda facts: facts.config.get("model_type") == "bloom",
-    config=_config,
-    weights=lambda *_: WEIGHTS,
-    copies=lambda _, config: (LM_HEAD,) if config.tie_word_embeddings else (),
-    prefix="transformer.",
+BLOOM_HUGGINGFACE = with_prompts(
+    SourceMapping(
+        name="huggingface-bloom",
+        title="Hugging Face BLOOM",
+        family=GPT,
+        format="huggingface",
+        matches=lambda facts: facts.config.get("model_type") == "bloom",
+        config=_config,
+        weights=lambda *_: WEIGHTS,
+        copies=lambda _, config: (LM_HEAD,) if config.tie_word_embeddings else (),
+        prefix="transformer.",
+    )
 )

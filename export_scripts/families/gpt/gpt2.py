@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
+from export_scripts.families.mapping.prompts import with_prompts
 from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, Mapped, TensorSource
@@ -80,15 +81,17 @@ WEIGHTS: Mapping[str, TensorSource] = {
     HEAD: Copy(LM_HEAD),
 }
 
-GPT2_HUGGINGFACE = SourceMapping(
-    name="huggingface-gpt2",
-    title="Hugging Face GPT-2",
-    family=GPT,
-    format="huggingface",
-    matches=lambda facts: facts.config.get("model_type") == "gpt2",
-    config=_config,
-    weights=lambda *_: WEIGHTS,
-    ignored=("*.attn.bias", "*.attn.masked_bias"),  # masks kept as buffers
-    copies=lambda _, config: (LM_HEAD,) if config.tie_word_embeddings else (),
-    prefix="transformer.",
+GPT2_HUGGINGFACE = with_prompts(
+    SourceMapping(
+        name="huggingface-gpt2",
+        title="Hugging Face GPT-2",
+        family=GPT,
+        format="huggingface",
+        matches=lambda facts: facts.config.get("model_type") == "gpt2",
+        config=_config,
+        weights=lambda *_: WEIGHTS,
+        ignored=("*.attn.bias", "*.attn.masked_bias"),  # masks kept as buffers
+        copies=lambda _, config: (LM_HEAD,) if config.tie_word_embeddings else (),
+        prefix="transformer.",
+    )
 )

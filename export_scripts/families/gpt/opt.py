@@ -7,6 +7,7 @@ from typing import Any
 
 from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
 from export_scripts.families.gpt.opt_int8 import check_ranges, int8_weights
+from export_scripts.families.mapping.prompts import with_prompts
 from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
@@ -149,16 +150,18 @@ def _neutral(kind: str) -> TensorSource:
     return Constant(("hidden",)) if kind == "bias" else Constant(("hidden",), 1.0)
 
 
-OPT_HUGGINGFACE = SourceMapping(
-    name="huggingface-opt",
-    title="Hugging Face OPT",
-    family=GPT,
-    format="huggingface",
-    matches=lambda facts: facts.config.get("model_type") == "opt",
-    config=_config,
-    weights=_weights,
-    ignored=("*decoder.version",),
-    copies=lambda facts, _: (LM_HEAD,) if _is_tied(facts) else (),
-    prefix="model.",
-    accepts=("activation_ranges",),
+OPT_HUGGINGFACE = with_prompts(
+    SourceMapping(
+        name="huggingface-opt",
+        title="Hugging Face OPT",
+        family=GPT,
+        format="huggingface",
+        matches=lambda facts: facts.config.get("model_type") == "opt",
+        config=_config,
+        weights=_weights,
+        ignored=("*decoder.version",),
+        copies=lambda facts, _: (LM_HEAD,) if _is_tied(facts) else (),
+        prefix="model.",
+        accepts=("activation_ranges",),
+    )
 )

@@ -174,7 +174,7 @@ def test_averaged_weights_that_are_left_are_reported(tmp_path: Path) -> None:
     content = {"state_dict": gpt_tensors(), "hyper_parameters": {"cfg": nemo_config()}}
     torch.save(content, source / "gpt-step=9-last-EMA.ckpt")
     problems = check_conversion(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
-    assert "of gpt-step=9-last-EMA.ckpt give one such a name" in problems[0]
+    assert "name one of gpt-step=9-last-EMA.ckpt" in problems[0]
     torch.save(content, source / "gpt-step=9-last.ckpt")
     done = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert done.remarks[0].startswith("left gpt-step=9-last-EMA.ckpt")

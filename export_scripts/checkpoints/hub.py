@@ -1,0 +1,61 @@
+"""Models of the Hugging Face hub that this machine has: an id stands for its cached folder.
+
+Layout of the cache: huggingface_hub, docs "Understand caching"; its variables as huggingface_hub
+reads them. Nothing is downloaded here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from export_scripts.checkpoints.huggingface import snapshot_folder
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+_ARCHIVES = (".nemo", ".ckpt", ".tar", ".gz", ".bin", ".pt", ".safetensors", ".yaml", ".json")
+
+
+def hub_cache() -> Path:
+    """Return the folder in which huggingface_hub keeps downloaded models."""
+    if cache := os.environ.get("HF_HUB_CACHE"):
+        return Path(cache).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", f"{base}/huggingface")
+    return Path(home).expanduser() / "hub"
+
+
+def hub_id(path: Path) -> str | None:
+    """Return the id that was written where a path may stand, such as facebook/opt-125m.
+
+    None where the path exists, or lies elsewhere than right below the working directory.
+    """
+    if path.exists():
+        return None
+    if path.is_absolute():
+        if not path.is_relative_to(Path.cwd()):
+            return None
+        path = path.relative_to(Path.cwd())
+    text = path.as_posix()
+    is_id = _ID.fullmatch(text) is not None and not text.lower().endswith(_ARCHIVES)
+    return text if is_id else None
+
+
+def cached_model(path: Path) -> Path:
+    """Return the cached folder of the hub's model that `path` names; any other path unchanged."""
+    name = hub_id(path)
+    if name is None:
+        return path
+    root = hub_cache() / f"models--{name.replace('/', '--')}"
+    return snapshot_folder(root) if root.is_dir() else path
+
+
+def hub_advice(path: Path) -> str:
+    """Return how to get a model of the hub that is not here; empty where no id was meant."""
+    name = hub_id(path)
+    if name is None:
+        return ""
+    return (
+        f"; if the model {name} of the Hugging Face hub is meant, it is not in {hub_cache()}: "
+        f"fetch it with `hf download {name}` where there is a network, and name the folder here"
+    )

@@ -1,0 +1,104 @@
+"""One of several checkpoints chosen by its name, and models of the hub by their id."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from export_scripts.checkpoints import open_checkpoint
+from export_scripts.checkpoints.hub import cached_model, hub_advice, hub_id
+from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
+from tests.arrays import loaded
+from tests.tiny import gpt_tensors, nemo_members, write_nemo
+from tests.tiny_transformers import write_model
+
+NORM = "model.language_model.encoder.final_layernorm.weight"
+
+
+def write_run(folder: Path, *names: str) -> Path:
+    """Write a run's folder for TP 2 in which each checkpoint has weights of its own."""
+    for number, name in enumerate(names):
+        for member, data in nemo_members(gpt_tensors(seed=number), tp=2).items():
+            path = folder / member.replace("model_weights.ckpt", name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    return folder
+
+
+def norm_of(path: Path, name: str | None) -> list[float]:
+    values: list[float] = loaded(open_checkpoint(path, name=name).pieces(NORM)[0]).tolist()
+    return values
+
+
+@pytest.mark.parametrize("name", ["gpt--step=100.ckpt", "gpt--step=100", "*step=100*"])
+def test_weights_of_a_run_are_chosen_by_name_or_pattern(tmp_path: Path, name: str) -> None:
+    run = write_run(tmp_path / "run", "gpt--step=100.ckpt", "gpt--step=200-last.ckpt")
+    assert norm_of(run, name) == gpt_tensors(seed=0)[NORM].tolist()
+    for last in (None, "latest"):
+        assert norm_of(run, last) == gpt_tensors(seed=1)[NORM].tolist()
+
+
+def test_a_name_that_fits_none_or_several_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "gpt--step=100.ckpt", "gpt--step=200-last.ckpt")
+    with pytest.raises(ValueError, match=r"step=7 is none of its checkpoints; it has gpt--step=1"):
+        open_checkpoint(run, name="step=7")
+    with pytest.raises(ValueError, match=r"gpt--step=\*.ckpt names several"):
+        open_checkpoint(run, name="gpt--step=*.ckpt")
+
+
+def test_archives_of_a_folder_are_chosen_by_name(tmp_path: Path) -> None:
+    for number in (0, 1):
+        write_nemo(tmp_path / f"gpt_{number}.nemo", gpt_tensors(seed=number))
+    assert norm_of(tmp_path, "gpt_1.nemo") == gpt_tensors(seed=1)[NORM].tolist()
+    assert norm_of(tmp_path / "gpt_1.nemo", "gpt_*") == gpt_tensors(seed=1)[NORM].tolist()
+    with pytest.raises(ValueError, match=r"holds 2 archives: gpt_0.nemo, gpt_1.nemo; name one"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=r"gpt_\* names several checkpoints, gpt_0.nemo, gpt_1"):
+        open_checkpoint(tmp_path, name="gpt_*")
+
+
+def test_another_format_has_no_names_within(tmp_path: Path) -> None:
+    source = write_model("gpt2", tmp_path / "source")
+    with pytest.raises(ValueError, match="is one huggingface checkpoint; there is none named x"):
+        open_checkpoint(source, name="x")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the cache of the hub, with one model; the working directory is elsewhere."""
+    for name in ("HF_HUB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    root = tmp_path / "hf/hub/models--someone--tiny-gpt2"
+    write_model("gpt2", root / "snapshots/0123abcd")
+    (root / "refs").mkdir()
+    (root / "refs/main").write_text("0123abcd")
+    return root
+
+
+def test_an_id_stands_for_its_cached_folder(cache: Path) -> None:
+    folder = cache / "snapshots/0123abcd"
+    assert cached_model(Path("someone/tiny-gpt2")) == folder
+    assert cached_model(Path.cwd() / "someone/tiny-gpt2") == folder
+    assert open_checkpoint(folder).pieces("transformer.wte.weight")
+
+
+def test_a_path_is_never_taken_for_an_id(cache: Path, tmp_path: Path) -> None:
+    shutil.copytree(cache / "snapshots/0123abcd", Path("someone/tiny-gpt2"))
+    assert cached_model(Path("someone/tiny-gpt2")) == Path("someone/tiny-gpt2")
+    for text in ("/elsewhere/tiny-gpt2", "a/b/c", "gpt2.nemo", str(tmp_path / "x/y")):
+        assert hub_id(Path(text)) is None
+        assert cached_model(Path(text)) == Path(text)
+        assert hub_advice(Path(text)) == ""
+
+
+def test_an_id_that_is_not_cached_is_answered_with_what_to_do(cache: Path) -> None:
+    request = ConversionRequest(Path("someone/other"), Path("out"), 1, "fp32")
+    (problem,) = request_problems(request, OPTION_NAMES)
+    assert problem.startswith("--checkpoint-path=someone/other does not exist; ")
+    assert "`hf download someone/other`" in problem
+    assert str(cache.parent) in problem
