@@ -17,6 +17,7 @@ from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_OK, EXIT_U
 from launcher_scripts.console import Console
 from launcher_scripts.launchers import queue_of
 from stages import STAGES, record
+from stages.endpoint import forwarding_hint
 from stages.progress import DamagedFileError, read_json, read_progress, write_json
 
 LAST_RUN = "last_run.json"
@@ -122,6 +123,10 @@ def _status(results_dir: Path, records: list[record.JobRecord], console: Console
     for each in records:
         if text := each.error or _doing(each, results_dir):
             console.say(f"{each.stage}: {text}")
+        if not each.is_final and (
+            hint := forwarding_hint(results_dir / each.stage / record.RECORD_NAME)
+        ):
+            console.say(f"{each.stage}: {hint}")
     for each in records:
         has_log = bool(each.log) and Path(each.log).exists()
         console.say(f"{each.stage}: {f'log {each.log}' if has_log else 'no log'}")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stages.progress import read_json
+from stages.record import read_record
 
 ENDPOINT_NAME = "endpoint.json"
 # Appears next to the address when the server is no longer needed.
@@ -54,7 +57,25 @@ class ServerEndpoint:
             "openai": self.openai or 0,
         }
 
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only the node itself reaches the server."""
+        return self.host in _LOOPBACK
 
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        openai = f", OpenAI on http://{host}:{self.openai}/v1" if self.openai else ""
+        return f"HTTP on {host}:{self.http}, gRPC on {host}:{self.grpc}{openai}"
+
+    def forwarding(self, node: str) -> str:
+        """Return the command that brings a server of `node`'s loopback to another machine."""
+        wanted = filter(None, (self.http, self.grpc, self.openai))
+        ports = " ".join(f"-L {port}:{self.host}:{port}" for port in wanted)
+        return f"from another machine: ssh -N {ports} {node}"
+
+
+_SSH_VARIABLE = "SSH_CONNECTION"  # set where the reader's terminal is at another machine
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _NOWHERE = ServerEndpoint("", 0, 0, 0, "", None, "", 0, 0, "")
 
 
@@ -62,6 +83,18 @@ def read_endpoint(path: Path) -> ServerEndpoint | None:
     """Return the published address, or None while there is none."""
     values: Mapping[str, Any] | None = read_json(path)
     return None if values is None else replace(_NOWHERE, **values)
+
+
+def forwarding_hint(record_path: Path) -> str:
+    """Return how to reach a job's server from here; empty where its address can be used as it is.
+
+    A loopback address is of no use to a reader at another machine, or at another node's shell.
+    """
+    endpoint, found = read_endpoint(record_path.with_name(ENDPOINT_NAME)), read_record(record_path)
+    if endpoint is None or found is None or not endpoint.is_loopback:
+        return ""
+    is_elsewhere = _SSH_VARIABLE in os.environ or found.host != socket.gethostname()
+    return endpoint.forwarding(found.host or "NODE") if is_elsewhere else ""
 
 
 def withdraw(path: Path, job_id: str) -> None:

@@ -73,6 +73,7 @@ class Service:
         self._stop_path = stop_path
         self._reload_path = reload_path
         self._until = until
+        self._serves: ServerEndpoint | None = None
 
     def run(self) -> str:
         """Serve until the end, and return why the service ended.
@@ -106,6 +107,7 @@ class Service:
         """Serve; return why the service ended, or why the server failed."""
         with contextlib.ExitStack() as stack:
             server, endpoint = self._start(stack, self._config)
+            self._serves = endpoint
             # Clients find the next start where they found this one.
             self._config = self._config.with_ports(**endpoint.ports)
             reason, failure = _STOPPED, ""
@@ -159,6 +161,7 @@ class Service:
             sys.stderr.write(f"not reloaded; the server goes on as it was: {error}\n")
             return old
         self._config = config.with_ports(**endpoint.ports)
+        self._serves = endpoint
         time.sleep(_HANDOVER_S)
         old.stop(drain_s=self._config.drain_s)
         return new
@@ -186,7 +189,7 @@ class Service:
     def _watch(self, server: TritonServer) -> tuple[str, str]:
         """Block while the server serves; return why it should stop now, or why it failed."""
         began = time.monotonic()
-        self._progress.update(_addresses(server))
+        self._progress.update(f"serving {self._serves}")
         while True:
             if ended := self._ended():
                 return ended, ""
@@ -236,8 +239,3 @@ class Service:
 def _with_tail(failure: str, server: TritonServer) -> str:
     tail = "\n".join(f"  | {line}" for line in server.log_tail())
     return f"{failure}; last lines of {server.log_path}:\n{tail}"
-
-
-def _addresses(server: TritonServer) -> str:
-    openai = "" if server.openai_url is None else f", OpenAI on {server.openai_url}"
-    return f"serving HTTP on {server.http_url}, gRPC on {server.grpc_url}{openai}"

@@ -107,7 +107,6 @@ def _server(arguments: argparse.Namespace, log_path: Path) -> TritonServer:
         openai=None
         if arguments.openai_port is None
         else OpenAIOptions(arguments.openai_port, arguments.openai_tokenizer),
-        extra_args=[f"--{name}-address={arguments.host}" for name in names] if is_old else (),
     )
 
 

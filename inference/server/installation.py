@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -19,6 +21,8 @@ from inference.plain_path import is_plain
 SERVER_VARIABLE = "TRITON_SERVER"
 # Python-based backends of this project, each a folder that a backend directory can hold.
 OWN_BACKENDS = Path(__file__).resolve().parents[2] / "export_scripts" / "triton" / "backends"
+_OPTION = re.compile(r"^\s*--([a-z][a-z-]*)", re.MULTILINE)
+_HELP_TIMEOUT_S = 120.0  # a container's first read of the program can be slow
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,18 @@ class TritonInstallation:
         if folders:
             variables["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
         return variables
+
+    def known_options(self) -> frozenset[str]:
+        """Return the names of the options that the program's help lists."""
+        done = subprocess.run(
+            [str(self.program), "--help"],
+            capture_output=True,
+            text=True,
+            env=os.environ | self.environment(),
+            timeout=_HELP_TIMEOUT_S,
+            check=False,  # some releases end with 1 after their help
+        )
+        return frozenset(_OPTION.findall(done.stdout + done.stderr))
 
     def arguments(self) -> list[str]:
         """Return the options with the paths of the server's parts."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from export_scripts.triton.signature import ENCODERS
@@ -14,6 +14,7 @@ _FASTERTRANSFORMER = re.compile(r"""\bbackend\s*:\s*["']fastertransformer["']"""
 _ENCODER = re.compile(rf"""\bstring_value\s*:\s*["']({"|".join(ENCODERS)})["']""")
 # The server itself waits this long for running requests; `stop` sets the limit that counts.
 _EXIT_TIMEOUT_S = 3600
+_EVERYWHERE = "0.0.0.0"  # where tritonserver listens by itself
 
 
 def server_options(
@@ -55,14 +56,25 @@ def leaves_types_to_the_backend(repository: str) -> bool:
     return False
 
 
-def old_server_options(repository: str, ports: Mapping[str, int]) -> list[str]:
-    """Return options that every release of tritonserver knows.
+def old_server_options(
+    repository: str, ports: Mapping[str, int], *, host: str, known: Collection[str] | None = None
+) -> list[str]:
+    """Return options that releases of tritonserver for NVIDIA's C++ backend know.
 
-    Models are loaded once: NVIDIA's C++ backend cannot load a model again in the same process.
+    Models are loaded once: the backend cannot load a model again in the same process.
+
+    Args:
+        repository: Folder or URL.
+        ports: Port of each protocol.
+        host: Address to listen on.
+        known: Options that the program takes; releases before 23.06 cannot bind the metrics to an
+            address. None for those of the last ones.
     """
+    addresses = [f"{name}-address" for name in ports if host != _EVERYWHERE]
     return [
         f"--model-repository={repository}",
         *(f"--{name}-port={port}" for name, port in ports.items()),
+        *(f"--{name}={host}" for name in addresses if known is None or name in known),
         f"--exit-timeout-secs={_EXIT_TIMEOUT_S}",
     ]
 

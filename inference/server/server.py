@@ -395,7 +395,10 @@ class TritonServer:
 
     def _arguments(self) -> list[str]:
         if self._sockets is None:
-            return old_server_options(self._repository.path, self._ports)
+            known = find_triton().known_options()
+            return old_server_options(
+                self._repository.path, self._ports, host=self.host, known=known
+            )
         return server_options(
             self._repository.path,
             self._sockets,

@@ -18,10 +18,14 @@ from export_scripts.triton.model_config import parse_config
 KNOWN = (
     *("model-repository", "http-port", "grpc-port", "metrics-port", "exit-timeout-secs"),
     *("allow-http", "allow-grpc", "allow-metrics", "backend-config"),
+    *("http-address", "grpc-address"),  # and no metrics-address, as releases before 23.06
 )
 
 
 def main() -> int:
+    if sys.argv[1:] == ["--help"]:
+        print("".join(f"  --{name} <string>\n\tas it says\n" for name in KNOWN), file=sys.stderr)
+        return 1
     options = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
     if unknown := set(options) - set(KNOWN):
         print(f"unrecognized option(s) {sorted(unknown)}")
@@ -73,7 +77,9 @@ def main() -> int:
         def log_message(self, *words: object) -> None:
             del words
 
-    HTTPServer(("0.0.0.0", int(options["http-port"])), Handler).serve_forever()
+    HTTPServer(
+        (options.get("http-address", "0.0.0.0"), int(options["http-port"])), Handler
+    ).serve_forever()
     return 0
 
 

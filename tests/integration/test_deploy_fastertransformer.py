@@ -70,6 +70,8 @@ def test_server_is_started_as_its_guide_says(
     assert endpoint["model"] == "fastertransformer"
     assert reported["options"]["model-repository"] == str(results / RESULTS / "model_repo")
     assert reported["options"]["http-port"] == str(endpoint["http"])
+    addresses = [reported["options"][f"{name}-address"] for name in ("http", "grpc")]
+    assert addresses == ["127.0.0.1"] * 2
     assert reported["environment"]["NCCL_LAUNCH_MODE"] == "GROUP"
     assert (tmp_path / "mpirun").read_text().startswith("-n 1 --allow-run-as-root ")
     config = (results / RESULTS / "model_repo/fastertransformer/config.pbtxt").read_text()

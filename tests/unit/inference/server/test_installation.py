@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from inference.server.installation import find_triton
+from inference.server.options import old_server_options
 
 
 @pytest.fixture(autouse=True)
@@ -58,3 +59,21 @@ def test_numpy_that_the_server_cannot_use_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(metadata, "version", lambda _: "2.5.5")
     with pytest.raises(FileNotFoundError, match=r"numpy 2\.5\.5; install numpy 1\.26"):
         find_triton()
+
+
+def test_the_program_names_its_options() -> None:
+    known = find_triton().known_options()
+    assert {"model-repository", "http-address", "grpc-address", "metrics-address"} <= known
+
+
+def test_addresses_go_to_a_program_that_takes_them() -> None:
+    ports = {"http": 8000, "grpc": 8001, "metrics": 8002}
+    every = old_server_options("/repo", ports, host="127.0.0.1")
+    assert [each for each in every if "address" in each] == [
+        "--http-address=127.0.0.1",
+        "--grpc-address=127.0.0.1",
+        "--metrics-address=127.0.0.1",
+    ]
+    old = old_server_options("/repo", ports, host="127.0.0.1", known={"http-address"})
+    assert [each for each in old if "address" in each] == ["--http-address=127.0.0.1"]
+    assert "address" not in " ".join(old_server_options("/repo", ports, host="0.0.0.0"))

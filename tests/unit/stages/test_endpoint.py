@@ -1,0 +1,53 @@
+"""The published address: where a reader reaches the server from."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from stages.endpoint import ENDPOINT_NAME, ServerEndpoint, forwarding_hint
+from stages.progress import write_json
+from stages.record import RECORD_NAME, JobRecord, write_record
+
+SERVER = ServerEndpoint("127.0.0.1", 8000, 8001, 8002, "gpt", None, "7", 1, 1, "2024-01-01T00:00:00Z")
+
+
+def test_a_server_of_one_node_is_reached_through_a_tunnel() -> None:
+    assert SERVER.is_loopback
+    assert SERVER.forwarding("node7") == (
+        "from another machine: ssh -N -L 8000:127.0.0.1:8000 -L 8001:127.0.0.1:8001 node7"
+    )
+
+
+def test_a_server_of_all_interfaces_is_named_by_its_node() -> None:
+    server = replace(SERVER, host="node7")
+    assert not server.is_loopback
+    assert str(server) == "HTTP on node7:8000, gRPC on node7:8001"
+    assert str(replace(SERVER, host="fd00::7")) == "HTTP on [fd00::7]:8000, gRPC on [fd00::7]:8001"
+
+
+def test_the_tunnel_is_named_to_readers_elsewhere_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / RECORD_NAME
+    write_json(tmp_path / ENDPOINT_NAME, asdict(SERVER))
+    for host, terminal, has_hint in (
+        (socket.gethostname(), None, False),
+        (socket.gethostname(), "10.0.0.1 51022 10.0.0.2 22", True),
+        ("node7", None, True),
+    ):
+        record = JobRecord(
+            job_id="7", stage="deploy", name="deploy", state="running", cluster="local", host=host
+        )
+        write_record(path, record)
+        monkeypatch.delenv("SSH_CONNECTION", raising=False)
+        if terminal:
+            monkeypatch.setenv("SSH_CONNECTION", terminal)
+        hint = forwarding_hint(path)
+        assert bool(hint) == has_hint
+        assert hint.endswith(host) or not has_hint
+    write_json(tmp_path / ENDPOINT_NAME, asdict(replace(SERVER, host="node7")))
+    assert forwarding_hint(path) == ""
