@@ -1,0 +1,196 @@
+"""Latency by model size at batch 1, as a table and a figure, before any checkpoint exists.
+
+    python -m benchmarks.model_sizes --work-dir DIR [--sizes 126m 1.3b 5b] [--device cuda]
+    python -m benchmarks.model_sizes --work-dir DIR --tensor-para-size 4 --sizes 20b 40b
+
+Each size is a GPT of NeMo's training configurations, synthesized with sparse files: matrices of
+zeros take no space on disk and the same time as any others. The figure, sizes.html, has a curve for
+each shape of tokens in and out; that of NVIDIA's guide is the default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+import numpy as np
+
+from export_scripts.families.gpt.layout import GPT
+from export_scripts.synthesize import synthesize, synthetic_config
+from inference.decoding.request import parse_request
+from inference.engine.engine import Engine, EngineOptions, Placement
+from inference.evaluation.options import RequestShape, parse_shape
+from inference.evaluation.report.formatting import milliseconds_text
+from inference.evaluation.report.page import figure, page, table
+from inference.evaluation.report.svg import Frame, dot, legend, log_ticks, polyline, text
+
+_VOCAB = 51200
+_END = _VOCAB - 1
+
+
+@dataclass(frozen=True)
+class Size:
+    """Layers, hidden width and heads of a GPT."""
+
+    layers: int
+    hidden: int
+    heads: int
+
+
+# NeMo-Megatron-Launcher, conf/training/gpt3/*.yaml; 1.3b and 6.7b as in the GPT-3 paper.
+SIZES: Mapping[str, Size] = {
+    "126m": Size(12, 768, 12),
+    "1.3b": Size(24, 2048, 16),
+    "5b": Size(24, 4096, 32),
+    "6.7b": Size(32, 4096, 32),
+    "20b": Size(44, 6144, 48),
+    "40b": Size(48, 8192, 64),
+    "175b": Size(96, 12288, 96),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The median latency of each shape in ms, and the parameters of a size."""
+
+    name: str
+    parameters: float
+    latency_ms: Mapping[RequestShape, float]
+
+
+def measure(
+    name: str, size: Size, shapes: Sequence[RequestShape], args: argparse.Namespace
+) -> Measured:
+    """Synthesize a model, ask for each shape and remove the model again."""
+    config = synthetic_config(
+        GPT,
+        hidden=size.hidden,
+        layers=size.layers,
+        heads=size.heads,
+        vocab=_VOCAB,
+        weight_data_type=args.weight_data_type,
+        tensor_para_size=args.tensor_para_size,
+    )
+    folder = args.work_dir / name
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        ft_dir = synthesize(GPT, config, folder, sparse=True)
+        placement = Placement(
+            tp_size=args.tensor_para_size,
+            pp_size=args.pipeline_para_size,
+            data_type=args.data_type,
+            device=args.device,
+        )
+        longest = max(each.input_len + each.output_len for each in shapes)
+        options = EngineOptions(max_lanes=1, max_seq_len=longest)
+        with Engine(ft_dir, placement, options=options) as engine:
+            found = {each: _median_ms(engine, each, args.repeats) for each in shapes}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    parameters = sum(math.prod(tensor.shape) for tensor in GPT.tensors(config))
+    return Measured(name, parameters, found)
+
+
+def _median_ms(engine: Engine, shape: RequestShape, repeats: int) -> float:
+    rows = np.random.default_rng(0).integers(0, _END, (1, shape.input_len), np.uint32)
+    tensors = {
+        "input_ids": rows,
+        "input_lengths": np.array([[shape.input_len]], np.uint32),
+        "request_output_len": np.array([[shape.output_len]], np.uint32),
+        "end_id": np.array([[_END]], np.uint32),
+    }
+    request = parse_request(tensors, engine.limits)
+    durations = []
+    for _ in range(repeats + 1):  # the first is a warm-up
+        begin = time.perf_counter()
+        engine.generate(request)
+        durations.append(time.perf_counter() - begin)
+    return 1000 * statistics.median(durations[1:])
+
+
+def chart(measured: Sequence[Measured], shapes: Sequence[RequestShape]) -> str:
+    """Return latency (log) over parameters (log), a curve for each shape, as SVG."""
+    frame = Frame(720, 360, top=52, left=64)
+    every = [value for each in measured for value in each.latency_ms.values()]
+    scale_y, body = frame.y_axis(
+        log_ticks(min(every), max(every)), milliseconds_text, is_log=min(every) < max(every)
+    )
+    logs = [math.log10(each.parameters) for each in measured]
+    scale_x = frame.x(min(logs) - 0.1, max(logs) + 0.1)
+    for number, shape in enumerate(shapes):
+        places = [
+            (scale_x(at), scale_y(each.latency_ms[shape]))
+            for at, each in zip(logs, measured, strict=True)
+        ]
+        body.append(polyline(places, kind=f"curve s{number}"))
+        for place, each in zip(places, measured, strict=True):
+            hint = f"{each.name}, {_name(shape)}: {milliseconds_text(each.latency_ms[shape])}"
+            body.append(dot(place, 4, kind=f"point s{number}", hint=hint))
+    for at, each in zip(logs, measured, strict=True):
+        body.append(text((scale_x(at), frame.y_end + 18), each.name, anchor="middle"))
+    body += legend(frame, [_name(shape) for shape in shapes])
+    body += frame.axis_names(x="parameters", y="latency of a request, batch 1")
+    return frame.svg(body, label="Latency by model size")
+
+
+def _name(shape: RequestShape) -> str:
+    return f"{shape.input_len} + {shape.output_len}"
+
+
+def report(
+    measured: Sequence[Measured], shapes: Sequence[RequestShape], args: argparse.Namespace
+) -> str:
+    """Return the page with the figure and its table."""
+    where = (
+        f"{args.device}, TP {args.tensor_para_size} x PP {args.pipeline_para_size}, "
+        f"{args.weight_data_type} weights, computed in {args.data_type}"
+    )
+    rows = [
+        (each.name, *(milliseconds_text(each.latency_ms[shape]) for shape in shapes))
+        for each in measured
+    ]
+    sections = [
+        figure("Latency by model size", chart(measured, shapes)),
+        f'<div class="card scroll">{table(("size", *map(_name, shapes)), rows)}</div>',
+    ]
+    header = f"<header><h1>Latency by model size</h1><p>{escape(where)}</p></header>"
+    return page("Latency by model size", header, sections, footer="benchmarks.model_sizes")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every size, smallest first, and write the figure."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    add = parser.add_argument
+    add("--work-dir", type=Path, required=True)
+    add("--sizes", nargs="+", choices=SIZES, default=["126m", "1.3b", "5b"])
+    add("--shapes", nargs="+", type=parse_shape, default=[RequestShape(60, 20)], metavar="IN+OUT")
+    add("--tensor-para-size", type=int, default=1)
+    add("--pipeline-para-size", type=int, default=1)
+    add("--weight-data-type", default="fp16", choices=("fp32", "fp16", "bf16"))
+    add("--data-type", default="fp32", choices=("fp32", "fp16", "bf16"))
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--repeats", type=int, default=5)
+    args = parser.parse_args(arguments)
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    print(f"latency of a request at batch 1, {os.cpu_count()} cores, {args.device}")
+    measured = []
+    for name in sorted(args.sizes, key=list(SIZES).index):
+        measured.append(measure(name, SIZES[name], args.shapes, args))
+        found = measured[-1].latency_ms.items()
+        texts = [f"{_name(shape)}: {milliseconds_text(value)}" for shape, value in found]
+        print(f"{name:>6}  {'  '.join(texts)}", flush=True)
+    path = args.work_dir / "sizes.html"
+    path.write_text(report(measured, args.shapes, args), encoding="utf-8")
+    print(f"figure: {path}")
+
+
+if __name__ == "__main__":
+    main()
