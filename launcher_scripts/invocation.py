@@ -87,7 +87,7 @@ class Invocation:
         """Write the jobs' files, start the jobs and return the exit status."""
         with self._errors() as status:
             self.begin(run)
-            if is_dry_run(self.config):
+            if is_dry_run(self.config) or run.launcher.only_renders:
                 run.render()
                 return EXIT_OK
             _end_in_order()
@@ -100,7 +100,7 @@ class Invocation:
         if run.jobs:
             arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
             job_folder.note_command(results, arguments, at=record.now())
-        if not is_dry_run(self.config):
+        if not is_dry_run(self.config) and not run.launcher.only_renders:
             note_last_run(Path(self.config.base_results_dir), results)
 
     @contextmanager
@@ -128,9 +128,9 @@ def run_all(
         for invocation, outcome in zip(invocations, outcomes, strict=True):
             assert outcome.run is not None
             invocation.begin(outcome.run)
-            if is_dry_run(invocation.config):
+            if is_dry_run(invocation.config) or outcome.run.launcher.only_renders:
                 outcome.run.render()
-        if is_dry_run(first.config):
+        if is_dry_run(first.config) or first.config.cluster_type == "kubernetes":
             return EXIT_OK
         _end_in_order()
         base = Path(first.config.base_results_dir)

@@ -64,14 +64,14 @@ def note_command(results_dir: Path, arguments: Sequence[str], *, at: str) -> Non
         log.write(f"# {at}\n" + " \\\n  ".join(arguments) + "\n")
 
 
-def write_job_files(job: Job, script: str) -> list[Path]:
+def write_job_files(job: Job, script: str, *, script_name: str = "submission.sh") -> list[Path]:
     """Write configuration and script, and return their paths; those of earlier runs are kept."""
     folder = job.folder
     folder.mkdir(parents=True, exist_ok=True)
     files = {
         folder / f"{job.name}_hydra.yaml": job.stage_config,
         job.whole_config_path: job.whole_config,
-        folder / f"{job.prefix}{job.name}_submission.sh": script,
+        folder / f"{job.prefix}{job.name}_{script_name}": script,
     }
     others = [path for path, text in files.items() if path.exists() and path.read_text() != text]
     if others or any((folder / name).exists() for name in _KEPT):

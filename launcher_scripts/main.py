@@ -20,7 +20,11 @@ if missing := [name for name in ("hydra", "submitit", "yaml") if find_spec(name)
         f"use {CHECKOUT / '.venv' / 'bin' / 'python'}"
     )
 
-from launcher_scripts.configuration.arguments import Arguments, read_arguments  # noqa: E402
+from launcher_scripts.configuration.arguments import (  # noqa: E402
+    SHELL_COMPLETION,
+    Arguments,
+    read_arguments,
+)
 from launcher_scripts.configuration.compose import Composition, compose_config, register  # noqa: E402
 from launcher_scripts.configuration.nemo_root import CONFIG_NAME  # noqa: E402
 from launcher_scripts.configuration.schema import Config  # noqa: E402
@@ -73,6 +77,8 @@ def _run(words: Sequence[str]) -> int:
 
         console.say(help_text())
         return EXIT_OK
+    if SHELL_COMPLETION in arguments.hydra_flags:
+        return _answer_by_hydra(arguments)  # its words, such as install=bash, are not overrides
     if arguments.multirun and not arguments.hydra_flags:
         return _sweep(arguments, words, console)
     composition = _compose(arguments, arguments.overrides)

@@ -169,6 +169,8 @@ def _uses_export(name: str, config: Config) -> bool:
     """Return whether a stage works on the export of this pipeline."""
     if name == "evaluate" and config.evaluate.server is not None:
         return False
+    if name == "deploy" and config.cluster_type == "kubernetes":
+        return False  # pods serve what is in their volume
     if name not in ("deploy", "evaluate") or config.deploy.repository is None:
         return True
     # An object store serves only what this configuration has published there.

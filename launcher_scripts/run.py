@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,7 @@ from launcher_scripts.launchers.base import (
 from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.summary import metrics, summary
 from stages import record
+from stages.endpoint import forwarding_hint
 from stages.progress import ProgressState, read_json, read_progress
 
 _POLL_S = 0.1
@@ -56,9 +58,14 @@ class Run:
         for number, (name, job) in enumerate(self.jobs.items()):
             ids[name] = str(_FIRST_DRY_ID + number)
             script = self.launcher.render(job, self._dependencies(name, ids))
-            for path in job_folder.write_job_files(job, script):
+            written = job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
+            for path in written:
                 if path != job.whole_config_path:
                     self.console.say(f"# {path}\n{path.read_text(encoding='utf-8')}")
+            if self.launcher.only_renders:
+                self.console.say(f"to start it: kubectl apply -f {shlex.quote(str(written[-1]))}")
+        if self.launcher.only_renders:
+            return
         count = "one job" if len(self.jobs) == 1 else f"{len(self.jobs)} jobs"
         self.console.say(f"dry run: {count} written, nothing started")
 
@@ -156,7 +163,8 @@ class Run:
         """Write a job's files and its record, just before it is submitted."""
         job = self.jobs[name]
         dependency = ",".join(map(str, after))
-        job_folder.write_job_files(job, self.launcher.render(job, after))
+        script = self.launcher.render(job, after)
+        job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
         job_folder.write_job_record(
             job, job_id="", cluster=self.launcher.name, dependency=dependency
         )
@@ -198,6 +206,8 @@ class Run:
             if until_ready and _is_ready(handle):
                 record.update_record(handle.job.record_path, handle.job_id, state=record.READY)
                 self.console.say(f"{stage.name}: {read_progress(stage.job.progress_path).phase}")
+                if hint := forwarding_hint(handle.job.record_path):
+                    self.console.say(f"{stage.name}: {hint}")
                 return EXIT_OK
             progress = read_progress(stage.job.progress_path)
             if not progress.phase and not self.launcher.in_foreground:

@@ -8,13 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher_scripts.configuration.evaluation_config import evaluation_config
-from launcher_scripts.configuration.export_config import conversion_request, repository_request
+from launcher_scripts.configuration.export_config import (
+    conversion_request,
+    planned_model,
+    repository_request,
+)
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import (
     deploy_resources,
     server_config,
     server_store,
 )
+from launcher_scripts.configuration.settings import is_dry_run
 from launcher_scripts.configuration.time_limit import minutes
 from stages.base import JobSettings, Resources, Stage
 from stages.convert import ConvertStage
@@ -96,7 +101,11 @@ def _warning_s(config: Config) -> float:
 
 
 def _convert(config: Config, job: JobSettings, context: Context) -> Stage:
-    return ConvertStage(job, conversion_request(config, exports=context.exports))
+    return ConvertStage(
+        job,
+        conversion_request(config, exports=context.exports),
+        planned=planned_model(config) if is_dry_run(config) else None,
+    )
 
 
 def _export(config: Config, job: JobSettings, context: Context) -> Stage:

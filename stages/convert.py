@@ -120,7 +120,8 @@ class ConvertStage(Stage):
     def notes(self) -> list[str]:
         """Return a remark if another folder was taken in place of the configured one."""
         if (planned := self._planned()) is not None:
-            return [planned.describe(self.request)]
+            has_problems = planned.problems(self.request)
+            return [] if has_problems else [planned.describe(self.request)]
         asked = self.request.checkpoint_path
         if self.checkpoint_path == asked:
             return []

@@ -31,6 +31,7 @@ class ServerEndpoint:
         ready_at: UTC, ISO 8601.
         nodes: how many nodes share the model.
         restarts: how often this job has started the server again.
+        uses_tls: whether clients have to encrypt.
     """
 
     host: str
@@ -46,6 +47,7 @@ class ServerEndpoint:
     nodes: int = 1
     restarts: int = 0
     openai: int | None = None
+    uses_tls: bool = False
 
     @property
     def ports(self) -> dict[str, int]:
@@ -64,7 +66,8 @@ class ServerEndpoint:
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        openai = f", OpenAI on http://{host}:{self.openai}/v1" if self.openai else ""
+        scheme = "https" if self.uses_tls else "http"
+        openai = f", OpenAI on {scheme}://{host}:{self.openai}/v1" if self.openai else ""
         return f"HTTP on {host}:{self.http}, gRPC on {host}:{self.grpc}{openai}"
 
     def forwarding(self, node: str) -> str:

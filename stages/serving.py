@@ -216,6 +216,7 @@ def _endpoint(
         ready_at=now(),
         nodes=config.nodes,
         restarts=restarts,
+        uses_tls=config.access.tls_cert is not None,
         openai=server.openai_port,
     )
 

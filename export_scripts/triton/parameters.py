@@ -14,6 +14,9 @@ from typing import Any
 from export_scripts.suggest import did_you_mean
 
 _DAYS_30_S = 30 * 24 * 3600.0
+# Most tokens of a sequence unless max_seq_len says otherwise; of an encoder, attention grows with
+# their square.
+DEFAULT_MAX_SEQ_LEN = 4096
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import item_size
+from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from inference.decoding.request import GenerationRequest, ModelLimits
 from inference.decoding.rows import P_TUNING, SOFT_PROMPT
-from inference.engine.options import DEFAULT_MAX_SEQ_LEN, EngineOptions
+from inference.engine.options import EngineOptions
 from inference.model.kv_cache import CacheShape
 from inference.ranks.settings import Placement
 

@@ -13,6 +13,7 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
 )
 from export_scripts.ft.config_ini import read_config
+from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from inference.decoding.request import RequestError
 from inference.engine.base import EngineBase, checked_placement, rank_settings
 from inference.engine.capacity import available_bytes
@@ -24,7 +25,7 @@ from inference.engine.encoding import (
     RunningEncoding,
 )
 from inference.engine.loop import EngineLoop
-from inference.engine.options import DEFAULT_MAX_SEQ_LEN, EngineOptions
+from inference.engine.options import EngineOptions
 from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import Placement

@@ -7,10 +7,6 @@ from typing import Literal
 
 from inference.ranks.settings import RANK_TIMEOUT_S
 
-# Most tokens of a sequence unless max_seq_len says otherwise; of an encoder, attention grows with
-# their square.
-DEFAULT_MAX_SEQ_LEN = 4096
-
 
 @dataclass(frozen=True)
 class EngineOptions:

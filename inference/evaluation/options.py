@@ -295,7 +295,7 @@ class EvaluationOptions(EvaluateSection):
         types: the types in which weights are stored and computed, which decide how large rounding
             may make a difference; int8 where weights are served in it.
         max_seq_len: tokens of a sequence that the server is started with; None where the model
-            alone decides, or the server is somebody else's.
+            alone decides, or the server is another user's.
         given: config.ini values that the source checkpoint does not record.
     """
 

@@ -19,10 +19,8 @@ from launcher_scripts.configuration.cluster_section import CLUSTERS, ClusterSect
 from launcher_scripts.configuration.diagnosis import likely_key
 from launcher_scripts.configuration.nemo_root import CONFIG_NAME, has_groups
 
-CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm"}
-_FOREIGN_CLUSTERS = {
-    "k8s": "Kubernetes is not supported; use local inside a pod, bcm or bcp",
-}
+SHELL_COMPLETION = "--shell-completion"
+CLUSTER_ALIASES = {"interactive": "local", "slurm": "bcm", "k8s": "kubernetes"}
 _CLUSTER_KEYS = {key.name for key in keys_of(ClusterSection)}
 _FREE_NAMES = (
     "env_vars.",
@@ -159,8 +157,6 @@ def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[s
 
 
 def _unknown_cluster(key: str, value: str) -> str:
-    if value in _FOREIGN_CLUSTERS:
-        return f"{key}={value}: {_FOREIGN_CLUSTERS[value]}."
     known = (*CLUSTERS, *CLUSTER_ALIASES)
     return (
         f"{key}={value}: unknown cluster{did_you_mean(value, known)}; known clusters: "

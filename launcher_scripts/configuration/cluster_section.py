@@ -4,12 +4,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from export_scripts.values import option
 
-CLUSTERS = ("local", "bcm", "bcp")
+CLUSTERS = ("local", "bcm", "bcp", "kubernetes")
+
+
+@dataclass
+class KubernetesSection:
+    """`cluster.kubernetes`: further settings of the server's manifests."""
+
+    namespace: str | None = option("namespace of all objects; null: that of kubectl", None)
+    replicas: int = option("servers, or groups of pods of one server each", 1, within=(1, 1024))
+    strategy: str = option(
+        "how a new server takes over", "Recreate", choices=("Recreate", "RollingUpdate")
+    )
+    claim: str | None = option("PersistentVolumeClaim that holds the repository", None)
+    claim_path: str | None = option("folder of the repository in the claim", None)
+    token_secret: str | None = option("Secret whose key `tokens` holds accepted tokens", None)
+    tls_secret: str | None = option("Secret of type kubernetes.io/tls", None)
+    s3_secret: str | None = option("Secret with the variables of an object store", None)
+    pull_secret: str | None = option("Secret for the registry of the image", None)
+    gpu_resource: str = option("name of the GPU resource", "nvidia.com/gpu")
+    node_selector: dict[str, str] = option("labels that a node must have", {})
+    service_type: str = option(
+        "type of the Service", "ClusterIP", choices=("ClusterIP", "NodePort", "LoadBalancer")
+    )
 
 
 @dataclass
@@ -51,3 +73,4 @@ class ClusterSection:
     )
     bcprun: str = option("Base Command's multi-node runner", "bcprun")
     bcprun_args: list[str] = option("appended to every bcprun, ahead of its --cmd", [])
+    kubernetes: KubernetesSection = field(default_factory=KubernetesSection)

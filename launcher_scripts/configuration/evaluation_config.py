@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from export_scripts.checkpoints.hub import cached_model
+from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from export_scripts.triton.repository import ENSEMBLE
-from inference.engine.options import DEFAULT_MAX_SEQ_LEN
 from inference.evaluation.options import REFERENCES, EvaluationOptions
 from inference.evaluation.record import RunFacts
 from launcher_scripts.configuration.export_config import has_ensemble

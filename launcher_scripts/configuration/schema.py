@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from export_scripts.families import FAMILIES
 from export_scripts.values import NODE_CPUS, NODE_MEMORY_GB, Key, keys_of, option
 from inference.evaluation.options import EvaluateSection
 from inference.gateway.access import DEFAULT_MAX_REQUEST_MB
@@ -49,11 +50,30 @@ class RunSection:
 
 
 @dataclass
+class SizesSection:
+    """`export.model.sizes`: a model to plan for (dry_run=true) before its checkpoint is here."""
+
+    family: str | None = option("its family", None, choices=tuple(FAMILIES))
+    hidden: int | None = option("width of the residual stream", None, within=(1, _TOKENS))
+    layers: int | None = option("layers; of a T5, those of each stack", None, within=(1, 10_000))
+    heads: int | None = option("attention heads", None, within=(1, _TOKENS))
+    vocab: int = option("tokens", 51200, within=(1, _INT32))
+    inter_size: int | None = option("width of the MLP; null: 4 x hidden", None, within=(1, _INT32))
+    positions: int = option("longest sequence, where there is a limit", 2048, within=(1, _TOKENS))
+
+
+@dataclass
 class ModelSection:
     """`export.model`: the checkpoint and how its weights are divided."""
 
     checkpoint_path: str = option(
-        "a .nemo file, an unpacked one, or a folder of checkpoints", path=True
+        "a .nemo file, an unpacked one, a folder of checkpoints, or the id of a cached model of "
+        "the Hugging Face hub",
+        path=True,
+    )
+    checkpoint_name: str | None = option(
+        "of several checkpoints in that folder, the one of this name or pattern; null: the last",
+        None,
     )
     tensor_model_parallel_size: int = option(
         "GPUs that share each layer when serving; must divide the heads", within=(1, _RANKS)
@@ -63,6 +83,7 @@ class ModelSection:
     load_checkpoints_to_cpu: bool = option(
         "accepted for compatibility: checkpoints are always read on the CPU", False, ignored=True
     )
+    sizes: SizesSection = field(default_factory=SizesSection)
 
 
 @dataclass

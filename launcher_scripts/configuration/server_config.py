@@ -21,11 +21,14 @@ from stages.deploy_config import (
 )
 from stages.node_layout import NodeLayout, place
 
+# Clusters whose jobs run elsewhere, in an image if one is named.
+_STARTS_CONTAINERS = ("bcm", "kubernetes")
+
 
 def server_config(config: Config) -> DeployConfig:
     """Return the settings of the server. Raises ValueError if its ranks or its image do not fit."""
     deploy = config.deploy
-    if deploy.container is not None and config.cluster_type != "bcm":
+    if deploy.container is not None and config.cluster_type not in _STARTS_CONTAINERS:
         raise ValueError(
             f"deploy.container={deploy.container}: cluster_type={config.cluster_type} does not "
             "start containers; run the command inside the image, and set deploy.container=null."
@@ -61,7 +64,7 @@ def server_config(config: Config) -> DeployConfig:
         nodes=placement.nodes if placement else 1,
         is_mpi_step=config.cluster_type == "bcm" and config.cluster.mpi is not None,
         visible_devices=_visible_devices(config, placement, shown),
-        serves_here=config.cluster_type != "bcm" and not is_dry_run(config),
+        serves_here=config.cluster_type not in _STARTS_CONTAINERS and not is_dry_run(config),
         local_gpus=None if shown is None else len(shown),
         gemm_tuning=_gemm_tuning(config),
         remarks=(placement.warning,) if placement and placement.warning else (),

@@ -44,12 +44,23 @@ def _bcp(config: Config) -> Launcher:
     return BcpLauncher(config)
 
 
+def _kubernetes(config: Config) -> Launcher:
+    from launcher_scripts.launchers.kubernetes import KubernetesLauncher
+
+    return KubernetesLauncher(config)
+
+
 def _slurm_queue() -> Queue:
     from launcher_scripts.launchers import slurm_state
 
     return slurm_state
 
 
-LAUNCHERS: dict[str, Callable[[Config], Launcher]] = {"local": _local, "bcm": _slurm, "bcp": _bcp}
+LAUNCHERS: dict[str, Callable[[Config], Launcher]] = {
+    "local": _local,
+    "bcm": _slurm,
+    "bcp": _bcp,
+    "kubernetes": _kubernetes,
+}
 # Only of clusters whose jobs outlive the command.
 _QUEUES: dict[str, Callable[[], Queue]] = {"bcm": _slurm_queue}

@@ -102,6 +102,10 @@ class Launcher(Protocol):
     name: str
     # Whether jobs are part of this command and end with it; otherwise they are queued.
     in_foreground: bool
+    # End of the name of the file that `render` fills.
+    script_name: str
+    # Whether files are all that it makes: the user starts what they describe.
+    only_renders: bool
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return every reason why the cluster cannot run these stages."""

@@ -49,6 +49,8 @@ class BcpLauncher:
 
     name = "bcp"
     in_foreground = True
+    script_name = "submission.sh"
+    only_renders = False
 
     def __init__(self, config: Config) -> None:
         self._config = config

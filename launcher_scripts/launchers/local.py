@@ -43,6 +43,8 @@ class LocalLauncher:
 
     name = "local"
     in_foreground = True
+    script_name = "submission.sh"
+    only_renders = False
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return the problems of stages that need more than one node."""

@@ -42,6 +42,8 @@ class SlurmLauncher:
 
     name = "bcm"
     in_foreground = False
+    script_name = "submission.sh"
+    only_renders = False
 
     def __init__(self, config: Config) -> None:
         self._config = config

@@ -98,8 +98,9 @@ def with_prompts(mapping: SourceMapping) -> SourceMapping:
     """
 
     def config(facts: Facts) -> FTConfig:
-        made: Any = mapping.config(facts)
-        return dataclasses.replace(made, **prompt_fields(facts, start_id=made.vocab_size))
+        made = mapping.config(facts)
+        start_id = int(made.vocab_size)  # type: ignore[attr-defined]
+        return dataclasses.replace(made, **prompt_fields(facts, start_id=start_id))
 
     return dataclasses.replace(
         mapping,

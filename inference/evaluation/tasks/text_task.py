@@ -182,7 +182,7 @@ def read_table(path: Path, *, rows: int) -> list[list[float]]:
 
 
 def _without_data(kind: TextTaskKind) -> str:
-    """Return the problem of a task whose data nobody has named."""
+    """Return the problem of a task without a data file."""
     return (
         f"evaluate.{kind.name}.data_path is needed for the task {kind.name}. To get the data: "
         f"{kind.recipe}"

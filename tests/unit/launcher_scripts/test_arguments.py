@@ -33,13 +33,15 @@ def test_disagreeing_clusters_are_named() -> None:
 def test_unknown_cluster_is_answered_with_the_known_ones() -> None:
     (problem,) = read_arguments(["cluster_type=bmc"]).problems
     assert problem == (
-        "cluster_type=bmc: unknown cluster (did you mean bcm?); known clusters: local, bcm, bcp."
+        "cluster_type=bmc: unknown cluster (did you mean bcm?); known clusters: local, bcm, bcp, "
+        "kubernetes."
     )
 
 
-def test_kubernetes_is_refused_by_name() -> None:
-    (problem,) = read_arguments(["cluster_type=k8s"]).problems
-    assert "Kubernetes is not supported" in problem
+def test_the_launcher_s_word_for_kubernetes_is_known() -> None:
+    arguments = read_arguments(["cluster_type=k8s"])
+    assert not arguments.problems
+    assert "cluster_type=kubernetes" in arguments.overrides
 
 
 def test_options_may_stand_between_overrides() -> None:

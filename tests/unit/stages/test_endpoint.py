@@ -12,7 +12,9 @@ from stages.endpoint import ENDPOINT_NAME, ServerEndpoint, forwarding_hint
 from stages.progress import write_json
 from stages.record import RECORD_NAME, JobRecord, write_record
 
-SERVER = ServerEndpoint("127.0.0.1", 8000, 8001, 8002, "gpt", None, "7", 1, 1, "2024-01-01T00:00:00Z")
+SERVER = ServerEndpoint(
+    "127.0.0.1", 8000, 8001, 8002, "gpt", None, "7", 1, 1, "2024-01-01T00:00:00Z"
+)
 
 
 def test_a_server_of_one_node_is_reached_through_a_tunnel() -> None:

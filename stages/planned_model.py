@@ -1,0 +1,97 @@
+"""A model whose checkpoint is elsewhere: its sizes as stated, for a plan without it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from export_scripts.conversion.request import ConversionRequest
+from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.spec import ModelFamily
+
+SIZES_KEY = "export.model.sizes"
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_ITEM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """The sizes of a model.
+
+    Attributes:
+        family: name of its family, such as gpt.
+        hidden, layers, heads, vocab: width, depth (of each stack of a T5), heads and tokens.
+        inter_size: width of the MLP; None for 4 x hidden.
+        positions: longest sequence, where the family has a limit.
+        compute_type: type of the cache of keys and values.
+    """
+
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    vocab: int = 51200
+    inter_size: int | None = None
+    positions: int = 2048
+    compute_type: str = "fp16"
+
+    def problems(self, request: ConversionRequest) -> list[str]:
+        """Return why the model could not be converted and served as the request asks."""
+        try:
+            family, config = self._config(request)
+        except ValueError as error:
+            return [f"{SIZES_KEY}: {error}."]
+        if not family.is_divisible(config, request.tp_size):
+            return [
+                f"export.model.tensor_model_parallel_size={request.tp_size} does not divide the "
+                f"heads and widths of {SIZES_KEY}; use "
+                f"{', '.join(map(str, family.tp_sizes(config)))}."
+            ]
+        if self.layers % request.pp_size:
+            return [
+                f"export.triton_deployment.pipeline_model_parallel_size={request.pp_size} does not "
+                f"divide {SIZES_KEY}.layers={self.layers}; use a divisor."
+            ]
+        return []
+
+    def describe(self, request: ConversionRequest) -> str:
+        """Return parameters, and the memory of a rank, in one line."""
+        family, config = self._config(request)
+        tensors = list(family.tensors(config))
+        count = sum(math.prod(each.shape) for each in tensors)
+        of_rank = sum(
+            each.file_bytes(request.tp_size, request.weight_data_type) for each in tensors
+        )
+        ranks = request.tp_size * request.pp_size
+        # Keys and values of every layer, on the ranks that share it.
+        token = 2 * self.layers * self.hidden * _ITEM_BYTES[self.compute_type] / ranks
+        return (
+            f"planned without the checkpoint: {self.family}, {_amount(count)} parameters, "
+            f"{_amount(of_rank / request.pp_size)}B of {request.weight_data_type} weights and "
+            f"{_amount(token)}B of cache for each token on each of {ranks} ranks"
+        )
+
+    def _config(self, request: ConversionRequest) -> tuple[ModelFamily, FTConfig]:
+        from export_scripts.families import FAMILIES
+        from export_scripts.synthesize import synthetic_config
+
+        family = FAMILIES[self.family]
+        config = synthetic_config(
+            family,
+            hidden=self.hidden,
+            layers=self.layers,
+            heads=self.heads,
+            vocab=self.vocab,
+            inter_size=self.inter_size,
+            positions=self.positions,
+            weight_data_type=request.weight_data_type,
+        )
+        return family, config
+
+
+def _amount(value: float) -> str:
+    """Return a number with three digits and a decimal unit."""
+    for size, unit in _UNITS:
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.3g} "

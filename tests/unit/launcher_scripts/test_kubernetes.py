@@ -1,0 +1,192 @@
+"""The manifests for Kubernetes: valid by the published schemas, of the same placement, sound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from launcher_scripts.launchers.kubernetes import object_name
+from launcher_scripts.main import main
+
+COMMON = ("export=gpt3/sample", "cluster=kubernetes", "deploy.container=slipway:0.1.0")
+CLAIM = ("cluster.kubernetes.claim=models", "cluster.kubernetes.claim_path=gpt/model_repo")
+TWO_NODES = (
+    "cluster.gpus_per_node=2", "export.model.tensor_model_parallel_size=2",
+    "export.triton_deployment.pipeline_model_parallel_size=2",
+)  # fmt: skip
+# The fields of a LeaderWorkerSet (leaderworkerset.x-k8s.io/v1, config/crd of its repository) that
+# are written here; its two templates are those of core/v1.
+LEADER_WORKER_SET = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+    "properties": {
+        "apiVersion": {"const": "leaderworkerset.x-k8s.io/v1"},
+        "kind": {"const": "LeaderWorkerSet"},
+        "metadata": {"type": "object"},
+        "spec": {
+            "type": "object",
+            "required": ["leaderWorkerTemplate"],
+            "additionalProperties": False,
+            "properties": {
+                "replicas": {"type": "integer", "minimum": 0},
+                "startupPolicy": {"enum": ["LeaderCreated", "LeaderReady"]},
+                "leaderWorkerTemplate": {
+                    "type": "object",
+                    "required": ["workerTemplate"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "size": {"type": "integer", "minimum": 1},
+                        "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "None"]},
+                        "leaderTemplate": {"type": "object"},
+                        "workerTemplate": {"type": "object"},
+                    },
+                },
+            },
+        },
+    },
+}
+
+Render = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    """Return a repository that is there, so that nothing has to be converted for it."""
+    folder = tmp_path / "model_repo"
+    (folder / "fastertransformer").mkdir(parents=True)
+    (folder / "fastertransformer/config.pbtxt").write_text('name: "fastertransformer"\n')
+    return folder
+
+
+@pytest.fixture
+def render(tmp_path: Path, repository: Path, capsys: pytest.CaptureFixture[str]) -> Render:
+    def run(*words: str, status: int = 0) -> list[dict[str, Any]]:
+        given = (f"base_results_dir={tmp_path}", f"deploy.repository={repository}")
+        assert main([*COMMON, "stages=[deploy]", *given, *words]) == status
+        if status:
+            return []
+        (path,) = tmp_path.rglob("*_manifests.yaml")
+        assert f"kubectl apply -f {path}" in capsys.readouterr().out
+        return list(yaml.safe_load_all(path.read_text()))
+
+    return run
+
+
+def valid(found: dict[str, Any]) -> None:
+    kubernetes_validate.validate(found, "1.30", strict=True)
+
+
+def pod_of(template: dict[str, Any]) -> dict[str, Any]:
+    """Return a template's pod as an object, which has a published schema of its own."""
+    return {"apiVersion": "v1", "kind": "Pod", **template} | {
+        "metadata": {"name": "x", **template["metadata"]}
+    }
+
+
+def test_one_node_is_a_deployment_and_a_service(render: Render) -> None:
+    deployment, service = render(*CLAIM, "deploy.cpus_per_task=4", "deploy.mem_gb=32")
+    for each in (deployment, service):
+        valid(each)
+    assert deployment["kind"] == "Deployment"
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    assert container["image"] == "slipway:0.1.0"
+    assert "--model-repository=/data/gpt/model_repo" in container["args"]
+    assert container["resources"] == {
+        "requests": {"nvidia.com/gpu": 2, "cpu": "4", "memory": "32G"},
+        "limits": {"nvidia.com/gpu": 2, "memory": "32G"},
+    }
+    assert container["startupProbe"]["failureThreshold"] * 10 >= 120  # triton_wait_time_s
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == "8002"
+    labels = template["metadata"]["labels"]
+    assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"] == labels
+    assert {each["port"] for each in service["spec"]["ports"]} == {8000, 8001, 8002}
+
+
+def test_several_nodes_are_a_group_of_pods(render: Render) -> None:
+    group, service = render(*CLAIM, *TWO_NODES)
+    jsonschema.validate(group, LEADER_WORKER_SET)
+    valid(service)
+    template = group["spec"]["leaderWorkerTemplate"]
+    leader, worker = template["leaderTemplate"], template["workerTemplate"]
+    for each in (leader, worker):
+        valid(pod_of(each))
+    assert template["size"] == 2
+    for each in (leader, worker):
+        assert each["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": 2}
+    # Only the first pod answers, and is asked.
+    assert service["spec"]["selector"].items() <= leader["metadata"]["labels"].items()
+    assert not service["spec"]["selector"].items() <= worker["metadata"]["labels"].items()
+    assert "readinessProbe" not in worker["spec"]["containers"][0]
+    assert "export WORLD_SIZE=4 LOCAL_WORLD_SIZE=2" in leader["spec"]["containers"][0]["args"][0]
+
+
+def test_secrets_are_named_and_never_written(render: Render) -> None:
+    deployment, service = render(
+        *CLAIM, "cluster.kubernetes.token_secret=tokens", "cluster.kubernetes.tls_secret=cert"
+    )
+    for each in (deployment, service):
+        valid(each)
+    spec = deployment["spec"]["template"]["spec"]
+    (volume,) = [each for each in spec["volumes"] if each["name"] == "secrets"]
+    assert volume["projected"]["sources"] == [
+        {"secret": {"name": "tokens"}},
+        {"secret": {"name": "cert"}},
+    ]
+    (container,) = spec["containers"]
+    assert "--token-file=/run/slipway/tokens" in container["args"]
+    assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+
+
+def test_conversations_stay_with_one_of_several_servers(render: Render) -> None:
+    deployment, service = render(
+        *CLAIM, "cluster.kubernetes.replicas=3", "export.triton_deployment.interactive=true"
+    )
+    assert deployment["spec"]["replicas"] == 3
+    assert service["spec"]["sessionAffinity"] == "ClientIP"
+
+
+def test_pods_without_gpus_ask_for_none(render: Render) -> None:
+    deployment, _ = render(*CLAIM, "cluster.gpus_per_node=null")
+    valid(deployment)
+    container = deployment["spec"]["template"]["spec"]["containers"][0]
+    assert container["resources"] == {"requests": {}, "limits": {}}
+
+
+def test_what_pods_cannot_do_is_refused_at_once(
+    render: Render, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("0123456789abcdef" * 2)
+    tokens.chmod(0o600)
+    render(
+        "deploy.container=null", "stages=[deploy,evaluate]", f"deploy.token_file={tokens}", status=2
+    )
+    text = capsys.readouterr().err
+    for words in (
+        "cluster_type=kubernetes serves alone, and evaluate would run too",
+        "deploy.container is not set",
+        "cluster.kubernetes.claim is not set",
+        "name a Secret with its content in cluster.kubernetes.token_secret",
+    ):
+        assert words in text
+    assert not list(tmp_path.rglob("*_manifests.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("deploy_gpt3_5b", "deploy-gpt3-5b"),
+        ("5B_model..x", "model-5b-model-x"),
+        ("a" * 80, "a" * 52),
+    ],
+)
+def test_names_are_those_that_kubernetes_takes(text: str, name: str) -> None:
+    assert object_name(text) == name

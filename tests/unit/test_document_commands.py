@@ -1,0 +1,57 @@
+"""Commands of docs/clusters.md and docs/evaluation.md are planned as written, up to the start."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from launcher_scripts.main import main
+from tests.conftest import ROOT
+from tests.tiny_text_gpt2 import write_tiny_gpt2
+
+# What only the reader has, or what asks a cluster; each is tested elsewhere.
+NOT_HERE = ("action=", "evaluate.server=", "export=gpt3/sample 'stages=[evaluate]'", "margin:")
+
+
+def commands() -> list[str]:
+    found = []
+    for name in ("clusters.md", "evaluation.md"):
+        blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
+        lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+        found += [line for line in lines if "main.py" in line]
+    return [line for line in found if not any(words in line for words in NOT_HERE)]
+
+
+def words_of(line: str, folder: Path) -> list[str]:
+    """Return the overrides of a command, with a model of ours where the reader's own is meant."""
+    words = shlex.split(line.replace("$PWD", str(folder)))
+    words = words[next(i for i, word in enumerate(words) if word.endswith("main.py")) + 1 :]
+    words = [re.sub(r"^(base_results_dir|data_dir)=.*", rf"\1={folder}/r", word) for word in words]
+    words = [word for word in words if not word.startswith("launcher_scripts_path=")]
+    if "export=gpt3/sample" not in words and "export.model.sizes.family=gpt" not in words:
+        source = write_tiny_gpt2(folder / "source", positions=1024)
+        words += [
+            f"export.model.checkpoint_path={source}",
+            "export.model.tensor_model_parallel_size=1",
+            "export.triton_deployment.max_batch_size=8",
+        ]
+    if not any(word.startswith("base_results_dir=") for word in words):
+        words.append(f"base_results_dir={folder}/r")
+    return words
+
+
+@pytest.mark.parametrize("line", commands())
+def test_command_is_planned_as_written(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main([*words_of(line, tmp_path), "dry_run=true"])
+    seen = capsys.readouterr()
+    assert status == 0, seen.err
+    assert list(tmp_path.rglob("*_submission.sh")) or list(tmp_path.rglob("*_manifests.yaml"))
+
+
+def test_most_commands_are_looked_at() -> None:
+    assert len(commands()) >= 10
