@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from html import escape
 
-from inference.evaluation.record import Prediction, Report, TaskReport
+from inference.evaluation.record import Prediction, Report, RequestStatistics, TaskReport
 from inference.evaluation.report.charts import (
     accuracy_chart,
     history_chart,
@@ -135,7 +135,15 @@ def _task(report: Report, task: TaskReport) -> str:
         + _accuracies(report, task)
         + _metric_table(task)
         + _side_by_side(task)
-        + '<div class="pair">'
+        + _load_charts(requests)
+    )
+
+
+def _load_charts(requests: RequestStatistics) -> str:
+    if not requests.count:  # a task that sends its requests itself
+        return ""
+    return (
+        '<div class="pair">'
         + figure("Latency under this load", latency_histogram(requests.latency))
         + figure("Throughput", throughput_chart(requests))
         + "</div>"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -14,9 +15,14 @@ from typing import Any
 import pytest
 
 from inference.evaluation.options import EvaluationOptions, HarnessOptions
+from inference.evaluation.record import Report, RequestStatistics
+from inference.evaluation.report.html_page import render_html
+from inference.evaluation.report.markdown import render_markdown
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.preparation import check_bounds_of_groups, prepare
 from inference.evaluation.run.task_run import run_task
+from inference.evaluation.run.timing import distribution
+from inference.evaluation.task import Metric
 from tests.fake_model import FakeModel
 
 
@@ -152,3 +158,19 @@ def test_what_is_missing_is_reported_before_the_start(monkeypatch: pytest.Monkey
     assert any("install slipway[harness]" in problem for problem in found)
     assert any("deploy.openai.enabled=true" in problem for problem in found)
     assert any("evaluate.harness.include_path=/nowhere" in problem for problem in found)
+
+
+def test_a_task_that_sends_its_own_requests_has_a_page_without_charts_of_load(
+    report: Report, make_metric: Callable[..., Metric]
+) -> None:
+    nothing = RequestStatistics(0, 32, 60.0, 0.0, distribution([]), 0.5, (0, 0))
+    metrics = (
+        make_metric("harness_x_acc", 0.0, stderr=0.0, low=0.0, high=0.0),
+        make_metric("harness_x_perplexity", 1e9, stderr=1e8, low=8e8, high=1.2e9, unit=""),
+    )
+    own = replace(report.tasks[0], name="harness:x", metrics=metrics, requests=nothing)
+    page = render_html(replace(report, tasks=(own,)), [])
+    assert "Harness:x" in page
+    assert "Latency under this load" not in page
+    assert "Latency under this load" in render_html(report, [])
+    assert "harness_x_perplexity" in render_markdown(replace(report, tasks=(own,)))
