@@ -53,7 +53,9 @@ def make_gemm(
     if not weight.numel():
         return _PlainGemm(weight, bias, activation)
     if int8:
-        if gemm_cpu.has_int8():
+        if gemm_cpu.has_fbgemm_int8():
+            return gemm_cpu.FbgemmInt8Gemm(weight, bias, activation)
+        if gemm_cpu.has_onednn_int8():
             return gemm_cpu.OneDnnInt8Gemm(weight, bias, activation)
         return Int8Gemm(weight, bias, activation)
     if weight.dtype == torch.float16:

@@ -1,8 +1,10 @@
-"""Products on CPU: oneDNN's for fp32, bf16 and 8-bit weights, FBGEMM's for weights of fp16.
+"""Products on CPU: oneDNN's for fp32 and bf16, FBGEMM's for weights of fp16 and of 8 bits.
 
-What decoding costs is reading the weights. Measured on two cores (AMD Zen 4, 37 GB/s of memory)
-with GPT-2's matrices, as weights of fp32 read per second at one row and at eight: plain products
-18 and 7 GB/s, oneDNN's blocked form 36 and 24, bf16 50 and 42, fp16 70 and 37, 8 bits 75 and 52.
+What decoding costs is reading the weights, here GPT-2's with two cores at one row and at eight. An
+AMD Zen 4 (37 GB/s of memory) reads weights of fp32 at 18 and 7 GB/s by plain products, in oneDNN's
+blocked form at 36 and 24, as bf16 at 50 and 42 and as fp16 at 70 and 37. An Intel Sapphire Rapids
+(19 GB/s) takes 9 and 12 ms for those of 8 bits by FBGEMM, 15 and 18 ms by oneDNN with AMX, which
+is as fast from 16 rows on.
 """
 
 # Shapes: N rows (tokens), I inputs, O outputs
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import warnings
 
 import torch
 
@@ -47,10 +50,21 @@ def has_fp16_weights() -> bool:
     return "fbgemm" in torch.backends.quantized.supported_engines
 
 
-def has_int8() -> bool:
-    """Return whether `OneDnnInt8Gemm` works here; older processors' sums of pairs saturate."""
+def has_vnni() -> bool:
+    """Return whether the processor adds up products of 8 bits in 32; others' sums may saturate."""
     vnni = getattr(torch.cpu, "_is_vnni_supported", None)
-    return vnni is not None and has_onednn(torch.float32) and bool(vnni())
+    return vnni is not None and bool(vnni())
+
+
+def has_fbgemm_int8() -> bool:
+    """Return whether `FbgemmInt8Gemm` works here."""
+    product = "linear_with_input_q_dq_qweight_dq_output_fp32"
+    return has_fp16_weights() and hasattr(torch.ops.quantized, product)
+
+
+def has_onednn_int8() -> bool:
+    """Return whether `OneDnnInt8Gemm` works here."""
+    return has_onednn(torch.float32) and has_vnni()
 
 
 class OneDnnGemm:
@@ -107,31 +121,56 @@ class HalfGemm:
         return finish(y, activation=self.activation, residual=residual)
 
 
-class OneDnnInt8Gemm:
-    """A product with weights of 8 bits and a scale per output.
+class FbgemmInt8Gemm:
+    """A product of rows rounded to 8 bits with weights of 8 bits and a scale per output.
 
-    Processors multiply 8 bits by 8 bits. Each row is therefore written as whole numbers of 16 bits
-    times a factor of its own, and these as two digits of 8 bits, which are multiplied as two rows
-    and put together again: the activations lose no more than in bf16, and no row sees another.
+    Each row is divided by its largest value and rounded to whole numbers, whose sums of products
+    are exact: no row sees another, and none depends on how many there are.
     """
-
-    # A row's numbers q lie in [-32639, 32639]; q = 256 * (high - 128) + (low - 128).
-    _MOST = 127 * 257
-    _ZERO = 128 * 257
-    # Added to q, this leaves q + _ZERO in the two low octets of the sum's fp32: it is so large that
-    # whole numbers follow each other there.
-    _SHIFT = float(2**23 + _ZERO)
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GemmActivation | None
     ) -> None:
         """Quantise `weight` (I, O); only the 8-bit copy is kept."""
-        columns, self._scale = quantise(weight)
+        columns, scale = quantise(weight)
+        zeros = torch.zeros(len(columns), dtype=torch.int64)
+        with warnings.catch_warnings():
+            # torch is to lose tensors of quantised types; `has_fbgemm_int8` asks whether it has.
+            warnings.simplefilter("ignore")
+            quantised = torch._make_per_channel_quantized_tensor(columns, scale.double(), zeros, 0)
+            self._packed = torch.ops.quantized.linear_prepack(quantised, None)
+        # Without VNNI sums of two products are kept in 16 bits, which hold those of 7 bits by 8.
+        most = 127 if has_vnni() else 63
+        self._step, self._zero_point = 1 / most, most + 1
+        self._product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
+        self._bias = torch.zeros(()) if bias is None else bias.float()
+        self._activation = activation
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return activation(x W + bias) + residual in the type of x."""
+        # Few operations: at one row each costs as much as a tenth of the product.
+        wide = x if x.dtype == torch.float32 else x.float()
+        unit = wide.abs().amax(1, keepdim=True)
+        # A row of zeros becomes NaN here and some whole number in the product, times zero again.
+        y = self._product(wide / unit, self._step, self._zero_point, self._packed)
+        y = torch.addcmul(self._bias, y, unit)
+        y = y if x.dtype == torch.float32 else y.to(x.dtype)
+        return finish(y, activation=self._activation, residual=residual)
+
+
+class OneDnnInt8Gemm:
+    """The same product by oneDNN, for a torch without FBGEMM's; it needs VNNI."""
+
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GemmActivation | None
+    ) -> None:
+        """Quantise `weight` (I, O); only the 8-bit copy is kept."""
+        columns, scale = quantise(weight)
+        self._scale = scale / 127
         self._weight = torch.ops.onednn.qlinear_prepack(columns, None)
         _use_huge_pages(self._weight)
         self._zero_points = torch.zeros(len(columns), dtype=torch.int32)
-        self._least = torch.full((), torch.finfo(torch.float32).tiny)
-        self._shift = torch.full((), self._SHIFT)
+        self._half = torch.full((), 128.5)
         self._product = torch.ops.onednn.qlinear_pointwise.default
         self._bias = torch.zeros(()) if bias is None else bias.float()
         self._activation = activation
@@ -139,21 +178,21 @@ class OneDnnInt8Gemm:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual in the type of x."""
         rows = len(x)
-        # Few operations: at one row each costs as much as a tenth of the product.
-        wide = x.float()
-        unit = torch.add(self._least, wide.abs().amax(1, keepdim=True), alpha=1 / self._MOST)
-        octets = torch.addcdiv(self._shift, wide, unit).view(torch.uint8).view(rows, -1, 4)
-        # Low digits, high digits, and of a single row the others too: four rows are the fastest.
-        digits = octets if rows == 1 else octets[..., :2]
-        y = self._multiply(digits.permute(2, 0, 1).flatten(0, 1))
-        y = torch.add(y[:rows], y[rows : 2 * rows], alpha=256)
-        y = torch.addcmul(self._bias, y, unit).to(x.dtype)
+        wide = x if x.dtype == torch.float32 else x.float()
+        unit = wide.abs().amax(1, keepdim=True)
+        # 128 and the nearest whole number, as conversion cuts off; NaN of a row of zeros as above.
+        octets = torch.addcdiv(self._half, wide, unit, value=127).to(torch.uint8)
+        if rows < _LEAST_ROWS:
+            octets = _repeated(octets)
+        y = self._multiply(octets)[:rows]
+        y = torch.addcmul(self._bias, y, unit)
+        y = y if x.dtype == torch.float32 else y.to(x.dtype)
         return finish(y, activation=self._activation, residual=residual)
 
-    def _multiply(self, digits: torch.Tensor) -> torch.Tensor:
-        """Return (digits - 128) W in fp32."""
+    def _multiply(self, octets: torch.Tensor) -> torch.Tensor:
+        """Return (octets - 128) W / 127 in fp32."""
         y: torch.Tensor = self._product(
-            *(digits, 1.0, 128),
+            *(octets, 1.0, 128),
             *(self._weight, self._scale, self._zero_points, None),
             *(1.0, 0, torch.float32, "none", [], ""),
         )

@@ -13,6 +13,7 @@ from tempfile import TemporaryFile
 from time import monotonic, sleep
 from typing import IO
 
+from inference.huge_pages import huge_page_variables
 from inference.ranks.settings import RankSettings
 
 _TAIL_BYTES = 4000
@@ -59,8 +60,7 @@ class _Worker:
     def __init__(self, settings: RankSettings) -> None:
         self._log: IO[bytes] = TemporaryFile()  # noqa: SIM115 - read for as long as the worker lives
         environment = dict(os.environ, OMP_NUM_THREADS=str(settings.threads))
-        # Weights in huge pages: torch reads this variable once, before its first tensor.
-        environment.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+        environment |= huge_page_variables()
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(_PACKAGE_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
         )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from inference.huge_pages import huge_page_variables
 from inference.plain_path import is_plain
 
 SERVER_VARIABLE = "TRITON_SERVER"
@@ -46,8 +47,7 @@ class TritonInstallation:
         # The Python backend embeds an interpreter and takes its packages from the first python3.
         interpreter = str(Path(sys.executable).parent)
         variables = {"PATH": os.pathsep.join([interpreter, os.environ.get("PATH", os.defpath)])}
-        # Weights in huge pages: torch reads this variable once, before its first tensor.
-        variables["THP_MEM_ALLOC_ENABLE"] = os.environ.get("THP_MEM_ALLOC_ENABLE", "1")
+        variables |= huge_page_variables()
         if folders:
             variables["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
         return variables
