@@ -39,8 +39,9 @@ _STOP = None
 class Exchange:
     """A Triton request in progress, the outputs it wants, and its response sender."""
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, *, streams: bool = False) -> None:
         self.request = request
+        self._streams = streams
         self.sender = request.get_response_sender()
         self.wanted = tuple(request.requested_output_names())
         self.began = time.perf_counter()
@@ -72,7 +73,12 @@ class Exchange:
                 pb_utils.Logger.log_warn(f"a response could not be sent: {error}")
 
     def fail(self, message: str, code: str) -> None:
-        """Answer with an error, which ends the exchange; `code` is one of TritonError's."""
+        """Answer with an error, which ends the exchange; `code` is one of TritonError's.
+
+        Streams carry no code, so that the text names it where the request is not what is wrong.
+        """
+        if self._streams and code != "INVALID_ARG":
+            message = f"{code}: {message}"
         self.send(error_response(message, code), final=True)
 
 
@@ -139,7 +145,7 @@ class EngineModel:
     def execute(self, requests: Sequence[Any]) -> None:
         """Queue requests (called by Triton); None means that the answers follow later."""
         for request in requests:
-            exchange = Exchange(request)
+            exchange = Exchange(request, streams=self.decoupled)
             if exchange.is_canary and self._makes_progress():
                 exchange.fail(BUSY, "UNAVAILABLE")
                 continue

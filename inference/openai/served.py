@@ -32,8 +32,8 @@ _STATUS = {
 }
 _REQUIRED = {"request_output_len": "input_lengths", "max_output_len": "sequence_length"}
 _SCORES = ("token_log_probs", "top_token_ids", "top_token_log_probs")
-# A stream then ends with the status of its error.
-_STREAM_HEADERS = {"triton_grpc_error": "true"}
+# What begins an error on a stream, which carries no status; without it the request is wrong.
+_STREAM_STATUS = ("UNAVAILABLE", "CANCELLED", "INTERNAL")
 
 
 class TritonModel:
@@ -55,7 +55,7 @@ class TritonModel:
             if not self.facts.streams:
                 yield self._candidates(job, await self._client.infer(**request))
                 return
-            responses = self._client.stream_infer(_only(request), headers=_STREAM_HEADERS)
+            responses = self._client.stream_infer(_only(request))
             try:
                 async for result, error in responses:
                     if error is not None:
@@ -65,7 +65,7 @@ class TritonModel:
                 responses.cancel()  # the client has left, or has what it wanted
                 raise
         except (InferenceServerException, grpc.RpcError) as error:
-            raise _api_error(error) from error
+            raise api_error(error) from error
 
     def _tensors(self, job: GenerationJob) -> dict[str, Array]:
         output_name = "max_output_len" if self.facts.encoder_decoder else "request_output_len"
@@ -164,11 +164,15 @@ def _input(name: str, value: Array) -> InferInput:
     return tensor
 
 
-def _api_error(error: Exception) -> ApiError:
+def api_error(error: Exception) -> ApiError:
+    """Return what a client is answered where the server answers with an error."""
     if isinstance(error, InferenceServerException):
         status, text = str(error.status() or ""), str(error.message() or "")
     else:
         status, text = str(error.code()), str(error.details())  # type: ignore[attr-defined]
+    if not status:
+        status, _, rest = text.partition(": ")
+        status, text = (status, rest) if status in _STREAM_STATUS else ("INVALID_ARGUMENT", text)
     text = without_internal_names(text)
     code = _STATUS.get(status.rpartition(".")[2], HTTPStatus.INTERNAL_SERVER_ERROR)
     return ApiError(text or "the model does not answer", status=code)
