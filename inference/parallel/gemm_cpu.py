@@ -26,6 +26,11 @@ _ROWS_HINT = 8
 # to 1.7 times as long as four.
 _LEAST_ROWS = 4
 
+# Models of 7B parameters and more, whose layers are this wide, have a few activations a hundred
+# times as large as the rest (LLM.int8(), arXiv 2208.07339): one digit would round the rest away.
+# Their weights take so long to read that a second digit costs little.
+_TWO_DIGITS_INPUTS = 4096
+
 # oneDNN's post-operations as torch names them: (attribute, algorithm).
 _POST_OPS: dict[GemmActivation | None, tuple[str, str]] = {
     None: ("none", ""),
@@ -125,7 +130,8 @@ class FbgemmInt8Gemm:
     """A product of rows rounded to 8 bits with weights of 8 bits and a scale per output.
 
     Each row is divided by its largest value and rounded to whole numbers, whose sums of products
-    are exact: no row sees another, and none depends on how many there are.
+    are exact: no row sees another, and none depends on how many there are. Of rows with many inputs
+    the remainders are rounded too and multiplied along.
     """
 
     def __init__(
@@ -142,6 +148,7 @@ class FbgemmInt8Gemm:
         # Without VNNI sums of two products are kept in 16 bits, which hold those of 7 bits by 8.
         most = 127 if has_vnni() else 63
         self._step, self._zero_point = 1 / most, most + 1
+        self._two_digits = len(weight) >= _TWO_DIGITS_INPUTS
         self._product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
         self._bias = torch.zeros(()) if bias is None else bias.float()
         self._activation = activation
@@ -152,10 +159,22 @@ class FbgemmInt8Gemm:
         wide = x if x.dtype == torch.float32 else x.float()
         unit = wide.abs().amax(1, keepdim=True)
         # A row of zeros becomes NaN here and some whole number in the product, times zero again.
-        y = self._product(wide / unit, self._step, self._zero_point, self._packed)
+        y = self._multiply(wide / unit)
         y = torch.addcmul(self._bias, y, unit)
         y = y if x.dtype == torch.float32 else y.to(x.dtype)
         return finish(y, activation=self._activation, residual=residual)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W for rows of at most 1, each rounded to one or two digits of 8 bits."""
+        y: torch.Tensor
+        if not self._two_digits:
+            y = self._product(x, self._step, self._zero_point, self._packed)
+            return y
+        first = (x / self._step).round() * self._step
+        second = (x - first) * (2 / self._step)  # at most 1
+        digits = torch.cat((first, second))
+        y = self._product(digits, self._step, self._zero_point, self._packed)
+        return torch.add(y[: len(x)], y[len(x) :], alpha=self._step / 2)
 
 
 class OneDnnInt8Gemm:
