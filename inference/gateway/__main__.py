@@ -6,18 +6,17 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from aiohttp import web
 
-from inference.gateway.access import Access, access_of, add_access_options
+from inference.gateway.access import Access, add_access_options
 from inference.gateway.grpc_relay import GrpcRelay, grpc_server
 from inference.gateway.http_relay import HttpRelay
+from inference.gateway.process import run, stop_event
 from inference.gateway.rules import Rules
 from inference.gateway.sockets import ServerSockets
 
@@ -26,27 +25,13 @@ _GRACE_S = 1.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal; return 0, 1 if a port is unavailable or 2 for wrong arguments."""
-    arguments = _parser().parse_args(argv)
-    access = access_of(vars(arguments))
-    if problems := access.problems(prefix="--", joiner="-"):
-        sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
-        return 2
-    try:
-        asyncio.run(_serve(arguments, access))
-    except OSError as error:
-        sys.stderr.write(f"error: the gateway cannot listen: {error}\n")
-        return 1
-    return 0
+    return run(_parser().parse_args(argv), _serve, failure="the gateway cannot listen")
 
 
 async def _serve(arguments: argparse.Namespace, access: Access) -> None:
     host, sockets = arguments.host, ServerSockets(arguments.sockets)
     rules = Rules(tokens=access.tokens(), client_shared_memory=access.client_shared_memory)
-    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    if arguments.lifeline is not None:
-        loop.add_reader(arguments.lifeline, stopped.set)
+    stopped = stop_event(arguments.lifeline)
     async with contextlib.AsyncExitStack() as stack:
         http = HttpRelay(
             access, rules, socket=sockets.http, metrics_socket=sockets.metrics, listens_at=host

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from aiohttp import web
 
-from inference.gateway.access import Access, access_of, add_access_options
+from inference.gateway.access import Access, add_access_options
+from inference.gateway.process import run, stop_event
 from inference.openai.app import OpenAIEndpoint
 from inference.openai.options import DEFAULT_PORT
 
@@ -24,25 +24,16 @@ _GRACE_S = 1.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal; return 0, 1 if that is impossible or 2 for wrong arguments."""
-    arguments = _parser().parse_args(argv)
-    access = access_of(vars(arguments))
-    if problems := access.problems(prefix="--", joiner="-"):
-        sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
-        return 2
-    try:
-        asyncio.run(_serve(arguments, access))
-    except (OSError, ValueError) as error:
-        sys.stderr.write(f"error: the OpenAI endpoint cannot serve: {error}\n")
-        return 1
-    return 0
+    return run(
+        _parser().parse_args(argv),
+        _serve,
+        failure="the OpenAI endpoint cannot serve",
+        errors=(OSError, ValueError),
+    )
 
 
 async def _serve(arguments: argparse.Namespace, access: Access) -> None:
-    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    if arguments.lifeline is not None:
-        loop.add_reader(arguments.lifeline, stopped.set)
+    stopped = stop_event(arguments.lifeline)
     ending = asyncio.ensure_future(stopped.wait())
     endpoint = asyncio.ensure_future(_endpoint(arguments, access))
     await asyncio.wait([ending, endpoint], return_when=asyncio.FIRST_COMPLETED)
