@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml requirements/constraints.txt requirements/torch.txt
 	$(BIN)/python -m pip install --quiet --no-deps --use-pep517 --require-hashes \
 	  --requirement requirements/constraints.txt
 	@test -z "$(TORCH_BACKEND)" || $(BIN)/uv pip install --quiet --python $(BIN)/python \
-	  --torch-backend $(TORCH_BACKEND) --requirement requirements/torch.txt || \
+	  --compile-bytecode --torch-backend $(TORCH_BACKEND) --requirement requirements/torch.txt || \
 	  echo "no build of torch for TORCH_BACKEND=$(TORCH_BACKEND): the package index's is used"
 	$(BIN)/python -m pip install --quiet --requirement requirements/torch.txt
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .

@@ -10,7 +10,7 @@ import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.ft.config_ini import read_config
-from inference.ranks.settings import compute_dtype, matrix_dtype
+from inference.ranks.device import compute_dtype, matrix_dtype
 
 _BYTES = {"cpu": 512 * 2**20, "cuda": 4 * 2**30}
 _ROUNDS = 7

@@ -29,10 +29,10 @@ from inference.server.supervisor import descendants
 FAULTS = (
     ("process of rank 0's model killed", ("python_backend_stub", "/fastertransformer/"), 9),
     ("process of `preprocessing` killed", ("python_backend_stub", "/preprocessing/"), 9),
-    ("rank 1 killed", ("inference.ranks.worker", "--settings"), 9),
+    ("rank 1 killed", ("inference.ranks.worker", "--rank"), 9),
     ("`tritonserver` killed", ("bin/tritonserver", "--model-repository"), 9),
     ("`tritonserver` stopped", ("bin/tritonserver", "--model-repository"), 19),
-    ("rank 1 stopped", ("inference.ranks.worker", "--settings"), 19),
+    ("rank 1 stopped", ("inference.ranks.worker", "--rank"), 19),
 )
 _POLL_S = 0.02
 _LIMIT_S = 120.0

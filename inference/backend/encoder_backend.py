@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inference.backend.engine_model import (
     EngineModel,
@@ -16,8 +16,10 @@ from inference.backend.engine_model import (
 )
 from inference.backend.model_settings import ModelSettings
 from inference.backend.triton_model import hidden_tensor, request_tensors, response
-from inference.engine.encoder_engine import EncoderEngine
-from inference.engine.encoding import EncodingResult, parse_encoding
+
+if TYPE_CHECKING:
+    from inference.engine.encoder_engine import EncoderEngine
+    from inference.engine.encoding import EncodingResult
 
 # model_type of config.pbtxt -> the types of weights that can serve it.
 SERVED_BY = {"bert": ("bert",), "T5-Encoder": ("T5-Encoder", "T5")}
@@ -30,6 +32,8 @@ class EncoderModel(EngineModel):
 
     def make_engine(self, settings: ModelSettings) -> EncoderEngine:
         """Return the engine. Raises ValueError if the weights are of another model type."""
+        from inference.engine.encoder_engine import EncoderEngine  # imports torch, as Engine does
+
         check_model_type(settings, SERVED_BY.get(settings.model_type))
         self.engine = EncoderEngine(
             settings.checkpoint_path,
@@ -40,6 +44,8 @@ class EncoderModel(EngineModel):
 
     def submit(self, exchange: Exchange) -> tuple[Future[Any], Callable[[Any], None]]:
         """Queue a request, see `EngineModel`."""
+        from inference.engine.encoding import parse_encoding
+
         tensors = request_tensors(exchange.request, bf16=self.bf16_inputs)
         request = parse_encoding(tensors, self.engine.limits)
         return self.engine.submit(request), lambda result: self._send(exchange, result)

@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
@@ -22,13 +23,15 @@ from export_scripts.ft.validation import validate_directory
 from inference.backend.metrics import ModelMetrics
 from inference.backend.model_settings import ModelSettings, read_settings
 from inference.backend.triton_model import ModelArguments, error_response, with_readable_errors
-from inference.engine.base import EngineBase
 from inference.engine.errors import EngineBusyError, EngineFailedError
-from inference.ranks.launched_rank import open_rendezvous
+from inference.ranks.launched_rank import open_rendezvous, started_place
+from inference.ranks.processes import early_workers
 from inference.supervision import BUSY, CANARY_PARAMETER, SUPERVISED_VARIABLE
 
+if TYPE_CHECKING:
+    from inference.engine.base import EngineBase
+
 _WATCH_S = 0.1
-_HEALTH_EVERY = 5  # of these
 _FLUSH_S = 2.0  # for handing the answers of a failed engine to the server
 _SEND_S = 0.2  # for the server to send them
 # A check whether a client has left takes 0.1 ms; this many are checked at a time.
@@ -87,7 +90,9 @@ class EngineModel:
 
     @with_readable_errors
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Start the engine (called by Triton).
+        """Start the engine (called by Triton), and before it the other ranks of this node.
+
+        The modules of this package import torch only within, so that all ranks do so at once.
 
         Raises:
             ValueError: config.pbtxt and weights do not match, or the weights are invalid; Triton
@@ -111,8 +116,9 @@ class EngineModel:
                 "engine with weights of its own; one serves any number of requests at once"
             )
         check_weights(self.settings.checkpoint_path)
-        self.running_engine = self.make_engine(self.settings)
-        self.running_engine.start()
+        with _other_ranks(self.settings):
+            self.running_engine = self.make_engine(self.settings)
+            self.running_engine.start()
         self.metrics = ModelMetrics(self.name, self.running_engine.load)
         self.metrics.start()
         self._running: dict[Exchange, Future[Any]] = {}
@@ -226,12 +232,8 @@ class EngineModel:
     def _watch(self) -> None:
         """Watch for clients that left, a failed engine, and the end of the server."""
         parent = os.getppid()
-        rounds = 0
         while not self._stopping.wait(_WATCH_S):
             self._drop_cancelled()
-            rounds += 1
-            if rounds % _HEALTH_EVERY:
-                continue
             if os.getppid() != parent:
                 os._exit(1)  # the server is gone; the workers follow this process
             if (reason := self.running_engine.healthy()) is not None:
@@ -268,6 +270,14 @@ class EngineModel:
         except pb_utils.TritonModelException as error:
             # The server's own options reserve the unloading of models to itself.
             pb_utils.Logger.log_warn(f"{self.name} stays listed as ready: {error}")
+
+
+def _other_ranks(settings: ModelSettings) -> AbstractContextManager[None]:
+    """Return a context that starts the processes of a model's other ranks, if they run here."""
+    count = settings.placement.world_size
+    if started_place(count) is not None:
+        return nullcontext()
+    return early_workers(settings.checkpoint_path, count, settings.engine.threads)
 
 
 def _is_canary(request: Any) -> bool:

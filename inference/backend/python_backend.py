@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from inference.backend.engine_model import (
     EngineModel,
@@ -22,9 +22,12 @@ from inference.backend.triton_model import (
 )
 from inference.decoding.outputs import FrameStream
 from inference.decoding.request import RequestError, parse_request
+from inference.decoding.rows import SessionTurn
 from inference.decoding.tensor_fields import Array
-from inference.engine.engine import Engine, SessionTurn
-from inference.engine.running import GenerationResult, GenerationStep
+
+if TYPE_CHECKING:
+    from inference.engine.engine import Engine
+    from inference.engine.running import GenerationResult, GenerationStep
 
 # Inputs that the server adds to the requests of a sequence.
 _CONTROLS = ("START", "END")
@@ -37,6 +40,8 @@ class GenerationModel(EngineModel):
 
     def make_engine(self, settings: ModelSettings) -> Engine:
         """Return the engine. Raises ValueError if the weights are of another model type."""
+        from inference.engine.engine import Engine  # imports torch, see `EngineModel.initialize`
+
         check_model_type(settings)
         self.engine = Engine(settings.checkpoint_path, **engine_arguments(settings))
         return self.engine

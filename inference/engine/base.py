@@ -15,7 +15,7 @@ from inference.engine.load import EngineLoad
 from inference.engine.loop import EngineLoop
 from inference.engine.options import EngineOptions
 from inference.ranks.checks import check_ranks
-from inference.ranks.rank_group import threads_per_rank
+from inference.ranks.processes import threads_per_rank
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import Placement, RankSettings
 

@@ -13,7 +13,7 @@ import torch
 
 from inference.parallel.linear import AllReduce
 from inference.parity.activations import Activations, Place
-from inference.ranks.rank_group import threads_per_rank
+from inference.ranks.processes import threads_per_rank
 
 # How the ranks' tensors of one place make one: all the same, terms of a sum, or some columns each.
 Merge = Literal["same", "sum", "columns"]

@@ -19,13 +19,9 @@ from inference.model.weights import RankWeights
 from inference.parallel.groups import RankGroups
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.linear import AllReduce
+from inference.ranks.device import compute_dtype, matrix_dtype, rank_device
 from inference.ranks.plan import ReceivedPlan
-from inference.ranks.settings import (
-    RankSettings,
-    compute_dtype,
-    matrix_dtype,
-    rank_device,
-)
+from inference.ranks.settings import RankSettings
 
 if TYPE_CHECKING:
     from inference.model.decode_graph import DecodeGraph

@@ -1,4 +1,7 @@
-"""Worker processes: the ranks other than 0 on this node."""
+"""Worker processes: the ranks other than 0 on this node.
+
+Without torch: a model starts them before it imports torch, so that all ranks import it at once.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,24 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from time import monotonic, sleep
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from inference.huge_pages import huge_page_variables
-from inference.ranks.settings import RankSettings
+
+if TYPE_CHECKING:
+    from inference.ranks.settings import RankSettings
 
 _TAIL_BYTES = 4000
 _POLL_S = 0.02
 # The folder that holds the package, so that workers import the same code.
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+
+
+_early: dict[tuple[str, int], _Worker] = {}  # by weights and rank: started, without settings
 
 
 class RankProcesses:
@@ -29,7 +37,9 @@ class RankProcesses:
     """
 
     def __init__(self, settings: Sequence[RankSettings]) -> None:
-        self._workers = {each.rank: _Worker(each) for each in settings}
+        self._workers = {each.rank: _worker_of(each) for each in settings}
+        for each in settings:
+            self._workers[each.rank].send(each)
 
     def ended(self) -> dict[int, str]:
         """Return the exit of each worker that is no longer running."""
@@ -56,23 +66,67 @@ class RankProcesses:
             worker.kill()
 
 
+@contextlib.contextmanager
+def early_workers(ft_dir: Path, world_size: int, threads: int | None) -> Iterator[None]:
+    """Start the workers of a model; a `RankProcesses` made within the block takes them over.
+
+    They import torch meanwhile, then wait for their settings. Those that are left at the end of the
+    block end. More ranks than cores would only delay each other: none is started then.
+
+    Args:
+        ft_dir: Weights of the model.
+        world_size: Number of ranks, all of them on this node.
+        threads: CPU threads of each rank; None divides the cores among them.
+    """
+    ranks = range(1, world_size if world_size <= len(os.sched_getaffinity(0)) else 1)
+    threads = threads or threads_per_rank(world_size)
+    try:
+        for rank in ranks:
+            _early[str(ft_dir), rank] = _Worker(str(ft_dir), rank, threads)
+        yield
+    finally:
+        for rank in ranks:
+            if (unused := _early.pop((str(ft_dir), rank), None)) is not None:
+                unused.kill()
+
+
+def threads_per_rank(local_ranks: int) -> int:
+    """Return the number of CPU threads of each of a node's ranks."""
+    cores = len(os.sched_getaffinity(0))
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    total = int(text) if text.isdigit() and int(text) > 0 else cores
+    return max(1, min(total, cores) // local_ranks)
+
+
+def _worker_of(settings: RankSettings) -> _Worker:
+    early = _early.pop((settings.ft_dir, settings.rank), None)
+    return early or _Worker(settings.ft_dir, settings.rank, settings.threads)
+
+
 class _Worker:
-    def __init__(self, settings: RankSettings) -> None:
+    def __init__(self, ft_dir: str, rank: int, threads: int) -> None:
         self._log: IO[bytes] = TemporaryFile()  # noqa: SIM115 - read for as long as the worker lives
-        environment = dict(os.environ, OMP_NUM_THREADS=str(settings.threads))
+        environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
         environment |= huge_page_variables()
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(_PACKAGE_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
         )
-        command = [sys.executable, "-m", "inference.ranks.worker", "--lifeline"]
+        command = [sys.executable, "-m", "inference.ranks.worker"]
         self.process = subprocess.Popen(
-            [*command, "--settings", settings.to_json()],
+            [*command, f"--rank={rank}", f"--ft-dir={ft_dir}"],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
             env=environment,
             start_new_session=True,
         )
+
+    def send(self, settings: RankSettings) -> None:
+        """Send the settings, with which the worker begins; one that has ended is found later."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(settings.to_json().encode() + b"\n")
+            self.process.stdin.flush()
 
     def ended(self) -> str | None:
         status = self.process.poll()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from time import monotonic, perf_counter
 
 import torch
@@ -207,11 +206,3 @@ def _load(settings: RankSettings) -> RankBase:
 
 def _joined(reasons: dict[int, str]) -> str:
     return "\n".join(f"rank {rank}: {reason}" for rank, reason in sorted(reasons.items()))
-
-
-def threads_per_rank(local_ranks: int) -> int:
-    """Return the number of CPU threads of each of a node's ranks."""
-    cores = len(os.sched_getaffinity(0))
-    text = os.environ.get("OMP_NUM_THREADS", "")
-    total = int(text) if text.isdigit() and int(text) > 0 else cores
-    return max(1, min(total, cores) // local_ranks)

@@ -37,21 +37,23 @@ def main(argv: list[str] | None = None) -> int:
     """Run one rank until rank 0 stops it; return 1 if it failed."""
     parser = argparse.ArgumentParser(
         prog="python -m inference.ranks.worker",
-        description="One rank of the runtime; rank 0 starts the local ones by itself.",
+        description="One rank of the runtime. Rank 0 starts it, sends its settings as a line of "
+        "JSON to its standard input, and closes that to end it.",
     )
-    parser.add_argument("--settings", required=True, help="the rank's settings as JSON")
-    parser.add_argument(
-        "--lifeline", action="store_true", help="end when standard input reaches its end"
-    )
+    parser.add_argument("--rank", required=True, type=int)
+    parser.add_argument("--ft-dir", required=True, help="for the list of processes alone")
     arguments = parser.parse_args(argv)
-    settings = RankSettings.from_json(arguments.settings)
     logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s rank {settings.rank} %(levelname)s %(message)s"
+        level=logging.INFO, format=f"%(asctime)s rank {arguments.rank} %(levelname)s %(message)s"
     )
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
-    if arguments.lifeline:
-        _end_with_owner()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    text = sys.stdin.buffer.readline().decode()
+    if not text:
+        return 0  # rank 0 ended, or has no use for this process
+    settings = RankSettings.from_json(text)
+    _end_with_owner()
     torch.set_num_threads(settings.threads)
     store = join_node_store(Path(settings.store), timeout_s=settings.rank_timeout_s)
     try:
@@ -97,8 +99,7 @@ def serve_started_rank(
 
 
 def _end_with_owner() -> None:
-    """End this process at once when the one that started it is gone."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    """End this process once standard input has ended."""
 
     def watch() -> None:
         sys.stdin.buffer.read()

@@ -70,7 +70,7 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -
         os.kill(one_process(exported, "python_backend_stub", "preprocessing"), signal.SIGKILL)
         third = endpoint_of(path, command, restarts=2)
         assert answer(third) == text
-        os.kill(one_process(exported, "inference.ranks.worker", "--settings"), signal.SIGKILL)
+        os.kill(one_process(exported, "inference.ranks.worker", "--rank"), signal.SIGKILL)
         reported = finish(command)
     finally:
         if command.poll() is None:

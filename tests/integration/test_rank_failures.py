@@ -15,7 +15,7 @@ import pytest
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.engine import Engine, EngineFailedError, EngineOptions
-from inference.ranks.rank_group import threads_per_rank
+from inference.ranks.processes import early_workers, threads_per_rank
 from inference.ranks.settings import Placement
 from inference.server.supervisor import descendants
 from tests.conftest import ROOT
@@ -79,6 +79,46 @@ def test_failed_ranks_are_started_again_if_asked(ft_dir: Path) -> None:
         until(lambda: engine.healthy() is not None, "the engine's notice")
         until(lambda: engine.healthy() is None, "the new start")
         assert engine.logits([1, 2, 3]).equal(expected)
+
+
+def test_workers_that_were_started_early_serve_the_engine(
+    ft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    before = children()
+    with early_workers(ft_dir, 2, 1):
+        workers = children() - before
+        assert len(workers) == 1
+        engine = Engine(ft_dir, Placement(tp_size=2, device="cpu"))
+        engine.start()
+    try:
+        assert children() - before == workers
+        assert len(engine.logits([1, 2, 3])) == 3
+    finally:
+        engine.stop()
+    assert not any(map(lives, workers))
+
+
+def test_workers_that_were_started_early_end_without_an_engine(
+    ft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    before = children()
+    with early_workers(ft_dir, 2, 1):
+        workers = children() - before
+        assert len(workers) == 1
+    assert not any(map(lives, workers))
+    with early_workers(ft_dir, 4, 1):  # of four ranks on two cores each would delay the others
+        assert children() <= before
+
+
+def test_models_import_torch_after_the_other_ranks_have_started() -> None:
+    modules = ("python_backend", "encoder_backend", "fastertransformer")
+    imports = "; ".join(f"import inference.backend.{name}" for name in modules)
+    program = f"import sys, inference.ranks.processes; {imports}; print('torch' in sys.modules)"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout == "False\n"
 
 
 def test_workers_end_when_rank_0_is_killed(ft_dir: Path) -> None:

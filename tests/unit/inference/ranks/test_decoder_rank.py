@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inference.parallel.gemm_cpu import has_fp16_weights
-from inference.ranks.settings import matrix_dtype
+from inference.ranks.device import matrix_dtype
 from tests.ft_folders import write_gpt
 from tests.rank_threads import logits_of
 

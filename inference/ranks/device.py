@@ -1,0 +1,48 @@
+"""The device of a rank, and the types that it computes in."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from export_scripts.numeric.dtypes import torch_dtype
+from inference.parallel.gemm_cpu import has_fp16_weights, has_onednn
+from inference.ranks.settings import RankSettings
+
+logger = logging.getLogger(__name__)
+
+
+def rank_device(settings: RankSettings) -> torch.device:
+    """Return the device of a rank; on CUDA the ranks of a node take one each."""
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    place = settings.rank if settings.device_index is None else settings.device_index
+    return torch.device("cuda", place % torch.cuda.device_count())
+
+
+def compute_dtype(data_type: str, device: torch.device) -> torch.dtype:
+    """Return the type a rank computes in.
+
+    A CPU computes types without fast matrix products in fp32: fp16, and on many CPUs bf16.
+    """
+    dtype = torch_dtype(data_type)
+    if device.type == "cuda" or dtype == torch.float32:
+        return dtype
+    if dtype == torch.bfloat16 and has_onednn(dtype):
+        return dtype
+    logger.warning("data_type=%s: this CPU computes it in fp32", data_type)
+    return torch.float32
+
+
+def matrix_dtype(data_type: str, stored: str, device: torch.device) -> torch.dtype | None:
+    """Return the type a rank keeps its matrices in where it computes in another, else None.
+
+    Args:
+        data_type: Type of computation.
+        stored: Type of the weights on disk. Weights stored in fp16 stay so for fp32 computation:
+            nothing is lost, and half the bytes are read.
+        device: Device of the rank.
+    """
+    in_half = data_type == "fp16" or (data_type, stored) == ("fp32", "fp16")
+    return torch.float16 if device.type == "cpu" and in_half and has_fp16_weights() else None
