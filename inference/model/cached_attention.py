@@ -57,7 +57,10 @@ def attend_group(
 
     `scale` is on the scores, None for 1 / sqrt(D).
     """
-    keys, values = cache.read(layer, group.slot, group.slot_count, group.length)  # (B, K, S, D)
+    if group.cached is None:
+        keys, values = cache.read(layer, group.slot, group.slot_count, group.length)
+    else:
+        keys, values = group.cached[layer]  # (B, K, S, D)
     dtype, bias = query.dtype, group.bias
     if dtype == torch.bfloat16 and group.new_tokens == 1 and query.device.type == "cpu":
         # Single queries in bf16 take torch 1.6 to 3.6 times as long as fp32 with its conversion.

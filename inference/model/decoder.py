@@ -150,4 +150,6 @@ class Decoder:
     def logits(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return this rank's slice of the logits of the wanted tokens, (n, slice) fp32."""
         assert self.head is not None, "only the last stage has a head"
-        return self.head(x.index_select(0, step.output_rows))
+        if len(step.output_rows) < len(x):
+            x = x.index_select(0, step.output_rows)
+        return self.head(x)

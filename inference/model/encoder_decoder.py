@@ -19,7 +19,7 @@ from inference.model.kv_cache import KVCache
 from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows
 from inference.model.relative_position import square_bias
-from inference.model.step import AttentionRules, Segment, Step, make_step
+from inference.model.step import AttentionRules, Segment, Step, attention_groups, make_step
 from inference.model.t5_layers import T5DecoderLayer
 from inference.model.t5_weights import T5Loader, check_t5
 from inference.model.weights import RankWeights
@@ -59,6 +59,7 @@ def make_decoder_step(
     encoder_lengths: Sequence[int],
     *,
     cache: KVCache,
+    cross_cache: KVCache,
     rules: AttentionRules,
     dtype: torch.dtype,
     tasks: torch.Tensor | None = None,
@@ -70,6 +71,7 @@ def make_decoder_step(
         segments: Its place, one token each, with ascending slots.
         encoder_lengths: Tokens that the slot's cross-attention cache holds.
         cache: The cache of self-attention.
+        cross_cache: The cache of the encoder's keys and values.
         rules: The model's.
         dtype: The model's.
         tasks: IA3 task of each slot (N,), None without IA3.
@@ -81,8 +83,8 @@ def make_decoder_step(
         Segment(segment.slot, length - 1, 1)
         for segment, length in zip(segments, encoder_lengths, strict=True)
     ]
-    cross = make_step(ids, seen, every, cache=cache, rules=AttentionRules(), dtype=dtype)
-    return DecoderStep(step, EncodedSlots(cross.groups), tasks)
+    cross = attention_groups(seen, AttentionRules(), dtype, cross_cache)
+    return DecoderStep(step, EncodedSlots(cross), tasks)
 
 
 class EncoderDecoder:

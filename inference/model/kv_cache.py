@@ -91,7 +91,7 @@ class KVCache:
             prefixes: Of each prompt task, what a slot may start with: (L, 2, H, tokens, D).
         """
         self.shape = shape
-        self._device = device
+        self.device = device
         self._prefixes = prefixes
         # One more block, for tokens that pad a step of fixed size.
         sizes = (shape.num_layer, shape.blocks + 1, 2, shape.kv_head_num, shape.block_tokens)
@@ -142,6 +142,23 @@ class KVCache:
         keys, values = tokens.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :length]
         return keys, values
 
+    def views(
+        self, slot: int, slot_count: int, length: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return what `read` returns, for every local layer; slots must be one block each."""
+        assert self.shape.is_whole
+        tokens = self._data[:, slot : slot + slot_count, :, :, :length]  # (L, slots, 2, H, S, D)
+        keys, values = tokens.unbind(2)
+        return list(zip(keys.unbind(0), values.unbind(0), strict=True))
+
+    def places(self, slot: int, slot_count: int, place: int) -> Sequence[torch.Tensor]:
+        """Return, for every local layer, where slots in a row keep their token `place`.
+
+        Each is a view (slot_count, 2, H, D); slots must be one block each.
+        """
+        assert self.shape.is_whole
+        return self._data[:, slot : slot + slot_count, :, :, place].unbind(0)
+
     def update(self, moves: Sequence[Move], entries: Sequence[TableEntry] = ()) -> None:
         """Copy tokens among slots, and give slots their new blocks.
 
@@ -167,7 +184,7 @@ class KVCache:
             return
         slots, places, blocks = np.asarray(entries, np.int64).T
         self._table[slots, places] = blocks
-        cells = on_device(np.stack((slots * self.shape.slot_blocks + places, blocks)), self._device)
+        cells = on_device(np.stack((slots * self.shape.slot_blocks + places, blocks)), self.device)
         self.tables.view(-1).index_copy_(0, cells[0], cells[1].int())
 
     def _values(self, source: int, start: int, stop: int) -> torch.Tensor:
@@ -188,7 +205,7 @@ class KVCache:
         blocks, places = self._cells(target, start, stop)
         # Indexing two axes that are not neighbours puts the tokens first.
         self._data[:, blocks, :, :, places] = (
-            torch.zeros((), dtype=self._data.dtype, device=self._device)
+            torch.zeros((), dtype=self._data.dtype, device=self.device)
             if values is None
             else values.to(self._data.dtype).permute(3, 0, 1, 2, 4)
         )
@@ -197,7 +214,7 @@ class KVCache:
         """Return the block of each token of a slot and the place there, (2, n)."""
         nth, places = np.divmod(np.arange(start, stop), self.shape.block_tokens)
         blocks = self._table[slot, nth].astype(np.int64)
-        return on_device(np.stack((blocks, places)), self._device)
+        return on_device(np.stack((blocks, places)), self.device)
 
 
 def on_device(values: Array, device: torch.device) -> torch.Tensor:

@@ -166,8 +166,7 @@ class Attention:
         self, query: torch.Tensor, keys_values: torch.Tensor, step: Step, *, layer: int
     ) -> torch.Tensor:
         """Return (N, H*D) for rotated queries (N, H, D) and keys and values (N, 2K, D) to store."""
-        assert step.cache_rows is not None
-        step.cache.write(layer, step.cache_rows, keys_values)
+        step.store(layer, keys_values)
         if len(step.groups) == 1:
             return self._attend(query, step.groups[0], step.cache, layer)
         parts = [self._attend(query[g.rows], g, step.cache, layer) for g in step.groups]
@@ -176,6 +175,8 @@ class Attention:
     def _attend(
         self, query: torch.Tensor, group: AttentionGroup, cache: KVCache, layer: int
     ) -> torch.Tensor:
+        if group.new_tokens == 1:
+            return attend_group(query.unsqueeze(2), group, cache, layer).flatten(1)
         slots, new_tokens = group.slot_count, group.new_tokens
         query = query.reshape(slots, new_tokens, self._heads, self._head_size).transpose(1, 2)
         mixed = attend_group(query, group, cache, layer)  # (B, H, Q, D)

@@ -9,7 +9,7 @@ distinguishes the sequences, in groups that one fused call can serve.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -44,7 +44,8 @@ class AttentionGroup:
     """Slots side by side with as many new tokens each: one attention call.
 
     `bias` is added to the scores, (B or 1, H or 1, Q, S), -inf where a token may not look; None
-    lets every new token see all `length` cached ones, or with `causal` those before it.
+    lets every new token see all `length` cached ones, or with `causal` those before it. `cached`
+    holds the keys and values (B, K, S, D) of each layer where they are views of the cache.
     """
 
     rows: slice  # of the step's tokens
@@ -54,6 +55,7 @@ class AttentionGroup:
     length: int
     bias: torch.Tensor | None
     causal: bool
+    cached: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,8 @@ class Step:
     `output_rows` are the tokens whose logits are wanted. With `has_virtual`, ids from the
     vocabulary's end on name rows of the loaded prompt tables and, after those, of `embeddings`.
     `paged`, if given, is a `PagedAttention` of `attention_cuda`: it stores keys and values and does
-    all of the attention, in place of `cache_rows` and `groups`.
+    all of the attention, in place of `cache_rows` and `groups`. `places`, if given, are the views
+    (N, 2, K, D) of each layer's cache that receive keys and values, in place of `cache_rows`.
     """
 
     ids: torch.Tensor  # (N,)
@@ -75,6 +78,16 @@ class Step:
     has_virtual: bool = False
     embeddings: torch.Tensor | None = None  # (rows, hidden)
     paged: Callable[..., torch.Tensor] | None = None
+    places: Sequence[torch.Tensor] | None = None
+
+    def store(self, layer: int, keys_values: torch.Tensor) -> None:
+        """Store the tokens' (N, 2 * K, D) keys and values of a local layer."""
+        if self.places is not None:
+            place = self.places[layer]
+            place.copy_(keys_values.view(place.shape))
+            return
+        assert self.cache_rows is not None
+        self.cache.write(layer, self.cache_rows, keys_values)
 
 
 @dataclass(frozen=True)
@@ -107,15 +120,48 @@ def make_step(
 ) -> Step:
     """Lay out a step. Segments come in the order of their tokens, with ascending slots."""
     slots, places = _places(segments, ids.device)
-    groups = tuple(
-        _group(part, first_row, rules, dtype, ids.device) for first_row, part in _parts(segments)
-    )
-    rows = cache.token_rows(slots, places)
+    direct = _direct_places(segments, cache) if ids.device.type == "cpu" else None
+    rows = cache.token_rows(slots, places) if direct is None else None
     positions = places
     if any(segment.forgotten for segment in segments):
         forgotten = [segment.forgotten for segment in segments for _ in range(segment.count)]
         positions = places + torch.tensor(forgotten, device=ids.device)
-    return Step(ids, positions, cache, output_rows, rows, groups, has_virtual, embeddings)
+    return Step(
+        ids,
+        positions,
+        cache,
+        output_rows,
+        cache_rows=rows,
+        groups=attention_groups(segments, rules, dtype, cache),
+        has_virtual=has_virtual,
+        embeddings=embeddings,
+        places=direct,
+    )
+
+
+def attention_groups(
+    segments: Sequence[Segment], rules: AttentionRules, dtype: torch.dtype, cache: KVCache
+) -> tuple[AttentionGroup, ...]:
+    """Return the attention calls of segments, as `make_step` takes them."""
+    groups = []
+    for first_row, run in _parts(segments):
+        group = _group(run, first_row, rules, dtype, cache.device)
+        if cache.device.type == "cpu" and cache.shape.is_whole:
+            # All layers at once: a view for each layer would cost more than a small product.
+            group = replace(group, cached=cache.views(group.slot, group.slot_count, group.length))
+        groups.append(group)
+    return tuple(groups)
+
+
+def _direct_places(segments: Sequence[Segment], cache: KVCache) -> Sequence[torch.Tensor] | None:
+    """Return `Step.places` for neighbours with one new token each at the same place, else None."""
+    if not segments or not cache.shape.is_whole:
+        return None
+    first, count = segments[0], len(segments)
+    for nth, each in enumerate(segments):
+        if (each.slot, each.start, each.count) != (first.slot + nth, first.start, 1):
+            return None
+    return cache.places(first.slot, count, first.start)
 
 
 def _places(segments: Sequence[Segment], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -112,8 +112,7 @@ class CausalAttention:
             new = (key, value)
             mixed = step.paged(qkv[:, 0], cache, layer=layer, new=new, scale=self.heads.scale)
             return self.out(mixed, residual)
-        assert step.cache_rows is not None
-        cache.write(layer, step.cache_rows, keys_values)
+        step.store(layer, keys_values)
         mixed = attend_cached(qkv[:, 0], step.groups, cache, layer, self.heads.scale)
         return self.out(mixed, residual)
 

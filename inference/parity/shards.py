@@ -155,6 +155,7 @@ class _Rank:
                 [Segment(0, position, 1)],
                 [len(inputs.ids)],
                 cache=cache,
+                cross_cache=cross_cache,
                 rules=model.rules,
                 dtype=model.dtype,
             )

@@ -205,6 +205,7 @@ class EncoderDecoderRank(RankBase):
             plan.segments,
             [self._lengths[slot] for slot in slots],
             cache=self.cache,
+            cross_cache=self.cross_cache,
             rules=self.model.rules,
             dtype=self.model.dtype,
             tasks=torch.tensor(tasks, device=self.device)

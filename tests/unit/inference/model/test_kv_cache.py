@@ -77,3 +77,17 @@ def test_lowest_slots_are_given_first() -> None:
     assert pool.free == 3
     assert pool.take(3) == [0, 1, 4]
     assert pool.take(1) is None
+
+
+def test_views_and_places_of_every_layer_are_the_cache_itself(cache: KVCache) -> None:
+    for layer in range(2):
+        write(cache, layer, [(slot, position) for slot in (1, 2) for position in range(5)])
+    for layer, (keys, values) in enumerate(cache.views(1, 2, 5)):
+        expected_keys, expected_values = cache.read(layer, 1, 2, 5)
+        assert keys.equal(expected_keys)
+        assert values.equal(expected_values)
+    new = torch.randn(2, 2, 3, 6)
+    cache.places(1, 2, 4)[1].copy_(new)
+    keys, values = cache.views(1, 2, 5)[1]
+    assert keys[:, :, 4].equal(new[:, 0])
+    assert values[:, :, 4].equal(new[:, 1])

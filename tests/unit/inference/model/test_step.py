@@ -93,3 +93,23 @@ def test_biased_attention_equals_causal_attention() -> None:
     bias = attention_bias(torch.tensor([5]), 4, 9, AttentionRules())
     part = functional.scaled_dot_product_attention(q[:, :, 5:], k, v, attn_mask=bias)
     torch.testing.assert_close(part, whole[:, :, 5:])
+
+
+@pytest.mark.parametrize(
+    ("segments", "direct"),
+    [
+        ([Segment(4, 7, 1), Segment(5, 7, 1)], True),
+        ([Segment(4, 7, 1), Segment(5, 8, 1)], False),  # other places
+        ([Segment(4, 7, 1), Segment(6, 7, 1)], False),  # a slot between them
+        ([Segment(4, 7, 2)], False),  # several tokens
+    ],
+)
+def test_keys_and_values_are_stored_at_their_tokens(segments: list[Segment], direct: bool) -> None:
+    step = step_of(segments)
+    assert (step.places is not None) == direct
+    new = torch.randn(2, 4, 4)  # (N, 2 * heads, D)
+    step.store(0, new)
+    tokens = [(s.slot, place) for s in segments for place in range(s.start, s.stop)]
+    for (slot, place), expected in zip(tokens, new, strict=True):
+        keys, values = CACHE.read(0, slot, 1, place + 1)
+        assert torch.cat((keys[0, :, place], values[0, :, place])).equal(expected)
