@@ -33,9 +33,7 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
     rules = Rules(tokens=access.tokens(), client_shared_memory=access.client_shared_memory)
     stopped = stop_event(arguments.lifeline)
     async with contextlib.AsyncExitStack() as stack:
-        http = HttpRelay(
-            access, rules, socket=sockets.http, metrics_socket=sockets.metrics, listens_at=host
-        )
+        http = HttpRelay(access, rules, sockets=sockets, listens_at=host)
         stack.push_async_callback(http.close)
         tls = access.ssl_context()
         for handler, port in (
@@ -49,7 +47,7 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
             stack.push_async_callback(runner.cleanup)
             site = web.TCPSite(runner, host, port, ssl_context=tls, shutdown_timeout=_GRACE_S)
             await site.start()
-        grpc = GrpcRelay(access, rules, socket=sockets.grpc)
+        grpc = GrpcRelay(access, rules, sockets=sockets)
         stack.push_async_callback(grpc.close)
         address = f"[{host}]" if ":" in host else host
         server = grpc_server(access, grpc, address=f"{address}:{arguments.grpc_port}")

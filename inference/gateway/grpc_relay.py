@@ -7,7 +7,6 @@ that are too large.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -19,12 +18,14 @@ from inference.gateway.rules import (
     INFER_CALL,
     REGISTER_CALL,
     STREAM_CALL,
+    UNREADY_ANSWERS,
     Rules,
     has_internal_names,
     is_health,
     shared_memory_problem,
     without_internal_names,
 )
+from inference.gateway.sockets import ServerSockets
 from inference.gateway.validation import MalformedError, check_message
 
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -36,14 +37,15 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
     Args:
         access: The limits.
         rules: The calls that pass.
-        socket: Socket of tritonserver.
+        sockets: Sockets of tritonserver.
     """
 
-    def __init__(self, access: Access, rules: Rules, *, socket: Path) -> None:
+    def __init__(self, access: Access, rules: Rules, *, sockets: ServerSockets) -> None:
         self._limit = access.max_request_bytes
         self._rules = rules
         options = [*_UNLIMITED, ("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0)]
-        self._channel = grpc.aio.insecure_channel(f"unix:{socket}", options=options)
+        self._unready = sockets.unready
+        self._channel = grpc.aio.insecure_channel(f"unix:{sockets.grpc}", options=options)
         self._calls: dict[str, Callable[..., Any]] = {}
 
     async def close(self) -> None:
@@ -65,6 +67,8 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
             self._calls[call] = self._channel.unary_unary(call)
 
         async def answer(request: bytes, context: Any) -> bytes:
+            if call in UNREADY_ANSWERS and self._unready.exists():
+                return UNREADY_ANSWERS[call]
             if call == REGISTER_CALL and (problem := _register_problem(request)):
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, problem)
             if call == INFER_CALL and (problem := self._infer_problem(request)):

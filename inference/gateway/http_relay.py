@@ -16,6 +16,7 @@ from inference.gateway.access import Access
 from inference.gateway.durations import with_engine_durations
 from inference.gateway.rules import (
     CLOSED,
+    READY_PATH,
     Rules,
     browser_problem,
     has_internal_names,
@@ -23,6 +24,7 @@ from inference.gateway.rules import (
     shared_memory_problem,
     without_internal_names,
 )
+from inference.gateway.sockets import ServerSockets
 from inference.gateway.validation import MalformedError, check_generate, check_infer, parse_json
 
 BODY_TIMEOUT_S = 120.0  # for a request's body to arrive
@@ -53,20 +55,20 @@ class HttpRelay:
     Args:
         access: The limits.
         rules: The requests that pass.
-        socket: Socket of tritonserver's HTTP.
-        metrics_socket: Socket of tritonserver's metrics.
+        sockets: Sockets of tritonserver.
         listens_at: Address that clients reach.
     """
 
     def __init__(
-        self, access: Access, rules: Rules, *, socket: Path, metrics_socket: Path, listens_at: str
+        self, access: Access, rules: Rules, *, sockets: ServerSockets, listens_at: str
     ) -> None:
         self._limit = access.max_request_bytes
         self._max_request_mb = access.max_request_mb
         self._rules = rules
         self._listens_at = listens_at
-        self._session = _session(socket)
-        self._metrics_session = _session(metrics_socket)
+        self._unready = sockets.unready
+        self._session = _session(sockets.http)
+        self._metrics_session = _session(sockets.metrics)
 
     async def close(self) -> None:
         """Close the connections to the server."""
@@ -77,6 +79,9 @@ class HttpRelay:
         """Answer one request."""
         try:
             self._check(request, is_open=self._rules.passes_http(request.method, request.path))
+            if request.path == READY_PATH and self._unready.exists():
+                reason = "a model has not answered the server's owner"
+                raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, reason)
             body = await self._body(request)
             if body is not None:
                 body = self._checked(request, body)

@@ -24,7 +24,8 @@ _SHARED_MEMORY_PATHS = {
     "GET": (r"/v2/systemsharedmemory(?:/region/[^/?#%\s]+)?/status",),
     "POST": (r"/v2/systemsharedmemory(?:/region/[^/?#%\s]+)?/(?:register|unregister)",),
 }
-_HEALTH = re.compile(r"/v2/health/(?:live|ready)")
+READY_PATH = "/v2/health/ready"
+_HEALTH = re.compile(rf"/v2/health/live|{READY_PATH}")
 
 _SERVICE = "/inference.GRPCInferenceService/"
 _CALLS: tuple[str, ...] = (
@@ -34,6 +35,8 @@ _CALLS: tuple[str, ...] = (
 _SHARED_MEMORY_CALLS = tuple(f"SystemSharedMemory{n}" for n in ("Status", "Register", "Unregister"))
 _HEALTH_CALLS = ("/grpc.health.v1.Health/Check", *(_SERVICE + n for n in _CALLS[:2]))
 INFER_CALL = f"{_SERVICE}ModelInfer"
+# What a server that is not ready answers: ServerReadyResponse, HealthCheckResponse (NOT_SERVING).
+UNREADY_ANSWERS = {f"{_SERVICE}ServerReady": b"", "/grpc.health.v1.Health/Check": b"\x08\x02"}
 STREAM_CALL = f"{_SERVICE}ModelStreamInfer"
 INDEX_CALL = f"{_SERVICE}RepositoryIndex"
 REGISTER_CALL = f"{_SERVICE}SystemSharedMemoryRegister"

@@ -42,6 +42,11 @@ class ServerSockets:
         """An empty file that appears once the endpoint of OpenAI's protocol listens."""
         return self.folder / "openai_listening"
 
+    @property
+    def unready(self) -> Path:
+        """An empty file that exists while a model does not answer canaries."""
+        return self.folder / "unready"
+
     def server_options(self) -> list[str]:
         """Return the options with which tritonserver listens only on these sockets."""
         return [

@@ -223,10 +223,12 @@ class TritonServer:
         states that an encoder takes; an encoder of unknown width gets none.
         """
         if not self._is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
-            metrics = self.metrics_url
+            metrics, unready = self.metrics_url, None
             if self._sockets is not None:
-                metrics = socket_address(self._sockets.metrics)
-            self._canary = Canary(self.control_address, metrics, self.models, hidden=hidden)
+                metrics, unready = socket_address(self._sockets.metrics), self._sockets.unready
+            self._canary = Canary(
+                self.control_address, metrics, self.models, hidden=hidden, unready=unready
+            )
             self._canary.start()
 
     def poll(self) -> int | None:
