@@ -204,6 +204,21 @@ def test_loss_of_a_node_is_reported_and_ends_the_service(
     assert not (service.folder / "endpoint.json").exists()
 
 
+def test_frozen_rank_of_another_node_is_replaced_and_a_lost_head_ends_all(
+    cluster: SlurmCluster, results: Path
+) -> None:
+    service = Service(cluster, results, "deploy.max_restarts=1")
+    service.endpoint()
+    os.kill(service.ranks("n2")[0], signal.SIGSTOP)
+    endpoint = service.endpoint(restarts=1)
+    assert len(tokens(endpoint, [257, 313], 4)) == 6
+    # The head: the job's first process, which owns the server and its supervisor.
+    for pid in service.tasks("n1"):
+        os.kill(pid, signal.SIGKILL)
+    service.wait_until_gone()
+    until(lambda: not service.ranks("n1") + service.ranks("n2"), "the end of all ranks")
+
+
 def test_encoder_over_two_nodes_gives_the_recorded_states_until_it_is_asked_to_end(
     cluster: SlurmCluster, shared: Path, tmp_path: Path
 ) -> None:

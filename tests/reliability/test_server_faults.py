@@ -26,6 +26,8 @@ import pytest
 
 from inference.server import supervisor
 from inference.server.canary import Canary
+from inference.server.client import TritonClient
+from inference.server.local_http import local_answer, socket_address
 from inference.server.server import TritonServer
 from tests.conftest import ROOT
 from tests.integration.triton_process import DOUBLE, add_model, new_server, processes
@@ -151,18 +153,29 @@ def test_model_that_hangs_while_it_is_idle_is_noticed_by_its_canary(tmp_path: Pa
     script = HANGING.replace("HANG", repr(str(hang)))
     with new_server(add_model(tmp_path / "repository", "hanging", script), tmp_path) as server:
         server.start(timeout_s=START_S)
+        assert server._sockets is not None
         canary = Canary(
-            server.http_url, server.metrics_url, server.models, interval_s=0.2, timeout_s=5.0
+            server.control_address,
+            socket_address(server._sockets.metrics),
+            server.models,
+            interval_s=0.2,
+            timeout_s=5.0,
+            unready=server._sockets.unready,
         )
         canary.start()
         time.sleep(1)
         assert canary.failure() is None
+        assert is_ready(server.http_url)
         hang.touch()
-        assert is_ready(server.http_url)  # so much for Triton's own answer
+        until(lambda: not is_ready(server.http_url), "the end of readiness")
+        with TritonClient(server.grpc_url, timeout_s=10) as client:
+            assert not client.is_ready()
+        local_answer(server.control_address, "/v2/health/ready")  # so much for Triton's own answer
         until(lambda: canary.failure() is not None, "the canary's notice")
         assert canary.failure() == "model hanging has not answered a canary for 5 s"
         hang.unlink()
         until(lambda: canary.failure() is None, "the first answer after that")
+        until(lambda: is_ready(server.http_url), "readiness after that")
         canary.stop()
 
 
