@@ -17,6 +17,13 @@ from inference.backend.text_tensors import pad_rows, word_list_tensor
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.backend.triton_model import ModelArguments, TensorModel, Tensors
 
+# Text models answer one request after the other: one of these sizes takes some seconds, and its
+# padded tensors some hundreds of MB. A prompt of 1 MiB is longer than what any model reads.
+_MOST_TEXT_BYTES = 1 << 20
+_MOST_WORDS_BYTES = 64 << 10
+_FULL_ROWS = 4  # of this size in a request
+_MOST_TOKENS = 8 << 20
+
 
 class Preprocessing(TensorModel):
     """Text and word lists to token ids."""
@@ -38,7 +45,9 @@ class Preprocessing(TensorModel):
             ("BAD_WORDS_DICT", "BAD_WORDS_IDS"),
             ("STOP_WORDS_DICT", "STOP_WORDS_IDS"),
         ):
-            records = row_texts(source, tensors[source]) if source in tensors else [""] * rows
+            records = [""] * rows
+            if source in tensors:
+                records = row_texts(source, tensors[source], most_bytes=_MOST_WORDS_BYTES)
             if len(records) != rows:
                 problems.append(f"{source}: expected {rows} rows as in QUERY, got {len(records)}")
                 continue
@@ -115,6 +124,8 @@ class Postprocessing(TensorModel):
         tokens = tensors["TOKENS_BATCH"]
         if tokens.ndim != 3:
             raise ValueError(f"TOKENS_BATCH: expected shape [B,K,L], got {list(tokens.shape)}")
+        if tokens.size > _MOST_TOKENS:
+            raise ValueError(f"TOKENS_BATCH: {tokens.size} tokens; {_MOST_TOKENS} at most")
         starts = self._starts(tensors, tokens.shape[:2])
         counts = self._counts(tensors, starts, tokens.shape)
         finished = tensors.get("IS_FINISHED", np.zeros(tokens.shape[:2], np.bool_))
@@ -187,14 +198,25 @@ def _tokenizer(arguments: ModelArguments) -> Tokenizer:
     return load_tokenizer(folder, kind=arguments.text("tokenizer_type", default="") or None)
 
 
-def row_texts(name: str, tensor: np.ndarray[Any, Any]) -> list[str]:
+def row_texts(
+    name: str, tensor: np.ndarray[Any, Any], *, most_bytes: int = _MOST_TEXT_BYTES
+) -> list[str]:
     """Return one string per row of a (B, 1) tensor of bytes.
 
     Raises:
-        ValueError: It has another shape, or a value is not UTF-8.
+        ValueError: It has another shape, a value is not UTF-8 or larger than `most_bytes`, or all
+            of them are larger than four times that.
     """
     if tensor.ndim != 2 or tensor.shape[1] != 1:
         raise ValueError(f"{name}: expected shape [B,1], got {list(tensor.shape)}")
+    sizes = [len(value) for value in tensor[:, 0]]
+    if max(sizes, default=0) > most_bytes:
+        row = sizes.index(max(sizes))
+        raise ValueError(f"{name}[{row}]: {sizes[row]} bytes; {most_bytes} at most")
+    if sum(sizes) > _FULL_ROWS * most_bytes:
+        raise ValueError(
+            f"{name}: {sum(sizes)} bytes in all; {_FULL_ROWS * most_bytes} at most; send fewer rows"
+        )
     return [_text_of(value, f"{name}[{row}]") for row, value in enumerate(tensor[:, 0])]
 
 

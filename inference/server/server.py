@@ -102,6 +102,7 @@ class TritonServer:
         self._is_old = is_old
         self._work_dir = work_dir
         self._silent_since: float | None = None
+        self._stopped_since: dict[str, float] = {}  # by process
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline = -1
         self._canary: Canary | None = None
@@ -247,6 +248,8 @@ class TritonServer:
         """
         if (status := self.poll()) is not None:
             return "; ".join(losses_of(self.log_path)) or f"tritonserver ended with status {status}"
+        if stopped := self._stopped_process():
+            return stopped
         if self._gateway is not None and (status := self._gateway.poll()) is not None:
             return f"the gateway, which clients reach, ended with status {status}"
         if self._openai is not None and (status := self._openai.poll()) is not None:
@@ -266,6 +269,24 @@ class TritonServer:
                 losses_of(self.log_path) or [f"model {name} is not ready" for name in lost]
             )
         return self._canary.failure() if self._canary is not None else None
+
+    def _stopped_process(self) -> str | None:
+        """Return which process has been stopped too long; the supervisor sees those below it."""
+        processes = {
+            "the supervisor": self._process,
+            "the gateway": self._gateway,
+            "the OpenAI endpoint": self._openai,
+        }
+        for name, process in processes.items():
+            if process is None:
+                continue
+            state, now = supervisor.process_state(process.pid), time.monotonic()
+            if state is None or state.letter != "T":
+                self._stopped_since.pop(name, None)
+            elif now - self._stopped_since.setdefault(name, now) >= supervisor.STOPPED_LIMIT_S:
+                limit_s = supervisor.STOPPED_LIMIT_S
+                return f"{name}, process {process.pid}, has been stopped for {limit_s:g} s"
+        return None
 
     def _is_model_ready(self, name: str) -> bool:
         try:

@@ -138,6 +138,16 @@ def test_stopped_process_ends_the_server(server: TritonServer, which: str) -> No
     assert "has been stopped" in (server.failure() or "")
 
 
+def test_stopped_gateway_is_a_failure(server: TritonServer) -> None:
+    assert server._gateway is not None
+    os.kill(server._gateway.pid, signal.SIGSTOP)
+    until(lambda: server.failure() is not None, "the notice", limit_s=STOPPED_NOTICE_S)
+    assert server.failure() == (
+        f"the gateway, process {server._gateway.pid}, has been stopped for 3 s"
+    )
+    server.stop(drain_s=0)
+
+
 def test_process_that_is_stopped_for_a_moment_does_no_harm(server: TritonServer) -> None:
     pid = process_of(server, "double")
     os.kill(pid, signal.SIGSTOP)

@@ -95,6 +95,25 @@ def test_an_empty_text_among_others_is_named_and_alone_is_valid(arguments: dict[
     assert outputs["INPUT_ID"].shape == (2, 0)
 
 
+def test_texts_that_would_keep_others_waiting_are_refused(arguments: dict[str, str]) -> None:
+    model = _loaded(Preprocessing(), arguments)
+
+    def problem(*texts: str, words: str = "") -> str:
+        lengths = np.ones((len(texts), 1), np.uint32)
+        tensors = {"QUERY": _column(*texts), "REQUEST_OUTPUT_LEN": lengths}
+        with pytest.raises(ValueError, match="at most") as caught:
+            model.run(tensors | {"STOP_WORDS_DICT": _column(*[words] * len(texts))})
+        return str(caught.value)
+
+    mebibyte = 1 << 20
+    assert problem("a", "b" * (mebibyte + 1)) == "QUERY[1]: 1048577 bytes; 1048576 at most"
+    assert problem(*["b" * mebibyte] * 4, "c").startswith("QUERY: 4194305 bytes in all; 4194304 at")
+    assert problem("a", words="b" * 65537) == "STOP_WORDS_DICT[0]: 65537 bytes; 65536 at most"
+    tokens = np.zeros((1, 1, (8 << 20) + 1), np.uint8)
+    with pytest.raises(ValueError, match="TOKENS_BATCH: 8388609 tokens; 8388608 at most"):
+        _loaded(Postprocessing(), arguments).run({"TOKENS_BATCH": tokens})
+
+
 def test_encoder_prompts_end_with_the_end_token_where_the_model_wants_it(
     arguments: dict[str, str],
 ) -> None:
