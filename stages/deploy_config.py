@@ -48,6 +48,7 @@ class DeployConfig:
         is_from_elsewhere: no stage makes the repository; it has to exist already.
         store: the place in an object store that is served instead of `repository`; None for the
             folder.
+        instance_count: engines of the model in the server, each on GPUs or cores of its own.
         data_type: type of computation; only the tuning reads it.
         server: triton, which serves the repository, or pytriton, which serves its weights.
         interface: of pytriton: text or nemo.
@@ -74,6 +75,7 @@ class DeployConfig:
     store: StoreLocation | None = None
     tp_size: int = 1
     pp_size: int = 1
+    instance_count: int = 1
     data_type: str = "fp32"
     engine: str = PYTORCH
     server: str = TRITON
@@ -199,6 +201,11 @@ def _pytriton_problems(config: DeployConfig) -> list[str]:
         found.append(
             f"deploy.server=pytriton serves on one node, and this model needs {config.nodes}; "
             "submit the batch script of docs/pytriton.md."
+        )
+    if config.instance_count > 1:
+        found.append(
+            f"export.triton_deployment.instance_count={config.instance_count} needs "
+            "deploy.server=triton; PyTriton serves one."
         )
     if config.openai is not None:
         found.append(

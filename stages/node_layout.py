@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+INSTANCES_KEY = "export.triton_deployment.instance_count"
 TP_KEY = "export.model.tensor_model_parallel_size"
 PP_KEY = "export.triton_deployment.pipeline_model_parallel_size"
 GPUS_KEY = "cluster.gpus_per_node"
@@ -31,13 +32,18 @@ class NodeLayout:
     warning: str | None = None
 
 
-def place(*, tp_size: int, pp_size: int, gpus_per_node: int) -> NodeLayout:
+def place(*, tp_size: int, pp_size: int, gpus_per_node: int, instance_count: int = 1) -> NodeLayout:
     """Return the placement of TP x PP ranks on nodes with `gpus_per_node` GPUs.
 
+    Several instances of a model are on one node; where they outnumber its groups of GPUs, they
+    share them.
+
     Raises:
-        ValueError: the ranks cannot be divided evenly over nodes.
+        ValueError: the ranks cannot be divided evenly over nodes, or instances over one.
     """
     world_size = tp_size * pp_size
+    if instance_count > 1:
+        return _place_instances(world_size, instance_count, gpus_per_node)
     fewest = math.ceil(world_size / gpus_per_node)
     nodes = next(each for each in range(fewest, world_size + 1) if world_size % each == 0)
     used = world_size // nodes
@@ -50,9 +56,32 @@ def place(*, tp_size: int, pp_size: int, gpus_per_node: int) -> NodeLayout:
     return NodeLayout(
         nodes=nodes,
         gpus_per_node=used,
-        visible_devices=",".join(map(str, range(used))) if used < gpus_per_node else None,
+        visible_devices=_first(used) if used < gpus_per_node else None,
         warning=_warning(tp_size, nodes, used),
     )
+
+
+def _place_instances(world_size: int, count: int, gpus_per_node: int) -> NodeLayout:
+    groups = gpus_per_node // world_size
+    if not groups:
+        raise ValueError(
+            f"{INSTANCES_KEY}={count}: the instances of a model are on one node, and one needs "
+            f"{world_size} of {GPUS_KEY}={gpus_per_node} GPUs; use 1, and start a server for each."
+        )
+    used = min(groups, count) * world_size
+    return NodeLayout(
+        nodes=1,
+        gpus_per_node=used,
+        visible_devices=_first(used) if used < gpus_per_node else None,
+        warning=f"{INSTANCES_KEY}={count} instances share {groups} groups of {world_size} GPUs, "
+        "each with weights of its own"
+        if groups < count
+        else None,
+    )
+
+
+def _first(gpus: int) -> str:
+    return ",".join(map(str, range(gpus)))
 
 
 def _warning(tp_size: int, nodes: int, used: int) -> str | None:

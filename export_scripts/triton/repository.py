@@ -129,8 +129,6 @@ def _beyond_our_engine(request: RepositoryRequest, kind: str | None) -> Iterator
         yield "int8_mode", "needs engine=fastertransformer; use 0 or 1."
     if int(request.int8_mode) == 1 and "bert" in (request.model_type, kind):
         yield "int8_mode", _NO_INT8
-    if request.instance_count > 1:
-        yield "instance_count", "needs the fastertransformer engine; use 1."
 
 
 def build_repository(request: RepositoryRequest) -> list[Path]:

@@ -18,6 +18,12 @@ class ModelSizes:
     tp_size: int
     pp_size: int
     device: str = "auto"
+    instance_count: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one instance."""
+        return self.tp_size * self.pp_size
 
 
 def served_model_of(repository: Path) -> ModelSizes | None:
@@ -35,7 +41,8 @@ def served_model_of(repository: Path) -> ModelSizes | None:
 
 def _read(path: Path) -> ModelSizes | None:
     try:
-        given = parse_config(path.read_text(encoding="utf-8")).parameters
+        config = parse_config(path.read_text(encoding="utf-8"))
+        given = config.parameters
         values: dict[str, Any] = {
             key: PARAMETERS[key].read(given[key].string_value)
             for key in ("tensor_para_size", "pipeline_para_size", "device")
@@ -50,4 +57,6 @@ def _read(path: Path) -> ModelSizes | None:
         tp_size=values["tensor_para_size"],
         pp_size=values.get("pipeline_para_size", 1),
         device=values.get("device", "auto"),
+        # Without a count, a group has one.
+        instance_count=sum(group.count or 1 for group in config.instance_group) or 1,
     )

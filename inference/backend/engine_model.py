@@ -14,17 +14,19 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.validation import validate_directory
+from inference.backend.instances import Instance, occupy
 from inference.backend.metrics import ModelMetrics
 from inference.backend.model_settings import ModelSettings, read_settings
 from inference.backend.triton_model import ModelArguments, error_response, with_readable_errors
 from inference.engine.errors import EngineBusyError, EngineFailedError
-from inference.ranks.launched_rank import open_rendezvous, started_place
+from inference.ranks.launched_rank import RENDEZVOUS_VARIABLE, open_rendezvous, started_place
 from inference.ranks.processes import early_workers
 from inference.supervision import BUSY, CANARY_PARAMETER, SUPERVISED_VARIABLE
 
@@ -110,16 +112,12 @@ class EngineModel:
             pb_utils.Logger.log_warn(f"{self.name}: parameter {key} is unknown and has no effect")
         for key in self.settings.without_effect:
             pb_utils.Logger.log_warn(f"{self.name}: parameter {key} has no effect in this engine")
-        if (count := arguments.instances) > 1:
-            pb_utils.Logger.log_warn(
-                f"{self.name}: instance_group asks for {count} instances, each of which is an "
-                "engine with weights of its own; one serves any number of requests at once"
-            )
         check_weights(self.settings.checkpoint_path)
+        self._take_place(arguments.instance)
         with _other_ranks(self.settings):
             self.running_engine = self.make_engine(self.settings)
             self.running_engine.start()
-        self.metrics = ModelMetrics(self.name, self.running_engine.load)
+        self.metrics = ModelMetrics(self.name, arguments.instance, self.running_engine.load)
         self.metrics.start()
         self._running: dict[Exchange, Future[Any]] = {}
         self._next_check = 0  # index of the running request to check next
@@ -133,6 +131,18 @@ class EngineModel:
         ]
         for thread in self._threads:
             thread.start()
+
+    def _take_place(self, instance: Instance) -> None:
+        """Keep to the devices of one instance. Raises ValueError over several nodes."""
+        placement = self.settings.placement
+        if instance.count > 1 and os.environ.get(RENDEZVOUS_VARIABLE):
+            raise ValueError(
+                f"{self.name}: instance_group asks for {instance.count} instances, and the ranks "
+                "of one are spread over nodes; set count to 1, and start a server for each."
+            )
+        sharing = occupy(instance, world_size=placement.world_size, device=placement.device)
+        engine = replace(self.settings.engine, sharing_engines=sharing)
+        self.settings = replace(self.settings, engine=engine)
 
     def make_engine(self, settings: ModelSettings) -> EngineBase:
         """Return the engine, not started. Raises ValueError if it cannot serve the weights."""

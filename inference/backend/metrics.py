@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from inference.backend.instances import Instance
 from inference.engine.load import EngineLoad, RequestTimes
 from inference.supervision import RESTARTS_VARIABLE
 
@@ -87,10 +88,15 @@ class ModelMetrics:
     requests are noted here to be reported later.
     """
 
-    def __init__(self, model: str, load: Callable[[], EngineLoad]) -> None:
-        """Declare the metrics; `load` is asked from the thread."""
+    def __init__(self, model: str, instance: Instance, load: Callable[[], EngineLoad]) -> None:
+        """Declare the metrics; `load` is asked from the thread.
+
+        Those of one of several instances have its number as the label `engine`.
+        """
         self._load = load
         self._labels = {"model": model}
+        if instance.count > 1:
+            self._labels["engine"] = str(instance.index)
         self._ended: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._last = dict.fromkeys((*GAUGES, *TOKENS), 0.0)

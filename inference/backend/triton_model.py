@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from inference.backend.instances import Instance
+
 Args = Mapping[str, str]
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 
@@ -30,6 +32,7 @@ class ModelArguments:
         self.config: dict[str, Any] = json.loads(args["model_config"])
         self.model_folder = Path(args["model_repository"])
         self.version_folder = self.model_folder / args["model_version"]
+        self._instance_name = args.get("model_instance_name", "")
         self.parameters = config_parameters(self.config)
 
     @property
@@ -44,9 +47,9 @@ class ModelArguments:
         return None if batching is None else batching["max_sequence_idle_microseconds"] / 1e6
 
     @property
-    def instances(self) -> int:
-        """Number of instances that the server makes, a process each."""
-        return sum(int(group.get("count", 1)) for group in self.config.get("instance_group", []))
+    def instance(self) -> Instance:
+        """The place of this process among the model's instances."""
+        return Instance.of(self.config, self._instance_name)
 
     @property
     def bf16_inputs(self) -> frozenset[str]:

@@ -211,9 +211,10 @@ def plan_capacity(
     block_bytes = (block_tokens or max_len) * token_bytes
     slot_blocks = -(-max_len // (block_tokens or max_len))
     least_bytes = (slot_blocks + 1) * block_bytes  # the cache has a block of its own
-    budget = options.kv_cache_bytes or int(available_bytes() * _CPU_SHARE) // layout.world_size
+    free_share = int(available_bytes() * _CPU_SHARE) // options.sharing_engines
+    budget = options.kv_cache_bytes or free_share // layout.world_size
     if placement.device == "cuda":
-        budget = _cuda_budget(ft_dir, placement, options.kv_cache_bytes, least_bytes)
+        budget = _cuda_budget(ft_dir, placement, options, least_bytes)
     if budget < least_bytes:
         raise ValueError(
             f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
@@ -252,7 +253,9 @@ def available_bytes() -> int:
     return int(text.split()[0]) * 1024
 
 
-def _cuda_budget(ft_dir: Path, placement: Placement, wanted: int | None, least_bytes: int) -> int:
+def _cuda_budget(
+    ft_dir: Path, placement: Placement, options: EngineOptions, least_bytes: int
+) -> int:
     """Return the bytes for keys and values on each GPU: those wanted, or a share of what is free.
 
     Raises:
@@ -263,7 +266,8 @@ def _cuda_budget(ft_dir: Path, placement: Placement, wanted: int | None, least_b
     item_bytes = 1 if placement.int8_mode else item_size(placement.data_type)
     weights = stored * item_bytes // item_size(config.weight_data_type)
     free, _ = torch.cuda.mem_get_info()
-    budget = wanted or int(max(free - weights, 0) * _CUDA_SHARE)
+    share = max(free // options.sharing_engines - weights, 0)
+    budget = options.kv_cache_bytes or int(share * _CUDA_SHARE)
     if max(budget, least_bytes) > free - weights:
         raise ValueError(
             f"each GPU must hold {_gib(weights)} of weights and {_gib(max(budget, least_bytes))} "

@@ -18,6 +18,7 @@ class EngineOptions:
         max_seq_len: Most tokens of one sequence, prompt and answer; None for what the model was
             trained for, at most 4096.
         kv_cache_bytes: Memory for keys and values on each rank; None for a share of what is free.
+        sharing_engines: Engines that divide what is free on the same devices, this one included.
         kv_block_tokens: Tokens of a block of the cache, 0 for blocks of whole sequences; None for
             these on CPU, where attention reads them fastest, and 16 on CUDA.
         share_prefixes: Whether equal beginnings of prompts are computed once, where the cache has
@@ -37,6 +38,7 @@ class EngineOptions:
     max_lanes: int | None = None
     max_seq_len: int | None = None
     kv_cache_bytes: int | None = None
+    sharing_engines: int = 1
     kv_block_tokens: int | None = None
     share_prefixes: bool = True
     max_queued_rows: int = 2048

@@ -7,6 +7,7 @@ the answer. Dashboards that read these metrics show the truth once they have the
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 
 _ENGINE = re.compile(
     r"^slipway_request_(?P<which>duration|queue)_seconds_sum\{"
@@ -26,9 +27,9 @@ def with_engine_durations(metrics: str) -> str:
     Of a request, the time in the queue is counted as queue and the rest as inference. Models
     without an engine are left as they are.
     """
-    sums = {
-        (each["model"], each["which"]): float(each["value"]) for each in _ENGINE.finditer(metrics)
-    }
+    sums: dict[tuple[str, str], float] = defaultdict(float)
+    for each in _ENGINE.finditer(metrics):  # an engine for each instance of a model
+        sums[each["model"], each["which"]] += float(each["value"])
 
     def replaced(line: re.Match[str]) -> str:
         request_s = sums.get((line["model"], "duration"))

@@ -114,7 +114,9 @@ class TritonDeploymentSection:
         None,
         within=(0, 60_000_000),
     )
-    instance_count: int = option("copies of the model in one server", 1, within=(1, 1024))
+    instance_count: int = option(
+        "engines of the model in one server, each on GPUs or cores of its own", 1, within=(1, 1024)
+    )
     model_type: str | None = option("model type to serve the weights as, such as T5-Encoder", None)
     parameters: dict[str, Any] = option("further parameters of the model's config.pbtxt", {})
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from export_scripts.triton.object_store import StoreLocation
 from export_scripts.triton.served import ModelSizes, served_model_of
 from inference.gateway.access import Access
+from inference.gpus import visible_gpus
 from inference.openai.options import OpenAIOptions
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run
@@ -47,6 +47,7 @@ def server_config(config: Config) -> DeployConfig:
         store=store,
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,
+        instance_count=sizes.instance_count,
         engine=deploy.engine,
         server=deploy.server,
         interface=deploy.interface,
@@ -91,7 +92,8 @@ def _visible_devices(
     A scheduler that grants single GPUs shows only those; a node taken whole shows all.
     """
     if shown is not None:
-        needed = _world_size(config)
+        sizes = _served_sizes(config)
+        needed = sizes.world_size * sizes.instance_count
         return ",".join(shown[:needed]) if needed < len(shown) else None
     takes_whole_nodes = config.cluster_type == "bcp" or config.cluster.exclusive
     return placement.visible_devices if placement and takes_whole_nodes else None
@@ -123,11 +125,7 @@ def _local_gpus(config: Config) -> list[str] | None:
     """Return the names of the visible GPUs, if this machine serves and has some."""
     if config.cluster_type != "local" or _served_sizes(config).device == "cpu":
         return None
-    if (text := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        names = [name.strip() for name in text.split(",") if name.strip() not in ("", "-1")]
-    else:
-        names = [str(number) for number in range(len(list(Path("/dev").glob("nvidia[0-9]*"))))]
-    return names or None
+    return visible_gpus() or None
 
 
 def server_store(config: Config) -> StoreLocation | None:
@@ -139,7 +137,7 @@ def deploy_resources(config: Config, limit_min: int) -> Resources:
     """Return the resources of the server's job. Raises ValueError if no node has them."""
     placement = _placement(config)
     nodes = placement.nodes if placement else 1
-    ranks_per_node = _world_size(config) // nodes
+    ranks_per_node = _served_sizes(config).world_size // nodes
     # NVIDIA's server uses all GPUs of a node; on several nodes each of our ranks is a task.
     tasks = ranks_per_node if nodes > 1 and config.deploy.engine == PYTORCH else 1
     return Resources(
@@ -150,11 +148,6 @@ def deploy_resources(config: Config, limit_min: int) -> Resources:
         mem_gb=config.deploy.mem_gb,
         time_limit_min=limit_min,
     )
-
-
-def _world_size(config: Config) -> int:
-    sizes = _served_sizes(config)
-    return sizes.tp_size * sizes.pp_size
 
 
 def _served_sizes(config: Config) -> ModelSizes:
@@ -168,6 +161,7 @@ def _served_sizes(config: Config) -> ModelSizes:
         tp_size=model.tensor_model_parallel_size,
         pp_size=triton.pipeline_model_parallel_size,
         device=str(triton.parameters.get("device", "auto")),
+        instance_count=triton.instance_count,
     )
 
 
@@ -187,6 +181,7 @@ def _placement(config: Config) -> NodeLayout | None:
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,
         gpus_per_node=per_node,
+        instance_count=sizes.instance_count,
     )
 
 

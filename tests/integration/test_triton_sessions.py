@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import threading
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +20,7 @@ from inference.decoding.rows import SessionTurn
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
 from tests.integration.triton_process import new_server
+from tests.waiting import until
 
 pytestmark = pytest.mark.triton
 
@@ -31,11 +35,13 @@ SLOTS = 4
 def server(
     sample_repository: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """Return a server with one model for whole answers and one for streams."""
+    """Return a server with one model for whole answers, and one of two instances for streams."""
     options: dict[str, Any] = {"interactive": True, "max_batch_size": 1}
     options["parameters"] = {"max_lanes": str(SLOTS)}
     repository = sample_repository(tp_size=2, **options)
-    streaming = sample_repository(tp_size=1, decoupled=True, ensemble=False, **options)
+    streaming = sample_repository(
+        tp_size=1, decoupled=True, ensemble=False, instance_count=2, **options
+    )
     text = (streaming / MODEL / "config.pbtxt").read_text()
     (streaming / MODEL / "config.pbtxt").write_text(text.replace(MODEL, STREAMING, 1))
     (streaming / MODEL).rename(repository / STREAMING)
@@ -108,6 +114,49 @@ def test_streamed_turns_end_in_the_answer_that_comes_whole(
     counts = [int(frame["sequence_length"][0, 0, 0]) for frame in frames]
     assert counts == list(range(len(expected) - 7, len(expected) + 1))
     assert _whole(frames[-1]) == expected
+
+
+def test_instances_share_sessions_out_and_each_stays_where_it_began(
+    server: TritonServer, client: TritonClient, greedy_cases: list[dict[str, Any]]
+) -> None:
+    prompts = [case["input_ids"] for case in greedy_cases[:3]]
+    sessions = range(100, 100 + 2 * len(prompts))
+
+    def talk(session: int) -> list[int]:
+        prompt, whole = prompts[session % len(prompts)], {"session_len": SESSION_LEN}
+        first = SessionTurn(session, starts=True)
+        list(client.stream(STREAMING, _request(prompt[:4], **whole), turn=first))
+        started.wait(60)  # none ends before all have begun
+        last = SessionTurn(session, ends=True)
+        return _whole(list(client.stream(STREAMING, _request([7]), turn=last))[-1])
+
+    started = threading.Barrier(len(sessions))
+    before = _completed(server)
+    with ThreadPoolExecutor(len(sessions)) as pool:
+        shown = list(pool.map(talk, sessions))
+    expected = [_talk(client, 110 + i, [prompt[:4], [7]]) for i, prompt in enumerate(prompts)]
+    assert shown == [expected[session % len(prompts)] for session in sessions]
+
+    served: dict[str, float] = {}
+
+    def all_are_counted() -> bool:
+        served.update({name: count - before[name] for name, count in _completed(server).items()})
+        return sum(served.values()) == 2 * len(sessions)
+
+    until(all_are_counted)
+    assert served == {"0": len(sessions), "1": len(sessions)}
+
+
+def _completed(server: TritonServer) -> dict[str, float]:
+    """Return the answers of each instance of the model that streams."""
+    with urllib.request.urlopen(f"http://{server.metrics_url}/metrics") as answer:
+        text = answer.read().decode()
+    found = {}
+    for labels, value in re.findall(r"^slipway_requests_total\{(.*)\} (.*)$", text, re.MULTILINE):
+        each = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        if (each["model"], each["outcome"]) == (STREAMING, "completed"):
+            found[each["engine"]] = float(value)
+    return found
 
 
 def test_a_session_forgets_tokens_beyond_its_memory(

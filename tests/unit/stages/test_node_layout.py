@@ -46,6 +46,17 @@ def test_ranks_that_cannot_be_divided_are_refused_with_their_keys() -> None:
         place(tp_size=11, pp_size=1, gpus_per_node=8)
 
 
+def test_instances_take_groups_of_one_node_and_share_them_when_there_are_more() -> None:
+    found = place(tp_size=2, pp_size=1, gpus_per_node=8, instance_count=3)
+    assert (found.nodes, found.gpus_per_node, found.visible_devices) == (1, 6, "0,1,2,3,4,5")
+    assert found.warning is None
+    found = place(tp_size=4, pp_size=1, gpus_per_node=8, instance_count=3)
+    assert (found.gpus_per_node, found.visible_devices) == (8, None)
+    assert "3 instances share 2 groups of 4 GPUs" in str(found.warning)
+    with pytest.raises(ValueError, match=r"instance_count=2: .* one needs 16 of .*=8 GPUs"):
+        place(tp_size=8, pp_size=2, gpus_per_node=8, instance_count=2)
+
+
 def test_layers_that_are_shared_across_nodes_are_warned_about() -> None:
     assert place(tp_size=4, pp_size=3, gpus_per_node=8).warning is not None
     assert place(tp_size=8, pp_size=2, gpus_per_node=8).warning is None

@@ -31,6 +31,14 @@ def test_durations_of_a_model_with_an_engine_are_its_own() -> None:
     assert len(lines) == len((TRITON + ENGINE).splitlines())
 
 
+def test_durations_of_a_models_instances_are_summed() -> None:
+    engines = "".join(ENGINE.replace('"gpt"', f'"gpt",engine="{i}"') for i in range(2))
+    assert (
+        'nv_inference_request_duration_us{model="gpt",version="1"} 5000000'
+        in with_engine_durations(TRITON + engines).splitlines()
+    )
+
+
 def test_models_without_an_engine_are_left_as_they_are() -> None:
     assert with_engine_durations(TRITON) == TRITON
     other = ENGINE.replace("gpt", "another")

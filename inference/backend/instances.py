@@ -1,0 +1,98 @@
+"""Instances of one model in a server: each is an engine on GPUs, or CPU cores, of its own.
+
+As in NVIDIA's backend, instances take groups of GPUs in turn and begin again at the first when
+there are more of them than groups. The server gives a request to whichever instance is ready to
+take it, and those of one session to the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference.gpus import VISIBLE_VARIABLE, visible_gpus
+
+_CPUS = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """The place of an instance among those of its model."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def of(cls, config: dict[str, Any], name: str) -> Instance:
+        """Return the place of an instance by its name, which Triton ends with its number.
+
+        Args:
+            config: The model's configuration, in which Triton has named every group.
+            name: model_instance_name of Triton: `<group>_<number>`.
+        """
+        groups = config.get("instance_group", [])
+        counts = [int(group.get("count", 1)) for group in groups]
+        group_name, _, number = name.rpartition("_")
+        names = [group.get("name", "") for group in groups]
+        if group_name not in names or not number.isdigit():
+            return cls(0, max(sum(counts), 1))
+        return cls(sum(counts[: names.index(group_name)]) + int(number), sum(counts))
+
+    def gpus(self, visible: Sequence[str], world_size: int) -> tuple[list[str], int]:
+        """Return the GPUs of this instance, and how many instances share them.
+
+        Fewer GPUs than ranks are all of them: the engine refuses them with its own words.
+        """
+        groups = max(len(visible) // world_size, 1)
+        first = self.index % groups * world_size
+        sharing = len(range(self.index % groups, self.count, groups))
+        return list(visible[first : first + world_size]), sharing
+
+    def cores(self, ordered: Sequence[int]) -> list[int]:
+        """Return the cores of this instance; all where there are fewer than instances."""
+        each = len(ordered) // self.count
+        return list(ordered[self.index * each :][:each]) or list(ordered)
+
+
+def occupy(instance: Instance, *, world_size: int, device: str) -> int:
+    """Confine this process, and those it starts, to an instance's GPUs, or else CPU cores.
+
+    It has to precede the loading of CUDA and the start of threads.
+
+    Args:
+        instance: Which one this process is.
+        world_size: Ranks of an instance.
+        device: cpu, cuda or auto, as in config.pbtxt.
+
+    Returns:
+        Number of instances among which the memory of these devices has to be divided.
+    """
+    if instance.count == 1:
+        return 1
+    if device != "cpu" and (visible := visible_gpus()):
+        own, sharing = instance.gpus(visible, world_size)
+        os.environ[VISIBLE_VARIABLE] = ",".join(own)
+        return sharing
+    os.sched_setaffinity(0, instance.cores(by_socket(os.sched_getaffinity(0))))
+    return instance.count
+
+
+def by_socket(cores: Iterable[int], *, folder: Path = _CPUS) -> list[int]:
+    """Return cores so that those of a memory node, and those of one core, stand together."""
+    return sorted(cores, key=lambda core: (_node(folder / f"cpu{core}"), _core(folder, core), core))
+
+
+def _node(cpu: Path) -> int:
+    names = [path.name for path in cpu.glob("node*")]
+    return min((int(name[4:]) for name in names if name[4:].isdigit()), default=0)
+
+
+def _core(folder: Path, core: int) -> int:
+    """Return the first hardware thread of a core."""
+    path = folder / f"cpu{core}" / "topology" / "thread_siblings_list"
+    found = re.match(r"\d+", path.read_text()) if path.is_file() else None
+    return int(found[0]) if found else core
