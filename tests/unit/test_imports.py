@@ -233,6 +233,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.suggest",
         "export_scripts.triton",
         "export_scripts.values",
+        "inference",
         "inference.evaluation",
         "inference.gateway",
         "inference.openai",
