@@ -123,9 +123,8 @@ def lay_out(
     )
     embeddings = torch.from_numpy(np.stack(sent)) if sent else None
     prompt_tokens = sum(len(each.ids) for each in prompts) + encoding.tokens
-    # The next step depends on the encoder's work, and on logits that the host reads.
+    # The next step depends on the encoder's work, and on what the host reads.
     overlaps = choices is not None and not encoding.layers and not plan.pool
-    overlaps &= not any(each.row.wants_prompt_logits for each in prompts)
     return PlannedStep(plan, embeddings, tuple(work), prompt_tokens, encoding, overlaps)
 
 

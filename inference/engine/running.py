@@ -169,8 +169,10 @@ class RunningRow:
     @property
     def can_share(self) -> bool:
         """Whether its prompt is nothing but tokens, and nothing is wanted of them."""
-        special = (self.embeddings, self.prefix_task, self.encoder_ids)
-        return special == (None, None, None) and not self.wants_prompt_logits | self.wants_pooled
+        if self.wants_prompt_logits or self.wants_pooled:
+            return False
+        # Not by ==: embeddings are an array.
+        return all(each is None for each in (self.embeddings, self.prefix_task, self.encoder_ids))
 
     @property
     def resumes(self) -> bool:

@@ -204,12 +204,14 @@ class Scheduler:
         """Return the choices that the rank makes, per output; None if a row needs its logits."""
         choices: list[tuple[int, int]] = []
         for each in work:
+            row = each.row
+            if (each.samples and not row.takes_best) or (
+                each.is_prompt and row.wants_prompt_logits
+            ):
+                return None
             if not each.samples:
                 choices += [(-1, -1)] * len(each.outputs)
                 continue
-            row = each.row
-            if not row.takes_best:
-                return None
             choices += [(-1, -1)] * (len(each.outputs) - 1)
             choices.append((each.slot, row.end_id if row.produced < row.min_length else -1))
         return choices

@@ -11,7 +11,7 @@ import pytest
 
 from export_scripts.families.layout.config import PromptTask
 from inference.decoding.request import RequestError, parse_request
-from inference.engine.engine import Engine
+from inference.engine.engine import Engine, EngineOptions
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 
@@ -36,9 +36,10 @@ def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ft_dir
 
 
-@pytest.fixture(scope="module")
-def engine(ft_dir: Path) -> Iterator[Engine]:
-    with Engine(ft_dir, Placement(device="cpu")) as engine:
+@pytest.fixture(scope="module", params=[None, 2], ids=["slots", "shared blocks"])
+def engine(ft_dir: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    options = EngineOptions(kv_block_tokens=request.param)
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         yield engine
 
 
@@ -64,6 +65,14 @@ def test_each_row_reads_the_table_of_its_task(engine: Engine) -> None:
     virtual = [[START, START + 1, 5, 6], [START + 2, 4, START, START + 1]]
     expected = answers(engine, [[7, 8, 5, 6], [11, 4, 9, 10]])
     assert answers(engine, virtual, prompt_learning_task_name_ids=tasks) == expected
+
+
+def test_equal_ids_of_different_tasks_share_nothing(engine: Engine) -> None:
+    for task, meaning in enumerate(MEANING.values()):
+        tasks = np.array([[task]], np.uint32)
+        virtual = [[START, START + 1, 5, 6, 7]]
+        expected = answers(engine, [[*meaning[:2], 5, 6, 7]])
+        assert answers(engine, virtual, prompt_learning_task_name_ids=tasks) == expected
 
 
 def test_table_sent_with_the_request_is_used_instead(engine: Engine, ft_dir: Path) -> None:

@@ -460,3 +460,14 @@ def test_a_rank_that_chooses_feeds_its_next_step(ft_dir: Path) -> None:
     chosen = on_ranks(ft_dir, tokens)
     assert tuple(chosen[:4]) == row.output_ids[0][:4]
     assert chosen[4] != chosen[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_probe_is_answered_with_all_logits_of_its_prompt(overlap: bool) -> None:
+    world = World(overlap=overlap)
+    neighbour = world.add([3, 4, 5], 12)
+    probe = world.add(range(2, 2 + 3 * SIZE), 1)
+    probe.waiting[0].logits = []
+    world.run()
+    assert probe.future.result(timeout=0).shape == (3 * SIZE, VOCAB)
+    assert neighbour.future.done()
