@@ -11,7 +11,7 @@ a step is bound by launches, not by bandwidth. Import this module only where Tri
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +36,7 @@ _MOST_PARTS = 64
 # what prompts take.
 _LEAST_ROWS = 16
 _PROMPT_ROWS = 64
+_ALIGNED = 4  # integers of 32 bits in 16 bytes
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -541,20 +542,26 @@ def paged_attention(
     cut = [
         (tiles, size) for tiles, size in _cut(segments, rows, _tile_sizes(group)) if tiles.shape[1]
     ]
-    every = [np.stack((np.repeat(slots, counts), np.repeat(places, counts) + within))]
-    sent = on_device(
-        np.concatenate([part.ravel() for part in [*every, *(tiles for tiles, _ in cut)]]).astype(
-            np.int32
-        ),
-        device,
-    )
-    total = len(within)
-    found, first = [], 2 * total
-    for tiles, size in cut:
-        whose, where, row, count = sent[first : first + tiles.size].view(4, -1).unbind(0)
-        first += tiles.size
-        found.append(Tiles(whose, where, row, count, size))
-    return PagedAttention(sent[:total], sent[total : 2 * total], tuple(found), rules, tickets)
+    arrays = [np.repeat(slots, counts), np.repeat(places, counts) + within]
+    arrays += [row for tiles, _ in cut for row in tiles]
+    every_slot, every_place, *tiled = _sent_together(arrays, device)
+    found = [Tiles(*tiled[4 * nth : 4 * nth + 4], size) for nth, (_, size) in enumerate(cut)]
+    return PagedAttention(every_slot, every_place, tuple(found), rules, tickets)
+
+
+def _sent_together(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
+    """Return arrays of integers as int32 on a device, sent in one copy.
+
+    Each begins at a multiple of 16 bytes. Triton compiles a kernel again for every set of pointers
+    that do not, which would be in the middle of somebody's request.
+    """
+    ends = np.cumsum([-(-len(each) // _ALIGNED) * _ALIGNED for each in arrays])
+    packed = np.zeros(ends[-1], np.int32)
+    starts = [0, *ends[:-1]]
+    for start, each in zip(starts, arrays, strict=True):
+        packed[start : start + len(each)] = each
+    sent = on_device(packed, device)
+    return [sent[start : start + len(each)] for start, each in zip(starts, arrays, strict=True)]
 
 
 def single_tokens(
