@@ -111,7 +111,7 @@ def sized_model(args: argparse.Namespace) -> Model:
     """
     size = SIZES.get(args.model) or Size(args.family, args.hidden, args.layers, args.heads)
     name = f"{size.family}_{size.hidden}x{size.layers}x{size.heads}"
-    ft_dir = args.work_dir / name / "1-gpu"
+    ft_dir = args.work_dir / name / f"{args.tp}-gpu"
     if size.family == "gptj":
         shape = {"n_embd": size.hidden, "n_layer": size.layers, "n_head": size.heads}
         config: Any = transformers.GPTJConfig(**shape, bos_token_id=0, eos_token_id=0)
@@ -121,7 +121,7 @@ def sized_model(args: argparse.Namespace) -> Model:
             n_embd=size.hidden, n_layer=size.layers, n_head=size.heads, n_positions=2048
         )
         config.architectures = ["GPT2LMHeadModel"]
-    write_sized(size, config.vocab_size, ft_dir, args.device)
+    write_sized(size, config.vocab_size, ft_dir, args.device, tp_size=args.tp)
     return Model(ft_dir, None, config, config.vocab_size)
 
 
@@ -130,7 +130,9 @@ def write_gptj_6b(ft_dir: Path, device: str) -> None:
     write_sized(SIZES["gptj-6b"], 50400, ft_dir, device)
 
 
-def write_sized(size: Size, vocab_size: int, ft_dir: Path, device: str) -> None:
+def write_sized(
+    size: Size, vocab_size: int, ft_dir: Path, device: str, *, tp_size: int = 1
+) -> None:
     """Write an FT folder of some size in fp16 with random weights, drawn on a device."""
     values: dict[str, Any] = {
         "model_name": size.family,
@@ -141,6 +143,7 @@ def write_sized(size: Size, vocab_size: int, ft_dir: Path, device: str) -> None:
         "vocab_size": vocab_size,
         "start_id": 0,
         "end_id": 0,
+        "tensor_para_size": tp_size,
         "weight_data_type": "fp16",
     }
     if size.family == "gptj":
@@ -150,14 +153,16 @@ def write_sized(size: Size, vocab_size: int, ft_dir: Path, device: str) -> None:
 
 
 def write_shards(family: ModelFamily, config: FTConfig, ft_dir: Path, device: str) -> None:
-    """Write an FT folder for one rank in fp16 with random weights, drawn on a device."""
+    """Write an FT folder in fp16 with random weights, drawn on a device."""
     if (ft_dir / CONFIG_NAME).exists():
         return
     ft_dir.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator(device).manual_seed(0)
     for tensor in family.tensors(config):
-        values = torch.randn(tensor.shape, generator=generator, device=device).mul_(0.02)
-        values.half().cpu().numpy().tofile(ft_dir / tensor.file_name(0))
+        shape = tensor.local_shape(config.tensor_para_size)
+        for name in tensor.file_names(config.tensor_para_size):
+            values = torch.randn(shape, generator=generator, device=device).mul_(0.02)
+            values.half().cpu().numpy().tofile(ft_dir / name)
     # Last: its presence marks the folder as complete.
     (ft_dir / CONFIG_NAME).write_text(format_ini(config.sections()))
 

@@ -54,9 +54,16 @@ class SlipwayServer:
         from inference.engine.engine import Engine, EngineOptions
         from inference.ranks.settings import Placement
 
-        options = EngineOptions(max_seq_len=args.max_seq_len, max_lanes=args.max_sequences)
+        options = EngineOptions(
+            max_seq_len=args.max_seq_len,
+            max_lanes=args.max_sequences,
+            share_prefixes=False,  # requests are sent again, to be computed again
+        )
         placement = Placement(
-            data_type=args.data_type, int8_mode=int(args.int8), device=args.device
+            data_type=args.data_type,
+            int8_mode=int(args.int8),
+            device=args.device,
+            tp_size=args.tp,
         )
         self._engine = Engine(model.ft_dir, placement, options=options)
         self._engine.start()
@@ -109,6 +116,7 @@ class VllmServer:
             skip_tokenizer_init=True,
             dtype={"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[args.data_type],
             max_model_len=args.max_seq_len,
+            tensor_parallel_size=args.tp,
             enable_prefix_caching=False,
         )
         self._engine = llm.llm_engine
@@ -245,6 +253,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--work-dir", type=Path, required=True, help="keeps the models")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--data-type", choices=("fp16", "bf16", "fp32"), default="fp16")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs")
     parser.add_argument("--int8", action="store_true", help="matrices in 8 bits, ours alone")
     parser.add_argument("--model", choices=tuple(SIZES), help="a size by name")
     parser.add_argument("--family", choices=("gpt", "gptj"), default="gpt")

@@ -56,6 +56,12 @@ PATCHES = (
         "the same, where weights are loaded",
     ),
     Patch(
+        f"{_CODE}/cutlass_extensions/include/cutlass_extensions/gemm/kernel/fpA_intB_gemm.h",
+        r"\(__CUDA_ARCH__ >= 800\) && \(__CUDA_ARCH__ < 900\)",
+        "(__CUDA_ARCH__ >= 800) && (__CUDA_ARCH__ <= 900)",
+        "the same, in the kernel, which otherwise computes nothing",
+    ),
+    Patch(
         f"{_CODE}/utils/gemm_test/gemm_func.cc",
         r"^( +)matmulTileName\[tile\],",
         r"\1tile < int(sizeof matmulTileName / sizeof *matmulTileName) ? matmulTileName[tile]"

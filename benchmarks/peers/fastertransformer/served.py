@@ -24,15 +24,17 @@ THEIRS, OURS = ENGINES = ("fastertransformer", "pytorch")
 NEW_TOKENS = 24
 _START_LIMIT_S = 300.0
 _ANSWER_LIMIT_S = 60.0
+_CACHE_BYTES = 4 * 2**30  # 32 sequences of 256 tokens of a model of 6 billion parameters
 
 
 class Served(NamedTuple):
-    """One model of the repositories: its shards for one rank, and further fields of the request."""
+    """One model of the repositories: its shards, and further fields of the request."""
 
     shards: Path
     data_type: str = "fp32"
     more: Mapping[str, Any] = {}
     is_int8: bool = False
+    tp_size: int = 1
 
 
 def build(repository: Path, engine: str, served: Mapping[str, Served]) -> Path:
@@ -40,22 +42,22 @@ def build(repository: Path, engine: str, served: Mapping[str, Served]) -> Path:
     for name, model in served.items():
         version = repository / name / "1"
         version.mkdir(parents=True, exist_ok=True)
-        if not (version / "1-gpu").exists():
-            (version / "1-gpu").symlink_to(model.shards.resolve())
+        link = version / f"{model.tp_size}-gpu"
+        if not link.exists():
+            link.symlink_to(model.shards.resolve())
         request = RepositoryRequest(
             repository / name,
-            tp_size=1,
+            tp_size=model.tp_size,
             pp_size=1,
             max_batch_size=64,
             data_type=model.data_type,
             engine=engine,
             ensemble=False,
+            int8_mode=int(model.is_int8),
+            # By itself our engine takes what is free of a GPU, which others share here.
+            parameters={"kv_cache_bytes": str(_CACHE_BYTES)} if engine == OURS else {},
             overwrite=True,
         )
-        if model.is_int8:
-            # To our engine it is a parameter of its own.
-            more = {"parameters": {"int8_mode": "1"}} if engine == OURS else {"int8_mode": 1}
-            request = replace(request, **more)
         build_repository(replace(request, **model.more))
     return repository
 

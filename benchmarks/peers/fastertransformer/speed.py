@@ -1,6 +1,6 @@
 """Tokens/s of NVIDIA's C++ backend and of our engine, side by side through tritonserver.
 
-    python -m benchmarks.peers.fastertransformer.speed --work-dir DIR [--models 350m gptj-6b]
+    python -m benchmarks.peers.fastertransformer.speed --work-dir DIR [--models gpt-350m gptj-6b]
 
 One request holds the whole batch, prompts of 128 tokens and 128 new ones; the engines take turns,
 and the median of the repeats counts.
@@ -16,38 +16,23 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.models import write_gptj_6b, write_shards
+from benchmarks.models import SIZES, write_sized
 from benchmarks.peers.fastertransformer.served import ENGINES, Served, Tensors, ask, both, tensors
-from export_scripts.families.gpt.layout import GPT, GPTConfig
 from inference.server.client import TritonClient
 
 _LENGTH = 128
-_GPT_350M = GPTConfig(
-    model_name="gpt-350m",
-    head_num=16,
-    size_per_head=64,
-    inter_size=4096,
-    num_layer=24,
-    vocab_size=50304,
-    start_id=50256,
-    end_id=50256,
-    max_pos_seq_len=1024,
-    weight_data_type="fp16",
-)
+_VOCAB = 50304
 
 
-def models(work_dir: Path, names: Sequence[str]) -> dict[str, Served]:
+def models(work_dir: Path, names: Sequence[str], tp_size: int) -> dict[str, Served]:
     """Return what is served, in fp16 and, where both engines can, in int8."""
     served = {}
-    if "350m" in names:
-        folder = work_dir / "350m" / "1-gpu"
-        write_shards(GPT, _GPT_350M, folder, "cuda")
-        served["350m_fp16"] = Served(folder, "fp16")
-        served["350m_int8"] = Served(folder, "fp16", is_int8=True)
-    if "gptj-6b" in names:
-        folder = work_dir / "gptj-6b" / "1-gpu"
-        write_gptj_6b(folder, "cuda")
-        served["gptj-6b_fp16"] = Served(folder, "fp16")
+    for name in names:
+        folder = work_dir / name / f"{tp_size}-gpu"
+        write_sized(SIZES[name], _VOCAB, folder, "cuda", tp_size=tp_size)
+        served[f"{name}_fp16"] = Served(folder, "fp16", tp_size=tp_size)
+        if SIZES[name].family == "gpt":
+            served[f"{name}_int8"] = served[f"{name}_fp16"]._replace(is_int8=True)
     return served
 
 
@@ -67,11 +52,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work-dir", type=Path, required=True, help="keeps the models")
-    parser.add_argument("--models", choices=("350m", "gptj-6b"), nargs="+", default=["350m"])
+    parser.add_argument("--models", choices=SIZES, nargs="+", default=["gpt-350m"])
+    parser.add_argument("--tp", type=int, default=1, help="GPUs")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    served = models(args.work_dir.resolve(), args.models)
+    served = models(args.work_dir.resolve(), args.models, args.tp)
     with both(args.work_dir.resolve() / "speed", served) as clients:
         print(f"| model | batch | {' | '.join(ENGINES)} |\n|---|---|---|---|", flush=True)
         for model in served:
