@@ -132,7 +132,10 @@ def server_environment(config: DeployConfig) -> dict[str, str]:
         environment["CUDA_VISIBLE_DEVICES"] = config.visible_devices
     if config.engine == FASTERTRANSFORMER:
         # Parallel launches are faster and can hang.
-        environment.setdefault("NCCL_LAUNCH_MODE", os.environ.get("NCCL_LAUNCH_MODE", "GROUP"))
+        environment["NCCL_LAUNCH_MODE"] = os.environ.get("NCCL_LAUNCH_MODE", "GROUP")
+        if not _is_under_mpi(config) and not server_prefix(config):
+            # By itself Open MPI would start a daemon, for which it wants a remote shell.
+            environment["OMPI_MCA_ess_singleton_isolated"] = "1"
     return environment
 
 
@@ -141,12 +144,15 @@ def server_prefix(config: DeployConfig) -> tuple[str, ...]:
 
     Without mpirun, too, the backend's process is the only one of its MPI world.
     """
-    if config.engine != FASTERTRANSFORMER or config.is_mpi_step:
-        return ()
-    if any(name in os.environ for name in _MPI_VARIABLES):
+    if config.engine != FASTERTRANSFORMER or _is_under_mpi(config):
         return ()
     can_run = shutil.which(_MPIRUN[0]) and any(map(shutil.which, _REMOTE_SHELLS))
     return _MPIRUN if can_run else ()
+
+
+def _is_under_mpi(config: DeployConfig) -> bool:
+    """Return whether a launcher of MPI starts the server's process."""
+    return config.is_mpi_step or any(name in os.environ for name in _MPI_VARIABLES)
 
 
 def _server(

@@ -43,7 +43,8 @@ _PROBS = {"is_return_log_probs": True}
 _NUMBERS = ("cum_log_probs", "output_log_probs", "output_hidden_state")
 # Small models with vocabularies of real size: the backend's sampling needs them.
 DECODERS: dict[str, tuple[Any, Any]] = {
-    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(n_embd=512, n_layer=6, n_head=8, **_ENDS)),
+    # Its own end id is its last: virtual tokens begin behind it.
+    "gpt2": (hf.GPT2LMHeadModel, hf.GPT2Config(n_embd=512, n_layer=6, n_head=8)),
     "opt": (
         hf.OPTForCausalLM,
         hf.OPTConfig(
@@ -146,6 +147,9 @@ def questions(names: Sequence[str], prompts: Sequence[Sequence[int]]) -> Iterato
         for model in (name, f"{name}_fp16") if name in names else ():
             for case, options in cases(len(prompts)).items():
                 yield model, case, _asking(model, tensors(prompts, **options))
+            for case in ("greedy", "top-p 0.9"):
+                one_by_one = [tensors([prompt], **cases(1)[case]) for prompt in prompts]
+                yield model, f"{case}, one prompt at a time", _asking(model, *one_by_one)
     if "gpt2" in names:
         first = tensors(prompts[:1])
         yield "gpt2", "stream", lambda client: attempt(lambda: frames(client, first))
@@ -165,8 +169,30 @@ def questions(names: Sequence[str], prompts: Sequence[Sequence[int]]) -> Iterato
         yield "bert", "encode", _asking("bert", inputs)
 
 
-def _asking(model: str, inputs: Tensors) -> Callable[[TritonClient], Answer]:
-    return lambda client: ask(client, model, inputs)
+def _asking(model: str, *requests: Tensors) -> Callable[[TritonClient], Answer]:
+    """Return a question that takes some requests; the rows of their answers follow each other."""
+
+    def question(client: TritonClient) -> Answer:
+        answers = []
+        for inputs in requests:
+            answer = ask(client, model, inputs)
+            if isinstance(answer, str):
+                return answer
+            answers.append(answer)
+        return {name: _stacked([answer[name] for answer in answers]) for name in answers[0]}
+
+    return question
+
+
+def _stacked(parts: Sequence[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+    """Return the rows of all parts; shorter last dimensions are filled with zeros."""
+    longest = max(part.shape[-1] for part in parts)
+    return np.concatenate(
+        [
+            np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, longest - part.shape[-1])])
+            for part in parts
+        ]
+    )
 
 
 def cases(rows: int, *, generator_only: bool = False) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ from stages.base import JobSettings, Resources
 from stages.deploy import DeployStage
 from stages.deploy_config import DeployConfig, GemmTuning, store_location
 from stages.gemm_tuning import tuning_command
-from stages.serving import server_prefix
+from stages.serving import server_environment, server_prefix
 
 
 def test_folder_is_no_place_in_a_store() -> None:
@@ -98,7 +98,11 @@ def test_mpirun_starts_the_server_where_it_can_run(
     for name in programs:
         (tmp_path / name).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert server_prefix(DeployConfig(tmp_path, "m", engine="fastertransformer")) == prefix
+    config = DeployConfig(tmp_path, "m", engine="fastertransformer")
+    assert server_prefix(config) == prefix
+    # Without mpirun, Open MPI must not start a daemon of its own.
+    alone = server_environment(config).get("OMPI_MCA_ess_singleton_isolated")
+    assert alone == (None if prefix else "1")
 
 
 def stage_of(config: DeployConfig, folder: Path, *, limit_min: int = 60) -> DeployStage:
