@@ -58,6 +58,8 @@ def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
     """Return the model that runs the weights."""
     tensors = signature.model_signature(model_type, data_type=request.data_type)
     is_python = request.engine == "pytorch"
+    if not is_python:
+        tensors = signature.as_sent_by_fastertransformer(tensors, model_type)
     if request.interactive:
         tensors = signature.interactive(tensors)
     elif is_python and is_generative(model_type) and model_type not in _ENCODER_DECODERS:

@@ -402,6 +402,22 @@ def hidden_state_types(model_type: str, *, data_type: str) -> dict[str, str]:
     }
 
 
+# Whose C++ models send lengths as INT32, whatever a repository declares. Triton's ensembles compare
+# the type that arrives with the declared one and refuse another.
+_SIGNED_LENGTHS = ("GPT", "GPT-J")
+
+
+def as_sent_by_fastertransformer(model: ModelSignature, model_type: str) -> ModelSignature:
+    """Return a model's signature with the types that NVIDIA's C++ backend sends."""
+    if model_type not in _SIGNED_LENGTHS:
+        return model
+    outputs = tuple(
+        replace(tensor, dtype="INT32") if tensor.name == "sequence_length" else tensor
+        for tensor in model.outputs
+    )
+    return ModelSignature(model.inputs, outputs)
+
+
 def model_signature(model_type: str, *, data_type: str) -> ModelSignature:
     """Return the signature of a `model_type`. Raises ValueError naming the known types."""
     if model_type not in MODEL_SIGNATURES:

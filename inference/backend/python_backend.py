@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from inference.backend.engine_model import (
@@ -58,7 +60,7 @@ class GenerationModel(EngineModel):
             raise
         for warning in request.warnings:
             log_warning(f"{self.name}: {warning}")
-        answer = _Answer(
+        answer = StreamedAnswer(
             exchange,
             FrameStream(
                 request,
@@ -69,7 +71,9 @@ class GenerationModel(EngineModel):
         )
 
         def on_step(step: GenerationStep) -> None:
-            self.later(lambda: answer.send(step, final=False))
+            if not (self.is_behind and answer.replace_newest(step)):
+                answer.waiting.append(step)
+                self.later(answer.send_oldest)
 
         future = self.engine.submit(request, on_step=on_step if self.decoupled else None, turn=turn)
         return future, lambda result: answer.send(result, final=True)
@@ -85,12 +89,31 @@ def session_turn(
 
 
 @dataclass(frozen=True)
-class _Answer:
-    """The responses to a request, one for each frame."""
+class StreamedAnswer:
+    """The responses to a request, one for each frame.
+
+    A frame holds all of the answer so far. Where frames wait to be sent, a newer one therefore may
+    take the place of an older one.
+    """
 
     exchange: Exchange
     frames: FrameStream
     leading_axis: bool  # of size 1, in every output of an interactive model
+    waiting: deque[GenerationStep] = field(default_factory=deque)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def replace_newest(self, step: GenerationStep) -> bool:
+        """Put a step in the place of the newest that waits; return whether one did."""
+        with self._lock:
+            if self.waiting:
+                self.waiting[-1] = step
+            return bool(self.waiting)
+
+    def send_oldest(self) -> None:
+        """Send the step that has waited longest."""
+        with self._lock:
+            step = self.waiting.popleft()
+        self.send(step, final=False)
 
     def send(self, state: GenerationStep | GenerationResult, *, final: bool) -> None:
         """Send the answer so far, if the step has added to it."""

@@ -256,7 +256,7 @@ class Engine(EngineBase):
             embedding_base=self._embedding_base,
             chunk=ChunkSize(self.options.max_stall_s, **size),
             blocks=self._block_pool(),
-            ranks_choose=on_gpu and self._settings.layout.world_size == 1,
+            ranks_choose=on_gpu and self._settings.layout.pp_size == 1,
             shares_prefixes=self.options.share_prefixes,
             encoder_layers=_encoder_layers(self.architecture),
             session_idle_s=self.options.session_idle_s,

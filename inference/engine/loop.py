@@ -292,10 +292,10 @@ class EngineLoop(Generic[RequestT]):
                 self._queued_rows = scheduler.waiting_rows + coming
             launched = None if step is None else self._launch(ranks, scheduler, step)
             if under_way is not None:
-                self._finish(scheduler, under_way)
+                self._finish(ranks, scheduler, under_way)
             under_way = launched
             if under_way is not None and not under_way.step.overlaps:
-                self._finish(scheduler, under_way)
+                self._finish(ranks, scheduler, under_way)
                 under_way = None
         ranks.stop()
 
@@ -312,11 +312,13 @@ class EngineLoop(Generic[RequestT]):
             self._give_up(scheduler, step, error)
             return None
 
-    def _finish(self, scheduler: LoopScheduler[RequestT], launched: _Launched[RequestT]) -> None:
+    def _finish(
+        self, ranks: RankGroup, scheduler: LoopScheduler[RequestT], launched: _Launched[RequestT]
+    ) -> None:
         """Process the results of a step."""
         began = max(launched.began, self._last_finished)
         try:
-            launched.result.wait()
+            ranks.wait(launched.result)
             self.steps += 1
             self._last_finished = perf_counter()
             seconds = self._last_finished - began

@@ -545,7 +545,10 @@ def paged_attention(
     arrays = [np.repeat(slots, counts), np.repeat(places, counts) + within]
     arrays += [row for tiles, _ in cut for row in tiles]
     every_slot, every_place, *tiled = _sent_together(arrays, device)
-    found = [Tiles(*tiled[4 * nth : 4 * nth + 4], size) for nth, (_, size) in enumerate(cut)]
+    found = []
+    for nth, (_, size) in enumerate(cut):
+        whose, where, row, count = tiled[4 * nth : 4 * nth + 4]
+        found.append(Tiles(whose, where, row, count, size))
     return PagedAttention(every_slot, every_place, tuple(found), rules, tickets)
 
 

@@ -1,9 +1,8 @@
 """Decoding steps as CUDA graphs: a step of one token per sequence is one launch, not hundreds.
 
 A graph serves up to B sequences; B comes in few sizes, all of which are recorded before the first
-request. Unused places of a step compute on a scratch slot, whose results are discarded. Where one
-rank has the whole model, the graph also chooses the best token of each sequence, which the next
-graph reads.
+request. Unused places of a step compute on a scratch slot, whose results are discarded. Without a
+pipeline the graph also chooses the best token of each sequence, which the next graph reads.
 """
 
 # Shapes: B sequences of a graph, R numbers of a sequence, E hidden, V vocabulary
@@ -53,7 +52,7 @@ class GraphModel(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stage's output (B, E), of the last one its logits (B, V) fp32.
 
-        A model on a single rank also returns the tokens it has chosen, (B, 2) as in `Chosen`.
+        A model of a single stage also returns the tokens it has chosen, (B, 2) as in `Chosen`.
 
         Args:
             numbers: Of each sequence (R, B) int64.
@@ -185,10 +184,9 @@ class DecoderGraphModel:
         if not self.layout.is_last_stage:
             return x, None
         logits = model.logits(x, step)
-        if self.layout.world_size > 1:
+        if self.layout.pp_size > 1:
             return logits, None
-        vocab_size = model.architecture.vocab_size
-        return logits, self._feed.choose(logits, slots, forbidden, vocab_size)
+        return logits, self._feed.choose(logits, slots, forbidden)
 
 
 class EncoderDecoderGraphModel:
@@ -242,7 +240,6 @@ class EncoderDecoderGraphModel:
         if not self.layout.is_last_stage:
             return x, None
         logits = model.logits(x)
-        if self.layout.world_size > 1:
+        if self.layout.pp_size > 1:
             return logits, None
-        vocab_size = model.architecture.vocab_size
-        return logits, self._feed.choose(logits, slots, forbidden, vocab_size)
+        return logits, self._feed.choose(logits, slots, forbidden)

@@ -3,10 +3,11 @@
 The next step reads it there, which lets the host plan that step before it knows the token.
 """
 
-# Shapes: B sequences of a step, n tokens whose logits are given, V vocabulary
+# Shapes: n tokens whose logits are given, V vocabulary, T ranks that share it
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,11 +34,31 @@ class Chosen:
 
 
 class TokenFeed:
-    """Chooses the best token and keeps it for the next step."""
+    """Chooses the best token and keeps it for the next step.
 
-    def __init__(self, slots: int, device: torch.device) -> None:
-        """Allocate `slots` entries, and one more for choices that no step reads."""
+    Of ranks that share the vocabulary each finds the best of its own slice; then all of them take
+    the best of those.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        device: torch.device,
+        *,
+        vocab: range,
+        gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        """Allocate `slots` entries, and one more for choices that no step reads.
+
+        Args:
+            slots: Of the cache.
+            device: Of the logits.
+            vocab: The ids whose logits this rank computes.
+            gather: Returns every rank's tensor in rank order (T, ...); None for a single rank.
+        """
         self._newest = torch.zeros(slots + 1, dtype=torch.int64, device=device)
+        self._vocab = vocab
+        self._gather = gather
         self.unread = slots
 
     def ids(self, ids: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -45,26 +66,34 @@ class TokenFeed:
         return torch.where(ids == NEWEST, self._newest[slots].to(ids.dtype), ids)
 
     def choose(
-        self, logits: torch.Tensor, slots: torch.Tensor, forbidden: torch.Tensor, vocab_size: int
+        self, logits: torch.Tensor, slots: torch.Tensor, forbidden: torch.Tensor
     ) -> torch.Tensor:
         """Store the best token of each row of logits, and return them as in `Chosen`.
 
-        A row with NaN has a best logit that is not finite.
+        Of equal logits the lowest id is chosen. A row with NaN has a best logit that is not finite.
 
         Args:
-            logits: (n, V or more) fp32; a forbidden id's is overwritten.
+            logits: Of this rank's ids (n, V / T or more) fp32; a forbidden id's is overwritten.
             slots: Slot that reads it, (n,) integers; `unread` for none.
             forbidden: An id that is not chosen (n,) integers, outside the vocabulary for none.
-            vocab_size: V.
         """
-        logits = logits[:, :vocab_size]
+        if self._vocab:
+            logits = logits[:, : len(self._vocab)]
+        else:  # the vocabulary ends before this rank
+            logits = logits[:, :1].fill_(_LOWEST)
         rows = torch.arange(len(logits), device=logits.device)
-        ids = forbidden.clamp(0, vocab_size - 1).long()
-        real = ids == forbidden  # a model's end id may lie outside its vocabulary
-        logits[rows, ids] = torch.where(real, _LOWEST, logits[rows, ids])
+        wanted = forbidden.long() - self._vocab.start
+        ids = wanted.clamp(0, logits.shape[1] - 1)
+        # Another rank's, or none: a model's end id may lie outside its vocabulary.
+        logits[rows, ids] = torch.where(ids == wanted, _LOWEST, logits[rows, ids])
         values, best = logits.max(-1)
-        self._newest[slots.long()] = best
-        return torch.stack((values.view(torch.int32), best.int()), dim=1)
+        chosen = torch.stack((values.view(torch.int32), (best + self._vocab.start).int()), dim=1)
+        if self._gather is not None:
+            every = self._gather(chosen)  # (T, n, 2)
+            rank = every[:, :, 0].contiguous().view(torch.float32).max(0).indices
+            chosen = every[rank, rows]
+        self._newest[slots.long()] = chosen[:, 1].long()
+        return chosen
 
 
 def chosen_to_host(chosen: torch.Tensor) -> Chosen:

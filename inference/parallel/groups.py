@@ -33,7 +33,9 @@ class _Group(Protocol):
 
 
 class _NcclGroup(_Group, Protocol):
-    """A group with an orderly shutdown."""
+    """A group of GPUs, with an orderly shutdown."""
+
+    def _allgather_base(self, every: torch.Tensor, own: torch.Tensor, /) -> Work: ...
 
     def shutdown(self) -> None: ...
 
@@ -135,6 +137,13 @@ class RankGroups:
         x = x.contiguous()
         self._stage.allreduce([x]).wait()
         return x
+
+    def gather_stage(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the tensors of this stage's ranks on a GPU, in rank order (T, ...)."""
+        stage = cast(_NcclGroup, self._stage)
+        every = x.new_empty(self.layout.tp_size, *x.shape)
+        stage._allgather_base(every, x.contiguous()).wait()
+        return every
 
     def send(self, x: torch.Tensor, rank: int) -> Sending:
         """Begin to send a tensor to a rank of another stage."""

@@ -134,20 +134,69 @@ class RankBase(ABC):
             assert self._groups is not None
             self._groups.send(graph.output, self.layout.next_rank).wait()
 
+    def _token_feed(self, slots: int, vocab_size: int) -> TokenFeed:
+        layout = self.layout
+        gather = self._gather_stage if layout.tp_size > 1 else None
+        return TokenFeed(slots, self.device, vocab=layout.vocab_rows(vocab_size), gather=gather)
+
     def _graph_result(
         self, graph: DecodeGraph, plan: ReceivedPlan, vocab_size: int
     ) -> StepResult | None:
         """Return on rank 0 what a graph computed for the sequences of a plan."""
         count = len(plan.segments)
-        part = graph.output[:count] if self.layout.is_last_stage else None
-        logits = self._first_rank_logits(part, count, vocab_size)
-        if logits is None:
+        if plan.choices is None:
+            part = graph.output[:count] if self.layout.is_last_stage else None
+            return self._logits_result(part, count, vocab_size)
+        assert graph.chosen is not None, "stages of a pipeline choose no tokens"
+        return self._chosen_result(graph.chosen[:count])
+
+    def _result(
+        self,
+        part: torch.Tensor | None,
+        plan: ReceivedPlan,
+        *,
+        feed: TokenFeed,
+        vocab_size: int,
+        pooled: torch.Tensor | None = None,
+    ) -> StepResult | None:
+        """Return on rank 0 the tokens that a plan lets the ranks choose, or else all logits.
+
+        Args:
+            part: This rank's slice of the logits (n, V / T or more), None without.
+            plan: What ran.
+            feed: Keeps the tokens.
+            vocab_size: V.
+            pooled: Goes into the result.
+        """
+        count = len(plan.output_rows)
+        if plan.choices is None or not count:
+            return self._logits_result(part, count, vocab_size, pooled)
+        assert part is not None, "stages of a pipeline choose no tokens"
+        slots, forbidden = on_device(plan.choices, self.device)
+        slots = torch.where(slots < 0, feed.unread, slots)
+        return self._chosen_result(feed.choose(part, slots, forbidden), pooled)
+
+    def _chosen_result(
+        self, chosen: torch.Tensor, pooled: torch.Tensor | None = None
+    ) -> StepResult | None:
+        if self.layout.rank != 0:
             return None
-        chosen = None
-        if plan.choices is not None:
-            assert graph.chosen is not None, "only a single rank chooses tokens"
-            chosen = chosen_to_host(graph.chosen[:count])
-        return StepResult(logits, chosen=chosen, done=self._done())
+        return StepResult(
+            torch.empty(0, 0), pooled, chosen=chosen_to_host(chosen), done=self._done()
+        )
+
+    def _logits_result(
+        self,
+        part: torch.Tensor | None,
+        count: int,
+        vocab_size: int,
+        pooled: torch.Tensor | None = None,
+    ) -> StepResult | None:
+        if count:
+            logits = self._first_rank_logits(part, count, vocab_size)
+        else:
+            logits = torch.empty(0, vocab_size) if self.layout.rank == 0 else None
+        return None if logits is None else StepResult(logits, pooled, done=self._done())
 
     def _done(self) -> torch.cuda.Event | None:
         """Return an event that is set when all work so far is done."""
@@ -157,19 +206,13 @@ class RankBase(ABC):
         event.record()
         return event
 
-    def _choose(
-        self, feed: TokenFeed, logits: torch.Tensor, plan: ReceivedPlan, vocab_size: int
-    ) -> Chosen | None:
-        """Choose the tokens that a plan asks for, from all of its logits."""
-        if plan.choices is None or not plan.choices.size:
-            return None
-        slots, forbidden = on_device(plan.choices, self.device)
-        slots = torch.where(slots < 0, feed.unread, slots)
-        return chosen_to_host(feed.choose(logits, slots, forbidden, vocab_size))
-
     def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         assert self._groups is not None, "ranks are not connected"
         return self._groups.all_reduce(x)
+
+    def _gather_stage(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._groups is not None, "ranks are not connected"
+        return self._groups.gather_stage(x)
 
     def _share(self, rows: torch.Tensor | None, count: int, width: int) -> torch.Tensor | None:
         """Return on every rank the (count, width) fp32 rows that rank 0 holds, None for no rows."""

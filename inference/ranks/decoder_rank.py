@@ -17,7 +17,7 @@ from inference.model.decoder_weights import load_decoder
 from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.layers import has_gpu_kernels
 from inference.model.step import Segment, Step, make_step
-from inference.model.token_feed import NEWEST, TokenFeed
+from inference.model.token_feed import NEWEST
 from inference.model.weights import RankWeights
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
@@ -56,7 +56,7 @@ class DecoderRank(RankBase):
             device=self.device,
             prefixes=load_prefixes(weights, architecture.num_layer),
         )
-        self._feed = TokenFeed(settings.slots, self.device)
+        self._feed = self._token_feed(settings.slots, architecture.vocab_size)
         self._group = architecture.head_num // architecture.kv_head_num
         self._graphs: DecodeGraphs | None = None
 
@@ -100,12 +100,13 @@ class DecoderRank(RankBase):
                 return self._decode(self._graphs, plan)
             steps = self._micro_batches(plan, embeddings)
             hidden = run_stage(self.model, steps, layout=self.layout, groups=self._groups)
-            logits = self._logits(hidden, steps, len(plan.output_rows))
-            pooled = self._pooled(hidden, plan) if plan.pool else None
-            if logits is None:
-                return None
-            chosen = self._choose(self._feed, logits, plan, self.architecture.vocab_size)
-            return StepResult(logits, pooled, chosen=chosen, done=self._done())
+            return self._result(
+                self._logits(hidden, steps),
+                plan,
+                feed=self._feed,
+                vocab_size=self.architecture.vocab_size,
+                pooled=self._pooled(hidden, plan) if plan.pool else None,
+            )
 
     def close(self) -> None:
         """Close the connection to the other ranks."""
@@ -183,22 +184,13 @@ class DecoderRank(RankBase):
             first = stop
         return steps
 
-    def _logits(
-        self, hidden: Sequence[torch.Tensor], steps: Sequence[Step], count: int
-    ) -> torch.Tensor | None:
-        """Return all logits (n, V or more) on rank 0."""
-        if not count:
-            empty = torch.empty(0, self.architecture.vocab_size)
-            return empty if self.layout.rank == 0 else None
-        part = None
-        if hidden:
-            wanted = [(x, s) for x, s in zip(hidden, steps, strict=True) if len(s.output_rows)]
-            slices = [self.model.logits(x, step) for x, step in wanted]
-            part = slices[0] if len(slices) == 1 else torch.cat(slices)
-        return self._gather(part, count)
-
-    def _gather(self, part: torch.Tensor | None, count: int) -> torch.Tensor | None:
-        return self._first_rank_logits(part, count, self.architecture.vocab_size)
+    def _logits(self, hidden: Sequence[torch.Tensor], steps: Sequence[Step]) -> torch.Tensor | None:
+        """Return this rank's slice of the logits (n, V / T or more), None without."""
+        pairs = zip(hidden, steps, strict=True) if hidden else ()
+        slices = [self.model.logits(x, step) for x, step in pairs if len(step.output_rows)]
+        if not slices:
+            return None
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def _pooled(self, hidden: Sequence[torch.Tensor], plan: ReceivedPlan) -> torch.Tensor | None:
         """Return on rank 0 the sum of each segment's last hidden states, (segments, E) fp32."""

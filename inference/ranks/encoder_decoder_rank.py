@@ -27,7 +27,6 @@ from inference.model.encoder_decoder import (
 from inference.model.kv_cache import WIPE, CacheShape, KVCache
 from inference.model.layers import has_gpu_kernels
 from inference.model.ragged import ragged_rows
-from inference.model.token_feed import TokenFeed
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.encoder_pass import EncoderPass
@@ -60,7 +59,7 @@ class EncoderDecoderRank(RankBase):
             shape = decoder_cache_shape(architecture.decoder, settings)
             self.cache = KVCache(shape, dtype=weights.dtype, device=self.device)
             self.cross_cache = KVCache(shape, dtype=weights.dtype, device=self.device)
-        self._feed = TokenFeed(settings.slots, self.device)
+        self._feed = self._token_feed(settings.slots, architecture.vocab_size)
         self._graphs: DecodeGraphs | None = None
         self._lengths = [1] * settings.slots  # encoder tokens that each slot reads
         self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
@@ -94,11 +93,9 @@ class EncoderDecoderRank(RankBase):
             self._move(plan)
             if self._graphs is not None and self._is_plain(plan):
                 return self._run_recorded(self._graphs, plan)
-            logits = self._decode(plan)
-            if logits is None:
-                return None
-            chosen = self._choose(self._feed, logits, plan, self.architecture.vocab_size)
-            return StepResult(logits, chosen=chosen, done=self._done())
+            part = self._decode(plan) if plan.segments else None
+            vocab_size = self.architecture.vocab_size
+            return self._result(part, plan, feed=self._feed, vocab_size=vocab_size)
 
     def close(self) -> None:
         """Close the connection to the other ranks."""
@@ -193,11 +190,7 @@ class EncoderDecoderRank(RankBase):
         return self._graph_result(graph, plan, self.architecture.vocab_size)
 
     def _decode(self, plan: ReceivedPlan) -> torch.Tensor | None:
-        """Return on rank 0 the logits of the decoder's step, (n, V or more)."""
-        count = len(plan.output_rows)
-        if not plan.segments:
-            empty = torch.empty(0, self.architecture.vocab_size)
-            return empty if self.layout.rank == 0 else None
+        """Return this rank's slice of the logits of the decoder's step, (n, V / T or more)."""
         slots = [segment.slot for segment in plan.segments]
         tasks = [self._tasks[slot] for slot in slots]
         inputs = make_decoder_step(
@@ -214,10 +207,9 @@ class EncoderDecoderRank(RankBase):
         )
         stage = _DecoderStage(self.model, self.cache, self.cross_cache)
         hidden = run_stage(stage, [inputs], layout=self.layout, groups=self._groups)
-        part = None
-        if hidden:
-            part = self.model.logits(hidden[0].index_select(0, plan.output_rows.to(self.device)))
-        return self._first_rank_logits(part, count, self.architecture.vocab_size)
+        if not hidden:
+            return None
+        return self.model.logits(hidden[0].index_select(0, plan.output_rows.to(self.device)))
 
     def _newest_ids(self, ids: torch.Tensor, slots: list[int]) -> torch.Tensor:
         return self._feed.ids(ids.to(self.device), torch.tensor(slots, device=self.device))

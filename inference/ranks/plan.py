@@ -56,7 +56,7 @@ class StepPlan:
         entries: Blocks that slots get before the pass.
         choices: For every output row the slot whose newest token is to be its best one, negative
             for none, and an id that it may not be, negative for none. None if the scheduler
-            chooses; only a rank that has the whole model can.
+            chooses, as it must for a pipeline.
         has_virtual: Whether some ids lie beyond the vocabulary.
         embedding_rows: Rows of embeddings that follow the plan, for ids beyond loaded tables.
         pool: Whether the sums of each segment's last hidden states are wanted.
@@ -127,8 +127,8 @@ def pack_command(command: Command) -> torch.Tensor:
 
 def pack_plan(plan: StepPlan) -> torch.Tensor:
     """Return the plan as one int32 tensor."""
-    assert plan.choices is None, "only a single rank chooses tokens"
     flags = int(plan.has_virtual) + 2 * int(plan.pool) + 4 * int(plan.attentions)
+    flags += 8 * int(plan.choices is not None)
     values = [Command.STEP, 0, len(plan.segments), len(plan.moves), len(plan.output_rows)]
     values += [len(plan.ids), flags, plan.embedding_rows]
     values += [len(plan.encoder_rows), len(plan.encoder_ids), plan.encoder_layers]
@@ -140,6 +140,8 @@ def pack_plan(plan: StepPlan) -> torch.Tensor:
     for entry in plan.entries:
         values += entry
     values += plan.output_rows
+    for choice in plan.choices or ():
+        values += choice
     values += plan.ids
     values += plan.encoder_ids
     for row in plan.encoder_rows:
@@ -161,16 +163,17 @@ def unpack_plan(packed: torch.Tensor) -> ReceivedPlan:
     moves_at = _HEADER + 4 * segments
     entries_at = moves_at + 4 * moves
     outputs_at = entries_at + 3 * entries
-    ids_at = outputs_at + outputs
+    choices_at = outputs_at + outputs
+    ids_at = choices_at + (2 * outputs if flags & 8 else 0)
     encoder_at = ids_at + ids
     rows_at = encoder_at + encoder_ids
     return ReceivedPlan(
         ids=packed[ids_at : ids_at + ids].long(),
         segments=tuple(Segment(*each) for each in _tuples(packed[_HEADER:moves_at], 4)),
-        output_rows=packed[outputs_at:ids_at].long(),
+        output_rows=packed[outputs_at:choices_at].long(),
         moves=tuple(_tuples(packed[moves_at:entries_at], 4)),
         entries=tuple(_tuples(packed[entries_at:outputs_at], 3)),
-        choices=None,
+        choices=packed[choices_at:ids_at].long().view(-1, 2).T.numpy() if flags & 8 else None,
         has_virtual=bool(flags & 1),
         embedding_rows=embedding_rows,
         pool=bool(flags & 2),

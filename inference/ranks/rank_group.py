@@ -137,6 +137,12 @@ class RankGroup:
         assert result is not None
         return result
 
+    def wait(self, result: StepResult) -> None:
+        """Return once all of a step is computed; a rank that holds it up is a problem in time."""
+        self._busy_since = monotonic()
+        result.wait()
+        self._busy_since = None
+
     def ping(self) -> None:
         """Return once every rank has answered."""
         if self._groups is None:

@@ -7,9 +7,11 @@ import pytest
 from export_scripts.triton.signature import (
     MODEL_SIGNATURES,
     ModelSignature,
+    as_sent_by_fastertransformer,
     ensemble,
     interactive,
     model_signature,
+    postprocessing,
 )
 
 GENERATION = {"input_ids", "input_lengths", "request_output_len"}
@@ -108,3 +110,17 @@ def test_interactive_shapes_gain_an_axis() -> None:
     assert model.input("runtime_top_k").reshape == (-1,)
     assert model.input("session_len").dtype == model.input("memory_len").dtype == "UINT32"
     assert model.output("output_ids").dims == (-1, -1, -1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [("GPT", "INT32"), ("GPT-J", "INT32"), ("GPT-NeoX", "UINT32"), ("T5", "INT32")],
+)
+def test_models_around_nvidias_backend_take_the_lengths_that_it_sends(
+    model_type: str, dtype: str
+) -> None:
+    model = model_signature(model_type, data_type="fp16")
+    sent = as_sent_by_fastertransformer(model, model_type)
+    assert postprocessing(sent).input("sequence_length").dtype == dtype
+    assert ensemble(sent).output("sequence_length").dtype == dtype
+    assert [tensor.name for tensor in sent.outputs] == [tensor.name for tensor in model.outputs]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple
+from dataclasses import astuple, replace
+
+import pytest
 
 from inference.engine.step_budget import ChunkSize
 from inference.model.step import Segment
@@ -30,6 +32,7 @@ PLAN = StepPlan(
     encoder_ids=[8, 9, 10],
     attentions=True,
     encoder_layers=3,
+    choices=[(4, -1), (-1, 9)],
 )
 
 
@@ -47,9 +50,10 @@ def test_plan_survives_packing() -> None:
     assert plan.encoder_layers == 3
 
 
-def test_a_single_rank_reads_the_plan_that_others_unpack() -> None:
+@pytest.mark.parametrize("plan", [PLAN, replace(PLAN, choices=None)])
+def test_a_single_rank_reads_the_plan_that_others_unpack(plan: StepPlan) -> None:
     for mine, theirs in zip(
-        astuple(received(PLAN)), astuple(unpack_plan(pack_plan(PLAN))), strict=True
+        astuple(received(plan)), astuple(unpack_plan(pack_plan(plan))), strict=True
     ):
         if hasattr(mine, "dtype"):
             assert mine.dtype == theirs.dtype
