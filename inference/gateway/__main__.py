@@ -14,6 +14,7 @@ from pathlib import Path
 from aiohttp import web
 
 from inference.gateway.access import Access, add_access_options
+from inference.gateway.check_process import CheckProcess
 from inference.gateway.grpc_relay import GrpcRelay, grpc_server
 from inference.gateway.http_relay import HttpRelay
 from inference.gateway.process import run, stop_event
@@ -33,7 +34,9 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
     rules = Rules(tokens=access.tokens(), client_shared_memory=access.client_shared_memory)
     stopped = stop_event(arguments.lifeline)
     async with contextlib.AsyncExitStack() as stack:
-        http = HttpRelay(access, rules, sockets=sockets, listens_at=host)
+        checks = CheckProcess()
+        stack.callback(checks.close)
+        http = HttpRelay(access, rules, sockets=sockets, checks=checks, listens_at=host)
         stack.push_async_callback(http.close)
         tls = access.ssl_context()
         for handler, port in (
@@ -47,7 +50,7 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
             stack.push_async_callback(runner.cleanup)
             site = web.TCPSite(runner, host, port, ssl_context=tls, shutdown_timeout=_GRACE_S)
             await site.start()
-        grpc = GrpcRelay(access, rules, sockets=sockets)
+        grpc = GrpcRelay(access, rules, sockets=sockets, checks=checks)
         stack.push_async_callback(grpc.close)
         address = f"[{host}]" if ":" in host else host
         server = grpc_server(access, grpc, address=f"{address}:{arguments.grpc_port}")

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import grpc
 
 from inference.gateway.access import Access
+from inference.gateway.check_process import CheckProcess
 from inference.gateway.rules import (
     CLOSED,
     INDEX_CALL,
@@ -26,7 +27,11 @@ from inference.gateway.rules import (
     without_internal_names,
 )
 from inference.gateway.sockets import ServerSockets
-from inference.gateway.validation import MalformedError, check_message
+from inference.gateway.validation import (
+    MalformedError,
+    check_infer_message,
+    without_raw_tensors,
+)
 
 _UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -38,9 +43,13 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
         access: The limits.
         rules: The calls that pass.
         sockets: Sockets of tritonserver.
+        checks: Of large requests.
     """
 
-    def __init__(self, access: Access, rules: Rules, *, sockets: ServerSockets) -> None:
+    def __init__(
+        self, access: Access, rules: Rules, *, sockets: ServerSockets, checks: CheckProcess
+    ) -> None:
+        self._checks = checks
         self._limit = access.max_request_bytes
         self._rules = rules
         options = [*_UNLIMITED, ("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0)]
@@ -71,7 +80,7 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
                 return UNREADY_ANSWERS[call]
             if call == REGISTER_CALL and (problem := _register_problem(request)):
                 await context.abort(grpc.StatusCode.PERMISSION_DENIED, problem)
-            if call == INFER_CALL and (problem := self._infer_problem(request)):
+            if call == INFER_CALL and (problem := await self._infer_problem(request)):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
             try:
                 reply: bytes = await self._calls[call](request, timeout=context.time_remaining())
@@ -87,7 +96,7 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
         async def checked() -> AsyncIterator[bytes]:
             nonlocal problem
             async for request in requests:
-                if problem := self._infer_problem(request):
+                if problem := await self._infer_problem(request):
                     return  # what was asked before is still answered
                 yield request
 
@@ -102,16 +111,13 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
         if problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
 
-    def _infer_problem(self, request: bytes) -> str | None:
+    async def _infer_problem(self, request: bytes) -> str | None:
         """Return why a request is not passed on, None if it is."""
-        from google.protobuf.message import DecodeError
-        from tritonclient.grpc import service_pb2
-
         try:
-            message = service_pb2.ModelInferRequest.FromString(request)
-            check_message(message, len(request), limit=self._limit)
-        except DecodeError:
-            return "the message is not a ModelInferRequest"
+            data = without_raw_tensors(request)
+            await self._checks.run(
+                check_infer_message, data, size_bytes=len(request), limit=self._limit
+            )
         except MalformedError as error:
             return str(error)
         return None

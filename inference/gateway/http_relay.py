@@ -13,6 +13,7 @@ from aiohttp import web
 from yarl import URL
 
 from inference.gateway.access import Access
+from inference.gateway.check_process import CheckProcess
 from inference.gateway.durations import with_engine_durations
 from inference.gateway.rules import (
     CLOSED,
@@ -25,7 +26,14 @@ from inference.gateway.rules import (
     without_internal_names,
 )
 from inference.gateway.sockets import ServerSockets
-from inference.gateway.validation import MalformedError, check_generate, check_infer, parse_json
+from inference.gateway.validation import (
+    MalformedError,
+    check_generate,
+    check_infer,
+    check_json,
+    length_of_json,
+    parse_json,
+)
 
 BODY_TIMEOUT_S = 120.0  # for a request's body to arrive
 _METRICS_PATH = "/metrics"
@@ -35,6 +43,7 @@ _JSON_LENGTH = "Inference-Header-Content-Length"
 _PASSED_ON = frozenset(
     {"accept", "content-type", "endpoint-load-metrics-format", _JSON_LENGTH.lower()}
 )
+_MOST_NAMES_BYTES = 4096  # of a request that names shared memory
 _ACCEPT_ENCODING = "Accept-Encoding"
 _CODING = r"\s*[\w*-]+\s*(?:;\s*q=[01](?:\.[0-9]{0,3})?\s*)?"
 _CODINGS = re.compile(rf"{_CODING}(?:,{_CODING})*")
@@ -56,12 +65,20 @@ class HttpRelay:
         access: The limits.
         rules: The requests that pass.
         sockets: Sockets of tritonserver.
+        checks: Of large requests.
         listens_at: Address that clients reach.
     """
 
     def __init__(
-        self, access: Access, rules: Rules, *, sockets: ServerSockets, listens_at: str
+        self,
+        access: Access,
+        rules: Rules,
+        *,
+        sockets: ServerSockets,
+        checks: CheckProcess,
+        listens_at: str,
     ) -> None:
+        self._checks = checks
         self._limit = access.max_request_bytes
         self._max_request_mb = access.max_request_mb
         self._rules = rules
@@ -84,7 +101,7 @@ class HttpRelay:
                 raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, reason)
             body = await self._body(request)
             if body is not None:
-                body = self._checked(request, body)
+                body = await self._checked(request, body)
             return await _passed_on(self._session, request, body)
         except MalformedError as error:
             return _refusal(HTTPStatus.BAD_REQUEST, str(error))
@@ -140,19 +157,20 @@ class HttpRelay:
             raise _RefusedError(HTTPStatus.BAD_REQUEST, "the body cannot be decoded") from error
         return bytes(body)
 
-    def _checked(self, request: web.BaseRequest, body: bytes) -> bytes:
+    async def _checked(self, request: web.BaseRequest, body: bytes) -> bytes:
         """Return a body of a form that the server reads. Raises MalformedError, _RefusedError."""
         if request.path.endswith("/infer"):
             lengths = request.headers.getall(_JSON_LENGTH, [])
             if len(lengths) > 1:
                 raise MalformedError(f"{_JSON_LENGTH} stands twice")
-            check_infer(body, lengths[0] if lengths else None, limit=self._limit)
+            data = body[: length_of_json(lengths[0] if lengths else None, len(body))]
+            await self._checks.run(check_infer, data, size_bytes=len(body), limit=self._limit)
         elif request.path.endswith(("/generate", "/generate_stream")):
-            check_generate(body)
+            await self._checks.run(check_generate, body)
         elif request.path.endswith("/register"):
             return _own_shared_memory(body)
         elif body:
-            parse_json(body)
+            await self._checks.run(check_json, body)
         return body
 
     def _too_large(self) -> _RefusedError:
@@ -176,9 +194,11 @@ def _own_shared_memory(body: bytes) -> bytes:
     """Return a request to register shared memory.
 
     Raises:
-        MalformedError: It is not JSON.
+        MalformedError: It is not JSON, or is too long.
         _RefusedError: The memory is not a client's own.
     """
+    if len(body) > _MOST_NAMES_BYTES:
+        raise MalformedError(f"the request has {len(body)} bytes; {_MOST_NAMES_BYTES} at most")
     if problem := shared_memory_problem(parse_json(body).get("key")):
         raise _RefusedError(HTTPStatus.FORBIDDEN, problem)
     return body

@@ -7,15 +7,18 @@ import shutil
 import tempfile
 from pathlib import Path
 
-# The kernel keeps a socket's name in 108 bytes; `grpc:8001` needs some of them.
-_LONGEST_FOLDER = 80
+from inference.private_folder import PrivateFolder
+
+# The kernel keeps a socket's name in 108 bytes; `/slipway-sockets-12345678/grpc:8001` needs some.
+_LONGEST_FOLDER = 72
 
 
 class ServerSockets:
-    """The sockets in one such folder."""
+    """The sockets in one such folder, whose owner has it as a `PrivateFolder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, own: PrivateFolder | None = None) -> None:
         self.folder = folder
+        self._own = own
 
     @property
     def http(self) -> Path:
@@ -58,6 +61,8 @@ class ServerSockets:
 
     def remove(self) -> None:
         """Remove the folder."""
+        if self._own is not None:
+            self._own.remove()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
@@ -66,4 +71,5 @@ def new_sockets() -> ServerSockets:
     place = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
     if len(os.fsencode(place)) > _LONGEST_FOLDER or not os.access(place, os.W_OK):
         place = "/tmp"
-    return ServerSockets(Path(tempfile.mkdtemp(prefix="slipway-", dir=place)))
+    folder = PrivateFolder("sockets", place=Path(place))
+    return ServerSockets(folder.path, folder)

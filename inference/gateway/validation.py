@@ -18,33 +18,55 @@ _MOST_JSON_BYTES = MOST_JSON_MB << 20
 _MOST_ENTRIES = 256  # inputs, outputs or parameters of a request
 _MOST_LEVELS = 32
 _MOST_DIMENSIONS = 16
+_MOST_DIGITS = 20
 _MEMORY = "shared_memory_region"
+# Of gRPC: service_pb2.ModelInferRequest, and the wire format of protobuf.
+_MOST_FIELDS = 4 * _MOST_ENTRIES + 16
+_RAW_INPUT_CONTENTS = 7
+_VARINT, _BYTES = 0, 2
+_FIXED_BYTES = {1: 8, 5: 4}
+_MOST_VARINT_BYTES = 10
+_NOT_A_REQUEST = "the message is not a ModelInferRequest"
 
 
 class MalformedError(ValueError):
     """A request that is not passed on; the message says why."""
 
 
-def check_infer(body: bytes, json_length: str | None, *, limit: int) -> None:
-    """Check the body of a request to `infer`.
+def length_of_json(header: str | None, size_bytes: int) -> int:
+    """Return how much of the body of a request to `infer` is JSON; tensors follow.
 
     Args:
-        body: JSON, followed by the bytes of tensors.
-        json_length: The header Inference-Header-Content-Length; without it all of it is JSON.
+        header: Inference-Header-Content-Length; without it all of it is JSON.
+        size_bytes: Of the body.
+
+    Raises:
+        MalformedError: It is not a length within the body.
+    """
+    if header is None:
+        return size_bytes
+    # Twenty digits are more than any size has; int() refuses some thousands.
+    is_number = header.isascii() and header.isdigit() and len(header) <= _MOST_DIGITS
+    if not is_number or int(header) > size_bytes:
+        raise MalformedError(
+            f"Inference-Header-Content-Length: {header[:40]} is not a length within a "
+            f"body of {size_bytes} bytes"
+        )
+    return int(header)
+
+
+def check_infer(data: bytes, *, size_bytes: int, limit: int) -> None:
+    """Check the JSON of a request to `infer`.
+
+    Args:
+        data: JSON.
+        size_bytes: Of the whole body.
         limit: Bytes of the largest request; a tensor in shared memory has no more elements.
 
     Raises:
         MalformedError: It has another form.
     """
-    length = len(body)
-    if json_length is not None:
-        if not (json_length.isascii() and json_length.isdigit()) or int(json_length) > length:
-            raise MalformedError(
-                f"Inference-Header-Content-Length: {json_length[:40]} is not a length within a "
-                f"body of {length} bytes"
-            )
-        length = int(json_length)
-    request = parse_json(body[:length])
+    request = parse_json(data)
     _check_count("parameters", _entry(request, "parameters", dict))
     _check_count("outputs", _entry(request, "outputs", list))
     inputs = _entry(request, "inputs", list)
@@ -57,21 +79,91 @@ def check_infer(body: bytes, json_length: str | None, *, limit: int) -> None:
         shape = _entry(each, "shape", list)
         if not all(type(size) is int for size in shape):
             raise MalformedError(f"the shape of input {_short(each)} is not a list of integers")
-        check_shape(_short(each), shape, most=limit if _MEMORY in parameters else len(body))
+        check_shape(_short(each), shape, most=limit if _MEMORY in parameters else size_bytes)
     for each in _entry(request, "outputs", list):
         if isinstance(each, dict):
             _check_count("parameters", _entry(each, "parameters", dict))
 
 
-def check_generate(body: bytes) -> None:
+def check_json(data: bytes) -> None:
+    """Check that data is an object of JSON. Raises MalformedError."""
+    parse_json(data)
+
+
+def check_generate(data: bytes) -> None:
     """Check the body of a request to `generate`. Raises MalformedError."""
-    request = parse_json(body)
+    request = parse_json(data)
     _check_count("inputs", request)
     _check_count("parameters", _entry(request, "parameters", dict))
 
 
+def without_raw_tensors(data: bytes) -> bytes:
+    """Return a ModelInferRequest of gRPC without the raw bytes of its tensors.
+
+    Nothing of it is parsed: two bytes of a message can take a hundred of memory.
+
+    Raises:
+        MalformedError: It is something else, or has more fields or more bytes outside of raw
+            tensors than a request needs.
+    """
+    kept, position, fields = bytearray(), 0, 0
+    while position < len(data):
+        start = position
+        tag, position = _varint(data, position)
+        if tag & 7 == _VARINT:
+            _, position = _varint(data, position)
+        elif tag & 7 == _BYTES:
+            size, position = _varint(data, position)
+            position += size
+        else:
+            position += _FIXED_BYTES.get(tag & 7, len(data))
+        fields += 1
+        if position > len(data):
+            raise MalformedError(_NOT_A_REQUEST)
+        if fields > _MOST_FIELDS:
+            raise MalformedError(f"the request has more than {_MOST_FIELDS} fields")
+        if tag >> 3 != _RAW_INPUT_CONTENTS:
+            kept += data[start:position]
+        if len(kept) > _MOST_JSON_BYTES:
+            raise MalformedError(
+                f"a request may have {MOST_JSON_MB} MiB outside of raw_input_contents; send large "
+                "tensors there"
+            )
+    return bytes(kept)
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    """Return a number of the wire format and the place after it."""
+    value = 0
+    for index, byte in enumerate(data[position : position + _MOST_VARINT_BYTES]):
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            return value, position + index + 1
+    raise MalformedError(_NOT_A_REQUEST)
+
+
+def check_infer_message(data: bytes, *, size_bytes: int, limit: int) -> None:
+    """Check a ModelInferRequest of gRPC `without_raw_tensors`.
+
+    Args:
+        data: The message.
+        size_bytes: Of the whole message.
+        limit: Bytes of the largest request, see `check_infer`.
+
+    Raises:
+        MalformedError: It has another form.
+    """
+    from google.protobuf.message import DecodeError
+    from tritonclient.grpc import service_pb2
+
+    try:
+        check_message(service_pb2.ModelInferRequest.FromString(data), size_bytes, limit=limit)
+    except DecodeError:
+        raise MalformedError(_NOT_A_REQUEST) from None
+
+
 def check_message(message: Any, size_bytes: int, *, limit: int) -> None:
-    """Check a ModelInferRequest of gRPC, of `size_bytes`. Raises MalformedError."""
+    """Check a parsed ModelInferRequest, of `size_bytes` with raw tensors. Raises MalformedError."""
     for name, entries in (
         ("inputs", message.inputs),
         ("outputs", message.outputs),

@@ -5,12 +5,12 @@ It opens no port that another user could connect to.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from datetime import timedelta
 from pathlib import Path
 
 from torch._C._distributed_c10d import FileStore, Store
+
+from inference.private_folder import PrivateFolder
 
 _NAME = "store"
 _KEPT = -1  # in place of the number of ranks: the last of them does not remove the file
@@ -20,13 +20,13 @@ class NodeStore:
     """A new store, owned by the process that starts the ranks. `close` removes it."""
 
     def __init__(self, *, timeout_s: float) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="slipway-ranks-"))  # of mode 700
-        self.path = self._folder / _NAME
+        self._folder = PrivateFolder("store")
+        self.path = self._folder.path / _NAME
         self.store = join_node_store(self.path, timeout_s=timeout_s)
 
     def close(self) -> None:
         """Remove the file; may be called again."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 def join_node_store(path: Path, *, timeout_s: float) -> Store:

@@ -134,7 +134,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # Runs in the server, which has the whole project.
     "export_scripts.triton.models": ("inference.backend",),
     "export_scripts.triton.backends": ("inference.backend",),
-    "inference.gateway": (),
+    "inference.gateway": ("inference",),
     "inference.openai": ("export_scripts.ft", "inference.backend", "inference.gateway"),
     "inference.server": (
         "export_scripts.triton",

@@ -16,8 +16,11 @@ from inference.gateway.validation import (
     MalformedError,
     check_generate,
     check_infer,
+    check_infer_message,
     check_message,
+    length_of_json,
     parse_json,
+    without_raw_tensors,
 )
 
 LIMIT = 1 << 20
@@ -26,6 +29,12 @@ X: dict[str, Any] = {"name": "x", "shape": [1, 2], "datatype": "UINT32", "data":
 
 def infer(**changes: Any) -> bytes:
     return json.dumps({"inputs": [{**X, **changes}]}).encode()
+
+
+def check_body(body: bytes, header: str | None = None) -> None:
+    """Check a body of `infer` as the gateway does."""
+    data = body[: length_of_json(header, len(body))]
+    check_infer(data, size_bytes=len(body), limit=LIMIT)
 
 
 def nested(opening: str, depth: int, closing: str) -> bytes:
@@ -65,22 +74,22 @@ def nested(opening: str, depth: int, closing: str) -> bytes:
 )
 def test_malformed_bodies_are_refused(body: bytes, said: str) -> None:
     with pytest.raises(MalformedError, match=said) as caught:
-        check_infer(body, None, limit=LIMIT)
+        check_body(body)
     assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("length", ["-1", "abc", "1e3", "", " 5", "9" * 30, "٣"])
 def test_the_length_of_the_json_lies_within_the_body(length: str) -> None:
     with pytest.raises(MalformedError, match="is not a length within a body"):
-        check_infer(infer(), length, limit=LIMIT)
+        check_body(infer(), length)
 
 
 def test_requests_that_clients_send_pass() -> None:
-    check_infer(infer(), None, limit=LIMIT)
-    check_infer(infer() + bytes(8), str(len(infer())), limit=LIMIT)
-    check_infer(infer(shape=[1, 0], data=[]), None, limit=LIMIT)
+    check_body(infer())
+    check_body(infer() + bytes(8), str(len(infer())))
+    check_body(infer(shape=[1, 0], data=[]))
     memory = {"shared_memory_region": "a", "shared_memory_byte_size": 4096}
-    check_infer(infer(shape=[1, 1024], parameters=memory), None, limit=LIMIT)
+    check_body(infer(shape=[1, 1024], parameters=memory))
     check_generate(b'{"text_input": "It was", "parameters": {"max_tokens": 4}}')
 
 
@@ -128,6 +137,54 @@ _KEYS = st.sampled_from(["inputs", "outputs", "parameters", "shape", "name", "da
 def test_whatever_is_sent_is_read_as_it_is_and_passed_or_refused(value: dict[str, Any]) -> None:
     body = json.dumps(value).encode()
     assert parse_json(body) == value
-    for check in (lambda: check_infer(body, None, limit=LIMIT), lambda: check_generate(body)):
+    for check in (lambda: check_body(body), lambda: check_generate(body)):
         with contextlib.suppress(MalformedError):
             check()
+
+
+def as_field(number: int, content: bytes) -> bytes:
+    """Return bytes as a field of a message of protobuf."""
+    size, left = bytearray(), len(content)
+    while left > 0x7F:
+        size.append(left & 0x7F | 0x80)
+        left >>= 7
+    return bytes([number << 3 | 2, *size, left]) + content
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            as_field(5, b"") * 2000,
+            "more than 1040 fields",
+        ),  # inputs; a hundred bytes of memory each
+        (as_field(7, b"") * 2000, "more than 1040 fields"),
+        (as_field(5, as_field(5, as_field(8, b"") * (5 << 20))), "send large tensors there"),
+        (as_field(5, as_field(3, b"\x01" * (9 << 20))), "outside of raw_input_contents"),
+        (b"\x3a\xff\xff\xff\xff\x7f", "not a ModelInferRequest"),  # longer than the message
+        (b"\xff" * 20, "not a ModelInferRequest"),
+        (b"\x2b", "not a ModelInferRequest"),  # a group
+    ],
+)
+def test_messages_that_would_take_much_memory_are_not_parsed(data: bytes, said: str) -> None:
+    with pytest.raises(MalformedError, match=said):
+        without_raw_tensors(data)
+
+
+@given(
+    shape=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3),
+    raw=st.lists(st.binary(max_size=300), max_size=3),
+    value=st.integers(-(2**63), 2**63 - 1),
+)
+def test_what_is_left_without_raw_tensors_is_the_same_request(
+    shape: list[int], raw: list[bytes], value: int
+) -> None:
+    message = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=raw)
+    message.inputs.add(name="x", shape=shape, datatype="UINT32")
+    message.parameters["a"].int64_param = value
+    data = message.SerializeToString()
+    rest = without_raw_tensors(data)
+    message.ClearField("raw_input_contents")
+    assert service_pb2.ModelInferRequest.FromString(rest) == message
+    with contextlib.suppress(MalformedError):
+        check_infer_message(rest, size_bytes=len(data), limit=LIMIT)
