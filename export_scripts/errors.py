@@ -15,17 +15,28 @@ class CheckpointMismatchError(ValueError):
     """
 
     def __init__(self, problems: Iterable[str] | str) -> None:
-        self.problems: list[str] = [problems] if isinstance(problems, str) else list(problems)
+        given = [problems] if isinstance(problems, str) else problems
+        self.problems: list[str] = [printable(problem) for problem in given]
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[CheckpointMismatchError], tuple[list[str]]]:
         return type(self), (self.problems,)
 
 
+def printable(text: str) -> str:
+    """Return a text that may hold names of others, with their control characters spelled out.
+
+    A terminal would obey them. Lines stay lines.
+    """
+    return "".join(
+        each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text
+    )
+
+
 def first_names(names: Sequence[str], most: int = 8) -> str:
-    """Return the first of several names, separated by commas, and the number of the rest."""
+    """Return the first of several names, printable, and the number of the rest."""
     more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+    return printable(", ".join(names[:most])) + (f" and {more} more" if more > 0 else "")
 
 
 def listed(problems: Sequence[str], prefix: str = "") -> list[str]:

@@ -236,12 +236,13 @@ class FileMaps:
 
 @dataclass(frozen=True)
 class TokenizerFile:
-    """A tokenizer file inside a source: a byte range of a file, and its name in the FT folder."""
+    """A tokenizer file of a source: a byte range of a file, and its name in the FT folder."""
 
     name: str
     path: Path
     offset: int = 0
     size: int | None = None  # None: to the end
+    is_outside: bool = False  # the checkpoint names it, and does not hold it
 
     def read(self) -> bytes:
         """Return the contents."""

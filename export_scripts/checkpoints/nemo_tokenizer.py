@@ -36,7 +36,12 @@ def tokenizer_files(container: Container, config: Mapping[str, Any]) -> tuple[To
         region = _tokenizer_region(container, settings.get(key), pattern)
         if region is not None:
             suffix = PurePosixPath(region.name or region.path.name).suffix
-            found.append(TokenizerFile(f"{stem}{suffix}", region.path, region.offset, region.size))
+            is_outside = region not in container.members.values()
+            found.append(
+                TokenizerFile(
+                    f"{stem}{suffix}", region.path, region.offset, region.size, is_outside
+                )
+            )
     return tuple(found)
 
 

@@ -20,6 +20,8 @@ _TRAINER_SPEC = 2
 _BOS, _EOS, _PAD = 41, 42, 43
 _SENTENCEPIECE_DEFAULTS = {_BOS: 1, _EOS: 2, _PAD: -1}
 
+_MOST_BYTES = 64 << 20  # of a tokenizer's file outside of its checkpoint
+
 _END_OF_TEXT = "<|endoftext|>"
 
 # Files of a Hugging Face folder worth carrying, and their names in the FT folder.
@@ -145,6 +147,57 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value & ((1 << 64) - 1), position
     raise ValueError("a number is too long")
+
+
+def check_outside_files(files: Sequence[TokenizerFile]) -> None:
+    """Check the files that a checkpoint does not hold itself, which are copied with its model.
+
+    It may name any file of the user's, or hold links to some: those that are not a tokenizer's are
+    not for whoever gets the model.
+
+    Raises:
+        CheckpointMismatchError: Such a file is not a tokenizer's.
+    """
+    by_name = {file.name: file for file in files}
+    problems = [
+        f"{file.path} is refused: it lies outside of the checkpoint and is not a tokenizer's "
+        f"{file.name}; if you trust it, copy it into the checkpoint"
+        for file in files
+        if (file.is_outside or _is_link_outside(file.path)) and not _is_tokenizer(file, by_name)
+    ]
+    if problems:
+        raise CheckpointMismatchError(problems)
+
+
+def _is_link_outside(path: Path) -> bool:
+    """Return whether a file is a link that leaves its folder."""
+    if not path.is_symlink():
+        return False
+    folder = path.parent.resolve()
+    if folder.parent.name == "snapshots":  # of a Hugging Face cache: links into its own blobs
+        folder = folder.parent.parent
+    return not path.resolve().is_relative_to(folder)
+
+
+def _is_tokenizer(file: TokenizerFile, others: Mapping[str, TokenizerFile]) -> bool:
+    """Return whether a file holds what its name says, and nothing that would also be a secret."""
+    if file.path.stat().st_size > _MOST_BYTES:
+        return False
+    data = file.read()
+    try:
+        if file.name == "tokenizer.model":
+            return {1, _TRAINER_SPEC} <= {number for number, _ in _fields(data)}  # 1: pieces
+        if file.name == "vocab.txt":
+            return {b"[UNK]", b"[CLS]", b"[SEP]"} <= set(data.split())
+        vocabulary = json.loads(data if file.name == "vocab.json" else others["vocab.json"].read())
+        if not vocabulary or not all(type(each) is int for each in vocabulary.values()):
+            return False
+        if file.name == "merges.txt":
+            pairs = [line.split(" ") for line in data.decode().splitlines()[1:] if line]
+            return all(len(pair) == 2 and "".join(pair) in vocabulary for pair in pairs)
+    except (IndexError, ValueError, KeyError, AttributeError, RecursionError):
+        return False
+    return file.name == "vocab.json"
 
 
 def given_files(vocab_path: Path | None, merges_path: Path | None) -> tuple[TokenizerFile, ...]:

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 
 from export_scripts.checkpoints import open_addition, open_checkpoint
 from export_scripts.checkpoints.base import TokenizerFile
-from export_scripts.checkpoints.tokenizers import given_files
+from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
 from export_scripts.conversion.request import MODEL_TYPES, ConversionRequest
 from export_scripts.conversion.tensor_plan import TensorPlan, plan_tensors
 from export_scripts.errors import CheckpointMismatchError
@@ -233,11 +233,10 @@ def _tokenizer(
     request: ConversionRequest, found: Sequence[TokenizerFile]
 ) -> tuple[TokenizerFile, ...]:
     given = given_files(request.vocab_path, request.merges_path)
-    if not given:
-        return tuple(found)
     stems = {file.name.split(".")[0] for file in given}
-    replaced = [f for f in found if f.name.split(".")[0] not in stems]
-    return (*given, *replaced)
+    kept = [f for f in found if f.name.split(".")[0] not in stems]
+    check_outside_files(kept)
+    return (*given, *kept)
 
 
 def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:

@@ -125,7 +125,7 @@ class _Changes:
     """The changes to make in the store."""
 
     send: dict[str, Path]
-    delete: list[str]
+    delete: list[str]  # in this order: configurations first
     conflicts: list[str]  # objects that are replaced or deleted
 
 
@@ -138,7 +138,8 @@ def _changes(files: dict[str, Path], store: _Store) -> _Changes:
     models = {name.partition("/")[0] for name in conflicts}
     configs = {f"{model}/{CONFIG_FILE}" for model in models}
     send |= {name: files[name] for name in configs & set(files)}
-    return _Changes(send, sorted(stale | (configs & set(stored))), conflicts)
+    first = sorted(configs & set(stored))
+    return _Changes(send, [*first, *sorted(stale - configs)], conflicts)
 
 
 def _is_config(name: str) -> bool:

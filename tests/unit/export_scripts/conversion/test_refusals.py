@@ -222,6 +222,70 @@ def test_links_and_devices_in_archives_are_refused(tmp_path: Path, kind: bytes) 
     assert "refused: member 'odd' is" in refusal(path, tmp_path)
 
 
+VOCABULARY = json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3})
+# A credential file whose lines have two words each, as merges do; and one that is JSON.
+NETRC = "machine a.host\nlogin me\npassword secret\n"
+LOGINS = json.dumps({"auths": {"a.registry": {"auth": "secret"}}})
+
+
+def nemo_naming(tmp_path: Path, vocab: str, merges: str) -> Path:
+    """Return an archive that names two files outside of it."""
+    files = {"vocab.json": vocab, "merges.txt": merges}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    tokenizer = {"vocab_file": f"{tmp_path}/vocab.json", "merge_file": f"{tmp_path}/merges.txt"}
+    members = nemo_members(gpt_tensors(), config={"tokenizer": tokenizer})
+    kept = {name: data for name, data in members.items() if not name.startswith("0123_")}
+    return write_tar(tmp_path / "x.nemo", kept)
+
+
+@pytest.mark.parametrize(("vocab", "merges"), [(LOGINS, "#version\n"), (VOCABULARY, NETRC)])
+def test_files_outside_of_an_archive_are_taken_only_if_they_are_a_tokenizers(
+    tmp_path: Path, vocab: str, merges: str
+) -> None:
+    text = refusal(nemo_naming(tmp_path, vocab, merges), tmp_path)
+    name = "vocab.json" if vocab == LOGINS else "merges.txt"
+    assert f"{tmp_path / name} is refused: it lies outside of the checkpoint" in text
+
+
+def test_tokenizer_outside_of_an_archive_is_carried(tmp_path: Path) -> None:
+    source = nemo_naming(tmp_path, VOCABULARY, "#version: 0.2\na b\n")
+    folder = convert(request(source, tmp_path)).ft_dir
+    assert (folder / "merges.txt").read_text() == "#version: 0.2\na b\n"
+    assert (folder / "vocab.json").read_text() == VOCABULARY
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "merges.txt"])
+def test_links_out_of_a_folder_are_not_followed_to_other_files(
+    shared: Path, tmp_path: Path, name: str
+) -> None:
+    source = tmp_path / "model"
+    shutil.copytree(shared / "golden/gpt2/tiny/source", source)
+    (tmp_path / "secret").write_text(NETRC)
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(tmp_path / "secret")
+    assert f"{source / name} is refused: it lies outside" in refusal(source, tmp_path)
+
+
+def test_links_within_a_hub_cache_are_followed(shared: Path, tmp_path: Path) -> None:
+    source = tmp_path / "models--a--b" / "snapshots" / "1"
+    shutil.copytree(shared / "golden/gpt2/tiny/source", source)
+    blob = tmp_path / "models--a--b" / "blobs" / "2"
+    blob.parent.mkdir()
+    blob.write_text("{}")
+    (source / "generation_config.json").unlink(missing_ok=True)
+    (source / "generation_config.json").symlink_to(blob)
+    folder = convert(request(source, tmp_path)).ft_dir
+    assert (folder / "generation_config.json").read_text() == "{}"
+
+
+def test_names_of_a_checkpoint_do_not_reach_the_terminal_as_they_are(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "x.nemo", {"../\x1b]0;x\x07": b""})
+    text = refusal(path, tmp_path)
+    assert "leads outside its folder" in text
+    assert text.replace("\n", "").isprintable()
+
+
 def test_a_truncated_archive_is_reported(tmp_path: Path) -> None:
     path = write_nemo(tmp_path / "x.nemo", tp=2)
     path.write_bytes(path.read_bytes()[:-20000])

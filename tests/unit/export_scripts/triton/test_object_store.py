@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from export_scripts.errors import first_names
+from export_scripts.triton import object_store
 from export_scripts.triton.object_store import parse_location, publish_repository
 
 
@@ -40,3 +42,21 @@ def test_servers_belong_into_the_endpoint() -> None:
 def test_folder_without_models_is_refused_before_the_store_is_asked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no model"):
         publish_repository(tmp_path, parse_location("s3://bucket"))
+
+
+def test_models_that_change_are_hidden_before_anything_of_them_goes(tmp_path: Path) -> None:
+    class Stored:
+        def objects(self) -> dict[str, int]:
+            return {"m/1/old.bin": 1, "m/config.pbtxt": 1, "a/1/gone.bin": 1, "a/config.pbtxt": 1}
+
+        def holds(self, *_: object) -> bool:
+            return False
+
+    files = {name: tmp_path / name for name in ("m/1/new.bin", "m/config.pbtxt")}
+    changes = object_store._changes(files, Stored())  # type: ignore[arg-type]
+    assert changes.delete == ["a/config.pbtxt", "m/config.pbtxt", "a/1/gone.bin", "m/1/old.bin"]
+
+
+def test_names_in_a_bucket_do_not_reach_the_terminal_as_they_are() -> None:
+    names = ["a\x1b[2Jb", "\u202e../..", "é/ü"]
+    assert first_names(names) == "a\\x1b[2Jb, \\u202e../.., é/ü"
