@@ -23,6 +23,7 @@ from tests.integration.command import FREE_PORTS, endpoint_of, finish, processes
 from tests.waiting import until
 
 pytestmark = pytest.mark.triton
+LONG = 400  # tokens of a stream that is under way for some time
 RESULTS = Path("gpt_books_5m", "export_tp2_pp1_fp16_fp32")
 
 
@@ -84,34 +85,47 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -
     assert len(logs) == 3  # one for each start
 
 
-def test_new_server_takes_over_without_being_missed(exported: Path) -> None:
-    path = exported / RESULTS / "deploy" / "endpoint.json"
+def test_new_server_takes_over_without_being_missed(tmp_path: Path) -> None:
+    path = tmp_path / RESULTS / "deploy" / "endpoint.json"
     answers: list[tuple[int, str]] = []
+    outlived: list[int] = []  # frames that came after the new one's address
     over = threading.Event()
 
     def ask_all_the_while() -> None:
         while not over.is_set():
             endpoint = json.loads(path.read_text())
-            answers.append((endpoint["grpc"], answer(endpoint)))
+            answers.append((endpoint["grpc"], stream(endpoint)))
 
-    command = start(*words(exported, "stages=[deploy]"))
+    def stream(endpoint: dict[str, Any]) -> str:
+        pieces = []
+        with TritonClient(f"127.0.0.1:{endpoint['grpc']}", timeout_s=240) as client:
+            for piece in client.stream_text("It was", output_len=LONG):
+                pieces.append(piece)
+                if json.loads(path.read_text())["grpc"] != endpoint["grpc"]:
+                    outlived.append(len(pieces))
+        return "".join(pieces)
+
+    streaming = ("export.triton_deployment.decoupled=true", "stages=[export,deploy]")
+    command = start(*words(tmp_path, *streaming))
     try:
         first = endpoint_of(path, command)
-        with ThreadPoolExecutor(1) as pool:
-            asking = pool.submit(ask_all_the_while)
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(ask_all_the_while) for _ in range(4)]
             try:
                 (path.parent / "reload_requested").touch()
                 until(lambda: len({port for port, _ in answers}) == 2, "the new one's answer")
                 until(lambda: not listens(first["grpc"]), "the old one's end")
             finally:
                 over.set()
-            asking.result()
+            for each in asking:
+                each.result()
     finally:
         command.send_signal(signal.SIGINT)
         text = finish(command)
     assert command.returncode == 0, text
     assert len({port for port, _ in answers}) == 2  # both have answered, and no request was refused
-    assert len({text for _, text in answers}) == 1
+    assert len({text for _, text in answers}) == 1  # whole: all streams give the same text
+    assert outlived, "no stream was under way when the new server took over"
 
 
 @pytest.mark.parametrize("by", ["file", "signal"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +84,58 @@ def test_other_contents_are_kept_unless_overwriting(
     summary = publish_repository(repository, location, overwrite=True)
     assert sorted(_keys(location)) == ["double/1/model.py", "double/config.pbtxt"]
     assert summary.sent == 2  # the changed script, and the configuration after it
+
+
+KILLS = 4  # times 100 in `make soak`
+
+
+def published_after_kill(repository: Path, location: StoreLocation, pause_s: float) -> None:
+    """Publish in a process of its own, and kill it after a moment."""
+    child = os.fork()
+    if child == 0:
+        try:
+            publish_repository(repository, location, overwrite=True)
+        finally:
+            os._exit(0)
+    time.sleep(pause_s)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.soak
+def test_models_of_a_publication_killed_at_any_moment_are_whole_or_hidden(
+    location: StoreLocation, tmp_path: Path, soak: int
+) -> None:
+    chance = random.Random(5)
+    repository = add_model(tmp_path / "repo", "double", DOUBLE)
+    add_model(repository, "other", DOUBLE)
+    files = [repository / "double" / "1" / name for name in ("model.py", "a.bin", "b.bin")]
+    client = boto3.client("s3", endpoint_url=location.endpoint_url)
+
+    def stored_version() -> set[bytes]:
+        """Return the first bytes of the objects of the model that changes."""
+        keys = [f"double/1/{path.name}" for path in files]
+        got = [client.get_object(Bucket=BUCKET, Key=location.key(key)) for key in keys]
+        return {each["Body"].read()[:9] for each in got}
+
+    def write_version(number: int) -> None:
+        for path in files:
+            path.write_bytes(b"#%08d" % number + bytes(300_000))
+
+    write_version(0)
+    publish_repository(repository, location)
+    visible = 0
+    for number in range(1, KILLS * soak + 1):
+        write_version(number)
+        published_after_kill(repository, location, chance.random() * 0.5)
+        keys = _keys(location)
+        assert "other/config.pbtxt" in keys
+        if "double/config.pbtxt" in keys:
+            visible += 1
+            assert stored_version() in ({b"#%08d" % (number - 1)}, {b"#%08d" % number})
+        publish_repository(repository, location, overwrite=True)
+        assert stored_version() == {b"#%08d" % number}
+    assert soak == 1 or 0 < visible < KILLS * soak  # kills have come in time
 
 
 def test_missing_bucket_and_unreachable_store_are_reported(
