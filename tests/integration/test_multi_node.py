@@ -11,7 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton]
 SAMPLE = ("export=gpt3/sample", "export.triton_deployment.pipeline_model_parallel_size=2")
+LONG = 300  # tokens that take seconds on two nodes of one machine
 SAMPLE_FOLDER = Path("gpt_books_5m", "export_tp2_pp2_fp16_fp32", "deploy")
 WORDS = (
     # Both nodes are this machine; on two there is no memory to share.
@@ -163,6 +166,17 @@ def tokens(endpoint: dict[str, Any], prompt: list[int], count: int) -> list[int]
     return answer
 
 
+def running_sequences(endpoint: dict[str, Any]) -> int:
+    """Return how many sequences the model generates at this moment."""
+    url = f"http://{endpoint['host']}:{endpoint['metrics']}/metrics"
+    text = urllib.request.urlopen(url, timeout=10).read().decode()
+    return sum(
+        int(float(line.rpartition(" ")[2]))
+        for line in text.splitlines()
+        if line.startswith("slipway_running_sequences{")
+    )
+
+
 def test_two_nodes_give_the_recorded_tokens_and_replace_a_lost_rank_once(
     cluster: SlurmCluster, results: Path, greedy_cases: list[dict[str, Any]]
 ) -> None:
@@ -204,15 +218,26 @@ def test_loss_of_a_node_is_reported_and_ends_the_service(
     assert not (service.folder / "endpoint.json").exists()
 
 
-def test_frozen_rank_of_another_node_is_replaced_and_a_lost_head_ends_all(
+def test_frozen_rank_of_another_node_is_replaced_and_the_end_waits_for_running_requests(
     cluster: SlurmCluster, results: Path
 ) -> None:
     service = Service(cluster, results, "deploy.max_restarts=1")
     service.endpoint()
     os.kill(service.ranks("n2")[0], signal.SIGSTOP)
     endpoint = service.endpoint(restarts=1)
-    assert len(tokens(endpoint, [257, 313], 4)) == 6
-    # The head: the job's first process, which owns the server and its supervisor.
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(tokens, endpoint, [257, 313], LONG) for _ in range(2)]
+        until(lambda: running_sequences(endpoint) == 2, "the running requests")
+        (service.folder / "stop_requested").touch()
+        assert [len(each.result()) for each in running] == [2 + LONG] * 2
+    service.wait_until_gone()
+    assert service.record()["summary"]["ended"] == "no longer needed", service.logs()
+
+
+def test_loss_of_the_head_ends_all_ranks(cluster: SlurmCluster, results: Path) -> None:
+    service = Service(cluster, results, "deploy.max_restarts=1")
+    service.endpoint()
+    # The job's first process, which owns the server and its supervisor.
     for pid in service.tasks("n1"):
         os.kill(pid, signal.SIGKILL)
     service.wait_until_gone()

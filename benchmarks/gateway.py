@@ -1,0 +1,112 @@
+"""The gateway's cost: requests over gRPC through it, and directly to tritonserver's socket.
+
+    python -m benchmarks.gateway [--seconds 5]
+
+The model doubles its input at once. Clients are threads of this program, on the same machine; both
+ways carry the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2
+
+from inference.gateway.sockets import ServerSockets
+from inference.server.server import TritonServer
+
+CONFIG = """
+name: "double" backend: "python" max_batch_size: 8
+input { name: "x" data_type: TYPE_UINT32 dims: -1 }
+output { name: "y" data_type: TYPE_UINT32 dims: -1 }
+instance_group { count: 1 kind: KIND_CPU }
+"""
+SCRIPT = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [
+            pb_utils.InferenceResponse([pb_utils.Tensor("y", each.inputs()[0].as_numpy() * 2)])
+            for each in requests
+        ]
+"""
+CALL = "/inference.GRPCInferenceService/ModelInfer"
+OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+CASES = ((1, 1 << 10), (16, 1 << 10), (1, 8 << 20))  # clients, bytes of the input
+
+
+def request(size_bytes: int) -> bytes:
+    """Return a request with an input of this size."""
+    message = service_pb2.ModelInferRequest(model_name="double")
+    message.inputs.add(name="x", shape=[1, size_bytes // 4], datatype="UINT32")
+    message.raw_input_contents.append(np.ones(size_bytes // 4, np.uint32).tobytes())
+    return bytes(message.SerializeToString())
+
+
+def durations(address: str, clients: int, data: bytes, seconds: float) -> list[float]:
+    """Return how long each request took, of all clients together, in seconds."""
+    taken: list[float] = []
+
+    def ask(until: float) -> None:
+        with grpc.insecure_channel(address, options=OPTIONS) as channel:
+            call: Callable[..., Any] = channel.unary_unary(CALL)
+            call(data, timeout=60)
+            while time.perf_counter() < until:
+                began = time.perf_counter()
+                call(data, timeout=60)
+                taken.append(time.perf_counter() - began)
+
+    until = time.perf_counter() + seconds
+    threads = [threading.Thread(target=ask, args=(until,)) for _ in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return taken
+
+
+def main() -> None:
+    """Parse the command line, run and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="for each figure")
+    seconds = parser.parse_args().seconds
+    with tempfile.TemporaryDirectory() as name:
+        version = Path(name) / "repository" / "double" / "1"
+        version.mkdir(parents=True)
+        (version / "model.py").write_text(SCRIPT)
+        (version.parent / "config.pbtxt").write_text(CONFIG)
+        server = TritonServer(
+            version.parents[1], http_port=0, grpc_port=0, metrics_port=0,
+            log_path=Path(name) / "log",
+        )  # fmt: skip
+        with server:
+            server.start(timeout_s=120)
+            folder = Path(urllib.parse.unquote(server.control_address)).parent
+            ways = {"direct": f"unix:{ServerSockets(folder).grpc}", "gateway": server.grpc_url}
+            print("| clients | input | way | requests/s | median, ms | 99th, ms |")
+            print("| --- | --- | --- | --- | --- | --- |")
+            for clients, size_bytes in CASES:
+                for way, address in ways.items():
+                    taken = durations(address, clients, request(size_bytes), seconds)
+                    middle, high = statistics.median(taken), statistics.quantiles(taken, n=100)[-1]
+                    print(
+                        f"| {clients} | {size_bytes >> 10} KiB | {way} "
+                        f"| {len(taken) / seconds:.0f} | {middle * 1e3:.1f} | {high * 1e3:.1f} |"
+                    )
+
+
+if __name__ == "__main__":
+    main()
