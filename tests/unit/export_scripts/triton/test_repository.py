@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -267,3 +271,37 @@ def test_failed_write_leaves_no_model_behind(request_: RepositoryRequest, tmp_pa
         build_repository(request_)
     assert not (request_.model_dir.parent / "ensemble").exists()
     assert not list(tmp_path.rglob("*.partial"))
+
+
+KILLS = 20  # times 100 in `make soak`
+
+
+@pytest.mark.soak
+def test_build_killed_at_any_moment_is_finished_by_the_next(
+    request_: RepositoryRequest, soak: int
+) -> None:
+    repository = request_.model_dir.parent
+    versions = [replace(request_, max_batch_size=size, overwrite=True) for size in (4, 8)]
+    expected = []
+    for version in versions:
+        build_repository(version)
+        expected.append(_files(repository))
+    chance = random.Random(2)
+    for number in range(KILLS * soak):
+        wanted = versions[number % 2]
+        child = os.fork()
+        if child == 0:
+            try:
+                build_repository(wanted)
+            finally:
+                os._exit(0)
+        time.sleep(chance.random() * 0.01)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        found = _files(repository)
+        configs = {name for name in found if name.endswith("/config.pbtxt")}
+        assert all(found[name] in (each[name] for each in expected) for name in configs)
+        build_repository(wanted)
+        # Hidden files stay behind, which neither Triton nor a publication takes.
+        files = {name: data for name, data in _files(repository).items() if "/." not in name}
+        assert files == expected[number % 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from tests.ft_folders import write_gpt
 
 SLOTS = 9
 SESSION_LEN = 70
+OUTPUT_LEN = 6  # of `request_of`
 SAMPLED = {"runtime_top_k": 12, "random_seed": 5, "repetition_penalty": 1.3}
 _DTYPES = {"repetition_penalty": np.float32, "random_seed": np.uint64}
 
@@ -249,3 +251,69 @@ def test_a_session_that_pauses_for_too_long_is_forgotten(ft_dir: Path) -> None:
                 time.sleep(0.02)
         with pytest.raises(RequestError, match="session 1 is unknown"):
             engine.generate(request_of(engine, [[5]]), turn=SessionTurn(1))
+
+
+TURNS_OF_A_RUN = 40  # times 100 in `make soak`
+
+
+class Conversations:
+    """What sessions should hold after any turns, from answers to whole conversations."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.held: dict[int, list[int]] = {}
+
+    def take_turn(self, name: int, prompt: list[int], *, starts: bool, ends: bool) -> None:
+        """Send a turn, valid or not, and compare its answer."""
+        turn = SessionTurn(name, starts=starts, ends=ends)
+        before = [] if starts else self.held.get(name)
+        whole = [*(before or []), *prompt]
+        extra = {"session_len": SESSION_LEN} if starts else {}
+        request = request_of(self.engine, [prompt], **extra)
+        if before is None or len(whole) + OUTPUT_LEN > SESSION_LEN:
+            with pytest.raises(RequestError):
+                self.engine.generate(request, turn=turn)
+            if starts or ends:
+                self.held.pop(name, None)
+            return
+        (row,) = self.engine.generate(request, turn=turn).rows
+        alone = self.engine.generate(request_of(self.engine, [whole])).rows[0]
+        assert row.output_ids == alone.output_ids
+        ended = row.finish_reasons[0] != "length"
+        self.held[name] = whole + list(row.output_ids[0][: -1 if ended else None])
+        if ends:
+            del self.held[name]
+
+    def leave(self, name: int) -> None:
+        """Send a turn and cancel it; if it is too late for that, the session goes on."""
+        if name not in self.held or len(self.held[name]) + 1 + OUTPUT_LEN > SESSION_LEN:
+            return
+        future = self.engine.submit(request_of(self.engine, [[5]]), turn=SessionTurn(name))
+        self.engine.cancel(future)
+        try:
+            (row,) = future.result(30).rows
+        except CancelledError:
+            del self.held[name]
+        else:
+            ended = row.finish_reasons[0] != "length"
+            self.held[name] += [5, *row.output_ids[0][: -1 if ended else None]]
+
+
+@pytest.mark.soak
+def test_sessions_hold_what_was_said_whatever_the_turns(engine: Engine, soak: int) -> None:
+    chance = random.Random(3)
+    conversations = Conversations(engine)
+    for _ in range(TURNS_OF_A_RUN * soak):
+        name = chance.randrange(SLOTS - 2)  # room for the answers to whole conversations
+        if chance.random() < 0.1:
+            conversations.leave(name)
+            continue
+        conversations.take_turn(
+            name,
+            [chance.randrange(40) for _ in range(chance.choice((1, 1, 3, 20)))],
+            starts=chance.random() < (0.1 if name in conversations.held else 0.9),
+            ends=chance.random() < 0.15,
+        )
+    for name in list(conversations.held):
+        conversations.take_turn(name, [1], starts=False, ends=True)
+    assert engine.free_slots == SLOTS
