@@ -1,6 +1,7 @@
 """`python -m inference.gateway`: HTTP and gRPC in front of a tritonserver on Unix sockets.
 
-`deploy` starts it next to its server. It ends at SIGTERM or Ctrl-C.
+`deploy` starts it next to its server. At SIGTERM or Ctrl-C it takes no more requests, and ends when
+the running ones are answered.
 """
 
 from __future__ import annotations
@@ -17,11 +18,9 @@ from inference.gateway.access import Access, add_access_options
 from inference.gateway.check_process import CheckProcess
 from inference.gateway.grpc_relay import GrpcRelay, grpc_server
 from inference.gateway.http_relay import HttpRelay
-from inference.gateway.process import run, stop_event
+from inference.gateway.process import LONGEST_REQUEST_S, Stop, run
 from inference.gateway.rules import Rules
 from inference.gateway.sockets import ServerSockets
-
-_GRACE_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _serve(arguments: argparse.Namespace, access: Access) -> None:
     host, sockets = arguments.host, ServerSockets(arguments.sockets)
     rules = Rules(tokens=access.tokens(), client_shared_memory=access.client_shared_memory)
-    stopped = stop_event(arguments.lifeline)
+    stop = Stop(arguments.lifeline)
+    runners = []
     async with contextlib.AsyncExitStack() as stack:
         checks = CheckProcess()
         stack.callback(checks.close)
@@ -44,20 +44,21 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
             (http.answer_metrics, arguments.metrics_port),
         ):
             runner = web.ServerRunner(
-                web.Server(handler, access_log=None, handler_cancellation=True)
+                web.Server(handler, access_log=None, handler_cancellation=True),
+                shutdown_timeout=LONGEST_REQUEST_S,
             )
             await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            site = web.TCPSite(runner, host, port, ssl_context=tls, shutdown_timeout=_GRACE_S)
-            await site.start()
+            runners.append(runner)
+            await web.TCPSite(runner, host, port, ssl_context=tls).start()
         grpc = GrpcRelay(access, rules, sockets=sockets, checks=checks)
         stack.push_async_callback(grpc.close)
         address = f"[{host}]" if ":" in host else host
         server = grpc_server(access, grpc, address=f"{address}:{arguments.grpc_port}")
         await server.start()
-        stack.push_async_callback(server.stop, _GRACE_S)
         sockets.listening.touch()
-        await stopped.wait()
+        await stop.wait()
+        ends = [runner.cleanup() for runner in runners]
+        await stop.finish(server.stop(LONGEST_REQUEST_S), *ends)
     if arguments.lifeline is not None:
         sockets.remove()  # the process that made the folder may have been killed
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import signal
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from inference.gateway.access import Access, access_of
+
+LONGEST_REQUEST_S = 86400.0  # the limit that servers need; in effect none
+_GRACE_S = 1.0
 
 
 def run(
@@ -39,11 +43,35 @@ def run(
     return 0
 
 
-def stop_event(lifeline: int | None) -> asyncio.Event:
-    """Return an event that SIGTERM, Ctrl-C and the end of the lifeline pipe set."""
-    stopped, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
-    if lifeline is not None:
-        loop.add_reader(lifeline, stopped.set)
-    return stopped
+class Stop:
+    """The end of a process in front of a server: by SIGTERM or Ctrl-C, or with its owner.
+
+    A signal lets running requests finish, however long they take; whoever sends it sets the limit.
+    Without its owner, whose end closes the lifeline pipe, the process ends after a moment.
+    """
+
+    def __init__(self, lifeline: int | None) -> None:
+        self._asked, self._lost = asyncio.Event(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._asked.set)
+        if lifeline is not None:
+            loop.add_reader(lifeline, self._lose_owner, lifeline)
+
+    def _lose_owner(self, lifeline: int) -> None:
+        asyncio.get_running_loop().remove_reader(lifeline)
+        self._lost.set()
+        self._asked.set()
+
+    async def wait(self) -> None:
+        """Wait for either."""
+        await self._asked.wait()
+
+    async def finish(self, *ends: Coroutine[Any, Any, None]) -> None:
+        """Wait until the servers that this process runs have ended, after their last answers."""
+        ending = asyncio.gather(*ends)
+        lost = asyncio.ensure_future(self._lost.wait())
+        await asyncio.wait((ending, lost), return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(ending, _GRACE_S)

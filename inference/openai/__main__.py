@@ -1,7 +1,7 @@
 """`python -m inference.openai`: an OpenAI-compatible endpoint in front of a Triton server.
 
-`deploy` starts it next to its server when `deploy.openai.enabled=true`. It ends at SIGTERM or
-Ctrl-C.
+`deploy` starts it next to its server when `deploy.openai.enabled=true`. At SIGTERM or Ctrl-C it
+takes no more requests, and ends when the running ones are answered.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from pathlib import Path
 from aiohttp import web
 
 from inference.gateway.access import Access, add_access_options
-from inference.gateway.process import run, stop_event
+from inference.gateway.process import LONGEST_REQUEST_S, Stop, run
 from inference.openai.app import OpenAIEndpoint
 from inference.openai.options import DEFAULT_PORT
-
-_GRACE_S = 1.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,30 +31,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _serve(arguments: argparse.Namespace, access: Access) -> None:
-    stopped = stop_event(arguments.lifeline)
-    ending = asyncio.ensure_future(stopped.wait())
+    stop = Stop(arguments.lifeline)
+    ending = asyncio.ensure_future(stop.wait())
     endpoint = asyncio.ensure_future(_endpoint(arguments, access))
     await asyncio.wait([ending, endpoint], return_when=asyncio.FIRST_COMPLETED)
     if not endpoint.done():
         endpoint.cancel()
         return
     runner = web.AppRunner(
-        endpoint.result().application(), access_log=None, handler_cancellation=True
+        endpoint.result().application(),
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=LONGEST_REQUEST_S,
     )
     await runner.setup()
-    try:
-        await web.TCPSite(
-            runner,
-            arguments.host,
-            arguments.port,
-            ssl_context=access.ssl_context(),
-            shutdown_timeout=_GRACE_S,
-        ).start()
-        if arguments.listening is not None:
-            arguments.listening.touch()
-        await ending
-    finally:
-        await runner.cleanup()
+    await web.TCPSite(
+        runner, arguments.host, arguments.port, ssl_context=access.ssl_context()
+    ).start()
+    if arguments.listening is not None:
+        arguments.listening.touch()
+    await ending
+    await stop.finish(runner.cleanup())
 
 
 async def _endpoint(arguments: argparse.Namespace, access: Access) -> OpenAIEndpoint:

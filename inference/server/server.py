@@ -30,6 +30,7 @@ from inference.server.options import (
     old_server_options,
     server_options,
 )
+from inference.server.probe import is_interactive, model_config
 from inference.server.server_log import (
     LOG_TAIL_LINES,
     ServerLog,
@@ -307,8 +308,11 @@ class TritonServer:
         if self._canary is not None:
             self._canary.stop()
         if self._process.poll() is None and drain_s > 0:
+            deadline = time.monotonic() + drain_s
+            if not self._has_sessions():
+                self._finish_requests(deadline)
             self._process.terminate()
-            self._drain(drain_s)
+            self._drain(deadline)
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGQUIT)
             self._ended_within(_KILL_WAIT_S)
@@ -495,9 +499,29 @@ class TritonServer:
         unique = list(dict.fromkeys(log.failures)) or errors_of(last_lines(self.log_path, 200))
         raise ServerStartError(summary, reasons=unique, log_path=self.log_path)
 
-    def _drain(self, limit_s: float) -> None:
+    def _has_sessions(self) -> bool:
+        """Return whether clients may hold sessions, whose turns the server takes to the end."""
+        try:
+            configs = [model_config(self.control_address, name) for name in self.models]
+        except (OSError, ValueError):
+            return False
+        return any(map(is_interactive, configs))
+
+    def _finish_requests(self, deadline: float) -> None:
+        """Let the processes that clients reach take no more requests and answer the running ones.
+
+        tritonserver is asked to end only then: it would refuse the steps of ensembles that have
+        begun, and never end their streams (2.51).
+        """
+        processes = [each for each in (self._gateway, self._openai) if each is not None]
+        for process in processes:
+            process.terminate()
+        while any(each.poll() is None for each in processes) and time.monotonic() < deadline:
+            if self._ended_within(_POLL_S):
+                return
+
+    def _drain(self, deadline: float) -> None:
         """Wait until the server has ended, or has logged that only its own end remains."""
-        deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and not self._ended_within(_POLL_S):
             if any(_DRAINED in line for line in last_lines(self.log_path, 5)):
                 return

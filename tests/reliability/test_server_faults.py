@@ -22,6 +22,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from http import HTTPStatus
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from inference.server import supervisor
@@ -64,6 +65,33 @@ HANGING = DOUBLE.replace(
     "            time.sleep(0.1)\n"
     "        return [",
 )
+
+
+# Answers with six responses, one each half second.
+STREAMING = """
+import time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            sender, value = request.get_response_sender(), request.inputs()[0].as_numpy()
+            for number in range(6):
+                sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", value + number)]))
+                time.sleep(0.5)
+            sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+ENSEMBLE = """
+name: "outer" platform: "ensemble" max_batch_size: 8
+input { name: "x" data_type: TYPE_UINT32 dims: -1 }
+output { name: "y" data_type: TYPE_UINT32 dims: -1 }
+ensemble_scheduling { step [
+  { model_name: "streaming" model_version: -1
+    input_map { key: "x" value: "x" } output_map { key: "y" value: "between" } },
+  { model_name: "double" model_version: -1
+    input_map { key: "x" value: "between" } output_map { key: "y" value: "y" } }
+] }
+"""
 
 
 @pytest.fixture
@@ -126,6 +154,29 @@ def test_killed_model_process_ends_the_server_and_its_requests(
     assert f"of model {model} was ended by SIGKILL" in failure
     assert not [pid for pid in everything if lives(pid)]
     assert segments(server) == []
+
+
+def test_stream_of_an_ensemble_comes_to_its_end_when_the_server_is_asked_to_end(
+    tmp_path: Path,
+) -> None:
+    repository = add_model(tmp_path / "repository", "double", DOUBLE)
+    add_model(repository, "streaming", STREAMING)
+    config = repository / "streaming" / "config.pbtxt"
+    config.write_text(config.read_text() + "model_transaction_policy { decoupled: true }\n")
+    (repository / "outer" / "1").mkdir(parents=True)
+    (repository / "outer" / "config.pbtxt").write_text(ENSEMBLE)
+    with new_server(repository, tmp_path) as server:
+        server.start(timeout_s=START_S)
+        with (
+            TritonClient(server.grpc_url, timeout_s=CLIENT_TIMEOUT_S) as client,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            frames = client.stream("outer", {"x": np.array([[1]], np.uint32)})
+            answers = [next(frames)["y"].item()]
+            ending = pool.submit(server.stop, drain_s=CLIENT_TIMEOUT_S)
+            answers += [frame["y"].item() for frame in frames]
+            ending.result()
+        assert answers == [2, 4, 6, 8, 10, 12]
 
 
 @pytest.mark.parametrize("which", ["tritonserver", "deferred"])
