@@ -49,6 +49,6 @@ class CheckProcess:
 
 
 def _end_with_the_gateway() -> None:
-    """Have the kernel end the calling process with its parent; one that was killed tells nobody."""
+    """Make the kernel end the calling process with its parent, also if that is killed."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -556,7 +556,7 @@ def _sent_together(arrays: Sequence[Array], device: torch.device) -> list[torch.
     """Return arrays of integers as int32 on a device, sent in one copy.
 
     Each begins at a multiple of 16 bytes. Triton compiles a kernel again for every set of pointers
-    that do not, which would be in the middle of somebody's request.
+    that do not, which would be in the middle of a client's request.
     """
     ends = np.cumsum([-(-len(each) // _ALIGNED) * _ALIGNED for each in arrays])
     packed = np.zeros(ends[-1], np.int32)

@@ -257,7 +257,7 @@ TURNS_OF_A_RUN = 40  # times 100 in `make soak`
 
 
 class Conversations:
-    """What sessions should hold after any turns, from answers to whole conversations."""
+    """Turns of sessions, each compared with the answer to the whole conversation."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
