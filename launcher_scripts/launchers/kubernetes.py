@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.configuration.server_config import image_of, server_config
+from launcher_scripts.configuration.server_config import deploy_resources, image_of, server_config
 from launcher_scripts.launchers.base import Dependency, Job, JobHandle, SubmissionError
 from stages.base import Stage
 from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
@@ -248,6 +248,8 @@ def _server_options(config: Config, server: DeployConfig) -> list[str]:
     ]
     if server.engine != FASTERTRANSFORMER:
         options.append(f"--max-request-mb={server.access.max_request_mb}")
+    if server.openai is not None and server.openai.tokenizer is not None:
+        options.append(f"--openai-tokenizer={server.openai.tokenizer}")
     if settings.token_secret:
         options.append(f"--token-file={_PRIVATE}/tokens")
     if settings.tls_secret:
@@ -257,9 +259,8 @@ def _server_options(config: Config, server: DeployConfig) -> list[str]:
 
 def _ports(server: DeployConfig) -> dict[str, int]:
     """Return the ports of the pod; one that is free anywhere is Triton's usual one here."""
-    wanted = {"http": server.http_port, "grpc": server.grpc_port, "metrics": server.metrics_port}
-    usual = {"http": 8000, "grpc": 8001, "metrics": 8002}
-    return {name: port or usual[name] for name, port in wanted.items()}
+    usual = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 8003}
+    return {name: port or usual[name] for name, port in server.ports.items()}
 
 
 def _container(config: Config, server: DeployConfig, environment: Mapping[str, str]) -> _Object:
@@ -299,8 +300,8 @@ def _resources(config: Config, server: DeployConfig) -> _Object:
     """Return what one pod takes: all ranks of a node share it."""
     deploy = config.deploy
     ranks = server.tp_size * server.pp_size // server.nodes
-    counts = bool(config.cluster.gpus_per_node)
-    limits: _Object = {config.cluster.kubernetes.gpu_resource: ranks} if counts else {}
+    gpus = deploy_resources(config, 0).gpus_per_node
+    limits: _Object = {config.cluster.kubernetes.gpu_resource: gpus} if gpus else {}
     requests = dict(limits)
     if deploy.cpus_per_task:
         per_pod = deploy.cpus_per_task * (ranks if server.nodes > 1 else 1)

@@ -20,6 +20,7 @@ TWO_NODES = (
     "cluster.gpus_per_node=2", "export.model.tensor_model_parallel_size=2",
     "export.triton_deployment.pipeline_model_parallel_size=2",
 )  # fmt: skip
+INSTANCES = "export.triton_deployment.instance_count"
 # The fields of a LeaderWorkerSet (leaderworkerset.x-k8s.io/v1, config/crd of its repository) that
 # are written here; its two templates are those of core/v1.
 LEADER_WORKER_SET = {
@@ -108,6 +109,22 @@ def test_one_node_is_a_deployment_and_a_service(render: Render) -> None:
     labels = template["metadata"]["labels"]
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"] == labels
     assert {each["port"] for each in service["spec"]["ports"]} == {8000, 8001, 8002}
+
+
+def test_the_endpoint_of_openais_protocol_is_a_port_of_the_service(render: Render) -> None:
+    deployment, service = render(*CLAIM, "deploy.openai.enabled=true", "deploy.openai.port=0")
+    for each in (deployment, service):
+        valid(each)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert "--openai-port=8003" in container["args"]
+    assert {"name": "openai", "containerPort": 8003} in container["ports"]
+    assert {"name": "openai", "port": 8003, "targetPort": "openai"} in service["spec"]["ports"]
+
+
+def test_a_pod_asks_for_the_gpus_of_all_instances(render: Render) -> None:
+    deployment, _ = render(*CLAIM, f"{INSTANCES}=3", "cluster.gpus_per_node=8")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 6
 
 
 def test_several_nodes_are_a_group_of_pods(render: Render) -> None:
