@@ -15,14 +15,22 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from export_scripts.add_tuning import add_tuning
+from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.backend.tokenizer import load_tokenizer
+from inference.client import main
 from inference.server.client import TritonClient
+from inference.server.server import TritonServer
+from tests.conftest import ROOT
 from tests.ft_folders import unpack_case
 from tests.integration.triton_process import new_server
+from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
+from tests.tiny_t5_tuning import ia3_scalers, write_ia3
 
 pytestmark = pytest.mark.triton
 
+TUNED = "t5_ia3"
 # name of the model -> golden case, ranks, further settings
 MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gptneox": ("gptneox/parallel_residual", 2, {"max_queue_delay_us": 500}),
@@ -49,15 +57,43 @@ def repository(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         build_repository(
             RepositoryRequest(model_dir=model_dir, tp_size=tp_size, **(settings | options))
         )
+    _add_t5_with_ia3(root / TUNED, tmp_path_factory.mktemp("tuned"))
     return root
 
 
+def _add_t5_with_ia3(model_dir: Path, work_dir: Path) -> None:
+    """Write a T5 with the vocabulary of the real ones, to which two IA3 tasks were added."""
+    sizes = TinyT5(vocab_size=32128, relative=True)
+    source = write_t5(work_dir / "t5.nemo", t5_tensors(sizes), sizes)
+    plain = convert(ConversionRequest(source, work_dir, 1, "fp32")).ft_dir
+    tasks = [
+        write_ia3(work_dir / f"{seed}.nemo", ia3_scalers(sizes, seed=seed), sizes)
+        for seed in (1, 2)
+    ]
+    add_tuning(plain, model_dir / "1", ia3=tasks)
+    build_repository(
+        RepositoryRequest(
+            model_dir=model_dir,
+            tp_size=1,
+            pp_size=1,
+            max_batch_size=4,
+            data_type="fp32",
+            ensemble=False,
+        )
+    )
+
+
 @pytest.fixture(scope="module")
-def client(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonClient]:
-    with new_server(repository, tmp_path_factory.mktemp("log")) as server:
-        server.start(timeout_s=240)
-        with TritonClient(server.grpc_url, timeout_s=240) as connected:
-            yield connected
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    with new_server(repository, tmp_path_factory.mktemp("log")) as running:
+        running.start(timeout_s=240)
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: TritonServer) -> Iterator[TritonClient]:
+    with TritonClient(server.grpc_url, timeout_s=240) as connected:
+        yield connected
 
 
 def _recorded(shared: Path, name: str) -> Any:
@@ -108,6 +144,19 @@ def test_encoder_decoder_gives_the_recorded_tokens_alone_and_as_text(
     assert outputs["output_ids"].dtype == np.int32
     assert outputs["output_ids"][0, 0].tolist() == expected
     assert outputs["sequence_length"].tolist() == [[len(expected)]]
+
+
+def test_request_files_of_t5_are_answered_with_and_without_an_ia3_task(
+    server: TritonServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = json.dumps({"config": {"url": server.http_url, "model_name": TUNED}})
+    answers = []
+    for name in ("sample_request_single_t5.json", "sample_request_single_t5_ia3.json"):
+        file = ROOT / "examples" / "requests" / name
+        assert main(["request", str(file), "--params", params]) == 0
+        answers.append(capsys.readouterr().out)
+        assert "output_ids:" in answers[-1]
+    assert answers[0] != answers[1]
 
 
 def test_encoder_decoder_ensemble_answers_text_with_text(

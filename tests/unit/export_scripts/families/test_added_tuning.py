@@ -1,4 +1,4 @@
-"""Prompt tables added to decoders that NeMo did not train: the same archives, the same files."""
+"""Prompt tables and IA3 added to folders, also of models that NeMo did not train."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from export_scripts.add_prompts import main as add
+from export_scripts.add_tuning import main as add
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.reader import FTReader
 from tests.tiny import torch_bytes, write_tar
+from tests.tiny_t5 import PLAIN, t5_tensors, write_t5
+from tests.tiny_t5_tuning import ia3_scalers, write_ia3
 from tests.tiny_transformers import write_model
 
 
@@ -98,5 +100,40 @@ def test_tables_that_do_not_fit_the_folder_leave_nothing(
     path = write_prompts(tmp_path / "p.nemo", boolq=torch.randn(3, 23))
     words = ["--ft-dir", str(ft_dir), "--output-dir", str(tmp_path / "new")]
     assert add([*words, "--prompt-checkpoint", str(path)]) == 1
-    assert "the table of task boolq is [3, 23]" in capsys.readouterr().err
+    assert "model.prompt_table.boolq.weight is [3, 23]" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+
+
+def test_ia3_added_to_a_folder_gives_the_folder_converted_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_t5(tmp_path / "t5.nemo", t5_tensors())
+    tasks = [write_ia3(tmp_path / f"{seed}.nemo", ia3_scalers(PLAIN, seed=seed)) for seed in (1, 2)]
+    plain = convert(ConversionRequest(source, tmp_path / "plain", 2, "fp16")).ft_dir
+    request = ConversionRequest(source, tmp_path / "whole", 2, "fp16", ia3_checkpoints=tuple(tasks))
+    whole = convert(request).ft_dir
+    words = ["--ft-dir", str(plain), "--output-dir", str(tmp_path / "added")]
+    for task in tasks:
+        words += ["--ia3-checkpoint", str(task)]
+    assert add(words) == 0
+    added = Path(capsys.readouterr().out.strip())
+    assert {path.name: path.read_bytes() for path in added.glob("*.bin")} == {
+        path.name: path.read_bytes() for path in whole.glob("*.bin")
+    }
+    assert FTReader(added).config == FTReader(whole).config
+    words[1], words[3] = str(added), str(tmp_path / "again")
+    assert add(words) == 1
+    assert "has 2 IA3 tasks already" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_place_for_ia3_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_model("gptj", tmp_path / "source")
+    ft_dir = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32")).ft_dir
+    archive = write_ia3(tmp_path / "ia3.nemo", ia3_scalers(PLAIN))
+    words = ["--ft-dir", str(ft_dir), "--output-dir", str(tmp_path / "new")]
+    assert add([*words, "--ia3-checkpoint", str(archive)]) == 1
+    assert "a gptj folder has no place for IA3" in capsys.readouterr().err
+    assert add(words) == 1
+    assert "nothing to add" in capsys.readouterr().err
