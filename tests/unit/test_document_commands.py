@@ -1,4 +1,4 @@
-"""Commands of docs/clusters.md and docs/evaluation.md are planned as written, up to the start."""
+"""Commands of several documents are planned as written, up to the start."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from launcher_scripts.main import main
 from tests.conftest import ROOT
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 
+DOCUMENTS = ("clusters.md", "evaluation.md", "fastertransformer_backend.md", "pytriton.md")
 # What only the reader has, or what asks a cluster; each is tested elsewhere.
 NOT_HERE = ("action=", "evaluate.server=", "export=gpt3/sample 'stages=[evaluate]'", "margin:")
 
 
 def commands() -> list[str]:
     found = []
-    for name in ("clusters.md", "evaluation.md"):
+    for name in DOCUMENTS:
         blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / name).read_text(), re.DOTALL)
         lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
         found += [line for line in lines if "main.py" in line]
