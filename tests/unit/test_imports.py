@@ -91,6 +91,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.families",
         "export_scripts.families.layout",
         "export_scripts.families.mapping",
+        "export_scripts.families.t5",
         "export_scripts.ft",
         "export_scripts.numeric",
         "export_scripts.triton",
