@@ -18,6 +18,10 @@ import torch
 from benchmarks.bandwidth import step_bytes
 from benchmarks.models import Model
 
+# A pause before each program: OpenMP's threads spin after their work, Intel's (CTranslate2's) for
+# 0.2 s, and would slow down the next program.
+_SETTLE_S = 0.5
+
 Prompts = Sequence[Sequence[int]]
 # (sequences, cached tokens of each) -> bytes that a step reads
 StepBytes = Callable[[int, int], int]
@@ -125,6 +129,7 @@ def measure(table: Sequence[Contender], prompts: Prompts, output_len: int, repea
         each.forget()
     for _ in range(repeats):
         for each in table:
+            time.sleep(_SETTLE_S)
             each.generate(prompts, output_len)
 
 
