@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import warnings
+from functools import cache
 
 import torch
 
@@ -67,9 +68,14 @@ def has_fbgemm_int8() -> bool:
     return has_fp16_weights() and hasattr(torch.ops.quantized, product)
 
 
+@cache
 def has_onednn_int8() -> bool:
     """Return whether `OneDnnInt8Gemm` works here."""
-    return has_onednn(torch.float32) and has_vnni()
+    if not (has_onednn(torch.float32) and has_vnni()):
+        return False
+    # oneDNN does without VNNI where ONEDNN_MAX_CPU_ISA says so; its largest sums then saturate.
+    ones = torch.ones(64, 16)
+    return OneDnnInt8Gemm(ones, None, None)(ones.t()).allclose(torch.tensor(63.5))
 
 
 class OneDnnGemm:
@@ -126,6 +132,11 @@ class HalfGemm:
         return finish(y, activation=self.activation, residual=residual)
 
 
+def _scaled(y: torch.Tensor, unit: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return y * unit + bias, in the memory of `y`."""
+    return y.mul_(unit) if bias is None else torch.addcmul(bias, y, unit, out=y)
+
+
 class FbgemmInt8Gemm:
     """A product of rows rounded to 8 bits with weights of 8 bits and a scale per output.
 
@@ -150,7 +161,7 @@ class FbgemmInt8Gemm:
         self._step, self._zero_point = 1 / most, most + 1
         self._two_digits = len(weight) >= _TWO_DIGITS_INPUTS
         self._product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
-        self._bias = torch.zeros(()) if bias is None else bias.float()
+        self._bias = None if bias is None else bias.float()
         self._activation = activation
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -160,8 +171,7 @@ class FbgemmInt8Gemm:
         unit = wide.abs().amax(1, keepdim=True)
         # A row of zeros becomes NaN here and some whole number in the product, times zero again.
         y = self._multiply(wide / unit)
-        y = torch.addcmul(self._bias, y, unit)
-        y = y if x.dtype == torch.float32 else y.to(x.dtype)
+        y = _scaled(y, unit, self._bias).to(x.dtype)
         return finish(y, activation=self._activation, residual=residual)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,9 +199,9 @@ class OneDnnInt8Gemm:
         self._weight = torch.ops.onednn.qlinear_prepack(columns, None)
         _use_huge_pages(self._weight)
         self._zero_points = torch.zeros(len(columns), dtype=torch.int32)
-        self._half = torch.full((), 128.5)
+        self._two_digits = len(weight) >= _TWO_DIGITS_INPUTS
         self._product = torch.ops.onednn.qlinear_pointwise.default
-        self._bias = torch.zeros(()) if bias is None else bias.float()
+        self._bias = None if bias is None else bias.float()
         self._activation = activation
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -199,13 +209,19 @@ class OneDnnInt8Gemm:
         rows = len(x)
         wide = x if x.dtype == torch.float32 else x.float()
         unit = wide.abs().amax(1, keepdim=True)
-        # 128 and the nearest whole number, as conversion cuts off; NaN of a row of zeros as above.
-        octets = torch.addcdiv(self._half, wide, unit, value=127).to(torch.uint8)
-        if rows < _LEAST_ROWS:
+        digits = (wide / unit).mul_(127)  # NaN of a row of zeros as above
+        if self._two_digits:
+            first = digits.round()
+            digits = torch.cat((first, (digits - first) * 254))
+        # 128 and the nearest whole number, as conversion cuts off.
+        octets = digits.add_(128.5).to(torch.uint8)
+        if len(octets) < _LEAST_ROWS:
             octets = _repeated(octets)
-        y = self._multiply(octets)[:rows]
-        y = torch.addcmul(self._bias, y, unit)
-        y = y if x.dtype == torch.float32 else y.to(x.dtype)
+        y = self._multiply(octets)
+        if self._two_digits:
+            y = torch.add(y[:rows], y[rows : 2 * rows], alpha=1 / 254)
+        y = y[:rows]
+        y = _scaled(y, unit, self._bias).to(x.dtype)
         return finish(y, activation=self._activation, residual=residual)
 
     def _multiply(self, octets: torch.Tensor) -> torch.Tensor:
