@@ -1,0 +1,39 @@
+"""Parity, sampling, beams and ties hold with the instruction sets of other processors.
+
+torch and oneDNN read the variables when they start: each set has a process of its own. A set that
+this processor lacks is the next lower one; the rest of the tests run with all that it has.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+# Vectors of torch's own kernels, and the most that oneDNN may use.
+SETS = [("default", "AVX2"), ("avx2", "AVX512_CORE"), ("avx512", "AVX512_CORE_VNNI")]
+TESTS = (
+    "tests/unit/inference/parallel/test_gemm.py",
+    "tests/unit/inference/model/test_cached_attention.py",
+    "tests/unit/inference/decoding/test_ties.py",
+    "tests/unit/inference/decoding/test_beam_search.py",
+    "tests/unit/inference/decoding/test_batch_independence.py",
+    "tests/parity/test_ft_logits.py::test_one_rank_gives_recorded_logits_and_tokens",
+)
+
+
+@pytest.mark.parametrize(("vectors", "products"), SETS)
+def test_results_hold_with(vectors: str, products: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *TESTS],
+        cwd=ROOT,
+        env=os.environ | {"ATEN_CPU_CAPABILITY": vectors, "ONEDNN_MAX_CPU_ISA": products},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
