@@ -65,8 +65,8 @@ class Credentials:
 
         if not hasattr(connectionpool, "SSLConnectionPool"):
             raise ValueError(
-                "tritonclient has no TLS over HTTP with this Python: its geventhttpclient has it "
-                "up to Python 3.11; use gRPC (grpcs://)."
+                "tritonclient has no TLS over HTTP with this Python: install geventhttpclient "
+                "2.0.12, or use gRPC (grpcs://)."
             )
 
         ca = None if self.ca is None else str(self.ca)
