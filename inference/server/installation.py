@@ -134,11 +134,12 @@ def _from_wheel(folder: Path, *, own_backends: bool) -> TritonInstallation:
             f"nvidia-pytriton has no Python backend for Python {version} (it has: {found}); "
             "use one of those, or name another server in TRITON_SERVER."
         )
-    numpy = metadata.version("numpy")
+    numpy, place = _numpy_of_the_server()
     if int(numpy.partition(".")[0]) > 1:
         raise FileNotFoundError(
-            f"nvidia-pytriton's tritonserver gives empty answers with numpy {numpy}; install numpy "
-            "1.26, or name another server in TRITON_SERVER."
+            f"nvidia-pytriton's tritonserver gives empty answers with numpy {numpy}, which it "
+            f"would import from {place}; install numpy 1.26 there, or name another server in "
+            "TRITON_SERVER."
         )
     library_folder = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
     libraries = (folder.parents[1] / "nvidia_pytriton.libs", library_folder)
@@ -150,6 +151,21 @@ def _from_wheel(folder: Path, *, own_backends: bool) -> TritonInstallation:
         cache_directory=folder / "caches",
         library_paths=libraries,
     )
+
+
+def _numpy_of_the_server() -> tuple[str, str]:
+    """Return the version of the numpy that the Python backend imports, and its folder.
+
+    The interpreter's own packages come first there, those of folders in PYTHONPATH after them: the
+    other way round than in this process.
+    """
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    given = {Path(each).resolve() for each in entries if each}
+    own = [each for each in sys.path if each and Path(each).resolve() not in given]
+    for folders in (own, sys.path):
+        for found in metadata.distributions(name="numpy", path=folders):
+            return found.version, str(found.locate_file(""))
+    return metadata.version("numpy"), "its packages"
 
 
 def _assembled_backends(backends: Path, stub: Path, own: Mapping[str, Path]) -> Path:

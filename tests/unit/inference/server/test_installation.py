@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -55,10 +54,35 @@ def test_backends_of_an_installed_server_stay_next_to_ours(
     assert find_triton(own_backends=False).backend_directory is None
 
 
-def test_numpy_that_the_server_cannot_use_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda _: "2.5.5")
-    with pytest.raises(FileNotFoundError, match=r"numpy 2\.5\.5; install numpy 1\.26"):
+def plant_numpy(folder: Path, version: str) -> None:
+    package = folder / f"numpy-{version}.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text(f"Metadata-Version: 2.1\nName: numpy\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize("has_older_on_pythonpath", [False, True])
+def test_numpy_that_the_server_would_import_in_vain_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_older_on_pythonpath: bool
+) -> None:
+    own, given = tmp_path / "own", tmp_path / "given"
+    plant_numpy(own, "2.5.5")
+    monkeypatch.syspath_prepend(own)
+    if has_older_on_pythonpath:  # first in this process, second in the server
+        plant_numpy(given, "1.26.4")
+        monkeypatch.syspath_prepend(given)
+        monkeypatch.setenv("PYTHONPATH", str(given))
+    message = rf"numpy 2\.5\.5, which it would import from {own}; install numpy 1\.26 there"
+    with pytest.raises(FileNotFoundError, match=message):
         find_triton()
+
+
+def test_newer_numpy_on_pythonpath_comes_after_the_interpreters_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant_numpy(tmp_path / "given", "2.5.5")
+    monkeypatch.syspath_prepend(tmp_path / "given")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "given"))
+    assert find_triton().program.is_file()
 
 
 def test_the_program_names_its_options() -> None:
