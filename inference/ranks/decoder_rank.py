@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 # Fewest tokens for which a pipeline micro-batch is bound by computation, not by reading weights.
 _MICRO_BATCH_TOKENS = 128
-# Prompt lengths for which libraries choose their kernels before the first request.
-_WARM_UP_TOKENS = (1, 16, 128, 512, 2048, 8192)
+# Tokens of a step for which libraries choose and load their kernels before the first request.
+_WARM_UP_TOKENS = (1, *(n << power for power in range(3, 12) for n in (2, 3)), 8192)
 
 
 class DecoderRank(RankBase):
