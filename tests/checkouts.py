@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGenera
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.families import FAMILIES
+from tests.conftest import ROOT
 from tests.ft_folders import write_random
 
 _SIZES: dict[str, Any] = {
@@ -92,6 +94,15 @@ def copy_template(checkout: Path, name: str, home: Path, *, changes: Mapping[str
         folder, repo_id = _DOWNLOADED[name]
         _add_download(repository / folder, repo_id, checkout / "all_models/gpt/preprocessing/1")
     return repository
+
+
+def write_lambada(checkout: Path, folder: Path) -> None:
+    """Write what evaluate_lambada.py reads: passages, and GPT-2's vocabulary."""
+    folder.mkdir()
+    for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
+        shutil.copy(checkout / "all_models/gpt/preprocessing/1" / name, folder)
+    with (ROOT / "examples" / "passages.jsonl").open() as passages:
+        (folder / "lambada_test.jsonl").write_text("".join(itertools.islice(passages, 3)))
 
 
 def _weights(name: str, folder: Path) -> Path:

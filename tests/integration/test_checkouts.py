@@ -17,7 +17,7 @@ import pytest
 
 from inference.ports import pick_free_ports
 from inference.server.server import TritonServer
-from tests.checkouts import copy_template
+from tests.checkouts import copy_template, write_lambada
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.triton
@@ -50,6 +50,13 @@ CASES: dict[str, tuple[str, dict[str, str], list[Client]]] = {
             (["issue_request.py", "requests/sample_request_runtime_top_k.json"], ["output_ids"]),
             (["issue_request.py", "requests/sample_request_single.json"], ["output_ids"]),
             (["issue_request.py", "requests/sample_request_ensemble.json"], ["OUTPUT_0"]),
+            (
+                [
+                    *("gpt/evaluate_lambada.py", "-u", "{http}", "-d", "{home}/lambada"),
+                    *("-o", "{home}/lambada.csv"),
+                ],
+                ["[INFO] last token accuracy", "(total token num: 3)"],
+            ),
         ],
     ),
     "gpt, streaming": (
@@ -130,7 +137,7 @@ def _run(words: list[str], *, server: TritonServer, home: Path, patches: str) ->
     done = subprocess.run(
         [sys.executable, *given],
         cwd=CHECKOUT / "tools",
-        env=os.environ | {"PYTHONPATH": str(home / "site")},
+        env=os.environ | {"PYTHONPATH": f"{home / 'site'}{os.pathsep}{CHECKOUT}"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -143,6 +150,7 @@ def _run(words: list[str], *, server: TritonServer, home: Path, patches: str) ->
 def test_template_serves_its_clients(case: str, tmp_path: Path) -> None:
     template, changes, clients = CASES[case]
     repository = copy_template(CHECKOUT, template, tmp_path, changes=changes)
+    write_lambada(CHECKOUT, tmp_path / "lambada")
     with TritonServer(
         repository,
         http_port=0,
