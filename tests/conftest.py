@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # Reference material (golden shards, recorded logits, data sets) kept next to the checkout.
 SHARED = Path(os.environ.get("SLIPWAY_SHARED", ROOT.parent / "shared"))
+
+
+# A shell ignores it for what it runs in the background, and every command would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
