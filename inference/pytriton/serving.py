@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -118,6 +119,18 @@ def _start(endpoint: Endpoint, service: TextService, folder: Path) -> Any:
             return triton
 
 
+def _show_the_interpreters_library() -> None:
+    """Add the folder of this interpreter's shared library to those that programs search.
+
+    The server's stub is linked to the library, and finds one outside the system's folders no other
+    way.
+    """
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    own = sysconfig.get_config_var("LIBDIR")
+    if own and own not in folders:
+        os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [own, *folders]))
+
+
 def _bound(
     endpoint: Endpoint, ports: dict[str, int], service: TextService, workspace: Path, instances: int
 ) -> Any:
@@ -130,6 +143,7 @@ def _bound(
         **{f"{name}_address": endpoint.host for name in ports},
         exit_timeout_secs=_CLOSE_S,
     )
+    _show_the_interpreters_library()
     triton = Triton(config=config, workspace=workspace)
     # An error of one call is the answer of all its requests, so unless the user wants it otherwise
     # each request is a call of its own; the engine puts their steps together.

@@ -79,9 +79,12 @@ class RankGroup:
             self._rank = _load(settings)
         except RankError as error:
             problems[0] = str(error)
-        problems |= wait_until_reached(
-            store, others, "loaded", timeout_s=self._start_timeout_s, check=self._check_alive
-        )
+        try:
+            problems |= wait_until_reached(
+                store, others, "loaded", timeout_s=self._start_timeout_s, check=self._check_alive
+            )
+        except RankError as error:  # others have ended; this one's reason counts as well
+            raise RankError("\n".join([*filter(None, [_joined(problems)]), str(error)])) from error
         if self._rendezvous is not None and self._rank is not None and not problems:
             problems = self._rendezvous.device_problems(self._rank.device)
         if problems:
