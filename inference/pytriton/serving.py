@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sysconfig
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from inference.engine.engine import Engine
 from inference.ports import pick_free_ports, ports_problems
 from inference.pytriton.signature import MAX_BATCH_SIZE
 from inference.pytriton.text_service import TextService
+from inference.server.installation import interpreter_libraries, library_variables
 from inference.server.supervisor import descendants
 
 logger = logging.getLogger(__name__)
@@ -100,6 +100,7 @@ def _start(endpoint: Endpoint, service: TextService, folder: Path) -> Any:
     free = pick_free_ports(endpoint.host, len(endpoint.ports))
     ports = {name: port or free.pop() for name, port in endpoint.ports.items()}
     instances = endpoint.instances
+    os.environ |= library_variables([interpreter_libraries()])  # PyTriton's server inherits them
     while True:
         triton = _bound(endpoint, ports, service, folder / f"workspace{instances}", instances)
         try:
@@ -119,18 +120,6 @@ def _start(endpoint: Endpoint, service: TextService, folder: Path) -> Any:
             return triton
 
 
-def _show_the_interpreters_library() -> None:
-    """Add the folder of this interpreter's shared library to those that programs search.
-
-    The server's stub is linked to the library, and finds one outside the system's folders no other
-    way.
-    """
-    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    own = sysconfig.get_config_var("LIBDIR")
-    if own and own not in folders:
-        os.environ["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, [own, *folders]))
-
-
 def _bound(
     endpoint: Endpoint, ports: dict[str, int], service: TextService, workspace: Path, instances: int
 ) -> Any:
@@ -143,7 +132,6 @@ def _bound(
         **{f"{name}_address": endpoint.host for name in ports},
         exit_timeout_secs=_CLOSE_S,
     )
-    _show_the_interpreters_library()
     triton = Triton(config=config, workspace=workspace)
     # An error of one call is the answer of all its requests, so unless the user wants it otherwise
     # each request is a call of its own; the engine puts their steps together.

@@ -84,7 +84,7 @@ class RankGroup:
                 store, others, "loaded", timeout_s=self._start_timeout_s, check=self._check_alive
             )
         except RankError as error:  # others have ended; this one's reason counts as well
-            raise RankError("\n".join([*filter(None, [_joined(problems)]), str(error)])) from error
+            raise RankError("\n".join(filter(None, (_joined(problems), str(error))))) from error
         if self._rendezvous is not None and self._rank is not None and not problems:
             problems = self._rendezvous.device_problems(self._rank.device)
         if problems:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -41,16 +41,11 @@ class TritonInstallation:
 
     def environment(self) -> dict[str, str]:
         """Return the variables of the server that differ from those of this process."""
-        folders = [str(path) for path in self.library_paths]
-        if current := os.environ.get("LD_LIBRARY_PATH"):
-            folders.append(current)
         # The Python backend embeds an interpreter and takes its packages from the first python3.
         interpreter = str(Path(sys.executable).parent)
         variables = {"PATH": os.pathsep.join([interpreter, os.environ.get("PATH", os.defpath)])}
         variables |= huge_page_variables()
-        if folders:
-            variables["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
-        return variables
+        return variables | library_variables(self.library_paths)
 
     def known_options(self) -> frozenset[str]:
         """Return the names of the options that the program's help lists."""
@@ -72,6 +67,18 @@ class TritonInstallation:
         if self.cache_directory:
             arguments.append(f"--cache-directory={self.cache_directory}")
         return arguments
+
+
+def library_variables(folders: Iterable[Path]) -> dict[str, str]:
+    """Return the variable with which a program searches folders for its shared libraries first."""
+    searched = [*map(str, folders), os.environ.get("LD_LIBRARY_PATH", "")]
+    text = os.pathsep.join(filter(None, searched))
+    return {"LD_LIBRARY_PATH": text} if text else {}
+
+
+def interpreter_libraries() -> Path:
+    """Return the folder of this interpreter's shared library, to which Triton's stub is linked."""
+    return Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
 
 
 def find_triton(*, own_backends: bool = True) -> TritonInstallation:
@@ -141,8 +148,7 @@ def _from_wheel(folder: Path, *, own_backends: bool) -> TritonInstallation:
             f"would import from {place}; install numpy 1.26 there, or name another server in "
             "TRITON_SERVER."
         )
-    library_folder = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
-    libraries = (folder.parents[1] / "nvidia_pytriton.libs", library_folder)
+    libraries = (folder.parents[1] / "nvidia_pytriton.libs", interpreter_libraries())
     return TritonInstallation(
         program=folder / "bin" / "tritonserver",
         backend_directory=_assembled_backends(
