@@ -14,6 +14,7 @@ from typing import Any
 
 from export_scripts.checkpoints.base import TokenizerFile
 from export_scripts.errors import CheckpointMismatchError
+from export_scripts.wire_format import WireFormatError, wire_fields
 
 # sentencepiece_model.proto: ModelProto.trainer_spec = 2; TrainerSpec.bos_id, eos_id, pad_id.
 _TRAINER_SPEC = 2
@@ -107,7 +108,7 @@ def _sentencepiece_ids(file: TokenizerFile) -> SpecialIds:
                     if inner in ids and isinstance(item, int):
                         # int32 is sent as a 64-bit two's complement.
                         ids[inner] = item - (1 << 64) if item >> 63 else item
-    except (IndexError, ValueError) as error:
+    except WireFormatError as error:
         raise CheckpointMismatchError(
             f"{file.path}: {file.name} is not a sentencepiece model: {error}"
         ) from error
@@ -116,37 +117,17 @@ def _sentencepiece_ids(file: TokenizerFile) -> SpecialIds:
 
 
 def _fields(data: bytes) -> list[tuple[int, int | bytes]]:
-    """Return (field number, value) of one protocol buffer message."""
+    """Return (field number, value) of one protocol buffer message, without numbers of fixed size.
+
+    Raises WireFormatError if it is something else.
+    """
     out: list[tuple[int, int | bytes]] = []
-    position = 0
-    while position < len(data):
-        tag, position = _varint(data, position)
-        kind = tag & 7
-        if kind == 0:
-            value, position = _varint(data, position)
-            out.append((tag >> 3, value))
-        elif kind in (1, 5):
-            position += 8 if kind == 1 else 4
-        elif kind == 2:
-            length, position = _varint(data, position)
-            if position + length > len(data):
-                raise ValueError("a field ends beyond the file")
-            out.append((tag >> 3, data[position : position + length]))
-            position += length
-        else:
-            raise ValueError(f"wire type {kind}")
+    for field in wire_fields(data):
+        if field.value is not None:
+            out.append((field.number, field.value))
+        elif field.content is not None:
+            out.append((field.number, data[field.content]))
     return out
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value & ((1 << 64) - 1), position
-    raise ValueError("a number is too long")
 
 
 def check_outside_files(files: Sequence[TokenizerFile]) -> None:
@@ -195,7 +176,7 @@ def _is_tokenizer(file: TokenizerFile, others: Mapping[str, TokenizerFile]) -> b
         if file.name == "merges.txt":
             pairs = [line.split(" ") for line in data.decode().splitlines()[1:] if line]
             return all(len(pair) == 2 and "".join(pair) in vocabulary for pair in pairs)
-    except (IndexError, ValueError, KeyError, AttributeError, RecursionError):
+    except (ValueError, KeyError, AttributeError, RecursionError):
         return False
     return file.name == "vocab.json"
 

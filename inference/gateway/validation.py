@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from export_scripts.wire_format import WireFormatError, wire_fields
+
 MOST_JSON_MB = 8
 _MOST_JSON_BYTES = MOST_JSON_MB << 20
 _MOST_ENTRIES = 256  # inputs, outputs or parameters of a request
@@ -20,12 +22,9 @@ _MOST_LEVELS = 32
 _MOST_DIMENSIONS = 16
 _MOST_DIGITS = 20
 _MEMORY = "shared_memory_region"
-# Of gRPC: service_pb2.ModelInferRequest, and the wire format of protobuf.
+# Of gRPC: service_pb2.ModelInferRequest.
 _MOST_FIELDS = 4 * _MOST_ENTRIES + 16
 _RAW_INPUT_CONTENTS = 7
-_VARINT, _BYTES = 0, 2
-_FIXED_BYTES = {1: 8, 5: 4}
-_MOST_VARINT_BYTES = 10
 _NOT_A_REQUEST = "the message is not a ModelInferRequest"
 
 
@@ -106,40 +105,21 @@ def without_raw_tensors(data: bytes) -> bytes:
         MalformedError: It is something else, or has more fields or more bytes outside of raw
             tensors than a request needs.
     """
-    kept, position, fields = bytearray(), 0, 0
-    while position < len(data):
-        start = position
-        tag, position = _varint(data, position)
-        if tag & 7 == _VARINT:
-            _, position = _varint(data, position)
-        elif tag & 7 == _BYTES:
-            size, position = _varint(data, position)
-            position += size
-        else:
-            position += _FIXED_BYTES.get(tag & 7, len(data))
-        fields += 1
-        if position > len(data):
-            raise MalformedError(_NOT_A_REQUEST)
-        if fields > _MOST_FIELDS:
-            raise MalformedError(f"the request has more than {_MOST_FIELDS} fields")
-        if tag >> 3 != _RAW_INPUT_CONTENTS:
-            kept += data[start:position]
-        if len(kept) > _MOST_JSON_BYTES:
-            raise MalformedError(
-                f"a request may have {MOST_JSON_MB} MiB outside of raw_input_contents; send large "
-                "tensors there"
-            )
+    kept = bytearray()
+    try:
+        for count, field in enumerate(wire_fields(data), start=1):
+            if count > _MOST_FIELDS:
+                raise MalformedError(f"the request has more than {_MOST_FIELDS} fields")
+            if field.number != _RAW_INPUT_CONTENTS:
+                kept += data[field.place]
+            if len(kept) > _MOST_JSON_BYTES:
+                raise MalformedError(
+                    f"a request may have {MOST_JSON_MB} MiB outside of raw_input_contents; send "
+                    "large tensors there"
+                )
+    except WireFormatError:
+        raise MalformedError(_NOT_A_REQUEST) from None
     return bytes(kept)
-
-
-def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """Return a number of the wire format and the place after it."""
-    value = 0
-    for index, byte in enumerate(data[position : position + _MOST_VARINT_BYTES]):
-        value |= (byte & 0x7F) << (7 * index)
-        if byte < 0x80:
-            return value, position + index + 1
-    raise MalformedError(_NOT_A_REQUEST)
 
 
 def check_infer_message(data: bytes, *, size_bytes: int, limit: int) -> None:

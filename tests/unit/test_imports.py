@@ -18,6 +18,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "export_scripts.__init__": (),
     "export_scripts.errors": (),
     "export_scripts.suggest": (),
+    "export_scripts.wire_format": (),
     "export_scripts.values": ("export_scripts.suggest",),
     "export_scripts.numeric": (),
     "export_scripts.files": (),
@@ -25,6 +26,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.errors",
         "export_scripts.files",
         "export_scripts.numeric",
+        "export_scripts.wire_format",
     ),
     "export_scripts.families.layout": ("export_scripts.numeric",),
     "export_scripts.families.mapping": (
@@ -135,7 +137,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # Runs in the server, which has the whole project.
     "export_scripts.triton.models": ("inference.backend",),
     "export_scripts.triton.backends": ("inference.backend",),
-    "inference.gateway": ("inference",),
+    "inference.gateway": ("export_scripts.wire_format", "inference"),
     "inference.openai": ("export_scripts.ft", "inference.backend", "inference.gateway"),
     "inference.server": (
         "export_scripts.triton",
