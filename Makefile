@@ -1,7 +1,11 @@
-# make demo   set up, then convert, export, deploy and evaluate the bundled model
-# make test   set up, then run every test this machine can run, WORKERS (2) files at a time
-# make clones a clean clone, set-up and demo with each supported Python of this machine
-# make soak   the tests of endurance, each 100 times as long; takes hours
+# make demo         set up, then convert, export, deploy and evaluate the bundled model
+# make test         set up, then run every test this machine can run, WORKERS (2) files at a time
+# make lint         ruff, mypy --strict, codespell; `make format` mends what ruff can mend
+# make soak         the tests of endurance, each 100 times as long; takes hours
+# make clones       a clean clone, set-up and demo with each supported Python of this machine
+# make constraints  the pins made anew, then `make wheels`
+# make wheels       fail unless each pin has a wheel for every Python, on x86-64 and aarch64
+# make setup        only set up .venv, with PYTHON (python3); `make clean` removes it
 #
 # TORCH_BACKEND=cpu, auto or cu130 (uv's --torch-backend) takes torch from PyTorch's own index. auto,
 # the default, is the small build where there is no GPU; empty takes the package index's build.
@@ -13,7 +17,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 REAL   := $(VENV)/.real-weights
 
-.PHONY: help setup demo test clones soak lint format constraints clean
+.PHONY: help setup demo test clones soak lint format constraints wheels clean
 
 help:
 	@sed -n '/^#/!q;s/^# //p' Makefile
@@ -73,6 +77,18 @@ constraints: $(STAMP)
 	sed -i -E -e '/^(torch|triton|cuda-[a-z]+|nvidia-(cu|n)[a-z0-9-]+)==/,/[^\\]$$/d' \
 	  -e "s/ ; python_full_version < '3.13' and implementation_name == 'cpython'.*\\\\/ \\\\/" \
 	  requirements/constraints.txt
+	@$(MAKE) --no-print-directory wheels
+
+# Ask the package index for a wheel of every pin; the two packages of --no-binary have none, but are
+# plain Python. --no-config leaves out pyproject.toml's own constraints.
+wheels: $(STAMP)
+	@for python in 3.10 3.11 3.12; do for processor in x86_64 aarch64; do \
+	  echo "looking for wheels: Python $$python, $$processor"; \
+	  $(BIN)/uv pip install --quiet --dry-run --no-config --no-deps --target $(VENV)/none \
+	    --only-binary :all: --no-binary antlr4-python3-runtime --no-binary rouge-score \
+	    --python-version $$python --python-platform $$processor-manylinux_2_35 \
+	    --requirement requirements/constraints.txt --requirement requirements/torch.txt || exit 1; \
+	done; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,10 @@ import pytest
 from tests.clean_clones import MINORS
 from tests.conftest import ROOT
 
-FILES = sorted([*ROOT.glob("requirements/*.txt"), *ROOT.glob("docker/requirements*.txt")])
+FILES = sorted(ROOT.glob("requirements/*.txt"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_pins_name_versions_that_any_index_has(path: Path) -> None:
     lines = path.read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith(("#", " "))]
@@ -38,3 +39,10 @@ def test_one_range_of_pythons_is_named_everywhere() -> None:
     makefile = (ROOT / "Makefile").read_text()
     assert f"(3, {first}) <= sys.version_info < (3, {last + 1})" in makefile
     assert f"Python 3.{first} to 3.{last}" in makefile
+    assert f"for python in {' '.join(f'3.{minor}' for minor in MINORS)};" in makefile
+
+
+def test_make_alone_explains_every_target() -> None:
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    shown = subprocess.run(["make", "-C", ROOT], capture_output=True, text=True, check=True).stdout
+    assert set(targets) == {"help", *re.findall(r"make ([a-z]+)", shown)}

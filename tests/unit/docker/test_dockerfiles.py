@@ -11,19 +11,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from inference.server.__main__ import _parser
 from tests.conftest import ROOT
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 DOCKER = ROOT / "docker"
 DOCKERFILES = ("Dockerfile", "Dockerfile.fastertransformer")
-REQUIREMENTS = ("requirements.txt", "requirements-fastertransformer.txt")
 DOCUMENTS = (DOCKER / "README.md", ROOT / "docs" / "docker.md")
 
 
@@ -147,38 +140,19 @@ def test_only_copied_files_are_in_the_build_context(path: str) -> None:
     assert ignored("inference/__pycache__/x.pyc")
 
 
-def pins(name: str) -> dict[str, str]:
-    lines = (DOCKER / name).read_text().splitlines()
-    requirements = [Requirement(line) for line in lines if not line.startswith("#")]
-    found = {}
-    for requirement in requirements:
-        (specifier,) = requirement.specifier
-        assert specifier.operator == "=="
-        found[requirement.name.lower().replace("_", "-")] = specifier.version
-    assert len(found) == len(requirements)
-    return found
-
-
-def test_packages_are_pinned_and_those_that_the_project_asks_for() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    asked = [*project["dependencies"], *project["optional-dependencies"]["serve"]]
-    asked += project["optional-dependencies"]["s3"]
-    have = pins("requirements.txt")
-    for text in asked:
-        requirement = Requirement(text)
-        assert requirement.name.lower() in have, text
-        assert requirement.specifier.contains(have[requirement.name.lower()]), text
-
-
-def test_both_images_have_the_same_versions() -> None:
-    ours, theirs = (pins(name) for name in REQUIREMENTS)
-    assert theirs.items() <= ours.items()
+@pytest.mark.parametrize("name", DOCKERFILES)
+def test_packages_come_in_the_pinned_versions(name: str) -> None:
+    pins = (ROOT / "requirements" / "constraints.txt").read_text()
+    (run,) = [rest for word, rest in instructions(name) if "uv pip install" in rest]
+    (version,) = re.findall(r"\buv==(\S+)", run)
+    assert f"\nuv=={version} " in pins
+    assert re.search(r"--constraint \S*constraints\.txt", run)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_documents_name_existing_files(document: Path) -> None:
     text = document.read_text()
-    for name in re.findall(r"docker/(Dockerfile\S*?|requirements\S*?\.txt)[\s`]", text):
+    for name in re.findall(r"docker/(Dockerfile\S*?)[\s`]", text):
         assert list(DOCKER.glob(name)), name
     for link in re.findall(r"\]\((\S+?)\)", text):
         assert (document.parent / link).exists(), link
