@@ -10,7 +10,6 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -43,7 +42,11 @@ class TritonPythonModel:
         time.sleep(60)
 """
 SLOW_ANSWER = DOUBLE.replace(
-    "        return [", "        import time; time.sleep(1.5)\n        return ["
+    "        return [",
+    "        import pathlib, time\n"
+    "        pathlib.Path(ASKED).touch()\n"
+    "        time.sleep(1.5)\n"
+    "        return [",
 )
 
 
@@ -173,11 +176,13 @@ def _listening_addresses(ports: set[int]) -> set[str]:
 
 def test_stop_lets_running_requests_finish(tmp_path: Path) -> None:
     answers: list[list[int]] = []
-    with new_server(add_model(tmp_path / "repo", "double", SLOW_ANSWER), tmp_path) as server:
+    asked = tmp_path / "asked"
+    script = SLOW_ANSWER.replace("ASKED", repr(str(asked)))
+    with new_server(add_model(tmp_path / "repo", "double", script), tmp_path) as server:
         server.start(timeout_s=240)
         asking = threading.Thread(target=lambda: answers.append(_ask(server)))
         asking.start()
-        time.sleep(0.5)
+        until(asked.exists, "the request")
         server.stop(drain_s=20)
         asking.join()
     assert answers == [[[2, 4]]]

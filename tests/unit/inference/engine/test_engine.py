@@ -242,8 +242,9 @@ def test_a_failing_listener_costs_only_its_own_request(engine: Engine) -> None:
 def test_full_queue_refuses_with_its_size(ft_dir: Path) -> None:
     options = EngineOptions(max_lanes=1, max_queued_rows=3)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
+        refused = threading.Event()  # until then the engine stays in its first step
         running = engine.submit(
-            request_of(engine, [[1]], 70), on_step=lambda _step: time.sleep(0.05)
+            request_of(engine, [[1]], 70), on_step=lambda _step: refused.wait(60)
         )
         while engine.queued_rows:
             time.sleep(0.01)
@@ -252,6 +253,7 @@ def test_full_queue_refuses_with_its_size(ft_dir: Path) -> None:
             EngineBusyError, match="max_queued_rows=3; send the request again later"
         ):
             engine.submit(request_of(engine, [[3]], 1))
+        refused.set()
         engine.cancel(running)
         assert [len(future.result(10).rows) for future in waiting] == [1, 1, 1]
 
@@ -274,7 +276,7 @@ def test_stopping_fails_the_requests_in_flight(ft_dir: Path) -> None:
     with pytest.raises(EngineFailedError, match="not started"):
         engine.submit(request_of(engine, [[1]], 1))
     engine.start()
-    future = engine.submit(request_of(engine, [[1]], 70), on_step=lambda _step: time.sleep(0.02))
+    future = engine.submit(request_of(engine, [[1]], 70), on_step=lambda _step: time.sleep(0.1))
     engine.stop()
     with pytest.raises(EngineFailedError, match="the engine was stopped"):
         future.result(5)

@@ -217,10 +217,9 @@ def test_cancelled_work_makes_room(engine: Engine) -> None:
     time.sleep(0.05)
     for future in long:
         engine.cancel(future)
-    prompt = prompts_of(3)[2]
-    began = time.monotonic()
+    prompt, before = prompts_of(3)[2], engine.steps
     assert answers(engine, request_of(engine, [prompt], 5)) == [greedy(prompt, 5)]
-    assert time.monotonic() - began < 5
+    assert engine.steps - before < 1000
 
 
 def test_unknown_ia3_tasks_are_refused(engine: Engine) -> None:
