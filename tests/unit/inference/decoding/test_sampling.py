@@ -242,10 +242,11 @@ def test_nucleus_beyond_the_first_candidates_is_drawn_from_the_whole_row() -> No
         (step,) = decoder.step([handle], logits)
         threshold = generator.uniform() * 0.75
         place = int(torch.searchsorted(sums, threshold))
-        # FP32 masses against FP64 ones: the neighbour is as good within 1e-6 of the boundary.
+        # FP32 masses and their norm against FP64 ones: the neighbour is as good this near to the
+        # boundary, a twentieth of a token's mass.
         near = {order[i] for i in (place - 1, place, place + 1) if 0 <= i < size}
         assert step.tokens[0] in near
-        assert step.tokens[0] == order[place] or abs(sums[place] - threshold) < 1e-6
+        assert step.tokens[0] == order[place] or abs(sums[place] - threshold) < 1e-5
 
 
 def test_equal_seeds_draw_equal_tokens_and_others_differ() -> None:
