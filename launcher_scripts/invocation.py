@@ -6,8 +6,7 @@ import operator
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -83,16 +82,22 @@ class Invocation:
         }
         return Run(launcher, self.console, plan.stages, jobs, keep_serving=config.deploy.keep)
 
+    @property
+    def only_renders(self) -> bool:
+        """Return whether the jobs' files are written and nothing is started."""
+        return is_dry_run(self.config) or make_launcher(self.config).only_renders
+
     def execute(self, run: Run) -> int:
         """Write the jobs' files, start the jobs and return the exit status."""
-        with self._errors() as status:
+        try:
             self.begin(run)
-            if is_dry_run(self.config) or run.launcher.only_renders:
+            if self.only_renders:
                 run.render()
                 return EXIT_OK
             _end_in_order()
             return run.run_all(wait=self.config.wait)
-        return status[0]
+        except OSError as error:
+            return self.failed(error)
 
     def begin(self, run: Run) -> None:
         """Record the command in the results folder."""
@@ -100,23 +105,21 @@ class Invocation:
         if run.jobs:
             arguments = [sys.executable, str(CHECKOUT / "main.py"), *self.words]
             job_folder.note_command(results, arguments, at=record.now())
-        if not is_dry_run(self.config) and not run.launcher.only_renders:
+        if not self.only_renders:
             note_last_run(Path(self.config.base_results_dir), results)
 
-    @contextmanager
-    def _errors(self) -> Iterator[list[int]]:
-        """Report an error of the file system; the list then holds the exit status."""
-        status = [EXIT_FAILED]
-        try:
-            yield status
-        except BrokenPipeError:
-            raise  # not an error of a file system: the reader of the output has left
-        except OSError as error:
-            if self.config.debug or is_set(FULL_ERROR):
-                raise
-            place = Path(self.config.base_results_dir)
-            plain = f"{error.filename or place}: {error.strerror}"
-            sys.stderr.write(f"{full_disk(error, place) or plain}\n")
+    def failed(self, error: OSError) -> int:
+        """Report an error of the file system; return the exit status.
+
+        Raises:
+            OSError: the error, if tracebacks are wanted, or if the reader of the output has left.
+        """
+        if isinstance(error, BrokenPipeError) or self.config.debug or is_set(FULL_ERROR):
+            raise error
+        place = Path(self.config.base_results_dir)
+        plain = f"{error.filename or place}: {error.strerror}"
+        sys.stderr.write(f"{full_disk(error, place) or plain}\n")
+        return EXIT_FAILED
 
 
 def run_all(
@@ -124,13 +127,13 @@ def run_all(
 ) -> int:
     """Run prepared combinations of a sweep, show their comparison and return the exit status."""
     first = invocations[0]
-    with first._errors() as failed:
+    try:
         for invocation, outcome in zip(invocations, outcomes, strict=True):
             assert outcome.run is not None
             invocation.begin(outcome.run)
-            if is_dry_run(invocation.config) or outcome.run.launcher.only_renders:
+            if invocation.only_renders:
                 outcome.run.render()
-        if is_dry_run(first.config) or first.config.cluster_type == "kubernetes":
+        if first.only_renders:
             return EXIT_OK
         _end_in_order()
         base = Path(first.config.base_results_dir)
@@ -142,7 +145,8 @@ def run_all(
         save(outcomes, path)
         console.say(f"comparison: {path}")
         return status
-    return failed[0]
+    except OSError as error:
+        return first.failed(error)
 
 
 def _end_in_order() -> None:

@@ -61,7 +61,7 @@ class ServerEndpoint:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only the node itself reaches the server."""
+        """Return whether only the node itself reaches the server."""
         return self.host in _LOOPBACK
 
     def __str__(self) -> str:

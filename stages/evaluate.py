@@ -10,6 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_NOT_EVALUATED
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
 from inference.evaluation.run.checks import check_evaluation
@@ -56,13 +57,13 @@ class EvaluateConfig:
 class NotEvaluatedError(StageError):
     """The evaluation could not be done."""
 
-    exit_code = 4
+    exit_code = EXIT_NOT_EVALUATED
 
 
 class GateBreachedError(StageError):
     """The evaluation was done and a bound is breached."""
 
-    exit_code = 3
+    exit_code = EXIT_GATE_BREACHED
 
 
 class EvaluateStage(Stage):

@@ -21,7 +21,7 @@ from stages.base import Stage, StageError, Summary
 JOB_ID_VARIABLE = "SLIPWAY_JOB_ID"
 # The process whose end ends a job that runs in its foreground: "<pid>:<start time in ticks>".
 OWNER_VARIABLE = "SLIPWAY_OWNER"
-# Every process of a job inherits it, which finds all of them at the job's end.
+# Every process of a job inherits it, and is found by it at the job's end.
 MARK_VARIABLE = "SLIPWAY_JOB_MARK"
 _WATCH_S = 0.5
 

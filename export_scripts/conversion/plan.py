@@ -102,7 +102,7 @@ def plan_conversion(
         remarks=(
             *(note for reader in readers for note in reader.notes()),
             *mapping.warnings(facts, config),
-            *_tokens_never_said(config, names),
+            *_special_token_warnings(config, names),
         ),
         source_files=(
             *(file for reader in readers for file in reader.files()),
@@ -137,7 +137,7 @@ def source_config(
     return mapping.family, mapping.config(facts)
 
 
-def _tokens_never_said(config: FTConfig, names: Mapping[str, str]) -> list[str]:
+def _special_token_warnings(config: FTConfig, names: Mapping[str, str]) -> list[str]:
     """Return a warning for each special token that the model's vocabulary lacks."""
     size = getattr(config, "vocab_size", None)
     if size is None:

@@ -59,7 +59,7 @@ class Parameter:
 
 
 def whole(low: int, high: int) -> Kind:
-    """A whole number of a range."""
+    """A whole number within a range."""
 
     def read(text: str) -> int:
         if not (text.isascii() and text.isdigit()) or not low <= int(text[:20]) <= high:
@@ -70,7 +70,7 @@ def whole(low: int, high: int) -> Kind:
 
 
 def seconds(high: float = _DAYS_30_S) -> Kind:
-    """A time of more than nothing."""
+    """A positive time."""
 
     def read(text: str) -> float:
         value = float(text)

@@ -202,7 +202,7 @@ class EngineModel:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether the thread of the responses has more to send than it soon will."""
+        """Return whether more responses wait than their thread sends in a moment."""
         return self._outbox.qsize() > _BACKLOG
 
     def _follow(

@@ -62,7 +62,7 @@ def pad_vocabulary(logits: torch.Tensor) -> torch.Tensor:
 
 
 def pick_slots(logits: torch.Tensor, slots: Sequence[int]) -> torch.Tensor:
-    """Return those rows of `logits` in that order, without a copy where they are all of it."""
+    """Return some rows of `logits` in the given order, without a copy where those are all."""
     if list(slots) == list(range(len(logits))):
         return logits
     return logits[_to(logits, np.asarray(slots, np.int64))]

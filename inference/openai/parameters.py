@@ -24,7 +24,7 @@ _SAMPLING_FIELDS = frozenset(
     {
         *("model", "n", "stream", "stream_options", "stop", "seed", "temperature", "top_p"),
         *("presence_penalty", "frequency_penalty", "logit_bias", "max_tokens", "logprobs"),
-        # Of this server, as others have them.
+        # Not OpenAI's; spelled as in other servers.
         *("top_k", "repetition_penalty", "min_tokens", "ignore_eos"),
     }
 )

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         force=True,
     )
     if problem := _count_problem(arguments, place):
-        # Rank 0 says it for all; a launcher would end it before, if another rank failed first.
+        # Rank 0 reports it for all: a launcher might end it first if another rank failed.
         return _refused(problem) if place.rank == 0 else 0
     signal.signal(signal.SIGTERM, _interrupt)
     try:

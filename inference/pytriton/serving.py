@@ -167,7 +167,7 @@ def pytriton_tensors(signatures: Sequence[TensorSignature]) -> list[Any]:
 
 
 def _watch(triton: Any, engine: Engine) -> None:
-    """Return never; the first failure is raised."""
+    """Block until a failure, and raise it."""
     while True:
         if reason := engine.healthy():
             sleep(_ANSWER_S)

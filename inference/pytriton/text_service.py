@@ -52,7 +52,7 @@ class TextService:
 
     @property
     def busy(self) -> bool:
-        """Whether some request is not answered yet."""
+        """Return whether some request is not answered yet."""
         return self._calls > 0
 
     def infer(self, requests: Sequence[Tensors]) -> list[dict[str, np.ndarray[Any, Any]]]:

@@ -390,7 +390,7 @@ class TritonServer:
     ) -> subprocess.Popen[bytes]:
         ports = [f"--{name}-port={self._ports[name]}" for name in PORT_NAMES]
         where = [f"--sockets={sockets.folder}", *ports]
-        return self._start_beside("inference.gateway", where, lifeline, log)
+        return self._start_front_process("inference.gateway", where, lifeline, log)
 
     def _start_openai(
         self, sockets: ServerSockets, lifeline: int, log: IO[bytes]
@@ -400,12 +400,12 @@ class TritonServer:
         where = [f"--triton=unix:{sockets.grpc}", f"--port={self.openai_port}"]
         where += [f"--listening={sockets.openai_listening}"]
         where += self._openai_options.arguments(repository=self.model_repository)
-        return self._start_beside("inference.openai", where, lifeline, log)
+        return self._start_front_process("inference.openai", where, lifeline, log)
 
-    def _start_beside(
+    def _start_front_process(
         self, module: str, options: Sequence[str], lifeline: int, log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        """Start a process that clients reach, which ends with this one."""
+        """Start a process in front of the server, for clients; it ends with this one."""
         return subprocess.Popen(
             [
                 *(sys.executable, "-m", module, *options, f"--host={self.host}"),

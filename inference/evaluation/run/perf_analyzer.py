@@ -32,10 +32,10 @@ _LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.
 _LAST_LINES = 8
 _NS_PER_S = 1e9
 # Two faults of perf_analyzer 2.50 end a run without its requests, and another run is the remedy:
-# * For an output that a response leaves out it reports four bytes of unused memory. Where these are
-#   no number its JSON writer gives up: status 0, and an export that is empty or breaks off. That is
-#   one run in about twenty, by the addresses that the process happened to get.
-# * A request that is answered before it begins to count is lost, and it waits for ever for another.
+# * For an output that a response leaves out it reports four bytes of unused memory. Where these do
+#   not make a number its JSON writer gives up: status 0, and an export that is empty or breaks off.
+#   That happens in about one run of twenty, by the addresses that the process gets.
+# * A request that is answered before it begins to count is lost, and it waits for another for ever.
 #   Small models on a busy machine are that fast.
 _TRIES = 6
 _PATIENCE = 5.0  # a run may take so many times what its requests take one after the other

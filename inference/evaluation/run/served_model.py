@@ -232,7 +232,7 @@ class ServedModel:
         ]
 
     def _prompts(self, rows: Sequence[Sequence[int]], output_len: int) -> Arrays:
-        """Return prompts, (B, S) padded on the right with a token that is there anyway."""
+        """Return prompts, (B, S), each padded on the right with its last token."""
         width = max(map(len, rows))
         ids = np.array([[*row, *[row[-1]] * (width - len(row))] for row in rows], np.uint32)
         lengths = np.array([[len(row)] for row in rows], np.uint32)

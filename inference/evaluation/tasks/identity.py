@@ -182,7 +182,7 @@ def _check(options: EvaluationOptions) -> list[str]:
 
 
 def has_source_model(source: Path) -> bool:
-    """Whether transformers can compute a checkpoint: its own folders, and GPT-J from JAX."""
+    """Return whether transformers can compute a checkpoint: its own folders, and GPT-J from JAX."""
     return (source / "config.json").is_file() or step_directory(source) is not None
 
 

@@ -198,7 +198,7 @@ def _load(checkpoint: Path, given: Sequence[tuple[str, str]]) -> HuggingFaceSour
 
 
 def _padded(rows: Sequence[tuple[int, ...]]) -> np.ndarray[Any, Any]:
-    """Return token ids (B, S), padded on the right with a token that is there anyway."""
+    """Return token ids (B, S), each row padded on the right with its last token."""
     width = max(map(len, rows))
     return np.array([[*row, *[row[-1]] * (width - len(row))] for row in rows], np.uint32)
 
