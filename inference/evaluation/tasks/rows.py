@@ -30,17 +30,15 @@ def read_rows(path: Path, *texts: str) -> list[Mapping[str, Any]]:
     """
     rows: list[Mapping[str, Any]] = []
     problems: list[str] = []
-    # Of a file as of JSON, a line ends at a line feed only: U+2028 may stand in a string.
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(_checked(json.loads(line), texts))
-            except json.JSONDecodeError as error:
-                problems.append(f"line {number}: not JSON ({error.msg})")
-            except ValueError as error:
-                problems.append(f"line {number}: {error}")
+    for number, line in enumerate(_text_of(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(_checked(json.loads(line), texts))
+        except json.JSONDecodeError as error:
+            problems.append(f"line {number}: not JSON ({error.msg})")
+        except ValueError as error:
+            problems.append(f"line {number}: {error}")
     if problems:
         shown = "\n  ".join(problems[:_MOST_SHOWN])
         more = len(problems) - _MOST_SHOWN
@@ -49,6 +47,22 @@ def read_rows(path: Path, *texts: str) -> list[Mapping[str, Any]]:
     if not rows:
         raise ValueError(f"{path} holds no samples; expected one JSON object a line.")
     return rows
+
+
+def _text_of(path: Path) -> str:
+    """Return a file's text, without the byte order mark that some editors write.
+
+    Its lines end at a line feed only: U+2028 may stand in a JSON string.
+
+    Raises:
+        ValueError: it is not UTF-8.
+    """
+    try:
+        return path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 at byte {error.start}; convert it, for example with iconv."
+        ) from error
 
 
 def _checked(row: Any, texts: Sequence[str]) -> Mapping[str, Any]:
@@ -125,20 +139,27 @@ def squad_rows(path: Path) -> list[Row]:
     """
     whole = _whole_file(path)
     is_official = isinstance(whole, dict) and "data" in whole
-    rows = _official_squad(whole) if is_official else read_rows(path, "context", "question")
+    try:
+        rows = _official_squad(whole) if is_official else read_rows(path, "context", "question")
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not of SQuAD's form ({error!r}).") from error
     found = []
     for number, row in enumerate(rows, start=1):
-        targets = tuple(dict.fromkeys(map(str, row.get("answers", ()))))
-        if not targets:
+        answers = row.get("answers", [])
+        if isinstance(answers, dict):  # as the library `datasets` writes them
+            answers = answers.get("text")
+        if not isinstance(answers, list) or not all(isinstance(each, str) for each in answers):
+            raise ValueError(f"{path}, row {number}: answers is {answers!r}, not a list of texts.")
+        if not answers:
             raise ValueError(f"{path}, row {number}: no answers.")
-        found.append(Row(_texts(row), targets))
+        found.append(Row(_texts(row), tuple(dict.fromkeys(answers))))
     return found
 
 
 def _whole_file(path: Path) -> Any:
     """Return a file's one JSON value; None where it is several lines of JSON."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(_text_of(path))
     except json.JSONDecodeError:
         return None
 
@@ -177,8 +198,8 @@ def translation_rows(path: Path, target_path: Path | None) -> list[Row]:
 
 
 def _detokenised_lines(path: Path) -> list[str]:
-    with path.open(encoding="utf-8") as file:
-        return [_detokenised(line) for line in file]
+    lines = _text_of(path).split("\n")
+    return [_detokenised(line) for line in (lines if lines[-1] else lines[:-1])]
 
 
 def _detokenised(line: str) -> str:

@@ -82,6 +82,20 @@ def test_a_separator_of_lines_inside_a_text_ends_no_line(tmp_path):
     assert [row["text"] for row in read_rows(path, "text")] == ["one\u2028two\x85three"]
 
 
+def test_the_mark_and_line_ends_of_other_editors_are_read(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n')
+    assert [row["text"] for row in read_rows(path, "text")] == ["one", "two"]
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_another_encoding_is_refused_with_the_name_of_the_file(tmp_path, encoding):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"text": "d\u00e9j\u00e0 vu"}\n', encoding=encoding)
+    with pytest.raises(ValueError, match=r"data\.jsonl is not UTF-8 at byte"):
+        read_rows(path, "text")
+
+
 def test_an_empty_data_set_is_refused(tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text("\n")

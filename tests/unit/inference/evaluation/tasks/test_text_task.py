@@ -240,6 +240,25 @@ def test_squad_takes_the_best_of_several_answers(tmp_path, fake_model):
     assert squad_rows(lines_path)[0].targets == ("a", "b")
 
 
+def test_answers_as_the_datasets_library_writes_them(tmp_path):
+    answers = {"text": ["a", "b"], "answer_start": [1, 4]}
+    path = lines(tmp_path / "squad.jsonl", {"context": "c", "question": "q", "answers": answers})
+    assert squad_rows(path)[0].targets == ("a", "b")
+
+
+@pytest.mark.parametrize("answers", ["Paris", None, [1], {"text": "Paris"}])
+def test_answers_that_are_no_list_of_texts_are_refused(tmp_path, answers):
+    path = lines(tmp_path / "squad.jsonl", {"context": "c", "question": "q", "answers": answers})
+    with pytest.raises(ValueError, match=r"row 1: answers is .*, not a list of texts"):
+        squad_rows(path)
+
+
+def test_json_that_only_begins_like_squad_is_refused(tmp_path):
+    (tmp_path / "squad.json").write_text('{"data": [{"title": "t"}]}')
+    with pytest.raises(ValueError, match=r"not of SQuAD's form \(KeyError\('paragraphs'\)\)"):
+        squad_rows(tmp_path / "squad.json")
+
+
 def test_translation_reads_two_files_and_removes_subword_marks(tmp_path, fake_model):
     source, target = tmp_path / "test.en", tmp_path / "test.de"
     source.write_text("\u2581Good \u2581mor ning .\nPlain line\n")
@@ -252,6 +271,16 @@ def test_translation_reads_two_files_and_removes_subword_marks(tmp_path, fake_mo
     assert 0 < metric.value < 100
     assert not metric.from_samples
     assert found.requests.generated == 2 * 13
+
+
+def test_lines_of_other_editors_are_read(tmp_path):
+    (tmp_path / "en").write_bytes(b"\xef\xbb\xbfa\r\n\r\nc")
+    (tmp_path / "de").write_bytes(b"x\ny\x0b\nz\n")
+    rows = translation_rows(tmp_path / "en", tmp_path / "de")
+    assert [row.fields["source"] for row in rows] == ["a", "", "c"]
+    (tmp_path / "en").write_bytes(b"")
+    with pytest.raises(ValueError, match="has 0 lines"):
+        translation_rows(tmp_path / "en", tmp_path / "en")
 
 
 def test_files_of_unequal_length_are_refused(tmp_path):
