@@ -17,6 +17,7 @@ from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import item_size
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
+from inference.control_groups import memory_room
 from inference.decoding.request import GenerationRequest, ModelLimits
 from inference.decoding.rows import P_TUNING, SOFT_PROMPT
 from inference.engine.options import EngineOptions
@@ -248,9 +249,11 @@ def _longest(architecture: GeneratorArchitecture) -> int | None:
 
 
 def available_bytes() -> int:
-    """Return the memory in bytes that is available on this machine."""
-    text = Path("/proc/meminfo").read_text().split("MemAvailable:")[1]
-    return int(text.split()[0]) * 1024
+    """Return the memory in bytes that this process may still take."""
+    text = Path("/proc/meminfo").read_text(encoding="utf-8").split("MemAvailable:")[1]
+    of_machine = int(text.split()[0]) * 1024
+    room = memory_room()
+    return of_machine if room is None else min(of_machine, room)
 
 
 def _cuda_budget(

@@ -16,6 +16,7 @@ from tempfile import TemporaryFile
 from time import monotonic, sleep
 from typing import IO, TYPE_CHECKING
 
+from inference.control_groups import usable_cores
 from inference.huge_pages import huge_page_variables
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def early_workers(ft_dir: Path, world_size: int, threads: int | None) -> Iterato
 
 def threads_per_rank(local_ranks: int) -> int:
     """Return the number of CPU threads of each of a node's ranks."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     text = os.environ.get("OMP_NUM_THREADS", "")
     total = int(text) if text.isdigit() and int(text) > 0 else cores
     return max(1, min(total, cores) // local_ranks)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from inference.control_groups import usable_cores
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.engine import Engine, EngineFailedError, EngineOptions
@@ -178,7 +179,7 @@ def test_folder_cut_for_other_ranks_is_refused(ft_dir: Path) -> None:
 
 
 def test_cores_are_divided_among_local_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert threads_per_rank(1) == cores
     assert threads_per_rank(2) == max(1, cores // 2)
