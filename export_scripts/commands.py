@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 import textwrap
 import time
@@ -24,9 +25,16 @@ def complain(text: str) -> None:
     sys.stderr.write(text + "\n")
 
 
+def accept_any_text() -> None:
+    """Let standard output escape characters that the locale lacks, as standard error does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def run_command(parser: argparse.ArgumentParser, handler: Handler, arguments: Sequence[str]) -> int:
     """Return the exit status: 0, 1 after a reported error, 130 after Ctrl-C."""
     options = parser.parse_args(arguments)
+    accept_any_text()
     try:
         return handler(options)
     except (ValueError, OSError) as error:

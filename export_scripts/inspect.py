@@ -64,7 +64,7 @@ def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:
     }
     manifest = manifest_path(path)
     if manifest.is_file():
-        record = json.loads(manifest.read_text())
+        record = json.loads(manifest.read_bytes())
         facts["converted from"] = record["source"]["path"]
         facts["converted by"] = record["tool"]
     if tensors:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from export_scripts.commands import accept_any_text
 from export_scripts.triton.signature import GPT, T5, TensorSignature, ensemble
 from inference.decoding.rows import SessionTurn
 from inference.gateway.credentials import Credentials
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tritonclient.utils import InferenceServerException
 
     arguments = _parser().parse_args(argv)
+    accept_any_text()
     try:
         return int(arguments.run(arguments))
     except (InferenceServerException, ConnectionError, socket.gaierror) as error:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from export_scripts.commands import accept_any_text
 from export_scripts.files.replace import replace_file
 from inference.evaluation.report.compare import load_comparison
 from inference.evaluation.report.compare_page import comparison_text, render_comparison
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--history-dir", type=Path, help="run store that ids are looked up in")
     parser.add_argument("--output", type=Path, help="also write the comparison as an HTML page")
     options = parser.parse_args(arguments)
+    accept_any_text()
     try:
         paths = [
             find_run(run, history_dir=options.history_dir)

@@ -73,7 +73,7 @@ def _listening_inodes(port: int) -> list[str]:
     inodes = []
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         with contextlib.suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
+            for line in Path(table).read_text(encoding="utf-8").splitlines()[1:]:
                 columns = line.split()
                 if columns[3] == _LISTEN and int(columns[1].rpartition(":")[2], 16) == port:
                     inodes.append(columns[9])

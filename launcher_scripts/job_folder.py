@@ -73,7 +73,9 @@ def write_job_files(job: Job, script: str, *, script_name: str = "submission.sh"
         job.whole_config_path: job.whole_config,
         folder / f"{job.prefix}{job.name}_{script_name}": script,
     }
-    others = [path for path, text in files.items() if path.exists() and path.read_text() != text]
+    others = [
+        path for path, text in files.items() if path.exists() and path.read_bytes() != text.encode()
+    ]
     if others or any((folder / name).exists() for name in _KEPT):
         _keep(folder, [*(path for path in files if path.exists()), *_existing(folder)])
     for path, text in files.items():

@@ -167,7 +167,7 @@ def _model_config(folder: Path) -> tuple[list[Path], dict[str, Any]]:
         merged: dict[str, Any] = {}
         for file in files:
             try:
-                config = yaml.safe_load(file.read_text())
+                config = yaml.safe_load(file.read_bytes())
             except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
                 raise CheckpointMismatchError(f"{file} is not YAML: {error}") from error
             if isinstance(config, Mapping):

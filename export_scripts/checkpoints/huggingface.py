@@ -114,7 +114,7 @@ def open_huggingface(path: Path) -> TensorIndex:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointMismatchError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

@@ -150,7 +150,7 @@ def _model_config(step: Path) -> tuple[Path | None, dict[str, Any]]:
     for folder in (step, step.parent):
         for file in sorted(folder.glob("*.json")):
             try:
-                config = json.loads(file.read_text())
+                config = json.loads(file.read_bytes())
             except (ValueError, RecursionError) as error:
                 raise CheckpointMismatchError(f"{file} is not JSON: {error}") from error
             if isinstance(config, dict) and "n_heads" in config:

@@ -208,7 +208,7 @@ def _is_finished(paths: WorkPaths, identity: str) -> bool:
     if is_interrupted(paths, identity) or not paths.final.is_dir():
         return False
     try:
-        manifest = json.loads(paths.manifest.read_text())
+        manifest = json.loads(paths.manifest.read_bytes())
     except (OSError, ValueError):
         return False
     return bool(manifest.get("identity") == identity) and not validate_directory(
@@ -278,7 +278,7 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str
 
 def _summary(paths: WorkPaths, started: float, *, written_bytes: int | None) -> ConversionSummary:
     """Return the summary of a finished folder; `written_bytes` is None if it already existed."""
-    manifest = json.loads(paths.manifest.read_text())
+    manifest = json.loads(paths.manifest.read_bytes())
     return ConversionSummary(
         ft_dir=paths.final,
         family=manifest["family"],

@@ -217,7 +217,7 @@ def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
         return None
     if path.suffix == ".json":
         try:
-            ranges = json.loads(path.read_text())
+            ranges = json.loads(path.read_bytes())
         except ValueError as error:
             raise CheckpointMismatchError(f"{path} is not JSON: {error}") from error
     else:

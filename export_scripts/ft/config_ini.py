@@ -108,7 +108,7 @@ def write_config(ft_dir: Path, config: FTConfig) -> Path:
         ValueError: A value cannot be written so that the loader reads it back.
     """
     path = ft_dir / CONFIG_NAME
-    path.write_text(config_text(config))
+    path.write_text(config_text(config), encoding="utf-8")
     return path
 
 
@@ -136,7 +136,7 @@ def read_config(ft_dir: Path) -> tuple[ModelFamily, FTConfig]:
     """
     path = ft_dir / CONFIG_NAME
     try:
-        sections = parse_ini(path.read_text())
+        sections = parse_ini(path.read_text(encoding="utf-8"))
         family = family_of(sections)
         _settle_tensor_para_size(sections[family.config.SECTION], ft_dir)
         files = {entry.name for entry in ft_dir.glob("*.bin")}

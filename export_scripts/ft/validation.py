@@ -65,7 +65,7 @@ def _compare_manifest(ft_dir: Path, *, checksums: bool) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        files: dict[str, dict[str, Any]] = json.loads(path.read_text())["files"]
+        files: dict[str, dict[str, Any]] = json.loads(path.read_bytes())["files"]
         facts = [(name, record["size_bytes"], record["crc32"]) for name, record in files.items()]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return {

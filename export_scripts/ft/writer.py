@@ -278,7 +278,7 @@ def recover(paths: WorkPaths) -> None:
 def _read_journal(path: Path) -> list[dict[str, Any]]:
     """Return the journal's records without an incomplete last line."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return []
     lines: list[dict[str, Any]] = []
@@ -301,14 +301,14 @@ def _is_intact(folder: Path, record: Mapping[str, Any], *, trusted: bool) -> boo
 
 def _boot_id() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 
 
 def _write_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     temporary = path.with_name(f".{path.name}{_TEMPORARY_SUFFIX}")
-    with temporary.open("w") as file:
+    with temporary.open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=1)
         file.write("\n")
         file.flush()

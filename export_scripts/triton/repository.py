@@ -230,7 +230,7 @@ def _differing(request: RepositoryRequest, models: Sequence[ModelFolder]) -> lis
     found = []
     for model in models:
         path = request.model_dir.parent / model.config.name / CONFIG_FILE
-        if path.exists() and path.read_text() != model.config.to_text():
+        if path.exists() and path.read_bytes() != model.config.to_text().encode():
             found.append(
                 f"{path} exists with another configuration; set overwrite=true to replace it, or "
                 "choose another folder."

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from export_scripts.commands import complain, say
+from export_scripts.commands import accept_any_text, complain, say
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 
 _EQUAL, _DEVIATES, _BAD_INPUT = 0, 1, 2
@@ -68,6 +68,7 @@ def _ids(text: str) -> tuple[int, ...]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print the report and return the exit status."""
     options = _parser().parse_args(arguments)
+    accept_any_text()
     from inference.parity.comparison import ParityRequest, compare
     from inference.parity.text import parity_text
 
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         )
         if options.json is not None:
-            options.json.write_text(report.to_json() + "\n")
+            options.json.write_text(report.to_json() + "\n", encoding="utf-8")
     except (ValueError, OSError) as error:
         for line in str(error).split("\n"):
             complain(f"error: {line}")

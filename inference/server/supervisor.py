@@ -70,7 +70,7 @@ class ProcessState:
 def process_state(pid: int) -> ProcessState | None:
     """Return the state of a process, None if there is none of this id."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")  # a name is any bytes
     except OSError:
         return None
     # "pid (name) state ppid ...": the name may hold blanks and parentheses.

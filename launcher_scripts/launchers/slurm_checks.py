@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
@@ -119,9 +120,9 @@ def own_file_system(path: Path) -> str | None:
     there = nearest_that_exists(path).resolve()
     kinds: dict[str, str] = {}
     with suppress(OSError):
-        for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
-            _, mounted, kind, *_ = line.split()
-            kinds[mounted] = kind
+        for line in Path("/proc/mounts").read_bytes().splitlines():
+            _, mounted, system, *_ = line.split()
+            kinds[os.fsdecode(mounted)] = os.fsdecode(system)
     kind = next((kinds[str(each)] for each in (there, *there.parents) if str(each) in kinds), "")
     return kind if kind in _OWN_FILE_SYSTEMS else None
 
@@ -129,7 +130,12 @@ def own_file_system(path: Path) -> str | None:
 def _answer(command: list[str], *, timeout_s: float = _ASK_S) -> str | None:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -121,6 +121,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.ft",
         "export_scripts.numeric",
         "export_scripts.triton",
+        "inference",
         "inference.decoding",
         "inference.model",
         "inference.ranks",
@@ -203,13 +204,18 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.server",
     ),
     "inference.client": (
+        "export_scripts",
         "export_scripts.triton",
         "inference",
         "inference.decoding",
         "inference.gateway",
         "inference.server",
     ),
-    "inference.compare": ("export_scripts.files", "inference.evaluation.report"),
+    "inference.compare": (
+        "export_scripts",
+        "export_scripts.files",
+        "inference.evaluation.report",
+    ),
     "stages": (
         "export_scripts",
         "export_scripts.checkpoints",

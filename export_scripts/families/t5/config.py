@@ -71,6 +71,20 @@ class T5Config(FTConfig):
     ia3_num_tasks: int = ini_field(0, sections=_STRUCTURE)
     ia3_adapted: bool | None = ini_field(None, sections=_STRUCTURE)
 
+    def __post_init__(self) -> None:
+        """Refuse a relative bias of too few buckets: below, the formula of the far ones fails.
+
+        Raises:
+            ValueError: The distances that have a bucket of their own reach beyond the largest.
+        """
+        buckets, reach = self.positions, self.relative_attention_max_distance
+        if self.is_relative and not 4 <= buckets < 2 * reach:
+            raise ValueError(
+                f"relative_attention_num_buckets = {buckets} with relative_attention_max_distance "
+                f"= {reach} cannot be represented: expected at least 4 buckets, and fewer than "
+                "twice the distance"
+            )
+
     @property
     def inner(self) -> int:
         """Attention width, which need not be d_model."""

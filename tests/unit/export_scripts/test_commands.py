@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from export_scripts.commands import accept_any_text, say
 from tests.conftest import ROOT
 from tests.tiny import write_nemo
 
@@ -120,3 +122,12 @@ def test_light_commands_do_not_load_torch(name: str, tmp_path: Path) -> None:
 def test_a_bad_pair_is_reported(tmp_path: Path) -> None:
     result = convert(write_nemo(tmp_path / "x.nemo"), tmp_path / "out", "--set", "head_num")
     assert (result.returncode, result.stderr) == (1, "error: --set head_num is not KEY=VALUE\n")
+
+
+def test_output_escapes_what_the_locale_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    accept_any_text()
+    say("mod\u00e8le")
+    stream.flush()
+    assert stream.buffer.getvalue() == b"mod\\xe8le\n"  # type: ignore[attr-defined]

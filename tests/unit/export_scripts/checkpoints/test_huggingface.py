@@ -88,6 +88,12 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         values(folder(tmp_path / "m", files))
 
 
+def test_a_configuration_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", {"model.safetensors": TENSORS})
+    (path / "config.json").write_bytes(b'\xef\xbb\xbf{"model_type": "gpt2", "n": "\xc3\xa9"}')
+    assert open_checkpoint(path).config() == {"model_type": "gpt2", "n": "\u00e9"}
+
+
 def test_a_folder_without_weights_is_reported(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match="but no weights; expected one of"):
         values(folder(tmp_path / "m", {}))

@@ -86,8 +86,9 @@ def test_unknown_tensors_are_refused(tied: Path, tmp_path: Path) -> None:
         ({"feed_forward_proj": "gated-tanh"}, "feed_forward_proj = gated-tanh"),
         ({"model_type": "umt5"}, "unknown architecture"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"relative_attention_max_distance": 4}, "buckets = 8 with relative_attention_max_dist"),
     ],
-    ids=["activation", "umt5", "quantized"],
+    ids=["activation", "umt5", "quantized", "reach"],
 )
 def test_models_that_ft_cannot_express_are_refused(
     tied: Path, tmp_path: Path, settings: dict[str, object], words: str

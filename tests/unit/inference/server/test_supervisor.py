@@ -53,6 +53,20 @@ def test_status_is_passed_on_and_grandchildren_end(tmp_path: Path) -> None:
     os.close(lifeline)
 
 
+def test_a_process_may_have_any_bytes_for_a_name() -> None:
+    # The kernel cuts a name after 15 bytes, also within a character.
+    rename = "open('/proc/self/comm', 'wb').write(b'a) R 1 \\xff'); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", rename], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        state = supervisor.process_state(process.pid)
+        assert state is not None
+        assert state.parent == os.getpid()
+        process.kill()
+
+
 def test_closed_lifeline_ends_command_and_grandchildren(tmp_path: Path) -> None:
     process, lifeline, grandchild = _family(tmp_path, 60)
     os.close(lifeline)
