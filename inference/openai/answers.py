@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -66,7 +67,8 @@ class Answer:
         self.cum_log_prob = candidate.cum_log_prob
         more = not (final or is_ended or len(ids) == self.limit)
         text = self.codec.text_after(self.prompt, shown, partial=more)
-        stop = min((at for each in self.stops if (at := text.find(each)) >= 0), default=None)
+        found = ((at, len(each)) for each in self.stops if (at := text.find(each)) >= 0)
+        stop, length = min(found, default=(None, 0))
         if stop is not None:
             text = text[:stop]
         elif more:
@@ -76,6 +78,7 @@ class Answer:
             self._score(candidate, ids[: self.tokens])
         if stop is not None:
             self._cut(stop)
+            self.tokens = self._tokens_of(shown, stop + length)
             self.finish_reason = "stop"
         elif not more:
             # The model ends short of the limit only at an end token or a stop word.
@@ -92,6 +95,14 @@ class Answer:
             self.scored.append(token)
             before.append(ids[number])
             at = token.last
+
+    def _tokens_of(self, ids: Sequence[int], length: int) -> int:
+        """Return how many of an answer's tokens make so many characters of its text."""
+
+        def reaches(count: int) -> bool:
+            return len(self.codec.text_after(self.prompt, ids[:count], partial=True)) >= length
+
+        return bisect_left(range(len(ids)), True, key=reaches)
 
     def _cut(self, length: int) -> None:
         """Forget the tokens of a text that is not part of the answer."""

@@ -12,8 +12,11 @@ import aiohttp
 import pytest
 
 from inference.gateway.access import Access
+from inference.openai.answers import Answer
 from inference.openai.chat_template import ChatTemplate
-from tests.unit.inference.openai.fake_backend import END, FakeModel, run, with_facts
+from inference.openai.codec import Codec
+from inference.openai.generation import Candidate
+from tests.unit.inference.openai.fake_backend import END, FakeModel, Letters, run, with_facts
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -121,6 +124,13 @@ def test_an_answer_ends_before_a_stop_text(stream: bool) -> None:
         assert "stop_words_list" not in model.jobs[0].tensors  # six tokens: found in the text
 
     run(check, model)
+
+
+def test_the_tokens_of_a_whole_answer_count_up_to_its_stop_text() -> None:
+    ids = tuple(Letters().encode("Hello, you there!"))
+    answer = Answer(Codec(Letters(), None, end_id=END), (), 50, ["yonder", "you th"])
+    answer.update(Candidate(ids), final=True)
+    assert (answer.text, answer.tokens, answer.finish_reason) == ("Hello, ", 13, "stop")
 
 
 def test_a_stop_text_of_one_token_ends_the_model_itself() -> None:
