@@ -51,7 +51,7 @@ class DeployConfig:
         instance_count: engines of the model in the server, each on GPUs or cores of its own.
         data_type: type of computation; only the tuning reads it.
         server: triton, which serves the repository, or pytriton, which serves its weights.
-        interface: of pytriton: text or nemo.
+        interface: of pytriton: text, nemo or nemo-deploy.
         host: address that the server listens on.
         http_port, grpc_port, metrics_port: 0 takes a free one.
         ready_timeout_s: the start fails when the models are not ready by then.

@@ -1,4 +1,4 @@
-"""Text in, text out, with the inputs and outputs of PyTriton's NeMo example."""
+"""Text in, text out, with the tensors of PyTriton's NeMo example or of NeMo's own query clients."""
 
 # Shapes: B rows of a request, L tokens of the longest sentence, N texts
 
@@ -7,20 +7,21 @@ from __future__ import annotations
 import csv
 import io
 import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
 from inference.backend.text_models import row_texts
 from inference.backend.text_tensors import word_list_tensor
 from inference.decoding.request import RequestError
-from inference.pytriton.signature import NEMO_INPUTS, NEMO_OUTPUTS
+from inference.pytriton.signature import NEMO_DEPLOY_INPUTS, NEMO_INPUTS, NEMO_OUTPUTS
 from inference.pytriton.text_service import QueuedRow, RowRead, Tensors, TextService, column
 
 TASK = "text_generation"
 # NeMo's (nemo/collections/nlp/modules/common/text_generation_utils.py).
 _DEFAULTS: dict[str, Any] = {
+    "tasks": TASK,
     "max_length": 30,
     "min_length": 0,
     "use_greedy": True,
@@ -32,7 +33,7 @@ _DEFAULTS: dict[str, Any] = {
     "all_probs": False,
     "compute_logprob": False,
 }
-_NOT_HERE = ("all_probs", "compute_logprob")
+_NOT_HERE = {"all_probs": "send false", "no_repeat_ngram_size": "send 0"}
 # Inputs of the engine that NeMo has under the same name or a similar one, and their types.
 _PASSED: dict[str, tuple[str, Any]] = {
     "request_output_len": ("max_length", np.uint32),
@@ -42,10 +43,11 @@ _PASSED: dict[str, tuple[str, Any]] = {
     "runtime_top_k": ("top_k", np.uint32),
     "runtime_top_p": ("top_p", np.float32),
 }
+_WORD_LISTS = {"end_strings": "stop_words_list", "bad_words_list": "bad_words_list"}
 
 
 class NemoService(TextService):
-    """Answers requests of NeMo's clients. Sampled answers differ from request to request."""
+    """Answers requests of NeMo's clients. Without a seed, samples differ between requests."""
 
     inputs = NEMO_INPUTS
     outputs = NEMO_OUTPUTS
@@ -54,67 +56,136 @@ class NemoService(TextService):
         """Return the tokens and the options of each row. Raises RequestError."""
         texts = row_texts("prompts", request["prompts"])
         rows = len(texts)
-        tasks = row_texts("tasks", request["tasks"])
-        given = {
+        given: dict[str, list[Any]] = {
             name: column(request, name, rows, default=default)
             for name, default in _DEFAULTS.items()
         }
-        problems = [
-            f"tasks[{b}]={task!r}: the model has no such task; use {TASK}"
-            for b, task in enumerate(tasks)
-            if task != TASK
-        ]
-        problems += self.length_problems("max_length", given["max_length"])
+        given["tasks"] = [_plain_text(task) for task in given["tasks"]]
+        given["seed"] = [secrets.randbits(63) for _ in texts]
+        if "random_seed" in request:
+            given["seed"] = column(request, "random_seed", rows)
+        problems = self.length_problems("max_length", given["max_length"])
+        problems += self._task_problems(given["tasks"], given["compute_logprob"])
         problems += [
             f"top_k[{b}]={k} must not be negative" for b, k in enumerate(given["top_k"]) if k < 0
         ]
         problems += [
-            f"{name} is not computed here; send false" for name in _NOT_HERE if any(given[name])
+            f"{name} is not computed here; {instead}"
+            for name, instead in _NOT_HERE.items()
+            if any(column(request, name, rows, default=False))
         ]
         if problems:
             raise RequestError(problems)
-        endings = _end_strings(request, rows)
+        words = {name: _words(request, name, rows) for name in _WORD_LISTS}
         return [
-            self._row(texts[b], {name: values[b] for name, values in given.items()}, endings[b])
+            self._row(
+                texts[b],
+                {name: values[b] for name, values in given.items()},
+                {name: lists[b] for name, lists in words.items()},
+            )
             for b in range(rows)
         ]
 
-    def _row(self, text: str, given: dict[str, Any], endings: Sequence[str]) -> RowRead:
-        tokenizer, start_id = self._tokenizer, self._engine.limits.start_id
-        ids = [start_id] * given["add_BOS"] + tokenizer.encode(text)
+    def _task_problems(self, tasks: Sequence[str], scored: Sequence[bool]) -> list[str]:
+        known = [TASK, *self._tasks]
+        return [
+            f"tasks[{b}]={task!r}: the model has no such task; use {' or '.join(known)}"
+            for b, task in enumerate(tasks)
+            if task not in known
+        ] + [
+            f"compute_logprob[{b}]: virtual tokens are not scored; send false, or {TASK}"
+            for b, (task, is_scored) in enumerate(zip(tasks, scored, strict=True))
+            if task in self._tasks and is_scored
+        ]
+
+    def _row(self, text: str, given: dict[str, Any], words: Mapping[str, Sequence[str]]) -> RowRead:
+        tokenizer, limits = self._tokenizer, self._engine.limits
+        ids = [limits.start_id] * given["add_BOS"]
         if given["use_greedy"]:
             given |= {"top_k": 1, "top_p": 1.0, "temperature": 1.0}
         options = {
             name: np.array([[given[source]]], dtype) for name, (source, dtype) in _PASSED.items()
         }
-        options["random_seed"] = np.array([[secrets.randbits(63)]], np.uint64)
-        if endings:
-            record = io.StringIO()
-            csv.writer(record, lineterminator="").writerow(endings)
-            words = word_list_tensor([record.getvalue()], tokenizer, name="end_strings")
-            options["stop_words_list"] = words
-        return self.fitting(ids, given["max_length"]), options
+        options["random_seed"] = np.array([[given["seed"]]], np.int64).view(np.uint64)
+        if given["tasks"] != TASK:
+            task_id = self._tasks.index(given["tasks"])
+            ids += range(limits.virtual_start_id, limits.virtual_start_id
+                         + limits.prompt_lengths[task_id])  # fmt: skip
+            options["prompt_learning_task_name_ids"] = np.array([[task_id]], np.uint32)
+        if given["compute_logprob"]:
+            one = np.array([[1]], np.uint32)
+            options |= {"num_log_probs": one, "num_prompt_log_probs": one}
+        for name, target in _WORD_LISTS.items():
+            if words[name]:
+                record = io.StringIO()
+                csv.writer(record, lineterminator="").writerow(words[name])
+                options[target] = word_list_tensor([record.getvalue()], tokenizer, name=name)
+        return self.fitting([*ids, *tokenizer.encode(text)], given["max_length"]), options
 
     def _outputs(self, rows: Sequence[QueuedRow]) -> dict[str, np.ndarray[Any, Any]]:
         end_id = self._engine.limits.end_id
-        sequences = [[*row.prompt_ids, *row.future.result().rows[0].output_ids[0]] for row in rows]
+        results = [row.future.result().rows[0] for row in rows]
+        # Virtual tokens, which follow the vocabulary, are not part of the sentence.
+        sequences = [
+            [each for each in row.prompt_ids if each < self._engine.limits.vocab_size]
+            + list(result.output_ids[0])
+            for row, result in zip(rows, results, strict=True)
+        ]
         width = max(map(len, sequences))
         token_ids = np.full((len(rows), 1, width), end_id, np.int32)
         tokens = np.full((len(rows), 1, width), b"", object)
+        logprob = np.full((len(rows), 1, max(width - 1, 1)), np.nan, np.float32)
+        offsets = np.zeros((len(rows), 1, width), np.int32)
         sentences = np.empty((len(rows), 1), object)
-        for b, ids in enumerate(sequences):
+        for b, (ids, result) in enumerate(zip(sequences, results, strict=True)):
+            pieces = [self._tokenizer.decode([each]) for each in ids]
             token_ids[b, 0, : len(ids)] = ids
-            tokens[b, 0, : len(ids)] = [self._tokenizer.decode([each]).encode() for each in ids]
+            tokens[b, 0, : len(ids)] = [piece.encode() for piece in pieces]
+            offsets[b, 0, 1:] = np.cumsum([*map(len, pieces), *[0] * (width - len(ids))])[:-1]
+            scores = [score.log_prob for score in (*result.prompt_scores, *result.scores)]
+            logprob[b, 0, : len(scores)] = scores
             text = self._tokenizer.decode([each for each in ids if each not in self._special])
             sentences[b, 0] = text.encode()
-        return {"sentences": sentences, "tokens": tokens, "token_ids": token_ids}
+        return {
+            "sentences": sentences,
+            "tokens": tokens,
+            "token_ids": token_ids,
+            "logprob": logprob,
+            "offsets": offsets,
+        }
 
 
-def _end_strings(request: Tensors, rows: int) -> list[list[str]]:
-    """Return the texts that end each row, (B, 1, N) as sent, without the empty ones."""
-    if "end_strings" not in request:
+class NemoDeployService(NemoService):
+    """Answers NeMo's NemoQueryLLMPyTorch and NemoQueryLLM.
+
+    NeMo samples for the second one, which names no use_greedy: a top_k, a top_p or a temperature
+    then asks for a sample.
+    """
+
+    inputs = NEMO_DEPLOY_INPUTS
+    _RENAMED: ClassVar = {
+        "max_output_len": "max_length",
+        "min_output_len": "min_length",
+        "stop_words_list": "end_strings",
+        "task_id": "tasks",
+    }
+
+    def _read(self, request: Tensors) -> list[RowRead]:
+        named = {self._RENAMED.get(name, name): value for name, value in request.items()}
+        if "use_greedy" not in named and not {"top_k", "top_p", "temperature"}.isdisjoint(named):
+            named["use_greedy"] = np.zeros((len(named["prompts"]), 1), np.bool_)
+        return super()._read(named)
+
+
+def _plain_text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _words(request: Tensors, name: str, rows: int) -> list[list[str]]:
+    """Return the texts of each row, (B, 1, N) or (B, N) as sent, without the empty ones."""
+    if name not in request:
         return [[]] * rows
-    value = request["end_strings"]
-    if value.ndim != 3 or value.shape[:2] != (rows, 1):
-        raise RequestError([f"end_strings: expected shape [{rows},1,N], got {list(value.shape)}"])
-    return [list(filter(None, row_texts("end_strings", row.T))) for row in value]
+    value = request[name]
+    if value.ndim not in (2, 3) or value.shape[0] != rows:
+        raise RequestError([f"{name}: expected shape [{rows},1,N], got {list(value.shape)}"])
+    return [list(filter(None, row_texts(name, row[:, None]))) for row in value.reshape(rows, -1)]

@@ -27,7 +27,7 @@ from inference.launch_environment import (
     rendezvous_address,
 )
 from inference.pytriton.model_source import Wanted, parse_model_name, prepare_weights
-from inference.pytriton.nemo_service import NemoService
+from inference.pytriton.nemo_service import NemoDeployService, NemoService
 from inference.pytriton.serving import Endpoint, ServingError, serve
 from inference.pytriton.text_service import TextService
 from inference.ranks.rendezvous import Rendezvous, RendezvousError
@@ -36,7 +36,7 @@ from inference.ranks.worker import serve_started_rank
 
 logger = logging.getLogger(__name__)
 
-SERVICES = {"text": TextService, "nemo": NemoService}
+SERVICES = {"text": TextService, "nemo": NemoService, "nemo-deploy": NemoDeployService}
 NEMO_NAME = "GPT"  # which the client of PyTriton's NeMo example asks for
 
 _EPILOG = f"""
@@ -149,25 +149,22 @@ def _load_and_serve(
     rendezvous: Rendezvous | None,
 ) -> None:
     tokenizer = load_tokenizer(ft_dir)
+    _, config = read_config(ft_dir)
     engine = Engine(
         ft_dir,
         Placement(
             tp_size=arguments.tp,
             pp_size=arguments.pp,
-            data_type=arguments.data_type or _stored_type(ft_dir),
+            data_type=arguments.data_type or config.weight_data_type,
             device=arguments.device,
         ),
         options=options,
         rendezvous=rendezvous,
     )
     logger.info("loading %s", ft_dir)
+    tasks = [task.task_name for task in config.tasks]
     with engine:
-        serve(endpoint, engine, SERVICES[arguments.interface](engine, tokenizer))
-
-
-def _stored_type(ft_dir: Path) -> str:
-    """Return the type the weights are stored in, which is the default to compute in."""
-    return read_config(ft_dir)[1].weight_data_type
+        serve(endpoint, engine, SERVICES[arguments.interface](engine, tokenizer, tasks))
 
 
 def _follow(arguments: argparse.Namespace, place: LaunchEnvironment) -> int:
@@ -216,8 +213,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--model-name", help="name of the served model (default: MODEL, with _ for other than "
         f"letters and digits; with --interface nemo {NEMO_NAME})")  # fmt: skip
     add("--interface", choices=tuple(SERVICES), default="text",
-        help="inputs and outputs of the model: text (default), or nemo, those of PyTriton's NeMo "
-        "example and its client")  # fmt: skip
+        help="inputs and outputs of the model: text (default), nemo, those of PyTriton's NeMo "
+        "example and its client, or nemo-deploy, those of NeMo's NemoQueryLLM")  # fmt: skip
     add("--overwrite", action="store_true", help="convert again what is there already")
     add("--vocab-file", type=Path, help="vocabulary in place of the model's own")
     add("--merges-file", type=Path, help="merges in place of the model's own")

@@ -40,8 +40,10 @@ class TextService:
     inputs: Sequence[TensorSignature] = INPUTS
     outputs: Sequence[TensorSignature] = OUTPUTS
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, tasks: Sequence[str] = ()) -> None:
+        """Take a running engine, its tokenizer, and the names of its prompt tables."""
         self._engine = engine
+        self._tasks = list(tasks)
         self._tokenizer = tokenizer
         limits = engine.limits
         self._special = tokenizer.special_ids | {limits.start_id, limits.end_id}

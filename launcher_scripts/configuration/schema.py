@@ -227,9 +227,10 @@ class DeploySection:
         choices=("triton", "pytriton"),
     )
     interface: str = option(
-        "tensors of pytriton's model: text, or nemo, those of PyTriton's NeMo example",
+        "tensors of pytriton's model: text, nemo (of PyTriton's NeMo example) or nemo-deploy (of "
+        "NeMo's NemoQueryLLM)",
         "text",
-        choices=("text", "nemo"),
+        choices=("text", "nemo", "nemo-deploy"),
     )
     repository: str | None = option(
         "serve this repository instead of the exported one; s3://bucket/prefix: export publishes "

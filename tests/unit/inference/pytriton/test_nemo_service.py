@@ -8,26 +8,30 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
-from inference.decoding.request import RequestError
+from inference.decoding.request import RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions
-from inference.pytriton.nemo_service import NemoService
+from inference.pytriton.nemo_service import NemoDeployService, NemoService
 from inference.pytriton.serving import pytriton_tensors
 from inference.pytriton.signature import NEMO_INPUTS, NEMO_OUTPUTS
 from inference.pytriton.text_service import TextService
 from inference.ranks.settings import Placement
+from tests.tiny_t5_tuning import write_prompts
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 
 POSITIONS = 48
+TABLE = torch.randn(3, 24, generator=torch.Generator().manual_seed(1))  # 3 virtual tokens
 
 
 @pytest.fixture(scope="module")
 def ft_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("nemo_service")
     source = write_tiny_gpt2(folder / "source", positions=POSITIONS)
-    return convert(ConversionRequest(source, folder, tp_size=1, weight_data_type="fp32")).ft_dir
+    prompts = (write_prompts(folder / "prompts.nemo", {"squad": TABLE}),)
+    return convert(ConversionRequest(source, folder, 1, "fp32", prompt_checkpoints=prompts)).ft_dir
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +47,7 @@ def engine(ft_dir: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def service(engine: Engine, tokenizer: Tokenizer) -> NemoService:
-    return NemoService(engine, tokenizer)
+    return NemoService(engine, tokenizer, ["squad"])
 
 
 def request(prompts: list[str], *, task: str = "text_generation", **options: Any) -> Any:
@@ -130,13 +134,92 @@ def test_minimum_length_holds_the_end_token_back(service: NemoService) -> None:
     assert (outputs["token_ids"] == end_id).sum() == 0
 
 
+def test_a_task_puts_its_virtual_tokens_in_front(
+    service: NemoService, engine: Engine, tokenizer: Tokenizer
+) -> None:
+    (outputs,) = service.infer([request(["the end"], task="squad", max_length=4, add_BOS=False)])
+    text, first = tokenizer.encode("the end"), engine.limits.virtual_start_id
+    ids = [first, first + 1, first + 2, *text]
+    (row,) = engine.generate(
+        parse_request(
+            {
+                "input_ids": np.array([ids], np.uint32),
+                "input_lengths": np.array([[len(ids)]], np.uint32),
+                "request_output_len": np.array([[4]], np.uint32),
+                "runtime_top_k": np.array([[1]], np.uint32),
+                "prompt_learning_task_name_ids": np.array([[0]], np.uint32),
+            },
+            engine.limits,
+        )
+    ).rows
+    assert outputs["token_ids"][0, 0].tolist() == [*text, *row.output_ids[0]]
+    assert sentences(outputs)[0].startswith("the end")
+
+
+def test_log_probabilities_and_offsets_are_of_every_token(
+    service: NemoService, engine: Engine, tokenizer: Tokenizer
+) -> None:
+    asked = request(["the end of", "a"], max_length=3, add_BOS=False)
+    asked["compute_logprob"] = np.array([[True], [False]])
+    (outputs,) = service.infer([asked])
+    scores, ids = outputs["logprob"][:, 0], outputs["token_ids"][0, 0].tolist()
+    text = TextService(engine, tokenizer)._submit(
+        0, ids[:-1], {"request_output_len": np.array([[1]], np.uint32),
+                      "is_return_context_cum_log_probs": np.array([[True]])},
+    )  # fmt: skip
+    (row,) = text.future.result().rows
+    assert row.output_ids[0][0] == ids[-1], "greedy"
+    assert scores.shape == (2, len(ids) - 1)
+    assert np.isfinite(scores[0]).all()
+    assert scores[0].sum() == pytest.approx(row.cum_log_probs[0], abs=1e-4)
+    assert np.isnan(scores[1]).all()
+    pieces = [piece.decode() for piece in outputs["tokens"][0, 0]]
+    assert outputs["offsets"][0, 0].tolist() == [
+        len("".join(pieces[:t])) for t in range(len(pieces))
+    ]
+
+
+def test_nemos_query_clients_are_answered_as_the_example(
+    service: NemoService, engine: Engine, tokenizer: Tokenizer
+) -> None:
+    deployed = NemoDeployService(engine, tokenizer, ["squad"])
+    prompts = np.array([[b"the end"], [b"a"]])
+    (expected,) = service.infer([request(["the end", "a"], max_length=12)])
+    wide = {"max_output_len": np.full((2, 1), 12)}
+    (plain,) = deployed.infer([{"prompts": prompts, **wide}])
+    assert sentences(plain) == sentences(expected)
+    # Some options of NemoQueryLLM's own example.
+    zero = {"top_k": np.full((2, 1), 1), "top_p": np.zeros((2, 1), np.float32)}
+    zero |= {"temperature": np.zeros((2, 1), np.float32)}
+    (again,) = deployed.infer([{"prompts": prompts, **wide, **zero}])
+    assert sentences(again) == sentences(expected)
+    seeded = {"top_k": np.full((2, 1), 50), "random_seed": np.full((2, 1), 7)}
+    (one,), (two,) = (deployed.infer([{"prompts": prompts, **wide, **seeded}]) for _ in range(2))
+    assert sentences(one) == sentences(two)
+    answer = expected["token_ids"][0, 0, 1 + len(tokenizer.encode("the end")) :].tolist()
+    bad = next(
+        text for each in answer if tokenizer.encode(text := tokenizer.decode([each])) == [each]
+    )
+    banned = {"bad_words_list": np.array([[bad.encode()], [b""]])}
+    (other,) = deployed.infer([{"prompts": prompts, **wide, **banned}])
+    assert sentences(other)[0] != sentences(expected)[0]
+    task = {"task_id": np.full((2, 1), b"squad"), "add_BOS": np.zeros((2, 1), np.bool_)}
+    (tuned,) = deployed.infer([{"prompts": prompts, **wide, **task}])
+    (same,) = service.infer([request(["the end", "a"], task="squad", max_length=12, add_BOS=False)])
+    assert sentences(tuned) == sentences(same)
+    with pytest.raises(RequestError, match="no_repeat_ngram_size is not computed here; send 0"):
+        deployed.infer([{"prompts": prompts, "no_repeat_ngram_size": np.full((2, 1), 2.0)}])
+
+
 def test_all_problems_are_named_at_once(service: NemoService) -> None:
-    wrong = request(["a"], task="squad", max_length=0, top_k=-1, compute_logprob=True)
+    wrong = request(["a"], task="boolq", max_length=0, top_k=-1, all_probs=True)
     with pytest.raises(RequestError) as caught:
         service.infer([wrong])
     assert caught.value.problems == [
-        "tasks[0]='squad': the model has no such task; use text_generation",
         f"max_length[0]=0 must be in [1, {POSITIONS - 1}]",
+        "tasks[0]='boolq': the model has no such task; use text_generation or squad",
         "top_k[0]=-1 must not be negative",
-        "compute_logprob is not computed here; send false",
+        "all_probs is not computed here; send false",
     ]
+    with pytest.raises(RequestError, match="virtual tokens are not scored"):
+        service.infer([request(["a"], task="squad", compute_logprob=True)])
