@@ -81,7 +81,12 @@ class StageJob(Checkpointable):
             self._note_end(started, record.FAILED, error=text)
             raise
         except Exception as error:  # whatever it is, it is noted in the record
-            self._note_end(started, record.FAILED, error=cause_of(error), cause=error)
+            self._note_end(
+                started,
+                record.FAILED,
+                error=cause_of(error, folder=self.record_path.parent),
+                cause=error,
+            )
             if isinstance(error, _SELF_EXPLANATORY):
                 sys.excepthook = _print_cause
             raise

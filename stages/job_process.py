@@ -56,10 +56,13 @@ def assist(stage: Stage, place: LaunchEnvironment) -> Summary:
     return {}
 
 
-def cause_of(error: BaseException) -> str:
-    """Return the text of an error: the message alone when it was written for users."""
+def cause_of(error: BaseException, *, folder: Path | None = None) -> str:
+    """Return the text of an error: the message alone when it was written for users.
+
+    `folder` is where the process writes; by default where it runs.
+    """
     text = str(error).strip()
-    if isinstance(error, OSError) and (full := full_disk(error, Path.cwd())):
+    if isinstance(error, OSError) and (full := full_disk(error, folder or Path.cwd())):
         return full
     if isinstance(error, (ValueError, StageError, RuntimeError, OSError)) and text:
         return text

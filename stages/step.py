@@ -218,7 +218,7 @@ def main(stage_path: Path, result_path: Path, ranks: int = 1) -> int:
     except (Exception, KeyboardInterrupt) as error:  # the parent process reports any of them
         details = error if isinstance(error, StageError) else StageError("")
         values = {
-            "error": cause_of(error),
+            "error": cause_of(error, folder=result_path.parent),
             "exit_code": details.exit_code,
             "summary": details.summary,
         }

@@ -115,6 +115,8 @@ def disk_full_as_value_error(folder: Path, what: str, needed_bytes: int) -> Iter
         yield
     except OSError as error:
         if error.errno not in _FULL:
+            if what in str(error.strerror):  # one of these within another
+                raise
             raise OSError(error.errno, f"{what} under {folder}: {error.strerror}") from error
         free = shutil.disk_usage(folder).free
         raise ValueError(

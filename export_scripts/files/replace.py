@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with partial.open("xb") as file:
             yield file
         partial.replace(path)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT) and error.filename is None:
+            error.filename = str(path)  # a failed write does not name its file
+        raise
     finally:
         partial.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -56,6 +57,7 @@ class FTReader:
         tensor = self._tensors[name]
         dtype = torch_dtype(tensor.dtype or self.weight_data_type)
         shape = tensor.local_shape(self.tp_size)
-        # torch closes a file that it has mapped; Python's mmap would keep it open.
-        path = str(self.path / tensor.file_name(tp_rank))
+        # torch closes a file that it has mapped; Python's mmap would keep it open. It takes UTF-8,
+        # also in an interpreter whose locale is ASCII, such as tritonserver's.
+        path = os.fsencode(self.path / tensor.file_name(tp_rank)).decode()
         return torch.from_file(path, shared=False, size=math.prod(shape), dtype=dtype).view(shape)

@@ -5,6 +5,7 @@ It opens no port that another user could connect to.
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -31,6 +32,6 @@ class NodeStore:
 
 def join_node_store(path: Path, *, timeout_s: float) -> Store:
     """Return the store at a path, whose waits end after `timeout_s`."""
-    store = FileStore(str(path), _KEPT)
+    store = FileStore(os.fsencode(path).decode(), _KEPT)  # UTF-8, whatever the locale
     store.set_timeout(timedelta(seconds=timeout_s))
     return store

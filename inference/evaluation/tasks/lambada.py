@@ -53,11 +53,15 @@ def split_last_word(text: str) -> tuple[str, str]:
     """Return a passage without its last word, and that word; they are one space apart.
 
     Raises:
-        ValueError: there is no space, so nothing remains to predict the word from.
+        ValueError: there is no space, so nothing remains to predict the word from; or white space
+            follows the word, which no answer could equal.
     """
     context, space, word = text.rpartition(" ")
-    if not space or not context.strip() or not word:
-        raise ValueError(f"passage {text!r} needs a last word after a space, with text before it")
+    if not space or not context.strip() or not word or word != word.rstrip():
+        raise ValueError(
+            f"passage {text[-80:]!r} needs a last word after a space, with text before it and no "
+            "white space behind it"
+        )
     return context, word
 
 
@@ -89,7 +93,10 @@ class Lambada:
             )
         samples = []
         for index, row in enumerate(read_rows(path, "text")):
-            context, word = split_last_word(row["text"])
+            try:
+                context, word = split_last_word(row["text"])
+            except ValueError as error:
+                raise ValueError(f"{path}, row {index + 1}: {error}") from error
             samples.append(Sample(index=index, text=context, target=word))
         return drawn(
             samples,

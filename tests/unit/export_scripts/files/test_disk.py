@@ -80,6 +80,15 @@ def test_other_errors_pass_through_with_the_written_path(tmp_path: Path) -> None
         raise PermissionError(errno.EACCES, "no")
 
 
+def test_an_error_within_another_is_described_once(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match=r"^\[Errno 27\] writing a under \S+: too large$"),
+        disk_full_as_value_error(tmp_path, "writing a", 12),
+        disk_full_as_value_error(tmp_path, "writing a", 12),
+    ):
+        raise OSError(errno.EFBIG, "too large")
+
+
 def test_space_is_judged_where_the_folder_will_be(tmp_path: Path) -> None:
     assert check_space(tmp_path / "not" / "yet", 1) is None
     problem = check_space(tmp_path / "not" / "yet", 1 << 62)

@@ -26,6 +26,13 @@ def test_a_converted_folder_is_sound(folder: Path) -> None:
     assert validate_directory(folder) == []
 
 
+def test_a_path_in_an_ascii_locale_is_read(folder: Path, tmp_path: Path) -> None:
+    # Bytes above 127 are then surrogates, which torch refuses.
+    folder.rename(tmp_path / "mod\u00e8le")
+    name = "mod\u00e8le".encode().decode("ascii", "surrogateescape")
+    assert FTReader(tmp_path / name).read("model.final_layernorm.bias").isfinite().all()
+
+
 def test_every_difference_is_listed(folder: Path) -> None:
     (folder / QKV).unlink()
     (folder / "model.wpe.bin").write_bytes(b"short")

@@ -26,10 +26,17 @@ def test_the_last_word_begins_after_the_last_space():
     assert split_last_word("it is kind of\n\nPower") == ("it is kind", "of\n\nPower")
 
 
-@pytest.mark.parametrize("text", ["lonely", "ends with a space ", " word"])
+@pytest.mark.parametrize("text", ["lonely", "ends with a space ", "ends with a line\n", " word"])
 def test_a_passage_without_context_or_last_word_is_refused(text):
     with pytest.raises(ValueError, match="needs a last word after a space"):
         split_last_word(text)
+
+
+def test_the_row_of_a_passage_without_context_is_named(tmp_path):
+    path = tmp_path / "passages.jsonl"
+    path.write_text('{"text": "two words"}\n\n{"text": "one"}\n')
+    with pytest.raises(ValueError, match=r"passages\.jsonl, row 2: passage 'one' needs"):
+        Lambada(LambadaOptions(data_path=str(path)), data_dir=tmp_path).prepare()
 
 
 def test_last_word_is_right_when_every_token_is(fake_model):
