@@ -59,7 +59,7 @@ class DeployConfig:
         access: who may send requests, and how large they may be; of the pytorch engine.
         drain_s: time that running requests get to finish when the server stops.
         max_restarts: how often a server that has failed is started again.
-        restart_backoff_s: wait before the first restart; doubled for each further one.
+        restart_backoff_s: wait before the second restart in a row; doubled for each further one.
         nodes: nodes that share the model.
         is_mpi_step: the scheduler starts the server's process so that MPI finds it.
         visible_devices: CUDA_VISIBLE_DEVICES of the server; None leaves it as it is.

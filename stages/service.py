@@ -112,9 +112,12 @@ class Service:
             self._config = self._config.with_ports(**endpoint.ports)
             reason, failure = _STOPPED, ""
             with contextlib.suppress(KeyboardInterrupt):
-                while (outcome := self._watch(server)) == (_RELOAD, ""):
-                    server = self._reloaded(stack, server)
-                reason, failure = outcome
+                try:
+                    while (outcome := self._watch(server)) == (_RELOAD, ""):
+                        server = self._reloaded(stack, server)
+                    reason, failure = outcome
+                except _EndedError as ended:  # while a new server was loading
+                    reason = str(ended)
             if failure:
                 self._call_off()
                 failure = _with_tail("; ".join([*self._losses(), failure]), server)
