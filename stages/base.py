@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 from submitit.helpers import Checkpointable
 
 from inference.launch_environment import LaunchEnvironment
-from stages.progress import Progress, read_json, write_json
+from stages.progress import DamagedFileError, Progress, read_json, write_json
 from stages.record import now
 
 Summary = dict[str, Any]
+_MARKER_KEYS = {"finished_at", "identity", "inputs", "summary"}
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ class Stage(Checkpointable):
     def finding(self) -> Finding:
         """Compare the outputs on disk with the configuration."""
         path = self.marker_path()
-        marker = None if path is None else read_json(path)
+        marker = None if path is None else _read_marker(path)
         if marker is None or not all(output.exists() for output in self.outputs()):
             return Finding(Standing.MISSING)
         if differences := self._differences(marker["identity"]):
@@ -237,6 +238,14 @@ class Stage(Checkpointable):
 
     def _input_states(self) -> dict[str, Any]:
         return {str(path): fingerprint(path) for path in self.inputs() if path.exists()}
+
+
+def _read_marker(path: Path) -> Mapping[str, Any] | None:
+    """Return the marker of finished work, None if there is none. Raises DamagedFileError."""
+    marker = read_json(path)
+    if marker is not None and not (isinstance(marker, dict) and marker.keys() >= _MARKER_KEYS):
+        raise DamagedFileError(path, "it is not the marker of finished work")
+    return marker
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

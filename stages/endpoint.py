@@ -64,16 +64,19 @@ class ServerEndpoint:
         """Return whether only the node itself reaches the server."""
         return self.host in _LOOPBACK
 
+    def at(self, port: int) -> str:
+        """Return `host:port` as clients write it."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
         scheme = "https" if self.uses_tls else "http"
-        openai = f", OpenAI on {scheme}://{host}:{self.openai}/v1" if self.openai else ""
-        return f"HTTP on {host}:{self.http}, gRPC on {host}:{self.grpc}{openai}"
+        openai = f", OpenAI on {scheme}://{self.at(self.openai)}/v1" if self.openai else ""
+        return f"HTTP on {self.at(self.http)}, gRPC on {self.at(self.grpc)}{openai}"
 
     def forwarding(self, node: str) -> str:
         """Return the command that brings a server of `node`'s loopback to another machine."""
         wanted = filter(None, (self.http, self.grpc, self.openai))
-        ports = " ".join(f"-L {port}:{self.host}:{port}" for port in wanted)
+        ports = " ".join(f"-L {port}:{self.at(port)}" for port in wanted)
         return f"from another machine: ssh -N {ports} {node}"
 
 

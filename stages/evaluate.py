@@ -221,12 +221,12 @@ class EvaluateStage(Stage):
         if self.config.options.harness.url is not None or endpoint.openai is None:
             return self.config.options.harness.url
         scheme = "http" if self.config.options.ca is None else "https"
-        host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
-        return f"{scheme}://{host}:{endpoint.openai}/v1"
+        return f"{scheme}://{endpoint.at(endpoint.openai)}/v1"
 
     def _address(self, endpoint: ServerEndpoint) -> str:
-        port = endpoint.http if self.config.options.protocol == "http" else endpoint.grpc
-        return f"{endpoint.host}:{port}"
+        return endpoint.at(
+            endpoint.http if self.config.options.protocol == "http" else endpoint.grpc
+        )
 
 
 def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -28,7 +28,9 @@ def test_a_server_of_all_interfaces_is_named_by_its_node() -> None:
     server = replace(SERVER, host="node7")
     assert not server.is_loopback
     assert str(server) == "HTTP on node7:8000, gRPC on node7:8001"
-    assert str(replace(SERVER, host="fd00::7")) == "HTTP on [fd00::7]:8000, gRPC on [fd00::7]:8001"
+    server = replace(SERVER, host="fd00::7")
+    assert str(server) == "HTTP on [fd00::7]:8000, gRPC on [fd00::7]:8001"
+    assert "-L 8000:[fd00::7]:8000 " in server.forwarding("node7")
 
 
 def test_the_tunnel_is_named_to_readers_elsewhere_alone(

@@ -20,7 +20,7 @@ from stages.deploy import DeployStage
 from stages.deploy_config import DeployConfig, GemmTuning, check_deploy
 from stages.endpoint import read_endpoint
 from stages.evaluate import EvaluateConfig, EvaluateStage, NotEvaluatedError
-from stages.progress import Progress, read_progress, write_json
+from stages.progress import DamagedFileError, Progress, read_progress, write_json
 from stages.record import JobRecord, read_record, update_record, write_record
 from stages.step import JobStep, run_in_step
 
@@ -124,6 +124,14 @@ def test_changed_input_of_guarded_work_is_a_conflict(
     monkeypatch.setattr(CopyStage, "guards_inputs", True)
     (problem,) = stage.finding().problems
     assert problem.startswith(f"{stage.source} has changed since")
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "{"])
+def test_marker_that_is_damaged_is_named(stage: CopyStage, text: str) -> None:
+    stage()
+    stage.marker_path().write_text(text)
+    with pytest.raises(DamagedFileError, match=r"target\.json is damaged"):
+        stage.finding()
 
 
 def test_marker_is_written_last(stage: CopyStage) -> None:
