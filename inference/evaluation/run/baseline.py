@@ -77,8 +77,11 @@ def read_baseline(path: Path) -> Baseline:
         raise ValueError(f"baseline {path} is not JSON ({error}); {_REMEDY}") from error
     if not isinstance(values, dict) or values.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"baseline {path} is not of schema_version {SCHEMA_VERSION}; {_REMEDY}")
-    return Baseline(
-        source=f"run {values['run_id']} of {values['started_at']}",
-        metrics={name: from_json(Metric, each) for name, each in values["metrics"].items()},
-        samples={name: tuple(each) for name, each in values["samples"].items()},
-    )
+    try:
+        return Baseline(
+            source=f"run {values['run_id']} of {values['started_at']}",
+            metrics={name: from_json(Metric, each) for name, each in values["metrics"].items()},
+            samples={name: tuple(each) for name, each in values["samples"].items()},
+        )
+    except (AttributeError, KeyError, TypeError) as error:  # a report.json, for example
+        raise ValueError(f"{path} is not a baseline; {_REMEDY}") from error

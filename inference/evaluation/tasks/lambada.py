@@ -39,6 +39,7 @@ from inference.evaluation.tasks.rows import read_rows
 LAST_WORD, LAST_TOKEN, PERPLEXITY = LAMBADA_METRICS
 WORD_LOG_PROB = "lambada_word_log_prob"  # per sample; what the perplexity is made of
 _FILE_NAME = "lambada_test.jsonl"
+_LEAST_LOG_PROB = -200.0  # of a mean: the perplexity and its interval still fit a double
 
 _METHODS = {
     LAST_WORD: "the greedy continuation starts with exactly the tokens of the last word",
@@ -162,6 +163,8 @@ def _continuation(
 def _perplexity(scores: Sequence[Score]) -> Metric:
     """Return the perplexity; its interval is that of the mean log probability, transformed."""
     mean, stderr = mean_and_stderr([score.values[WORD_LOG_PROB] for score in scores])
+    mean = max(mean, _LEAST_LOG_PROB)
+    stderr = min(stderr, -_LEAST_LOG_PROB)
     value = math.exp(-mean)
     return Metric(
         name=PERPLEXITY,

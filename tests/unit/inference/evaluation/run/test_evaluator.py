@@ -191,6 +191,13 @@ def test_a_recorded_baseline_trips_the_gate_of_a_worse_run(options, model, tmp_p
     assert (breach.value, breach.baseline, breach.limit) == (0.0, 0.5, 0.4)
 
 
+def test_a_report_is_not_a_baseline(options, model, tmp_path):
+    evaluate(options(), FACTS, model=model)
+    asked = options(baseline="compare", baseline_path=tmp_path / "out" / "report.json")
+    with pytest.raises(ValueError, match=r"report\.json is not a baseline; record it again with"):
+        evaluate(asked, FACTS, model=model)
+
+
 def test_a_run_below_its_bounds_does_not_become_the_baseline(options, model, tmp_path):
     path = tmp_path / "baseline.json"
     report = evaluate(

@@ -111,6 +111,12 @@ def test_perplexity_is_over_words_not_tokens():
     assert not metric.higher_is_better
 
 
+def test_perplexity_of_a_broken_model_is_a_number():
+    scores = [Score({"lambada_word_log_prob": value}, "") for value in (-1e30, -2.0)]
+    (metric,) = task(metrics=("lambada_perplexity",)).metrics((), scores)
+    assert 0 < metric.low < 1e80 < metric.value < metric.high < math.inf
+
+
 def test_accuracy_counts_all_samples():
     scores = [Score({"lambada_last_word": value}, "") for value in (1.0, 0.0, 0.0, 0.0)]
     (metric,) = task(metrics=("lambada_last_word",)).metrics((), scores)
