@@ -80,7 +80,7 @@ def snapshot_folder(path: Path) -> Path:
     found = snapshots(path)
     main = path / "refs" / "main"
     if found and main.is_file():
-        name = main.read_text(errors="replace").strip()
+        name = main.read_text(encoding="utf-8", errors="replace").strip()
         found = [each for each in found if each.name == name] or found
     return found[0] if len(found) == 1 else path
 

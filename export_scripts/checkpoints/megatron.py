@@ -116,7 +116,7 @@ def _iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
     latest = path / _LATEST
     if not latest.is_file() or _rank_files(path):
         return path, ()
-    text = latest.read_text().strip()
+    text = latest.read_text(encoding="utf-8").strip()
     name = text if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else ""
     if not name or not (path / name).is_dir():
         raise CheckpointMismatchError(f"{latest} names {text!r}, which is not in {path}")

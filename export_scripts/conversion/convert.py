@@ -211,9 +211,8 @@ def _is_finished(paths: WorkPaths, identity: str) -> bool:
         manifest = json.loads(paths.manifest.read_bytes())
     except (OSError, ValueError):
         return False
-    return bool(manifest.get("identity") == identity) and not validate_directory(
-        paths.final, checksums=False
-    )
+    is_ours = isinstance(manifest, dict) and manifest.get("identity") == identity
+    return is_ours and not validate_directory(paths.final, checksums=False)
 
 
 def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progress | None) -> int:

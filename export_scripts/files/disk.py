@@ -65,11 +65,9 @@ class SequentialFile:
             try:
                 done += os.write(self._fd, chunk[done:blocks])
             except OSError as error:
-                if (
-                    error.errno != errno.EINVAL
-                ):  # this disk needs another alignment of memory or offset
+                if error.errno != errno.EINVAL:
                     raise
-                break
+                break  # this disk needs another alignment of memory or offset
             if done % BLOCK_BYTES:
                 break
         if done < len(chunk) and self._direct:

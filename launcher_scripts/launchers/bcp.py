@@ -131,7 +131,7 @@ class BcpLauncher:
         return BcpHandle(job, job_id, submitted, log_path, mark, submitted.process.pid)
 
     def _private_places(self) -> list[str]:
-        """Yield the problems of folders that the other replicas do not see."""
+        """Return the problems of folders that the other replicas do not see."""
         config = self._config
         found = {
             "base_results_dir": config.base_results_dir,
