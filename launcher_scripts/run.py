@@ -239,7 +239,7 @@ class Run:
 
     def _explain_failures(self) -> None:
         for handle in self.handles.values():
-            if handle.poll() == record.FAILED or handle.poll() == record.LOST:
+            if handle.poll() in (record.FAILED, record.LOST):
                 self._explain(handle)
         for handle in self.handles.values():
             for path in handle.job.stage.other_logs(handle.job_id):

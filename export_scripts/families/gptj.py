@@ -53,8 +53,6 @@ def gptj_architecture(config: GPTJConfig) -> DecoderArchitecture:
         rotary=Rotary(dims=config.rotary_embedding),
         norm_eps=config.layernorm_eps,
         residual="parallel_shared",
-        qkv_bias=False,
-        attention_out_bias=False,
         untied_head=True,
         head_bias=True,
     )

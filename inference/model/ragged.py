@@ -81,17 +81,6 @@ class RaggedRows:
         counts = torch.tensor(self.counts, device=device)
         return torch.tensor(list(values), device=device).repeat_interleave(counts)
 
-    def padded(self, x: torch.Tensor, width: int) -> torch.Tensor:
-        """Return x (N, E) as (rows, width, E), zero beyond each row's length."""
-        out = x.new_zeros(len(self.lengths), width, x.shape[1])
-        for row, (start, length) in enumerate(zip(self.starts, self.lengths, strict=True)):
-            out[row, :length] = x[start : start + length]
-        return out
-
-    def taken(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the computed tokens (N, E) of padded rows x (rows, S, E)."""
-        return torch.cat([row[:count] for row, count in zip(x, self.counts, strict=True)])
-
 
 def padded_rows(lengths: Sequence[int], width: int, device: torch.device) -> RaggedRows:
     """Lay out rows that all compute `width` tokens, padding included."""

@@ -211,14 +211,14 @@ class _Scratch:
 
     def watch_over(self, pids: Sequence[int]) -> None:
         """Have these processes end with this one; to be called once."""
-        self._tell(" ".join(map(str, pids)))
+        self._write_line(" ".join(map(str, pids)))
 
     def __exit__(self, *_: object) -> None:
         """Remove the folder; the processes have ended."""
-        self._tell("\n")  # a shell without pids takes the first line for them
+        self._write_line("\n")  # a shell without pids takes the first line for them
         self._shell.communicate()
 
-    def _tell(self, line: str) -> None:
+    def _write_line(self, line: str) -> None:
         assert self._shell.stdin is not None
         self._shell.stdin.write(line + "\n")
         self._shell.stdin.flush()

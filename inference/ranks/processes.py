@@ -54,10 +54,6 @@ class RankProcesses:
         """Return the last lines a worker wrote."""
         return self._workers[rank].output()
 
-    def pids(self) -> list[int]:
-        """Return the process ids, in order of rank."""
-        return [worker.process.pid for worker in self._workers.values()]
-
     def stop(self, *, grace_s: float) -> None:
         """Wait for the workers to exit, then kill those that remain."""
         deadline = monotonic() + grace_s

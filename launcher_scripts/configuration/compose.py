@@ -46,20 +46,18 @@ class Composition:
     Attributes:
         config: the configuration; None when too much of it is missing or wrong.
         resolved: the same as plain data, in the form that is saved.
-        choices: the file chosen for each group.
         problems: every problem, one sentence each.
         notes: remarks about the files that were used.
     """
 
     config: Config | None
     resolved: Mapping[str, Any] = field(default_factory=dict)
-    choices: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-# Hydra raises a plain ValueError for some mistakes, such as `export=null`.
 _REFERENCE = re.compile(r"\$\{[\w.]+\}")
+# Hydra raises a plain ValueError for some mistakes, such as `export=null`.
 _OBJECTIONS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLError)
 
 
@@ -122,19 +120,18 @@ def compose_config(
         config, problems = composer.compose_what_works(overrides)
         if config is None:
             return Composition(None, problems=tuple(problems))
-        choices = dict(HydraConfig.get().runtime.choices)
         problems += [_missing_text(key) for key in KEYS.values() if _is_missing(config, key.name)]
         if any(_is_missing(config, name) for name in KEYS):
-            return Composition(None, choices=choices, problems=tuple(problems))
+            return Composition(None, problems=tuple(problems))
         try:
             resolved = OmegaConf.to_container(config, resolve=True)
             built = OmegaConf.to_object(config)
         except OmegaConfBaseException as error:
-            return Composition(None, choices=choices, problems=(*problems, first_line(error)))
+            return Composition(None, problems=(*problems, first_line(error)))
     assert isinstance(built, Config)
     assert isinstance(resolved, dict)
     plain = {str(key): value for key, value in resolved.items()}
-    return Composition(built, plain, choices, tuple(problems), notes)
+    return Composition(built, plain, tuple(problems), notes)
 
 
 def _about_other_stages(path: Path, foreign: Sequence[str]) -> tuple[str, ...]:

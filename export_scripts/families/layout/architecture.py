@@ -83,9 +83,6 @@ class DecoderArchitecture:
     post_decoder_norm: bool = True
     # attention.{query,key,value} instead of attention.query_key_value
     separate_qkv: bool = False
-    qkv_bias: bool = True
-    attention_out_bias: bool = True
-    mlp_bias: bool = True
     fused_bias_sum: bool = False  # mlp.attention.bias.sum replaces both output biases
     untied_head: bool = False
     head_bias: bool = False

@@ -114,9 +114,6 @@ def llama_architecture(config: LlamaConfig) -> DecoderArchitecture:
         exact_gelu=config.exact_gelu,
         gated=True,
         separate_qkv=True,
-        qkv_bias=config.has_qkv_bias,
-        attention_out_bias=config.has_attention_dense_bias,
-        mlp_bias=config.has_mlp_bias,
         untied_head=config.untied_head,
         sliding_window=config.sliding_window,
     )
