@@ -20,6 +20,7 @@ REPLACEMENT = "\ufffd"
 _BLANK = "\u2581"
 # Before a word, this gives the tokens that the word has inside a text.
 _BEFORE = "!"
+_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -87,9 +88,13 @@ def _start_marker(found: TokenizerFiles) -> str | None:
     """Return the token that the settings put before every text, as those of OPT and Llama do."""
     if found.settings is None:
         return None
-    settings = json.loads(found.settings.read_text(encoding="utf-8"))
-    token = settings.get("bos_token") if settings.get("add_bos_token") else None
-    return token.get("content") if isinstance(token, dict) else token
+    settings = json.loads(found.settings.read_bytes())
+    # transformers 4's Llama tokenizer puts <s> before a text unless its settings say otherwise.
+    is_llama = found.kind == "sentencepiece" and settings.get("tokenizer_class") in _LLAMA_CLASSES
+    if not settings.get("add_bos_token", is_llama):
+        return None
+    token = settings.get("bos_token", "<s>" if is_llama else None)
+    return (token.get("content") if isinstance(token, dict) else token) or None
 
 
 class ByteLevelBPE:

@@ -159,7 +159,7 @@ def _warnings(facts: Facts, config: LlamaConfig) -> list[str]:
     # Llama and Mistral are served in fp16 everywhere; Qwen2's activations are known to overflow.
     qwen = facts.config["model_type"] == "qwen2"
     overflow = half_precision_warnings(facts, config, WTE) if qwen else []
-    return token_warnings(facts) + overflow
+    return token_warnings(facts, config.end_id) + overflow
 
 
 LLAMA_HUGGINGFACE = SourceMapping(

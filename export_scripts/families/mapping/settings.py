@@ -264,13 +264,17 @@ def half_precision_warnings(facts: Facts, config: FTConfig, embedding: str) -> l
     ]
 
 
-def token_warnings(facts: Facts) -> list[str]:
-    """Return a warning when a model ends its answers with several tokens."""
-    ends = facts.config.get("eos_token_id")
-    if not isinstance(ends, list) or len(ends) < 2:
+def token_warnings(facts: Facts, end_id: int) -> list[str]:
+    """Return a warning when a model ends its answers with several tokens.
+
+    Those of chat models often stand in generation_config.json alone.
+    """
+    stated = [each.get("eos_token_id") for each in (facts.config, _generation_config(facts))]
+    tokens = [t for each in stated for t in (each if isinstance(each, list) else [each])]
+    others = dict.fromkeys(t for t in tokens if isinstance(t, int) and t != end_id)
+    if not others:
         return []
-    others = ", ".join(str(token) for token in ends[1:])
     return [
-        f"the model ends with any of several tokens; end_id is {ends[0]}: name the others "
-        f"({others}) as stop words of a request"
+        f"the model ends with any of several tokens; end_id is {end_id}: name the others "
+        f"({', '.join(map(str, others))}) as stop words of a request"
     ]

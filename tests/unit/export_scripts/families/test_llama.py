@@ -192,3 +192,10 @@ def test_further_end_tokens_are_reported(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "s", eos_token_id=[2, 7, 9])
     summary = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
     assert any("end_id is 2" in remark and "7, 9" in remark for remark in summary.remarks)
+
+
+def test_last_tokens_of_the_generation_config_are_warned_of(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "s")
+    (source / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
+    summary = convert(ConversionRequest(source, tmp_path / "o", 1, "fp32"))
+    assert any("end_id is 2" in remark and "(7)" in remark for remark in summary.remarks)

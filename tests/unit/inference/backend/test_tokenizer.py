@@ -224,6 +224,23 @@ def test_sentencepiece_model_gets_the_start_token_of_its_settings(tmp_path: Path
     assert tokenizer.encode("the", special=True) == [1, *tokenizer.encode("the")]
 
 
+@pytest.mark.parametrize(
+    ("settings", "marked"),
+    [
+        ({"tokenizer_class": "LlamaTokenizer"}, True),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": False}, False),
+        ({"tokenizer_class": "LlamaTokenizer", "bos_token": ""}, False),
+        ({"tokenizer_class": "T5Tokenizer", "bos_token": "<s>"}, False),
+    ],
+)
+def test_llama_puts_a_start_token_unless_its_settings_say_otherwise(
+    tmp_path: Path, settings: dict[str, object], marked: bool
+) -> None:
+    folder = _llama_sentencepiece(tmp_path)
+    _settings(folder, **settings)
+    assert load_tokenizer(folder).prefix_ids == ((1,) if marked else ())
+
+
 def test_folder_without_tokenizer_and_unknown_kind_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no tokenizer; expected tokenizer\.json; vocab"):
         load_tokenizer(tmp_path)
