@@ -18,6 +18,12 @@ def is_plain(path: Path | str) -> bool:
     return shlex.quote(str(path)) == str(path)
 
 
+def plain_temporary_folder() -> Path:
+    """Return where temporary files go, if its name is safe, else /tmp."""
+    folder = tempfile.gettempdir()
+    return Path(folder if is_plain(folder) else "/tmp")
+
+
 def native_path(text: str) -> Path:
     """Return a path in this process's file-system encoding; an ASCII locale escapes other bytes."""
     return Path(os.fsdecode(text.encode()))
@@ -39,7 +45,7 @@ class PlainFolder:
         if is_plain(self._folder) or not Path(self._folder).is_dir():
             return self._folder
         if self._home is None:
-            self._home = Path(tempfile.mkdtemp(prefix="slipway-"))
+            self._home = Path(tempfile.mkdtemp(prefix="slipway-", dir=plain_temporary_folder()))
             (self._home / "repository").symlink_to(Path(self._folder).resolve())
         return str(self._home / "repository")
 

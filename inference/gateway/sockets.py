@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from inference.plain_path import is_plain
 from inference.private_folder import PrivateFolder
 
 # The kernel keeps a socket's name in 108 bytes; `/slipway-sockets-12345678/grpc:8001` needs some.
@@ -69,7 +70,8 @@ class ServerSockets:
 def new_sockets() -> ServerSockets:
     """Return the sockets of a new server, in a new folder of mode 700 on this machine's disk."""
     place = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    if len(os.fsencode(place)) > _LONGEST_FOLDER or not os.access(place, os.W_OK):
+    too_long = len(os.fsencode(place)) > _LONGEST_FOLDER
+    if too_long or not is_plain(place) or not os.access(place, os.W_OK):
         place = "/tmp"
     folder = PrivateFolder("sockets", place=Path(place))
     return ServerSockets(folder.path, folder)

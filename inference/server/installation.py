@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -17,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from inference.huge_pages import huge_page_variables
-from inference.plain_path import is_plain
+from inference.plain_path import is_plain, plain_temporary_folder
 
 SERVER_VARIABLE = "TRITON_SERVER"
 # Python-based backends of this project, each a folder that a backend directory can hold.
@@ -254,4 +255,13 @@ def _cache_root() -> Path:
             continue  # a read-only home; try the next folder
         if os.access(folder, os.W_OK):
             return folder
-    return Path(tempfile.gettempdir()) / f"slipway-{os.getuid()}"
+    folder = plain_temporary_folder() / f"slipway-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    # Its programs run in the server, and anybody could have made it.
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(
+            f"{folder} belongs to another user or can be written by others; remove it, or set "
+            "XDG_CACHE_HOME to a folder of your own"
+        )
+    return folder

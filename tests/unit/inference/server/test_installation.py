@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from inference.plain_path import plain_temporary_folder
 from inference.server.installation import find_triton
 from inference.server.options import old_server_options
 
@@ -52,6 +55,38 @@ def test_backends_of_an_installed_server_stay_next_to_ours(
     assert (found / "fastertransformer" / "model.py").is_file()
     assert {path.name for path in found.iterdir()} == {"python", "onnxruntime", "fastertransformer"}
     assert find_triton(own_backends=False).backend_directory is None
+
+
+@pytest.fixture
+def fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a user without a home."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"slipway-{os.getuid()}"
+
+
+def test_without_a_home_backends_are_copied_to_a_folder_of_this_user(fallback: Path) -> None:
+    backends = find_triton().backend_directory
+    assert backends is not None
+    assert backends.parent == fallback
+    assert fallback.stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_that_others_can_write_is_not_served_from(fallback: Path) -> None:
+    fallback.mkdir()
+    fallback.chmod(0o777)
+    with pytest.raises(PermissionError, match="can be written by others; remove it"):
+        find_triton()
+    fallback.rmdir()
+    fallback.symlink_to(fallback.parent)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        find_triton()
+
+
+def test_temporary_folders_with_a_space_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp/with a space")
+    assert plain_temporary_folder() == Path("/tmp")
 
 
 def plant_numpy(folder: Path, version: str) -> None:
