@@ -9,7 +9,7 @@ from typing import Any
 
 from inference.launch_environment import LaunchEnvironment
 from stages.base import JobSettings, Stage, StageError, Summary
-from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig, check_deploy
+from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
 from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
 from stages.gemm_tuning import tuning_command
 from stages.job_process import job_id_here
@@ -94,11 +94,6 @@ class DeployStage(Stage):
                 f"deploy.max_restarts={self.config.max_restarts} has no effect with NVIDIA's "
                 "backend over several nodes: its processes can enter MPI once in a job, so a "
                 "failure ends the job; start the stage again then"
-            )
-        if self.config.server == PYTRITON:
-            notes.append(
-                f"deploy.server=pytriton listens on {self.config.host} without a gateway: whoever "
-                "reaches it may ask, and users of its node may do more (SECURITY.md)"
             )
         if self.config.gemm_tuning is not None and self.config.weights_dir.exists():
             notes.append(f"deploy measures: {shlex.join(tuning_command(self.config))}")

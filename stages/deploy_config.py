@@ -211,12 +211,6 @@ def _pytriton_problems(config: DeployConfig) -> list[str]:
         found.append(
             "deploy.openai.enabled=true needs deploy.server=triton; PyTriton serves no tokens."
         )
-    if config.access != OPEN_ACCESS:
-        found.append(
-            "deploy.max_request_mb, deploy.tls_cert, deploy.token_file and "
-            "deploy.client_shared_memory have no effect with deploy.server=pytriton, which has no "
-            "gateway; leave them out."
-        )
     return found
 
 

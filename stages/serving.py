@@ -178,6 +178,7 @@ def _server(
             log_path=log_path,
             env=environment,
             port_keys=PORT_KEYS,
+            access=config.access,
         )
     return TritonServer(
         config.source,

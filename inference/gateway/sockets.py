@@ -10,8 +10,9 @@ from pathlib import Path
 from inference.plain_path import is_plain
 from inference.private_folder import PrivateFolder
 
-# The kernel keeps a socket's name in 108 bytes; `/slipway-sockets-12345678/grpc:8001` needs some.
-_LONGEST_FOLDER = 72
+# The kernel keeps a socket's name in 108 bytes, which `/slipway-sockets-12345678/in/grpc:8001` is
+# part of.
+_LONGEST_FOLDER = 68
 
 
 class ServerSockets:
@@ -20,6 +21,11 @@ class ServerSockets:
     def __init__(self, folder: Path, own: PrivateFolder | None = None) -> None:
         self.folder = folder
         self._own = own
+
+    @property
+    def inner(self) -> ServerSockets:
+        """The same in a folder below, which the server's own starter makes and removes."""
+        return ServerSockets(self.folder / "in")
 
     @property
     def http(self) -> Path:

@@ -19,6 +19,7 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from inference.backend.tokenizer import load_tokenizer
 from inference.engine.engine import Engine, EngineFailedError, EngineOptions
+from inference.gateway.access import access_of, add_access_options
 from inference.launch_environment import (
     DEFAULT_PORT,
     LAUNCHER_VARIABLE,
@@ -110,6 +111,8 @@ def _lead(arguments: argparse.Namespace, place: LaunchEnvironment) -> int:
         metrics_port=arguments.metrics_port,
         instances=arguments.instances,
         merge_requests=arguments.merge_requests,
+        access=access_of(vars(arguments)),
+        sockets=arguments.sockets,
     )
     options = _engine_options(arguments)
     host, port = _rendezvous_address(arguments, place)
@@ -221,6 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--lib-path", type=Path, help="accepted for FasterTransformer's scripts, has no effect")
     _add_engine(parser.add_argument_group("engine"))
     _add_server(parser.add_argument_group("server"))
+    add_access_options(parser)
     return parser
 
 
@@ -244,8 +248,8 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     plain = Endpoint("")
     add("--host", default=plain.host,
-        help="address to listen at; by default all interfaces (0.0.0.0), as PyTriton does, without "
-        "any authentication: give 127.0.0.1 to serve this machine alone")  # fmt: skip
+        help="address to listen at; by default all interfaces (0.0.0.0), as PyTriton does; give "
+        "127.0.0.1 to serve this machine alone, or a --token-file")  # fmt: skip
     add("--http-port", type=int, default=plain.http_port, help="default 8000; 0 takes a free one")
     add("--grpc-port", type=int, default=plain.grpc_port, help="default 8001; 0 takes a free one")
     add("--metrics-port", type=int, default=plain.metrics_port, help="default 8002; 0: a free one")
@@ -255,6 +259,8 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     add("--merge-requests", action="store_true",
         help="let requests that wait become one: more throughput from many small requests, but "
         "one that is refused has the others of its batch refused, too")  # fmt: skip
+    add("--sockets", type=Path, help="folder for the sockets of the server's owner, to be made in "
+        "one that its owner alone can enter (default: a new one)")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,35 +1,44 @@
-"""Run PyTriton around a text service until a signal or a failure."""
+"""Run a text service behind a tritonserver, with PyTriton's model between the two, until a signal.
+
+PyTriton's own `Triton` would start a server that listens on ports itself and keeps its token, with
+which models are loaded, in the server's arguments. Here the server is the one of `deploy`: on Unix
+sockets, behind the gateway.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 from export_scripts.triton.signature import TensorSignature
 from inference.engine.engine import Engine
-from inference.ports import pick_free_ports, ports_problems
+from inference.gateway.access import OPEN_ACCESS, Access
+from inference.gateway.sockets import ServerSockets
+from inference.ports import ports_problems
+from inference.private_folder import PrivateFolder
 from inference.pytriton.signature import MAX_BATCH_SIZE
 from inference.pytriton.text_service import TextService
-from inference.server.installation import interpreter_libraries, library_variables
-from inference.server.supervisor import descendants
+from inference.server.server import ServerStartError, TritonServer
+from inference.server.server_log import ForwardedLog
 
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 0.2
+_PATIENCE_S = 10.0  # for a server that is too busy to answer
+_READY_S = 120.0  # the engine has loaded; what starts is the server and small processes
 _DRAIN_S = 25.0  # for requests in flight when the server is asked to stop
-# Until the server ends although clients hold connections; they may be idle, so it is short.
-_CLOSE_S = 5
 _ANSWER_S = 1.0  # for the errors of a failed engine to reach the clients
 # PyTriton 0.7.0 gives instances other than the first one second to find it (proxy/communication.py,
 # get_config_from_handshake_server); on a busy machine that is not always enough.
 _INSTANCE_RACE = "Timeout occurred while waiting for config file"
+# The shared memory that PyTriton moves tensors in needs parts of the standard library that the
+# interpreter inside its server may lack; requests of text are small enough without it.
+_VARIABLES = {"PYTRITON_NO_TENSORSTORE": "1"}
 _PORT_FLAGS = {"http": "--http-port", "grpc": "--grpc-port", "metrics": "--metrics-port"}
 
 
@@ -49,6 +58,8 @@ class Endpoint:
         metrics_port: See above.
         instances: Requests that are worked on at the same time.
         merge_requests: Whether waiting requests of several clients become one.
+        access: Limits of the clients.
+        sockets: Folder for the sockets of the server's owner; None makes one.
     """
 
     name: str
@@ -58,6 +69,8 @@ class Endpoint:
     metrics_port: int = 8002
     instances: int = 8
     merge_requests: bool = False
+    access: Access = OPEN_ACCESS
+    sockets: Path | None = None
 
     @property
     def ports(self) -> dict[str, int]:
@@ -65,8 +78,9 @@ class Endpoint:
         return {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
 
     def check(self) -> None:
-        """Raise ServingError if a port is unavailable."""
-        if problems := ports_problems(self.host, self.ports, keys=_PORT_FLAGS):
+        """Raise ServingError if a port is unavailable, or the limits of the clients are wrong."""
+        problems = ports_problems(self.host, self.ports, keys=_PORT_FLAGS)
+        if problems := [*problems, *self.access.problems(prefix="--", joiner="-")]:
             raise ServingError("\n".join(problems))
 
 
@@ -76,75 +90,81 @@ def serve(endpoint: Endpoint, engine: Engine, service: TextService) -> None:
     Raises:
         ServingError: The server could not start, or ended; or the engine failed.
     """
-    # The shared memory that PyTriton moves tensors in needs parts of the standard library that the
-    # interpreter inside its server may lack; requests of text are small enough without it.
-    os.environ.setdefault("PYTRITON_NO_TENSORSTORE", "1")
-    with _Scratch() as scratch:
-        triton: Any = None
-        try:
-            own = set(descendants(os.getpid()))
-            triton = _start(endpoint, service, scratch.folder)
-            scratch.watch_over([pid for pid in descendants(os.getpid()) if pid not in own])
-            _watch(triton, engine)
-        except KeyboardInterrupt:
-            logger.info("stopping")
-            _drain(service)
-        finally:
-            if triton is not None:
-                triton.stop()
-
-
-def _start(endpoint: Endpoint, service: TextService, folder: Path) -> Any:
-    from tritonclient.utils import InferenceServerException
-
-    free = pick_free_ports(endpoint.host, len(endpoint.ports))
-    ports = {name: port or free.pop() for name, port in endpoint.ports.items()}
+    os.environ |= _VARIABLES
+    folder = PrivateFolder("pytriton")
     instances = endpoint.instances
-    os.environ |= library_variables([interpreter_libraries()])  # PyTriton's server inherits them
-    while True:
-        triton = _bound(endpoint, ports, service, folder / f"workspace{instances}", instances)
-        try:
-            triton.run()
-        except (InferenceServerException, TimeoutError) as error:
-            triton.stop()
-            if _INSTANCE_RACE not in str(error) or instances == 1:
-                raise ServingError(f"the server did not start: {_last_line(str(error))}") from error
+    try:
+        while not _serve(endpoint, engine, service, folder.path, instances):
             logger.warning("%d instances did not start in time; trying fewer", instances)
             instances //= 2
-        except BaseException:
-            triton.stop()
-            raise
-        else:
-            where = ", ".join(f"{name} {port}" for name, port in ports.items())
-            logger.info("serving %s on %s: %s", endpoint.name, endpoint.host, where)
-            return triton
+    finally:
+        folder.remove()
 
 
-def _bound(
-    endpoint: Endpoint, ports: dict[str, int], service: TextService, workspace: Path, instances: int
-) -> Any:
-    """Return PyTriton's server with the model, not started."""
-    from pytriton.model_config import DynamicBatcher, ModelConfig
-    from pytriton.triton import Triton, TritonConfig
-
-    config = TritonConfig(
-        **{f"{name}_port": port for name, port in ports.items()},
-        **{f"{name}_address": endpoint.host for name in ports},
-        exit_timeout_secs=_CLOSE_S,
+def _serve(
+    endpoint: Endpoint, engine: Engine, service: TextService, folder: Path, instances: int
+) -> bool:
+    """Serve with a number of instances; return False if they did not start in time."""
+    model, repository = _model(endpoint, service, folder / f"{instances}", instances)
+    server = TritonServer(
+        repository,
+        http_port=endpoint.http_port,
+        grpc_port=endpoint.grpc_port,
+        metrics_port=endpoint.metrics_port,
+        host=endpoint.host,
+        log_path=folder / f"{instances}.log",
+        env=_VARIABLES,
+        port_keys=_PORT_FLAGS,
+        access=endpoint.access,
+        sockets=None if endpoint.sockets is None else ServerSockets(endpoint.sockets),
     )
-    triton = Triton(config=config, workspace=workspace)
+    drain_s = 0.0
+    with ForwardedLog(server.log_path):
+        try:
+            server.start(timeout_s=_READY_S)
+            model.setup()
+            where = f"HTTP on {server.http_url}, gRPC on {server.grpc_url}"
+            logger.info("serving %s: %s", endpoint.name, where)
+            _watch(server, model, engine)
+        except ServerStartError as error:
+            if instances > 1 and _INSTANCE_RACE in server.log_path.read_text(errors="replace"):
+                return False
+            raise ServingError(str(error)) from error
+        except KeyboardInterrupt:
+            logger.info("stopping")
+            drain_s = _DRAIN_S
+        finally:
+            server.stop(drain_s=drain_s)
+            model.clean()
+    return True
+
+
+def _model(
+    endpoint: Endpoint, service: TextService, folder: Path, instances: int
+) -> tuple[Any, Path]:
+    """Return PyTriton's side of the model, and a new repository with the server's side."""
+    from pytriton.decorators import TritonContext
+    from pytriton.model_config import DynamicBatcher, ModelConfig
+    from pytriton.models.model import Model
+    from pytriton.utils.workspace import Workspace
+
+    workspace = Workspace(folder)
     # An error of one call is the answer of all its requests, so unless the user wants it otherwise
     # each request is a call of its own; the engine puts their steps together.
     batcher = DynamicBatcher(preferred_batch_size=None if endpoint.merge_requests else [1])
-    triton.bind(
+    model = Model(
         model_name=endpoint.name,
-        infer_func=[service.infer] * instances,
+        model_version=1,
+        inference_fn=[service.infer] * instances,
         inputs=pytriton_tensors(service.inputs),
         outputs=pytriton_tensors(service.outputs),
         config=ModelConfig(max_batch_size=MAX_BATCH_SIZE, batcher=batcher),
+        workspace=workspace,
+        triton_context=TritonContext(),
         strict=True,
     )
-    return triton
+    model.generate_model(workspace.model_store_path)
+    return model, workspace.model_store_path
 
 
 def pytriton_tensors(signatures: Sequence[TensorSignature]) -> list[Any]:
@@ -166,59 +186,14 @@ def pytriton_tensors(signatures: Sequence[TensorSignature]) -> list[Any]:
     ]
 
 
-def _watch(triton: Any, engine: Engine) -> None:
+def _watch(server: TritonServer, model: Any, engine: Engine) -> None:
     """Block until a failure, and raise it."""
     while True:
         if reason := engine.healthy():
             sleep(_ANSWER_S)
             raise ServingError(f"the engine failed:\n{reason}")
-        if not triton.is_alive():
-            raise ServingError("tritonserver has ended; its output is above")
+        if reason := server.failure(patience_s=_PATIENCE_S):
+            raise ServingError(f"the server failed: {reason}")
+        if not model.is_alive():
+            raise ServingError("PyTriton's threads have ended; their output is above")
         sleep(_WATCH_S)
-
-
-def _drain(service: TextService) -> None:
-    """Wait until every request is answered, within reason."""
-    deadline = monotonic() + _DRAIN_S
-    while service.busy and monotonic() < deadline:
-        sleep(_WATCH_S)
-
-
-def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip(" ;")), text)
-
-
-class _Scratch:
-    """A folder, and processes, that do not outlive this process even if it is killed.
-
-    A shell waits for the end of its input. It has a session of its own, because launchers kill
-    whole groups of processes. tritonserver would take half a minute to notice by itself.
-    """
-
-    _SCRIPT = 'read -r pids; read -r ended || kill -9 $pids 2>/dev/null; rm -rf -- "$0"'
-
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="slipway-pytriton-"))
-        self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", self._SCRIPT, str(self.folder)],
-            stdin=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> _Scratch:
-        return self
-
-    def watch_over(self, pids: Sequence[int]) -> None:
-        """Have these processes end with this one; to be called once."""
-        self._write_line(" ".join(map(str, pids)))
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the folder; the processes have ended."""
-        self._write_line("\n")  # a shell without pids takes the first line for them
-        self._shell.communicate()
-
-    def _write_line(self, line: str) -> None:
-        assert self._shell.stdin is not None
-        self._shell.stdin.write(line + "\n")
-        self._shell.stdin.flush()

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -49,13 +48,6 @@ class TextService:
         self._special = tokenizer.special_ids | {limits.start_id, limits.end_id}
         longest = engine.capacity.max_len
         self.max_seq_len = min(longest, limits.max_pos_seq_len or longest)
-        self._calls = 0
-        self._lock = threading.Lock()
-
-    @property
-    def busy(self) -> bool:
-        """Return whether some request is not answered yet."""
-        return self._calls > 0
 
     def infer(self, requests: Sequence[Tensors]) -> list[dict[str, np.ndarray[Any, Any]]]:
         """Return the outputs of each request.
@@ -70,15 +62,6 @@ class TextService:
             from pytriton.exceptions import PyTritonUnrecoverableError
 
             raise PyTritonUnrecoverableError(reason)
-        with self._lock:
-            self._calls += 1
-        try:
-            return self._answer(requests)
-        finally:
-            with self._lock:
-                self._calls -= 1
-
-    def _answer(self, requests: Sequence[Tensors]) -> list[dict[str, np.ndarray[Any, Any]]]:
         begun: list[list[QueuedRow]] = []
         try:
             begun.extend(self._begin(request) for request in requests)

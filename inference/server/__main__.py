@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import NoReturn
 from inference.gateway.access import access_of, add_access_options
 from inference.openai.options import OpenAIOptions
 from inference.server.server import ServerStartError, TritonServer
+from inference.server.server_log import ForwardedLog
 
 _POLL_S = 0.25
 _PATIENCE_S = 30.0
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(number, _ask_to_stop)
     with tempfile.TemporaryDirectory(prefix="slipway-server-") as folder:
         server = _server(arguments, Path(folder) / "tritonserver.log")
-        with _Forwarded(server.log_path):
+        with ForwardedLog(server.log_path):
             try:
                 return _serve(server, arguments.ready_timeout_s)
             except (ServerStartError, FileNotFoundError) as error:
@@ -127,35 +127,6 @@ def _ask_to_stop(number: int, frame: FrameType | None) -> NoReturn:
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)  # a second one changes nothing
     raise _StopRequest(signal.Signals(number).name)
-
-
-class _Forwarded:
-    """Copies a growing log to standard output for the duration of a block."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        position, is_last = 0, False
-        while not is_last:
-            is_last = self._ended.wait(_POLL_S)
-            if not self._path.exists():
-                continue
-            with self._path.open("rb") as log:
-                log.seek(position)
-                added = log.read()
-            position += len(added)
-            sys.stdout.buffer.write(added)
-            sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ class TritonServer:
     server, such as mpirun. `access` limits the clients and their requests. `is_old` keeps to the
     options that every release knows: the server then listens itself, without a gateway, and leaves
     the control of models open to clients. The server runs in `work_dir`. `openai` adds an
-    endpoint of OpenAI's protocol, which needs the gateway's sockets.
+    endpoint of OpenAI's protocol, which needs the gateway's sockets. `sockets` are made unless they
+    are given.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class TritonServer:
         work_dir: Path | None = None,
         access: Access = OPEN_ACCESS,
         openai: OpenAIOptions | None = None,
+        sockets: ServerSockets | None = None,
     ) -> None:
         self.model_repository = str(model_repository)
         self._repository = PlainFolder(self.model_repository)
@@ -110,6 +112,7 @@ class TritonServer:
         # Prefix of the server's segments in /dev/shm, by which those of a killed server are found.
         self._shm_prefix = f"{supervisor.user_prefix()}{secrets.token_hex(8)}-"
         self._access = access
+        self._given_sockets = sockets
         self._sockets: ServerSockets | None = None
         self._gateway: subprocess.Popen[bytes] | None = None
         self._openai: subprocess.Popen[bytes] | None = None
@@ -377,7 +380,9 @@ class TritonServer:
         """Return the command line of this start, with new sockets, and its environment."""
         installation = find_triton(own_backends=not self._is_old)
         program = [*self._prefix, str(installation.program), *installation.arguments()]
-        self._sockets = None if self._is_old else new_sockets()
+        self._sockets = None if self._is_old else (self._given_sockets or new_sockets())
+        if self._sockets is not None:
+            self._sockets.folder.mkdir(mode=0o700, exist_ok=True)
         segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
         command = [*program, *self._arguments(), segments, *self._extra_args]
         return command, os.environ | installation.environment()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from inference.server.supervisor import LOSS_MARK
 LOG_TAIL_LINES = 20
 _TAIL_BYTES = 64 * 1024
 _MANY = 1000
+_FORWARD_S = 0.25
 _MOST = 300  # characters of a line worth showing
 _NOISE = re.compile(r"\+-|\| |\s+<frozen importlib")
 _RECORD = re.compile(r"^[EWIF]\d{4} ")  # every record of the server starts like this
@@ -178,3 +181,32 @@ def _size_reason(has: int, wants: int) -> str:
     if has and (wants % has == 0 or has % wants == 0):
         return "it was written for another tensor-parallel size"
     return "it is not complete; convert the model again"
+
+
+class ForwardedLog:
+    """Copies a growing log to standard output for the duration of a block."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        position, is_last = 0, False
+        while not is_last:
+            is_last = self._ended.wait(_FORWARD_S)
+            if not self._path.exists():
+                continue
+            with self._path.open("rb") as log:
+                log.seek(position)
+                added = log.read()
+            position += len(added)
+            sys.stdout.buffer.write(added)
+            sys.stdout.flush()

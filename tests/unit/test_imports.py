@@ -157,6 +157,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.backend",
         "inference.decoding",
         "inference.engine",
+        "inference.gateway",
         "inference.ranks",
         "inference.server",
     ),
