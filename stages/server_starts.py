@@ -200,6 +200,7 @@ def _end(process: subprocess.Popen[bytes] | None) -> None:
         process.wait(_POLL_S)
     if process.poll() is None:
         process.terminate()
+        process.send_signal(signal.SIGCONT)  # a stopped process does not see the other signal
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_S)
     if process.poll() is None:

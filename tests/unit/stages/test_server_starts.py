@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -73,6 +74,25 @@ def test_a_part_runs_its_command_anew_for_every_start_until_the_end(tmp_path: Pa
     assert [line.split()[0] for line in reported()] == [first.address, second.address]
     for line in reported():
         assert not Path(f"/proc/{line.split()[1]}").exists()
+
+
+def test_a_command_that_is_stopped_makes_way_for_the_next_start_at_once(tmp_path: Path) -> None:
+    ended = tmp_path / "ended"
+    # Only SIGTERM, which reaches a stopped process once it goes on, makes it write.
+    script = f"""
+import pathlib, signal, sys
+def end(*_):
+    pathlib.Path({str(ended)!r}).touch()
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+{STAYS}"""
+    with taking_part(tmp_path, script) as reported:
+        announce_start(tmp_path, "7", 1)
+        until(lambda: len(reported()) == 1)
+        os.kill(int(reported()[0].split()[1]), signal.SIGSTOP)
+        announce_start(tmp_path, "7", 2)
+        until(lambda: len(reported()) == 2)
+        assert ended.exists()
 
 
 def test_announcements_of_another_job_are_ignored(tmp_path: Path) -> None:
