@@ -23,6 +23,7 @@ from export_scripts.files.checksum import crc32
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
 
+_MAX_SMALL_BYTES = 64 << 20  # an index has some hundred bytes for each tensor
 # Bytes of one value, and torch's name, of every type a source may store.
 SOURCE_TYPES: dict[str, tuple[int, str]] = {
     "fp64": (8, "float64"),
@@ -348,3 +349,19 @@ def fingerprint_files(files: Sequence[Path]) -> str:
 def truncated(path: Path, what: str) -> CheckpointMismatchError:
     """Return the error for a truncated or damaged file."""
     return CheckpointMismatchError(f"{path} is truncated or damaged: {what}; copy it again")
+
+
+def read_small(path: Path) -> bytes:
+    """Return the contents of a checkpoint's configuration or table of files.
+
+    Raises:
+        CheckpointMismatchError: It is larger than such files are.
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(_MAX_SMALL_BYTES + 1)
+    if len(data) > _MAX_SMALL_BYTES:
+        raise CheckpointMismatchError(
+            f"{path} has more than {_MAX_SMALL_BYTES >> 20} MiB, which no file of its kind has"
+        )
+    return data

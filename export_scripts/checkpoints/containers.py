@@ -80,7 +80,7 @@ def read_yaml(container: Container, name: str) -> dict[str, Any]:
 
     try:
         table = yaml.safe_load(container.read(name, limit_bytes=_MAX_YAML_BYTES))
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CheckpointMismatchError(f"{container.path}: {name}: {error}") from error
     if not isinstance(table, dict):
         raise CheckpointMismatchError(f"{container.path}: {name} is not a table")
@@ -173,7 +173,9 @@ def _tar_members(tar: Path, shown: Path) -> dict[str, Region]:
                     if name in members:
                         problems.append(f"{shown} is refused: member {name!r} occurs twice")
                     members[name] = Region(tar, info.offset_data, info.size, name)
-    except tarfile.TarError as error:
+    except CheckpointMismatchError:
+        raise
+    except (tarfile.TarError, ValueError) as error:  # ValueError: of numbers in headers
         raise CheckpointMismatchError(
             f"{shown} is not a readable tar archive ({error}); expected a .nemo file"
         ) from error
@@ -194,6 +196,8 @@ def _unsafe(info: tarfile.TarInfo) -> str | None:
     parts = PurePosixPath(info.name).parts
     if info.name.startswith("/") or ".." in parts or "\\" in info.name:
         return "leads outside its folder"
+    if info.size < 0:
+        return f"has a size of {info.size} bytes"
     if info.issym() or info.islnk():
         return f"is a link to {info.linkname!r}"
     if info.issparse():

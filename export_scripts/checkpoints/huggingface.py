@@ -13,6 +13,7 @@ from export_scripts.checkpoints.base import (
     StoredTensor,
     TensorIndex,
     TokenizerFile,
+    read_small,
     truncated,
 )
 from export_scripts.checkpoints.partitioned import flatten
@@ -114,9 +115,11 @@ def open_huggingface(path: Path) -> TensorIndex:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_small(path))
     except OSError as error:
         raise CheckpointMismatchError(f"{path} cannot be read: {error.strerror}") from error
+    except CheckpointMismatchError:
+        raise
     except (ValueError, RecursionError) as error:
         raise CheckpointMismatchError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):

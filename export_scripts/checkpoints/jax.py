@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from export_scripts.checkpoints.base import Record, StoredTensor, TensorIndex, truncated
+from export_scripts.checkpoints.base import Record, StoredTensor, TensorIndex, read_small, truncated
 from export_scripts.checkpoints.pt_archive import zip_data_offset
 from export_scripts.errors import CheckpointMismatchError
 
@@ -150,7 +150,9 @@ def _model_config(step: Path) -> tuple[Path | None, dict[str, Any]]:
     for folder in (step, step.parent):
         for file in sorted(folder.glob("*.json")):
             try:
-                config = json.loads(file.read_bytes())
+                config = json.loads(read_small(file))
+            except CheckpointMismatchError:
+                raise
             except (ValueError, RecursionError) as error:
                 raise CheckpointMismatchError(f"{file} is not JSON: {error}") from error
             if isinstance(config, dict) and "n_heads" in config:

@@ -15,6 +15,7 @@ from export_scripts.checkpoints.base import (
     StoredTensor,
     TensorIndex,
     TokenizerFile,
+    read_small,
 )
 from export_scripts.checkpoints.containers import open_container
 from export_scripts.checkpoints.distributed import is_distributed, read_distributed
@@ -116,10 +117,11 @@ def _iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
     latest = path / _LATEST
     if not latest.is_file() or _rank_files(path):
         return path, ()
-    text = latest.read_text(encoding="utf-8").strip()
-    name = text if text == "release" else f"iter_{int(text):07d}" if text.isdigit() else ""
+    text = read_small(latest).decode(errors="replace").strip()
+    is_number = re.fullmatch(r"[0-9]{1,18}", text) is not None
+    name = text if text == "release" else f"iter_{int(text):07d}" if is_number else ""
     if not name or not (path / name).is_dir():
-        raise CheckpointMismatchError(f"{latest} names {text!r}, which is not in {path}")
+        raise CheckpointMismatchError(f"{latest} names {text[:100]!r}, which is not in {path}")
     return path / name, (f"took {name}, which {_LATEST} names",)
 
 

@@ -164,6 +164,15 @@ def test_a_configuration_nested_without_end_is_refused(tmp_path: Path) -> None:
         values(path)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_table_that_is_far_too_large_is_not_read(tmp_path: Path, name: str) -> None:
+    path = folder(tmp_path / "m", {"part.safetensors": TENSORS})
+    with (path / name).open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CheckpointMismatchError, match="has more than 64 MiB"):
+        values(path)
+
+
 @pytest.mark.parametrize(
     "data",
     [b"", b"abc", struct.pack("<Q", 1 << 60), struct.pack("<Q", 4) + b"nope",

@@ -222,6 +222,33 @@ def test_links_and_devices_in_archives_are_refused(tmp_path: Path, kind: bytes) 
     assert "refused: member 'odd' is" in refusal(path, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (tarfile.REGTYPE, "member 'odd' has a size of -512 bytes"),
+        (tarfile.DIRTYPE, "member 'odd' has a size of -512 bytes"),
+        (tarfile.GNUTYPE_LONGNAME, "is not a readable tar archive"),
+        (tarfile.XHDTYPE, "is not a readable tar archive"),
+    ],
+)
+def test_members_smaller_than_nothing_are_refused(tmp_path: Path, kind: bytes, words: str) -> None:
+    """Python's tarfile can go back by as much, and for ever (CVE-2025-8194)."""
+    info = tarfile.TarInfo("odd")
+    info.type = kind
+    head = bytearray(info.tobuf(tarfile.GNU_FORMAT))
+    head[124:136] = (-512).to_bytes(12, "big", signed=True)
+    head[148:156] = b" " * 8
+    head[148:156] = b"%06o\0 " % sum(head)
+    (tmp_path / "x.nemo").write_bytes(head + bytes(2048))
+    assert words in refusal(tmp_path / "x.nemo", tmp_path)
+
+
+@pytest.mark.parametrize("text", [b"a: 2020-13-45", b"a: " + b"9" * 5000, b"a: !!python/name:os"])
+def test_a_configuration_that_yaml_cannot_read_is_named(tmp_path: Path, text: bytes) -> None:
+    path = write_tar(tmp_path / "x.nemo", {"model_config.yaml": text, "model_weights.ckpt": b""})
+    assert "x.nemo: model_config.yaml: " in refusal(path, tmp_path)
+
+
 VOCABULARY = json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3})
 # A credential file whose lines have two words each, as merges do; and one that is JSON.
 NETRC = "machine a.host\nlogin me\npassword secret\n"
