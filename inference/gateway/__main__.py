@@ -18,7 +18,7 @@ from inference.gateway.access import Access, add_access_options
 from inference.gateway.check_process import CheckProcess
 from inference.gateway.grpc_relay import GrpcRelay, grpc_server
 from inference.gateway.http_relay import HttpRelay
-from inference.gateway.process import LONGEST_REQUEST_S, Stop, run
+from inference.gateway.process import IDLE_S, LONGEST_REQUEST_S, Stop, run
 from inference.gateway.rules import Rules
 from inference.gateway.sockets import ServerSockets
 
@@ -44,7 +44,9 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
             (http.answer_metrics, arguments.metrics_port),
         ):
             runner = web.ServerRunner(
-                web.Server(handler, access_log=None, handler_cancellation=True),
+                web.Server(
+                    handler, access_log=None, handler_cancellation=True, keepalive_timeout=IDLE_S
+                ),
                 shutdown_timeout=LONGEST_REQUEST_S,
             )
             await runner.setup()

@@ -153,7 +153,7 @@ class HttpRelay:
         except asyncio.TimeoutError as error:
             reason = f"the body has not arrived within {BODY_TIMEOUT_S:g} s"
             raise _RefusedError(HTTPStatus.REQUEST_TIMEOUT, reason) from error
-        except aiohttp.ClientPayloadError as error:
+        except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
             raise _RefusedError(HTTPStatus.BAD_REQUEST, "the body cannot be decoded") from error
         return bytes(body)
 

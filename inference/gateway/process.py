@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -12,6 +13,8 @@ from typing import Any
 
 from inference.gateway.access import Access, access_of
 
+# A connection that does not bring a whole head of a request is closed after this.
+IDLE_S = 600.0
 LONGEST_REQUEST_S = 86400.0  # the limit that servers need; in effect none
 _GRACE_S = 1.0
 
@@ -35,6 +38,9 @@ def run(
     if problems := access.problems(prefix="--", joiner="-"):
         sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
         return 2
+    # Idle connections are cheap, as long as there are descriptors for them.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         asyncio.run(serve(arguments, access))
     except errors as error:

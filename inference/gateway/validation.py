@@ -21,6 +21,11 @@ _MOST_ENTRIES = 256  # inputs, outputs or parameters of a request
 _MOST_LEVELS = 32
 _MOST_DIMENSIONS = 16
 _MOST_DIGITS = 20
+_INTEGERS = {
+    f"{sign}INT{bits}": (0, (1 << bits) - 1) if sign else (-(1 << bits - 1), (1 << bits - 1) - 1)
+    for sign in ("", "U")
+    for bits in (8, 16, 32, 64)
+}
 _MEMORY = "shared_memory_region"
 # Of gRPC: service_pb2.ModelInferRequest.
 _MOST_FIELDS = 4 * _MOST_ENTRIES + 16
@@ -79,9 +84,28 @@ def check_infer(data: bytes, *, size_bytes: int, limit: int) -> None:
         if not all(type(size) is int for size in shape):
             raise MalformedError(f"the shape of input {_short(each)} is not a list of integers")
         check_shape(_short(each), shape, most=limit if _MEMORY in parameters else size_bytes)
+        _check_integers(each)
     for each in _entry(request, "outputs", list):
         if isinstance(each, dict):
             _check_count("parameters", _entry(each, "parameters", dict))
+
+
+def _check_integers(tensor: dict[str, Any]) -> None:
+    """Check that the integers of a tensor fit its type: tritonserver would keep their low bits."""
+    datatype = tensor.get("datatype")
+    limits = _INTEGERS.get(datatype) if isinstance(datatype, str) else None
+    if limits is None:
+        return
+    pending = [_entry(tensor, "data", list)]
+    while pending:
+        for value in pending.pop():
+            if isinstance(value, list):
+                pending.append(value)
+            elif type(value) is int and not limits[0] <= value <= limits[1]:
+                text = str(value)[:40]
+                raise MalformedError(
+                    f"input {_short(tensor)} has {text}, which {datatype} cannot hold"
+                )
 
 
 def check_json(data: bytes) -> None:

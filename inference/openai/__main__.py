@@ -15,7 +15,7 @@ from pathlib import Path
 from aiohttp import web
 
 from inference.gateway.access import Access, add_access_options
-from inference.gateway.process import LONGEST_REQUEST_S, Stop, run
+from inference.gateway.process import IDLE_S, LONGEST_REQUEST_S, Stop, run
 from inference.openai.app import OpenAIEndpoint
 from inference.openai.options import DEFAULT_PORT
 
@@ -42,6 +42,7 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
         endpoint.result().application(),
         access_log=None,
         handler_cancellation=True,
+        keepalive_timeout=IDLE_S,
         shutdown_timeout=LONGEST_REQUEST_S,
     )
     await runner.setup()

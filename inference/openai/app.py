@@ -15,6 +15,7 @@ from aiohttp import web
 
 from inference.gateway.access import Access
 from inference.gateway.rules import Rules, browser_problem
+from inference.gateway.validation import MOST_JSON_MB, MalformedError, parse_json
 from inference.openai.codec import Codec
 from inference.openai.completion import CompletionRun, begin_chat, begin_completion
 from inference.openai.errors import ApiError
@@ -50,7 +51,7 @@ class OpenAIEndpoint:
     ) -> None:
         self._models = dict(models)
         self._codec = codec
-        self._max_bytes = access.max_request_bytes
+        self._max_bytes = min(access.max_request_bytes, MOST_JSON_MB << 20)
         self._rules = Rules(tokens=access.tokens(), client_shared_memory=False)
         self._listens_at = listens_at
         self._created = int(time.time())
@@ -87,8 +88,7 @@ class OpenAIEndpoint:
                 size = self._max_bytes >> 20
                 return _refusal(
                     ApiError(
-                        f"the request is larger than {size} MiB; send fewer prompts, or have "
-                        "deploy.max_request_mb raised",
+                        f"the request is larger than {size} MiB; send fewer prompts",
                         status=HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                     )
                 )
@@ -198,9 +198,9 @@ async def _body(request: web.Request) -> Any:
             status=HTTPStatus.REQUEST_TIMEOUT,
         ) from error
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON: {error}") from error
+        return await asyncio.to_thread(parse_json, data)
+    except MalformedError as error:
+        raise ApiError(str(error)) from error
 
 
 async def _whole(course: CompletionRun, about: Mapping[str, Any]) -> web.Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -197,7 +196,7 @@ class _Fields:
         if value is None:
             return default
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not least <= value <= most:
+        if not is_number or not least <= value <= most:  # NaN is not, either
             self.problems.add(name, f"must be a number from {least:g} to {most:g}")
             return default
         return float(value)

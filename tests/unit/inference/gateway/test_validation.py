@@ -70,6 +70,9 @@ def nested(opening: str, depth: int, closing: str) -> bytes:
         (json.dumps({"outputs": [{}] * 300}).encode(), "300 outputs, 256 at most"),
         (json.dumps({"parameters": dict.fromkeys(map(str, range(300)))}).encode(), "300 param"),
         (infer(parameters=dict.fromkeys(map(str, range(300)))), "300 parameters"),
+        (infer(data=[[1, 1 << 32]]), "'x' has 4294967296, which UINT32 cannot hold"),
+        (infer(data=[-1, 1]), "'x' has -1, which UINT32 cannot hold"),
+        (infer(datatype="INT8", data=[[[127]], -129]), "'x' has -129, which INT8 cannot hold"),
     ],
 )
 def test_malformed_bodies_are_refused(body: bytes, said: str) -> None:
@@ -88,6 +91,9 @@ def test_requests_that_clients_send_pass() -> None:
     check_body(infer())
     check_body(infer() + bytes(8), str(len(infer())))
     check_body(infer(shape=[1, 0], data=[]))
+    check_body(infer(data=[0, (1 << 32) - 1]))
+    check_body(infer(datatype="INT64", data=[-(1 << 63), (1 << 63) - 1]))
+    check_body(infer(datatype="FP32", data=[1 << 80, 0.5]))
     memory = {"shared_memory_region": "a", "shared_memory_byte_size": 4096}
     check_body(infer(shape=[1, 1024], parameters=memory))
     check_generate(b'{"text_input": "It was", "parameters": {"max_tokens": 4}}')

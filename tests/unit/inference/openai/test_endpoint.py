@@ -226,6 +226,7 @@ def test_all_problems_of_a_request_are_reported_in_one_error() -> None:
         ({"prompt": [True]}, "prompt: must be"),
         ({"prompt": "\ud800"}, "prompt: must be"),
         ({"temperature": "hot"}, "temperature: must be a number"),
+        ({"temperature": 10**400}, "temperature: must be a number"),
         ({"max_tokens": 0}, "max_tokens: must be at least 1"),
         ({"best_of": 1, "n": 2}, "best_of: must be at least n"),
         ({"stream": True, "best_of": 2}, "best_of: must equal n"),
@@ -242,12 +243,24 @@ def test_what_cannot_be_done_is_refused(change: dict[str, Any], word: str) -> No
     run(check)
 
 
-@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b"[]", b"\xff", b""])
-def test_what_is_not_a_json_object_is_refused(body: bytes) -> None:
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"{", "the body is not JSON"),
+        (b"[" * 100_000, "more than 32 levels"),
+        (b"[]", "the body is not an object"),
+        (b"\xff", "the body is not JSON"),
+        (b"", "the body is not JSON"),
+        (b'{"prompt": "a", "prompt": "b"}', "a key stands twice"),
+        (b'{"temperature": NaN}', "NaN is not a number of JSON"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "the body is not JSON"),
+    ],
+)
+def test_what_is_not_a_json_object_is_refused(body: bytes, said: str) -> None:
     async def check(client: aiohttp.ClientSession) -> None:
         async with client.post(COMPLETIONS, data=body) as response:
             assert response.status == HTTPStatus.BAD_REQUEST
-            assert "body" in (await response.json())["error"]["message"]
+            assert said in (await response.json())["error"]["message"]
 
     run(check)
 
@@ -359,6 +372,14 @@ def test_web_pages_and_large_bodies_are_refused() -> None:
         assert "larger than 1 MiB" in error["message"]
 
     run(check, access=Access(max_request_mb=1))
+
+
+def test_the_json_of_a_request_has_8_mib_whatever_other_requests_may_have() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        error = await refused(client, 413, {**ASKED, "prompt": "a" * (8 << 20)})
+        assert "larger than 8 MiB" in error["message"]
+
+    run(check, access=Access(max_request_mb=128))
 
 
 def test_an_answer_that_did_not_end_itself_has_no_end_token() -> None:
