@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +84,25 @@ def test_failed_ranks_are_started_again_if_asked(ft_dir: Path) -> None:
         assert engine.logits([1, 2, 3]).equal(expected)
 
 
-def test_workers_that_were_started_early_serve_the_engine(
-    ft_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+
+
+@contextmanager
+def early_worker(ft_dir: Path) -> Iterator[set[int]]:
+    """Start the ranks of TP 2 before their engine; yields the process of the other one."""
     before = children()
     with early_workers(ft_dir, 2, 1):
         workers = children() - before
         assert len(workers) == 1
+        yield workers
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_workers_that_were_started_early_serve_the_engine(ft_dir: Path) -> None:
+    before = children()
+    with early_worker(ft_dir) as workers:
         engine = Engine(ft_dir, Placement(tp_size=2, device="cpu"))
         engine.start()
     try:
@@ -100,14 +113,11 @@ def test_workers_that_were_started_early_serve_the_engine(
     assert not any(map(lives, workers))
 
 
-def test_workers_that_were_started_early_end_without_an_engine(
-    ft_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+@pytest.mark.usefixtures("two_cores")
+def test_workers_that_were_started_early_end_without_an_engine(ft_dir: Path) -> None:
     before = children()
-    with early_workers(ft_dir, 2, 1):
-        workers = children() - before
-        assert len(workers) == 1
+    with early_worker(ft_dir) as workers:
+        pass
     assert not any(map(lives, workers))
     with early_workers(ft_dir, 4, 1):  # of four ranks on two cores each would delay the others
         assert children() <= before

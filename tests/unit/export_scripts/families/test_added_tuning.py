@@ -92,14 +92,19 @@ def test_tables_are_added_to_a_folder_without_its_checkpoint(
     assert "has tables of boolq already" in capsys.readouterr().err
 
 
-def test_tables_that_do_not_fit_the_folder_leave_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def gptj_words(tmp_path: Path) -> list[str]:
+    """Return the options that name a converted GPT-J and a new folder."""
     source = write_model("gptj", tmp_path / "source")
     ft_dir = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32")).ft_dir
+    return ["--ft-dir", str(ft_dir), "--output-dir", str(tmp_path / "new")]
+
+
+def test_tables_that_do_not_fit_the_folder_leave_nothing(
+    gptj_words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write_prompts(tmp_path / "p.nemo", boolq=torch.randn(3, 23))
-    words = ["--ft-dir", str(ft_dir), "--output-dir", str(tmp_path / "new")]
-    assert add([*words, "--prompt-checkpoint", str(path)]) == 1
+    assert add([*gptj_words, "--prompt-checkpoint", str(path)]) == 1
     assert "model.prompt_table.boolq.weight is [3, 23]" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
@@ -127,13 +132,10 @@ def test_ia3_added_to_a_folder_gives_the_folder_converted_with_it(
 
 
 def test_a_folder_without_a_place_for_ia3_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gptj_words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = write_model("gptj", tmp_path / "source")
-    ft_dir = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32")).ft_dir
     archive = write_ia3(tmp_path / "ia3.nemo", ia3_scalers(PLAIN))
-    words = ["--ft-dir", str(ft_dir), "--output-dir", str(tmp_path / "new")]
-    assert add([*words, "--ia3-checkpoint", str(archive)]) == 1
+    assert add([*gptj_words, "--ia3-checkpoint", str(archive)]) == 1
     assert "a gptj folder has no place for IA3" in capsys.readouterr().err
-    assert add(words) == 1
+    assert add(gptj_words) == 1
     assert "nothing to add" in capsys.readouterr().err
