@@ -93,7 +93,7 @@ OPEN_CALLS = {
 INFER = {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "UINT32", "data": [[1, 2]]}]}
 # As the Python backend says it of a request that is larger than the memory for it.
 TALKATIVE = 404
-TELLING = DOUBLE.replace(
+NAMING = DOUBLE.replace(
     "        return [",
     f"        if any({TALKATIVE} in request.inputs()[0].as_numpy() for request in requests):\n"
     "            raise MemoryError('no room in slipway-0-5f2e-region_1, "
@@ -113,7 +113,7 @@ class TritonPythonModel:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     folder = tmp_path_factory.mktemp("strangers")
-    repository = add_model(folder / "repo", "double", TELLING)
+    repository = add_model(folder / "repo", "double", NAMING)
     with _server(repository, folder, Access(max_request_mb=LIMIT_MB)) as server:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (FEW_FILES, hard))
@@ -415,8 +415,8 @@ def test_other_users_cannot_read_the_servers_memory(server: TritonServer) -> Non
 
 
 def test_errors_do_not_name_the_servers_memory(server: TritonServer) -> None:
-    telling = {**INFER, "inputs": [{**INFER["inputs"][0], "data": [TALKATIVE, 0]}]}
-    errors = [_http(server, "POST", "/v2/models/double/infer", json.dumps(telling))[1].decode()]
+    naming = {**INFER, "inputs": [{**INFER["inputs"][0], "data": [TALKATIVE, 0]}]}
+    errors = [_http(server, "POST", "/v2/models/double/infer", json.dumps(naming))[1].decode()]
     message = service_pb2.ModelInferRequest(model_name="double")
     message.inputs.add(name="x", datatype="UINT32", shape=(1, 2))
     message.raw_input_contents.append(np.array([TALKATIVE, 0], np.uint32).tobytes())
