@@ -57,7 +57,9 @@ class Invocation:
         try:
             plan = plan_pipeline(config, Context(command=command, git_revision=revision))
         except OSError as error:  # such as a folder without access, or a name that is too long
-            problems.append(f"{error.filename}: {error.strerror}.")
+            # Only what was opened has no name in the error, and only a checkpoint is read here.
+            source = f"export.model.checkpoint_path={config.export.model.checkpoint_path}"
+            problems.append(f"{error.filename or source}: {error.strerror}.")
             return None
         stages = [each.stage for each in plan.to_run]
         launcher = make_launcher(config)

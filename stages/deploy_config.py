@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -260,6 +263,13 @@ def _openai_problems(config: DeployConfig) -> list[str]:
     return found
 
 
+def _may_be_host(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(text))
+    is_name = re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?", text)
+    return is_name is not None and re.fullmatch(r"[0-9.]+", text) is None
+
+
 def _port_problems(config: DeployConfig) -> list[str]:
     names = config.ports
     ports = {PORT_KEYS[name]: port for name, port in names.items()}
@@ -274,6 +284,8 @@ def _port_problems(config: DeployConfig) -> list[str]:
     if len(set(chosen)) < len(chosen):
         given = ", ".join(f"{key}={port}" for key, port in ports.items())
         return [f"{given}: the ports must differ; 0 takes any free one."]
+    if not _may_be_host(config.host):
+        return [f"deploy.host={config.host} is neither an address nor the name of a host."]
     if not config.serves_here:
         return []
     if (problem := port_problem(config.host, 0)) is not None:

@@ -7,6 +7,7 @@ means that the evaluation itself could not be done.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -86,13 +87,19 @@ def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
                 problems.append(
                     f"{key}.{name}: there is no such bound{hint}; use {', '.join(known)}."
                 )
-            elif isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+            elif value is not None and not _is_number(value):
                 problems.append(f"{key}.{name}={value}: expected a number.")
             else:
                 good[str(name)] = value
         if good or not limits:
             bounds[metric] = Bound(**good)
     return bounds, problems
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value can be compared; nothing is above or below NaN."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def check_bounds(bounds: Mapping[str, Bound], *, known: Sequence[str]) -> list[str]:

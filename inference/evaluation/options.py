@@ -296,6 +296,7 @@ class EvaluationOptions(EvaluateSection):
             may make a difference; int8 where weights are served in it.
         max_seq_len: tokens of a sequence that the server is started with; None where the model
             alone decides, or the server is another user's.
+        max_batch_size: rows of a request that the server takes; None where it is another's.
         given: config.ini values that the source checkpoint does not record.
     """
 
@@ -309,4 +310,5 @@ class EvaluationOptions(EvaluateSection):
     source_path: Path | None = None
     types: tuple[str, ...] = ("fp32",)
     max_seq_len: int | None = None
+    max_batch_size: int | None = None
     given: tuple[tuple[str, str], ...] = ()

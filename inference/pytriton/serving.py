@@ -127,7 +127,9 @@ def _serve(
             logger.info("serving %s: %s", endpoint.name, where)
             _watch(server, model, engine)
         except ServerStartError as error:
-            if instances > 1 and _INSTANCE_RACE in server.log_path.read_text(errors="replace"):
+            if instances > 1 and _INSTANCE_RACE in server.log_path.read_text(
+                encoding="utf-8", errors="replace"
+            ):
                 return False
             raise ServingError(str(error)) from error
         except KeyboardInterrupt:

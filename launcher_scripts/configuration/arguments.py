@@ -134,7 +134,7 @@ def _translate(overrides: Sequence[str], *, chooses_files: bool) -> tuple[list[s
         return translated, []
     rest = [each for each in translated if each.partition("=")[0] not in chosen]
     names = {key: CLUSTER_ALIASES.get(value, value) for key, value in chosen.items()}
-    kind = names.get("cluster_type") or names["cluster"]
+    kind = names["cluster_type" if "cluster_type" in names else "cluster"]
     group = names.get("cluster", kind)
     problems = []
     for key, value in names.items():

@@ -73,6 +73,9 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
         source_path=find_checkpoint(cached_model(Path(config.export.model.checkpoint_path))),
         types=tuple(types),
         max_seq_len=_max_seq_len(config),
+        max_batch_size=None
+        if section.server or server.is_from_elsewhere
+        else triton.max_batch_size,
         given=tuple((name, str(value)) for name, value in config.convert.given.items()),
     )
     return replace(options, reference=_reference(section.reference))

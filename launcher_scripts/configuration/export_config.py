@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from export_scripts.checkpoints.hub import cached_model
 from export_scripts.conversion.request import ConversionRequest
+from export_scripts.triton.parameters import FLAG, PARAMETERS
 from export_scripts.triton.repository import ENSEMBLE, RepositoryRequest, repository_models
+from export_scripts.values import shown
 from launcher_scripts.configuration.schema import Config
 from stages.planned_model import SIZES_KEY, PlannedModel
 
@@ -82,7 +85,7 @@ def repository_request(config: Config) -> RepositoryRequest:
         max_queue_delay_us=triton.max_queue_delay_us,
         instance_count=triton.instance_count,
         model_type=triton.model_type,
-        parameters={name: _parameter(value) for name, value in triton.parameters.items()},
+        parameters={name: _parameter(name, value) for name, value in triton.parameters.items()},
     )
 
 
@@ -96,9 +99,12 @@ def _model_folders(config: Config) -> list[Path]:
     return repository_models(repository_request(config), kind=config.export.run.model_type)
 
 
-def _parameter(value: object) -> str:
-    """Return a parameter of config.pbtxt as text; truth values become digits."""
-    return str(int(value)) if isinstance(value, bool) else str(value)
+def _parameter(name: str, value: Any) -> str:
+    """Return a parameter of config.pbtxt as text; a truth value where one is meant is a digit."""
+    known = PARAMETERS.get(name)
+    if isinstance(value, bool) and (known is None or known.kind is FLAG):
+        return str(int(value))
+    return shown(value)
 
 
 def _path(text: str | None) -> Path | None:

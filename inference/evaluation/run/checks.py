@@ -108,6 +108,12 @@ def _check_latency(options: EvaluationOptions) -> list[str]:
         )
         if not values
     ]
+    largest, most = max(latency.batch_sizes, default=0), options.max_batch_size
+    if most is not None and largest > most:
+        problems.append(
+            f"evaluate.latency.batch_sizes has {largest}, and the server takes {most} rows; lower "
+            "it, or raise export.triton_deployment.max_batch_size."
+        )
     wrong = [found for text in latency.shapes if (found := _shape_problem(text))]
     problems += wrong or shape_problems([parse_shape(text) for text in latency.shapes], options)
     sent, widest = latency.requests + latency.warmup, max(latency.concurrencies, default=0)

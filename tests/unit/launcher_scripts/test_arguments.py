@@ -36,6 +36,8 @@ def test_unknown_cluster_is_answered_with_the_known_ones() -> None:
         "cluster_type=bmc: unknown cluster (did you mean bcm?); known clusters: local, bcm, bcp, "
         "kubernetes."
     )
+    (problem,) = read_arguments(["cluster_type="]).problems
+    assert problem.startswith("cluster_type=: unknown cluster")
 
 
 def test_the_launcher_s_word_for_kubernetes_is_known() -> None:

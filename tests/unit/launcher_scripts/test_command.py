@@ -66,6 +66,7 @@ def test_values_that_no_type_can_refuse_are_refused_with_their_keys(
         capsys, SAMPLE, "base_results_dir=/proc/x", "evaluate.history_dir=/dev/null/x",
         "export.triton_deployment.parameters={max_lanes: x, kv_cache_bytes: -1, nonsense: 1}",
         "export.triton_deployment.parameters.device=gpu", "export.run.model_type=GPT",
+        "export.triton_deployment.parameters.threads=true",
         "container_mounts=[/a:b:c:d,/a:b,x,/ok:/there:ro,3]", "cluster.job_name_prefix='a b'",
     )  # fmt: skip
     for each in (
@@ -75,6 +76,7 @@ def test_values_that_no_type_can_refuse_are_refused_with_their_keys(
         "export.triton_deployment.parameters.kv_cache_bytes=-1 must be a whole number from 1",
         "export.triton_deployment.parameters.nonsense=1 is unknown; known parameters: ",
         "export.triton_deployment.parameters.device=gpu must be one of auto, cpu, cuda",
+        "export.triton_deployment.parameters.threads=true must be a whole number from 1 to 4096",
         "export.run.model_type=GPT is unknown (did you mean gpt?); use gpt3",
         "container_mounts names '/a:b:c:d', which is not a mount; write /path, ",
         "container_mounts names '/a:b', which",

@@ -117,6 +117,14 @@ def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path: Path) -> N
     assert stage_of(config, tmp_path, limit_min=2).check() == []
 
 
+@pytest.mark.parametrize("host", ["", "a b", "127.0.0.1:80", "999.1.1.1", "[::1]", "-x", "a\n"])
+def test_what_is_neither_address_nor_host_is_refused(tmp_path: Path, host: str) -> None:
+    (problem,) = stage_of(DeployConfig(tmp_path, "m", host=host), tmp_path).check()
+    assert problem == f"deploy.host={host} is neither an address nor the name of a host."
+    for good in ("0.0.0.0", "::1", "node-1", "a.b_c.example."):
+        assert stage_of(DeployConfig(tmp_path, "m", host=good), tmp_path).check() == []
+
+
 @pytest.mark.parametrize(
     ("engine", "nodes", "is_told"),
     [("pytorch", 2, False), ("fastertransformer", 1, False), ("fastertransformer", 2, True)],

@@ -198,6 +198,13 @@ def test_shapes_that_the_served_model_has_no_room_for_are_refused(tmp_path):
     assert problems(weights_dir=folder, server="a:1", latency=shapes("80+2")) == []
 
 
+def test_more_rows_than_the_server_takes_are_refused():
+    latency = LatencyOptions(batch_sizes=[1, 9])
+    (found,) = problems(latency=latency, max_batch_size=8)
+    assert found.startswith("evaluate.latency.batch_sizes has 9, and the server takes 8 rows; ")
+    assert problems(latency=latency, max_batch_size=9) == problems(latency=latency) == []
+
+
 def test_the_checkpoint_bounds_shapes_before_it_is_converted(tmp_path):
     source = write_model("gpt2", tmp_path / "source")  # 40 positions
     (found,) = problems(source_path=source, weights_dir=tmp_path / "2-gpu", latency=shapes("40+2"))
