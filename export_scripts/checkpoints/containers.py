@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 from export_scripts.checkpoints.base import truncated
 from export_scripts.checkpoints.pt_archive import Region
@@ -212,9 +212,5 @@ def is_tar(path: Path) -> bool:
     if not stat.S_ISREG(path.stat().st_mode):
         return False
     with path.open("rb") as file:
-        return _looks_like_archive(file)
-
-
-def _looks_like_archive(file: IO[bytes]) -> bool:
-    head = file.read(512)
+        head = file.read(512)
     return head[:2] == _GZIP_MAGIC or head[257:262] == b"ustar"

@@ -60,8 +60,9 @@ class PlainData:
 
     def _inert(self, value: Inert) -> Any:
         state = value.state
-        if isinstance(state, tuple) and len(state) == 2:  # (state, slots)
-            state = {**(state[0] or {}), **(state[1] or {})}
+        if isinstance(state, tuple) and len(state) == 2:  # (attributes, slots), either may be None
+            parts = [part for part in state if isinstance(part, Mapping)]
+            state = {key: item for part in parts for key, item in part.items()}
         if value.qualified_name.startswith("omegaconf.") and isinstance(state, Mapping):
             # OmegaConf containers hold nodes in _content, nodes their value in _val.
             return self(state["_content"] if "_content" in state else state.get("_val"))

@@ -160,7 +160,7 @@ class RestrictedUnpickler(pickle._Unpickler):  # type: ignore[name-defined, misc
     Args:
         data: One pickle.
         source: The file's name in messages.
-        place: Gives (path, byte offset) of a storage; None when offsets come later.
+        storages: Filled with the storages that the pickle names, by their keys.
     """
 
     def __init__(

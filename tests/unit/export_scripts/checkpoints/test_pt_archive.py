@@ -153,6 +153,18 @@ def test_random_states_and_enums_of_a_training_run_do_no_harm(tmp_path: Path) ->
     assert torch.equal(loaded(tree["rng"][0]["torch"]), torch.get_rng_state())
 
 
+class Paired:
+    """An object whose state is a pair of values, which is not (attributes, slots)."""
+
+    def __reduce__(self) -> Any:
+        return datetime.timedelta, (), (1, 2)
+
+
+def test_an_object_with_a_pair_for_its_state_does_no_harm(tmp_path: Path) -> None:
+    path = save(tmp_path / "x.pt", {"w": torch.ones(2), "pair": Paired()})
+    assert torch.equal(loaded(read_torch_file(path)["w"]), torch.ones(2))
+
+
 @pytest.mark.parametrize(
     "target",
     [b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nSize\n", b"]", b"ctorch\nFloatStorage\n"],
