@@ -8,8 +8,8 @@ from collections.abc import Sequence
 Z_95 = 1.959963984540054  # two-sided 95% of the normal distribution
 
 
-def wilson_interval(successes: int, count: int, *, z: float = Z_95) -> tuple[float, float]:
-    """Return the Wilson score interval of a proportion (E. B. Wilson, JASA 22, 1927).
+def wilson_interval(successes: int, count: int) -> tuple[float, float]:
+    """Return the 95% Wilson score interval of a proportion (E. B. Wilson, JASA 22, 1927).
 
     Unlike the normal interval it stays inside 0..1 and is not empty at 0 or all successes.
 
@@ -18,7 +18,7 @@ def wilson_interval(successes: int, count: int, *, z: float = Z_95) -> tuple[flo
     """
     if count < 1 or not 0 <= successes <= count:
         raise ValueError(f"{successes} successes of {count} is not a proportion")
-    rate = successes / count
+    rate, z = successes / count, Z_95
     scale = 1 + z * z / count
     centre = (rate + z * z / (2 * count)) / scale
     half = z * math.sqrt(rate * (1 - rate) / count + z * z / (4 * count * count)) / scale

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,7 @@ class RunComparison:
     """Two runs side by side; differences are the second minus the first.
 
     Attributes:
-        metrics: of both runs, by name in `units` for those that are in fractions.
+        metrics: those that both runs have.
         latency: points measured in both.
         notes: why figures may not be comparable.
     """
@@ -143,8 +143,7 @@ def _changed(
 
 
 def _differs(first: Prediction, second: Prediction, name: str) -> bool:
-    values: tuple[Mapping[str, float], ...] = (first.values, second.values)
-    return all(name in each for each in values) and values[0][name] != values[1][name]
+    return name in first.values.keys() & second.values and first.values[name] != second.values[name]
 
 
 def _shared_points(

@@ -6,7 +6,6 @@ All values come from the record; text of samples and configuration is escaped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from html import escape
 
 from inference.evaluation.record import Prediction, Report, RequestStatistics, TaskReport
@@ -157,9 +156,6 @@ def _accuracies(report: Report, task: TaskReport) -> str:
     found = () if task.reference is None else task.reference.metrics
     references = {each.metric: each.reference for each in found}
     baselines = {name: metric.value for name, metric in report.baseline.items()}
-    draw = partial(
-        accuracy_chart, shown, references=references, baselines=baselines, bounds=report.bounds
-    )
     names = {metric.name for metric in shown}
     keys = [
         ("value", "measured, with 95% interval", True),
@@ -172,7 +168,11 @@ def _accuracies(report: Report, task: TaskReport) -> str:
         for kind, words, present in keys
         if words and present
     )
-    chart = responsive(lambda width: draw(width=width))
+    chart = responsive(
+        lambda width: accuracy_chart(
+            shown, references=references, baselines=baselines, bounds=report.bounds, width=width
+        )
+    )
     return f'<div class="card">{chart}<ul class="key">{items}</ul></div>'
 
 

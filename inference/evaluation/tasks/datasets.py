@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from export_scripts.files.replace import replacing
 from inference.evaluation.task import Dataset, Sample
 
 _CHUNK_BYTES = 1 << 20
+_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,7 @@ def sha256_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def ensure_dataset(
-    path: Path,
-    *,
-    url: str,
-    sha256: str,
-    key: str,
-    timeout_s: float = 60.0,
-    progress: Callable[[str], None] | None = None,
-) -> Path:
+def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
     """Return `path`, downloading it first when it is missing.
 
     The final name appears by one rename after the checksum was verified, so a broken transfer
@@ -67,18 +59,16 @@ def ensure_dataset(
                 f"from {url}, or set {key} to use a data set of your own."
             )
         return path
-    if progress is not None:
-        progress(f"downloading {url} to {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with replacing(path) as file:
-            found = _download(url, file.write, timeout_s=timeout_s)
+            found = _download(url, file.write)
             if found != sha256:
                 raise ValueError(
                     f"{url} gave a file with SHA-256 {found}, expected {sha256}; nothing was "
                     f"kept. Place the right file at {path}, or set {key}."
                 )
-    except (urllib.error.URLError, TimeoutError, OSError) as error:
+    except OSError as error:
         reason = getattr(error, "reason", error)
         raise ValueError(
             f"cannot download {url} ({reason}); on a machine without network place the file "
@@ -87,11 +77,11 @@ def ensure_dataset(
     return path
 
 
-def _download(url: str, write: Callable[[bytes], Any], *, timeout_s: float) -> str:
+def _download(url: str, write: Callable[[bytes], Any]) -> str:
     """Stream `url` into `write` and return the SHA-256 of what came."""
     digest = hashlib.sha256()
     received = 0
-    with urllib.request.urlopen(url, timeout=timeout_s) as response:
+    with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response:
         expected = response.headers.get("Content-Length")
         while chunk := response.read(_CHUNK_BYTES):
             digest.update(chunk)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import ssl
 import threading
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,8 +35,7 @@ _PACKAGE = "lm_eval"
 _MODEL = "local-completions"
 _NO_FILTER = "none"
 _TIMEOUT_S = 10.0
-# A bootstrap of the errors of means is not needed; of other metrics it takes so many draws.
-_BOOTSTRAP = 1000
+_BOOTSTRAP = 1000  # draws for the standard errors of metrics other than means
 _FRACTIONS = ("acc", "exact_match", "f1")  # metrics between 0 and 1
 
 
@@ -155,7 +156,7 @@ class HarnessTask:
             count=int(counts["effective"]),
             unit="fraction" if is_fraction else "",
             higher_is_better=bool(higher),
-            method=f"{figure.metric} of {figure.task}, lm-evaluation-harness {_version()}",
+            method=f"{figure.metric} of {figure.task}, lm-evaluation-harness {version(_PACKAGE)}",
             sample_value=self._of(figure),
             from_samples=False,
         )
@@ -244,8 +245,6 @@ def _check(name: str, options: EvaluationOptions) -> list[str]:
 
 def _context_len(url: str, model: str, headers: Mapping[str, str], ca: str | None) -> int:
     """Return the tokens that a prompt and its answer may have together."""
-    import ssl
-
     context = ssl.create_default_context(cafile=ca) if url.startswith("https") else None
     request = urllib.request.Request(f"{url}/models/{model}", headers=dict(headers))
     opener = urllib.request.build_opener(
@@ -253,9 +252,3 @@ def _context_len(url: str, model: str, headers: Mapping[str, str], ca: str | Non
     )
     with opener.open(request, timeout=_TIMEOUT_S) as answer:
         return int(json.load(answer)["max_model_len"])
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version(_PACKAGE)

@@ -16,6 +16,7 @@ from typing import Any
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 ROUGE_TYPES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+_RESAMPLES = 300  # of the bootstrap behind the interval of BLEU
 
 
 def equal(answer: str, targets: Sequence[str]) -> float:
@@ -52,9 +53,9 @@ def rouge(answer: str, target: str, *, kinds: Sequence[str] = ROUGE_TYPES) -> di
     return {kind: float(scores[kind].fmeasure) for kind in kinds}
 
 
-def first_sentences(text: str, *, count: int = 4) -> str:
-    """Return the first sentences, ends of which are full stops, with one at the end."""
-    return ".".join(text.split(".")[:count]).strip(". ") + "."
+def first_sentences(text: str) -> str:
+    """Return the first four sentences; only a full stop ends one."""
+    return ".".join(text.split(".")[:4]).strip(". ") + "."
 
 
 def sentence_bleu(answer: str, target: str) -> float:
@@ -64,9 +65,7 @@ def sentence_bleu(answer: str, target: str) -> float:
     return float(sacrebleu.sentence_bleu(answer, [target]).score)
 
 
-def corpus_bleu(
-    answers: Sequence[str], targets: Sequence[str], *, resamples: int = 300
-) -> tuple[float, float]:
+def corpus_bleu(answers: Sequence[str], targets: Sequence[str]) -> tuple[float, float]:
     """Return sacrebleu's corpus score, 0 to 100, and half the width of its 95% interval.
 
     The interval is sacrebleu's own, by bootstrap resampling (Koehn, EMNLP 2004).
@@ -74,6 +73,6 @@ def corpus_bleu(
     from sacrebleu.metrics.bleu import BLEU
 
     found: Any = BLEU(force=True).corpus_score(
-        list(answers), [list(targets)], n_bootstrap=resamples if len(answers) > 1 else 1
+        list(answers), [list(targets)], n_bootstrap=_RESAMPLES if len(answers) > 1 else 1
     )
     return float(found.score), max(0.0, float(getattr(found, "_ci", 0.0)))

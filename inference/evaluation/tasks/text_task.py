@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -172,11 +173,12 @@ def read_table(path: Path, *, rows: int) -> list[list[float]]:
         ValueError: the file does not hold so many rows.
     """
     values = array.array("f")
-    values.frombytes(path.read_bytes())
+    content = path.read_bytes()
+    if not content or len(content) % (rows * values.itemsize):
+        raise ValueError(f"{path} holds {len(content)} bytes, which are not {rows} rows of fp32.")
+    values.frombytes(content)
     if sys.byteorder == "big":
         values.byteswap()
-    if not values or len(values) % rows:
-        raise ValueError(f"{path} holds {len(values)} values, which are not {rows} rows.")
     width = len(values) // rows
     return [values[start : start + width].tolist() for start in range(0, len(values), width)]
 
@@ -249,6 +251,13 @@ def _check(kind: TextTaskKind, task: TextTaskOptions) -> list[str]:
         problems.append(f"{key}.url and {key}.sha256 go together; give both, or neither.")
     elif task.data_path is None and kind.data_source(task) is None:
         problems.append(_without_data(kind))
+    try:
+        (task.template or "").format_map(defaultdict(str))
+    except (ValueError, AttributeError, LookupError) as error:
+        problems.append(
+            f"{key}.template is not a text with names of fields in braces ({error}); write a brace "
+            "of the text itself twice."
+        )
     if task.target_path is not None and kind.name != "translation":
         problems.append(f"{key}.target_path has no meaning; only translation reads two files.")
     if task.method == "log_likelihood" and not kind.choices:

@@ -69,7 +69,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     tasks.TaskManager = _Manager  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "lm_eval", package)
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
-    monkeypatch.setattr("inference.evaluation.tasks.harness._version", lambda: "0.0")
+    monkeypatch.setattr("inference.evaluation.tasks.harness.version", lambda _: "0.0")
     return calls
 
 

@@ -186,7 +186,7 @@ def test_a_prompt_table_is_sent_with_the_request(tmp_path, fake_model):
 def test_a_prompt_table_of_another_length_is_refused(tmp_path):
     path = tmp_path / "table.bin"
     path.write_bytes(struct.pack("<5f", *range(5)))
-    with pytest.raises(ValueError, match="holds 5 values, which are not 2 rows"):
+    with pytest.raises(ValueError, match="holds 20 bytes, which are not 2 rows"):
         read_table(path, rows=2)
 
 
@@ -319,6 +319,14 @@ def test_a_template_may_use_only_fields_of_the_data(tmp_path):
     )
     with pytest.raises(ValueError, match="no field 'title' for the template"):
         TextTask(TEXT_TASKS["boolq"], options).prepare()
+
+
+@pytest.mark.parametrize("template", ['{"text": "{passage}"}', "{0}", "{passage.text}", "{"])
+def test_a_template_that_cannot_be_filled_in_is_reported_before_the_start(tmp_path, template):
+    boolq = TextTaskOptions(data_path=lines(tmp_path / "data", BOOLQ[0]), template=template)
+    options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path, boolq=boolq)
+    (problem,) = TASKS["boolq"].check(options)
+    assert problem.startswith("evaluate.boolq.template is not")
 
 
 def test_shared_test_sets_have_the_known_sizes(shared):
