@@ -216,9 +216,9 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def shortened(text: str, most: int = 120) -> str:
+def shortened(text: str) -> str:
     """Return a text with its middle left out where it is long."""
-    return text if len(text) <= most else f"{text[: most // 2]}...{text[-20:]}"
+    return text if len(text) <= 120 else f"{text[:60]}...{text[-20:]}"
 
 
 def _figure(number: float) -> str:

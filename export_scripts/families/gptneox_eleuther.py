@@ -71,8 +71,8 @@ def _is_whole(config: Mapping[str, Any]) -> bool:
     """Return whether a configuration is a training run's, in which absent keys have defaults.
 
     Rotary positions have no default: a run must name them. A shorter file is a release's, which
-    leaves
-    out what GPT-NeoX-20B has. Defaults: EleutherAI/gpt-neox, megatron/neox_arguments/neox_args.py.
+    leaves out what GPT-NeoX-20B has. Defaults: EleutherAI/gpt-neox,
+    megatron/neox_arguments/neox_args.py.
     """
     return "pos-emb" in config
 

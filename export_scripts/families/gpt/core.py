@@ -32,8 +32,8 @@ _TRAITS = {"nemo": nemo_traits, "megatron": megatron_traits, "nemo2": nemo2_trai
 
 _CORE = "model."
 _CORE_LAYER = _CORE + "decoder.layers.{layer}."
-_CORE_WTE = _CORE + "embedding.word_embeddings.weight"
-_CORE_HEAD = _CORE + "output_layer.weight"
+CORE_WTE = _CORE + "embedding.word_embeddings.weight"
+CORE_HEAD = _CORE + "output_layer.weight"
 
 
 def core_norm_keys(facts: Facts) -> dict[str, str]:
@@ -55,7 +55,7 @@ def core_norm_keys(facts: Facts) -> dict[str, str]:
 
 def is_core(facts: Facts) -> bool:
     """Return whether a checkpoint has megatron-core's names."""
-    return facts.has(_CORE_WTE) and facts.has(
+    return facts.has(CORE_WTE) and facts.has(
         _CORE_LAYER.format(layer=0) + "self_attention.linear_qkv.weight"
     )
 
@@ -73,22 +73,22 @@ def _core_reasons(facts: Facts) -> list[str]:
     return not_gpt(core_traits(facts)) + tuned_keys(facts) + unknown_model(facts.config)
 
 
-def _core_tied(facts: Facts) -> bool:
-    """Return the output layer that a tied model trained with pipeline stages stores as a copy."""
-    if not facts.has(_CORE_HEAD):
-        return core_traits(facts).tied
-    return core_traits(facts).tied and facts.same_values(_CORE_HEAD, _CORE_WTE)
+def core_is_tied(facts: Facts) -> bool:
+    """Return whether the head is the embedding, of which pipeline stages may store a copy."""
+    return core_traits(facts).tied and (
+        not facts.has(CORE_HEAD) or facts.same_values(CORE_HEAD, CORE_WTE)
+    )
 
 
 def _core_config(facts: Facts) -> GPTConfig:
-    rows = facts.rows(_CORE_WTE)
-    return gpt_config(facts, core_traits(facts), vocab_size=rows, tied=_core_tied(facts))
+    rows = facts.rows(CORE_WTE)
+    return gpt_config(facts, core_traits(facts), vocab_size=rows, tied=core_is_tied(facts))
 
 
 def _core_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]:  # noqa: ARG001
     qkv = _CORE_LAYER + "self_attention.linear_qkv"
     table: dict[str, TensorSource] = {
-        "model.wte": Copy(_CORE_WTE, cut=0),
+        "model.wte": Copy(CORE_WTE, cut=0),
         "model.wpe": Copy(_CORE + "embedding.position_embeddings.weight"),
         LAYER + "attention.query_key_value.weight": SplitQKV(f"{qkv}.weight"),
         LAYER + "attention.query_key_value.bias": SplitQKV(f"{qkv}.bias"),
@@ -102,16 +102,12 @@ def _core_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]
             LAYER + "mlp.dense_4h_to_h", _CORE_LAYER + "mlp.linear_fc2", row_split=True
         ),
         **norm_sources("model.final_layernorm", _CORE + "decoder.final_layernorm"),
-        HEAD: Copy(_CORE_HEAD, cut=0),
+        HEAD: Copy(CORE_HEAD, cut=0),
     }
     for target, source in core_norm_keys(facts).items():
         for part in ("weight", "bias"):
             table[f"{LAYER}{target}.{part}"] = Copy(f"{source}{part}")
     return with_bias_and_norm(table, core_traits(facts), facts)
-
-
-def _core_copies(facts: Facts, config: GPTConfig) -> tuple[str, ...]:  # noqa: ARG001
-    return (_CORE_HEAD,) if config.tie_word_embeddings else ()
 
 
 def _core_mapping(name: str, title: str, source_format: str) -> SourceMapping:
@@ -125,7 +121,7 @@ def _core_mapping(name: str, title: str, source_format: str) -> SourceMapping:
         weights=_core_weights,
         unsupported=_core_reasons,
         ignored=("*._extra_state", "*.rotary_pos_emb.inv_freq"),
-        copies=_core_copies,
+        copies=lambda _, config: (CORE_HEAD,) if config.tie_word_embeddings else (),
         prefix=_CORE,
         accepts=("prompt",),
         warnings=assumed_tokens_warning,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,10 +64,7 @@ class FTTensor:
 
     def file_bytes(self, tp_size: int, weight_data_type: str) -> int:
         """Return the exact size of one file in bytes."""
-        count = 1
-        for size in self.local_shape(tp_size):
-            count *= size
-        return count * item_size(self.dtype or weight_data_type)
+        return math.prod(self.local_shape(tp_size)) * item_size(self.dtype or weight_data_type)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.gpt.core import core_norm_keys, core_traits, is_core
+from export_scripts.families.gpt.core import (
+    CORE_HEAD,
+    CORE_WTE,
+    core_is_tied,
+    core_norm_keys,
+    core_traits,
+    is_core,
+)
 from export_scripts.families.gpt.megatron import assumed_tokens_warning, start_and_end
 from export_scripts.families.llama.layout import (
     GATED,
@@ -36,8 +43,6 @@ from export_scripts.families.mapping.sources import (
 )
 
 _CORE = "model.decoder.layers.{layer}."
-_CORE_WTE = "model.embedding.word_embeddings.weight"
-_CORE_HEAD = "model.output_layer.weight"
 _QKV = _CORE + "self_attention.linear_qkv."
 _FC1 = _CORE + "mlp.linear_fc1."
 
@@ -86,12 +91,6 @@ def _core_reasons(facts: Facts) -> list[str]:
     )
 
 
-def _core_tied(facts: Facts) -> bool:
-    if not facts.has(_CORE_HEAD):
-        return core_traits(facts).tied
-    return core_traits(facts).tied and facts.same_values(_CORE_HEAD, _CORE_WTE)
-
-
 def config_from_core(facts: Facts) -> LlamaConfig:
     """Return the config of a megatron-core checkpoint with rotary positions and RMSNorm.
 
@@ -109,14 +108,14 @@ def config_from_core(facts: Facts) -> LlamaConfig:
         hidden_size=_known(traits.hidden),
         inter_size=_known(traits.inter_size),
         num_layer=_known(traits.num_layer),
-        vocab_size=facts.rows(_CORE_WTE),
+        vocab_size=facts.rows(CORE_WTE),
         max_pos_seq_len=_known(traits.max_positions),
         start_id=start_id,
         end_id=end_id,
         layernorm_eps=traits.norm_eps,
         activation_type=GATED[traits.activation],
         exact_gelu=traits.exact_gelu,
-        tie_word_embeddings=_core_tied(facts),
+        tie_word_embeddings=core_is_tied(facts),
         has_qkv_bias=facts.has(_QKV.format(layer=0) + "bias"),
         has_attention_dense_bias=facts.has(
             "model.decoder.layers.0.self_attention.linear_proj.bias"
@@ -222,7 +221,7 @@ def weights_from_core(facts: Facts, config: LlamaConfig) -> Mapping[str, TensorS
     norms = {LAYER + ours: theirs for ours, theirs in core_norm_keys(facts).items()}
     norms["model.final_layernorm"] = "model.decoder.final_layernorm."
     return {
-        "model.wte": Copy(_CORE_WTE, cut=0),
+        "model.wte": Copy(CORE_WTE, cut=0),
         **{f"{ours}.weight": _core_norm(facts, f"{key}weight") for ours, key in norms.items()},
         **_cut("attention.query", _QKV, _core_query, _group_rows),
         **_cut("attention.key", _QKV, _core_key, _group_rows),
@@ -234,7 +233,7 @@ def weights_from_core(facts: Facts, config: LlamaConfig) -> Mapping[str, TensorS
         **_gated(facts),
         LAYER + "mlp.dense_4h_to_h.weight": Transpose(_CORE + "mlp.linear_fc2.weight", cut=1),
         LAYER + "mlp.dense_4h_to_h.bias": Copy(_CORE + "mlp.linear_fc2.bias"),
-        "model.lm_head.weight": Copy(_CORE_HEAD, cut=0),
+        "model.lm_head.weight": Copy(CORE_HEAD, cut=0),
     }
 
 
@@ -257,7 +256,7 @@ def _core_mapping(source_format: str, title: str) -> SourceMapping:
         weights=weights_from_core,
         unsupported=_core_reasons,
         ignored=("*._extra_state", "*rotary_pos_emb.inv_freq"),
-        copies=lambda _, config: (_CORE_HEAD,) if config.tie_word_embeddings else (),
+        copies=lambda _, config: (CORE_HEAD,) if config.tie_word_embeddings else (),
         prefix="model.",
         warnings=assumed_tokens_warning,
     )

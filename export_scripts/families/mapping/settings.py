@@ -199,13 +199,13 @@ def huggingface_settings(source: Mapping[str, Any]) -> Settings:
 
 
 def quantization_reasons(source: Mapping[str, Any]) -> list[str]:
-    """Return a reason if a config.json states that the weights are quantized."""
+    """Return a reason if a config.json states that the weights are quantised."""
     quantization = source.get("quantization_config")
     if quantization is None:
         return []
     stated = isinstance(quantization, Mapping)
     method = quantization.get("quant_method", "unknown") if stated else quantization
-    return [f"config.json: the weights are quantized ({method}); convert the unquantized model"]
+    return [f"config.json: the weights are quantised ({method}); convert the unquantised model"]
 
 
 def head_is_tied(

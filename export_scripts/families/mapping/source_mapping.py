@@ -123,18 +123,6 @@ class Facts:
             raise ValueError(f"{name}={text} is not an integer") from None
 
 
-def _no_reasons(facts: Facts) -> list[str]:  # noqa: ARG001 - of `unsupported`
-    return []
-
-
-def _no_copies(facts: Facts, config: Any) -> tuple[str, ...]:  # noqa: ARG001
-    return ()
-
-
-def _no_warnings(facts: Facts, config: Any) -> list[str]:  # noqa: ARG001
-    return []
-
-
 @dataclass(frozen=True)
 class SourceMapping:
     """The mapping of one source architecture and format to a family's layout.
@@ -162,12 +150,12 @@ class SourceMapping:
     matches: Callable[[Facts], bool]
     config: Callable[[Facts], FTConfig]
     weights: Callable[[Facts, Any], Mapping[str, TensorSource | PerIndex]]
-    unsupported: Callable[[Facts], list[str]] = _no_reasons
+    unsupported: Callable[[Facts], list[str]] = lambda _: []
     ignored: tuple[str, ...] = ()
-    copies: Callable[[Facts, Any], tuple[str, ...]] = _no_copies
+    copies: Callable[[Facts, Any], tuple[str, ...]] = lambda *_: ()
     prefix: str = ""
     accepts: tuple[str, ...] = ()
-    warnings: Callable[[Facts, Any], list[str]] = _no_warnings
+    warnings: Callable[[Facts, Any], list[str]] = lambda *_: []
 
     def is_ignored(self, key: str) -> bool:
         """Return whether a source tensor has nothing to convert."""

@@ -133,7 +133,7 @@ class T5Config(FTConfig):
 
     @classmethod
     def absent_keys(cls, sections: Sections, files: Collection[str]) -> dict[str, Any]:
-        """Return whether there is a head, from the files, and the tokens of an encoder alone."""
+        """Return has_lm_head, from the files, and the tokens of an encoder alone."""
         if sections.get("decoder"):
             return {"has_lm_head": f"{HEAD}.bin" in files}
         encoder = sections.get("encoder", {})

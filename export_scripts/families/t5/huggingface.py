@@ -193,7 +193,7 @@ def _whole_weights(facts: Facts, config: T5Config) -> Mapping[str, TensorSource]
 
 
 def _has_own_head(facts: Facts) -> bool:
-    """Return the head's source; one neither stored nor tied is reported as missing later."""
+    """Return whether the head is not the embedding; one not stored is reported as missing."""
     return facts.has(HEAD) or facts.config.get("tie_word_embeddings") is False
 
 

@@ -157,7 +157,7 @@ def _special_ids(facts: Facts) -> tuple[int, int, int | None]:
 
 
 def _starts_with_pad(facts: Facts) -> bool:
-    """Return the decoder's first token, which is padding in some p-tuned models."""
+    """Return whether the decoder's first token is padding, as in some p-tuned models."""
     for archive in facts.prompts:
         data = archive.config().get("data")
         if isinstance(data, Mapping) and data.get("decoder_starts_with_pad"):

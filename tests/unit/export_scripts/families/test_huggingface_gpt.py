@@ -142,8 +142,8 @@ def test_a_name_does_not_spoil_the_configuration(
         ("gpt2/tiny", {"eos_token_id": {"id": 2}}, "eos_token_id = {'id': 2} is not a token id"),
         ("gpt2/tiny", {"bos_token_id": "</s>"}, "bos_token_id = '</s>' is not a token id"),
         ("opt/pre_ln", {"activation_function": "swiglu"}, "activation_function = swiglu"),
-        ("bloom/tiny", {"quantization_config": {"quant_method": "gptq"}}, "quantized (gptq)"),
-        ("bloom/tiny", {"quantization_config": "int8"}, "quantized (int8)"),
+        ("bloom/tiny", {"quantization_config": {"quant_method": "gptq"}}, "quantised (gptq)"),
+        ("bloom/tiny", {"quantization_config": "int8"}, "quantised (int8)"),
     ],
 )
 def test_models_beyond_the_layout_are_refused(

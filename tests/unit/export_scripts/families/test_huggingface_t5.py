@@ -85,10 +85,10 @@ def test_unknown_tensors_are_refused(tied: Path, tmp_path: Path) -> None:
     [
         ({"feed_forward_proj": "gated-tanh"}, "feed_forward_proj = gated-tanh"),
         ({"model_type": "umt5"}, "unknown architecture"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"relative_attention_max_distance": 4}, "buckets = 8 with relative_attention_max_dist"),
     ],
-    ids=["activation", "umt5", "quantized", "reach"],
+    ids=["activation", "umt5", "quantised", "reach"],
 )
 def test_models_that_ft_cannot_express_are_refused(
     tied: Path, tmp_path: Path, settings: dict[str, object], words: str
