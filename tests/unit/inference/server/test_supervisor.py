@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from inference.server import supervisor
@@ -44,6 +43,15 @@ def _family(tmp_path: Path, seconds: float) -> tuple[subprocess.Popen[bytes], in
     process, lifeline = _run([sys.executable, "-c", FAMILY, str(path), str(seconds)])
     until(lambda: path.exists() and path.read_text() != "")
     return process, lifeline, int(path.read_text())
+
+
+def _sleeping(tmp_path: Path, first: str = "") -> tuple[subprocess.Popen[bytes], int]:
+    """Start a command and return once it has done what comes first, and sleeps."""
+    path = tmp_path / "sleeps"
+    script = f"import signal, sys, time\n{first}\nopen(sys.argv[1], 'w')\ntime.sleep(60)"
+    process, lifeline = _run([sys.executable, "-c", script, str(path)])
+    until(path.exists)
+    return process, lifeline
 
 
 def test_status_is_passed_on_and_grandchildren_end(tmp_path: Path) -> None:
@@ -89,21 +97,16 @@ def test_a_lifeline_of_an_owner_with_many_files(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_command_that_ignores_sigterm_is_killed_on_sigquit() -> None:
-    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1); time.sleep(60)"
-    process, lifeline = _run([sys.executable, "-c", stubborn])
-    until(lambda: len(supervisor.descendants(process.pid)) == 1)
-    time.sleep(0.2)
+def test_command_that_ignores_sigterm_is_killed_on_sigquit(tmp_path: Path) -> None:
+    process, lifeline = _sleeping(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)")
     process.send_signal(signal.SIGQUIT)
     assert process.wait(LIMIT_S) == 128 + signal.SIGKILL
     os.close(lifeline)
 
 
 def test_killed_supervisor_takes_the_command_along(tmp_path: Path) -> None:
-    process, lifeline = _run([sys.executable, "-c", "import time; time.sleep(60)"])
-    until(lambda: len(supervisor.descendants(process.pid)) == 1)
-    command = supervisor.descendants(process.pid)[0]
-    time.sleep(0.2)  # the command's own set-up
+    process, lifeline = _sleeping(tmp_path)
+    (command,) = supervisor.descendants(process.pid)
     process.kill()
     process.wait(LIMIT_S)
     until(lambda: not lives(command))
