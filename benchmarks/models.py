@@ -64,20 +64,15 @@ def convert(folder: Path, output_dir: Path, weight_data_type: str = "fp32") -> P
     return output_dir / "1-gpu"
 
 
-def write_gpt2(folder: Path, *, hidden: int = 768, num_layer: int = 12, head_num: int = 12) -> None:
-    """Write a GPT-2 of the given size (the default is GPT-2's own) with random weights."""
-    config = transformers.GPT2Config(
-        n_embd=hidden, n_layer=num_layer, n_head=head_num, bos_token_id=0, eos_token_id=0
-    )
+def write_gpt2(folder: Path) -> None:
+    """Write a GPT-2 of 124M parameters, all random."""
+    config = transformers.GPT2Config(bos_token_id=0, eos_token_id=0)
     save_random(transformers.GPT2LMHeadModel, config, folder)
 
 
-def write_t5(folder: Path, *, hidden: int = 512, num_layer: int = 6, head_num: int = 8) -> None:
-    """Write a T5 of the given size (the default is t5-small's) with random weights."""
-    config = transformers.T5Config(
-        d_model=hidden, d_ff=4 * hidden, num_layers=num_layer, num_heads=head_num
-    )
-    save_random(transformers.T5ForConditionalGeneration, config, folder)
+def write_t5(folder: Path) -> None:
+    """Write a T5 of t5-small's size with random weights."""
+    save_random(transformers.T5ForConditionalGeneration, transformers.T5Config(), folder)
 
 
 def write_bert(folder: Path) -> None:

@@ -164,7 +164,7 @@ def run_sweep(outcomes: Sequence[Outcome], *, wait: bool, console: Console, fold
 
 
 def _submit_as_arrays(outcomes: Sequence[Outcome], folder: Path, console: Console) -> bool:
-    """Submit each stage of all combinations as one job array, where they have the same shape."""
+    """Submit each stage of all combinations as one job array; False where they differ too much."""
     runs = [_run_of(each) for each in outcomes]
     names = [tuple(run.jobs) for run in runs]
     launcher = runs[0].launcher if runs else None

@@ -79,7 +79,7 @@ def _continuation_tensors(
 
 
 def _is_finished(reason: FinishReason | None, is_shorter: bool) -> bool:
-    """A row that ran into the limit of the whole request does not count as finished."""
+    """Return whether a row ended, if only by its own limit, and not by that of the request."""
     return reason in ("end", "stop") or (reason == "length" and is_shorter)
 
 

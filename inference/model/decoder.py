@@ -44,11 +44,10 @@ class DecoderLayer:
 
         if self.architecture.residual != "sequential":
             return self._parallel(x, attend)
+        assert self.mlp_norm is not None
         if not self.architecture.norm_before:
-            assert self.mlp_norm is not None
             x = self.attention_norm(attend(x, x))
             return self.mlp_norm(self.mlp(x, x))
-        assert self.mlp_norm is not None
         if self.architecture.residual_from_norm:
             h = self.attention_norm(x)
             h = self.mlp_norm(attend(h, h))

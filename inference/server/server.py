@@ -41,7 +41,7 @@ from inference.server.server_log import (
 )
 from inference.supervision import SUPERVISED_VARIABLE
 
-__all__ = ["LOG_TAIL_LINES", "ModelStatus", "ServerStartError", "TritonServer"]
+__all__ = ["ModelStatus", "ServerStartError", "TritonServer"]
 
 PORT_NAMES = ("http", "grpc", "metrics")
 _POLL_S = 0.1
@@ -334,9 +334,9 @@ class TritonServer:
             self._sockets.remove()
         self._repository.remove()
 
-    def log_tail(self, lines: int = LOG_TAIL_LINES) -> list[str]:
+    def log_tail(self) -> list[str]:
         """Return the last lines of the server's log."""
-        return last_lines(self.log_path, lines)
+        return last_lines(self.log_path, LOG_TAIL_LINES)
 
     def __enter__(self) -> TritonServer:
         return self
