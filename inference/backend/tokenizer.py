@@ -288,6 +288,9 @@ def _load_hf(found: TokenizerFiles) -> Tokenizer:
         backend = Backend.from_file(str(found.files[0]))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(str(error)) from error
+    # A file keeps what it was last used with: a prompt is neither cut nor padded.
+    backend.no_truncation()
+    backend.no_padding()
     return HuggingFaceTokenizer(backend, start_marker=_start_marker(found))
 
 

@@ -268,28 +268,26 @@ def from_json(kind: type[_Record], values: Mapping[str, Any]) -> _Record:
     """Return a record of `kind` from JSON values; keys it does not know are ignored.
 
     Raises:
-        ValueError: a required value is missing.
+        ValueError: a required value is missing, or one has another form.
     """
     hints = typing.get_type_hints(kind)
-    known = {
-        each.name: _decode(hints[each.name], values[each.name])
-        for each in dataclasses.fields(kind)  # type: ignore[arg-type]
-        if each.name in values
-    }
     try:
+        known = {
+            each.name: _decode(hints[each.name], values[each.name])
+            for each in dataclasses.fields(kind)  # type: ignore[arg-type]
+            if each.name in values
+        }
         return kind(**known)
-    except TypeError as error:
+    except (AttributeError, TypeError) as error:
         raise ValueError(f"not a {kind.__name__}: {error}") from error
 
 
 def _decode(hint: Any, value: Any) -> Any:
     """Return `value` in the type of `hint`: nested records, tuples, maps, optional values."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if value is None:
-        return None
     if origin in (typing.Union, types.UnionType):
         (inner,) = (each for each in arguments if each is not type(None))
-        return _decode(inner, value)
+        return None if value is None else _decode(inner, value)
     if dataclasses.is_dataclass(hint):
         return from_json(typing.cast("type[Any]", hint), value)
     if origin is tuple:
@@ -306,18 +304,24 @@ def read_report(path: Path) -> Report:
         ValueError: the file is not a report, or of a schema this version does not read.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     version = values.get("schema_version") if isinstance(values, dict) else None
     if version != SCHEMA_VERSION:
         raise ValueError(
             f"{path} has schema_version {version}; this version reads {SCHEMA_VERSION}."
         )
-    return from_json(Report, values)
+    try:
+        return from_json(Report, values)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def read_predictions(path: Path) -> list[Prediction]:
-    """Read a predictions.jsonl."""
-    with path.open(encoding="utf-8") as file:
-        return [from_json(Prediction, json.loads(line)) for line in file]
+    """Read a predictions.jsonl. Raises ValueError if it is damaged."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return [from_json(Prediction, json.loads(line)) for line in file]
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ForwardedLog(server.log_path):
             try:
                 return _serve(server, arguments.ready_timeout_s)
-            except (ServerStartError, FileNotFoundError) as error:
+            except (ServerStartError, FileNotFoundError, PermissionError) as error:
                 sys.stderr.write(f"{error}\n")
                 return 1
             except _StopRequest:

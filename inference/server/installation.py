@@ -90,6 +90,7 @@ def find_triton(*, own_backends: bool = True) -> TritonInstallation:
 
     Raises:
         FileNotFoundError: there is none, or TRITON_SERVER names no file.
+        PermissionError: others can write where its backends are copied to.
     """
     if named := os.environ.get(SERVER_VARIABLE):
         program = Path(named)

@@ -72,8 +72,8 @@ def read_baseline(path: Path) -> Baseline:
         ValueError: the file is not a baseline of this schema.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
         raise ValueError(f"baseline {path} is not JSON ({error}); {_REMEDY}") from error
     if not isinstance(values, dict) or values.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"baseline {path} is not of schema_version {SCHEMA_VERSION}; {_REMEDY}")
@@ -83,5 +83,5 @@ def read_baseline(path: Path) -> Baseline:
             metrics={name: from_json(Metric, each) for name, each in values["metrics"].items()},
             samples={name: tuple(each) for name, each in values["samples"].items()},
         )
-    except (AttributeError, KeyError, TypeError) as error:  # a report.json, for example
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a report.json, for example
         raise ValueError(f"{path} is not a baseline; {_REMEDY}") from error

@@ -65,8 +65,8 @@ def read_reference(path: Path, *, task: str) -> Reference:
         ValueError: the file is neither, or says nothing of this task.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
         raise ValueError(f"reference {path} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"reference {path} is not an object; expected a report or recorded file.")
@@ -83,14 +83,21 @@ def _from_recorded(path: Path, values: Mapping[str, Any]) -> Reference:
             f"schema_version {values.get('schema_version')}; expected version {_SCHEMA_VERSION} "
             "with source, dataset_sha256 and metrics."
         )
-    return Reference(
-        source=values["source"],
-        dataset_sha256=values["dataset_sha256"],
-        metrics=values["metrics"],
-        per_sample={
-            name: dict(enumerate(column)) for name, column in values.get("per_sample", {}).items()
-        },
-    )
+    try:
+        return Reference(
+            source=str(values["source"]),
+            dataset_sha256=str(values["dataset_sha256"]),
+            metrics={name: float(value) for name, value in values["metrics"].items()},
+            per_sample={
+                name: dict(enumerate(map(float, column)))
+                for name, column in values.get("per_sample", {}).items()
+            },
+        )
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"reference {path}: metrics must map names to numbers, and per_sample, where it is "
+            f"given, to lists of numbers ({error})"
+        ) from error
 
 
 def _from_report(path: Path, task: str) -> Reference:

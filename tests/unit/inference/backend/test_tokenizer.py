@@ -217,6 +217,18 @@ def test_start_token_of_a_huggingface_file_is_put_once(tmp_path: Path, configure
     assert tokenizer.encode("a", special=True) == [1, *tokenizer.encode("a")]
 
 
+def test_truncation_and_padding_that_a_file_states_are_not_applied(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer as Backend
+
+    path = str(_llama_json(tmp_path) / "tokenizer.json")
+    expected = load_tokenizer(tmp_path).encode("a b c d e", special=True)
+    backend = Backend.from_file(path)
+    backend.enable_truncation(max_length=3)
+    backend.enable_padding(length=99)
+    backend.save(path)
+    assert load_tokenizer(tmp_path).encode("a b c d e", special=True) == expected
+
+
 def test_sentencepiece_model_gets_the_start_token_of_its_settings(tmp_path: Path) -> None:
     folder = _llama_sentencepiece(tmp_path)
     _settings(folder, add_bos_token=True, bos_token="<s>")

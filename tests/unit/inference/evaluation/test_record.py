@@ -63,8 +63,23 @@ def test_invalid_reports_are_refused(tmp_path):
     with pytest.raises(ValueError, match="is not JSON"):
         read_report(path)
     path.write_text('{"schema_version": 1}')
-    with pytest.raises(ValueError, match="not a Report"):
+    with pytest.raises(ValueError, match=r"report\.json is damaged: not a Report"):
         read_report(path)
+
+
+@pytest.mark.parametrize("change", [{"tasks": None}, {"tasks": [1]}, {"latency": 5}, {"gate": 5}])
+def test_damaged_reports_are_refused_with_their_path(full, tmp_path, change):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(to_json(full) | change))
+    with pytest.raises(ValueError, match=r"report\.json is damaged: not a "):
+        read_report(path)
+
+
+def test_damaged_predictions_are_refused_with_their_path(tmp_path):
+    path = tmp_path / "predictions.jsonl"
+    path.write_text('{"task": "lambada", ')
+    with pytest.raises(ValueError, match=r"predictions\.jsonl is damaged"):
+        read_predictions(path)
 
 
 def test_keys_of_a_later_version_are_ignored():

@@ -92,12 +92,18 @@ def test_a_reference_of_other_data_does_not_fit(passages, model, tmp_path):
     assert read_reference(recorded(tmp_path, found), task="lambada").mismatch(found.dataset) == ""
 
 
+RECORDED = '{"schema_version": 1, "source": "x", "dataset_sha256": "0", '
+
+
 @pytest.mark.parametrize(
     ("content", "reported"),
     [
         ("nothing", "is not JSON"),
         ("[]", "is not an object"),
         ('{"schema_version": 1, "source": "x"}', "lacks dataset_sha256, metrics"),
+        (RECORDED + '"metrics": [1]}', "metrics must map names to numbers"),
+        (RECORDED + '"metrics": {"m": "high"}}', "metrics must map names to numbers"),
+        (RECORDED + '"metrics": {"m": 1}, "per_sample": {"m": 1}}', "to lists of numbers"),
     ],
 )
 def test_invalid_references_are_refused(tmp_path, content, reported):
