@@ -63,7 +63,8 @@ MODELS: dict[str, tuple[ModelFamily, FTConfig]] = {
         ),
     ),
 }
-# Of the largest logit: order of summation; 11 and 8 bits of the numbers in between.
+# Of the largest logit: the order of sums; 20 units of fp16's 2**-11 and 15 of bf16's 2**-8, the
+# rounding of the numbers between three layers' products.
 TOLERANCE = {"fp32": 1e-4, "fp16": 1e-2, "bf16": 6e-2}
 PROMPT = [7, 3, 11, 2, 40, 17, 5]
 
@@ -147,7 +148,8 @@ def test_products_equal_those_of_single_precision(
     if int8:
         numbers, scale = quantise(weight)
         wide = (numbers.float() * scale[:, None]).t()
-    # The numbers that are added up, and those in between where a product is several kernels.
+    # 8 units of fp16's 2**-11 and 10 of bf16's 2**-8: the numbers that are added up, 1 to 4 large,
+    # and those in between where a product is several kernels.
     rounding = 4e-3 if dtype == torch.float16 else 4e-2
 
     def check(first: int) -> None:
