@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from export_scripts.conversion.convert import ConversionRequest, check_conversio
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.layout import ft_directory
+from inference.control_groups import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def _convert(path: Path, wanted: Wanted) -> Path:
         tp_size=wanted.tp_size,
         pp_size=wanted.pp_size,
         weight_data_type=wanted.weight_data_type or "fp32",
-        processes=min(_MAX_WORKERS, len(os.sched_getaffinity(0))),
+        processes=min(_MAX_WORKERS, usable_cores()),
         overwrite=wanted.overwrite,
         vocab_path=wanted.vocab_path,
         merges_path=wanted.merges_path,
@@ -158,12 +158,12 @@ class _Tenths:
     """Logs a conversion ten times."""
 
     def __init__(self) -> None:
-        self._told = 0
+        self._logged = 0
 
     def __call__(self, done: int, total: int) -> None:
         part = done * _TENTH // max(total, 1)
-        if part > self._told:
-            self._told = part
+        if part > self._logged:
+            self._logged = part
             logger.info("converted %d %% of %.2f GB", part * 100 // _TENTH, total / 1e9)
 
 

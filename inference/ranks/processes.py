@@ -75,7 +75,7 @@ def early_workers(ft_dir: Path, world_size: int, threads: int | None) -> Iterato
         world_size: Number of ranks, all of them on this node.
         threads: CPU threads of each rank; None divides the cores among them.
     """
-    ranks = range(1, world_size if world_size <= len(os.sched_getaffinity(0)) else 1)
+    ranks = range(1, world_size if world_size <= usable_cores() else 1)
     threads = threads or threads_per_rank(world_size)
     try:
         for rank in ranks:

@@ -92,9 +92,8 @@ class Rendezvous:
         # Shorter than the wait for an answer, so that the reason names the rank.
         self._silence_s = max(timeout_s / 2, timeout_s - 2 * _HEARTBEAT_S)
         self._opened = self._looked = monotonic()
-        self._heartbeats: dict[
-            int, tuple[int, float]
-        ] = {}  # per rank: last count, and when it rose
+        # Per rank: last count, and when it rose.
+        self._heartbeats: dict[int, tuple[int, float]] = {}
         self._problem: str | None = None
         self._lock = threading.Lock()
         self._closed = False
