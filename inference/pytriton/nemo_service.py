@@ -8,13 +8,16 @@ import csv
 import io
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from inference.backend.text_models import row_texts
 from inference.backend.text_tensors import word_list_tensor
+from inference.decoding.prompts import TASK_IDS
 from inference.decoding.request import RequestError
+from inference.decoding.rows import P_TUNING
 from inference.pytriton.signature import NEMO_DEPLOY_INPUTS, NEMO_INPUTS, NEMO_OUTPUTS
 from inference.pytriton.text_service import QueuedRow, RowRead, Tensors, TextService, column
 
@@ -109,9 +112,10 @@ class NemoService(TextService):
         options["random_seed"] = np.array([[given["seed"]]], np.int64).view(np.uint64)
         if given["tasks"] != TASK:
             task_id = self._tasks.index(given["tasks"])
-            ids += range(limits.virtual_start_id, limits.virtual_start_id
-                         + limits.prompt_lengths[task_id])  # fmt: skip
-            options["prompt_learning_task_name_ids"] = np.array([[task_id]], np.uint32)
+            options[TASK_IDS] = np.array([[task_id]], np.uint32)
+            if limits.prompt_learning_type == P_TUNING:
+                first = limits.virtual_start_id
+                ids += range(first, first + limits.prompt_lengths[task_id])
         if given["compute_logprob"]:
             one = np.array([[1]], np.uint32)
             options |= {"num_log_probs": one, "num_prompt_log_probs": one}
@@ -122,13 +126,19 @@ class NemoService(TextService):
                 options[target] = word_list_tensor([record.getvalue()], tokenizer, name=name)
         return self.fitting([*ids, *tokenizer.encode(text)], given["max_length"]), options
 
+    def _submit(self, b: int, ids: list[int], options: Tensors) -> QueuedRow:
+        row = super()._submit(b, ids, options)
+        if TASK_IDS not in options:
+            return row
+        # Virtual tokens, to which every id from the first on belongs, are not part of the sentence.
+        first = self._engine.limits.virtual_start_id
+        return replace(row, prompt_ids=[each for each in ids if each < first])
+
     def _outputs(self, rows: Sequence[QueuedRow]) -> dict[str, np.ndarray[Any, Any]]:
         end_id = self._engine.limits.end_id
         results = [row.future.result().rows[0] for row in rows]
-        # Virtual tokens, which follow the vocabulary, are not part of the sentence.
         sequences = [
-            [each for each in row.prompt_ids if each < self._engine.limits.vocab_size]
-            + list(result.output_ids[0])
+            [*row.prompt_ids, *result.output_ids[0]]
             for row, result in zip(rows, results, strict=True)
         ]
         width = max(map(len, sequences))
