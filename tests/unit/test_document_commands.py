@@ -12,7 +12,13 @@ from launcher_scripts.main import main
 from tests.conftest import ROOT
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 
-DOCUMENTS = ("clusters.md", "evaluation.md", "fastertransformer_backend.md", "pytriton.md")
+DOCUMENTS = (
+    "clusters.md",
+    "docker.md",
+    "evaluation.md",
+    "fastertransformer_backend.md",
+    "pytriton.md",
+)
 # What only the reader has, or what asks a cluster; each is tested elsewhere.
 NOT_HERE = ("action=", "evaluate.server=", "export=gpt3/sample 'stages=[evaluate]'", "margin:")
 
@@ -28,7 +34,7 @@ def commands() -> list[str]:
 
 def words_of(line: str, folder: Path) -> list[str]:
     """Return the overrides of a command, with a model of ours where the reader's own is meant."""
-    words = shlex.split(line.replace("$PWD", str(folder)))
+    words = shlex.split(line.replace("$PWD", str(folder)).replace(" ... ", " "), comments=True)
     words = words[next(i for i, word in enumerate(words) if word.endswith("main.py")) + 1 :]
     words = [re.sub(r"^(base_results_dir|data_dir)=.*", rf"\1={folder}/r", word) for word in words]
     words = [word for word in words if not word.startswith("launcher_scripts_path=")]
@@ -39,6 +45,9 @@ def words_of(line: str, folder: Path) -> list[str]:
             "export.model.tensor_model_parallel_size=1",
             "export.triton_deployment.max_batch_size=8",
         ]
+    for name in ("slipway.sqsh", "slipway-ft.sqsh"):
+        (folder / name).touch()
+    words = [word.replace("/images/", f"{folder}/") for word in words]
     if not any(word.startswith("base_results_dir=") for word in words):
         words.append(f"base_results_dir={folder}/r")
     return words
