@@ -63,7 +63,11 @@ class Progress:
 
 
 def read_progress(path: Path) -> ProgressState:
-    """Return the job's latest state, or an empty one before the first."""
+    """Return the job's latest state, or an empty one before the first.
+
+    Raises:
+        DamagedFileError: it is not such a state.
+    """
     values = read_json(path) or {}
     try:
         return ProgressState(**values)

@@ -48,6 +48,9 @@ class TritonClient:
 
     Failures raise tritonclient's InferenceServerException, with the server's message, or stating
     that the server is unreachable.
+
+    Raises:
+        ValueError: the protocol is unknown, or `max_in_flight` is not positive.
     """
 
     def __init__(
