@@ -8,7 +8,6 @@ library's chain (environment, profile, role) and are never read here.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +18,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from export_scripts.errors import first_names
+from export_scripts.files.checksum import sha256_of
 
 CONFIG_FILE = "config.pbtxt"
 _DIGEST = "sha256"  # key of the objects' metadata
-_CHUNK_BYTES = 1 << 22
 _WORKERS = 8
 _PAGE = 1000  # objects in one deletion
 
@@ -158,14 +157,6 @@ def _files(repository: Path, without: Sequence[str]) -> dict[str, Path]:
     return found
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
 class _Progress:
     """Adds up bytes from several threads."""
 
@@ -222,7 +213,7 @@ class _Store:
         if stored.get(name) != path.stat().st_size:
             return False
         head = self._client.head_object(Bucket=self._location.bucket, Key=self._location.key(name))
-        return bool(head["Metadata"].get(_DIGEST) == _sha256(path))
+        return bool(head["Metadata"].get(_DIGEST) == sha256_of(path))
 
     def send(self, files: dict[str, Path], progress: _Progress) -> None:
         """Send files, several at a time."""
@@ -233,7 +224,7 @@ class _Store:
                 str(path),
                 self._location.bucket,
                 self._location.key(name),
-                ExtraArgs={"Metadata": {_DIGEST: _sha256(path)}, "ChecksumAlgorithm": "SHA256"},
+                ExtraArgs={"Metadata": {_DIGEST: sha256_of(path)}, "ChecksumAlgorithm": "SHA256"},
                 Callback=progress,
                 Config=self._transfer,
             )

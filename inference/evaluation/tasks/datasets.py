@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.checksum import sha256_of
 from export_scripts.files.replace import replacing
 from inference.evaluation.task import Dataset, Sample
 
@@ -28,15 +29,6 @@ class DataSource:
     def file_name(self) -> str:
         """The name under which the file is kept."""
         return self.url.rstrip("/").rpartition("/")[2]
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file in hexadecimal."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:

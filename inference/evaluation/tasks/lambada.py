@@ -29,10 +29,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from export_scripts.files.checksum import sha256_of
 from inference.evaluation.options import LAMBADA_METRICS, EvaluationOptions, LambadaOptions
 from inference.evaluation.statistics import Z_95, mean_and_stderr
 from inference.evaluation.task import Dataset, Metric, Sample, Score, TaskEntry, TextGenerator
-from inference.evaluation.tasks.datasets import drawn, ensure_dataset, missing_files, sha256_of
+from inference.evaluation.tasks.datasets import drawn, ensure_dataset, missing_files
 from inference.evaluation.tasks.metrics import accuracy_metric
 from inference.evaluation.tasks.rows import read_rows
 

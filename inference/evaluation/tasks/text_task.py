@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from export_scripts.files.checksum import sha256_of
 from inference.evaluation.options import EvaluationOptions, TextTaskOptions
 from inference.evaluation.task import (
     Dataset,
@@ -30,7 +31,6 @@ from inference.evaluation.tasks.datasets import (
     drawn,
     ensure_dataset,
     missing_files,
-    sha256_of,
 )
 from inference.evaluation.tasks.rows import Row
 from inference.evaluation.tasks.served_folder import prompt_of
