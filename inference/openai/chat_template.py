@@ -1,7 +1,7 @@
 """The chat template of a tokenizer: messages to the text that the model was trained on.
 
-Templates come with checkpoints, which are not trusted: they run in Jinja's sandbox. The functions
-that they have in addition to Jinja's are those of transformers' documentation of chat templates.
+Templates come with checkpoints, which are not trusted: they run in Jinja's sandbox. What they have
+in addition to Jinja's own is that of transformers (utils/chat_template_utils.py).
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE
@@ -98,7 +101,7 @@ def _text_of(token: Any) -> str:
 
 def _compiled(source: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
@@ -108,8 +111,32 @@ def _compiled(source: str) -> Template:
         raise ValueError(str(error)) from error
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+class _Generation(Extension):
+    """The block in which templates mark the assistant's words, which training alone asks for."""
+
+    tags = {"generation"}  # noqa: RUF012 - as the base class declares it
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """Return what stands in the block, as if it were not there."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return JSON; the arguments, and their order, are those of transformers' filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise(message: str) -> NoReturn:

@@ -25,6 +25,20 @@ def test_a_template_has_the_messages_and_the_special_tokens() -> None:
     assert ChatTemplate("{{ messages | tojson }}", {}).render(TALK) == json.dumps(TALK)
 
 
+def test_json_has_the_options_of_transformers() -> None:
+    options = "ensure_ascii=true, separators=(',', ':'), sort_keys=true"
+    talk = [{"role": "user", "content": "\xe9"}]
+    assert ChatTemplate(f"{{{{ messages | tojson({options}) }}}}", {}).render(talk) == (
+        '[{"content":"\\u00e9","role":"user"}]'
+    )
+    assert ChatTemplate("{{ messages[0].content | tojson }}", {}).render(talk) == '"\xe9"'
+
+
+def test_the_marks_of_training_leave_no_trace() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert ChatTemplate(source, {}).render(TALK) == "Hi <b>"
+
+
 @pytest.mark.parametrize(
     "source",
     [
