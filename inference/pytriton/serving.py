@@ -127,9 +127,7 @@ def _serve(
             logger.info("serving %s: %s", endpoint.name, where)
             _watch(server, model, engine)
         except ServerStartError as error:
-            if instances > 1 and _INSTANCE_RACE in server.log_path.read_text(
-                encoding="utf-8", errors="replace"
-            ):
+            if instances > 1 and any(_INSTANCE_RACE in reason for reason in error.reasons):
                 return False
             raise ServingError(str(error)) from error
         except KeyboardInterrupt:
