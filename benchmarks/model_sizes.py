@@ -1,11 +1,12 @@
 """Latency by model size at batch 1, as a table and a figure, before any checkpoint exists.
 
-    python -m benchmarks.model_sizes --work-dir DIR [--sizes 126m 1.3b 5b] [--device cuda]
+    python -m benchmarks.model_sizes --work-dir DIR
     python -m benchmarks.model_sizes --work-dir DIR --tensor-para-size 4 --sizes 20b 40b
 
 Each size is a GPT of NeMo's training configurations, synthesized with sparse files: matrices of
-zeros take no space on disk and the same time as any others. The figure, sizes.html, has a curve for
-each shape of tokens in and out; that of NVIDIA's guide is the default.
+zeros take no space on disk and the same time as any others. By default those are measured whose
+weights fit into half of the free memory. The figure, sizes.html, is written again after each size
+and has a curve for each shape of tokens in and out; that of NVIDIA's guide is the default.
 """
 
 from __future__ import annotations
@@ -22,10 +23,14 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from export_scripts.families.gpt.layout import GPT
+from export_scripts.families.layout.config import FTConfig
+from export_scripts.numeric.dtypes import item_size
 from export_scripts.synthesize import synthesize, synthetic_config
 from inference.decoding.request import parse_request
+from inference.engine.capacity import available_bytes
 from inference.engine.engine import Engine, EngineOptions, Placement
 from inference.evaluation.options import RequestShape, parse_shape
 from inference.evaluation.report.formatting import milliseconds_text
@@ -70,15 +75,7 @@ def measure(
     name: str, size: Size, shapes: Sequence[RequestShape], args: argparse.Namespace
 ) -> Measured:
     """Synthesize a model, ask for each shape and remove the model again."""
-    config = synthetic_config(
-        GPT,
-        hidden=size.hidden,
-        layers=size.layers,
-        heads=size.heads,
-        vocab=_VOCAB,
-        weight_data_type=args.weight_data_type,
-        tensor_para_size=args.tensor_para_size,
-    )
+    config = _config(size, args)
     folder = args.work_dir / name
     shutil.rmtree(folder, ignore_errors=True)
     try:
@@ -92,14 +89,41 @@ def measure(
         longest = max(each.input_len + each.output_len for each in shapes)
         options = EngineOptions(max_lanes=1, max_seq_len=longest)
         with Engine(ft_dir, placement, options=options) as engine:
-            found = {each: _median_ms(engine, each, args.repeats) for each in shapes}
+            found = {each: _median_ms(engine, each, args) for each in shapes}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    parameters = sum(math.prod(tensor.shape) for tensor in GPT.tensors(config))
-    return Measured(name, parameters, found)
+    return Measured(name, _parameters(config), found)
 
 
-def _median_ms(engine: Engine, shape: RequestShape, repeats: int) -> float:
+def _config(size: Size, args: argparse.Namespace) -> FTConfig:
+    return synthetic_config(
+        GPT,
+        hidden=size.hidden,
+        layers=size.layers,
+        heads=size.heads,
+        vocab=_VOCAB,
+        weight_data_type=args.weight_data_type,
+        tensor_para_size=args.tensor_para_size,
+    )
+
+
+def _parameters(config: FTConfig) -> int:
+    return sum(math.prod(tensor.shape) for tensor in GPT.tensors(config))
+
+
+def fitting_sizes(args: argparse.Namespace) -> list[str]:
+    """Return the sizes whose weights, as they are computed with, fit into half of free memory."""
+    ranks = args.tensor_para_size * args.pipeline_para_size
+    on_gpu = args.device == "cuda"
+    free = torch.cuda.mem_get_info()[0] * ranks if on_gpu else available_bytes()
+    item = item_size(args.data_type)
+    return [
+        name for name, size in SIZES.items() if _parameters(_config(size, args)) * item <= free // 2
+    ]
+
+
+def _median_ms(engine: Engine, shape: RequestShape, args: argparse.Namespace) -> float:
+    """Return the median of `--repeats` requests, or of those that `--seconds` allow."""
     rows = np.random.default_rng(0).integers(0, _END, (1, shape.input_len), np.uint32)
     tensors = {
         "input_ids": rows,
@@ -108,12 +132,13 @@ def _median_ms(engine: Engine, shape: RequestShape, repeats: int) -> float:
         "end_id": np.array([[_END]], np.uint32),
     }
     request = parse_request(tensors, engine.limits)
-    durations = []
-    for _ in range(repeats + 1):  # the first is a warm-up
+    engine.generate(request)  # a warm-up
+    durations: list[float] = []
+    while len(durations) < args.repeats and sum(durations) < args.seconds:
         begin = time.perf_counter()
         engine.generate(request)
         durations.append(time.perf_counter() - begin)
-    return 1000 * statistics.median(durations[1:])
+    return 1000 * statistics.median(durations)
 
 
 def chart(measured: Sequence[Measured], shapes: Sequence[RequestShape]) -> str:
@@ -161,7 +186,8 @@ def report(
         figure("Latency by model size", chart(measured, shapes)),
         f'<div class="card scroll">{table(("size", *map(_name, shapes)), rows)}</div>',
     ]
-    header = f"<header><h1>Latency by model size</h1><p>{escape(where)}</p></header>"
+    title = "<h1>Latency by model size</h1>"
+    header = f"<header><div>{title}<p>{escape(where)}</p></div></header>"
     return page("Latency by model size", header, sections, footer="benchmarks.model_sizes")
 
 
@@ -170,25 +196,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     add = parser.add_argument
     add("--work-dir", type=Path, required=True)
-    add("--sizes", nargs="+", choices=SIZES, default=["126m", "1.3b", "5b"])
+    add("--sizes", nargs="+", choices=SIZES, help="default: those that memory has room for")
     add("--shapes", nargs="+", type=parse_shape, default=[RequestShape(60, 20)], metavar="IN+OUT")
     add("--tensor-para-size", type=int, default=1)
     add("--pipeline-para-size", type=int, default=1)
     add("--weight-data-type", default="fp16", choices=("fp32", "fp16", "bf16"))
-    add("--data-type", default="fp32", choices=("fp32", "fp16", "bf16"))
-    add("--device", default="cpu", choices=("cpu", "cuda"))
-    add("--repeats", type=int, default=5)
+    add("--data-type", choices=("fp32", "fp16", "bf16"), help="default: fp16 on a GPU, else fp32")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    add("--repeats", type=int, default=5, help="requests of each shape at most")
+    add("--seconds", type=float, default=30.0, help="after which no further request is sent")
     args = parser.parse_args(arguments)
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.data_type = args.data_type or ("fp16" if args.device == "cuda" else "fp32")
     args.work_dir.mkdir(parents=True, exist_ok=True)
     print(f"latency of a request at batch 1, {os.cpu_count()} cores, {args.device}")
-    measured = []
-    for name in sorted(args.sizes, key=list(SIZES).index):
+    measured: list[Measured] = []
+    path = args.work_dir / "sizes.html"
+    for name in sorted(args.sizes or fitting_sizes(args) or ["126m"], key=list(SIZES).index):
         measured.append(measure(name, SIZES[name], args.shapes, args))
         found = measured[-1].latency_ms.items()
         texts = [f"{_name(shape)}: {milliseconds_text(value)}" for shape, value in found]
         print(f"{name:>6}  {'  '.join(texts)}", flush=True)
-    path = args.work_dir / "sizes.html"
-    path.write_text(report(measured, args.shapes, args), encoding="utf-8")
+        path.write_text(report(measured, args.shapes, args), encoding="utf-8")
     print(f"figure: {path}")
 
 
