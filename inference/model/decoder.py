@@ -65,10 +65,7 @@ class DecoderLayer:
         inner = h if self.mlp_norm is None else self.mlp_norm(x)
         if self.reduce is None:
             return self.mlp(inner, attend(h, x))
-        y = self.reduce(self.mlp(inner, attend(h, None)))
-        if self.bias is not None:
-            y = y.add_(self.bias)
-        return y.add_(x)
+        return self.reduce(self.mlp(inner, attend(h, None)), bias=self.bias, residual=x)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,19 @@ Groups are made directly on a store, which allows several engines in one process
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Protocol, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
+from inference.parallel.epilogue import finish
 from inference.parallel.layout import ParallelLayout
+from inference.parallel.peer_memory import PeerMemory, open_peer_memory
 from inference.parallel.shared_memory import SharedMemoryGroup, open_group
+
+if TYPE_CHECKING:
+    from inference.parallel.peer_cuda import PeerSums
 
 # Integers of a plan that travel in the first message; longer plans need a second.
 _PACKET = 256
@@ -61,10 +67,19 @@ def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> _NcclGroup
     return cast(_NcclGroup, ProcessGroupNCCL(store, place, size, options))
 
 
+def _peer_kernels() -> ModuleType | None:
+    """Return the sums over peer memory, None where torch came without Triton."""
+    try:
+        from inference.parallel import peer_cuda
+    except ImportError:
+        return None
+    return peer_cuda
+
+
 class RankGroups:
     """The communication of one rank with the others.
 
-    Every wait ends after `timeout_s` with a RuntimeError, also when a peer is gone.
+    Every wait of the host ends after `timeout_s` with a RuntimeError, also when a peer is gone.
     """
 
     def __init__(
@@ -81,8 +96,8 @@ class RankGroups:
         Args:
             layout: This rank's place.
             store: Rendezvous shared by all ranks, not used by any earlier groups.
-            device: Device of hidden states and logits: NCCL on CUDA; on CPU shared memory, or gloo
-                between hosts.
+            device: Device of hidden states and logits: NCCL on CUDA, and for the sums of few
+                tokens peer memory; on CPU shared memory, or gloo between hosts.
             timeout_s: Longest wait for another rank.
             shared_memory: False for gloo in any case.
 
@@ -100,6 +115,10 @@ class RankGroups:
         self._stage = None
         if layout.tp_size > 1:
             self._stage = self._group(f"stage{layout.pp_rank}", layout.tp_ranks, store, device)
+        self._peers: PeerSums | None = None
+        self._peer_memory: PeerMemory | None = None
+        if layout.tp_size > 1 and device.type == "cuda":
+            self._open_peers(PrefixStore(f"peers{layout.pp_rank}", store))
         self._pipe = self._group("pipe", everyone, store, device) if layout.pp_size > 1 else None
 
     def _group(self, name: str, ranks: list[int], store: Store, device: torch.device) -> _Group:
@@ -114,6 +133,15 @@ class RankGroups:
                 self._shared.append(shared)
                 return shared
         return cast(_Group, ProcessGroupGloo(store, place, len(ranks), self._timeout))
+
+    def _open_peers(self, store: Store) -> None:
+        place, size = self.layout.tp_rank, self.layout.tp_size
+        kernels = _peer_kernels()
+        size_bytes = 0 if kernels is None else kernels.memory_bytes(size)
+        memory = open_peer_memory(store, place, size, self._device, size_bytes=size_bytes)
+        if kernels is not None and memory is not None:
+            self._peers = kernels.PeerSums(place, memory.addresses(place), self._device)
+            self._peer_memory = memory
 
     def abort(self) -> None:
         """End the waits of this process where possible; may be called from any thread."""
@@ -130,13 +158,29 @@ class RankGroups:
         for group in self._nccl:
             group.shutdown()
         self._nccl.clear()
+        if self._peer_memory is not None:
+            self._peer_memory.unmap()
+            self.meet()
+            self._peer_memory.free()
+            self._peers = self._peer_memory = None
 
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sum `x` over the ranks of this stage, in place."""
+    def all_reduce(
+        self,
+        x: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the sum of `x` (N, E) over the ranks of this stage, + bias + residual.
+
+        `x` may be overwritten.
+        """
         assert self._stage is not None, "a single rank has no sums"
         x = x.contiguous()
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers.sum(x, bias=bias, residual=residual)
         self._stage.allreduce([x]).wait()
-        return x
+        return finish(x, bias=bias, residual=residual)
 
     def gather_stage(self, x: torch.Tensor) -> torch.Tensor:
         """Return the tensors of this stage's ranks on a GPU, in rank order (T, ...)."""

@@ -4,15 +4,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch.nn import functional
 
 from inference.parallel.gemm import GemmActivation, make_gemm
 
-# Sums a tensor over the ranks of a stage, in place.
-AllReduce = Callable[[torch.Tensor], torch.Tensor]
+
+class AllReduce(Protocol):
+    """The sum over the ranks of a stage, and what follows it."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the sum of the ranks' `x` (N, E) + bias + residual; `x` may be overwritten."""
+        ...
 
 
 class ColumnParallelLinear:
@@ -64,10 +75,7 @@ class RowParallelLinear:
         """Return x W + bias + residual, (N, out), for x (N, in/T)."""
         if self._reduce is None:
             return self._gemm(x, residual)
-        y = self._reduce(self._gemm(x))
-        if self._bias is not None:
-            y = y.add_(self._bias)
-        return y if residual is None else y.add_(residual)
+        return self._reduce(self._gemm(x), bias=self._bias, residual=residual)
 
 
 class VocabEmbedding:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from inference.parallel.epilogue import finish
 from inference.parallel.linear import AllReduce
 from inference.parity.activations import Activations, Place
 from inference.ranks.processes import threads_per_rank
@@ -84,12 +85,17 @@ class _ThreadSum:
     def for_rank(self, rank: int) -> AllReduce:
         """Return the all-reduce of one rank."""
 
-        def reduce(x: torch.Tensor) -> torch.Tensor:
+        def reduce(
+            x: torch.Tensor,
+            *,
+            bias: torch.Tensor | None = None,
+            residual: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             self._parts[rank] = x
             self._barrier.wait()
             total = torch.stack([part for part in self._parts if part is not None]).sum(0)
             self._barrier.wait()  # all read this part before the next one is offered
-            return total
+            return finish(total, bias=bias, residual=residual)
 
         return reduce
 

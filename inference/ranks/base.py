@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from export_scripts.families.layout.architecture import Architecture
@@ -24,7 +25,7 @@ from inference.ranks.plan import ReceivedPlan
 from inference.ranks.settings import RankSettings
 
 if TYPE_CHECKING:
-    from inference.model.decode_graph import DecodeGraph
+    from inference.model.gpu.decode_graph import DecodeGraph
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class RankBase(ABC):
     @property
     def all_reduce(self) -> AllReduce | None:
         """The sum over the ranks of this stage, None for a single one."""
-        return self._all_reduce if self.layout.tp_size > 1 else None
+        return self._reduce if self.layout.tp_size > 1 else None
 
     def connect(self, groups: RankGroups) -> None:
         """Join the other ranks."""
@@ -172,7 +173,7 @@ class RankBase(ABC):
         if plan.choices is None or not count:
             return self._logits_result(part, count, vocab_size, pooled)
         assert part is not None, "stages of a pipeline choose no tokens"
-        slots, forbidden = on_device(plan.choices, self.device)
+        slots, forbidden = on_device(np.ascontiguousarray(plan.choices, np.int64), self.device)
         slots = torch.where(slots < 0, feed.unread, slots)
         return self._chosen_result(feed.choose(part, slots, forbidden), pooled)
 
@@ -206,9 +207,15 @@ class RankBase(ABC):
         event.record()
         return event
 
-    def _all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+    def _reduce(
+        self,
+        x: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         assert self._groups is not None, "ranks are not connected"
-        return self._groups.all_reduce(x)
+        return self._groups.all_reduce(x, bias=bias, residual=residual)
 
     def _gather_stage(self, x: torch.Tensor) -> torch.Tensor:
         assert self._groups is not None, "ranks are not connected"

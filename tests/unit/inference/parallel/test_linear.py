@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from inference.parallel.epilogue import finish
 from inference.parallel.linear import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -20,9 +21,15 @@ class Sum:
     def __init__(self) -> None:
         self.total: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         self.total = x if self.total is None else self.total + x
-        return self.total.clone()
+        return finish(self.total.clone(), bias=bias, residual=residual)
 
 
 def test_columns_join_to_the_whole() -> None:

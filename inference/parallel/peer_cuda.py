@@ -1,0 +1,162 @@
+"""Sums over the GPUs of one node by writing into each other's memory, one kernel each.
+
+For few tokens an all-reduce is latency alone. Every rank writes its summand into the memory of all
+others, raises a flag there, waits for theirs, and adds what it has received to bias and residual,
+which NCCL leaves to two further kernels. All ranks add in rank order and get the same bits. Import
+this module only where Triton is installed.
+"""
+
+# Shapes: N tokens, E hidden
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
+
+# Every program exchanges one region of a tensor: 16 bytes for each of 128 threads.
+_REGION_BYTES = 2048
+_WARPS = 4
+# Bytes of a rank's summand up to which a kernel here is used, by the number of ranks. Each rank
+# receives the summands of all, which NCCL avoids for larger ones. All programs wait for their peers
+# and must find room on the GPU at once: 132 multiprocessors of an H200 hold 2112 of 128 threads.
+_MOST_BYTES = {2: 2 << 20, 3: 1 << 20, 4: 512 << 10}
+_MOST_BYTES_OF_MANY = 256 << 10
+# Polls of a flag after which a rank gives up: some minutes. The engine notices a lost rank much
+# earlier; a rank that compiles its kernels is only late.
+_MOST_POLLS = 500_000_000
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_of_ranks(  # type: ignore[no-untyped-def]
+    x_at,
+    bias_at,
+    residual_at,
+    y_at,
+    memories_at,
+    turns_at,
+    rank,
+    size,
+    width,
+    capacity,
+    most_polls,
+    RANKS: tl.constexpr,  # noqa: N803 - constants of the kernel
+    REGION: tl.constexpr,  # noqa: N803
+    DATA: tl.constexpr,  # noqa: N803 - bytes of a memory before its data
+    HAS_BIAS: tl.constexpr,  # noqa: N803
+    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    let_next_begin(EARLY)
+    region = tl.program_id(0)
+    place = region * REGION + tl.arange(0, REGION)
+    inside = place < size
+    wait_for_earlier(EARLY)
+    # Two halves in turn: a peer that writes this half again has seen the flag of the turn between,
+    # which this rank raises after it has read this half.
+    turn = tl.load(turns_at + region) + 1
+    half = (turn & 1) * RANKS * capacity
+    x = tl.load(x_at + place, mask=inside, other=0.0)
+    for peer in tl.static_range(RANKS):
+        data_at = tl.multiple_of((tl.load(memories_at + peer) + DATA).to(x_at.dtype), 16)
+        tl.store(data_at + half + rank * capacity + place, x, mask=inside)
+    tl.debug_barrier()  # the flag of one thread announces the writes of all
+    for peer in tl.static_range(RANKS):
+        flags_at = tl.load(memories_at + peer).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(flags_at + region * RANKS + rank, turn, sem="release", scope="sys")
+    own_at = tl.load(memories_at + rank)
+    flags_at = own_at.to(tl.pointer_type(tl.int32)) + region * RANKS
+    for peer in tl.static_range(RANKS):
+        polls = 0
+        # Turns wrap around after days.
+        while tl.atomic_add(flags_at + peer, 0, sem="acquire", scope="sys") - turn < 0:
+            polls += 1
+            if polls > most_polls:
+                _fail()
+    tl.debug_barrier()
+    data_at = tl.multiple_of((own_at + DATA).to(x_at.dtype), 16) + half
+    total = tl.zeros((REGION,), tl.float32)
+    for peer in tl.static_range(RANKS):
+        part = tl.load(
+            data_at + peer * capacity + place, mask=inside, other=0.0, cache_modifier=".cg"
+        )
+        total += part.to(tl.float32)
+    if HAS_BIAS:
+        total += tl.load(bias_at + place % width, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total += tl.load(residual_at + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_at + place, total.to(y_at.dtype.element_ty), mask=inside)
+    tl.store(turns_at + region, turn)
+
+
+@triton.jit
+def _fail():  # type: ignore[no-untyped-def]
+    """End the kernel, and with it the process's use of the GPU, with an error."""
+    tl.inline_asm_elementwise(
+        "trap; mov.b32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+def _most_bytes(ranks: int) -> int:
+    return _MOST_BYTES.get(ranks, _MOST_BYTES_OF_MANY)
+
+
+def _flag_bytes(ranks: int) -> int:
+    return _most_bytes(ranks) // _REGION_BYTES * ranks * 4
+
+
+def memory_bytes(ranks: int) -> int:
+    """Return the size of one rank's memory: a flag for each region and peer, and two halves."""
+    return _flag_bytes(ranks) + 2 * ranks * _most_bytes(ranks)
+
+
+class PeerSums:
+    """One rank's end of the sums over its peers' memories."""
+
+    def __init__(self, place: int, memories: Sequence[int], device: torch.device) -> None:
+        """Take what all ranks have mapped.
+
+        Args:
+            place: This rank's number.
+            memories: Addresses in this process of the memories of all ranks, zeroed, of
+                `memory_bytes` each.
+            device: This rank's GPU.
+        """
+        self._place, self._ranks = place, len(memories)
+        self._most_bytes = _most_bytes(self._ranks)
+        self._memories = torch.tensor(memories, dtype=torch.int64, device=device)
+        regions = self._most_bytes // _REGION_BYTES
+        self._turns = torch.zeros(regions, dtype=torch.int32, device=device)
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Return whether a tensor is small enough."""
+        return 0 < x.nbytes <= self._most_bytes
+
+    def sum(
+        self, x: torch.Tensor, *, bias: torch.Tensor | None, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the sum of contiguous tensors (N, E) over the ranks, + bias + residual.
+
+        All ranks call this at the same time with tensors of one shape. Where a peer does not come
+        for minutes, the kernel ends with an error and the process can no longer use its GPU.
+        """
+        y = torch.empty_like(x)
+        item = x.element_size()
+        # Absent tensors are not read, but need some pointer in their place.
+        _sum_of_ranks[(triton.cdiv(x.nbytes, _REGION_BYTES),)](
+            *(x, x if bias is None else bias, x if residual is None else residual.contiguous(), y),
+            *(self._memories, self._turns, self._place),
+            *(x.numel(), x.shape[-1], self._most_bytes // item, _MOST_POLLS),
+            RANKS=self._ranks,
+            REGION=_REGION_BYTES // item,
+            DATA=_flag_bytes(self._ranks),
+            HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
+            num_warps=_WARPS,
+            **launch_options(x),
+        )
+        return y

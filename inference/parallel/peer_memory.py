@@ -1,0 +1,139 @@
+"""Memory of a GPU that the other ranks of its host map, through CUDA's driver."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+logger = logging.getLogger(__name__)
+
+_LIBRARY = "libcuda.so.1"
+_MAP_PEER = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED: the GPUs share an NVLink
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = (("reserved", ctypes.c_char * 64),)
+
+
+class PeerMemory:
+    """This rank's memory and the mapped ones of its peers; `open_peer_memory` makes it."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """Allocate zeroed memory on the current GPU.
+
+        Raises:
+            OSError: The driver is missing or refuses.
+        """
+        self._driver = ctypes.CDLL(_LIBRARY)
+        self._own = ctypes.c_uint64()
+        self._mapped: dict[int, ctypes.c_uint64] = {}
+        self._call("cuMemAlloc_v2", ctypes.byref(self._own), ctypes.c_size_t(size_bytes))
+        zero, size = ctypes.c_ubyte(0), ctypes.c_size_t(size_bytes)
+        self._call("cuMemsetD8_v2", self._own, zero, size)
+        self._call("cuCtxSynchronize")
+
+    def handle(self) -> str:
+        """Return the name by which other processes map this rank's memory."""
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), self._own)
+        return bytes(handle).hex()
+
+    def map(self, rank: int, handle: str) -> None:
+        """Map the memory of another rank."""
+        address = ctypes.c_uint64()
+        named = _Handle.from_buffer_copy(bytes.fromhex(handle))
+        flags = ctypes.c_uint(_MAP_PEER)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), named, flags)
+        self._mapped[rank] = address
+
+    def check_link(self, device: int, other: int) -> None:
+        """Raise OSError unless two GPUs are linked such that atomic operations reach the other."""
+        linked = ctypes.c_int()
+        self._call("cuDeviceGetP2PAttribute", ctypes.byref(linked), _NATIVE_ATOMICS, device, other)
+        if not linked.value:
+            raise OSError(f"GPUs {device} and {other} have no NVLink")
+
+    def addresses(self, place: int) -> list[int]:
+        """Return the addresses of all memories by rank; this one's is `place`."""
+        every = self._mapped | {place: self._own}
+        return [every[rank].value for rank in sorted(every)]
+
+    def unmap(self) -> None:
+        """Unmap the memories of the other ranks; no kernel that uses them may run any more."""
+        mapped, self._mapped = self._mapped, {}
+        for address in mapped.values():
+            self._call("cuIpcCloseMemHandle", address)
+
+    def free(self) -> None:
+        """Free this rank's memory, which the others have unmapped."""
+        self._call("cuMemFree_v2", self._own)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if status := getattr(self._driver, name)(*arguments):
+            raise OSError(f"{name}: CUDA error {status}")
+
+
+def open_peer_memory(
+    store: Store, place: int, size: int, device: torch.device, *, size_bytes: int
+) -> PeerMemory | None:
+    """Return this rank's memory with those of all others mapped, or None where one cannot be.
+
+    Every rank of the group must call this; all get the same answer.
+
+    Args:
+        store: Used by this group alone.
+        place: This rank's number in the group.
+        size: Ranks of the group.
+        device: This rank's GPU.
+        size_bytes: Of each rank's memory; 0 where this rank cannot use any.
+    """
+    torch.cuda.synchronize(device)  # makes the context of the driver's calls
+    memory: PeerMemory | None = None
+    try:
+        if not size_bytes:
+            raise OSError("torch came without Triton")
+        memory = PeerMemory(size_bytes)
+        offered = {
+            "host": _BOOT_ID.read_text(encoding="utf-8"),
+            "device": device.index,
+            "handle": memory.handle(),
+        }
+    except OSError as error:
+        offered = {"problem": str(error)}
+    store.set(f"memory/{place}", json.dumps(offered))
+    every = [json.loads(store.get(f"memory/{rank}")) for rank in range(size)]
+    problem = ""
+    try:
+        for rank, other in enumerate(every):
+            if "problem" in other:
+                raise OSError(other["problem"])
+            if rank != place:
+                assert memory is not None
+                _map(memory, rank, offered, other)
+    except OSError as error:
+        problem = str(error)
+    store.set(f"mapped/{place}", problem)
+    problems = {store.get(f"mapped/{rank}").decode() for rank in range(size)} - {""}
+    if not problems:
+        return memory
+    logger.info("all sums of ranks go over NCCL: %s", "; ".join(sorted(problems)))
+    if memory is not None:
+        memory.unmap()
+    return None
+
+
+def _map(memory: PeerMemory, rank: int, own: dict[str, Any], other: dict[str, Any]) -> None:
+    if other["host"] != own["host"]:
+        raise OSError(f"rank {rank} runs on another host")
+    memory.check_link(own["device"], other["device"])
+    memory.map(rank, other["handle"])
