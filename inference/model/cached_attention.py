@@ -16,7 +16,7 @@ from inference.model.kv_cache import KVCache
 from inference.model.step import AttentionGroup
 
 if TYPE_CHECKING:
-    from inference.model.attention_cuda import PagedAttention
+    from inference.model.gpu.attention import PagedAttention
 
 
 @dataclass(frozen=True)

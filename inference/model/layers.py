@@ -31,7 +31,7 @@ def make_norm(
     kernels = norm_kernels() if weight.is_cuda else None
 
     def normalise(x: torch.Tensor) -> torch.Tensor:
-        if kernels is not None and len(x) <= kernels.MOST_TOKENS:
+        if kernels is not None:
             y: torch.Tensor = kernels.norm(x, weight, bias, eps=eps, centred=kind == "layernorm")
             return y
         if kind == "layernorm":
@@ -43,12 +43,12 @@ def make_norm(
 
 
 def norm_kernels() -> ModuleType | None:
-    """Return the norms of few tokens on a GPU, None where torch came without Triton."""
+    """Return the norms of a GPU, None where torch came without Triton."""
     try:
-        from inference.model import norm_cuda
+        from inference.model.gpu import norm
     except ImportError:
         return None
-    return norm_cuda
+    return norm
 
 
 def has_gpu_kernels() -> bool:

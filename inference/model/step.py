@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from inference.model.kv_cache import KVCache
+from inference.model.kv_cache import Array, KVCache
 
 # Slots of unequal length share one attention call while the padded work stays below this multiple
 # of the true work, and below this many padded tokens anyway (a call costs about as much).
@@ -37,6 +38,12 @@ class Segment:
     def stop(self) -> int:
         """Cached tokens of the slot after the step."""
         return self.start + self.count
+
+
+def segment_numbers(segments: Sequence[Segment]) -> Array:
+    """Return slot, start and count of each segment, (B, 3) int64."""
+    numbers = np.array([(s.slot, s.start, s.count) for s in segments], np.int64)
+    return numbers.reshape(-1, 3)
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Step:
 
     `output_rows` are the tokens whose logits are wanted. With `has_virtual`, ids from the
     vocabulary's end on name rows of the loaded prompt tables and, after those, of `embeddings`.
-    `paged`, if given, is a `PagedAttention` of `attention_cuda`: it stores keys and values and does
+    `paged`, if given, is a `PagedAttention` of `gpu.attention`: it stores keys and values and does
     all of the attention, in place of `cache_rows` and `groups`. `places`, if given, are the views
     (N, 2, K, D) of each layer's cache that receive keys and values, in place of `cache_rows`.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -81,19 +82,43 @@ class TokenFeed:
             logits = logits[:, : len(self._vocab)]
         else:  # the vocabulary ends before this rank
             logits = logits[:, :1].fill_(_LOWEST)
+        kernels = _kernels() if logits.is_cuda else None
+        if kernels is not None:
+            chosen: torch.Tensor = kernels.best_tokens(
+                *(logits, slots, forbidden, self._newest),
+                first=self._vocab.start,
+                keep=self._gather is None,
+            )
+            return chosen if self._gather is None else self._agreed(chosen, slots)
+        return self._agreed(self._best(logits, forbidden), slots)
+
+    def _best(self, logits: torch.Tensor, forbidden: torch.Tensor) -> torch.Tensor:
+        """Return the best of this rank's ids for each row."""
         rows = torch.arange(len(logits), device=logits.device)
         wanted = forbidden.long() - self._vocab.start
         ids = wanted.clamp(0, logits.shape[1] - 1)
         # Another rank's, or none: a model's end id may lie outside its vocabulary.
         logits[rows, ids] = torch.where(ids == wanted, _LOWEST, logits[rows, ids])
         values, best = logits.max(-1)
-        chosen = torch.stack((values.view(torch.int32), (best + self._vocab.start).int()), dim=1)
+        return torch.stack((values.view(torch.int32), (best + self._vocab.start).int()), dim=1)
+
+    def _agreed(self, chosen: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Return the best of what all ranks have chosen, and keep it for the next step."""
         if self._gather is not None:
             every = self._gather(chosen)  # (T, n, 2)
             rank = every[:, :, 0].contiguous().view(torch.float32).max(0).indices
-            chosen = every[rank, rows]
+            chosen = every[rank, torch.arange(len(chosen), device=chosen.device)]
         self._newest[slots.long()] = chosen[:, 1].long()
         return chosen
+
+
+def _kernels() -> ModuleType | None:
+    """Return the choice of a GPU, None where torch came without Triton."""
+    try:
+        from inference.model.gpu import choice
+    except ImportError:
+        return None
+    return choice
 
 
 def chosen_to_host(chosen: torch.Tensor) -> Chosen:

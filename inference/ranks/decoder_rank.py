@@ -15,17 +15,18 @@ from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.decoder import PREFIX_PROMPT
 from inference.model.decoder_weights import load_decoder
 from inference.model.kv_cache import CacheShape, KVCache
-from inference.model.layers import has_gpu_kernels
 from inference.model.step import Segment, Step, make_step
 from inference.model.token_feed import NEWEST
 from inference.model.weights import RankWeights
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
+from inference.ranks.device import on_gpu
 from inference.ranks.plan import ReceivedPlan
 from inference.ranks.settings import RankSettings
 
 if TYPE_CHECKING:
-    from inference.model.decode_graph import DecodeGraphs
+    from inference.model.gpu.decode_graph import DecodeGraphs
+    from inference.model.gpu.prompt_graph import PromptGraphs
 
 # Fewest tokens for which a pipeline micro-batch is bound by computation, not by reading weights.
 _MICRO_BATCH_TOKENS = 128
@@ -59,12 +60,14 @@ class DecoderRank(RankBase):
         self._feed = self._token_feed(settings.slots, architecture.vocab_size)
         self._group = architecture.head_num // architecture.kv_head_num
         self._graphs: DecodeGraphs | None = None
+        self._prompt_graphs: PromptGraphs | None = None
 
     def prepare(self) -> None:
         """Record the decoding graphs, and run prompts of several lengths once."""
-        if not self._on_gpu:
+        if not on_gpu(self.device):
             return
-        from inference.model.decode_graph import DecodeGraphs, DecoderGraphModel
+        from inference.model.gpu.decode_graph import DecodeGraphs, DecoderGraphModel
+        from inference.model.gpu.prompt_graph import PromptGraphs
 
         with torch.inference_mode():
             for tokens in _WARM_UP_TOKENS:
@@ -72,10 +75,15 @@ class DecoderRank(RankBase):
             model = DecoderGraphModel(self.model, self.cache, self._feed, self.layout)
             self._graphs = DecodeGraphs(model, sequences=self.cache.shape.slots)
             self._graphs.record()
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.device.type == "cuda" and has_gpu_kernels()
+            if self.layout.pp_size == 1:
+                self._prompt_graphs = PromptGraphs(
+                    self.model,
+                    self.cache,
+                    self._feed,
+                    group=self._group,
+                    parameters=layer_parameters(self.architecture) // self.layout.tp_size,
+                )
+                self._prompt_graphs.record()
 
     def _run_nothing(self, tokens: int) -> None:
         """Run prompts of the given lengths and a single token; their results are discarded."""
@@ -88,7 +96,10 @@ class DecoderRank(RankBase):
         x = self.model.embed(step) if first else self.model.empty_hidden(step).zero_()
         x = self.model.run_layers(x, step)
         if self.layout.is_last_stage:
-            self.model.logits(x, step)
+            logits = self.model.logits(x, step)
+            if self.layout.pp_size == 1:
+                nowhere = torch.tensor([[self._feed.unread], [-1]], device=self.device)
+                self._feed.choose(logits, *nowhere)
 
     def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step, see `RankBase`."""
@@ -98,8 +109,7 @@ class DecoderRank(RankBase):
                 self.cache.update(plan.moves, plan.entries)
             if self._graphs is not None and is_plain_decoding(plan):
                 return self._decode(self._graphs, plan)
-            steps = self._micro_batches(plan, embeddings)
-            hidden = run_stage(self.model, steps, layout=self.layout, groups=self._groups)
+            hidden, steps = self._layers(plan, embeddings)
             return self._result(
                 self._logits(hidden, steps),
                 plan,
@@ -108,9 +118,20 @@ class DecoderRank(RankBase):
                 pooled=self._pooled(hidden, plan) if plan.pool else None,
             )
 
+    def _layers(
+        self, plan: ReceivedPlan, embeddings: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], list[Step]]:
+        """Return the last layer's output of each micro-batch, nothing before the last stage."""
+        graphs = self._prompt_graphs
+        if graphs is not None and not plan.has_virtual and graphs.hold(len(plan.ids)):
+            x, step = graphs.run(plan.ids.numpy(), plan.segments, plan.output_rows.numpy())
+            return [x], [step]
+        steps = self._micro_batches(plan, embeddings)
+        return run_stage(self.model, steps, layout=self.layout, groups=self._groups), steps
+
     def close(self) -> None:
         """Close the connection to the other ranks."""
-        self._graphs = None  # they contain sums over the connection
+        self._graphs = self._prompt_graphs = None  # they contain sums over the connection
         super().close()
 
     def _decode(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
@@ -136,8 +157,8 @@ class DecoderRank(RankBase):
         embeddings: torch.Tensor | None = None,
     ) -> Step:
         """Lay out some tokens; `ids` and `outputs` are on the CPU."""
-        if self._on_gpu:
-            from inference.model.paged_step import make_paged_step
+        if on_gpu(self.device):
+            from inference.model.gpu.paged_step import make_paged_step
 
             return make_paged_step(
                 ids.numpy(),
@@ -202,6 +223,14 @@ class DecoderRank(RankBase):
         shape = (len(plan.segments), self.architecture.hidden)
         room = torch.empty(shape, dtype=torch.float32, device=self.device)
         return self._first_rank_copy(sums, room)
+
+
+def layer_parameters(architecture: DecoderArchitecture) -> int:
+    """Return the number of weights in the matrices of all layers."""
+    query = architecture.head_num * architecture.size_per_head
+    keys_values = 2 * architecture.kv_head_num * architecture.size_per_head
+    mlp = (3 if architecture.gated else 2) * architecture.inter_size
+    return architecture.num_layer * architecture.hidden * (2 * query + keys_values + mlp)
 
 
 def is_plain_decoding(plan: ReceivedPlan) -> bool:

@@ -7,6 +7,7 @@ import logging
 import torch
 
 from export_scripts.numeric.dtypes import torch_dtype
+from inference.model.layers import has_gpu_kernels
 from inference.parallel.gemm_cpu import has_fp16_weights, has_onednn
 from inference.ranks.settings import RankSettings
 
@@ -19,6 +20,16 @@ def rank_device(settings: RankSettings) -> torch.device:
         return torch.device("cpu")
     place = settings.rank if settings.device_index is None else settings.device_index
     return torch.device("cuda", place % torch.cuda.device_count())
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Return whether a device is a GPU with the kernels that graphs need."""
+    return device.type == "cuda" and has_gpu_kernels()
+
+
+def has_row_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether an encoder has kernels, and graphs, of its own: in 16 bits on a GPU."""
+    return on_gpu(device) and dtype.itemsize == 2
 
 
 def compute_dtype(data_type: str, device: torch.device) -> torch.dtype:

@@ -17,6 +17,7 @@ from export_scripts.families.llama.layout import LLAMA, LlamaConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.engine import Engine, EngineOptions
+from inference.model.token_feed import TokenFeed
 from inference.parallel.epilogue import GemmActivation, finish
 from inference.parallel.gemm import make_gemm
 from inference.parallel.int8 import quantise
@@ -165,3 +166,24 @@ def test_products_equal_those_of_single_precision(
 
     check(0)
     check(20)
+
+
+def test_best_tokens_equal_those_of_the_cpu() -> None:
+    torch.manual_seed(0)
+    vocab = range(7, 20_007)
+    logits = torch.randn(6, len(vocab)).round(decimals=1)  # many are equal
+    logits[4] = float("-inf")
+    choices = torch.tensor([[n, 7 + int(row.argmax())] for n, row in enumerate(logits)])
+    slots, forbidden = choices.t()  # not side by side
+    expected, ours = (
+        TokenFeed(8, torch.device(device), vocab=vocab).choose(
+            logits.to(device, copy=True), slots.to(device), forbidden.to(device)
+        )
+        for device in ("cpu", "cuda")
+    )
+    assert ours.tolist() == expected.tolist()
+    logits[2, 5] = float("nan")
+    spoilt = TokenFeed(8, torch.device("cuda"), vocab=vocab).choose(
+        logits.cuda(), slots.cuda(), forbidden.cuda()
+    )
+    assert spoilt[:, 0].view(torch.float32).isnan().tolist() == [n == 2 for n in range(6)]

@@ -112,7 +112,7 @@ class Sequences:
 
     def attended(self) -> torch.Tensor:
         """Return (N, H*D) by the kernels."""
-        from inference.model.attention_cuda import paged_attention
+        from inference.model.gpu.attention import paged_attention
 
         kv_heads, device = self.cache.shape.kv_head_num, self.qkv.device
         single = (self.segments[:, 2] == 1).all()
@@ -159,22 +159,27 @@ def test_sequences_of_all_lengths(
     check(Sequences(segments, heads=heads, rules=AttentionRules(), dtype=dtype, device=device))
 
 
-@pytest.mark.parametrize("segments", [MIXED, SINGLE], ids=["mixed", "single"])
-@pytest.mark.parametrize("kind", ["slopes", "window", "table", "halves", "pairs"])
+# With many heads: more programs than fill a GPU take the kernel of tiles.
+MANY = [(slot, 7 * slot, 1) for slot in range(SLOTS)]
+
+
+@pytest.mark.parametrize("segments", [MIXED, SINGLE, MANY], ids=["mixed", "single", "many"])
+@pytest.mark.parametrize("kind", ["plain", "slopes", "window", "table", "halves", "pairs"])
 def test_biases_windows_and_turned_keys(
     kind: str, segments: list[tuple[int, int, int]], device: torch.device
 ) -> None:
     torch.manual_seed(0)
+    heads = 6 if segments is not MANY else 126
     rules = {
-        "slopes": AttentionRules(alibi_slopes=alibi_slopes(6).to(device)),
+        "slopes": AttentionRules(alibi_slopes=alibi_slopes(heads).to(device)),
         "window": AttentionRules(sliding_window=9),
-        "table": AttentionRules(distance_bias=torch.randn(6, 20, device=device)),
+        "table": AttentionRules(distance_bias=torch.randn(heads, 20, device=device)),
     }.get(kind, AttentionRules())
     rotated = {"halves": 24, "pairs": 32}.get(kind, 0)
     check(
         Sequences(
             segments,
-            heads=(6, 3, 32),
+            heads=(heads, heads // 2, 32),
             rules=rules,
             dtype=torch.float32,
             device=device,
@@ -184,18 +189,8 @@ def test_biases_windows_and_turned_keys(
     )
 
 
-def test_many_sequences_of_one_token(device: torch.device) -> None:
-    """More programs than fill a GPU take the tiles' kernel."""
-    torch.manual_seed(0)
-    segments = [(slot, 7 * slot, 1) for slot in range(SLOTS)]
-    sequences = Sequences(
-        segments, heads=(64, 64, 16), rules=AttentionRules(), dtype=torch.float32, device=device
-    )
-    check(sequences)
-
-
 def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> None:
-    from inference.model.attention_cuda import paged_attention
+    from inference.model.gpu.attention import paged_attention
 
     torch.manual_seed(0)
     rules = AttentionRules()

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from inference.model.attention_cuda import paged_attention
+from inference.model.gpu.attention import paged_attention
 from inference.model.kv_cache import Array, KVCache, on_device
-from inference.model.step import AttentionRules, Segment, Step
+from inference.model.step import AttentionRules, Segment, Step, segment_numbers
 from inference.model.token_feed import TokenFeed
 
 
@@ -41,7 +41,7 @@ def make_paged_step(
         embeddings: Rows for ids beyond the loaded tables.
     """
     device = cache.tables.device
-    places = np.array([(s.slot, s.start, s.count) for s in segments], np.int64).reshape(-1, 3)
+    places = segment_numbers(segments)
     attention = paged_attention(places, rules=rules, group=group, device=device)
     forgotten = np.repeat([segment.forgotten for segment in segments], places[:, 2])
     sent = on_device(np.concatenate((ids, forgotten, output_rows)).astype(np.int32), device)

@@ -10,23 +10,26 @@ pipeline the graph also chooses the best token of each sequence, which the next 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from inference.model.attention_cuda import single_tokens
 from inference.model.cached_attention import EncodedSlots
 from inference.model.decoder import Decoder
 from inference.model.encoder_decoder import DecoderStep, EncoderDecoder
+from inference.model.gpu.attention import single_tokens
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import AttentionRules, Step
 from inference.model.token_feed import TokenFeed
 from inference.parallel.layout import ParallelLayout
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _WARM_UPS = 2  # libraries choose and allocate in the first runs, which must not be recorded
 _STEP = 8  # between the sizes of graphs
@@ -116,20 +119,34 @@ class DecodeGraphs:
         model, layout, device = self._model, self._model.layout, self._model.device
         numbers = torch.tensor([[number] * size for number in model.idle], device=device)
         hidden = None if layout.is_first_stage else model.room(size).zero_()
-        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                model.forward(numbers, hidden)
-        torch.cuda.current_stream(device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's threads query their events meanwhile, which must not end the recording.
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=side, capture_error_mode="thread_local"
-        ):
-            output, chosen = model.forward(numbers, hidden)
+        graph, (output, chosen) = record_graph(
+            lambda: model.forward(numbers, hidden), device, self._pool
+        )
         self._pool = graph.pool()
         return DecodeGraph(graph, numbers, hidden, output, chosen, model.idle)
+
+
+def record_graph(
+    run: Callable[[], T], device: torch.device, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Return a graph of what `run` launches, and what it returned: the graph's outputs.
+
+    Args:
+        run: Launches kernels on fixed memory; it is run several times.
+        device: A GPU.
+        pool: Memory of other graphs, of which no two run at the same time; None for none.
+    """
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UPS):
+            run()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's threads query their events meanwhile, which must not end the recording.
+    with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        outputs = run()
+    return graph, outputs
 
 
 def graph_sizes(sequences: int) -> list[int]:

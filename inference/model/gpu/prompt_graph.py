@@ -1,0 +1,174 @@
+"""Steps with prompts as CUDA graphs: one launch for any mixture of chunks and single tokens.
+
+A host takes longer to launch the kernels of a small model one by one than a GPU to run them. A
+graph serves steps of up to N tokens; its attention has as many programs as the worst mixture of N
+tokens needs, and those without work end at once. Import this module only where Triton is installed.
+"""
+
+# Shapes: N tokens of a graph, E hidden
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from inference.model.decoder import Decoder
+from inference.model.gpu.attention import AttentionArrays, PagedAttention, tile_sizes, tiles_of
+from inference.model.gpu.decode_graph import record_graph
+from inference.model.kv_cache import Array, KVCache, on_device
+from inference.model.step import Segment, Step, segment_numbers
+from inference.model.token_feed import TokenFeed
+
+logger = logging.getLogger(__name__)
+
+# Steps between the sizes of graphs: small ones up to the bound, then large ones.
+_SMALL_STEP, _LARGE_STEP = 64, 256
+_SMALL = 1024
+_MOST = 4096
+# Parameters of a rank times tokens: products of about 8 ms on an H200, in which a host launches
+# some 250 kernels. Larger steps are bound by the GPU, which would only compute padding.
+_PRODUCTS = 3e12
+_TILE_FIELDS = 4  # slot, place, row and count
+
+
+def prompt_graph_sizes(parameters: int) -> list[int]:
+    """Return the sizes of graphs for a model with some parameters on each rank, ascending."""
+    most = min(_MOST, int(_PRODUCTS / parameters))
+    small = range(_SMALL_STEP, min(most, _SMALL) + 1, _SMALL_STEP)
+    return [*small, *range(_SMALL + _LARGE_STEP, most + 1, _LARGE_STEP)]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The places of a step's integers in the one buffer that a graph reads."""
+
+    tokens: int
+    tiles: tuple[int, int]  # of each size, see `tile_sizes`
+
+    @classmethod
+    def of(cls, tokens: int, slots: int, group: int) -> _Layout:
+        """Return room for any step of some tokens of at most `slots` sequences."""
+        single, _ = tile_sizes(group)
+        # A segment of more tokens than a small tile has is cut into large ones.
+        found = (min(tokens, slots), tokens // (single + 1) + 1)
+        return cls(tokens, (_rounded(found[0]), _rounded(found[1])))
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths of ids, forgotten tokens, slots, places, output rows, and tiles' fields."""
+        return [self.tokens] * 5 + [count for count in self.tiles for _ in range(_TILE_FIELDS)]
+
+    def split(self, buffer: Any) -> list[Any]:
+        """Return the parts of an array or tensor."""
+        ends = np.cumsum([0, *self.lengths])
+        return [buffer[start:stop] for start, stop in pairwise(ends)]
+
+
+def _rounded(count: int) -> int:
+    return -(-count // 4) * 4  # every part begins at a multiple of 16 bytes
+
+
+@dataclass(frozen=True)
+class _PromptGraph:
+    graph: torch.cuda.CUDAGraph
+    layout: _Layout
+    inputs: torch.Tensor
+    step: Step
+    output: torch.Tensor  # (N, E)
+
+
+class PromptGraphs:
+    """The graphs of a rank that holds all layers of a decoder-only model."""
+
+    def __init__(
+        self, model: Decoder, cache: KVCache, feed: TokenFeed, *, group: int, parameters: int
+    ) -> None:
+        """Record nothing yet.
+
+        Args:
+            model: All layers.
+            cache: Receives keys and values.
+            feed: Holds the newest tokens.
+            group: Query heads of a key/value head.
+            parameters: Of this rank's layers.
+        """
+        self._model, self._cache, self._feed = model, cache, feed
+        self._group = group
+        self._sizes = prompt_graph_sizes(parameters)
+        self._graphs: dict[int, _PromptGraph] = {}
+
+    def record(self) -> None:
+        """Record every size; all ranks do so at the same time."""
+        began = perf_counter()
+        pool = None
+        for size in reversed(self._sizes):  # the others find all the memory they need
+            self._graphs[size] = self._record(size, pool)
+            pool = self._graphs[size].graph.pool()
+        if self._sizes:
+            logger.info(
+                "%d graphs for steps of up to %d tokens recorded in %.1f s",
+                *(len(self._sizes), self._sizes[-1], perf_counter() - began),
+            )
+
+    def hold(self, tokens: int) -> bool:
+        """Return whether a graph is large enough for a step."""
+        return bool(self._sizes) and tokens <= self._sizes[-1]
+
+    def run(
+        self, ids: Array, segments: Sequence[Segment], output_rows: Array
+    ) -> tuple[torch.Tensor, Step]:
+        """Run a step; return the last layer's output (tokens, E) and a step with the output rows.
+
+        The output is valid until the next step.
+
+        Args:
+            ids: Tokens, NEWEST where the slot's last step chose them.
+            segments: Their sequences, in this order.
+            output_rows: Tokens whose logits are wanted.
+        """
+        count = len(ids)
+        each = self._graphs[next(size for size in self._sizes if size >= count)]
+        numbers = segment_numbers(segments)
+        arrays = AttentionArrays.of(numbers, self._group)
+        forgotten = np.repeat([segment.forgotten for segment in segments], numbers[:, 2])
+        packed = np.zeros(len(each.inputs), np.int32)
+        parts = each.layout.split(packed)
+        parts[2][:] = self._cache.scratch_slot
+        values = [ids, forgotten, arrays.slots, arrays.places, output_rows]
+        for tiles in arrays.tiles:
+            values += list(tiles)
+        for part, value in zip(parts, values, strict=True):
+            part[: len(value)] = value
+        each.inputs.copy_(on_device(packed, each.inputs.device))
+        each.graph.replay()
+        rows = each.layout.split(each.inputs)[4][: len(output_rows)]
+        return each.output[:count], replace(each.step, output_rows=rows)
+
+    def _record(self, size: int, pool: Any) -> _PromptGraph:
+        layout = _Layout.of(size, self._cache.shape.slots, self._group)
+        device = self._model.device
+        inputs = torch.zeros(sum(layout.lengths), dtype=torch.int32, device=device)
+        ids, forgotten, slots, places, rows, *tiled = layout.split(inputs)
+        slots.fill_(self._cache.scratch_slot)
+        tiles = tiles_of(tiled, tile_sizes(self._group))
+        attention = PagedAttention(slots, places, tiles, self._model.rules)
+
+        def forward() -> tuple[Step, torch.Tensor]:
+            step = Step(
+                ids=self._feed.ids(ids, slots),
+                positions=places + forgotten,
+                cache=self._cache,
+                output_rows=rows,
+                paged=attention,
+            )
+            return step, self._model.run_layers(self._model.embed(step), step)
+
+        graph, (step, output) = record_graph(forward, device, pool)
+        return _PromptGraph(graph, layout, inputs, step, output)
