@@ -1,10 +1,12 @@
-"""Speed of T5 (generation) and BERT (hidden states), against transformers on the same weights.
+"""Speed of T5 (generation, and its encoder alone) and BERT, against transformers on equal weights.
 
     python -m benchmarks.encoders --work-dir DIR [--batch 1 8] [--device cuda --data-type fp16]
+    python -m benchmarks.encoders --work-dir DIR --batch 32 --input-len 384 --half-padded
 
 Random t5-small and BERT-base are converted. In each round every contender does the same work for
 the same random input. T5 generates greedily and without an end token, the encoder's pass included;
-its rate counts generated tokens of the whole batch. BERT's counts input tokens.
+its rate counts generated tokens of the whole batch. The encoders' counts input tokens, padding
+included. With --half-padded, of encoders alone, half of all tokens are padding.
 """
 
 from __future__ import annotations
@@ -58,19 +60,37 @@ def bert_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
     ft_dir = convert(folder, args.work_dir / "bert_ft")
     found: list[Callable[[], Program]] = []
     for data_type in args.data_type:
-        found.append(partial(slipway_bert, ft_dir, data_type, args.device))
+        found.append(partial(slipway_encoder, ft_dir, data_type, args.device))
         found.append(partial(transformers_bert, folder, data_type, args.device))
     return found
 
 
+def t5_encoder_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
+    """Return the factories of the programs on t5-small's encoder."""
+    folder = args.work_dir / "t5"
+    write_t5(folder)
+    ft_dir = convert(folder, args.work_dir / "t5_ft")
+    found: list[Callable[[], Program]] = []
+    for data_type in args.data_type:
+        found.append(partial(slipway_encoder, ft_dir, data_type, args.device))
+        found.append(partial(transformers_t5_encoder, folder, data_type, args.device))
+    return found
+
+
 def states_of(prompts: Prompts, hidden: int) -> torch.Tensor:
-    """Return made-up input states (rows, tokens, hidden) for rows of one length."""
+    """Return made-up input states (rows, tokens of the longest, hidden)."""
     generator = torch.Generator().manual_seed(len(prompts))
-    return torch.randn(len(prompts), len(prompts[0]), hidden, generator=generator)
+    return torch.randn(len(prompts), max(map(len, prompts)), hidden, generator=generator)
 
 
-def slipway_bert(ft_dir: Path, data_type: str, device: str) -> Program:
-    """Return this project's engine on a BERT."""
+def mask_of(prompts: Prompts) -> torch.Tensor:
+    """Return 1 for every token and 0 for padding, (rows, tokens of the longest)."""
+    lengths = torch.tensor([len(row) for row in prompts]).unsqueeze(1)
+    return (torch.arange(int(lengths.max())) < lengths).long()
+
+
+def slipway_encoder(ft_dir: Path, data_type: str, device: str) -> Program:
+    """Return this project's engine on an encoder."""
     from inference.engine.encoder_engine import EncoderEngine
     from inference.engine.encoding import EncodingRequest, EncodingRow
     from inference.ranks.settings import Placement
@@ -79,9 +99,13 @@ def slipway_bert(ft_dir: Path, data_type: str, device: str) -> Program:
     engine.start()
 
     def encode(prompts: Prompts, _: int) -> Any:
-        states = states_of(prompts, engine.limits.hidden).numpy()
-        rows = tuple(EncodingRow((), row) for row in states)
-        return engine.encode(EncodingRequest(rows, states.shape[1])).hidden
+        width = max(map(len, prompts))
+        rows = tuple(EncodingRow(tuple(row)) for row in prompts)
+        if engine.limits.vocab_size is None:
+            states = states_of(prompts, engine.limits.hidden).numpy()
+            pairs = zip(states, prompts, strict=True)
+            rows = tuple(EncodingRow((), row[: len(ids)]) for row, ids in pairs)
+        return engine.encode(EncodingRequest(rows, width)).hidden
 
     return Program(f"slipway {data_type}", encode, close=engine.stop)
 
@@ -93,10 +117,44 @@ def transformers_bert(folder: Path, data_type: str, device: str) -> Program:
 
     def encode(prompts: Prompts, _: int) -> Any:
         states = states_of(prompts, model.config.hidden_size).to(device, dtype)
+        hidden = mask_of(prompts).to(device)[:, None, None, :] == 0
+        mask = None
+        if hidden.any():
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
+            mask = mask.masked_fill(hidden, torch.finfo(dtype).min)
         with torch.inference_mode():
-            return model.encoder(states).last_hidden_state.float().cpu()
+            return model.encoder(states, attention_mask=mask).last_hidden_state.float().cpu()
 
     return Program(f"transformers {transformers.__version__} {data_type}", encode)
+
+
+def transformers_t5_encoder(folder: Path, data_type: str, device: str) -> Program:
+    """Return transformers' encoder of T5, with its output on the host like ours."""
+    dtype = torch_dtype(data_type)
+    model = transformers.T5EncoderModel.from_pretrained(folder, dtype=dtype).to(device).eval()
+
+    def encode(prompts: Prompts, _: int) -> Any:
+        mask = mask_of(prompts)
+        ids = torch.zeros_like(mask)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        with torch.inference_mode():
+            states = model(ids.to(device), attention_mask=mask.to(device)).last_hidden_state
+        return states.float().cpu()
+
+    return Program(f"transformers {transformers.__version__} {data_type}", encode)
+
+
+def random_prompts(batch: int, length: int, *, half_padded: bool, seed: int) -> Prompts:
+    """Return rows of `length` tokens, or of any lengths up to it, half of it on average."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(1, _VOCABULARY, (batch, length), generator=generator).tolist()
+    if not half_padded:
+        return rows
+    if batch == 1:
+        raise ValueError("--half-padded needs a batch of two rows or more")
+    # The longest row has no padding, the shortest one token.
+    return [row[: 1 + nth * (length - 1) // (batch - 1)] for nth, row in enumerate(rows)]
 
 
 def report(table: Sequence[Contender], title: str, tokens: int) -> None:
@@ -104,15 +162,15 @@ def report(table: Sequence[Contender], title: str, tokens: int) -> None:
     base = reference(table)
     print(f"\n{title}")
     print(
-        f"| | tokens/s | min..max | times {base.name} | ms per token p50 | p99 |\n"
-        "|---|---|---|---|---|---|"
+        f"| | tokens/s | min..max | times {base.name} | ms | ms per token p50 | p99 |\n"
+        "|---|---|---|---|---|---|---|"
     )
     for each in table:
         seconds = statistics.median(each.seconds)
         print(
             f"| {each.name} | {tokens / seconds:.1f} "
             f"| {tokens / max(each.seconds):.1f}..{tokens / min(each.seconds):.1f} "
-            f"| {statistics.median(base.seconds) / seconds:.2f} "
+            f"| {statistics.median(base.seconds) / seconds:.2f} | {seconds * 1e3:.2f} "
             f"| {percentile(each.step_times, 50)} | {percentile(each.step_times, 99)} |"
         )
 
@@ -127,20 +185,25 @@ def main() -> None:
     parser.add_argument("--data-type", nargs="+", default=["fp32", "bf16"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--input-len", type=int, default=32)
+    parser.add_argument("--half-padded", action="store_true")
     parser.add_argument("--output-len", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    generator = torch.Generator().manual_seed(1)
-    for name, programs in {"T5": t5_programs, "BERT": bert_programs}.items():
+    models = {"T5 encoder": t5_encoder_programs, "BERT": bert_programs}
+    if not args.half_padded:
+        models = {"T5": t5_programs, **models}
+    for name, programs in models.items():
         table = [Contender(make, threads=args.threads) for make in programs(args)]
         for batch in args.batch:
-            shape = (batch, args.input_len)
-            prompts = torch.randint(1, _VOCABULARY, shape, generator=generator).tolist()
+            prompts = random_prompts(
+                batch, args.input_len, half_padded=args.half_padded, seed=batch
+            )
             measure(table, prompts, args.output_len, args.repeats)
             each = args.output_len if name == "T5" else args.input_len
             title = f"{name}, batch {batch}, {args.input_len} tokens in, {args.device}"
+            title += ", half of them padding" if args.half_padded else ""
             report(table, title, batch * each)
         for contender in table:
             contender.close()

@@ -186,9 +186,11 @@ class RunningEncoding:
 
     def _result(self) -> EncodingResult:
         rows, width = len(self.request.rows), self.request.width
-        hidden = torch.zeros(rows, width, self.hidden[0].shape[1])
+        # Put together where they were computed: one copy to the host.
+        padded = self.hidden[0].new_zeros(rows, width, self.hidden[0].shape[1], dtype=torch.float32)
         for row, values in self.hidden.items():
-            hidden[row, : len(values)] = values
+            padded[row, : len(values)] = values
+        hidden = padded.cpu()
         if not self.request.attentions:
             return EncodingResult(hidden)
         layers, heads = self.attentions[0].shape[:2]
@@ -286,11 +288,10 @@ class EncodingScheduler:
     def finish(self, step: PlannedEncoding, result: StepResult, *, seconds: float) -> None:  # noqa: ARG002
         """Store the results of a step; answer requests whose rows are all done."""
         assert result.hidden is not None
-        hidden = result.hidden.float().cpu()
         first = 0
         for number, (owner, index) in enumerate(step.work):
             length = owner.request.rows[index].length
-            owner.hidden[index] = hidden[first : first + length]
+            owner.hidden[index] = result.hidden[first : first + length]
             if result.attentions is not None:
                 weights = result.attentions[number, :, :, :length, :length]
                 owner.attentions[index] = weights.float().cpu()

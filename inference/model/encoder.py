@@ -15,7 +15,7 @@ import torch
 from export_scripts.families.layout.architecture import EncoderArchitecture
 from inference.model.layer_loader import LayerLoader
 from inference.model.layers import Normalise
-from inference.model.ragged import RaggedRows, attend
+from inference.model.ragged import RaggedRows, RowMasks, attend
 from inference.model.weights import RankWeights
 from inference.parallel.gemm import gemm_activation
 from inference.parallel.linear import AllReduce, ColumnParallelLinear, RowParallelLinear
@@ -34,9 +34,7 @@ class EncoderLayer:
     heads: int
     scale: float
 
-    def __call__(
-        self, x: torch.Tensor, rows: RaggedRows, masks: list[torch.Tensor | None]
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, rows: RaggedRows, masks: RowMasks) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)  # (N, 3, H, D)
         query, key, value = qkv.unbind(1)
@@ -79,7 +77,7 @@ class Encoder:
 
     def run_layers(self, x: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
         """Return the output of this stage's last layer (N, E) for its first layer's input."""
-        masks = [group.mask(None, self.dtype) for group in rows.groups]
+        masks = RowMasks(rows, None, self.dtype)
         for layer in self.layers:
             x = layer(x, rows, masks)
         return x

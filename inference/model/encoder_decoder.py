@@ -17,8 +17,7 @@ from export_scripts.families.layout.architecture import EncoderDecoderArchitectu
 from inference.model.cached_attention import EncodedSlots
 from inference.model.kv_cache import KVCache
 from inference.model.layers import Normalise
-from inference.model.ragged import RaggedRows
-from inference.model.relative_position import square_bias
+from inference.model.ragged import RaggedRows, RowMasks
 from inference.model.step import AttentionRules, Segment, Step, attention_groups, make_step
 from inference.model.t5_layers import T5DecoderLayer
 from inference.model.t5_weights import T5Loader, check_t5
@@ -149,22 +148,15 @@ class EncoderDecoder:
             embeddings=batch.embeddings,
         )
 
-    def encoder_masks(self, rows: RaggedRows) -> list[torch.Tensor | None]:
-        """Return the additions to the scores of each group of rows, the same in every layer."""
-        if self._encoder_bias is None:
-            return [group.mask(None, self.dtype) for group in rows.groups]
-        widest = max(group.width for group in rows.groups)
-        bias = square_bias(self._encoder_bias, widest)  # (1, H, S, S)
-        return [
-            group.mask(bias[:, :, : group.width, : group.width], self.dtype)
-            for group in rows.groups
-        ]
+    def encoder_masks(self, rows: RaggedRows) -> RowMasks:
+        """Return the additions to the scores of attention, the same in every layer."""
+        return RowMasks(rows, self._encoder_bias, self.dtype)
 
     def run_encoder(
         self,
         x: torch.Tensor,
         batch: EncoderBatch,
-        masks: Sequence[torch.Tensor | None],
+        masks: RowMasks,
         *,
         layers: range,
         attentions: torch.Tensor | None = None,
@@ -185,6 +177,12 @@ class EncoderDecoder:
             x = self._bounded(layer.attend(x, batch.rows, masks, batch.tasks, weights_out))
             x = self._bounded(layer.transform(x, batch.tasks))
         return x
+
+    def encode(self, ids: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
+        """Return the encoder's output (N, E) for the ids (N,) of plain rows, of a single stage."""
+        batch = EncoderBatch(ids, rows)
+        x, masks = self.embed_rows(batch), self.encoder_masks(rows)
+        return self.finish_encoder(self.run_encoder(x, batch, masks, layers=self.encoder_layers))
 
     def finish_encoder(self, x: torch.Tensor) -> torch.Tensor:
         """Return the encoder's output (N, E): the last layer's, normalised."""

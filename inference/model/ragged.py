@@ -11,9 +11,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch.nn import functional
+
+from inference.model.kv_cache import on_device
+from inference.model.relative_position import square_bias
 
 # Rows of unequal length share one attention call while the padded work stays below this multiple
 # of the true work, and below this many padded tokens anyway (a call costs about as much).
@@ -63,12 +68,34 @@ class RaggedRows:
     """Division of N computed tokens into rows.
 
     `counts` are the tokens of each row that are computed, `lengths` those of them that are true.
+    `tiles`, if given, are those of `gpu.rows`.
     """
 
     lengths: tuple[int, ...]
     counts: tuple[int, ...]
     positions: torch.Tensor  # (N,) of each token within its row
-    groups: tuple[RowGroup, ...]
+    tiles: torch.Tensor | None = None  # (4, T) int32
+
+    @cached_property
+    def groups(self) -> tuple[RowGroup, ...]:
+        """The rows that share an attention call, where `tiles` does not serve all."""
+        device = self.positions.device
+        if self.counts != self.lengths:
+            width = self.counts[0]
+            hidden = _hidden(self.lengths, width, device)[:, None, None, :]
+            tokens = slice(0, width * len(self.lengths))
+            return (RowGroup(tokens, self.lengths, None, None, hidden, width),)
+        groups = []
+        start = 0
+        run: list[int] = []
+        for length in self.lengths:
+            if run and not _fits(run, length):
+                groups.append(_group(start, run, device))
+                start += sum(run)
+                run = []
+            run.append(length)
+        groups.append(_group(start, run, device))
+        return tuple(groups)
 
     @property
     def starts(self) -> list[int]:
@@ -82,32 +109,53 @@ class RaggedRows:
         return torch.tensor(list(values), device=device).repeat_interleave(counts)
 
 
-def padded_rows(lengths: Sequence[int], width: int, device: torch.device) -> RaggedRows:
-    """Lay out rows that all compute `width` tokens, padding included."""
-    counts = (width,) * len(lengths)
-    positions = torch.arange(width, device=device).repeat(len(lengths))
-    hidden = _hidden(lengths, width, device)[:, None, None, :] if min(lengths) < width else None
-    tokens = slice(0, width * len(lengths))
-    group = RowGroup(tokens, tuple(lengths), None, None, hidden, width)
-    return RaggedRows(tuple(lengths), counts, positions, (group,))
+class RowMasks:
+    """Additions to the scores of attention, the same in every layer: padding, position bias."""
+
+    def __init__(self, rows: RaggedRows, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        """Take the bias by offset, (H, 2 * reach + 1), of `relative_position`; None for none."""
+        self.bias = bias
+        self._rows, self._dtype = rows, dtype
+
+    @cached_property
+    def groups(self) -> list[torch.Tensor | None]:
+        """One for each group of rows, see `RowGroup.mask`."""
+        groups = self._rows.groups
+        if self.bias is None:
+            return [group.mask(None, self._dtype) for group in groups]
+        bias = square_bias(self.bias, max(group.width for group in groups))  # (1, H, S, S)
+        return [
+            group.mask(bias[:, :, : group.width, : group.width], self._dtype) for group in groups
+        ]
 
 
-def ragged_rows(lengths: Sequence[int], device: torch.device) -> RaggedRows:
-    """Lay out rows of `lengths` tokens, each at least 1; padding is not computed."""
+def padded_rows(
+    lengths: Sequence[int], width: int, device: torch.device, *, tiled: bool = False
+) -> RaggedRows:
+    """Lay out rows that all compute `width` tokens, padding included; `tiled` as below."""
+    return _rows(lengths, [width] * len(lengths), device, tiled)
+
+
+def ragged_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = False) -> RaggedRows:
+    """Lay out rows of `lengths` tokens, each at least 1; padding is not computed.
+
+    With `tiled` attention takes the kernels of `gpu.rows`, which are made for 16 bits.
+    """
     assert lengths, "no rows"
     assert min(lengths) >= 1, "an empty row"
-    positions = torch.cat([torch.arange(n, device=device) for n in lengths])
-    groups = []
-    start = 0
-    run: list[int] = []
-    for length in lengths:
-        if run and not _fits(run, length):
-            groups.append(_group(start, run, device))
-            start += sum(run)
-            run = []
-        run.append(length)
-    groups.append(_group(start, run, device))
-    return RaggedRows(tuple(lengths), tuple(lengths), positions, tuple(groups))
+    return _rows(lengths, lengths, device, tiled)
+
+
+def _rows(
+    lengths: Sequence[int], counts: Sequence[int], device: torch.device, tiled: bool
+) -> RaggedRows:
+    positions = np.concatenate([np.arange(count) for count in counts])
+    tiles = None
+    if tiled:
+        from inference.model.gpu.rows import row_tiles
+
+        tiles = on_device(row_tiles(lengths, counts), device)
+    return RaggedRows(tuple(lengths), tuple(counts), on_device(positions, device), tiles)
 
 
 def _fits(run: list[int], length: int) -> bool:
@@ -140,12 +188,16 @@ def attend(
     value: torch.Tensor,
     *,
     rows: RaggedRows,
-    masks: Sequence[torch.Tensor | None],
+    masks: RowMasks,
     scale: float,
 ) -> torch.Tensor:
     """Return each token's mix of the values of its own row, (N, H*D) for three (N, H, D)."""
+    if rows.tiles is not None:
+        from inference.model.gpu.rows import attend_rows
+
+        return attend_rows(query, key, value, tiles=rows.tiles, bias=masks.bias, scale=scale)
     parts = []
-    for group, mask in zip(rows.groups, masks, strict=True):
+    for group, mask in zip(rows.groups, masks.groups, strict=True):
         mixed = functional.scaled_dot_product_attention(
             group.pad(query), group.pad(key), group.pad(value), attn_mask=mask, scale=scale
         )
@@ -159,7 +211,7 @@ def attend_with_weights(
     value: torch.Tensor,
     *,
     rows: RaggedRows,
-    masks: Sequence[torch.Tensor | None],
+    masks: RowMasks,
     scale: float,
     weights_out: torch.Tensor,
 ) -> torch.Tensor:
@@ -169,7 +221,7 @@ def attend_with_weights(
     """
     parts = []
     row = 0
-    for group, mask in zip(rows.groups, masks, strict=True):
+    for group, mask in zip(rows.groups, masks.groups, strict=True):
         scores = group.pad(query) @ group.pad(key).transpose(2, 3) * scale  # (B, H, S, S)
         if mask is not None:
             scores = scores + mask

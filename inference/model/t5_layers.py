@@ -10,7 +10,7 @@ Fine-Tuning, section 3.3).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from inference.model.cached_attention import EncodedSlots, attend_cached
 from inference.model.kv_cache import KVCache
 from inference.model.layers import Normalise
-from inference.model.ragged import RaggedRows, attend, attend_with_weights
+from inference.model.ragged import RaggedRows, RowMasks, attend, attend_with_weights
 from inference.model.step import Step
 from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -61,7 +61,7 @@ class RowAttention:
         self,
         x: torch.Tensor,
         rows: RaggedRows,
-        masks: Sequence[torch.Tensor | None],
+        masks: RowMasks,
         *,
         tasks: torch.Tensor | None,
         weights_out: torch.Tensor | None,
@@ -211,7 +211,7 @@ class T5EncoderLayer:
         self,
         x: torch.Tensor,
         rows: RaggedRows,
-        masks: Sequence[torch.Tensor | None],
+        masks: RowMasks,
         tasks: torch.Tensor | None,
         weights_out: torch.Tensor | None,
     ) -> torch.Tensor:

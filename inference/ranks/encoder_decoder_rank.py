@@ -25,16 +25,17 @@ from inference.model.encoder_decoder import (
     make_decoder_step,
 )
 from inference.model.kv_cache import WIPE, CacheShape, KVCache
-from inference.model.layers import has_gpu_kernels
 from inference.model.ragged import ragged_rows
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
+from inference.ranks.device import has_row_kernels, on_gpu
 from inference.ranks.encoder_pass import EncoderPass
 from inference.ranks.plan import EncoderRow, ReceivedPlan
 from inference.ranks.settings import RankSettings
 
 if TYPE_CHECKING:
-    from inference.model.decode_graph import DecodeGraphs
+    from inference.model.gpu.decode_graph import DecodeGraphs
+    from inference.model.gpu.encoder_graph import EncoderGraphs
 
 
 class EncoderDecoderRank(RankBase):
@@ -61,6 +62,8 @@ class EncoderDecoderRank(RankBase):
             self.cross_cache = KVCache(shape, dtype=weights.dtype, device=self.device)
         self._feed = self._token_feed(settings.slots, architecture.vocab_size)
         self._graphs: DecodeGraphs | None = None
+        self._encoder_graphs: EncoderGraphs | None = None
+        self._tiled = has_row_kernels(self.device, weights.dtype)
         self._lengths = [1] * settings.slots  # encoder tokens that each slot reads
         self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
         self._tasks = [self._no_task] * settings.slots
@@ -68,17 +71,39 @@ class EncoderDecoderRank(RankBase):
         self._rows: tuple[EncoderRow, ...] = ()  # of the pass
 
     def prepare(self) -> None:
-        """Record the decoding graphs."""
-        on_gpu = self.device.type == "cuda" and has_gpu_kernels()
-        if self.architecture.decoder is None or not on_gpu:
+        """Record the graphs of encoder and decoder."""
+        if not on_gpu(self.device):
             return
-        from inference.model.decode_graph import DecodeGraphs, EncoderDecoderGraphModel
+        with torch.inference_mode():
+            if self._tiled and self.layout.pp_size == 1:
+                self._record_encoder()
+            if self.architecture.decoder is not None:
+                self._record_decoder()
+
+    def _record_encoder(self) -> None:
+        from inference.model.gpu.encoder_graph import EncoderGraphs
+
+        stack = self.architecture.encoder
+        inner = stack.head_num * stack.size_per_head
+        mlp = (3 if self.architecture.gated else 2) * stack.inter_size
+        self._encoder_graphs = EncoderGraphs(
+            self.model.encode,
+            lambda tokens: torch.zeros(tokens, dtype=torch.int64, device=self.device),
+            parameters=stack.num_layer
+            * self.architecture.hidden
+            * (4 * inner + mlp)
+            // self.layout.tp_size,
+            device=self.device,
+        )
+        self._encoder_graphs.record()
+
+    def _record_decoder(self) -> None:
+        from inference.model.gpu.decode_graph import DecodeGraphs, EncoderDecoderGraphModel
 
         caches = (self.cache, self.cross_cache)
-        with torch.inference_mode():
-            model = EncoderDecoderGraphModel(self.model, caches, self._feed, self.layout)
-            self._graphs = DecodeGraphs(model, sequences=self.cache.shape.slots)
-            self._graphs.record()
+        model = EncoderDecoderGraphModel(self.model, caches, self._feed, self.layout)
+        self._graphs = DecodeGraphs(model, sequences=self.cache.shape.slots)
+        self._graphs.record()
 
     def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step, see `RankBase`."""
@@ -99,12 +124,13 @@ class EncoderDecoderRank(RankBase):
 
     def close(self) -> None:
         """Close the connection to the other ranks."""
-        self._graphs = None  # they contain sums over the connection
+        self._graphs = self._encoder_graphs = None  # they contain sums over the connection
         super().close()
 
     def _begin(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> None:
         """Start a pass of new rows; it replaces one whose requests were cancelled."""
-        rows = ragged_rows([row.count for row in plan.encoder_rows], self.device)
+        counts = [row.count for row in plan.encoder_rows]
+        rows = ragged_rows(counts, self.device, tiled=self._tiled)
         tasks = [self._task_of(row) for row in plan.encoder_rows]
         batch = EncoderBatch(
             plan.encoder_ids.to(self.device),
@@ -119,6 +145,7 @@ class EncoderDecoderRank(RankBase):
             batch,
             layout=self.layout,
             groups=self._groups,
+            graphs=self._encoder_graphs,
             with_attentions=plan.attentions,
         )
 

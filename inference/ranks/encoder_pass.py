@@ -8,11 +8,16 @@ layers can: a long row then does not delay the rows that decode.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from inference.model.encoder_decoder import EncoderBatch, EncoderDecoder
 from inference.parallel.groups import RankGroups
 from inference.parallel.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from inference.model.gpu.encoder_graph import EncoderGraphs
 
 
 class EncoderPass:
@@ -25,6 +30,7 @@ class EncoderPass:
         *,
         layout: ParallelLayout,
         groups: RankGroups | None,
+        graphs: EncoderGraphs | None = None,
         with_attentions: bool = False,
     ) -> None:
         """Begin before the first layer.
@@ -34,6 +40,7 @@ class EncoderPass:
             batch: The rows.
             layout: This rank's place.
             groups: Its communication; None for a single rank.
+            graphs: Those of whole passes, if there are any.
             with_attentions: Whether to keep the attention weights.
         """
         self.batch = batch
@@ -42,6 +49,8 @@ class EncoderPass:
         self._model = model
         self._layout = layout
         self._groups = groups
+        plain = batch.tasks is None and not batch.has_virtual and not with_attentions
+        self._graphs = graphs if plain else None
         self._masks = model.encoder_masks(batch.rows)
         self._x: torch.Tensor | None = None  # (N, E), while this stage computes
         self._next = 0  # layer, of all stages
@@ -59,6 +68,12 @@ class EncoderPass:
         mine, layout = self._model.encoder_layers, self._layout
         start = self._next
         stop = min(start + count, self._model.architecture.encoder.num_layer)
+        if self._graphs is not None and stop - start == self._model.architecture.encoder.num_layer:
+            output = self._graphs.run(self.batch.ids, self.batch.rows)
+            if output is not None:
+                self.output = output.clone()  # the next pass overwrites it
+                self._next = stop
+                return
         if start == 0 and layout.is_first_stage:
             self._x = self._model.embed_rows(self.batch)
         elif start < mine.start <= stop:

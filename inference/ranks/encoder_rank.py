@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,8 +14,12 @@ from inference.model.encoder import Encoder
 from inference.model.ragged import RaggedRows, padded_rows, ragged_rows
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
+from inference.ranks.device import has_row_kernels
 from inference.ranks.plan import ReceivedPlan
 from inference.ranks.settings import RankSettings
+
+if TYPE_CHECKING:
+    from inference.model.gpu.encoder_graph import EncoderGraphs
 
 
 class EncoderRank(RankBase):
@@ -33,6 +38,31 @@ class EncoderRank(RankBase):
         assert isinstance(architecture, EncoderArchitecture)
         self.architecture = architecture
         self.model = Encoder(weights, architecture, reduce=self.all_reduce)
+        self._tiled = has_row_kernels(self.device, weights.dtype)
+        self._graphs: EncoderGraphs | None = None
+
+    def prepare(self) -> None:
+        """Record the graphs."""
+        if not self._tiled or self.layout.pp_size > 1:
+            return
+        from inference.model.gpu.encoder_graph import EncoderGraphs
+
+        choice = self.architecture
+        inner = choice.head_num * choice.size_per_head
+        layer = choice.hidden * (4 * inner + 2 * choice.inter_size)
+        with torch.inference_mode():
+            self._graphs = EncoderGraphs(
+                self.model.run_layers,
+                self.model.room,
+                parameters=choice.num_layer * layer // self.layout.tp_size,
+                device=self.device,
+            )
+            self._graphs.record()
+
+    def close(self) -> None:
+        """Close the connection to the other ranks."""
+        self._graphs = None  # they contain sums over the connection
+        super().close()
 
     def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step; rank 0 gets the hidden states of all rows' tokens.
@@ -44,17 +74,27 @@ class EncoderRank(RankBase):
         with torch.inference_mode():
             lengths = [row.count for row in plan.encoder_rows]
             if self._remove_padding:
-                rows = ragged_rows(lengths, self.device)
+                rows = ragged_rows(lengths, self.device, tiled=self._tiled)
             else:
-                rows = padded_rows(lengths, max(lengths), self.device)
+                rows = padded_rows(lengths, max(lengths), self.device, tiled=self._tiled)
             tokens = sum(rows.counts)
             batch = _Batch(rows, self._laid_out(embeddings, rows), tokens)
-            hidden = run_stage(_Stage(self.model), [batch], layout=self.layout, groups=self._groups)
-            output = hidden[0] if hidden else None
+            output = self._recorded(batch)
+            if output is None:
+                stage = _Stage(self.model)
+                hidden = run_stage(stage, [batch], layout=self.layout, groups=self._groups)
+                output = hidden[0] if hidden else None
             output = self._first_rank_copy(output, self.model.room(tokens))
             if output is None:
                 return None
             return StepResult(torch.empty(0, 0), hidden=_true_tokens(output, rows))
+
+    def _recorded(self, batch: _Batch) -> torch.Tensor | None:
+        """Return what a graph computes, None where none serves the rows."""
+        if self._graphs is None or batch.inputs is None:
+            return None
+        output = self._graphs.run(batch.inputs, batch.rows)
+        return None if output is None else output.clone()  # the next pass overwrites it
 
     def _laid_out(self, inputs: torch.Tensor | None, rows: RaggedRows) -> torch.Tensor | None:
         """Return the tokens to compute, on the ranks of the first stage."""

@@ -117,15 +117,17 @@ def test_t5_encoder_output_and_attentions_equal_those_of_the_cpu(
     tensors = {
         "input_ids": np.array([PROMPT, (*PROMPT[:3], 0, 0, 0, 0)], np.uint32),
         "sequence_length": np.array([[7], [3]], np.uint32),
-        "is_return_attentions": np.array([[True], [True]]),
     }
+    with_weights = tensors | {"is_return_attentions": np.array([[True], [True]])}
     with (
         EncoderEngine(folder, Placement(device="cpu")) as cpu,
         EncoderEngine(folder, Placement(device="cuda", data_type=data_type)) as cuda,
     ):
-        expected = cpu.encode(parse_encoding(tensors, cpu.limits))
-        ours = cuda.encode(parse_encoding(tensors, cuda.limits))
+        expected = cpu.encode(parse_encoding(with_weights, cpu.limits))
+        ours = cuda.encode(parse_encoding(with_weights, cuda.limits))
+        plain = cuda.encode(parse_encoding(tensors, cuda.limits))
     assert difference(ours.hidden, expected.hidden) < TOLERANCE[data_type]
+    assert difference(plain.hidden, expected.hidden) < TOLERANCE[data_type]
     assert ours.attentions is not None
     assert expected.attentions is not None
     assert difference(ours.attentions, expected.attentions) < TOLERANCE[data_type]
@@ -133,7 +135,12 @@ def test_t5_encoder_output_and_attentions_equal_those_of_the_cpu(
 
 @pytest.mark.parametrize("data_type", TOLERANCE)
 @pytest.mark.parametrize("remove_padding", [True, False])
-def test_bert_equals_the_cpu(data_type: str, remove_padding: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "lengths", [(9, 2, 5), (1,) * 60, (70, 1, 64)], ids=["few", "many", "long"]
+)
+def test_bert_equals_the_cpu(
+    data_type: str, remove_padding: bool, lengths: tuple[int, ...], tmp_path: Path
+) -> None:
     config = BertConfig(
         model_name="bert",
         weight_data_type="fp32",
@@ -143,10 +150,11 @@ def test_bert_equals_the_cpu(data_type: str, remove_padding: bool, tmp_path: Pat
         num_layer=3,
     )
     folder = write_random(BERT, config, tmp_path)
-    states = np.random.default_rng(0).standard_normal((3, 9, 32)).astype(np.float32)
+    shape = (len(lengths), max(lengths), 32)
+    states = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     tensors = {
         "input_hidden_state": states,
-        "sequence_lengths": np.array([[9], [2], [5]], np.int32),
+        "sequence_lengths": np.array(lengths, np.int32)[:, None],
     }
     with (
         EncoderEngine(folder, Placement(device="cpu")) as cpu,

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from inference.model.ragged import (
     RaggedRows,
+    RowMasks,
     attend,
     attend_with_weights,
     padded_rows,
@@ -37,7 +38,7 @@ def attend_alone(parts: list[torch.Tensor], rows: RaggedRows, scale: float) -> t
 def test_each_token_sees_its_own_row_alone(lengths: list[int]) -> None:
     rows = ragged_rows(lengths, CPU)
     parts = states(sum(lengths))
-    masks = [group.mask(None, torch.float32) for group in rows.groups]
+    masks = RowMasks(rows, None, torch.float32)
     ours = attend(*parts, rows=rows, masks=masks, scale=0.5)
     assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
 
@@ -46,7 +47,7 @@ def test_each_token_sees_its_own_row_alone(lengths: list[int]) -> None:
 def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
     rows = ragged_rows(lengths, CPU)
     parts = states(sum(lengths))
-    masks = [group.mask(None, torch.float32) for group in rows.groups]
+    masks = RowMasks(rows, None, torch.float32)
     width = max(lengths)
     weights = torch.zeros(len(lengths), 3, width, width)
     ours = attend_with_weights(*parts, rows=rows, masks=masks, scale=0.5, weights_out=weights)
@@ -61,7 +62,7 @@ def test_computed_padding_does_not_reach_true_tokens() -> None:
     lengths = [2, 5, 1]
     padded, ragged = padded_rows(lengths, 5, CPU), ragged_rows(lengths, CPU)
     parts = states(15)
-    masks = [group.mask(None, torch.float32) for group in padded.groups]
+    masks = RowMasks(padded, None, torch.float32)
     ours = attend(*parts, rows=padded, masks=masks, scale=0.5)
     keep = padded.positions < padded.per_token(lengths)
     alone = attend_alone([part[keep] for part in parts], ragged, 0.5)

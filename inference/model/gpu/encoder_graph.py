@@ -1,0 +1,99 @@
+"""Passes of an encoder as CUDA graphs: one launch for rows of any lengths.
+
+A graph serves up to N tokens of all rows; tiles of attention without rows end at once. Import this
+module only where Triton is installed.
+"""
+
+# Shapes: N tokens of a graph, T tiles of attention, E hidden
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from inference.model.gpu.decode_graph import record_graph
+from inference.model.gpu.prompt_graph import prompt_graph_sizes
+from inference.model.gpu.rows import TILE_NUMBERS
+from inference.model.ragged import RaggedRows
+
+logger = logging.getLogger(__name__)
+
+_TOKENS_OF_A_TILE = 16  # on average, at least, in rows that a graph serves
+_MORE_TILES = 16
+
+
+@dataclass(frozen=True)
+class _EncoderGraph:
+    graph: torch.cuda.CUDAGraph
+    inputs: torch.Tensor  # (N, ...)
+    rows: RaggedRows
+    output: torch.Tensor  # (N, E)
+
+
+class EncoderGraphs:
+    """The graphs of a rank that holds all layers of an encoder."""
+
+    def __init__(
+        self,
+        forward: Callable[[torch.Tensor, RaggedRows], torch.Tensor],
+        empty_inputs: Callable[[int], torch.Tensor],
+        *,
+        parameters: int,
+        device: torch.device,
+    ) -> None:
+        """Record nothing yet.
+
+        Args:
+            forward: Returns the encoder's output (N, E) for its inputs (N, ...) and their rows.
+            empty_inputs: Returns room for the inputs of N tokens.
+            parameters: Of this rank's layers.
+            device: Of the encoder.
+        """
+        self._forward, self._empty_inputs, self._device = forward, empty_inputs, device
+        self._sizes = prompt_graph_sizes(parameters)
+        self._graphs: dict[int, _EncoderGraph] = {}
+
+    def record(self) -> None:
+        """Record every size; all ranks do so at the same time."""
+        began = perf_counter()
+        pool = None
+        for size in reversed(self._sizes):  # the others find all the memory they need
+            self._graphs[size] = self._record(size, pool)
+            pool = self._graphs[size].graph.pool()
+        logger.info(
+            "%d graphs of the encoder recorded in %.1f s", len(self._sizes), perf_counter() - began
+        )
+
+    def run(self, inputs: torch.Tensor, rows: RaggedRows) -> torch.Tensor | None:
+        """Return the output (tokens, E), which is valid until the next pass; None for no graph."""
+        tokens = len(inputs)
+        size = next((size for size in self._sizes if size >= tokens), None)
+        if size is None:
+            return None
+        each = self._graphs[size]
+        assert rows.tiles is not None
+        assert each.rows.tiles is not None
+        room, tiles = each.rows.tiles, rows.tiles.shape[1]
+        if tiles > room.shape[1]:
+            return None
+        each.inputs[:tokens].copy_(inputs)
+        each.rows.positions[:tokens].copy_(rows.positions)
+        room.zero_()
+        room[:, :tiles].copy_(rows.tiles)
+        each.graph.replay()
+        return each.output[:tokens]
+
+    def _record(self, size: int, pool: Any) -> _EncoderGraph:
+        device = self._device
+        positions = torch.zeros(size, dtype=torch.int64, device=device)
+        count = size // _TOKENS_OF_A_TILE + _MORE_TILES
+        tiles = torch.zeros(TILE_NUMBERS, count, dtype=torch.int32, device=device)
+        rows = RaggedRows((), (), positions, tiles)
+        inputs = self._empty_inputs(size).zero_()
+        graph, output = record_graph(lambda: self._forward(inputs, rows), device, pool)
+        return _EncoderGraph(graph, inputs, rows, output)

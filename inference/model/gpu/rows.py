@@ -1,0 +1,133 @@
+"""Attention of whole rows laid end to end, in Triton's language; needs Triton.
+
+One launch for each layer serves rows of any lengths, without padding.
+"""
+
+# Shapes: N tokens of all rows, H heads, D head size, T tiles
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from inference.model.kv_cache import Array
+from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
+
+_QUERIES = 64  # of a tile
+_KEYS = 64  # that a tile reads at once
+_LEAST_WIDTH = 16  # that a tensor core multiplies
+
+# The numbers of a tile: its first token, the first token of its row, the keys of the row, and the
+# token after its last.
+TILE_NUMBERS = 4
+
+
+def row_tiles(lengths: Sequence[int], counts: Sequence[int]) -> Array:
+    """Return the tiles (4, T) of rows of `counts` tokens, of which `lengths` are keys."""
+    tiles = [
+        (first, start, length, stop)
+        for (start, stop), length in zip(pairwise([0, *accumulate(counts)]), lengths, strict=True)
+        for first in range(start, stop, _QUERIES)
+    ]
+    return np.ascontiguousarray(np.array(tiles, np.int32).T)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_rows(  # type: ignore[no-untyped-def]
+    query_at,
+    key_at,
+    value_at,
+    query_stride,
+    key_stride,
+    value_stride,
+    tiles_at,
+    tile_count,
+    bias_at,
+    y_at,
+    scale,
+    H: tl.constexpr,  # noqa: N803 - constants of the kernel
+    D: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803 - a power of two, at least D
+    QUERIES: tl.constexpr,  # noqa: N803
+    KEYS: tl.constexpr,  # noqa: N803
+    REACH: tl.constexpr,  # noqa: N803 - largest offset with a bias of its own, negative for none
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    let_next_begin(EARLY)
+    tile, head = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, WIDTH)
+    wait_for_earlier(EARLY)
+    first, start = tl.load(tiles_at + tile), tl.load(tiles_at + tile_count + tile)
+    length = tl.load(tiles_at + 2 * tile_count + tile)
+    stop = tl.load(tiles_at + 3 * tile_count + tile)
+    token = first + tl.arange(0, QUERIES)
+    inside = (token < stop)[:, None] & (d < D)[None, :]
+    across = head * D + d[None, :]
+    query_at += token.to(tl.int64)[:, None] * query_stride + across
+    query = tl.load(query_at, mask=inside, other=0.0)
+    # The softmax is summed up as keys come: the largest score so far, and sums relative to it.
+    largest = tl.full((QUERIES,), -1e30, tl.float32)
+    total = tl.zeros((QUERIES,), tl.float32)
+    mixed = tl.zeros((QUERIES, WIDTH), tl.float32)
+    for begin in range(0, length, KEYS):
+        place = begin + tl.arange(0, KEYS)
+        there = (place < length)[:, None] & (d < D)[None, :]
+        source = (start + place).to(tl.int64)[:, None]
+        keys = tl.load(key_at + source * key_stride + across, mask=there, other=0.0)
+        score = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        if REACH >= 0:
+            offset = place[None, :] - (token - start)[:, None]
+            offset = tl.minimum(tl.maximum(offset, -REACH), REACH) + REACH
+            score += tl.load(bias_at + head * (2 * REACH + 1) + offset).to(tl.float32)
+        score = tl.where((place < length)[None, :], score, -1e30)
+        new_largest = tl.maximum(largest, tl.max(score, 1))
+        shrink = tl.exp(largest - new_largest)
+        weight = tl.where((place < length)[None, :], tl.exp(score - new_largest[:, None]), 0.0)
+        total = total * shrink + tl.sum(weight, 1)
+        values = tl.load(value_at + source * value_stride + across, mask=there, other=0.0)
+        mixed = mixed * shrink[:, None]
+        mixed = tl.dot(weight.to(values.dtype), values, mixed, input_precision="ieee")
+        largest = new_largest
+    y = (mixed / total[:, None]).to(y_at.dtype.element_ty)
+    tl.store(y_at + token.to(tl.int64)[:, None] * (H * D) + across, y, mask=inside)
+
+
+def attend_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    tiles: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """Return each token's mix of the values of its own row, (N, H*D), for three (N, H, D).
+
+    Args:
+        query: Heads side by side, as in `key` and `value`.
+        key: See above.
+        value: See above.
+        tiles: From `row_tiles`, (4, T) int32; tokens that are in no tile get no result.
+        bias: Added to the scores by offset of key and query, (H, 2 * reach + 1); None for none.
+        scale: On the scores.
+    """
+    count, H, D = query.shape  # noqa: N806 - the shape legend
+    y = query.new_empty(count, H * D)
+    _attend_rows[(tiles.shape[1], H)](
+        *(query, key, value, query.stride(0), key.stride(0), value.stride(0)),
+        *(tiles, tiles.shape[1], query if bias is None else bias.contiguous(), y, scale),
+        H=H,
+        D=D,
+        WIDTH=max(_LEAST_WIDTH, triton.next_power_of_2(D)),
+        QUERIES=_QUERIES,
+        KEYS=_KEYS if query.dtype.itemsize == 2 else _KEYS // 4,
+        REACH=-1 if bias is None else bias.shape[1] // 2,
+        num_warps=4,
+        **launch_options(query),
+    )
+    return y
