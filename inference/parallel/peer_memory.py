@@ -128,7 +128,7 @@ def open_peer_memory(
         return memory
     logger.info("all sums of ranks go over NCCL: %s", "; ".join(sorted(problems)))
     if memory is not None:
-        memory.unmap()
+        memory.unmap()  # and not freed: a peer may have it mapped still
     return None
 
 
