@@ -55,10 +55,11 @@ class _Layout:
     @classmethod
     def of(cls, tokens: int, slots: int, group: int) -> _Layout:
         """Return room for any step of some tokens of at most `slots` sequences."""
-        single, _ = tile_sizes(group)
-        # A segment of more tokens than a small tile has is cut into large ones.
-        found = (min(tokens, slots), tokens // (single + 1) + 1)
-        return cls(tokens, (_rounded(found[0]), _rounded(found[1])))
+        small, large = tile_sizes(group)
+        # A segment of more tokens than a small tile has is cut into large ones. Most tiles for
+        # their tokens are those of segments that just exceed one small tile, or one large one.
+        each = min(small + 1, (large + 1) / 2)
+        return cls(tokens, (_rounded(min(tokens, slots)), _rounded(int(tokens / each) + 1)))
 
     @property
     def lengths(self) -> list[int]:
