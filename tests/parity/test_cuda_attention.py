@@ -202,3 +202,19 @@ def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> No
         attention = paged_attention(places, rules=rules, group=1, device=device)
         y = attention(whole.qkv[: len(places), :4], whole.cache, layer=1)
         torch.testing.assert_close(y, expected[: len(places)], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 8, 16, 32, 128])
+@pytest.mark.parametrize("slots", [4, 256])
+def test_a_graph_has_tiles_for_every_mixture(group: int, slots: int) -> None:
+    from inference.model.gpu.attention import AttentionArrays
+    from inference.model.gpu.prompt_graph import StepLayout
+
+    tokens = 128
+    room = StepLayout.of(tokens, slots, group).tiles
+    for length in (1, 2, 3, 5, 9, 17, 33, 65, 128):
+        segments = [(slot, 7, length) for slot in range(min(slots, tokens // length))]
+        found = AttentionArrays.of(np.array(segments), group).tiles
+        assert [tiles.shape[1] <= most for tiles, most in zip(found, room, strict=True)] == [
+            True
+        ] * 2

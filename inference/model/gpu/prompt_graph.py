@@ -46,14 +46,14 @@ def prompt_graph_sizes(parameters: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class StepLayout:
     """The places of a step's integers in the one buffer that a graph reads."""
 
     tokens: int
     tiles: tuple[int, int]  # of each size, see `tile_sizes`
 
     @classmethod
-    def of(cls, tokens: int, slots: int, group: int) -> _Layout:
+    def of(cls, tokens: int, slots: int, group: int) -> StepLayout:
         """Return room for any step of some tokens of at most `slots` sequences."""
         small, large = tile_sizes(group)
         # A segment of more tokens than a small tile has is cut into large ones. Most tiles for
@@ -79,7 +79,7 @@ def _rounded(count: int) -> int:
 @dataclass(frozen=True)
 class _PromptGraph:
     graph: torch.cuda.CUDAGraph
-    layout: _Layout
+    layout: StepLayout
     inputs: torch.Tensor
     step: Step
     output: torch.Tensor  # (N, E)
@@ -153,7 +153,7 @@ class PromptGraphs:
         return each.output[:count], replace(each.step, output_rows=rows)
 
     def _record(self, size: int, pool: Any) -> _PromptGraph:
-        layout = _Layout.of(size, self._cache.shape.slots, self._group)
+        layout = StepLayout.of(size, self._cache.shape.slots, self._group)
         device = self._model.device
         inputs = torch.zeros(sum(layout.lengths), dtype=torch.int32, device=device)
         ids, forgotten, slots, places, rows, *tiled = layout.split(inputs)
