@@ -459,8 +459,9 @@ class TritonServer:
             if log.failures:
                 self._fail("tritonserver cannot serve this repository:", log)
             if self._is_ready(log):
-                # A backend logs problems of its weights before its model is ready.
-                _ = log.read(), log.read()
+                # A model's problems, and that it is loaded, are logged before it is ready.
+                for message in (*log.read(), *log.read()):
+                    progress(message)
                 if not log.failures:
                     return progress("ready")
                 self._fail("tritonserver cannot serve this repository:", log)

@@ -115,6 +115,5 @@ def test_pytriton_serves_texts_on_one_node(tmp_path: Path) -> None:
     closed = configure(*words, f"deploy.token_file={tmp_path}/t", f"deploy.repository={tmp_path}")
     problems = build_stage("deploy", closed, Context()).check()
     assert [each.split()[0] for each in problems if "deploy.server=" in each] == [
-        "deploy.repository",
-        "deploy.max_request_mb,",
+        "deploy.repository"
     ]
