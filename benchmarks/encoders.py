@@ -55,25 +55,26 @@ def t5_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
 
 def bert_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
     """Return the factories of the programs on BERT-base."""
-    folder = args.work_dir / "bert"
-    write_bert(folder)
-    ft_dir = convert(folder, args.work_dir / "bert_ft")
-    found: list[Callable[[], Program]] = []
-    for data_type in args.data_type:
-        found.append(partial(slipway_encoder, ft_dir, data_type, args.device))
-        found.append(partial(transformers_bert, folder, data_type, args.device))
-    return found
+    write_bert(args.work_dir / "bert")
+    return encoder_programs(args, "bert", transformers_bert)
 
 
 def t5_encoder_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
     """Return the factories of the programs on t5-small's encoder."""
-    folder = args.work_dir / "t5"
-    write_t5(folder)
-    ft_dir = convert(folder, args.work_dir / "t5_ft")
+    write_t5(args.work_dir / "t5")
+    return encoder_programs(args, "t5", transformers_t5_encoder)
+
+
+def encoder_programs(
+    args: argparse.Namespace, name: str, theirs: Callable[[Path, str, str], Program]
+) -> list[Callable[[], Program]]:
+    """Return the factories of our program and transformers' for every type."""
+    folder = args.work_dir / name
+    ft_dir = convert(folder, args.work_dir / f"{name}_ft")
     found: list[Callable[[], Program]] = []
     for data_type in args.data_type:
         found.append(partial(slipway_encoder, ft_dir, data_type, args.device))
-        found.append(partial(transformers_t5_encoder, folder, data_type, args.device))
+        found.append(partial(theirs, folder, data_type, args.device))
     return found
 
 

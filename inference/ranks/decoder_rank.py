@@ -20,7 +20,7 @@ from inference.model.token_feed import NEWEST
 from inference.model.weights import RankWeights
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
-from inference.ranks.device import on_gpu
+from inference.ranks.device import layer_parameters, on_gpu
 from inference.ranks.plan import ReceivedPlan
 from inference.ranks.settings import RankSettings
 
@@ -76,12 +76,17 @@ class DecoderRank(RankBase):
             self._graphs = DecodeGraphs(model, sequences=self.cache.shape.slots)
             self._graphs.record()
             if self.layout.pp_size == 1:
+                choice = self.architecture
+                heads = (choice.head_num, choice.kv_head_num, choice.size_per_head)
+                layer = layer_parameters(
+                    choice.hidden, heads, choice.inter_size, gated=choice.gated
+                )
                 self._prompt_graphs = PromptGraphs(
                     self.model,
                     self.cache,
                     self._feed,
                     group=self._group,
-                    parameters=layer_parameters(self.architecture) // self.layout.tp_size,
+                    parameters=choice.num_layer * layer // self.layout.tp_size,
                 )
                 self._prompt_graphs.record()
 
@@ -223,14 +228,6 @@ class DecoderRank(RankBase):
         shape = (len(plan.segments), self.architecture.hidden)
         room = torch.empty(shape, dtype=torch.float32, device=self.device)
         return self._first_rank_copy(sums, room)
-
-
-def layer_parameters(architecture: DecoderArchitecture) -> int:
-    """Return the number of weights in the matrices of all layers."""
-    query = architecture.head_num * architecture.size_per_head
-    keys_values = 2 * architecture.kv_head_num * architecture.size_per_head
-    mlp = (3 if architecture.gated else 2) * architecture.inter_size
-    return architecture.num_layer * architecture.hidden * (2 * query + keys_values + mlp)
 
 
 def is_plain_decoding(plan: ReceivedPlan) -> bool:

@@ -28,7 +28,7 @@ from inference.model.kv_cache import WIPE, CacheShape, KVCache
 from inference.model.ragged import ragged_rows
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
-from inference.ranks.device import has_row_kernels, on_gpu
+from inference.ranks.device import has_row_kernels, layer_parameters, on_gpu
 from inference.ranks.encoder_pass import EncoderPass
 from inference.ranks.plan import EncoderRow, ReceivedPlan
 from inference.ranks.settings import RankSettings
@@ -84,15 +84,13 @@ class EncoderDecoderRank(RankBase):
         from inference.model.gpu.encoder_graph import EncoderGraphs
 
         stack = self.architecture.encoder
-        inner = stack.head_num * stack.size_per_head
-        mlp = (3 if self.architecture.gated else 2) * stack.inter_size
+        heads = (stack.head_num, stack.head_num, stack.size_per_head)
+        hidden, gated = self.architecture.hidden, self.architecture.gated
+        layer = layer_parameters(hidden, heads, stack.inter_size, gated=gated)
         self._encoder_graphs = EncoderGraphs(
             self.model.encode,
             lambda tokens: torch.zeros(tokens, dtype=torch.int64, device=self.device),
-            parameters=stack.num_layer
-            * self.architecture.hidden
-            * (4 * inner + mlp)
-            // self.layout.tp_size,
+            parameters=stack.num_layer * layer // self.layout.tp_size,
             device=self.device,
         )
         self._encoder_graphs.record()

@@ -71,7 +71,7 @@ class EncoderPass:
         if self._graphs is not None and stop - start == self._model.architecture.encoder.num_layer:
             output = self._graphs.run(self.batch.ids, self.batch.rows)
             if output is not None:
-                self.output = output.clone()  # the next pass overwrites it
+                self.output = output
                 self._next = stop
                 return
         if start == 0 and layout.is_first_stage:

@@ -14,7 +14,7 @@ from inference.model.encoder import Encoder
 from inference.model.ragged import RaggedRows, padded_rows, ragged_rows
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
-from inference.ranks.device import has_row_kernels
+from inference.ranks.device import has_row_kernels, layer_parameters
 from inference.ranks.plan import ReceivedPlan
 from inference.ranks.settings import RankSettings
 
@@ -48,8 +48,8 @@ class EncoderRank(RankBase):
         from inference.model.gpu.encoder_graph import EncoderGraphs
 
         choice = self.architecture
-        inner = choice.head_num * choice.size_per_head
-        layer = choice.hidden * (4 * inner + 2 * choice.inter_size)
+        heads = (choice.head_num, choice.head_num, choice.size_per_head)
+        layer = layer_parameters(choice.hidden, heads, choice.inter_size)
         with torch.inference_mode():
             self._graphs = EncoderGraphs(
                 self.model.run_layers,
@@ -93,8 +93,7 @@ class EncoderRank(RankBase):
         """Return what a graph computes, None where none serves the rows."""
         if self._graphs is None or batch.inputs is None:
             return None
-        output = self._graphs.run(batch.inputs, batch.rows)
-        return None if output is None else output.clone()  # the next pass overwrites it
+        return self._graphs.run(batch.inputs, batch.rows)
 
     def _laid_out(self, inputs: torch.Tensor | None, rows: RaggedRows) -> torch.Tensor | None:
         """Return the tokens to compute, on the ranks of the first stage."""

@@ -10,7 +10,7 @@ pipeline the graph also chooses the best token of each sequence, which the next 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
@@ -95,35 +95,58 @@ class DecodeGraphs:
         self._model = model
         self._sizes = graph_sizes(sequences)
         self._graphs: dict[int, DecodeGraph] = {}
-        self._pool: Any = None  # memory that all graphs share
 
     def record(self) -> None:
         """Record every size; the ranks of a stage do so at the same time."""
-        began = logged = perf_counter()
-        # The largest first: the others find all the memory they need.
-        for size in reversed(self._sizes):
-            self._graphs[size] = self._record(size)
-            if perf_counter() - logged > _LOG_S:
-                logged = perf_counter()
-                logger.info("%d of %d graphs recorded", len(self._graphs), len(self._sizes))
-        logger.info(
-            "%d graphs for up to %d sequences recorded in %.1f s",
-            *(len(self._graphs), self._sizes[-1], perf_counter() - began),
-        )
+        self._graphs = record_sizes(self._sizes, self._record, "decoding steps")
 
     def graph(self, sequences: int) -> DecodeGraph:
         """Return the smallest graph that holds a number of sequences."""
         return self._graphs[next(size for size in self._sizes if size >= sequences)]
 
-    def _record(self, size: int) -> DecodeGraph:
+    def _record(self, size: int, pool: Any) -> DecodeGraph:
         model, layout, device = self._model, self._model.layout, self._model.device
         numbers = torch.tensor([[number] * size for number in model.idle], device=device)
         hidden = None if layout.is_first_stage else model.room(size).zero_()
-        graph, (output, chosen) = record_graph(
-            lambda: model.forward(numbers, hidden), device, self._pool
-        )
-        self._pool = graph.pool()
+        graph, (output, chosen) = record_graph(lambda: model.forward(numbers, hidden), device, pool)
         return DecodeGraph(graph, numbers, hidden, output, chosen, model.idle)
+
+
+class _Recorded(Protocol):
+    """A graph with its inputs and outputs."""
+
+    @property
+    def graph(self) -> torch.cuda.CUDAGraph: ...
+
+
+RecordedT = TypeVar("RecordedT", bound=_Recorded)
+
+
+def record_sizes(
+    sizes: Sequence[int], record: Callable[[int, Any], RecordedT], what: str
+) -> dict[int, RecordedT]:
+    """Return the graphs of all sizes, which share their memory.
+
+    Args:
+        sizes: Ascending.
+        record: Records one size, in the memory pool of the others, None for the first.
+        what: Is recorded, for the log.
+    """
+    began = logged = perf_counter()
+    graphs: dict[int, RecordedT] = {}
+    pool = None
+    for size in reversed(sizes):  # the largest first: the others find all the memory they need
+        graphs[size] = record(size, pool)
+        pool = graphs[size].graph.pool()
+        if perf_counter() - logged > _LOG_S:
+            logged = perf_counter()
+            logger.info("%d of %d graphs of %s recorded", len(graphs), len(sizes), what)
+    if sizes:
+        logger.info(
+            "%d graphs of %s, of up to %d, recorded in %.1f s",
+            *(len(graphs), what, sizes[-1], perf_counter() - began),
+        )
+    return graphs
 
 
 def record_graph(

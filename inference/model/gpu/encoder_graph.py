@@ -8,20 +8,16 @@ module only where Triton is installed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import torch
 
-from inference.model.gpu.decode_graph import record_graph
+from inference.model.gpu.decode_graph import record_graph, record_sizes
 from inference.model.gpu.prompt_graph import prompt_graph_sizes
 from inference.model.gpu.rows import TILE_NUMBERS
 from inference.model.ragged import RaggedRows
-
-logger = logging.getLogger(__name__)
 
 _TOKENS_OF_A_TILE = 16  # on average, at least, in rows that a graph serves
 _MORE_TILES = 16
@@ -60,17 +56,10 @@ class EncoderGraphs:
 
     def record(self) -> None:
         """Record every size; all ranks do so at the same time."""
-        began = perf_counter()
-        pool = None
-        for size in reversed(self._sizes):  # the others find all the memory they need
-            self._graphs[size] = self._record(size, pool)
-            pool = self._graphs[size].graph.pool()
-        logger.info(
-            "%d graphs of the encoder recorded in %.1f s", len(self._sizes), perf_counter() - began
-        )
+        self._graphs = record_sizes(self._sizes, self._record, "the encoder")
 
     def run(self, inputs: torch.Tensor, rows: RaggedRows) -> torch.Tensor | None:
-        """Return the output (tokens, E), which is valid until the next pass; None for no graph."""
+        """Return the output (tokens, E), None where no graph serves the rows."""
         tokens = len(inputs)
         size = next((size for size in self._sizes if size >= tokens), None)
         if size is None:
@@ -86,7 +75,7 @@ class EncoderGraphs:
         room.zero_()
         room[:, :tiles].copy_(rows.tiles)
         each.graph.replay()
-        return each.output[:tokens]
+        return each.output[:tokens].clone()  # the next pass overwrites it
 
     def _record(self, size: int, pool: Any) -> _EncoderGraph:
         device = self._device

@@ -9,11 +9,9 @@ tokens needs, and those without work end at once. Import this module only where 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -21,12 +19,10 @@ import torch
 
 from inference.model.decoder import Decoder
 from inference.model.gpu.attention import AttentionArrays, PagedAttention, tile_sizes, tiles_of
-from inference.model.gpu.decode_graph import record_graph
+from inference.model.gpu.decode_graph import record_graph, record_sizes
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import Segment, Step, segment_numbers
 from inference.model.token_feed import TokenFeed
-
-logger = logging.getLogger(__name__)
 
 # Steps between the sizes of graphs: small ones up to the bound, then large ones.
 _SMALL_STEP, _LARGE_STEP = 64, 256
@@ -107,16 +103,7 @@ class PromptGraphs:
 
     def record(self) -> None:
         """Record every size; all ranks do so at the same time."""
-        began = perf_counter()
-        pool = None
-        for size in reversed(self._sizes):  # the others find all the memory they need
-            self._graphs[size] = self._record(size, pool)
-            pool = self._graphs[size].graph.pool()
-        if self._sizes:
-            logger.info(
-                "%d graphs for steps of up to %d tokens recorded in %.1f s",
-                *(len(self._sizes), self._sizes[-1], perf_counter() - began),
-            )
+        self._graphs = record_sizes(self._sizes, self._record, "steps with prompts")
 
     def hold(self, tokens: int) -> bool:
         """Return whether a graph is large enough for a step."""
