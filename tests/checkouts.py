@@ -173,14 +173,6 @@ def write_utilities(checkout: Path, home: Path) -> None:
     for name, rows in {"mnli": mnli, "xnli": xnli}.items():
         (home / f"{name}.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
     _write_squad(home, gpt2, weights / "prompts.nemo")
-    # summarization.py reads what NVIDIA's converter copies of Hugging Face's settings.
-    copied = "num_decoder_layers = 2\npad_token_id = 0\n"
-    config = (weights / "tuned" / "1-gpu" / "config.ini").read_text()
-    config = config.replace("[encoder]\n", f"[encoder]\n{copied}eos_token_id = 102\n")
-    (home / "summary").mkdir()
-    (home / "summary" / "config.ini").write_text(
-        config.replace("[decoder]\n", f"[decoder]\n{copied}")
-    )
 
 
 def _write_squad(home: Path, gpt2: Path, prompts: Path) -> None:

@@ -61,6 +61,17 @@ T5_KEYS = (
     "decoder.tie_word_embeddings",
 )  # fmt: skip
 
+# What the reference's clients and examples also read of a Hugging Face model.
+T5_CLIENT_KEYS = tuple(
+    f"*.{key}"
+    for key in (
+        "num_decoder_layers", "decoder_start_token_id", "eos_token_id", "pad_token_id",
+        "is_gated_act", "is_decoder", "is_encoder_decoder", "use_cache", "model_type",
+        "dropout_rate", "initializer_factor", "layer_norm_epsilon",
+        "relative_attention_max_distance",
+    )
+)  # fmt: skip
+
 # Keyed by family/case pattern; the first that matches holds.
 ROWS: dict[str, Row] = {
     # Output biases of the parallel residual, which their sum replaces.
@@ -72,8 +83,14 @@ ROWS: dict[str, Row] = {
     "opt/post_ln_projected": Row(close=("model.wte.bin", "model.lm_head.weight.bin")),
     "gpt_megatron/v0_tp1": Row({"given": (("head_num", "4"),)}),
     "gpt_nemo/prompt_table": Row({"prompt_checkpoints": ("source/prompt.nemo",)}),
-    "t5/*": Row(may_lack=T5_COPY, only=T5_KEYS),
-    "t5_encoder/*": Row({"model_type": "t5_encoder"}, may_lack=T5_COPY, only=T5_KEYS),
+    "t5/*": Row(may_lack=T5_COPY, only=T5_KEYS + T5_CLIENT_KEYS),
+    # The depth of a decoder that the folder has not.
+    "t5_encoder/*": Row(
+        {"model_type": "t5_encoder"},
+        may_lack=T5_COPY,
+        only=T5_KEYS + T5_CLIENT_KEYS,
+        unlike=("_name_or_path", "num_decoder_layers"),
+    ),
     "t5_nemo/prompt_table": Row({"prompt_checkpoints": ("source/prompt.nemo",)}, only=T5_KEYS),
     "t5_nemo/linear_adapter": Row({"adapter_checkpoints": ("source/adapter.nemo",)}, only=T5_KEYS),
     "t5_nemo/ia3_two_tasks": Row(

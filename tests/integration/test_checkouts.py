@@ -178,7 +178,7 @@ CASES: dict[str, tuple[str, dict[str, str], list[Client]]] = {
             (
                 [
                     *("t5_utils/summarization.py", "--test_ft", "--test_hf", "--max_ite", "2"),
-                    *("--ft_model_location", "{home}/summary", "--max_seq_len", "12"),
+                    *("--ft_model_location", "{home}/c-model/tuned/1-gpu", "--max_seq_len", "12"),
                     *("--hf_model_location", "{home}/c-model/source", "--cache_path", "{home}"),
                 ],
                 ["Faster Transformers (total latency", "Hugging Face (total latency", "rougeLsum"],

@@ -70,6 +70,11 @@ class T5Config(FTConfig):
     position_embedding_type: str = ini_field("relative", sections=_STRUCTURE)
     ia3_num_tasks: int = ini_field(0, sections=_STRUCTURE)
     ia3_adapted: bool | None = ini_field(None, sections=_STRUCTURE)
+    # Not read by a loader; NVIDIA's converter calls an mT5 t5, too.
+    model_type: str = ini_field("t5", sections=_BOTH)
+    dropout_rate: float | None = ini_field(None, sections=_BOTH)
+    initializer_factor: float | None = ini_field(None, sections=_BOTH)
+    n_positions: int | None = ini_field(None, sections=_BOTH)
 
     def __post_init__(self) -> None:
         """Refuse a relative bias of too few buckets: below, the formula of the far ones fails.
@@ -123,12 +128,18 @@ class T5Config(FTConfig):
     def sections(self) -> Sections:
         """Return the sections of config.ini; [decoder] stays empty for an encoder alone.
 
-        Its texts still end with a token, which NVIDIA's converter writes to [encoder], too.
+        Each side has the whole model's settings that NVIDIA's clients read from it.
         """
         out = super().sections()
+        decoder = out["decoder"]
+        copied = {key: decoder[name] for key, name in _COPIED_KEYS.items() if name in decoder}
+        copied |= {"is_encoder_decoder": "False", "is_gated_act": str(self.use_gated_activation)}
+        for side in _BOTH:
+            is_decoder = str(side == "decoder")
+            out[side] |= copied | {"is_decoder": is_decoder, "use_cache": is_decoder}
         if self.is_encoder_only:
-            decoder, out["decoder"] = out["decoder"], {}
-            out["encoder"] |= {key: decoder[key] for key in _TOKEN_KEYS if key in decoder}
+            out["decoder"] = {}
+            del out["encoder"]["num_decoder_layers"]
         return out
 
     @classmethod
@@ -175,6 +186,11 @@ _SHARED_KEYS = (
     "adapter_inter_size",
 )
 _TOKEN_KEYS = ("decoder_start_token_id", "eos_token_id")
+# Keys of both sides -> those of [decoder] whose values they have.
+_COPIED_KEYS = {key: key for key in _TOKEN_KEYS} | {
+    "pad_token_id": "pad_id",
+    "num_decoder_layers": "num_layers",
+}
 _DECODER_KEYS = ("num_layers", "decoder_start_token_id", "eos_token_id", "weight_data_type")
 
 

@@ -41,6 +41,9 @@ _FEED_FORWARD = {
     "gated-swish": ("gated-silu", False),
 }
 
+# Settings that NVIDIA's converter copies and that no loader reads.
+_COPIED = ("dropout_rate", "initializer_factor", "n_positions")
+
 
 def _is_t5(facts: Facts) -> bool:
     return facts.config.get("model_type") in _MODEL_TYPES and not _lacks_decoder(facts)
@@ -117,6 +120,8 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
         has_lm_head=has_decoder,
         decoder_start_token_id=start,
         eos_token_id=eos,
+        pad_id=pad,
+        **{key: source[key] for key in _COPIED if isinstance(source.get(key), int | float)},
         **decoder,
     )
     settings.finish()

@@ -31,6 +31,14 @@ def test_each_side_has_its_own_depth() -> None:
     assert (sections["encoder"]["num_layers"], sections["decoder"]["num_layers"]) == ("2", "3")
 
 
+def test_each_side_has_what_nvidias_clients_read_of_the_whole_model() -> None:
+    for side in ("encoder", "decoder"):
+        written = t5(pad_id=0, use_gated_activation=True).sections()[side]
+        assert written["num_decoder_layers"] == "3"
+        assert (written["pad_token_id"], written["eos_token_id"]) == ("0", "1")
+        assert written["is_gated_act"] == "True"
+
+
 def test_whole_models_and_encoders_are_distinguished() -> None:
     encoder = t5(num_decoder_layers=0, has_lm_head=False)
     assert encoder.sections()["decoder"] == {}
