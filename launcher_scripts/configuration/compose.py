@@ -235,7 +235,7 @@ def _restorer(config: DictConfig, name: str) -> Callable[[], None]:
     parent, leaf = config, name
     for part in name.split("."):
         leaf = part
-        node = parent._get_node(part)
+        node = parent._get_node(part, validate_access=False)  # new names are free in some mappings
         if not isinstance(node, DictConfig) or f"{parent._get_full_key(part)}" == name:
             break
         parent = node

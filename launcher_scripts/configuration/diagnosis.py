@@ -64,7 +64,8 @@ def diagnose(override: str, error: Exception) -> list[str]:
     """Return the problem of one override, with the expected value and the remedy."""
     if isinstance(error, InvalidValueError):
         return list(error.problems)
-    return [_diagnosis(override, error)]
+    # Those of mappings with free names were given their ++ by `read_arguments`.
+    return [_diagnosis(override.removeprefix("++"), error)]
 
 
 def _diagnosis(override: str, error: Exception) -> str:

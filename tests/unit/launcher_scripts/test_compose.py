@@ -199,6 +199,14 @@ def test_signs_that_change_nothing_are_understood() -> None:
     assert "HF_HUB_OFFLINE" not in config.env_vars
 
 
+@pytest.mark.parametrize(
+    "word", ["++env_vars.A=1", "++evaluate.gate.x.min=1", "++convert.given.y=2"]
+)
+def test_free_names_are_no_problem_next_to_one(word: str) -> None:
+    composition = compose(word, "export.model.processes=many")
+    assert [text.partition("=")[0] for text in composition.problems] == ["export.model.processes"]
+
+
 def test_all_problems_come_together_and_the_rest_is_composed() -> None:
     composition = compose(
         "export=gpt3/sample",
