@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -160,6 +160,13 @@ def with_readable_errors(load: Callable[[Any, Args], None]) -> Callable[[Any, Ar
     return initialize
 
 
+class RequestInputs(dict[str, "np.ndarray[Any, Any]"]):
+    """The inputs of one request by name. Raises ValueError for one that is missing."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise ValueError(f"{name}: required input is missing")
+
+
 class TensorModel:
     """A model that answers each request at once; subclasses add `setup` and `run`."""
 
@@ -188,7 +195,7 @@ class TensorModel:
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
-        tensors = request_tensors(request)
+        tensors = RequestInputs(request_tensors(request))
         try:
             outputs = self._run_turn(request, tensors) if self.interactive else self.run(tensors)
         except ValueError as error:
@@ -201,7 +208,7 @@ class TensorModel:
 
         starts = bool(request.flags() & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
         outputs = self.turn(
-            {name: value[0] for name, value in tensors.items()},
+            RequestInputs((name, value[0]) for name, value in tensors.items()),
             continues=bool(request.correlation_id()) and not starts,
         )
         return {name: value[None] for name, value in outputs.items()}

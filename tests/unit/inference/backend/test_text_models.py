@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from inference.backend.text_models import Postprocessing, Preprocessing, QueryTokenizer
-from inference.backend.triton_model import ModelArguments
+from inference.backend.triton_model import ModelArguments, RequestInputs
 
 END = 256  # the first id after the 256 bytes
 
@@ -67,6 +67,12 @@ def test_missing_word_lists_are_empty_ones(arguments: dict[str, str]) -> None:
     model = _loaded(Preprocessing(), arguments)
     outputs = model.run({"QUERY": _column("a"), "REQUEST_OUTPUT_LEN": np.array([[1]], np.uint32)})
     assert outputs["BAD_WORDS_IDS"].tolist() == outputs["STOP_WORDS_IDS"].tolist() == [[[0], [-1]]]
+
+
+def test_missing_input_is_the_clients_error(arguments: dict[str, str]) -> None:
+    model = _loaded(Preprocessing(), arguments)
+    with pytest.raises(ValueError, match=r"^QUERY: required input is missing$"):
+        model.run(RequestInputs(REQUEST_OUTPUT_LEN=np.ones((1, 1), np.uint32)))
 
 
 def test_every_bad_input_of_a_text_request_is_reported(arguments: dict[str, str]) -> None:
