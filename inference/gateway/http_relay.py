@@ -18,6 +18,7 @@ from inference.gateway.durations import with_engine_durations
 from inference.gateway.rules import (
     CLOSED,
     READY_PATH,
+    UNREACHABLE,
     Rules,
     browser_problem,
     has_internal_names,
@@ -176,7 +177,7 @@ class HttpRelay:
     def _too_large(self) -> _RefusedError:
         return _RefusedError(
             HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-            f"the request is larger than {self._max_request_mb} MiB; send fewer rows, or have "
+            f"the request is larger than {self._max_request_mb} MiB; send fewer rows, or "
             "raise deploy.max_request_mb",
         )
 
@@ -217,8 +218,7 @@ async def _passed_on(
         ) as answer:
             return await _passed_back(request, answer)
     except aiohttp.ClientError:
-        reason = "the server behind the gateway does not answer; it is starting, or it has ended"
-        raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, reason) from None
+        raise _RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, UNREACHABLE) from None
 
 
 async def _passed_back(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import logging
 import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+from aiohttp import web
+from aiohttp.http import HttpProcessingError
 
 from inference.gateway.access import Access, access_of
 
@@ -17,6 +21,8 @@ from inference.gateway.access import Access, access_of
 IDLE_S = 600.0
 LONGEST_REQUEST_S = 86400.0  # the limit that servers need; in effect none
 _GRACE_S = 1.0
+# A request that is not HTTP or cannot be decoded, and a client that has left before its end.
+_CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
 
 
 def run(
@@ -41,12 +47,18 @@ def run(
     # Idle connections are cheap, as long as there are descriptors for them.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    logging.getLogger("aiohttp.server").addFilter(_is_ours)
     try:
         asyncio.run(serve(arguments, access))
     except errors as error:
         sys.stderr.write(f"error: {failure}: {error}\n")
         return 1
     return 0
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Return False for a client's error, of which aiohttp would log a traceback each time."""
+    return not (record.exc_info and isinstance(record.exc_info[1], _CLIENTS_ERRORS))
 
 
 class Stop:

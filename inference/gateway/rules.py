@@ -42,6 +42,8 @@ INDEX_CALL = f"{_SERVICE}RepositoryIndex"
 REGISTER_CALL = f"{_SERVICE}SystemSharedMemoryRegister"
 
 CLOSED = "this request is closed to clients"
+UNREACHABLE = "the server behind the gateway does not answer; it is starting, or it has ended"
+_SOCKET = re.compile(r"unix:\S*slipway-sockets-")
 # Regions of the Python backend: its own prefix, or that of a server of this project.
 _INTERNAL_NAME = re.compile(r"/?(?:triton_python_backend_shm_region_|slipway-\d+-)[\w-]*")
 
@@ -122,8 +124,8 @@ def shared_memory_problem(key: object) -> str | None:
 
 
 def without_internal_names(text: str) -> str:
-    """Return an error of the server without the names of its own shared memory."""
-    return _INTERNAL_NAME.sub("(internal)", text)
+    """Return an error of the server without the names of its own shared memory and sockets."""
+    return UNREACHABLE if _SOCKET.search(text) else _INTERNAL_NAME.sub("(internal)", text)
 
 
 def has_internal_names(data: bytes) -> bool:

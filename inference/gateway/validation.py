@@ -1,9 +1,10 @@
 """Validation of requests: the form that tritonserver reads without ending, hanging or running away.
 
 Server 2.51 recurses once for each level of JSON, multiplies the sizes of a shape without looking
-for an overflow, searches all inputs for every input, and never answers a batch of no sequences. A
-request of a kilobyte is enough to end it. What is checked here it reads as it was read here: a body
-of JSON has one meaning, and no shape is larger than what was sent.
+for an overflow, searches all inputs for every input, never answers a batch of no sequences, and
+aborts when a stream or an ensemble is asked for the classes of a text. A request of a kilobyte is
+enough to end it. What is checked here it reads as it was read here: a body of JSON has one meaning,
+and no shape is larger than what was sent.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _INTEGERS = {
     for bits in (8, 16, 32, 64)
 }
 _MEMORY = "shared_memory_region"
+_CLASSES = "classification"
 # Of gRPC: service_pb2.ModelInferRequest.
 _MOST_FIELDS = 4 * _MOST_ENTRIES + 16
 _RAW_INPUT_CONTENTS = 7
@@ -87,7 +89,15 @@ def check_infer(data: bytes, *, size_bytes: int, limit: int) -> None:
         _check_integers(each)
     for each in _entry(request, "outputs", list):
         if isinstance(each, dict):
-            _check_count("parameters", _entry(each, "parameters", dict))
+            parameters = _entry(each, "parameters", dict)
+            _check_count("parameters", parameters)
+            _check_classes(_short(each), parameters)
+
+
+def _check_classes(name: str, parameters: Any) -> None:
+    """Check that an output is not asked for as classes, which no model here has."""
+    if _CLASSES in parameters:
+        raise MalformedError(f"output {name} has the parameter {_CLASSES}; leave it out")
 
 
 def _check_integers(tensor: dict[str, Any]) -> None:
@@ -176,6 +186,8 @@ def check_message(message: Any, size_bytes: int, *, limit: int) -> None:
         *(("parameters", each.parameters) for each in message.outputs[: _MOST_ENTRIES + 1]),
     ):
         _check_count(name, entries)
+    for each in message.outputs:
+        _check_classes(repr(each.name[:40]), each.parameters)
     for each in message.inputs:
         most = limit if _MEMORY in each.parameters else size_bytes
         check_shape(repr(each.name[:40]), each.shape, most=most)

@@ -91,6 +91,7 @@ OPEN_CALLS = {
     *("ModelStatistics", "RepositoryIndex", "ModelInfer", "ModelStreamInfer"),
 }
 INFER = {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "UINT32", "data": [[1, 2]]}]}
+CLASSES = {"name": "y", "parameters": {"classification": 1}}
 # As the Python backend says it of a request that is larger than the memory for it.
 TALKATIVE = 404
 NAMING = DOUBLE.replace(
@@ -168,6 +169,12 @@ def _code(channel: grpc.Channel, name: str) -> grpc.StatusCode:
 def _still_answers(server: TritonServer) -> bool:
     status, body = _http(server, "POST", "/v2/models/double/infer", json.dumps(INFER))
     return status == 200 and json.loads(body)["outputs"][0]["data"] == [2, 4]
+
+
+def _log_is_quiet(server: TritonServer) -> bool:
+    """Return whether the gateway has logged no traceback of a client's error."""
+    log = server.log_path.read_text()
+    return "Error handling request" not in log and "Unhandled exception" not in log
 
 
 def _intrusion(marker: Path) -> dict[str, bytes]:
@@ -341,6 +348,8 @@ def test_no_form_of_a_request_ends_the_server(server: TritonServer) -> None:
         ),
         (infer, json.dumps({"inputs": [_shaped(1, 2)] * 10_000}).encode(), {}),
         (infer, json.dumps({"parameters": {str(key): 1 for key in range(50_000)}}).encode(), {}),
+        # It ends at those of a text, such as an ensemble returns.
+        (infer, json.dumps({**INFER, "outputs": [CLASSES]}).encode(), {}),
     ]
     for path, body, headers in requests:
         status, answer = _http(server, "POST", path, body, headers)
@@ -352,6 +361,7 @@ def test_no_form_of_a_request_ends_the_server(server: TritonServer) -> None:
     assert _http(server, "POST", infer, json.dumps(INFER), headers)[0] == 200
     assert processes(server)[1] == pid
     assert _still_answers(server)
+    assert _log_is_quiet(server)
 
 
 def test_no_form_of_a_message_ends_the_server(server: TritonServer) -> None:
@@ -362,6 +372,11 @@ def test_no_form_of_a_message_ends_the_server(server: TritonServer) -> None:
         message.inputs.add(name="x", datatype="UINT32", shape=shape)
         message.raw_input_contents.append(bytes(8))
         messages.append(message.SerializeToString())
+    message = service_pb2.ModelInferRequest(model_name="double")
+    message.inputs.add(name="x", datatype="UINT32", shape=(1, 2))
+    message.raw_input_contents.append(bytes(8))
+    message.outputs.add(name="y").parameters["classification"].int64_param = 1
+    messages.append(message.SerializeToString())
     with grpc.insecure_channel(server.grpc_url) as channel:
         for message in messages:
             for name in ("ModelInfer", "ModelStreamInfer"):
@@ -395,6 +410,7 @@ def test_clients_that_leave_at_any_moment_do_no_harm(server: TritonServer) -> No
             time.sleep(turn % 5 / 1000)
     assert processes(server)[1] == pid
     assert _still_answers(server)
+    assert _log_is_quiet(server)
 
 
 def test_connections_that_never_send_a_whole_request_keep_nobody_out(
@@ -444,6 +460,7 @@ def test_a_request_has_one_length(server: TritonServer) -> None:
             attacker.sendall(head + lengths + smuggled)
             answer = b"".join(iter(lambda: attacker.recv(65536), b""))
         assert re.findall(rb"HTTP/1\.. (\d+)", answer) == [b"400"], lengths
+    assert _log_is_quiet(server)
     assert _still_answers(server)
 
 

@@ -70,6 +70,10 @@ def nested(opening: str, depth: int, closing: str) -> bytes:
         (json.dumps({"outputs": [{}] * 300}).encode(), "300 outputs, 256 at most"),
         (json.dumps({"parameters": dict.fromkeys(map(str, range(300)))}).encode(), "300 param"),
         (infer(parameters=dict.fromkeys(map(str, range(300)))), "300 parameters"),
+        (
+            b'{"outputs":[{"name":"y","parameters":{"classification":1}}]}',
+            "output 'y' has the parameter classification; leave it out",
+        ),
         (infer(data=[[1, 1 << 32]]), "'x' has 4294967296, which UINT32 cannot hold"),
         (infer(data=[-1, 1]), "'x' has -1, which UINT32 cannot hold"),
         (infer(datatype="INT8", data=[[[127]], -129]), "'x' has -129, which INT8 cannot hold"),
