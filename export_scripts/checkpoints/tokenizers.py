@@ -193,6 +193,13 @@ def given_files(vocab_path: Path | None, merges_path: Path | None) -> tuple[Toke
             continue
         if not path.is_file():
             raise ValueError(f"tokenizer file {path} does not exist")
-        stem = "tokenizer" if path.suffix == ".model" else stem
+        stem = "tokenizer" if path.suffix == ".model" or _is_whole_tokenizer(path) else stem
         files.append(TokenizerFile(f"{stem}{path.suffix}", path))
     return tuple(files)
+
+
+def _is_whole_tokenizer(path: Path) -> bool:
+    """Return whether a file is a tokenizer.json, whatever its name (20B_tokenizer.json)."""
+    if path.suffix != ".json":
+        return False
+    return isinstance(_json_table(TokenizerFile(path.name, path)).get("model"), dict)

@@ -26,7 +26,7 @@ from export_scripts.families.mapping.prompts import prompt_tensors
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.ft.config_ini import config_text
 from export_scripts.ft.layout import ft_directory
-from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, makes_tokenizer
+from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, is_replaced, makes_tokenizer
 
 # Keys of config.ini that the request sets.
 _ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
@@ -233,8 +233,8 @@ def _tokenizer(
     request: ConversionRequest, found: Sequence[TokenizerFile]
 ) -> tuple[TokenizerFile, ...]:
     given = given_files(request.vocab_path, request.merges_path)
-    stems = {file.name.split(".")[0] for file in given}
-    kept = [f for f in found if f.name.split(".")[0] not in stems]
+    names = [file.name for file in given]
+    kept = [file for file in found if not is_replaced(file.name, names)]
     check_outside_files(kept)
     return (*given, *kept)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +46,21 @@ def makes_tokenizer(names: Iterable[str]) -> bool:
         all(fnmatch.filter(found, pattern) for pattern in patterns)
         for patterns in TOKENIZER_KINDS.values()
     )
+
+
+def is_replaced(name: str, given: Sequence[str]) -> bool:
+    """Return whether a checkpoint's file gives way to the tokenizer files that a user names.
+
+    The same file does, and one of another kind, which could be taken in their place. Settings stay,
+    and merges next to a given vocabulary.
+    """
+    kinds = [
+        patterns
+        for patterns in TOKENIZER_KINDS.values()
+        if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    ]
+    is_same_kind = any(fnmatch.filter(given, pattern) for kind in kinds for pattern in kind)
+    return bool(given) and bool(kinds) and (name in given or not is_same_kind)
 
 
 def find_tokenizer(folder: Path, *, kind: str | None = None) -> TokenizerFiles | None:

@@ -248,6 +248,15 @@ def test_given_tokenizer_files_take_the_place_of_the_archive_s(tmp_path: Path) -
     assert (ft.path / "merges.txt").exists()
 
 
+def test_given_tokenizer_of_any_name_is_the_only_one_of_the_folder(tmp_path: Path) -> None:
+    given = tmp_path / "20B_tokenizer.json"
+    given.write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {}}}))
+    fields = {"vocab_path": given, "given": (("start_id", "0"), ("end_id", "0"))}
+    folder = reader(write_nemo(tmp_path / "x.nemo"), tmp_path, **fields).path
+    assert (folder / "tokenizer.json").read_bytes() == given.read_bytes()
+    assert [name for name in ("vocab.json", "merges.txt") if (folder / name).exists()] == []
+
+
 def test_the_newest_of_several_last_checkpoints_is_taken_and_reported(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
