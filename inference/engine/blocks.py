@@ -1,7 +1,7 @@
 """Free and occupied slots and blocks of the cache.
 
 A slot is a running sequence's place in steps. Its blocks hold its tokens; it takes them as it
-grows, or all at once if it may not be preempted.
+grows, from those that were reserved for it if it may not be preempted.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import heapq
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from inference.model.kv_cache import TableEntry
+from inference.model.kv_cache import Move, TableEntry
 
 
 class SlotPool:
@@ -42,15 +43,25 @@ class SlotPool:
             heapq.heappush(self._free, slot)
 
 
+@dataclass(eq=False)
+class _Reservation:
+    """Blocks of slots that fork from each other: the most that they need, and those they hold."""
+
+    slots: Sequence[int]
+    most: int
+    users: Counter[int]  # block -> how many of the slots hold it
+
+
 class BlockPool:
     """The blocks of a cache.
 
     Sequences share the blocks of equal prefixes: a full block may be registered under the digest of
-    its sequence up to its end, and serves other slots until it is needed for other tokens.
+    its sequence up to its end, and serves other slots until it is needed for other tokens. Slots
+    that `fork` share their full blocks, too.
 
     Attributes:
         total: Number of blocks; None where every slot has its own block.
-        reserved: Blocks of slots that took all they can ever need.
+        reserved: Blocks that were reserved, whether slots hold them yet or not.
     """
 
     def __init__(self, *, blocks: int | None = None, block_tokens: int = 1) -> None:
@@ -61,15 +72,16 @@ class BlockPool:
         self._free = OrderedDict.fromkeys(range(blocks or 0))
         self._users = [0] * (blocks or 0)
         self._held: dict[int, list[int]] = {}
-        self._reserved_slots: set[int] = set()
+        self._reservations: dict[int, _Reservation] = {}  # of slots
+        self._promised = 0  # blocks that are reserved, and not held yet
         self._entries: dict[tuple[int, int], int] = {}
         self._remembered: dict[bytes, int] = {}
         self._beginnings: dict[int, bytes] = {}  # block -> its digest
 
     @property
     def free(self) -> int:
-        """Number of free blocks."""
-        return len(self._free)
+        """Number of blocks that are neither held nor reserved."""
+        return len(self._free) - self._promised
 
     def count(self, tokens: int) -> int:
         """Return the number of blocks that hold a number of tokens."""
@@ -82,14 +94,13 @@ class BlockPool:
     def extend(self, slot: int, tokens: int) -> int:
         """Give a slot the blocks for its first `tokens` tokens; return the tokens they can hold.
 
-        The blocks must be free.
+        The blocks must be free, or reserved for the slot.
         """
-        held = self._held.setdefault(slot, [])
         for _ in range(self.lacking(slot, tokens)):
             block = next(iter(self._free))
             self._forget(block)
-            self._give(slot, block)
-        return len(held) * self.block_tokens
+            self._take(slot, block)
+        return len(self._held.get(slot, ())) * self.block_tokens
 
     def used(self, beginnings: Sequence[bytes]) -> int:
         """Return the number of a sequence's first blocks that other slots hold now."""
@@ -99,24 +110,18 @@ class BlockPool:
         )
         return sum(1 for _ in itertools.takewhile(bool, used))
 
-    def own_from(self, slot: int) -> int:
-        """Return the first token of a slot in a block that is not shared."""
-        shared = (self._users[block] > 1 for block in self._held.get(slot, ()))
-        return sum(1 for _ in itertools.takewhile(bool, shared)) * self.block_tokens
-
     def share(self, slot: int, beginnings: Sequence[bytes]) -> int:
         """Give a new slot the registered blocks of its prefix; return the tokens they hold.
 
         `beginnings` are the digests of the sequence up to the end of each of its first blocks.
         """
-        held = self._held.setdefault(slot, [])
-        assert not held, f"slot {slot} has blocks"
+        assert slot not in self._held, f"slot {slot} has blocks"
         for beginning in beginnings:
             block = self._remembered.get(beginning)
             if block is None:
                 break
-            self._give(slot, block)
-        return len(held) * self.block_tokens
+            self._take(slot, block)
+        return len(self._held.get(slot, ())) * self.block_tokens
 
     def remember(self, slot: int, nth: int, beginning: bytes) -> None:
         """Register a slot's block for sharing; all of its tokens are being computed."""
@@ -126,26 +131,65 @@ class BlockPool:
             self._remembered[beginning] = block
             self._beginnings[block] = beginning
 
-    def reserve(self, slot: int, tokens: int) -> None:
-        """Give a slot all blocks that it can ever need."""
-        self.extend(slot, tokens)
-        self._reserved_slots.add(slot)
-        self.reserved += len(self._held[slot])
+    def reserve(self, slots: Sequence[int], most: int) -> None:
+        """Reserve the most blocks that slots need together; those they hold already count."""
+        users = Counter(block for slot in slots for block in self._held.get(slot, ()))
+        reservation = _Reservation(slots, most, users)
+        self._reservations.update(dict.fromkeys(slots, reservation))
+        self.reserved += most
+        self._promised += most - len(users)
+        assert self.free >= 0, "more blocks are reserved than are free"
 
-    def release(self, slot: int, *, forget: bool = False) -> None:
-        """Free the blocks of a slot; with `forget` they are no longer shared."""
-        held = self._held.pop(slot, [])
-        if slot in self._reserved_slots:
-            self._reserved_slots.remove(slot)
-            self.reserved -= len(held)
-        for block in reversed(held):  # a prefix is more useful than the blocks after it
-            if forget:
+    def fork(self, sources: dict[int, int], tokens: int) -> list[Move]:
+        """Let slots go on from other slots of their reservation; return the copies this takes.
+
+        A slot shares the full blocks of its source, and gets room for one more token. One of the
+        slots with the same source takes over its partly filled block, the others copy it. Slots of
+        the reservation that continue none lose their blocks.
+
+        Args:
+            sources: Slot -> its source.
+            tokens: Number of tokens that each source holds.
+        """
+        start = tokens - tokens % self.block_tokens
+        copies = _copies(sources) if start < tokens else {}
+        slots = self._reservations[next(iter(sources))].slots
+        before = {slot: self._held.get(slot, []) for slot in slots}
+        left = {}
+        for slot, held in before.items():
+            blocks = before[sources[slot]] if slot in sources else []
+            blocks = blocks[: self.count(start if slot in copies else tokens)]
+            common = _common(held, blocks)
+            self._held[slot], left[slot] = held[:common], held[common:]
+            for block in blocks[common:]:
+                self._take(slot, block)
+        for slot, blocks in left.items():
+            self._drop(slot, blocks)
+        for slot in sources:
+            self.extend(slot, tokens + 1)
+        return [(source, slot, start, tokens) for slot, source in copies.items()]
+
+    def release(self, slots: Sequence[int], *, forget: bool = False) -> dict[int, int]:
+        """Free the blocks of slots; with `forget` they are no longer shared.
+
+        Slots of one reservation are released together. Returns, for each slot that has blocks, its
+        first token in one that no slot holds any more; the end of its blocks if there is none.
+        """
+        ended = {self._reservations.pop(slot) for slot in slots if slot in self._reservations}
+        for reservation in ended:
+            self.reserved -= reservation.most
+            self._promised -= reservation.most - len(reservation.users)
+        own = {}
+        for slot in slots:
+            held = self._held.pop(slot, [])
+            if held or self.total is None:
+                shared = itertools.takewhile(lambda block: self._users[block] > 1, held)
+                own[slot] = sum(1 for _ in shared) * self.block_tokens
+            for block in held if forget else ():
                 self._forget(block)
-            self._users[block] -= 1
-            if not self._users[block]:
-                self._free[block] = None
-                self._free.move_to_end(block, last=block in self._beginnings)
-        self._entries = {cell: b for cell, b in self._entries.items() if cell[0] != slot}
+            self._drop(slot, held)
+        self._entries = {cell: b for cell, b in self._entries.items() if cell[0] not in slots}
+        return own
 
     def take_entries(self) -> list[TableEntry]:
         """Return the blocks that slots got since the last call."""
@@ -153,12 +197,28 @@ class BlockPool:
         self._entries.clear()
         return entries
 
-    def _give(self, slot: int, block: int) -> None:
+    def _take(self, slot: int, block: int) -> None:
         self._free.pop(block, None)
         self._users[block] += 1
-        held = self._held[slot]
+        if (reservation := self._reservations.get(slot)) is not None:
+            reservation.users[block] += 1
+            self._promised -= reservation.users[block] == 1
+        held = self._held.setdefault(slot, [])
         self._entries[slot, len(held)] = block
         held.append(block)
+
+    def _drop(self, slot: int, blocks: Sequence[int]) -> None:
+        reservation = self._reservations.get(slot)
+        for block in reversed(blocks):  # a prefix is more useful than the blocks after it
+            self._users[block] -= 1
+            if not self._users[block]:
+                self._free[block] = None
+                self._free.move_to_end(block, last=block in self._beginnings)
+            if reservation is not None:
+                reservation.users[block] -= 1
+                if not reservation.users[block]:
+                    del reservation.users[block]
+                    self._promised += 1
 
     def _forget(self, block: int) -> None:
         beginning = self._beginnings.pop(block, None)
@@ -177,3 +237,24 @@ def beginnings(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
         digest = hashlib.sha256(digest + values[first : first + block_tokens].tobytes()).digest()
         names.append(digest)
     return names
+
+
+def most_blocks(beams: int, *, shared_tokens: int, tokens: int, block_tokens: int) -> int:
+    """Return the most blocks that beams of `tokens` tokens, the first of them shared, ever hold."""
+    shared = shared_tokens // block_tokens
+    return shared + beams * (-(-tokens // block_tokens) - shared)
+
+
+def _copies(sources: dict[int, int]) -> dict[int, int]:
+    """Return the slots that copy their source's last block, since another one takes it over."""
+    successors = {source: slot for slot, source in reversed(sources.items())}
+    # A slot that continues itself does so, since a `Move` to itself is not a copy.
+    successors |= {slot: slot for slot, source in sources.items() if slot == source}
+    return {slot: source for slot, source in sources.items() if successors[source] != slot}
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the length of the beginning that two sequences have in common."""
+    pairs = enumerate(zip(first, second, strict=False))
+    shorter = min(len(first), len(second))
+    return next((place for place, (a, b) in pairs if a != b), shorter)

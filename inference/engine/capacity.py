@@ -18,8 +18,9 @@ from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import item_size
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from inference.control_groups import memory_room
-from inference.decoding.request import GenerationRequest, ModelLimits
+from inference.decoding.request import GenerationRequest, ModelLimits, RowRequest
 from inference.decoding.rows import P_TUNING, SOFT_PROMPT
+from inference.engine.blocks import most_blocks
 from inference.engine.options import EngineOptions
 from inference.model.kv_cache import CacheShape
 from inference.ranks.settings import Placement
@@ -63,11 +64,16 @@ class Capacity:
             return False
         if not self.blocks:
             return True
-        lengths = [row.context_len + row.output_len - 1 for row in request.rows]
-        return request.beam_width * sum(map(self._block_count, lengths)) <= self.blocks
+        return sum(self._block_count(row) for row in request.rows) <= self.blocks
 
-    def _block_count(self, tokens: int) -> int:
-        return -(-tokens // self.block_tokens)
+    def _block_count(self, row: RowRequest) -> int:
+        """Return the most blocks that the sequences of a row hold together."""
+        return most_blocks(
+            row.options.beam_width,
+            shared_tokens=row.context_len,
+            tokens=row.context_len + row.output_len - 1,
+            block_tokens=self.block_tokens,
+        )
 
     def problems_of(self, request: GenerationRequest) -> list[str]:
         """Return the reasons why a request can never run."""
@@ -79,11 +85,12 @@ class Capacity:
             )
         if self.blocks and request.beam_width > 1:
             for b, row in enumerate(request.rows):
-                tokens = row.context_len + row.output_len - 1
-                if request.beam_width * self._block_count(tokens) > self.blocks:
+                need = self._block_count(row)
+                if need > self.blocks:
                     problems.append(
-                        f"beam_width={request.beam_width}: the beams of row {b} need {tokens} "
-                        f"cached tokens each, the cache holds {self.tokens}; raise kv_cache_bytes"
+                        f"beam_width={request.beam_width}: the beams of row {b} need room for "
+                        f"{need * self.block_tokens} cached tokens, the cache holds {self.tokens}; "
+                        "raise kv_cache_bytes"
                     )
         return problems
 

@@ -131,13 +131,6 @@ class Engine(EngineBase):
         """Sequences that could join now."""
         return self._scheduler.free_slots if self._scheduler is not None else 0
 
-    @property
-    def shared_prompt_tokens(self) -> tuple[int, int]:
-        """Tokens of prompts that others had computed, and of all that could have been."""
-        if self._scheduler is None:
-            return 0, 0
-        return self._scheduler.shared_tokens, self._scheduler.prompt_tokens
-
     def load(self) -> EngineLoad:
         """Return how much waits and runs; may be called from any thread."""
         if self._scheduler is None:

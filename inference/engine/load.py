@@ -57,7 +57,7 @@ class EngineLoad:
     Attributes:
         waiting, running: sequences; a beam search runs one for each beam.
         slots: most sequences that can run.
-        blocks, blocks_used: of the cache; 0 where each slot has its own.
+        blocks, blocks_used: of the cache, with reserved ones; 0 where each slot has its own.
         prompt_tokens: of all prompts that were begun, those of encoders included.
         shared_tokens: of the prompts, those that earlier sequences had left in the cache.
         generated_tokens: of all answers, finished or not; a token of each beam counts.

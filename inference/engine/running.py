@@ -80,6 +80,7 @@ class Session:
     rows: dict[int, RememberedRow] = field(default_factory=dict)
     is_busy: bool = True
     holds_slots: bool = False
+    blocks: int = 0  # reserved for its slots
     used_s: float = 0.0  # when its last turn ended
 
     @property
@@ -168,7 +169,7 @@ class RunningRow:
 
     @property
     def can_share(self) -> bool:
-        """Whether its prompt is nothing but tokens, and nothing is wanted of them."""
+        """Return whether its prompt is nothing but tokens, and nothing is wanted of them."""
         if self.wants_prompt_logits or self.wants_pooled:
             return False
         # Not by ==: embeddings are an array.

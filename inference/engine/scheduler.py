@@ -22,7 +22,7 @@ from inference.decoding.generate import BatchDecoder
 from inference.decoding.request import RequestError
 from inference.decoding.rows import RowStep
 from inference.decoding.tensor_fields import Array
-from inference.engine.blocks import BlockPool, SlotPool, beginnings
+from inference.engine.blocks import BlockPool, SlotPool, beginnings, most_blocks
 from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.load import EngineLoad
 from inference.engine.planned_step import EncoderWork, PlannedStep, RowWork, lay_out
@@ -82,8 +82,7 @@ class Scheduler:
         self._chunk = chunk
         self._ranks_choose = ranks_choose
         self._shares_prefixes = shares_prefixes
-        self.prompt_tokens = 0  # of prompts that could share their beginnings
-        self.shared_tokens = 0  # of these, how many others had computed
+        self.shared_tokens = 0  # of prompts, how many others had computed
         self._requests: dict[RunningRequest, None] = {}  # in order of arrival
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
         self._moves: list[Move] = []
@@ -138,6 +137,8 @@ class Scheduler:
         self._requests[request] = None
         request.future.add_done_callback(partial(self._note_cancelled, request))
         for row in [row for row in request.waiting if row.slots]:
+            if self._forks(row):
+                self._blocks.extend(row.slots[0], row.prompt_len)
             self._activate(row)
 
     def forget_session(self, session_id: int | str) -> None:
@@ -304,19 +305,28 @@ class Scheduler:
             return False
         if self._blocks.total is None:
             return True
-        left = self._blocks.total - self._sessions.held_blocks(self._blocks.count)
+        left = self._blocks.total - self._sessions.held_blocks
         return self._most_blocks(request, rows) <= left
 
     def _most_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> int:
         """Return the most blocks that rows need at once; preemptible ones may run one by one."""
-        each = [self._slot_blocks(row) for row in rows]
-        together = _stays(request) or request.joins_whole
-        return request.request.beam_width * (sum(each) if together else max(each))
+        each = [self._row_blocks(row) for row in rows]
+        return sum(each) if _stays(request) or request.joins_whole else max(each)
 
-    def _slot_blocks(self, row: RunningRow) -> int:
-        """Return the blocks that hold the most that a slot of a row can ever hold."""
+    def _row_blocks(self, row: RunningRow) -> int:
+        """Return the most blocks that all slots of a row ever hold."""
         session = row.owner.session
-        return self._blocks.count(row.most_tokens if session is None else session.slot_tokens)
+        return most_blocks(
+            row.owner.request.beam_width,
+            shared_tokens=row.prompt_len if self._forks(row) else 0,
+            tokens=row.most_tokens if session is None else session.slot_tokens,
+            block_tokens=self._blocks.block_tokens,
+        )
+
+    def _forks(self, row: RunningRow) -> bool:
+        """Return whether a row's beams share blocks; those of a session that forgets do not."""
+        paged = self._blocks.total is not None
+        return paged and row.owner.request.beam_width > 1 and row.memory_len is None
 
     def _has_blocks(self, request: RunningRequest, rows: Sequence[RunningRow]) -> bool:
         """Return whether rows can join now, with room for others to grow."""
@@ -324,33 +334,40 @@ class Scheduler:
         if blocks.total is None:
             return True
         others = [row for each in self._requests for row in each.active if not _stays(each)]
-        if not _stays(request):
-            need = sum(blocks.count(row.prompt_len) - self._shared_blocks(row) for row in rows)
-            most = max(self._slot_blocks(row) for row in rows)
-            growth = min(len(others), blocks.total // _GROWTH_SHARE)
-            return need + growth <= blocks.free and most <= blocks.total - blocks.reserved
-        need = self._most_blocks(request, rows)
-        # Each preemptible row must be able to finish alone.
-        longest = max((self._slot_blocks(row) for row in others), default=0)
-        return need <= blocks.free and need + longest <= blocks.total - blocks.reserved
+        shared = sum(self._shared_blocks(row) for row in rows)
+        if _stays(request):
+            need = most = self._most_blocks(request, rows)
+            # Each preemptible row must be able to finish alone.
+            most += max((self._row_blocks(row) for row in others), default=0)
+        else:
+            need = sum(blocks.count(row.prompt_len) for row in rows)
+            need += min(len(others), blocks.total // _GROWTH_SHARE)
+            most = max(self._row_blocks(row) for row in rows)
+        return need - shared <= blocks.free and most <= blocks.total - blocks.reserved
 
     def _take_blocks(self, row: RunningRow) -> None:
-        """Give a row's slots the blocks for its prompt, or for its greatest length."""
-        if self._blocks.total is None:
+        """Reserve the blocks of a row that keeps them, and give its slots the first of them."""
+        blocks, session = self._blocks, row.owner.session
+        if blocks.total is None:
             return
+        if row.beginnings:
+            self._share_beginning(row)
         if not _stays(row.owner):
-            if row.beginnings:
-                self._share_beginning(row)
-            row.room = self._blocks.extend(row.slots[0], row.prompt_len)
+            row.room = blocks.extend(row.slots[0], row.prompt_len)
             return
-        session = row.owner.session
-        tokens = row.most_tokens if session is None else session.slot_tokens
+        most = self._row_blocks(row)
+        blocks.reserve(row.slots, most)
+        if session is not None:
+            session.blocks += most
+        if session is None or self._forks(row):
+            blocks.extend(row.slots[0], row.prompt_len)
+            return
         for slot in row.slots:
-            self._blocks.reserve(slot, tokens)
+            blocks.extend(slot, session.slot_tokens)
 
     def _shared_blocks(self, row: RunningRow) -> int:
         """Return the number of blocks of a waiting row's prompt that other rows hold now."""
-        if not self._shares_prefixes or not row.can_share:
+        if not self._shares_prefixes or row.owner.turn is not None or not row.can_share:
             return 0
         if not row.beginnings:  # all of the prompt but its last token, which is computed always
             row.beginnings = beginnings(row.prompt[:-1], self._blocks.block_tokens)
@@ -360,7 +377,6 @@ class Scheduler:
         """Take the shared blocks of a row's prompt."""
         row.cached = self._blocks.share(row.slots[0], row.beginnings)
         row.remembered = row.cached // self._blocks.block_tokens
-        self.prompt_tokens += row.prompt_len
         self.shared_tokens += row.cached
 
     def _remember_beginning(self, row: RunningRow) -> None:
@@ -489,16 +505,19 @@ class Scheduler:
         if step.finished:
             self._retire(row, step)
             return
-        if not row.next_ids:
-            # The beams share the prompt that the first slot holds.
-            self._moves += [(row.slots[0], slot, 0, row.held) for slot in row.slots[1:]]
-        elif step.parents is not None:
-            self._moves += [
-                (row.slots[parent], slot, row.held_prompt, row.held)
-                for slot, parent in zip(row.slots, step.parents, strict=True)
-                if row.slots[parent] != slot
-            ]
+        if len(row.slots) > 1:
+            self._continue(row, _parents(row, step))
         row.next_ids = step.tokens
+
+    def _continue(self, row: RunningRow, sources: dict[int, int]) -> None:
+        """Let slots of a row go on from the slots that `sources` maps them to."""
+        if self._forks(row):
+            self._moves += self._blocks.fork(sources, row.held)
+            return
+        start = row.held_prompt if row.next_ids else 0  # all share the prompt from then on
+        self._moves += [
+            (source, slot, start, row.held) for slot, source in sources.items() if source != slot
+        ]
 
     def _retire(self, row: RunningRow, step: RowStep) -> None:
         """Record the result of a row, and free its slots unless its session goes on."""
@@ -509,20 +528,20 @@ class Scheduler:
         if row.owner.session is None:
             self._release(row)
             return
-        if step.parents is not None and step.parents[0] != 0 and row.held > row.held_prompt:
+        if len(row.slots) > 1:
             # The conversation goes on in the first slot, from the best beam.
-            best = row.slots[step.parents[0]]
-            self._moves.append((best, row.slots[0], row.held_prompt, row.held))
+            first = row.slots[0]
+            self._continue(row, {first: _parents(row, step)[first]})
         self._sessions.remember(row, result)
         self._forget_choices(row)
 
     def _release(self, row: RunningRow, *, forget: bool = False) -> None:
         """Free the slots of a row and drop it."""
-        # Blocks that others share are theirs to wipe, if their answers are not finite either.
-        wiped = [(WIPE, slot, self._blocks.own_from(slot), row.held) for slot in row.slots]
-        self._free(row.slots, forget=forget or row.wipe)
+        own = self._free(row.slots, forget=forget or row.wipe)
         if row.wipe:
-            self._moves += wiped
+            # Blocks that others share are theirs to wipe, if their answers are not finite either.
+            own = {slot: first for slot, first in own.items() if first < row.held}
+            self._moves += [(WIPE, slot, first, row.held) for slot, first in own.items()]
         self._forget_choices(row)
 
     def _forget_choices(self, row: RunningRow) -> None:
@@ -531,11 +550,11 @@ class Scheduler:
             self._decoder.remove(row.handle)
             row.handle = None
 
-    def _free(self, slots: Sequence[int], *, forget: bool = False) -> None:
+    def _free(self, slots: Sequence[int], *, forget: bool = False) -> dict[int, int]:
+        """Free slots; return what `BlockPool.release` does."""
         self._slots.give_back(slots)
-        for slot in slots:
-            self._blocks.release(slot, forget=forget)
         self._moves = [move for move in self._moves if move[1] not in slots]
+        return self._blocks.release(slots, forget=forget)
 
     def _answer(self, owners: Iterable[RunningRequest], grown: Container[RunningRequest]) -> None:
         """Answer requests that have finished, and report those that have `grown`."""
@@ -584,6 +603,14 @@ def _goes_on(row: RunningRow) -> bool:
     if not row.next_ids:
         return False
     return row.next_ids[0] != NEWEST or row.produced < row.request.output_len
+
+
+def _parents(row: RunningRow, step: RowStep) -> dict[int, int]:
+    """Return the slot whose tokens each slot of a row continues."""
+    if not row.next_ids:  # the first slot has computed the prompt
+        return dict.fromkeys(row.slots, row.slots[0])
+    parents = step.parents or range(len(row.slots))
+    return {slot: row.slots[parent] for slot, parent in zip(row.slots, parents, strict=True)}
 
 
 def _decode(row: RunningRow) -> list[RowWork]:

@@ -26,7 +26,7 @@ class Sessions:
         self,
         *,
         idle_s: float,
-        free: Callable[[Sequence[int]], None],
+        free: Callable[[Sequence[int]], object],
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """Start empty.
@@ -51,9 +51,10 @@ class Sessions:
         """Slots that stay occupied when all running turns are answered."""
         return sum(each.slot_count for each in self._lasting)
 
-    def held_blocks(self, count: Callable[[int], int]) -> int:
-        """Return the blocks that stay occupied; `count` maps a slot's tokens to blocks."""
-        return sum(each.slot_count * count(each.slot_tokens) for each in self._lasting)
+    @property
+    def held_blocks(self) -> int:
+        """Blocks that stay reserved when all running turns are answered."""
+        return sum(each.blocks for each in self._lasting)
 
     @property
     def _lasting(self) -> list[Session]:

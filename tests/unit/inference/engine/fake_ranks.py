@@ -29,7 +29,10 @@ class FakeRanks:
         self, *, slots: int, blocks: int, block_tokens: int, slot_blocks: int, vocab_size: int
     ) -> None:
         self._cells = np.full((blocks, block_tokens), NOTHING)
-        self._tables = np.full((slots, slot_blocks), -1)
+        # As in the cache itself, a slot of one block has its own.
+        self._tables = (
+            np.arange(slots)[:, None] if slot_blocks == 1 else np.full((slots, slot_blocks), -1)
+        )
         self._size = block_tokens
         self._newest = np.full(slots, NOTHING)
         self._vocab_size = vocab_size
@@ -39,6 +42,7 @@ class FakeRanks:
         """Run a step; tokens are chosen where the plan says so."""
         self.steps += 1
         copies = [move for move in plan.moves if move[0] != WIPE]
+        assert all(source != slot for source, slot, _, _ in copies), "a slot forgets its tokens"
         saved = [self._read(source, stop)[start:] for source, _, start, stop in copies]
         for source, slot, start, stop in plan.moves:
             for place in range(start, stop) if source == WIPE else ():
@@ -62,6 +66,11 @@ class FakeRanks:
                 if slot >= 0:
                     self._newest[slot] = token
         return StepResult(logits, chosen=chosen)
+
+    def tokens(self, slot: int, stop: int) -> list[int]:
+        """Return the first tokens that a slot holds."""
+        found: list[int] = self._read(slot, stop).tolist()
+        return found
 
     def _logits(self, plan: StepPlan) -> torch.Tensor:
         rows, first, outputs = [], 0, set(plan.output_rows)

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
-from inference.engine.blocks import BlockPool, beginnings
+from inference.engine.blocks import BlockPool
 from inference.engine.engine import Engine, EngineOptions
 from inference.engine.planned_step import PlannedStep
 from inference.engine.running import OnStep, RunningRequest, make_row
@@ -30,104 +29,20 @@ from tests.ft_folders import write_gpt
 from tests.unit.inference.engine.fake_ranks import FakeRanks, next_token
 
 VOCAB, END = 50, 13
-BLOCKS, SIZE, SLOTS, MOST_TOKENS = 24, 4, 6, 40
+BLOCKS, SIZE, SLOTS = 24, 4, 6
+WHOLE = 200  # tokens of a slot that is one block
 STEP_S, TOKEN_S = 0.01, 0.0001  # of a simulated step, and of each of its tokens
 
 
-class BlocksOfSlots(RuleBasedStateMachine):
-    """Slots take, share, reserve and release blocks in any order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = BlockPool(blocks=BLOCKS, block_tokens=SIZE)
-        self.tables: dict[int, list[int]] = {}
-        self.reserved: dict[int, int] = {}
-        self.contents: dict[int, bytes] = {}  # of remembered blocks
-
-    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, MOST_TOKENS))
-    def extend(self, slot: int, tokens: int) -> None:
-        """A slot grows, if it can."""
-        if slot in self.reserved or self.pool.lacking(slot, tokens) > self.pool.free:
-            return
-        self.pool.extend(slot, tokens)
-        self._take(slot, fresh=True)
-        assert len(self.tables[slot]) >= self.pool.count(tokens)
-
-    @rule(slot=st.integers(0, SLOTS - 1), prompt=st.lists(st.integers(0, 1), max_size=5))
-    def begin(self, slot: int, prompt: list[int]) -> None:
-        """A new slot shares what it can of a prompt of full blocks, and lets others share it."""
-        if self.tables.get(slot) or len(prompt) > self.pool.free:
-            return
-        names = beginnings([token for token in prompt for _ in range(SIZE)], SIZE)
-        assert len(names) == len(prompt)
-        shared = self.pool.share(slot, names) // SIZE
-        self._take(slot)
-        assert [self.contents[block] for block in self.tables[slot]] == names[:shared]
-        self.pool.extend(slot, len(prompt) * SIZE)
-        self._take(slot, fresh=True)
-        for nth, name in enumerate(names):
-            self.pool.remember(slot, nth, name)
-            self.contents.setdefault(self.tables[slot][nth], name)
-
-    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, MOST_TOKENS))
-    def reserve(self, slot: int, tokens: int) -> None:
-        """A new slot takes all that it will ever need."""
-        if self.tables.get(slot) or self.pool.count(tokens) > self.pool.free:
-            return
-        self.pool.reserve(slot, tokens)
-        self._take(slot, fresh=True)
-        self.reserved[slot] = len(self.tables[slot])
-
-    def _take(self, slot: int, *, fresh: bool = False) -> None:
-        table = self.tables.setdefault(slot, [])
-        for owner, place, block in self.pool.take_entries():
-            assert owner == slot
-            assert place == len(table)
-            if fresh:
-                assert all(block not in other for other in self.tables.values())
-                self.contents.pop(block, None)
-            table.append(block)
-
-    @precondition(lambda self: self.tables)
-    @rule(data=st.data(), forget=st.booleans())
-    def release(self, data: st.DataObject, forget: bool) -> None:
-        """A slot ends."""
-        slot = data.draw(st.sampled_from(sorted(self.tables)))
-        self.pool.release(slot, forget=forget)
-        del self.tables[slot]
-        self.reserved.pop(slot, None)
-
-    @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(1, MOST_TOKENS))
-    def end_before_the_next_step(self, slot: int, tokens: int) -> None:
-        """A slot that ends at once leaves no table entry behind."""
-        if self.tables.get(slot) or self.pool.count(tokens) > self.pool.free:
-            return
-        self.pool.extend(slot, tokens)
-        self.pool.release(slot)
-        assert not self.pool.take_entries()
-        self.tables.pop(slot, None)
-
-    @invariant()
-    def every_block_is_free_or_held(self) -> None:
-        """Slots hold the same block only where they begin alike."""
-        held = {block for table in self.tables.values() for block in table}
-        assert len(held) + self.pool.free == BLOCKS
-        assert self.pool.reserved == sum(self.reserved.values())
-        for block in held:
-            places = {t.index(block) for t in self.tables.values() if block in t}
-            assert len(places) == 1
-
-
-TestBlocksOfSlots = BlocksOfSlots.TestCase
-TestBlocksOfSlots.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
-
-
 class World:
-    """A scheduler, ranks that keep tokens, and the loop between them."""
+    """A scheduler, ranks that keep tokens, and the loop between them.
 
-    def __init__(self, *, blocks: int = BLOCKS, slots: int = SLOTS, overlap: bool) -> None:
+    Without `blocks` each slot has one of its own.
+    """
+
+    def __init__(self, *, blocks: int = BLOCKS, slots: int = SLOTS, overlap: bool = False) -> None:
         decoder = BatchDecoder(DecodingConfig(vocab_size=VOCAB))
-        self.pool = BlockPool(blocks=blocks, block_tokens=SIZE)
+        self.pool = BlockPool(blocks=blocks, block_tokens=SIZE) if blocks else BlockPool()
         self.blocks, self.slots = blocks, slots
         self.scheduler = Scheduler(
             decoder,
@@ -139,7 +54,11 @@ class World:
             shares_prefixes=True,
         )
         self.ranks = FakeRanks(
-            slots=slots, blocks=blocks, block_tokens=SIZE, slot_blocks=blocks, vocab_size=VOCAB
+            slots=slots,
+            blocks=blocks or slots,
+            block_tokens=SIZE if blocks else WHOLE,
+            slot_blocks=blocks or 1,
+            vocab_size=VOCAB,
         )
         self.under_way: tuple[PlannedStep, StepResult] | None = None
         self.overlapped = 0
@@ -253,6 +172,68 @@ def test_every_answer_is_that_of_a_request_alone(
         )
         alone.run()
         assert output_of(running) == output_of(again)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_beams_that_share_blocks_answer_as_those_that_copy(seed: int) -> None:
+    draw = random.Random(seed)
+    worlds = World(blocks=40, slots=10, overlap=True), World(blocks=0, slots=10)
+    header = [7] * 9
+    sent: list[tuple[RunningRequest, RunningRequest]] = []
+    rows = []
+    for _ in range(30):
+        beams = draw.choice((1, 1, 1, 2, 3, 5))
+        begin = header[: draw.randint(0, 9)]
+        prompt = [*begin, *(draw.randrange(VOCAB) for _ in range(draw.randint(1, 12)))]
+        count = draw.randint(30, 100) if beams == 1 else draw.randint(1, 17)
+        end = draw.choice((END, VOCAB, VOCAB))
+        first, second = (world.add(prompt, count, beam_width=beams, end_id=end) for world in worlds)
+        sent.append((first, second))
+        rows += first.waiting
+        for _ in range(draw.randint(0, 4)):
+            worlds[0].turn()
+    for world in worlds:
+        world.run()
+    assert any(row.resumes for row in rows), "no neighbour was preempted"
+    for first, second in sent:
+        assert first.future.result(0).rows == second.future.result(0).rows
+
+
+def test_beams_hold_their_prompt_once() -> None:
+    world = World(blocks=200)
+    prompt = [draw * 31 % VOCAB for draw in range(512)]
+    for _ in range(2):
+        running = world.add(prompt, 32, beam_width=4, end_id=VOCAB)
+        # Of each beam the blocks of 31 tokens of its answer; the last one is never cached.
+        most = 512 // SIZE + 4 * 8
+        while not running.future.done():
+            assert world.turn()
+            assert world.scheduler.load().blocks_used in (0, most)
+    # All but the block that holds the prompt's last token.
+    assert world.scheduler.shared_tokens == 512 - SIZE
+    world.run()
+
+
+def test_a_failed_beam_search_wipes_each_block_once() -> None:
+    world = World()
+    other = world.add([3, 1, 4, 1, 5, 9], 9)
+    world.turn()
+    failing = world.add([3, 1, 4, 1, 5, 9], 9, beam_width=3)
+    for _ in range(4):
+        world.turn()
+    (row,) = failing.active
+    slots, end = row.slots, row.held
+    row.wipe = True
+    world.scheduler.drop(failing)
+    step = world.scheduler.plan()
+    assert step is not None
+    wiped = [move for move in step.plan.moves if move[0] == WIPE]
+    # The neighbour holds the first block; the beams share others, and each has a last one.
+    assert {(slot, stop) for _, slot, _, stop in wiped} == {(slot, end) for slot in slots}
+    assert min(start for _, _, start, _ in wiped) == SIZE
+    world.scheduler.finish(step, world.ranks.run(step.plan), seconds=0.01)
+    world.run()
+    assert output_of(other) == answer([3, 1, 4, 1, 5, 9], 9)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

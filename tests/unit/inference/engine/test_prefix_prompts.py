@@ -12,7 +12,7 @@ import torch
 from export_scripts.families.gptj import GPTJ, GPTJConfig
 from export_scripts.families.layout.config import PromptTask
 from inference.decoding.request import RequestError, parse_request
-from inference.engine.engine import Engine, SessionTurn
+from inference.engine.engine import Engine, EngineOptions, SessionTurn
 from inference.model.step import Segment
 from inference.ranks.decoder_rank import DecoderRank
 from inference.ranks.plan import StepPlan, pack_plan, unpack_plan
@@ -77,9 +77,13 @@ def check(engine: Engine, **options: Any) -> None:
     assert [row.output_ids for row in prefixed] == [row.output_ids for row in alone]
 
 
-@pytest.mark.parametrize("family", ["gpt", "gptj"])
-def test_a_prefix_acts_as_the_tokens_it_was_taken_from(family: str, tmp_path: Path) -> None:
-    with Engine(write_prefixes(family, tmp_path), Placement(device="cpu")) as engine:
+@pytest.mark.parametrize(("family", "block_tokens"), [("gpt", 0), ("gptj", 0), ("gptj", 2)])
+def test_a_prefix_acts_as_the_tokens_it_was_taken_from(
+    family: str, block_tokens: int, tmp_path: Path
+) -> None:
+    options = EngineOptions(kv_block_tokens=block_tokens)
+    folder = write_prefixes(family, tmp_path)
+    with Engine(folder, Placement(device="cpu"), options=options) as engine:
         check(engine)
         check(engine, beam_width=np.array([[3]] * 2, np.uint32))
         assert engine.free_slots == engine.capacity.slots

@@ -73,10 +73,12 @@ def converse(remembering: Engine, windowed: Engine, **options: Any) -> None:
     assert remembering.free_slots == remembering.capacity.slots
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (2, 2)])
-def test_only_the_newest_tokens_are_seen(tmp_path: Path, tp_size: int, pp_size: int) -> None:
+@pytest.mark.parametrize(("tp_size", "pp_size", "block_tokens"), [(1, 1, 0), (1, 1, 5), (2, 2, 0)])
+def test_only_the_newest_tokens_are_seen(
+    tmp_path: Path, tp_size: int, pp_size: int, block_tokens: int
+) -> None:
     # A sequence of the cache is shorter than the conversation.
-    options = EngineOptions(max_lanes=4, max_seq_len=MEMORY_LEN)
+    options = EngineOptions(max_lanes=4, max_seq_len=MEMORY_LEN, kv_block_tokens=block_tokens)
     folder = write_llama(tmp_path / "plain", tp_size=tp_size)
     window = write_llama(tmp_path / "window", sliding_window=MEMORY_LEN)
     with (

@@ -90,6 +90,7 @@ def converse(
             ended = row.finish_reasons[0] != "length"
             history[b] = whole[b] + list(row.output_ids[0][: -1 if ended else None])
     assert engine.free_slots == engine.capacity.slots
+    assert engine.load().blocks_used == 0
 
 
 TURNS = [[[3, 9, 4], [1]], [[5, 8], [2, 2, 7, 30]], [[6], [6, 11]]]
@@ -100,8 +101,12 @@ def test_turns_are_answered_as_the_whole_conversation(engine: Engine) -> None:
     converse(engine, TURNS, **SAMPLED)
 
 
-def test_beams_go_on_from_the_best_hypothesis(engine: Engine) -> None:
-    converse(engine, TURNS, beam_width=3)
+@pytest.mark.parametrize("block_tokens", [0, 4])
+def test_beams_go_on_from_the_best_hypothesis(ft_dir: Path, block_tokens: int) -> None:
+    # The answers to whole conversations run next to the session.
+    options = EngineOptions(max_lanes=12, kv_block_tokens=block_tokens)
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
+        converse(engine, TURNS, beam_width=3)
 
 
 def test_a_turn_that_ended_early_gives_its_last_token_away(engine: Engine) -> None:
