@@ -15,7 +15,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,12 @@ def encoder_programs(
 
 def states_of(prompts: Prompts, hidden: int) -> torch.Tensor:
     """Return made-up input states (rows, tokens of the longest, hidden)."""
-    generator = torch.Generator().manual_seed(len(prompts))
-    return torch.randn(len(prompts), max(map(len, prompts)), hidden, generator=generator)
+    return _states(len(prompts), max(map(len, prompts)), hidden)
+
+
+@cache  # drawing them takes longer than the encoder
+def _states(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0]))
 
 
 def mask_of(prompts: Prompts) -> torch.Tensor:

@@ -5,11 +5,12 @@
         --layers 24 --heads 16 --arrivals 0.5 0.8 0.95
 
 The model has random weights of the named size, or of the given sizes, which allows sizing a machine
-before a checkpoint exists. All requests are greedy and stop at their length alone. "batch N"
-is N requests of equal length at once; "first token" is the time until all of them have one token;
-"mixed" is requests of 32 to 512 tokens in and 16 to 256 out, the first time after the start and
-again. Arrivals come independently at the given shares of the mixed requests' rate. vLLM takes part
-where it can be imported, with dummy weights of the same sizes, in a process of its own.
+before a checkpoint exists. Requests are greedy, unless --top-p is given, and stop at their length
+alone. "batch N" is N requests of equal length at once; "first token" is the time until all of them
+have one token; "mixed" is requests of 32 to 512 tokens in and 16 to 256 out, the first time after
+the start and again. Arrivals come independently at the given shares of the mixed requests' rate.
+vLLM takes part where it can be imported, with dummy weights of the same sizes, in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import multiprocessing
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -62,11 +63,14 @@ class SlipwayServer:
         placement = Placement(
             data_type=args.data_type,
             int8_mode=int(args.int8),
+            fp8=args.fp8,
+            batch_invariant=args.batch_invariant,
             device=args.device,
             tp_size=args.tp,
         )
         self._engine = Engine(model.ft_dir, placement, options=options)
         self._engine.start()
+        self._top_p = args.top_p
         self._futures: list[Any] = []
 
     def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
@@ -76,7 +80,9 @@ class SlipwayServer:
 
         never = self._engine.limits.vocab_size + 1
         ids = tuple(request.prompt)
-        row = RowRequest(ids, request.output_len, RowOptions(end_id=never), context_ids=ids)
+        sampling = {} if self._top_p is None else {"top_k": 0, "top_p": self._top_p}
+        options = RowOptions(end_id=never, random_seed=number, **sampling)
+        row = RowRequest(ids, request.output_len, options, context_ids=ids)
         listener = None
         if on_tokens is not None:
 
@@ -119,6 +125,7 @@ class VllmServer:
             tensor_parallel_size=args.tp,
             enable_prefix_caching=False,
         )
+        self._choice = {"temperature": 0} if args.top_p is None else {"top_p": args.top_p}
         self._engine = llm.llm_engine
         self._lock = threading.Lock()
         self._listeners: dict[str, tuple[int, OnTokens | None]] = {}
@@ -128,7 +135,7 @@ class VllmServer:
         from vllm import SamplingParams
 
         params = SamplingParams(
-            max_tokens=request.output_len, ignore_eos=True, temperature=0, detokenize=False
+            max_tokens=request.output_len, ignore_eos=True, detokenize=False, **self._choice
         )
         with self._lock:
             name = f"{number}-{time.perf_counter_ns()}"
@@ -200,10 +207,9 @@ def arriving(server: Server, requests: Sequence[Request], rate: float) -> Latenc
     return found
 
 
-def measure(server: Server, model: Model, args: argparse.Namespace) -> dict[str, str]:
-    """Return every row of the table."""
+def measure(server: Server, model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield every row of the table as soon as it is measured."""
     vocab_size = model.vocab_size - 300  # ids that every contender's vocabulary has
-    rows: dict[str, str] = {}
     mixed = mixed_requests(args.requests, vocab_size=vocab_size)
     tokens = sum(request.output_len for request in mixed)
     rate = 0.0
@@ -211,7 +217,7 @@ def measure(server: Server, model: Model, args: argparse.Namespace) -> dict[str,
         if args.requests:
             seconds = timed(server, mixed)
             rate = len(mixed) / seconds
-            rows[f"mixed, {turn}"] = f"{tokens / seconds:.0f} tokens/s"
+            yield f"mixed, {turn}", f"{tokens / seconds:.0f} tokens/s"
     for batch in args.batch:
         sizes = {"input_len": args.input_len, "vocab_size": vocab_size}
         one = equal_requests(batch, output_len=1, **sizes)
@@ -220,16 +226,17 @@ def measure(server: Server, model: Model, args: argparse.Namespace) -> dict[str,
         pairs = [(timed(server, one), timed(server, all_tokens)) for _ in range(args.repeats)]
         first, total = (statistics.median(values) for values in zip(*pairs, strict=True))
         step = (total - first) / (args.output_len - 1)
-        rows[f"batch {batch}"] = f"{batch * args.output_len / total:.0f} tokens/s"
-        rows[f"batch {batch}, first token"] = f"{first * 1e3:.1f} ms"
-        rows[f"batch {batch}, a step"] = f"{step * 1e3:.3f} ms"
+        yield f"batch {batch}", f"{batch * args.output_len / total:.0f} tokens/s"
+        yield f"batch {batch}, first token", f"{first * 1e3:.1f} ms"
+        yield f"batch {batch}, a step", f"{step * 1e3:.3f} ms"
     for share in args.arrivals:
         found = arriving(server, mixed, share * rate)
+        title = f"{share:.0%} of the mixed requests' rate"
+        yield title, f"{share * rate:.1f} requests/s"
         for name, values in (("first token", found.first), ("between tokens", found.between)):
             cuts = statistics.quantiles(values, n=100)
             text = f"{cuts[49] * 1e3:.1f} / {cuts[98] * 1e3:.1f} ms"
-            rows[f"{share:.0%} of {rate:.1f} requests/s, {name} p50 / p99"] = text
-    return rows
+            yield f"{title}, {name} p50 / p99", text
 
 
 def contend(
@@ -240,7 +247,9 @@ def contend(
     began = time.perf_counter()
     server = make(model, args)
     rows = {"ready after": f"{time.perf_counter() - began:.0f} s"}
-    rows |= measure(server, model, args)
+    for row, text in measure(server, model, args):
+        print(f"{type(server).__name__}: {row}: {text}", flush=True)
+        rows[row] = text
     results.put(rows)
     server.close()
 
@@ -255,6 +264,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--data-type", choices=("fp16", "bf16", "fp32"), default="fp16")
     parser.add_argument("--tp", type=int, default=1, help="GPUs")
     parser.add_argument("--int8", action="store_true", help="matrices in 8 bits, ours alone")
+    parser.add_argument("--fp8", action="store_true", help="products in FP8, ours alone")
+    parser.add_argument("--batch-invariant", action="store_true", help="ours alone")
+    parser.add_argument("--top-p", type=float, help="sample from this nucleus, else greedy")
     parser.add_argument("--model", choices=tuple(SIZES), help="a size by name")
     parser.add_argument("--family", choices=("gpt", "gptj"), default="gpt")
     parser.add_argument("--hidden", type=int, default=768)

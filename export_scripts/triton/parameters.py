@@ -129,6 +129,10 @@ PARAMETERS: Mapping[str, Parameter] = {
     "int8_mode": Parameter(
         whole(0, 2), "0", "1 keeps matrices in 8 bits, see below", f"{_OF_TRITON}int8_mode"
     ),
+    "fp8": Parameter(FLAG, "0", "1 computes matrix products in FP8, see below"),
+    "batch_invariant": Parameter(
+        FLAG, "0", "1: answers do not depend on other requests, to the bit, see below"
+    ),
     "max_lanes": _engine(
         whole(1, 65536), "64 on CPU, 256 on CUDA", "most sequences that run at once"
     ),

@@ -18,6 +18,8 @@ _PLACEMENT = {
     "pipeline_para_size": "pp_size",
     "data_type": "data_type",
     "int8_mode": "int8_mode",
+    "fp8": "fp8",
+    "batch_invariant": "batch_invariant",
     "device": "device",
 }
 _NVIDIA_ONLY = ("enable_custom_all_reduce",)

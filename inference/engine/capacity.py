@@ -273,7 +273,7 @@ def _cuda_budget(
     """
     _, config = read_config(ft_dir)
     stored = sum(path.stat().st_size for path in ft_dir.iterdir()) // placement.world_size
-    item_bytes = 1 if placement.int8_mode else item_size(placement.data_type)
+    item_bytes = 1 if placement.int8_mode or placement.fp8 else item_size(placement.data_type)
     weights = stored * item_bytes // item_size(config.weight_data_type)
     free, _ = torch.cuda.mem_get_info()
     share = max(free // options.sharing_engines - weights, 0)

@@ -12,6 +12,7 @@ from inference.model.rotary import RotaryTable
 from inference.model.step import AttentionRules
 from inference.model.weights import RankWeights
 from inference.parallel.gemm import gemm_activation
+from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import AllReduce, ColumnParallelLinear, RowParallelLinear
 
 
@@ -20,7 +21,7 @@ def load_decoder(
     architecture: DecoderArchitecture,
     *,
     reduce: AllReduce | None,
-    int8: bool = False,
+    gemm: GemmOptions = PLAIN_GEMM,
 ) -> Decoder:
     """Load this rank's stage of a model.
 
@@ -28,7 +29,7 @@ def load_decoder(
         weights: This rank's files.
         architecture: The choices.
         reduce: Sums over the ranks of the stage; None for a single rank.
-        int8: Whether matrices are kept in 8 bits.
+        gemm: Form of the matrices.
 
     Raises:
         ValueError: The sizes do not divide among the ranks, or a choice is not supported.
@@ -36,7 +37,7 @@ def load_decoder(
     """
     layout = weights.layout
     check_decoder(architecture, layout.tp_size)
-    loader = _Loader(weights, architecture, reduce, int8=int8)
+    loader = _Loader(weights, architecture, reduce, gemm)
     decoder = Decoder(
         architecture,
         embedding=loader.embedding() if layout.is_first_stage else None,
@@ -82,13 +83,12 @@ class _Loader:
         weights: RankWeights,
         architecture: DecoderArchitecture,
         reduce: AllReduce | None,
-        *,
-        int8: bool,
+        gemm: GemmOptions,
     ) -> None:
         self.weights = weights
         self.architecture = architecture
         self.reduce = reduce
-        self.int8 = int8
+        self.gemm = gemm
         tp_size = weights.layout.tp_size
         # This rank's query heads, key/value heads, and their size.
         self._heads = (
@@ -104,7 +104,7 @@ class _Loader:
             norm=architecture.norm,
             norm_eps=architecture.norm_eps,
             reduce=reduce,
-            int8=int8,
+            gemm=gemm,
         )
         rotary = architecture.rotary
         self.rotary: RotaryTable | None = None
@@ -125,7 +125,11 @@ class _Loader:
             first = layout.tp_rank * heads
             slopes = alibi_slopes(self.architecture.head_num)[first : first + heads]
             slopes = slopes.to(self.weights.device)
-        return AttentionRules(slopes, self.architecture.sliding_window)
+        return AttentionRules(
+            slopes,
+            self.architecture.sliding_window,
+            batch_invariant=self.gemm.batch_invariant,
+        )
 
     def embedding(self) -> Embedding:
         """Return the input side, of the first stage."""
@@ -178,15 +182,11 @@ class _Loader:
         )
 
     def _joins_halves(self, prefix: str) -> bool:
-        """Return whether a layer becomes two products: off the CPU, where launches count.
-
-        In 8 bits the second product's two parts could not keep scales of their own.
-        """
+        """Return whether a layer becomes two products: off the CPU, where launches count."""
         choice = self.architecture
-        plain = not (choice.gated or choice.separate_qkv or self.int8)
         return (
             choice.residual == "parallel_shared"
-            and plain
+            and not (choice.gated or choice.separate_qkv)
             and not self.weights.has(prefix + "attention.query_key_value.bias")
             and self.weights.device.type != "cpu"
         )
@@ -207,11 +207,13 @@ class _Loader:
                 torch.cat((bias.new_zeros(sum(widths)), bias)),
                 activation=self._activation,
                 first_activated=sum(widths),
+                options=self.gemm,
             ),
             RowParallelLinear(
                 torch.cat((out, down)),
                 torch.stack(out_biases).sum(0) if out_biases else None,
                 reduce=self.reduce,
+                options=self.gemm,
             ),
             heads=self._heads,
             rotary=self.rotary,

@@ -22,6 +22,7 @@ from inference.model.step import AttentionRules, Segment, Step, attention_groups
 from inference.model.t5_layers import T5DecoderLayer
 from inference.model.t5_weights import T5Loader, check_t5
 from inference.model.weights import RankWeights
+from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import AllReduce, VocabParallelHead
 
 # Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
@@ -95,7 +96,7 @@ class EncoderDecoder:
         architecture: EncoderDecoderArchitecture,
         *,
         reduce: AllReduce | None,
-        int8: bool = False,
+        gemm: GemmOptions = PLAIN_GEMM,
     ) -> None:
         """Load the layers of this rank's stage.
 
@@ -103,7 +104,7 @@ class EncoderDecoder:
             weights: This rank's files.
             architecture: The choices; `decoder` None loads the encoder of a whole model alone.
             reduce: Sums over the ranks of the stage; None for a single rank.
-            int8: Whether matrices are kept in 8 bits.
+            gemm: Form of the matrices.
 
         Raises:
             ValueError: The sizes do not divide among the ranks.
@@ -114,7 +115,7 @@ class EncoderDecoder:
         self.architecture = architecture
         self.dtype, self.device = weights.dtype, weights.device
         self.encoder_layers = layout.layers(architecture.encoder.num_layer)
-        loader = T5Loader(weights, architecture, reduce, int8=int8)
+        loader = T5Loader(weights, architecture, reduce, gemm)
         self._embedding = loader.embedding() if layout.is_first_stage else None
         self.encoder = [loader.encoder_layer(number) for number in self.encoder_layers]
         self._encoder_bias = loader.relative_bias("encoder")  # (H, offsets)

@@ -10,6 +10,7 @@ from export_scripts.families.layout.architecture import Norm
 from inference.model.layers import Normalise, make_norm
 from inference.model.weights import RankWeights
 from inference.parallel.gemm import GemmActivation
+from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import (
     AllReduce,
     ColumnParallelLinear,
@@ -22,8 +23,8 @@ from inference.parallel.linear import (
 class LayerLoader:
     """Makes parts of layers of one rank's tensors.
 
-    `reduce` sums over the ranks of the stage, None for a single one; with `int8` matrices are kept
-    in 8 bits, the head's too.
+    `reduce` sums over the ranks of the stage, None for a single one; `gemm` goes for all matrices,
+    the head's too.
     """
 
     def __init__(
@@ -33,12 +34,12 @@ class LayerLoader:
         norm: Norm,
         norm_eps: float,
         reduce: AllReduce | None,
-        int8: bool = False,
+        gemm: GemmOptions = PLAIN_GEMM,
     ) -> None:
         self.weights = weights
         self.reduce = reduce
         self._norm, self._norm_eps = norm, norm_eps
-        self._int8 = int8
+        self._gemm = gemm
 
     def norm(self, name: str, *, kind: Norm | None = None) -> Normalise:
         """Return a norm, by default of the model's kind."""
@@ -54,7 +55,7 @@ class LayerLoader:
             torch.cat(matrices, dim=1) if len(matrices) > 1 else matrices[0],
             torch.cat(present) if present else None,
             activation=activation,
-            int8=self._int8,
+            options=self._gemm,
         )
 
     def row(self, name: str) -> RowParallelLinear:
@@ -66,7 +67,7 @@ class LayerLoader:
     ) -> RowParallelLinear:
         """Return a row-parallel linear with the given bias and all-reduce."""
         weight = self.weights.matrix(f"{name}.weight")
-        return RowParallelLinear(weight, bias, reduce=reduce, int8=self._int8)
+        return RowParallelLinear(weight, bias, reduce=reduce, options=self._gemm)
 
     def tokens(self, name: str, vocab_size: int) -> VocabEmbedding:
         """Return the embedding of tokens by the table `name` (V, E)."""
@@ -95,5 +96,5 @@ class LayerLoader:
             weights.matrix_rows(name, rows),
             weights.rows(bias, rows) if bias is not None else None,
             width=layout.vocab_rows_per_rank(vocab_size),
-            int8=self._int8,
+            options=self._gemm,
         )

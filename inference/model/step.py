@@ -105,6 +105,7 @@ class AttentionRules:
     sliding_window: int | None = None
     # (H, D): bias by distance back, the last entry for all that are farther.
     distance_bias: torch.Tensor | None = None
+    batch_invariant: bool = False  # the bits of a token's result do not depend on the step
 
     @property
     def plain(self) -> bool:

@@ -25,6 +25,7 @@ from inference.model.t5_layers import (
 )
 from inference.model.weights import RankWeights
 from inference.parallel.gemm import gemm_activation
+from inference.parallel.gemm_options import GemmOptions
 from inference.parallel.linear import AllReduce, VocabParallelHead
 
 
@@ -52,7 +53,7 @@ def check_t5(architecture: EncoderDecoderArchitecture, tp_size: int) -> None:
 class T5Loader:
     """Builder of a T5 model's layers from a rank's tensors.
 
-    `reduce` sums over the ranks of the stage; with `int8` matrices are kept in 8 bits.
+    `reduce` sums over the ranks of the stage; `gemm` goes for all matrices.
     """
 
     def __init__(
@@ -60,8 +61,7 @@ class T5Loader:
         weights: RankWeights,
         architecture: EncoderDecoderArchitecture,
         reduce: AllReduce | None,
-        *,
-        int8: bool,
+        gemm: GemmOptions,
     ) -> None:
         self._weights = weights
         self._architecture = architecture
@@ -70,7 +70,7 @@ class T5Loader:
             norm=architecture.norm,
             norm_eps=architecture.norm_eps,
             reduce=reduce,
-            int8=int8,
+            gemm=gemm,
         )
         stack = architecture.encoder
         scale = 1 / math.sqrt(stack.size_per_head) if architecture.scale_attention else 1.0

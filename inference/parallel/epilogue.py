@@ -28,6 +28,17 @@ def activate(x: torch.Tensor, activation: GemmActivation) -> torch.Tensor:
     return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
+def ordered_sum(
+    parts: torch.Tensor, *, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the sum of parts (T, N, E) + bias + residual, added up in fp32 one by one."""
+    terms = [*parts, *(term for term in (bias, residual) if term is not None)]
+    total: torch.Tensor = terms[0].float()
+    for term in terms[1:]:
+        total = total + term
+    return total.to(parts.dtype)
+
+
 def finish(
     y: torch.Tensor,
     *,

@@ -12,6 +12,7 @@ import torch
 
 from inference.parallel import gemm_cpu
 from inference.parallel.epilogue import GemmActivation, finish, gemm_activation
+from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.int8 import Int8Gemm
 
 __all__ = ["Gemm", "GemmActivation", "gemm_activation", "make_gemm"]
@@ -37,22 +38,22 @@ def make_gemm(
     *,
     activation: GemmActivation | None = None,
     first_activated: int = 0,
-    int8: bool = False,
+    options: GemmOptions = PLAIN_GEMM,
 ) -> Gemm:
     """Return the product with `weight` (I, O), on its device.
 
     The weight may be memory-mapped or a transposed view; the result keeps no reference to it
     where the device has a better form. On CPU a weight of fp16 takes fp32 rows and gives such;
-    else rows have the weight's type. With `int8` it is quantised, one scale per output. Off the CPU
-    outputs before `first_activated` may be left as they are.
+    else rows have the weight's type. Off the CPU outputs before `first_activated` may be left as
+    they are.
     """
     on_cpu = weight.device.type == "cpu"
     if not on_cpu:
-        return _gpu_gemm(weight, bias, activation, first_activated, int8=int8)
+        return _gpu_gemm(weight, bias, activation, first_activated, options)
     assert not first_activated, "products on CPU activate all outputs"
     if not weight.numel():
         return _PlainGemm(weight, bias, activation)
-    if int8:
+    if options.int8:
         if gemm_cpu.has_fbgemm_int8():
             return gemm_cpu.FbgemmInt8Gemm(weight, bias, activation)
         if gemm_cpu.has_onednn_int8():
@@ -70,15 +71,16 @@ def _gpu_gemm(
     bias: torch.Tensor | None,
     activation: GemmActivation | None,
     first_activated: int,
-    *,
-    int8: bool,
+    options: GemmOptions,
 ) -> Gemm:
     kernels = _cuda_kernels() if weight.numel() and weight.dtype.itemsize == 2 else None
     kind: Callable[..., Gemm]
-    if int8 and weight.numel():
-        kind = Int8Gemm if kernels is None else kernels.CudaInt8Gemm
-    else:
-        kind = _PlainGemm if kernels is None else kernels.CudaGemm
+    if kernels is not None:
+        kind = kernels.CudaRoundedGemm if options.int8 or options.fp8 else kernels.CudaGemm
+        return kind(weight, bias, activation, first_activated, options)
+    assert not options.fp8, "FP8 needs Triton and 16 bits"
+    assert not options.batch_invariant, "batch invariance needs Triton and 16 bits"
+    kind = Int8Gemm if options.int8 and weight.numel() else _PlainGemm
     return kind(weight, bias, activation, first_activated)
 
 

@@ -19,13 +19,15 @@ import triton.language as tl
 from torch.nn import functional
 
 from inference.parallel.epilogue import GemmActivation
-from inference.parallel.int8 import Int8Gemm
+from inference.parallel.gemm_options import GemmOptions
+from inference.parallel.int8 import quantise
 from inference.parallel.launch_cuda import (
     launch_options,
     let_next_begin,
     read_ahead,
     wait_for_earlier,
 )
+from inference.parallel.rounding_cuda import quantise_fp8, round_rows, widen, widened
 
 _ACTIVATIONS: dict[GemmActivation | None, int] = {
     None: 0,
@@ -51,6 +53,7 @@ _LINE_BYTES = 128
 _PROGRAMS_AT_ONCE = 8  # on a multiprocessor
 
 _MOST_TICKETS = 8192
+_MOST_TILE_ROWS = 128
 _LEAST_ROWS = 16  # of a tile; eight would take as long
 # With more rows cuBLAS is faster, in 8 bits widening the weights first.
 _MOST_ROWS = {2: 32, 1: 128}
@@ -59,36 +62,6 @@ _MANY_OUTPUTS = 16384
 
 # Outputs of one row that a program finishes after a product by cuBLAS.
 _FINISHED = {"OUTPUTS": 1024, "num_warps": 4}
-# Weights of one output that a program widens.
-_WIDENED = {"INPUTS": 2048, "num_warps": 4}
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _widened(weight, NATIVE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Return fp16 of whole numbers of 8 bits.
-
-    Four at a time become the low bytes of 1024 + 128 + weight. A step of GPT-J-6B takes 1.9 ms this
-    way, 2.4 ms with the compiler's own conversion.
-    """
-    if NATIVE:
-        (wide,) = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 unsigned, offset;
-            mov.b32 offset, 0x64806480;
-            xor.b32 unsigned, $2, 0x80808080;
-            prmt.b32 $0, unsigned, 0x64646464, 0x4140;
-            prmt.b32 $1, unsigned, 0x64646464, 0x4342;
-            sub.f16x2 $0, $0, offset;
-            sub.f16x2 $1, $1, offset;
-            }""",
-            "=r,=r,r",
-            [weight],
-            dtype=(tl.float16,),
-            is_pure=True,
-            pack=4,
-        )
-        return wide
-    return weight.to(tl.float16)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -131,7 +104,7 @@ def _finished(  # type: ignore[no-untyped-def]
 def _weights(row_at, place, inputs):  # type: ignore[no-untyped-def]
     """Return a tile (OUTPUTS, INPUTS). Each weight is read once; the inputs stay in the cache."""
     inside = (place < inputs)[None, :]
-    return tl.load(row_at + place[None, :], mask=inside, other=0, eviction_policy="evict_first")
+    return tl.load(row_at + place[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -148,7 +121,7 @@ def _partial_sums(  # type: ignore[no-untyped-def]
     """Return (OUTPUTS, INPUTS / GROUP) sums of a tile's products with the row."""
     x = tl.load(x_at + place, mask=place < inputs, other=0.0).to(tl.float32)
     if weight.dtype == tl.int8:
-        weight = _widened(weight, NATIVE)
+        weight = widened(weight, NATIVE)
     products = weight.to(tl.float32) * x[None, :]
     if GROUP > 1:
         products = tl.sum(tl.reshape(products, (OUTPUTS, INPUTS // GROUP, GROUP)), 2)
@@ -202,7 +175,7 @@ def _one_row(  # type: ignore[no-untyped-def]
     tl.store(y_at + output, y.to(y_at.dtype.element_ty), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _some_rows(  # type: ignore[no-untyped-def]
     x_at,
     weight_at,
@@ -210,6 +183,7 @@ def _some_rows(  # type: ignore[no-untyped-def]
     bias_at,
     residual_at,
     y_at,
+    row_scale_at,
     parts_at,
     tickets_at,
     rows,
@@ -221,49 +195,55 @@ def _some_rows(  # type: ignore[no-untyped-def]
     OUTPUTS: tl.constexpr,  # noqa: N803
     INPUTS: tl.constexpr,  # noqa: N803
     PARTS: tl.constexpr,  # noqa: N803 - programs that share the inputs of an output
+    DIGITS: tl.constexpr,  # noqa: N803 - of x
     ACTIVATION: tl.constexpr,  # noqa: N803
-    HAS_SCALE: tl.constexpr,  # noqa: N803
+    HAS_SCALE: tl.constexpr,  # noqa: N803 - of outputs, and of rows
     HAS_BIAS: tl.constexpr,  # noqa: N803
     HAS_RESIDUAL: tl.constexpr,  # noqa: N803
-    NATIVE: tl.constexpr,  # noqa: N803
     EARLY: tl.constexpr,  # noqa: N803
 ):
     let_next_begin(EARLY)
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    row = tl.arange(0, ROWS)
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     row_at = weight_at + tl.minimum(output, outputs - 1)[:, None].to(tl.int64) * inputs
-    wait_for_earlier(EARLY)
-    total = tl.zeros((OUTPUTS, ROWS), tl.float32)
+    x_at += row[None, :].to(tl.int64) * x_stride
+    second_at = x_at + rows.to(tl.int64) * x_stride
     share = tl.cdiv(tl.cdiv(inputs, INPUTS), PARTS) * INPUTS
     begin = tl.program_id(1) * share
+    wait_for_earlier(EARLY)
+    total = tl.zeros((OUTPUTS, ROWS), tl.int32 if DIGITS == 2 else tl.float32)
+    small = tl.zeros((OUTPUTS, ROWS), tl.int32)
     for first in range(begin, tl.minimum(begin + share, inputs), INPUTS):
         place = first + tl.arange(0, INPUTS)
         weight = _weights(row_at, place, inputs)
         there = (row < rows)[None, :] & (place < inputs)[:, None]
-        x = tl.load(x_at + row[None, :] * x_stride + place[:, None], mask=there, other=0.0)
-        if weight.dtype == tl.int8:
-            weight = _widened(weight, NATIVE).to(x.dtype)
-        # Weights first: a tensor core's first factor may come from registers, where they are
-        # widened; the other way round the product in 8 bits takes up to 1.5 times as long.
-        total = tl.dot(weight, x, total)
+        x = tl.load(x_at + place[:, None], mask=there, other=0.0)
+        total = tl.dot(weight, x, total, out_dtype=total.dtype)
+        if DIGITS == 2:
+            second = tl.load(second_at + place[:, None], mask=there, other=0.0)
+            small = tl.dot(weight, second, small, out_dtype=tl.int32)
+    if DIGITS == 2:
+        total = total.to(tl.float32) + small.to(tl.float32) * (1 / 254)
     output = output[:, None]
-    place = row[None, :] * outputs + output
+    place = row[None, :].to(tl.int64) * outputs + output
     inside = (output < outputs) & (row < rows)[None, :]
     last = True
     if PARTS > 1:
         # The last program adds up the parts of all, always in the same order.
-        part_at = parts_at + tl.program_id(1) * rows * outputs + place
-        tl.store(part_at, total, mask=inside)
+        size = rows.to(tl.int64) * outputs
+        tl.store(parts_at + tl.program_id(1) * size + place, total, mask=inside)
         tl.debug_barrier()  # all parts of this program are stored before its ticket is drawn
-        ticket_at = tickets_at + tl.program_id(0)
+        ticket_at = tickets_at + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         last = tl.atomic_add(ticket_at, 1) == PARTS - 1
         if last:
             tl.store(ticket_at, 0)
             total = tl.zeros((OUTPUTS, ROWS), tl.float32)
             for part in range(PARTS):
-                at = parts_at + part * rows * outputs + place
+                at = parts_at + part * size + place
                 total += tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
     if last:
+        if HAS_SCALE:
+            total *= tl.load(row_scale_at + row, mask=row < rows, other=0.0)[None, :]
         y = _finished(
             total,
             output,
@@ -289,17 +269,20 @@ def gemv(
     residual: torch.Tensor | None = None,
     activation: GemmActivation | None = None,
     first_activated: int = 0,
+    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Return activation(x W scale + bias) + residual, (N, O) in the type of x.
 
     Args:
-        x: (N, I) of 16 bits, at most 128 rows.
-        weight: (O, I), contiguous: the type of x, or 8 bits.
+        x: (N, I) of 16 bits.
+        weight: (O, I), contiguous: the type of x, int8, or float8_e4m3fn. Rows of x are rounded to
+            the latter, and to 15 bits for int8 unless there is only one.
         scale: (O,) fp32, for weights of 8 bits.
         bias: (O,).
         residual: (N, O).
         activation: Of the outputs from `first_activated` on.
         first_activated: Outputs before it stay as they are.
+        batch_invariant: Whether a row's result has to be the same for every N.
     """
     rows, inputs = x.shape
     outputs = len(weight)
@@ -307,49 +290,64 @@ def gemv(
     y = x.new_empty(rows, outputs)
     # Absent tensors are not read, but need some pointer in their place.
     scale_at, bias_at = x if scale is None else scale, x if bias is None else bias
-    pointers = (x, weight, scale_at, bias_at, x if residual is None else residual.contiguous(), y)
-    native = x.is_cuda and torch.version.cuda is not None
+    pointers = (weight, scale_at, bias_at, x if residual is None else residual.contiguous(), y)
     options: dict[str, Any] = {
         "ACTIVATION": _ACTIVATIONS[activation],
         "HAS_SCALE": scale is not None,
         "HAS_BIAS": bias is not None,
         "HAS_RESIDUAL": residual is not None,
-        "NATIVE": native,
         **launch_options(x),
     }
-    if rows == 1:
+    if rows == 1 and not batch_invariant and weight.dtype in (x.dtype, torch.int8):
         tile = _ONE_ROW[weight.dtype.itemsize]
+        native = x.is_cuda and torch.version.cuda is not None
         grid: Any = (triton.cdiv(outputs, tile["OUTPUTS"]),)
         lines = _lines_ahead(grid[0], x) if native and scale is None else 0
-        options |= {"LINES": lines, "LINE": _LINE_BYTES // weight.dtype.itemsize}
-        _one_row[grid](*pointers, outputs, inputs, first_activated, **tile, **options)
+        options |= {"LINES": lines, "LINE": _LINE_BYTES // weight.dtype.itemsize, "NATIVE": native}
+        _one_row[grid](x, *pointers, outputs, inputs, first_activated, **tile, **options)
         return y
-    padded = max(_LEAST_ROWS, triton.next_power_of_2(rows))
-    tile = _tile(padded, outputs, weight.dtype.itemsize)
-    grid = (triton.cdiv(outputs, tile["OUTPUTS"]), tile["PARTS"])
+    rounded, row_scale = (x, x) if scale is None else round_rows(x, weight.dtype)
+    padded = min(max(_LEAST_ROWS, triton.next_power_of_2(rows)), _MOST_TILE_ROWS)
+    tile = _tile(padded, outputs, weight.dtype.itemsize, batch_invariant=batch_invariant)
+    if x.is_cuda:
+        room = padded * rounded.dtype.itemsize * (1 if scale is None else len(rounded))
+        stage = tile["INPUTS"] * (tile["OUTPUTS"] * weight.dtype.itemsize + room)
+        tile["num_stages"] = min(tile["num_stages"], _shared_bytes(x.device) // stage)
+    grid = (triton.cdiv(outputs, tile["OUTPUTS"]), tile["PARTS"], triton.cdiv(rows, padded))
     parts = x.new_empty(tile["PARTS"], rows, outputs, dtype=torch.float32)
-    shared = (parts, _tickets(x.device))
-    sizes = (rows, x.stride(0), outputs, inputs, first_activated)
-    _some_rows[grid](*pointers, *shared, *sizes, ROWS=padded, **tile, **options)
+    shared = (row_scale, parts, _tickets(x.device))
+    assert tile["PARTS"] == 1 or grid[0] * grid[2] <= _MOST_TICKETS
+    sizes = (rows, rounded.stride(-2), outputs, inputs, first_activated)
+    digits = 1 if scale is None else len(rounded)
+    _some_rows[grid](
+        rounded, *pointers, *shared, *sizes, ROWS=padded, DIGITS=digits, **tile, **options
+    )
     return y
 
 
-def _tile(rows: int, outputs: int, item_bytes: int) -> dict[str, int]:
+def _tile(rows: int, outputs: int, item_bytes: int, *, batch_invariant: bool) -> dict[str, int]:
     """Return the tiles of the product of some rows, padded to a power of two.
 
     The best or nearly the best of twelve on an H200, for GPT-J-6B's two products of a layer and one
     of 4096 by 4096. At 16 and 32 rows the two take 98 and 101 us in 16 bits, with all that follows
-    them (cuBLAS 107 and 102 without); in 8 bits 60 and 82, and 112 at 64 rows.
+    them (cuBLAS 107 and 102 without).
     """
     many = outputs >= _MANY_OUTPUTS
-    parts = 1 if many else 4
-    if item_bytes == 2:
-        return {"OUTPUTS": 64, "INPUTS": 128, "PARTS": parts, "num_stages": 4, "num_warps": 4}
-    if rows <= 2 * _LEAST_ROWS:
-        return {"OUTPUTS": 32, "INPUTS": 256, "PARTS": parts, "num_stages": 4, "num_warps": 2}
-    if many:
+    if batch_invariant:  # the order of a sum depends on these alone
+        return {"OUTPUTS": 64, "INPUTS": 128, "PARTS": 1, "num_stages": 4, "num_warps": 4}
+    if item_bytes == 1 and many:
         return {"OUTPUTS": 128, "INPUTS": 128, "PARTS": 1, "num_stages": 4, "num_warps": 8}
-    return {"OUTPUTS": 64, "INPUTS": 256, "PARTS": 4, "num_stages": 3, "num_warps": 4}
+    if item_bytes == 1 and rows <= 2 * _LEAST_ROWS:
+        return {"OUTPUTS": 64, "INPUTS": 256, "PARTS": 4, "num_stages": 3, "num_warps": 4}
+    parts = 1 if many else 4
+    return {"OUTPUTS": 64, "INPUTS": 128, "PARTS": parts, "num_stages": 4, "num_warps": 4}
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Return the shared memory of a multiprocessor that one program can take."""
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
+    return int(properties["max_shared_mem"])
 
 
 @cache
@@ -419,11 +417,13 @@ class CudaGemm:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         activation: GemmActivation | None,
-        first_activated: int = 0,
+        first_activated: int,
+        options: GemmOptions,
     ) -> None:
         """Keep `weight` (I, O) with its inputs side by side, which cuBLAS reads as fast."""
         self.weight = weight.t().contiguous()  # (O, I)
         self.bias = bias
+        self.batch_invariant = options.batch_invariant
         self._activation: dict[str, Any] = {
             "activation": activation,
             "first_activated": first_activated,
@@ -431,59 +431,64 @@ class CudaGemm:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual."""
-        if len(x) > _MOST_ROWS[2]:
-            y = functional.linear(x, self.weight, self.bias)
-            return finish_rows(y, residual=residual, **self._activation)
-        return gemv(x, self.weight, bias=self.bias, residual=residual, **self._activation)
+        options = {"bias": self.bias, "residual": residual, **self._activation}
+        if len(x) <= _MOST_ROWS[2] or self.batch_invariant:
+            return gemv(x, self.weight, batch_invariant=self.batch_invariant, **options)
+        y = functional.linear(x, self.weight, self.bias)
+        return finish_rows(y, residual=residual, **self._activation)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _widen(  # type: ignore[no-untyped-def]
-    weight_at,
-    scale_at,
-    wide_at,
-    inputs,
-    INPUTS: tl.constexpr,  # noqa: N803
-    NATIVE: tl.constexpr,  # noqa: N803
-):
-    output = tl.program_id(0)
-    scale = tl.load(scale_at + output)
-    place = tl.program_id(1) * INPUTS + tl.arange(0, INPUTS)
-    inside = place < inputs
-    at = output.to(tl.int64) * inputs + place
-    weight = _widened(tl.load(weight_at + at, mask=inside, other=0), NATIVE).to(tl.float32)
-    tl.store(wide_at + at, (weight * scale).to(wide_at.dtype.element_ty), mask=inside)
+class CudaRoundedGemm:
+    """A product with weights of 8 bits: of few rows by the kernels above, of more by libraries.
 
+    Libraries take int8 weights widened to the type of x, and FP8 ones with rows of x in FP8.
+    """
 
-def widen(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights (O, I) that 8-bit ones and their scales (O,) stand for."""
-    outputs, inputs = weight.shape
-    wide = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    native = weight.is_cuda and torch.version.cuda is not None
-    grid = (outputs, triton.cdiv(inputs, _WIDENED["INPUTS"]))
-    _widen[grid](weight, scale, wide, inputs, NATIVE=native, **_WIDENED)
-    return wide
-
-
-class CudaInt8Gemm(Int8Gemm):
-    """A product with weights of 8 bits that few rows read as such."""
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: GemmActivation | None,
+        first_activated: int,
+        options: GemmOptions,
+    ) -> None:
+        """Quantise `weight` (I, O); only the 8-bit copy is kept."""
+        self.weight, self.scale = quantise(weight) if options.int8 else quantise_fp8(weight)
+        self.bias = bias
+        self.batch_invariant = options.batch_invariant
+        # Those of FP8 take multiples of 16.
+        libraries_can = options.int8 or not any(size % 16 for size in self.weight.shape)
+        self._all_rows = options.batch_invariant or not libraries_can
+        self._activation: dict[str, Any] = {
+            "activation": activation,
+            "first_activated": first_activated,
+        }
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual in the type of x, which is of 16 bits."""
-        if len(x) > _MOST_ROWS[1]:
-            y = functional.linear(x, widen(self.weight, self.scale, x.dtype), self.bias)
-            return finish_rows(
-                y,
-                activation=self.activation,
-                first_activated=self.first_activated,
+        if len(x) <= _MOST_ROWS[1] or self._all_rows:
+            return gemv(
+                x,
+                self.weight,
+                scale=self.scale,
+                bias=self.bias,
                 residual=residual,
+                batch_invariant=self.batch_invariant,
+                **self._activation,
             )
-        return gemv(
-            x,
-            self.weight,
-            scale=self.scale,
-            bias=self.bias,
-            residual=residual,
-            activation=self.activation,
-            first_activated=self.first_activated,
-        )
+        if self.weight.dtype == torch.int8:
+            y = functional.linear(x, widen(self.weight, self.scale, x.dtype), self.bias)
+        else:
+            y = self._of_fp8_rows(x)
+        return finish_rows(y, residual=residual, **self._activation)
+
+    def _of_fp8_rows(self, x: torch.Tensor) -> torch.Tensor:
+        rounded, scale = round_rows(x, self.weight.dtype)
+        y = torch._scaled_mm(
+            rounded[0],
+            self.weight.t(),
+            scale_a=scale.unsqueeze(1),
+            scale_b=self.scale.unsqueeze(0),
+            out_dtype=torch.bfloat16,  # the only one with scales of rows
+        ).to(x.dtype)
+        return y if self.bias is None else y.add_(self.bias)

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from inference.parallel.gemm import GemmActivation, make_gemm
+from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 
 
 class AllReduce(Protocol):
@@ -36,14 +37,14 @@ class ColumnParallelLinear:
         *,
         activation: GemmActivation | None = None,
         first_activated: int = 0,
-        int8: bool = False,
+        options: GemmOptions = PLAIN_GEMM,
     ) -> None:
-        """Take this rank's `weight` (in, out/T) and `bias` (out/T); keep it in 8 bits or as is.
+        """Take this rank's `weight` (in, out/T) and `bias` (out/T).
 
         Outputs before `first_activated` may be left as they are, see `make_gemm`.
         """
         self._gemm = make_gemm(
-            weight, bias, activation=activation, first_activated=first_activated, int8=int8
+            weight, bias, activation=activation, first_activated=first_activated, options=options
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,12 +65,12 @@ class RowParallelLinear:
         bias: torch.Tensor | None,
         *,
         reduce: AllReduce | None = None,
-        int8: bool = False,
+        options: GemmOptions = PLAIN_GEMM,
     ) -> None:
-        """Take this rank's `weight` (in/T, out); keep it in 8 bits or as is."""
+        """Take this rank's `weight` (in/T, out)."""
         self._reduce = reduce
         self._bias = bias if reduce is not None else None
-        self._gemm = make_gemm(weight, bias if reduce is None else None, int8=int8)
+        self._gemm = make_gemm(weight, bias if reduce is None else None, options=options)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return x W + bias + residual, (N, out), for x (N, in/T)."""
@@ -114,10 +115,10 @@ class VocabParallelHead:
         bias: torch.Tensor | None = None,
         *,
         width: int,
-        int8: bool = False,
+        options: GemmOptions = PLAIN_GEMM,
     ) -> None:
         """Take this rank's `table` (rows, H); `width` >= rows is the width of every slice."""
-        self._gemm = make_gemm(table.t(), bias, int8=int8) if len(table) else None
+        self._gemm = make_gemm(table.t(), bias, options=options) if len(table) else None
         self._rows = len(table)
         self._width = width
 

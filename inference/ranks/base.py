@@ -17,6 +17,7 @@ from export_scripts.ft.reader import FTReader
 from inference.model.kv_cache import on_device
 from inference.model.token_feed import Chosen, TokenFeed, chosen_to_host
 from inference.model.weights import RankWeights
+from inference.parallel.epilogue import ordered_sum
 from inference.parallel.groups import RankGroups
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.linear import AllReduce
@@ -80,6 +81,7 @@ class RankBase(ABC):
             # 256 mixed requests took 223 s on an H200 with cuDNN, 17 s without.
             torch.backends.cuda.enable_cudnn_sdp(False)
         self._groups: RankGroups | None = None
+        self._in_rank_order = settings.batch_invariant
 
     def open_weights(self, settings: RankSettings) -> tuple[RankWeights, Architecture]:
         """Return this rank's view of the folder, and the model's architecture.
@@ -215,6 +217,8 @@ class RankBase(ABC):
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         assert self._groups is not None, "ranks are not connected"
+        if self._in_rank_order:
+            return ordered_sum(self._groups.gather_stage(x), bias=bias, residual=residual)
         return self._groups.all_reduce(x, bias=bias, residual=residual)
 
     def _gather_stage(self, x: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from export_scripts.families.layout.architecture import (
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from inference.model import encoder, t5_weights
 from inference.model.decoder_weights import check_decoder
+from inference.model.layers import has_gpu_kernels
 from inference.parallel.layout import ParallelLayout
 from inference.ranks.settings import Placement
 
@@ -34,22 +35,40 @@ def check_ranks(
     if placement.data_type not in WEIGHT_DATA_TYPES:
         types = ", ".join(WEIGHT_DATA_TYPES)
         problems.append(f"data_type={placement.data_type!r} must be one of {types}")
-    problems += _int8_problems(architecture, placement.int8_mode)
     for check in _checks(architecture, placement.layout_of(0)):
         problems += _problems(check)
     device, device_problems = _device(placement.device, needed_devices or placement.world_size)
     problems += device_problems
+    problems += _matrix_problems(architecture, placement, device)
     if problems:
         raise ValueError("\n".join(problems))
     return replace(placement, device=device)
 
 
-def _int8_problems(architecture: Architecture, int8_mode: int) -> list[str]:
+def _matrix_problems(architecture: Architecture, placement: Placement, device: str) -> list[str]:
+    int8_mode, found = placement.int8_mode, []
     if int8_mode not in (0, 1):
-        return [f"int8_mode={int8_mode} is not supported; use 0, or 1 for weights of 8 bits"]
+        found.append(f"int8_mode={int8_mode} is not supported; use 0, or 1 for weights of 8 bits")
     if int8_mode == 1 and isinstance(architecture, EncoderArchitecture):
-        return ["int8_mode=1 is not supported for BERT; use 0"]
-    return []
+        found.append("int8_mode=1 is not supported for BERT; use 0")
+    if int8_mode and placement.fp8:
+        found.append("int8_mode=1 and fp8=1 are two forms of the same matrices; set one of them")
+    if placement.fp8 and isinstance(architecture, EncoderArchitecture):
+        found.append("fp8=1 is not supported for BERT; use 0")
+    if placement.batch_invariant and not isinstance(architecture, DecoderArchitecture):
+        found.append("batch_invariant=1 is for decoder-only models; use 0")
+    in_16_bits = device == "cuda" and placement.data_type in ("fp16", "bf16") and has_gpu_kernels()
+    found += [
+        f"{name}=1 needs a GPU, Triton, and data_type fp16 or bf16; the device is {device}, and "
+        f"data_type={placement.data_type}"
+        for name in ("fp8", "batch_invariant")
+        if getattr(placement, name) and not in_16_bits
+    ]
+    if placement.fp8 and in_16_bits and torch.cuda.get_device_capability() < (8, 9):
+        found.append(
+            "fp8=1 needs a GPU of compute capability 8.9 or more (Ada, Hopper); use int8_mode=1"
+        )
+    return found
 
 
 def _checks(architecture: Architecture, layout: ParallelLayout) -> list[Callable[[], object]]:

@@ -20,7 +20,7 @@ from inference.model.token_feed import NEWEST
 from inference.model.weights import RankWeights
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
-from inference.ranks.device import layer_parameters, on_gpu
+from inference.ranks.device import gemm_options, layer_parameters, on_gpu
 from inference.ranks.plan import ReceivedPlan
 from inference.ranks.settings import RankSettings
 
@@ -49,8 +49,8 @@ class DecoderRank(RankBase):
         if not isinstance(architecture, DecoderArchitecture):
             raise ValueError(f"{settings.ft_dir} holds no decoder-only model")
         self.architecture = architecture
-        int8 = settings.int8_mode == 1
-        self.model = load_decoder(weights, architecture, reduce=self.all_reduce, int8=int8)
+        gemm = gemm_options(settings)
+        self.model = load_decoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
         self.cache = KVCache(
             cache_shape(architecture, settings),
             dtype=weights.dtype,

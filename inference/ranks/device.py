@@ -9,6 +9,7 @@ import torch
 from export_scripts.numeric.dtypes import torch_dtype
 from inference.model.layers import has_gpu_kernels
 from inference.parallel.gemm_cpu import has_fp16_weights, has_onednn
+from inference.parallel.gemm_options import GemmOptions
 from inference.ranks.settings import RankSettings
 
 logger = logging.getLogger(__name__)
@@ -20,6 +21,13 @@ def rank_device(settings: RankSettings) -> torch.device:
         return torch.device("cpu")
     place = settings.rank if settings.device_index is None else settings.device_index
     return torch.device("cuda", place % torch.cuda.device_count())
+
+
+def gemm_options(settings: RankSettings) -> GemmOptions:
+    """Return the form of all matrices."""
+    return GemmOptions(
+        int8=settings.int8_mode == 1, fp8=settings.fp8, batch_invariant=settings.batch_invariant
+    )
 
 
 def on_gpu(device: torch.device) -> bool:

@@ -28,7 +28,7 @@ from inference.model.kv_cache import WIPE, CacheShape, KVCache
 from inference.model.ragged import ragged_rows
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
-from inference.ranks.device import has_row_kernels, layer_parameters, on_gpu
+from inference.ranks.device import gemm_options, has_row_kernels, layer_parameters, on_gpu
 from inference.ranks.encoder_pass import EncoderPass
 from inference.ranks.plan import EncoderRow, ReceivedPlan
 from inference.ranks.settings import RankSettings
@@ -54,8 +54,8 @@ class EncoderDecoderRank(RankBase):
         if settings.encoder_only:
             architecture = replace(architecture, decoder=None)
         self.architecture = architecture
-        int8 = settings.int8_mode == 1
-        self.model = EncoderDecoder(weights, architecture, reduce=self.all_reduce, int8=int8)
+        gemm = gemm_options(settings)
+        self.model = EncoderDecoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
         if architecture.decoder is not None:
             shape = decoder_cache_shape(architecture.decoder, settings)
             self.cache = KVCache(shape, dtype=weights.dtype, device=self.device)

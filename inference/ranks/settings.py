@@ -22,6 +22,8 @@ class Placement:
     pp_size: int = 1  # divides the layers
     data_type: str = "fp32"  # of computation: fp32, fp16 or bf16
     int8_mode: int = 0  # 1: matrices are quantised to 8 bits when they are loaded
+    fp8: bool = False  # matrices and activations are rounded to FP8 (E4M3)
+    batch_invariant: bool = False  # answers are the same to the bit whatever runs next to them
     device: str = "auto"  # cpu, cuda, or auto: CUDA if a device is visible
 
     @property

@@ -206,15 +206,17 @@ def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> No
 
 @pytest.mark.parametrize("group", [1, 2, 3, 8, 16, 32, 128])
 @pytest.mark.parametrize("slots", [4, 256])
-def test_a_graph_has_tiles_for_every_mixture(group: int, slots: int) -> None:
-    from inference.model.gpu.attention import AttentionArrays
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_graph_has_tiles_for_every_mixture(group: int, slots: int, batch_invariant: bool) -> None:
+    from inference.model.gpu.attention import AttentionArrays, tile_sizes
     from inference.model.gpu.prompt_graph import StepLayout
 
     tokens = 128
-    room = StepLayout.of(tokens, slots, group).tiles
+    sizes = tile_sizes(group, AttentionRules(batch_invariant=batch_invariant))
+    room = StepLayout.of(tokens, slots, sizes).tiles
     for length in (1, 2, 3, 5, 9, 17, 33, 65, 128):
         segments = [(slot, 7, length) for slot in range(min(slots, tokens // length))]
-        found = AttentionArrays.of(np.array(segments), group).tiles
+        found = AttentionArrays.of(np.array(segments), sizes).tiles
         assert [tiles.shape[1] <= most for tiles, most in zip(found, room, strict=True)] == [
             True
         ] * 2

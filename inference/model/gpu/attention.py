@@ -177,7 +177,8 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     position, stop = place + token, place + count
     begin = 0
     if WINDOW > 0:
-        begin = tl.maximum(0, place + 1 - WINDOW)
+        # Tokens are read by the same tiles wherever the query's own tile begins.
+        begin = tl.maximum(0, place + 1 - WINDOW) // TOKENS * TOKENS
     # The softmax is summed up as tokens come: the largest score so far, and sums relative to it.
     largest = tl.full((ROWS,), -1e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -572,12 +573,12 @@ class AttentionArrays:
     tiles: tuple[Array, Array]  # (4, n) of each size: slots, places, rows and counts
 
     @classmethod
-    def of(cls, segments: Array, group: int) -> AttentionArrays:
-        """Return those of segments (B, 3), see `paged_attention`."""
+    def of(cls, segments: Array, sizes: tuple[int, int]) -> AttentionArrays:
+        """Return those of segments (B, 3), see `paged_attention` and `tile_sizes`."""
         slots, places, counts = segments.T
         rows = np.cumsum(counts) - counts
         within = np.arange(counts.sum()) - np.repeat(rows, counts)
-        small, large = _cut(segments, rows, tile_sizes(group))
+        small, large = _cut(segments, rows, sizes)
         return cls(np.repeat(slots, counts), np.repeat(places, counts) + within, (small, large))
 
 
@@ -599,10 +600,10 @@ def paged_attention(
         device: Of the step.
         tickets: As of `PagedAttention`; made where they are needed and not given.
     """
-    arrays = AttentionArrays.of(segments, group)
+    arrays = AttentionArrays.of(segments, tile_sizes(group, rules))
     cut = [
         (tiles, size)
-        for tiles, size in zip(arrays.tiles, tile_sizes(group), strict=True)
+        for tiles, size in zip(arrays.tiles, tile_sizes(group, rules), strict=True)
         if tiles.shape[1]
     ]
     every = [arrays.slots, arrays.places, *(row for tiles, _ in cut for row in tiles)]
@@ -653,14 +654,16 @@ def single_tokens(
         tickets: As of `PagedAttention`.
     """
     rows = torch.arange(len(slots), device=slots.device)
-    tiles = Tiles(slots, places, rows, torch.ones_like(rows), tile_sizes(group)[0])
-    return PagedAttention(slots, places, (tiles,), rules, tickets)
+    tiles = Tiles(slots, places, rows, torch.ones_like(rows), tile_sizes(group, rules)[0])
+    shared = None if rules.batch_invariant else tickets
+    return PagedAttention(slots, places, (tiles,), rules, shared)
 
 
-def tile_sizes(group: int) -> tuple[int, int]:
+def tile_sizes(group: int, rules: AttentionRules) -> tuple[int, int]:
     """Return the tokens of a tile for single tokens and for prompts, `group` query heads each."""
     padded = triton.next_power_of_2(group)
-    return max(_LEAST_ROWS // padded, 1), max(_PROMPT_ROWS // padded, 1)
+    least = max(_LEAST_ROWS // padded, 1)
+    return least, least if rules.batch_invariant else max(_PROMPT_ROWS // padded, 1)
 
 
 def _cut(segments: Array, rows: Array, sizes: tuple[int, int]) -> Iterator[Array]:

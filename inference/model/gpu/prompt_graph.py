@@ -46,12 +46,12 @@ class StepLayout:
     """The places of a step's integers in the one buffer that a graph reads."""
 
     tokens: int
-    tiles: tuple[int, int]  # of each size, see `tile_sizes`
+    tiles: tuple[int, int]  # of each size
 
     @classmethod
-    def of(cls, tokens: int, slots: int, group: int) -> StepLayout:
+    def of(cls, tokens: int, slots: int, tile_sizes: tuple[int, int]) -> StepLayout:
         """Return room for any step of some tokens of at most `slots` sequences."""
-        small, large = tile_sizes(group)
+        small, large = tile_sizes
         # A segment of more tokens than a small tile has is cut into large ones. Most tiles for
         # their tokens are those of segments that just exceed one small tile, or one large one.
         each = min(small + 1, (large + 1) / 2)
@@ -97,7 +97,7 @@ class PromptGraphs:
             parameters: Of this rank's layers.
         """
         self._model, self._cache, self._feed = model, cache, feed
-        self._group = group
+        self._tile_sizes = tile_sizes(group, model.rules)
         self._sizes = prompt_graph_sizes(parameters)
         self._graphs: dict[int, _PromptGraph] = {}
 
@@ -124,7 +124,7 @@ class PromptGraphs:
         count = len(ids)
         each = self._graphs[next(size for size in self._sizes if size >= count)]
         numbers = segment_numbers(segments)
-        arrays = AttentionArrays.of(numbers, self._group)
+        arrays = AttentionArrays.of(numbers, self._tile_sizes)
         forgotten = np.repeat([segment.forgotten for segment in segments], numbers[:, 2])
         packed = np.zeros(len(each.inputs), np.int32)
         parts = each.layout.split(packed)
@@ -140,12 +140,12 @@ class PromptGraphs:
         return each.output[:count], replace(each.step, output_rows=rows)
 
     def _record(self, size: int, pool: Any) -> _PromptGraph:
-        layout = StepLayout.of(size, self._cache.shape.slots, self._group)
+        layout = StepLayout.of(size, self._cache.shape.slots, self._tile_sizes)
         device = self._model.device
         inputs = torch.zeros(sum(layout.lengths), dtype=torch.int32, device=device)
         ids, forgotten, slots, places, rows, *tiled = layout.split(inputs)
         slots.fill_(self._cache.scratch_slot)
-        tiles = tiles_of(tiled, tile_sizes(self._group))
+        tiles = tiles_of(tiled, self._tile_sizes)
         attention = PagedAttention(slots, places, tiles, self._model.rules)
 
         def forward() -> tuple[Step, torch.Tensor]:

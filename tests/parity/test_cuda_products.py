@@ -1,0 +1,106 @@
+"""Matrix products on a GPU: their results, and their independence of the number of rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from inference.parallel.epilogue import GemmActivation, finish
+from inference.parallel.gemm import make_gemm
+from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
+from inference.parallel.int8 import quantise
+
+pytestmark = pytest.mark.gpu
+
+FORMS = [PLAIN_GEMM, GemmOptions(int8=True), GemmOptions(fp8=True)]
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def _needs_cuda(request: pytest.FixtureRequest) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device is visible")
+    if request.node.callspec.params["form"].fp8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("the device has no FP8")
+
+
+def rounded_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Return rows in FP8, as numbers."""
+    scale = x.abs().amax(dim=1, keepdim=True) / 448
+    return (x / scale).to(FP8).float() * scale
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu_erf", "relu", "silu"])
+@pytest.mark.parametrize("inputs", [48, 2512])  # less and more than one tile
+# A kernel for one, one for some, and libraries.
+@pytest.mark.parametrize(("rows", "outputs"), [(1, 51), (5, 51), (20, 51), (150, 51), (150, 64)])
+@pytest.mark.parametrize("form", FORMS)
+def test_products_equal_those_of_single_precision(
+    form: GemmOptions,
+    rows: int,
+    outputs: int,
+    inputs: int,
+    activation: GemmActivation | None,
+    dtype: torch.dtype,
+) -> None:
+    generator = torch.Generator().manual_seed(inputs)
+    x = torch.randn(rows, inputs, generator=generator)
+    bias = torch.randn(outputs, generator=generator)
+    weight = torch.randn(inputs, outputs, generator=generator) / inputs**0.5
+    residual = torch.randn(rows, outputs, generator=generator)
+    x, weight, bias, residual = (value.to(dtype) for value in (x, weight, bias, residual))
+    wide, taken = weight.float(), x.float()
+    if form.int8:
+        numbers, scale = quantise(weight)
+        wide = (numbers.float() * scale[:, None]).t()
+    elif form.fp8:
+        wide, taken = rounded_fp8(weight.float().t()).t(), rounded_fp8(x.float())
+    # 8 units of fp16's 2**-11 and 10 of bf16's 2**-8: the numbers that are added up, 1 to 4 large,
+    # and those in between where a product is several kernels. A value between two of FP8's, which
+    # may be rounded either way, changes its term by 6%.
+    rounding = 0.1 if form.fp8 else 4e-3 if dtype == torch.float16 else 4e-2
+
+    def check(first: int) -> None:
+        expected = finish(taken @ wide + bias.float(), activation=activation, first_activated=first)
+        gemm = make_gemm(
+            *(weight.cuda(), bias.cuda()),
+            activation=activation,
+            first_activated=first,
+            options=form,
+        )
+        y = gemm(x.cuda(), residual.cuda()).float().cpu()
+        expected += residual.float()
+        torch.testing.assert_close(y, expected, rtol=rounding, atol=rounding)
+
+    check(0)
+    check(20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("outputs", [64, 520, 16400])
+@pytest.mark.parametrize("form", FORMS)
+def test_batch_invariant_rows_have_the_same_bits_in_every_batch(
+    form: GemmOptions, outputs: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    form = GemmOptions(int8=form.int8, fp8=form.fp8, batch_invariant=True)
+    x = torch.randn(300, 1040, device="cuda", dtype=dtype)
+    weight = torch.randn(1040, outputs, device="cuda", dtype=dtype)
+    gemm = make_gemm(weight, options=form)
+    whole = gemm(x)
+    for rows in (1, 2, 15, 16, 17, 33, 64, 100, 128, 129, 257):
+        for first in (0, 43):
+            assert torch.equal(gemm(x[first : first + rows]), whole[first : first + rows])
+
+
+@pytest.mark.parametrize("form", FORMS[1:])
+@pytest.mark.parametrize("rows", [2, 200])
+def test_values_that_are_not_finite_stay_in_their_rows(rows: int, form: GemmOptions) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 64, device="cuda", dtype=torch.float16)
+    x[0, 3] = float("nan")
+    x[1, 5] = float("inf")
+    y = make_gemm(torch.randn(64, 32, device="cuda", dtype=torch.float16), options=form)(x)
+    assert not y[:2].isfinite().any()
+    assert y[2:].isfinite().all()
