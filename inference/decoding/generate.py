@@ -23,7 +23,7 @@ from inference.decoding.processors import (
     token_scores,
 )
 from inference.decoding.rows import RowRequest, RowResult, RowStep
-from inference.decoding.sampling import SamplingRow, choose
+from inference.decoding.sampling import Draw, SamplingRow, choose
 from inference.decoding.tensor_fields import Array
 
 UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
@@ -127,21 +127,27 @@ class BatchDecoder:
         for row, score in zip(rows, found, strict=True):
             row.scores.append(score)
 
-    def takes_best(self, handle: int) -> bool:
-        """Return whether a row takes the best of the raw logits, a forbidden id aside."""
+    def rank_chooses(self, handle: int) -> bool:
+        """Return whether a rank can choose a row's tokens, by `draw` and a forbidden id."""
         row = self._rows[handle]
-        return isinstance(row, SamplingRow) and row.is_plain
+        return isinstance(row, SamplingRow) and row.rank_chooses
 
-    def take_best(self, handles: Sequence[int], best: Array) -> list[RowStep | None]:
-        """Give rows that `takes_best` their next tokens; return the steps of those that end.
+    def draw(self, handle: int) -> Draw:
+        """Return the next draw of a row that `rank_chooses`; its token is given back in order."""
+        row = self._rows[handle]
+        assert isinstance(row, SamplingRow)
+        return row.draw(include_boundary=self.config.nucleus_include_boundary)
+
+    def take_chosen(self, handles: Sequence[int], chosen: Array) -> list[RowStep | None]:
+        """Give rows that `rank_chooses` their next tokens; return the steps of those that end.
 
         Args:
             handles: The rows.
-            best: (rows, 2) int32, the bits of each one's best logit, and its id.
+            chosen: (rows, 2) int32, the bits of each one's best logit, and the token.
         """
-        usable = np.isfinite(best[:, 0].copy().view(np.float32)).tolist()
+        usable = np.isfinite(chosen[:, 0].copy().view(np.float32)).tolist()
         steps: list[RowStep | None] = []
-        for handle, ok, token in zip(handles, usable, best[:, 1].tolist(), strict=True):
+        for handle, ok, token in zip(handles, usable, chosen[:, 1].tolist(), strict=True):
             row = self._rows[handle]
             assert isinstance(row, SamplingRow)
             if not ok:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from inference.decoding.candidates import Candidates, GroupKey, top_candidates
 from inference.decoding.nucleus import DescendingMass, draw_from_prefix
-from inference.decoding.processors import LOWEST, LogitRules
+from inference.decoding.processors import LOWEST, LogitRules, temperature_factor
 from inference.decoding.random import Xorwow
 from inference.decoding.rows import FinishReason, RowRequest, RowResult, TokenScore
 from inference.decoding.tensor_fields import Array
@@ -38,6 +39,27 @@ class Choice:
     renormalized: float = 0.0
 
 
+class Draw(NamedTuple):
+    """The parameters of one draw by a rank; fp32 holds each of them exactly, but `rest`.
+
+    Attributes:
+        factor: Multiplies the logits.
+        top_k: How many of the best tokens can be drawn, 0 for all.
+        top_p: The share of these tokens' mass that can be drawn.
+        rest: Mass that is added to theirs before the share is taken.
+        whole_boundary: 1 if the token at the nucleus boundary keeps its whole mass, else 0.
+        uniform: The random number, in (0, 1].
+    """
+
+    factor: float
+    top_k: float
+    top_p: float
+    rest: float
+    whole_boundary: float
+    uniform: float
+
+
+ARG_MAX = Draw(1, 1, 1, 0, 0, 1)
 _PLAIN = GroupKey("plain", 1, False)
 
 
@@ -64,13 +86,10 @@ class SamplingRow:
         self.top_p = o.top_p
         self._penalised = o.repetition_penalty != 1 or o.presence_penalty != 0
         self._seen = SeenIds(request, vocab_size=vocab_size) if self._penalised else None
-        self._is_bare_greedy = (
-            o.is_greedy
-            and not self._penalised
-            and not o.bad_words
-            and not o.return_log_probs
-            and not o.num_log_probs
-        )
+        is_bare = not (self._penalised or o.bad_words or o.return_log_probs or o.num_log_probs)
+        self._is_bare_greedy = is_bare and o.is_greedy
+        nucleus_stays = o.top_p_decay == 1 and o.top_p_min <= o.top_p
+        self.rank_chooses = is_bare and (nucleus_stays or not self.is_nucleus)
 
     @property
     def generated(self) -> int:
@@ -135,6 +154,16 @@ class SamplingRow:
         """Draw the random number of this step."""
         self.uniform = self._generator.uniform()
 
+    def draw(self, *, include_boundary: bool) -> Draw:
+        """Return the draw of the next step, which a rank makes; each step has one."""
+        o = self.options
+        if o.is_greedy:
+            return ARG_MAX
+        self.draw_uniform()
+        rest = MASS_EPSILON if self.is_nucleus else 0.0
+        factor = temperature_factor(o.temperature)
+        return Draw(factor, o.top_k, self.top_p, rest, include_boundary, self.uniform)
+
     def add_log_prob(self, log_prob: float) -> None:
         """Add what does not come from a generated token to the row's score."""
         self.cum_log_prob += log_prob
@@ -152,7 +181,7 @@ class SamplingRow:
         self.append(token)
 
     def append(self, token: int) -> bool:
-        """Append a token of a row without penalties and scores; return whether the row ends."""
+        """Append a token of a row that `rank_chooses`; return whether the row ends."""
         history, o = self._history, self.options
         history.append(token)
         if token == o.end_id:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from inference.decoding.sampling import Draw
 from inference.decoding.tensor_fields import Array
 from inference.engine.running import RunningRequest, RunningRow
 from inference.model.kv_cache import Move, TableEntry
@@ -73,6 +74,7 @@ def lay_out(
     moves: Sequence[Move],
     entries: Sequence[TableEntry],
     choices: Sequence[tuple[int, int]] | None,
+    draws: Sequence[Draw] | None,
     embedding_base: int,
 ) -> PlannedStep:
     """Return the step that does this work.
@@ -83,6 +85,7 @@ def lay_out(
         moves: Cache copies to make before the pass.
         entries: Blocks that slots get before the pass.
         choices: See `StepPlan`.
+        draws: See `StepPlan`.
         embedding_base: First id that names a row of embeddings sent with a step.
     """
     ids: list[int] = []
@@ -110,6 +113,7 @@ def lay_out(
         moves=tuple(moves),
         entries=entries,
         choices=choices,
+        draws=draws,
         has_virtual=any(row.has_virtual for row in begun)
         or any(each.row.has_virtual for each in prompts),
         embedding_rows=len(sent),

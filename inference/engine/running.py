@@ -121,7 +121,7 @@ class RunningRow:
     handle: int | None = None  # in the decoder
     next_ids: tuple[int, ...] = ()  # per slot, once it decodes; NEWEST where only ranks know it
     produced: int = 0  # tokens that were chosen, or will be in running steps
-    takes_best: bool = False  # whether ranks can choose its tokens
+    rank_chooses: bool = False  # whether ranks can choose its tokens
     prompt_tokens: int = 0  # of `prompt`, without those that a preempted row had generated
     pooled: torch.Tensor | None = None  # (hidden,) sum over the prompt
     prefix_task: int | None = None
@@ -133,6 +133,7 @@ class RunningRow:
         # The end id, which may not be chosen before min_length tokens.
         self.end_id = self.request.options.end_id
         self.min_length = self.request.options.min_length
+        self.is_greedy = self.request.options.is_greedy
 
     @property
     def prompt_len(self) -> int:

@@ -21,6 +21,7 @@ import torch
 from inference.decoding.generate import BatchDecoder
 from inference.decoding.request import RequestError
 from inference.decoding.rows import RowStep
+from inference.decoding.sampling import ARG_MAX, Draw
 from inference.decoding.tensor_fields import Array
 from inference.engine.blocks import BlockPool, SlotPool, beginnings, most_blocks
 from inference.engine.errors import EngineBusyError, RowError
@@ -72,7 +73,7 @@ class Scheduler:
             blocks: Blocks of the cache; None where every slot has its own.
             encoder_layers: Layers of an encoder-decoder's encoder.
             session_idle_s: Longest pause of a session.
-            ranks_choose: Whether a rank chooses the best tokens itself, which lets steps overlap.
+            ranks_choose: Whether a rank can choose tokens itself, which lets steps overlap.
             shares_prefixes: Whether equal prefixes of prompts are computed once.
         """
         self._decoder = decoder
@@ -190,32 +191,37 @@ class Scheduler:
         work.sort(key=lambda each: each.slot)
         self._forget(work)
         moves, self._moves = self._moves, []
+        choices, draws = self._choices(work)
         step = lay_out(
             work,
             encoding,
             moves=moves,
             entries=self._blocks.take_entries(),
-            choices=self._choices(work) if self._ranks_choose else None,
+            choices=choices,
+            draws=draws,
             embedding_base=self._embedding_base,
         )
         self._begin(step)
         return step
 
-    def _choices(self, work: Sequence[RowWork]) -> list[tuple[int, int]] | None:
-        """Return the choices that the rank makes, per output; None if a row needs its logits."""
+    def _choices(
+        self, work: Sequence[RowWork]
+    ) -> tuple[list[tuple[int, int]] | None, list[Draw] | None]:
+        """Return the choices and draws of `StepPlan`; no choices if a row needs its logits."""
+        if not self._ranks_choose or any(_needs_logits(each) for each in work):
+            return None, None
         choices: list[tuple[int, int]] = []
+        draws: list[Draw] = []
         for each in work:
             row = each.row
-            if (each.samples and not row.takes_best) or (
-                each.is_prompt and row.wants_prompt_logits
-            ):
-                return None
-            if not each.samples:
-                choices += [(-1, -1)] * len(each.outputs)
-                continue
-            choices += [(-1, -1)] * (len(each.outputs) - 1)
-            choices.append((each.slot, row.end_id if row.produced < row.min_length else -1))
-        return choices
+            unread = len(each.outputs) - each.samples
+            choices += [(-1, -1)] * unread
+            draws += [ARG_MAX] * unread
+            if each.samples:
+                choices.append((each.slot, row.end_id if row.produced < row.min_length else -1))
+                assert row.handle is not None
+                draws.append(ARG_MAX if row.is_greedy else self._decoder.draw(row.handle))
+        return choices, draws if any(draw is not ARG_MAX for draw in draws) else None
 
     def _begin(self, step: PlannedStep) -> None:
         """Update the rows as if a step had run: cached tokens, and tokens the rank chooses."""
@@ -430,7 +436,7 @@ class Scheduler:
         """Activate a row that has its slots."""
         if row.logits is None and row.handle is None:
             row.handle = self._decoder.add(row.request)
-            row.takes_best = self._decoder.takes_best(row.handle)
+            row.rank_chooses = self._decoder.rank_chooses(row.handle)
             self._begun_tokens += len(row.request.input_ids)
         row.owner.times.began = row.owner.times.began or perf_counter()
         row.owner.waiting.remove(row)
@@ -487,7 +493,7 @@ class Scheduler:
         """Record the tokens that the rank chose, (n, 2); return the requests to report to."""
         rows = [work.row for work, _ in outputs]
         handles = [row.handle for row in rows if row.handle is not None]
-        steps = self._decoder.take_best(handles, chosen[[number for _, number in outputs]])
+        steps = self._decoder.take_chosen(handles, chosen[[number for _, number in outputs]])
         to_report = set()
         for row, step in zip(rows, steps, strict=True):
             if step is not None:
@@ -611,6 +617,12 @@ def _parents(row: RunningRow, step: RowStep) -> dict[int, int]:
         return dict.fromkeys(row.slots, row.slots[0])
     parents = step.parents or range(len(row.slots))
     return {slot: row.slots[parent] for slot, parent in zip(row.slots, parents, strict=True)}
+
+
+def _needs_logits(work: RowWork) -> bool:
+    """Return whether the host needs some of the logits of a row's work."""
+    row = work.row
+    return (work.samples and not row.rank_chooses) or (work.is_prompt and row.wants_prompt_logits)
 
 
 def _decode(row: RunningRow) -> list[RowWork]:

@@ -22,7 +22,10 @@ _LOWEST = torch.finfo(torch.float32).min
 
 @dataclass(frozen=True)
 class Chosen:
-    """Tokens being copied to the host, (n, 2) int32: the bits of each one's logit, and its id."""
+    """Tokens being copied to the host, (n, 2) int32: the bits of each row's best logit, and the id.
+
+    The best logit is finite if the row is usable.
+    """
 
     values: torch.Tensor
     arrived: torch.cuda.Event | None = None
@@ -35,10 +38,11 @@ class Chosen:
 
 
 class TokenFeed:
-    """Chooses the best token and keeps it for the next step.
+    """Chooses the tokens and keeps them for the next step.
 
     Of ranks that share the vocabulary each finds the best of its own slice; then all of them take
-    the best of those.
+    the best of those. To draw tokens each of them gathers all slices, and does what the others do:
+    the ranks of a stage are GPUs of one kind.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class TokenFeed:
         device: torch.device,
         *,
         vocab: range,
+        vocab_size: int | None = None,
         gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         """Allocate `slots` entries, and one more for choices that no step reads.
@@ -55,10 +60,12 @@ class TokenFeed:
             slots: Of the cache.
             device: Of the logits.
             vocab: The ids whose logits this rank computes.
+            vocab_size: V, None for a single rank.
             gather: Returns every rank's tensor in rank order (T, ...); None for a single rank.
         """
         self._newest = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._vocab = vocab
+        self._vocab_size = len(vocab) if vocab_size is None else vocab_size
         self._gather = gather
         self.unread = slots
 
@@ -67,17 +74,25 @@ class TokenFeed:
         return torch.where(ids == NEWEST, self._newest[slots].to(ids.dtype), ids)
 
     def choose(
-        self, logits: torch.Tensor, slots: torch.Tensor, forbidden: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        forbidden: torch.Tensor,
+        draws: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store the best token of each row of logits, and return them as in `Chosen`.
+        """Store the best or a drawn token of each row of logits; return them as in `Chosen`.
 
-        Of equal logits the lowest id is chosen. A row with NaN has a best logit that is not finite.
+        Of equal logits the lower id comes first. A row with NaN has a best logit that is not
+        finite.
 
         Args:
-            logits: Of this rank's ids (n, V / T or more) fp32; a forbidden id's is overwritten.
+            logits: Of this rank's ids (n, V / T or more) fp32; may be overwritten.
             slots: Slot that reads it, (n,) integers; `unread` for none.
             forbidden: An id that is not chosen (n,) integers, outside the vocabulary for none.
+            draws: (n, 6) fp32, see `StepPlan`; None for the best tokens.
         """
+        if draws is not None:
+            return self._draw(self._whole(logits), slots, forbidden, draws)
         if self._vocab:
             logits = logits[:, : len(self._vocab)]
         else:  # the vocabulary ends before this rank
@@ -91,6 +106,29 @@ class TokenFeed:
             )
             return chosen if self._gather is None else self._agreed(chosen, slots)
         return self._agreed(self._best(logits, forbidden), slots)
+
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary (n, V)."""
+        if self._gather is not None:
+            every = self._gather(logits)  # (T, n, V / T or more)
+            slices = every[:, :, : -(-self._vocab_size // len(every))]
+            logits = slices.transpose(0, 1).flatten(1)
+        return logits[:, : self._vocab_size]
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        forbidden: torch.Tensor,
+        draws: torch.Tensor,
+    ) -> torch.Tensor:
+        kernels = _kernels() if logits.is_cuda else None
+        if kernels is not None:
+            drawn: torch.Tensor = kernels.drawn_tokens(
+                logits, slots, forbidden, draws, self._newest
+            )
+            return drawn
+        return self._keep(drawn_tokens(logits, forbidden, draws), slots)
 
     def _best(self, logits: torch.Tensor, forbidden: torch.Tensor) -> torch.Tensor:
         """Return the best of this rank's ids for each row."""
@@ -108,8 +146,34 @@ class TokenFeed:
             every = self._gather(chosen)  # (T, n, 2)
             rank = every[:, :, 0].contiguous().view(torch.float32).max(0).indices
             chosen = every[rank, torch.arange(len(chosen), device=chosen.device)]
+        return self._keep(chosen, slots)
+
+    def _keep(self, chosen: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         self._newest[slots.long()] = chosen[:, 1].long()
         return chosen
+
+
+def drawn_tokens(
+    logits: torch.Tensor, forbidden: torch.Tensor, draws: torch.Tensor
+) -> torch.Tensor:
+    """Return the drawn token of each row of logits (n, V), see `TokenFeed.choose`."""
+    factor, top_k, top_p, rest, whole_boundary, uniform = draws.double().t()[:, :, None]  # (n, 1)
+    places = torch.arange(logits.shape[1], device=logits.device)
+    x = torch.where(places == forbidden[:, None], _LOWEST, logits * factor.float())
+    values, ids = x.sort(dim=-1, descending=True, stable=True)
+    best = values[:, :1].contiguous()
+    masses = (values - best).double().exp()
+    sums = torch.where((top_k > 0) & (places >= top_k), 0.0, masses).cumsum(-1)
+
+    def crossing(mass: torch.Tensor) -> torch.Tensor:
+        """Return the place of the token with which the masses' sum reaches `mass`."""
+        place = torch.searchsorted(sums, torch.minimum(mass, sums[:, -1:]))
+        return place.clamp(max=logits.shape[1] - 1)  # of a row that is not usable
+
+    inside = top_p * (sums[:, -1:] + rest)
+    inside = torch.where(whole_boundary > 0, sums.gather(1, crossing(inside)), inside)
+    tokens = ids.gather(1, crossing(uniform * inside))
+    return torch.cat((best.view(torch.int32), tokens.int()), dim=1)
 
 
 def _kernels() -> ModuleType | None:

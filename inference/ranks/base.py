@@ -71,6 +71,8 @@ def rank_weights(
 class RankBase(ABC):
     """One rank of a model; rank 0 sends the steps to the others."""
 
+    _feed: TokenFeed  # of a rank that generates
+
     def __init__(self, settings: RankSettings) -> None:
         """Take a place and a device; subclasses load."""
         self.layout = settings.layout
@@ -140,7 +142,8 @@ class RankBase(ABC):
     def _token_feed(self, slots: int, vocab_size: int) -> TokenFeed:
         layout = self.layout
         gather = self._gather_stage if layout.tp_size > 1 else None
-        return TokenFeed(slots, self.device, vocab=layout.vocab_rows(vocab_size), gather=gather)
+        vocab = layout.vocab_rows(vocab_size)
+        return TokenFeed(slots, self.device, vocab=vocab, vocab_size=vocab_size, gather=gather)
 
     def _graph_result(
         self, graph: DecodeGraph, plan: ReceivedPlan, vocab_size: int
@@ -151,14 +154,17 @@ class RankBase(ABC):
             part = graph.output[:count] if self.layout.is_last_stage else None
             return self._logits_result(part, count, vocab_size)
         assert graph.chosen is not None, "stages of a pipeline choose no tokens"
-        return self._chosen_result(graph.chosen[:count])
+        if plan.draws is None:
+            return self._chosen_result(graph.chosen[:count])
+        numbers, draws = graph.numbers[:, :count], on_device(plan.draws, self.device)
+        chosen = self._feed.choose(graph.output[:count], numbers[1], numbers[-1], draws)
+        return self._chosen_result(chosen)
 
     def _result(
         self,
         part: torch.Tensor | None,
         plan: ReceivedPlan,
         *,
-        feed: TokenFeed,
         vocab_size: int,
         pooled: torch.Tensor | None = None,
     ) -> StepResult | None:
@@ -167,7 +173,6 @@ class RankBase(ABC):
         Args:
             part: This rank's slice of the logits (n, V / T or more), None without.
             plan: What ran.
-            feed: Keeps the tokens.
             vocab_size: V.
             pooled: Goes into the result.
         """
@@ -176,8 +181,9 @@ class RankBase(ABC):
             return self._logits_result(part, count, vocab_size, pooled)
         assert part is not None, "stages of a pipeline choose no tokens"
         slots, forbidden = on_device(np.ascontiguousarray(plan.choices, np.int64), self.device)
-        slots = torch.where(slots < 0, feed.unread, slots)
-        return self._chosen_result(feed.choose(part, slots, forbidden), pooled)
+        slots = torch.where(slots < 0, self._feed.unread, slots)
+        draws = None if plan.draws is None else on_device(plan.draws, self.device)
+        return self._chosen_result(self._feed.choose(part, slots, forbidden, draws), pooled)
 
     def _chosen_result(
         self, chosen: torch.Tensor, pooled: torch.Tensor | None = None

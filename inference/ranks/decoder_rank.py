@@ -118,7 +118,6 @@ class DecoderRank(RankBase):
             return self._result(
                 self._logits(hidden, steps),
                 plan,
-                feed=self._feed,
                 vocab_size=self.architecture.vocab_size,
                 pooled=self._pooled(hidden, plan) if plan.pool else None,
             )

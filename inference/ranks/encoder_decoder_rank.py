@@ -118,7 +118,7 @@ class EncoderDecoderRank(RankBase):
                 return self._run_recorded(self._graphs, plan)
             part = self._decode(plan) if plan.segments else None
             vocab_size = self.architecture.vocab_size
-            return self._result(part, plan, feed=self._feed, vocab_size=vocab_size)
+            return self._result(part, plan, vocab_size=vocab_size)
 
     def close(self) -> None:
         """Close the connection to the other ranks."""

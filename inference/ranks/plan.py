@@ -2,8 +2,8 @@
 
 # Layout of a packed plan, int32: command, length, counts and flags, then per segment
 # (slot, start, count, forgotten), per move (source, target, start, stop), per table entry (slot,
-# place, block), output rows, choices, token ids, and for encoders the ids of their rows and per row
-# (count, task or -1, slot count, slots).
+# place, block), output rows, choices, the bits of draws, token ids, and for encoders the ids of
+# their rows and per row (count, task or -1, slot count, slots).
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from inference.model.kv_cache import Array, Move, TableEntry
 from inference.model.step import Segment
 
 _HEADER = 12
+_DRAW = 6  # numbers of a draw
 
 
 class Command(enum.IntEnum):
@@ -54,9 +55,11 @@ class StepPlan:
         output_rows: Tokens whose logits are wanted, ascending.
         moves: Cache copies, all of them before the pass.
         entries: Blocks that slots get before the pass.
-        choices: For every output row the slot whose newest token is to be its best one, negative
-            for none, and an id that it may not be, negative for none. None if the scheduler
+        choices: For every output row the slot whose newest token is chosen from it, negative for
+            none, and an id that may not be chosen, negative for none. None if the scheduler
             chooses, as it must for a pipeline.
+        draws: For every output row the six numbers of `Draw` in `inference.decoding.sampling`.
+            None if every choice is the best token.
         has_virtual: Whether some ids lie beyond the vocabulary.
         embedding_rows: Rows of embeddings that follow the plan, for ids beyond loaded tables.
         pool: Whether the sums of each segment's last hidden states are wanted.
@@ -73,6 +76,7 @@ class StepPlan:
     moves: tuple[Move, ...] = ()
     entries: Sequence[TableEntry] = ()
     choices: Sequence[tuple[int, int]] | None = None
+    draws: Sequence[Sequence[float]] | None = None
     has_virtual: bool = False
     embedding_rows: int = 0
     pool: bool = False
@@ -92,6 +96,7 @@ class ReceivedPlan:
     moves: tuple[Move, ...]
     entries: tuple[TableEntry, ...]
     choices: Array | None  # (2, n)
+    draws: Array | None  # (n, 6) fp32
     has_virtual: bool
     embedding_rows: int
     pool: bool
@@ -110,6 +115,7 @@ def received(plan: StepPlan) -> ReceivedPlan:
         moves=plan.moves,
         entries=tuple(plan.entries),
         choices=None if plan.choices is None else np.array(plan.choices, np.int64).reshape(-1, 2).T,
+        draws=None if plan.draws is None else np.array(plan.draws, np.float32),
         has_virtual=plan.has_virtual,
         embedding_rows=plan.embedding_rows,
         pool=plan.pool,
@@ -128,7 +134,7 @@ def pack_command(command: Command) -> torch.Tensor:
 def pack_plan(plan: StepPlan) -> torch.Tensor:
     """Return the plan as one int32 tensor."""
     flags = int(plan.has_virtual) + 2 * int(plan.pool) + 4 * int(plan.attentions)
-    flags += 8 * int(plan.choices is not None)
+    flags += 8 * int(plan.choices is not None) + 16 * int(plan.draws is not None)
     values = [Command.STEP, 0, len(plan.segments), len(plan.moves), len(plan.output_rows)]
     values += [len(plan.ids), flags, plan.embedding_rows]
     values += [len(plan.encoder_rows), len(plan.encoder_ids), plan.encoder_layers]
@@ -142,6 +148,8 @@ def pack_plan(plan: StepPlan) -> torch.Tensor:
     values += plan.output_rows
     for choice in plan.choices or ():
         values += choice
+    if plan.draws is not None:
+        values += np.array(plan.draws, np.float32).view(np.int32).ravel().tolist()
     values += plan.ids
     values += plan.encoder_ids
     for row in plan.encoder_rows:
@@ -164,7 +172,8 @@ def unpack_plan(packed: torch.Tensor) -> ReceivedPlan:
     entries_at = moves_at + 4 * moves
     outputs_at = entries_at + 3 * entries
     choices_at = outputs_at + outputs
-    ids_at = choices_at + (2 * outputs if flags & 8 else 0)
+    draws_at = choices_at + (2 * outputs if flags & 8 else 0)
+    ids_at = draws_at + (_DRAW * outputs if flags & 16 else 0)
     encoder_at = ids_at + ids
     rows_at = encoder_at + encoder_ids
     return ReceivedPlan(
@@ -173,7 +182,10 @@ def unpack_plan(packed: torch.Tensor) -> ReceivedPlan:
         output_rows=packed[outputs_at:choices_at].long(),
         moves=tuple(_tuples(packed[moves_at:entries_at], 4)),
         entries=tuple(_tuples(packed[entries_at:outputs_at], 3)),
-        choices=packed[choices_at:ids_at].long().view(-1, 2).T.numpy() if flags & 8 else None,
+        choices=packed[choices_at:draws_at].long().view(-1, 2).T.numpy() if flags & 8 else None,
+        draws=packed[draws_at:ids_at].numpy().view(np.float32).reshape(-1, _DRAW)
+        if flags & 16
+        else None,
         has_virtual=bool(flags & 1),
         embedding_rows=embedding_rows,
         pool=bool(flags & 2),

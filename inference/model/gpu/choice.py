@@ -1,6 +1,9 @@
-"""The best token of each row of logits in one GPU kernel, in Triton's language; needs Triton.
+"""The next token of each row of logits in one GPU kernel, in Triton's language; needs Triton.
 
-A step of one token launches a dozen small kernels for this otherwise, 25 us on an H200.
+A step of one token launches a dozen small kernels for its best tokens otherwise, 25 us on an H200.
+A token is drawn without a sort: the logits that can be drawn are listed, and cuts through their
+order find the one at which the sum of masses reaches the drawn part. One program works on a row,
+always in the same order, so that a row's token does not depend on the other rows.
 """
 
 # Shapes: n rows of logits, V ids of a rank
@@ -14,6 +17,10 @@ import triton.language as tl
 from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
 
 _READ = {"IDS": 8192, "num_warps": 16}  # logits that a program reads at once
+_LISTED = 8192  # most logits that a program lists; a flatter row is searched whole
+_PART, _CUTS = 2048, 8  # listed logits that are compared at once, and the cuts they are compared to
+_DEEPEST = 87.0  # below the best logit: no mass further down is a normal fp32 number
+_LEAST = 1e-30  # mass that stands for a threshold of 0, which only the best token reaches
 
 
 # Slots and ids may begin anywhere in a larger tensor; one kernel serves them all.
@@ -83,6 +90,266 @@ def best_tokens(
         *(forbidden.contiguous(), slots.contiguous(), newest, chosen),
         LOWEST=torch.finfo(torch.float32).min,
         KEEP=keep,
+        **_READ,
+        **launch_options(logits),
+    )
+    return chosen
+
+
+@triton.jit
+def _order(x):  # type: ignore[no-untyped-def]
+    """Return integers in the order of the numbers; -0.0 equals 0.0."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _number(order):  # type: ignore[no-untyped-def]
+    """Undo `_order`."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sums(  # type: ignore[no-untyped-def]
+    at,
+    count,
+    best,
+    cuts,
+    COUNTS: tl.constexpr,  # noqa: N803
+    PART: tl.constexpr,  # noqa: N803
+):
+    """Return for each cut the mass of the logits at or above it, or with COUNTS their number.
+
+    The additions have the same order for every cut: a lower cut never gives a smaller sum.
+    """
+    within = tl.arange(0, PART)
+    sums = tl.zeros_like(cuts).to(tl.float32)
+    for start in range(0, count, PART):
+        here = start + within
+        x = tl.load(at + here, mask=here < count, other=float("-inf"))
+        weight = (here < count).to(tl.float32) if COUNTS else tl.exp(x - best)
+        above = _order(x)[:, None] >= cuts[None, :]
+        sums += tl.sum(tl.where(above, weight[:, None], 0.0), 0)
+    return sums
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum(  # type: ignore[no-untyped-def]
+    at,
+    count,
+    best,
+    cut,
+    COUNTS: tl.constexpr,  # noqa: N803
+    PART: tl.constexpr,  # noqa: N803
+    CUTS: tl.constexpr,  # noqa: N803
+):
+    cuts = tl.zeros((CUTS,), tl.int32) + cut.to(tl.int32)
+    return tl.max(_sums(at, count, best, cuts, COUNTS, PART), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _reach(  # type: ignore[no-untyped-def]
+    at,
+    count,
+    best,
+    target,
+    lowest,
+    COUNTS: tl.constexpr,  # noqa: N803
+    PART: tl.constexpr,  # noqa: N803
+    CUTS: tl.constexpr,  # noqa: N803
+):
+    """Return the highest cut from which on the logits' sum reaches `target`, at least `lowest`."""
+    low = lowest.to(tl.int64)
+    high = _order(best).to(tl.int64) + 1
+    nth = tl.arange(0, CUTS) + 1
+    while high - low > 1:
+        step = (high - low + CUTS) // (CUTS + 1)
+        cuts = tl.minimum(low + step * nth, 0x7FFFFFFF).to(tl.int32)
+        sums = _sums(at, count, best, cuts, COUNTS, PART)
+        low += step * tl.sum((sums >= target).to(tl.int32), 0)
+        high = tl.minimum(high, low + step)
+    return low.to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _crossing(  # type: ignore[no-untyped-def]
+    at,
+    count,
+    best,
+    target,
+    lowest,
+    PART: tl.constexpr,  # noqa: N803
+    CUTS: tl.constexpr,  # noqa: N803
+):
+    """Return the order of the logit with which the masses' sum reaches `target`.
+
+    Also which of the logits that are equal to it, and the sum up to that one.
+    """
+    target = tl.minimum(target, _sum(at, count, best, lowest, False, PART, CUTS))
+    edge = _reach(at, count, best, target, lowest, False, PART, CUTS)
+    above = _sum(at, count, best, edge + 1, False, PART, CUTS)
+    mass = tl.exp(_number(edge) - best)
+    nth = tl.maximum(tl.ceil((target - above) / mass), 1.0)
+    return edge, nth.to(tl.int32), above + nth * mass
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _nth_equal(at, count, edge, nth, PART: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Return the place of the nth logit of an order, of the last one where there are fewer."""
+    within = tl.arange(0, PART)
+    found = 0
+    place = 0
+    for start in range(0, count, PART):
+        here = start + within
+        x = tl.load(at + here, mask=here < count, other=float("-inf"))
+        equal = ((_order(x) == edge) & (here < count)).to(tl.int32)
+        wanted = (equal > 0) & (found + tl.cumsum(equal, 0) <= nth)
+        place = tl.maximum(place, tl.max(tl.where(wanted, here, 0), 0))
+        found += tl.sum(equal, 0)
+    return place
+
+
+@triton.jit(do_not_specialize_on_alignment=["forbidden_at", "slots_at"])  # type: ignore[untyped-decorator]
+def _drawn_token(  # type: ignore[no-untyped-def]
+    logits_at,
+    stride,
+    count,
+    forbidden_at,
+    slots_at,
+    draws_at,
+    newest_at,
+    chosen_at,
+    listed_at,
+    listed_ids_at,
+    LOWEST: tl.constexpr,  # noqa: N803
+    DEEPEST: tl.constexpr,  # noqa: N803
+    LEAST: tl.constexpr,  # noqa: N803
+    IDS: tl.constexpr,  # noqa: N803
+    LISTED: tl.constexpr,  # noqa: N803
+    PART: tl.constexpr,  # noqa: N803
+    CUTS: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    let_next_begin(EARLY)
+    row = tl.program_id(0)
+    within = tl.arange(0, IDS)
+    wait_for_earlier(EARLY)
+    at = logits_at + row.to(tl.int64) * stride
+    listed_at += row.to(tl.int64) * LISTED
+    listed_ids_at += row.to(tl.int64) * LISTED
+    forbidden = tl.load(forbidden_at + row)
+    factor = tl.load(draws_at + 6 * row)
+    top_k = tl.minimum(tl.load(draws_at + 6 * row + 1).to(tl.int32), count)
+    top_p = tl.load(draws_at + 6 * row + 2)
+    rest = tl.load(draws_at + 6 * row + 3)
+    whole = tl.load(draws_at + 6 * row + 4) > 0
+    uniform = tl.load(draws_at + 6 * row + 5)
+
+    best = tl.full((IDS,), float("-inf"), tl.float32)
+    place = within
+    spoilt = tl.zeros((IDS,), tl.int32)
+    for start in range(0, count, IDS):
+        here = start + within
+        x = tl.load(at + here, mask=here < count, other=float("-inf")) * factor
+        x = tl.where(here == forbidden, LOWEST, x)
+        x = tl.where(here < count, x, float("-inf"))
+        tl.store(at + here, x, mask=here < count)
+        spoilt |= (x != x).to(tl.int32)
+        better = x > best
+        best = tl.where(better, x, best)
+        place = tl.where(better, here, place)
+    value = tl.max(best, 0)
+    token = tl.min(tl.where(best == value, place, 2147483647), 0)
+    value = tl.where(tl.max(spoilt, 0) > 0, float("nan"), value)
+
+    if (top_k != 1) & (value > float("-inf")) & (value < float("inf")):
+        tl.debug_barrier()
+        inside = 0.0  # mass of the logits that can be drawn
+        target = top_k.to(tl.float32)
+        if top_k > 0:
+            # The k best of all logits lie at or above the kth best of some of them.
+            some = tl.max(tl.reshape(best, (PART, IDS // PART)), 1)
+            tl.store(listed_at + tl.arange(0, PART), some)
+            tl.debug_barrier()
+            lowest = _order(tl.full((), float("-inf"), tl.float32))
+            lowest = _reach(listed_at, PART, value, target, lowest, True, PART, CUTS)
+            tl.debug_barrier()
+        else:
+            sums = tl.zeros((IDS,), tl.float32)
+            for start in range(0, count, IDS):
+                here = start + within
+                x = tl.load(at + here, mask=here < count, other=float("-inf"))
+                sums += tl.exp(x - value)
+            total = tl.sum(sums, 0)
+            inside = top_p * (total + rest)
+            # Even `count` logits this low would have half of the mass that is not searched.
+            slack = total - tl.where(whole, inside, inside * uniform)
+            depth = tl.minimum(-tl.log(0.5 * tl.maximum(slack, 0.0) / count), DEEPEST)
+            lowest = _order(value - depth)
+
+        listed = 0
+        for start in range(0, count, IDS):
+            here = start + within
+            x = tl.load(at + here, mask=here < count, other=float("-inf"))
+            kept = (here < count) & (_order(x) >= lowest)
+            to = listed + tl.cumsum(kept.to(tl.int32), 0) - 1
+            tl.store(listed_at + to, x, mask=kept & (to < LISTED))
+            tl.store(listed_ids_at + to, here, mask=kept & (to < LISTED))
+            listed += tl.sum(kept.to(tl.int32), 0)
+        tl.debug_barrier()
+        is_listed = listed <= LISTED
+        if is_listed:
+            at = listed_at
+            count = listed
+
+        limit = count
+        if top_k > 0:
+            lowest = _reach(at, count, value, target, lowest, True, PART, CUTS)
+            limit = top_k - _sum(at, count, value, lowest + 1, True, PART, CUTS).to(tl.int32)
+            above = _sum(at, count, value, lowest + 1, False, PART, CUTS)
+            inside = top_p * (above + limit * tl.exp(_number(lowest) - value))
+        if whole:
+            inside = _crossing(at, count, value, inside, lowest, PART, CUTS)[2]
+        target = tl.maximum(uniform * inside, LEAST)
+        edge, nth, _ = _crossing(at, count, value, target, lowest, PART, CUTS)
+        nth = tl.where(edge == lowest, tl.minimum(nth, limit), nth)
+        token = _nth_equal(at, count, edge, nth, PART)
+        if is_listed:
+            token = tl.load(listed_ids_at + token)
+
+    tl.store(chosen_at + 2 * row, value.to(tl.int32, bitcast=True))
+    tl.store(chosen_at + 2 * row + 1, token)
+    tl.store(newest_at + tl.load(slots_at + row), token.to(tl.int64))
+
+
+def drawn_tokens(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    forbidden: torch.Tensor,
+    draws: torch.Tensor,
+    newest: torch.Tensor,
+) -> torch.Tensor:
+    """Return the drawn token of each row as `TokenFeed.choose` does; logits are overwritten.
+
+    Args:
+        logits: (n, V) fp32, contiguous rows of the whole vocabulary.
+        slots: (n,) integers.
+        forbidden: (n,) integers.
+        draws: (n, 6) fp32, see `StepPlan`.
+        newest: Receives the tokens at `slots`.
+    """
+    rows, device = len(logits), logits.device
+    chosen = torch.empty(rows, 2, dtype=torch.int32, device=device)
+    listed = torch.empty(rows, _LISTED, dtype=torch.float32, device=device)
+    _drawn_token[(rows,)](
+        *(logits, logits.stride(0), logits.shape[1], forbidden.contiguous(), slots.contiguous()),
+        *(draws, newest, chosen, listed, torch.empty_like(listed, dtype=torch.int32)),
+        LOWEST=torch.finfo(torch.float32).min,
+        DEEPEST=_DEEPEST,
+        LEAST=_LEAST,
+        LISTED=_LISTED,
+        PART=_PART,
+        CUTS=_CUTS,
         **_READ,
         **launch_options(logits),
     )
