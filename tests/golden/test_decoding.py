@@ -23,6 +23,7 @@ from inference.decoding.random import Xorwow
 from inference.decoding.request import ModelLimits, RowRequest, parse_request
 from inference.decoding.rows import RowResult
 from inference.decoding.word_lists import banned_ids, ends_with, read_entries
+from inference.model.token_feed import TokenFeed
 from tests.conftest import SHARED
 
 FOLDER = SHARED / "golden" / "decoding"
@@ -146,6 +147,29 @@ def test_sampled_tokens_and_log_probs(case: Case, mode: Any) -> None:
         assert cum == pytest.approx(step["cum_log_prob"], abs=LOG_PROB_TOLERANCE)
     (log_probs,) = decoder.result(handle).output_log_probs
     np.testing.assert_allclose(log_probs, expected_log_probs, atol=LOG_PROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("case", cases("sampling"))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_tokens_that_ranks_sample(case: Case, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("a CUDA device is needed")
+    k, p, _ = normalise_selection(case["runtime_top_k"] or 0, case["runtime_top_p"] or 0.0)
+    options = RowOptions(
+        end_id=case["vocab"], top_k=k, top_p=p, random_seed=int(case["random_seed"])
+    )
+    decoder = BatchDecoder(DecodingConfig(vocab_size=case["vocab"]))
+    handle = decoder.add(row(options, output_len=len(case["steps"])))
+    feed = TokenFeed(1, torch.device(device), vocab=range(case["vocab"]))
+    nothing, slots = torch.tensor([[-1], [0]], device=device)
+    for step in case["steps"]:
+        chosen = feed.choose(
+            torch.tensor([step["logits"]], device=device),
+            *(slots, nothing),
+            torch.tensor([decoder.draw(handle)], device=device),
+        )
+        decoder.take_chosen([handle], chosen.cpu().numpy())
+    assert decoder.result(handle).output_ids == (tuple(s["token"] for s in case["steps"]),)
 
 
 @pytest.mark.parametrize("case", cases("bad_words"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from export_scripts.families.llama.layout import LLAMA, LlamaConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.engine import Engine, EngineOptions
-from inference.model.token_feed import TokenFeed
+from inference.model.token_feed import TokenFeed, drawn_tokens
 from inference.ranks.settings import Placement
 from tests.ft_folders import gpt_config, write_random
 
@@ -171,3 +172,99 @@ def test_best_tokens_equal_those_of_the_cpu() -> None:
         logits.cuda(), slots.cuda(), forbidden.cuda()
     )
     assert spoilt[:, 0].view(torch.float32).isnan().tolist() == [n == 2 for n in range(6)]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 53, 20_011])
+@pytest.mark.parametrize("kind", ["smooth", "ties", "flat", "banned"])
+def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    rows = 256
+    logits = 4 * torch.randn(rows, vocab_size, generator=generator)
+    if kind == "ties":
+        logits = logits.round()
+    elif kind == "flat":  # more than a row lists
+        logits /= 100
+    elif kind == "banned":
+        logits[torch.rand(logits.shape, generator=generator) < 0.7] = -torch.inf
+        logits[:, vocab_size // 2] = 1.0
+    draws = torch.rand(rows, 6, generator=generator)
+    draws[:, 0] = torch.tensor([1.0, 0.5, 2.0])[torch.arange(rows) % 3]
+    draws[:, 1] = torch.tensor([0.0, 0.0, 1.0, 2.0, 50.0, 1024.0, 0.0])[torch.arange(rows) % 7]
+    draws[::5, 2] = 1.0
+    draws[:, 3] = 1e-6
+    draws[:, 4] = torch.arange(rows) % 2
+    forbidden = torch.randint(-1, vocab_size + 2, (rows,), generator=generator)
+    slots = torch.arange(rows)
+    feed = TokenFeed(rows, torch.device("cuda"), vocab=range(vocab_size))
+    chosen = feed.choose(logits.cuda(), slots.cuda(), forbidden.cuda(), draws.cuda())
+
+    def drawn(more: float, inside: float) -> torch.Tensor:
+        near = draws.clone()
+        near[:, 5] = (near[:, 5] + more).clamp(1e-9, 1)
+        near[:, 2] = (near[:, 2] + inside).clamp(1e-9, 1)
+        return drawn_tokens(logits.clone(), forbidden, near)
+
+    # Closer to the boundary of two tokens, or of the nucleus, the sums' rounding decides.
+    exact, *near = (drawn(*by) for by in ((0, 0), (-1e-5, 0), (1e-5, 0), (0, -1e-5), (0, 1e-5)))
+    usable = exact[:, 0].view(torch.float32).isfinite()
+    ours = chosen.cpu()
+    assert ours[:, 0].tolist() == exact[:, 0].tolist()
+    allowed = torch.stack([each[:, 1] for each in (exact, *near)])
+    assert (allowed == ours[:, 1]).any(0)[usable].all()
+    assert (exact == ours).all(1)[usable].float().mean() > 0.98
+    ids = feed.ids(torch.full((rows,), -1).cuda(), slots.cuda())
+    assert ids.tolist() == ours[:, 1].tolist()
+    for row in range(0, rows, 50):  # alone, and so in another place
+        alone = TokenFeed(1, torch.device("cuda"), vocab=range(vocab_size)).choose(
+            *(each[row : row + 1].cuda() for each in (logits, torch.zeros_like(slots), forbidden)),
+            draws[row : row + 1].cuda(),
+        )
+        assert alone.tolist() == [ours[row].tolist()]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad: float) -> None:
+    logits = torch.randn(9, 20_000)
+    logits[2:4, 11_111] = bad
+    logits[4] = bad
+    draws = torch.tensor([[1, 0, 0.9, 0, 0, 0.5], [1, 5, 0.9, 0, 0, 0.5], [1, 1, 1, 0, 0, 1]])
+    chosen = TokenFeed(9, torch.device("cuda"), vocab=range(20_000)).choose(
+        logits.cuda(),
+        *torch.stack((torch.arange(9), torch.full((9,), -1))).cuda(),
+        draws.repeat(3, 1).cuda(),
+    )
+    spoilt = {4} if bad == -float("inf") else {2, 3, 4}
+    finite = chosen[:, 0].contiguous().view(torch.float32).isfinite().tolist()
+    assert finite == [row not in spoilt for row in range(9)]
+    assert 0 <= int(chosen[:, 1].min()) <= int(chosen[:, 1].max()) < 20_000
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_sampled_tokens_equal_those_of_the_cpu(name: str, tmp_path: Path) -> None:
+    """The host draws on a CPU, the GPU in steps that overlap; neighbours change nothing."""
+    ft_dir = write_random(*MODELS[name], tmp_path)
+    kinds: list[dict[str, Any]] = [
+        {"top_k": 4},
+        {"top_k": 0, "top_p": 0.8, "temperature": 0.7, "min_length": 9},
+        {},
+        {"top_k": 20, "top_p": 0.5},
+    ]
+    rows = []
+    for number in range(64):
+        ids = tuple((7 * number + 3 * t) % 50 for t in range(1 + number % 9))
+        options = RowOptions(end_id=52, random_seed=number, **kinds[number % 4])
+        rows.append(RowRequest(ids, 24, options, context_ids=ids, returned_ids=ids))
+    together = GenerationRequest(tuple(rows), padded_len=9)
+    scored = replace(rows[0], options=replace(rows[0].options, return_log_probs=True))
+    with (
+        Engine(ft_dir, Placement(device="cpu")) as cpu,
+        Engine(ft_dir, Placement(device="cuda"), options=EngineOptions(max_lanes=64)) as cuda,
+    ):
+        expected = [row.output_ids for row in cpu.generate(together).rows]
+        assert [row.output_ids for row in cuda.generate(together).rows] == expected
+        for number in (0, 1, 3):
+            alone = cuda.generate(GenerationRequest((rows[number],), padded_len=9))
+            assert alone.rows[0].output_ids == expected[number]
+        # A row whose logits the host needs takes the whole step's to the host.
+        mixed = GenerationRequest((scored, *rows[1:8]), padded_len=9)
+        assert [row.output_ids for row in cuda.generate(mixed).rows] == expected[:8]

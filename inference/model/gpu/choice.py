@@ -307,7 +307,7 @@ def _drawn_token(  # type: ignore[no-untyped-def]
             lowest = _reach(at, count, value, target, lowest, True, PART, CUTS)
             limit = top_k - _sum(at, count, value, lowest + 1, True, PART, CUTS).to(tl.int32)
             above = _sum(at, count, value, lowest + 1, False, PART, CUTS)
-            inside = top_p * (above + limit * tl.exp(_number(lowest) - value))
+            inside = top_p * (above + limit * tl.exp(_number(lowest) - value) + rest)
         if whole:
             inside = _crossing(at, count, value, inside, lowest, PART, CUTS)[2]
         target = tl.maximum(uniform * inside, LEAST)

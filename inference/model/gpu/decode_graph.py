@@ -2,7 +2,8 @@
 
 A graph serves up to B sequences; B comes in few sizes, all of which are recorded before the first
 request. Unused places of a step compute on a scratch slot, whose results are discarded. Without a
-pipeline the graph also chooses the best token of each sequence, which the next graph reads.
+pipeline the graph also chooses the best token of each sequence, which the next graph reads; in a
+step with sampled rows the kernel of these follows the graph.
 """
 
 # Shapes: B sequences of a graph, R numbers of a sequence, E hidden, V vocabulary
@@ -44,6 +45,7 @@ class GraphModel(Protocol):
 
     layout: ParallelLayout
     device: torch.device
+    feed: TokenFeed
     idle: tuple[int, ...]
 
     def room(self, sequences: int) -> torch.Tensor:
@@ -99,6 +101,11 @@ class DecodeGraphs:
     def record(self) -> None:
         """Record every size; the ranks of a stage do so at the same time."""
         self._graphs = record_sizes(self._sizes, self._record, "decoding steps")
+        largest = self._graphs[self._sizes[-1]]
+        if largest.chosen is not None:  # the kernel of sampled rows is compiled now, too
+            numbers = largest.numbers
+            draws = torch.ones(self._sizes[-1], 6, device=numbers.device)
+            self._model.feed.choose(largest.output, numbers[1], numbers[-1], draws)
 
     def graph(self, sequences: int) -> DecodeGraph:
         """Return the smallest graph that holds a number of sequences."""
@@ -192,7 +199,7 @@ class DecoderGraphModel:
         self.idle: tuple[int, ...] = (0, cache.scratch_slot, 0, 0, -1)
         self._model = model
         self._cache = cache
-        self._feed = feed
+        self.feed = feed
         heads = model.architecture.head_num // layout.tp_size
         self._group = heads // cache.shape.kv_head_num
         self._tickets = torch.zeros(
@@ -211,7 +218,7 @@ class DecoderGraphModel:
         ids, slots, places, positions, forbidden = numbers.unbind(0)
         model = self._model
         step = Step(
-            ids=self._feed.ids(ids, slots),
+            ids=self.feed.ids(ids, slots),
             positions=positions,
             cache=self._cache,
             output_rows=torch.arange(len(ids), device=self.device),
@@ -226,7 +233,7 @@ class DecoderGraphModel:
         logits = model.logits(x, step)
         if self.layout.pp_size > 1:
             return logits, None
-        return logits, self._feed.choose(logits, slots, forbidden)
+        return logits, self.feed.choose(logits, slots, forbidden)
 
 
 class EncoderDecoderGraphModel:
@@ -248,7 +255,7 @@ class EncoderDecoderGraphModel:
         self._cache, self._cross_cache = caches
         self.idle: tuple[int, ...] = (0, self._cache.scratch_slot, 0, 1, -1)
         self._model = model
-        self._feed = feed
+        self.feed = feed
         shape = self._cache.shape
         tickets = torch.zeros(
             shape.slots * shape.kv_head_num, dtype=torch.int32, device=self.device
@@ -266,7 +273,7 @@ class EncoderDecoderGraphModel:
         ids, slots, places, encoded, forbidden = numbers.unbind(0)
         model, tickets = self._model, self._tickets
         step = Step(
-            ids=self._feed.ids(ids, slots),
+            ids=self.feed.ids(ids, slots),
             positions=places,
             cache=self._cache,
             output_rows=torch.arange(len(ids), device=self.device),
@@ -282,4 +289,4 @@ class EncoderDecoderGraphModel:
         logits = model.logits(x)
         if self.layout.pp_size > 1:
             return logits, None
-        return logits, self._feed.choose(logits, slots, forbidden)
+        return logits, self.feed.choose(logits, slots, forbidden)

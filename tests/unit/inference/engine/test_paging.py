@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -70,15 +71,14 @@ class World:
         prompt: Sequence[int],
         output_len: int,
         *,
-        beam_width: int = 1,
-        top_k: int = 1,
         end_id: int = END,
         on_step: OnStep | None = None,
+        **options: Any,
     ) -> RunningRequest:
         """Send a request of one row."""
         ids = tuple(prompt)
-        options = RowOptions(end_id=end_id, beam_width=beam_width, top_k=top_k, random_seed=1)
-        row = RowRequest(ids, output_len, options, context_ids=ids, returned_ids=ids)
+        chosen = RowOptions(end_id=end_id, **{"random_seed": 1, **options})
+        row = RowRequest(ids, output_len, chosen, context_ids=ids, returned_ids=ids)
         self._arrivals += 1
         running = RunningRequest(
             GenerationRequest((row,), len(ids)), Future(), self._arrivals, on_step
@@ -250,6 +250,34 @@ def test_a_thousand_requests_preempt_each_other_and_all_are_answered(overlap: bo
         (row,) = running.request.rows
         assert output_of(running) == answer(row.input_ids, row.output_len)
     assert bool(world.overlapped) == overlap
+
+
+def test_sampled_rows_overlap_and_draw_what_they_draw_alone() -> None:
+    world = World(overlap=True)
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"top_k": 3},
+        {"top_k": 0, "top_p": 0.9, "temperature": 3.0, "stop_words": ((4, 5),)},
+        {"top_k": 0, "top_p": 0.9, "top_p_decay": 0.9},
+        {"top_k": 5, "return_log_probs": True},
+    ]
+
+    def send(asked: list[int]) -> list[tuple[int, RunningRequest]]:
+        return [
+            (seed, world.add([seed, 2], 20, random_seed=seed, **kinds[seed % 5])) for seed in asked
+        ]
+
+    sent = send([0, 1, 2, 5, 6, 7])
+    for _ in range(9):
+        world.turn()
+    assert world.overlapped == 8
+    sent += send([3, 4])  # whose steps do not overlap: the others draw on where they were
+    world.run()
+    for seed, running in sent:
+        alone = World(overlap=False)
+        again = alone.add([seed, 2], 20, random_seed=seed, **kinds[seed % 5])
+        alone.run()
+        assert output_of(running) == output_of(again)
 
 
 def test_the_newest_row_is_preempted_and_the_oldest_never() -> None:

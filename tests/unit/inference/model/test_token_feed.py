@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from inference.decoding.candidates import fetch, select
-from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host
+from inference.decoding.generate import BatchDecoder, DecodingConfig
+from inference.decoding.options import RowOptions
+from inference.decoding.rows import RowRequest
+from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host, drawn_tokens
 
 CPU = torch.device("cpu")
 
@@ -64,3 +68,96 @@ def test_ranks_that_share_the_vocabulary_choose_what_one_would(width: int) -> No
 
     every = torch.stack(choices(None))
     assert all(torch.equal(each, expected) for each in choices(lambda _: every))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 60, 3000])
+@pytest.mark.parametrize("include_boundary", [False, True])
+def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: bool) -> None:
+    rng = np.random.default_rng(vocab_size)
+    rows = 64
+    logits = 4 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1))
+    logits[::3] = logits[::3].round()  # many are equal
+    logits[1::4, 1::2] = -torch.inf
+    config = DecodingConfig(vocab_size, nucleus_include_boundary=include_boundary)
+    ours, theirs = BatchDecoder(config), BatchDecoder(config)
+    draws, forbidden, handles = [], [], []
+    for seed in range(rows):
+        options = RowOptions(
+            end_id=int(rng.integers(vocab_size + 2)),
+            min_length=seed % 2,
+            top_k=int(rng.choice([0, 0, 1, 2, 50, 1024])),
+            top_p=float(np.float32(rng.choice([0.01, rng.random(), 1.0]))),
+            temperature=float(rng.choice([0.0, 0.3, 1.0, 2.0])),
+            random_seed=seed,
+        )
+        request = RowRequest((0, 0), 2, options, (0, 0))
+        handles.append(theirs.add(request))
+        handle = ours.add(request)
+        assert ours.rank_chooses(handle)
+        draws.append(ours.draw(handle))
+        forbidden.append(options.end_id if options.min_length else -1)
+    steps = theirs.step(handles, logits)
+
+    def drawn(more: float) -> list[int]:
+        """Return the tokens of random numbers that are larger by `more`."""
+        given = torch.tensor(draws)
+        given[:, -1] = (given[:, -1] + more).clamp(1e-9, 1.0)
+        return drawn_tokens(logits.clone(), torch.tensor(forbidden), given)[:, 1].tolist()
+
+    # Closer to the boundary of two tokens the sums' rounding decides.
+    for step, *near in zip(steps, drawn(0.0), drawn(-1e-5), drawn(1e-5), strict=True):
+        if step.error is None:
+            assert step.tokens[0] in near
+    usable = [step.error is None for step in steps]
+    assert np.mean([a == s.tokens[0] for a, s in zip(drawn(0.0), steps, strict=True)]) > 0.9
+    assert sum(usable) >= rows - rows // 4
+
+
+@pytest.mark.parametrize("changed", [
+    {"return_log_probs": True},
+    {"num_log_probs": 1},
+    {"repetition_penalty": 1.5},
+    {"presence_penalty": 0.5},
+    {"bad_words": ((3,),)},
+    {"top_k": 0, "top_p_decay": 0.5},
+    {"top_k": 0, "top_p": 0.1, "top_p_min": 0.2},
+    {"beam_width": 2},
+], ids=str)  # fmt: skip
+def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed: dict[str, Any]) -> None:
+    decoder = BatchDecoder(DecodingConfig(60))
+    plain = {"end_id": 1, "top_k": 5, "top_p": 0.5, "temperature": 0.5}
+    for options, expected in (plain, True), ({**plain, **changed}, False):
+        handle = decoder.add(RowRequest((0, 0), 2, RowOptions(**options), (0, 0)))
+        assert decoder.rank_chooses(handle) == expected
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_rows_without_usable_logits_are_seen_among_drawn_ones(bad: float) -> None:
+    logits = torch.randn(4, 60, generator=torch.Generator().manual_seed(1))
+    logits[2] = bad
+    draws = torch.tensor([[1, 0, 0.9, 0, 0, 0.5], [1, 5, 0.9, 0, 0, 0.5]]).repeat(2, 1)
+    chosen = TokenFeed(4, CPU, vocab=range(60)).choose(
+        logits, torch.arange(4), torch.full((4,), -1), draws
+    )
+    finite = np.isfinite(chosen_to_host(chosen).array()[:, 0].copy().view(np.float32))
+    assert finite.tolist() == [True, True, False, True]
+    assert 0 <= chosen[:, 1].min() <= chosen[:, 1].max() < 60
+
+
+@pytest.mark.parametrize("width", [64, 24])  # of a slice; the last one ends beyond the vocabulary
+def test_ranks_that_share_the_vocabulary_draw_what_one_would(width: int) -> None:
+    logits = torch.randn(5, 60, generator=torch.Generator().manual_seed(2))
+    slots, forbidden = torch.arange(5), torch.tensor([-1, 3, -1, 60, 7])
+    draws = torch.tensor([[0.7, 0, 0.9, 0, 0, 0.3]] * 5)
+    expected = TokenFeed(5, CPU, vocab=range(60)).choose(logits.clone(), slots, forbidden, draws)
+    starts = range(0, 3 * 20, 20)
+    parts = torch.stack(
+        [torch.nn.functional.pad(logits[:, at : at + 20], (0, width - 20)) for at in starts]
+    )
+    for nth, at in enumerate(starts):
+        feed = TokenFeed(
+            *(5, CPU), vocab=range(at, at + 20), vocab_size=60, gather=lambda _: parts.clone()
+        )
+        chosen = feed.choose(parts[nth], slots, forbidden, draws)
+        assert torch.equal(chosen, expected)
+        assert torch.equal(feed.ids(torch.full((5,), NEWEST), slots), chosen[:, 1].long())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, replace
 
+import numpy as np
 import pytest
 
 from inference.engine.step_budget import ChunkSize
@@ -33,6 +34,7 @@ PLAN = StepPlan(
     attentions=True,
     encoder_layers=3,
     choices=[(4, -1), (-1, 9)],
+    draws=[(0.3, 0, 0.9, 1e-6, 1, 2**-32), (1, 1, 1, 0, 0, 1)],
 )
 
 
@@ -48,9 +50,13 @@ def test_plan_survives_packing() -> None:
     assert (plan.has_virtual, plan.embedding_rows, plan.pool) == (True, 2, True)
     assert (plan.encoder_rows, plan.attentions) == (PLAN.encoder_rows, True)
     assert plan.encoder_layers == 3
+    assert plan.choices is not None
+    assert plan.choices.T.tolist() == [[4, -1], [-1, 9]]
+    assert plan.draws is not None
+    np.testing.assert_array_equal(plan.draws, np.float32(PLAN.draws))
 
 
-@pytest.mark.parametrize("plan", [PLAN, replace(PLAN, choices=None)])
+@pytest.mark.parametrize("plan", [PLAN, replace(PLAN, choices=None, draws=None)])
 def test_a_single_rank_reads_the_plan_that_others_unpack(plan: StepPlan) -> None:
     for mine, theirs in zip(
         astuple(received(plan)), astuple(unpack_plan(pack_plan(plan))), strict=True
