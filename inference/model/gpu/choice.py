@@ -178,19 +178,23 @@ def _crossing(  # type: ignore[no-untyped-def]
     best,
     target,
     lowest,
+    limit,
     PART: tl.constexpr,  # noqa: N803
     CUTS: tl.constexpr,  # noqa: N803
 ):
     """Return the order of the logit with which the masses' sum reaches `target`.
 
-    Also which of the logits that are equal to it, and the sum up to that one.
+    Also which of the logits that are equal to it, and the sum up to that one. Only `limit` logits
+    of the order `lowest` count.
     """
     target = tl.minimum(target, _sum(at, count, best, lowest, False, PART, CUTS))
     edge = _reach(at, count, best, target, lowest, False, PART, CUTS)
     above = _sum(at, count, best, edge + 1, False, PART, CUTS)
     mass = tl.exp(_number(edge) - best)
-    nth = tl.maximum(tl.ceil((target - above) / mass), 1.0)
-    return edge, nth.to(tl.int32), above + nth * mass
+    nth = tl.maximum(tl.ceil((target - above) / mass), 1.0).to(tl.int32)
+    nth = tl.where(edge == lowest, tl.minimum(nth, limit), nth)
+    # Rounding may ask for one more than there are.
+    return edge, nth, tl.minimum(above + nth * mass, _sum(at, count, best, edge, False, PART, CUTS))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -309,10 +313,9 @@ def _drawn_token(  # type: ignore[no-untyped-def]
             above = _sum(at, count, value, lowest + 1, False, PART, CUTS)
             inside = top_p * (above + limit * tl.exp(_number(lowest) - value) + rest)
         if whole:
-            inside = _crossing(at, count, value, inside, lowest, PART, CUTS)[2]
+            inside = _crossing(at, count, value, inside, lowest, limit, PART, CUTS)[2]
         target = tl.maximum(uniform * inside, LEAST)
-        edge, nth, _ = _crossing(at, count, value, target, lowest, PART, CUTS)
-        nth = tl.where(edge == lowest, tl.minimum(nth, limit), nth)
+        edge, nth, _ = _crossing(at, count, value, target, lowest, limit, PART, CUTS)
         token = _nth_equal(at, count, edge, nth, PART)
         if is_listed:
             token = tl.load(listed_ids_at + token)
