@@ -128,7 +128,7 @@ class TokenFeed:
                 logits, slots, forbidden, draws, self._newest
             )
             return drawn
-        return self._keep(drawn_tokens(logits, forbidden, draws), slots)
+        return self._keep(draw_by_sorting(logits, forbidden, draws), slots)
 
     def _best(self, logits: torch.Tensor, forbidden: torch.Tensor) -> torch.Tensor:
         """Return the best of this rank's ids for each row."""
@@ -153,10 +153,10 @@ class TokenFeed:
         return chosen
 
 
-def drawn_tokens(
+def draw_by_sorting(
     logits: torch.Tensor, forbidden: torch.Tensor, draws: torch.Tensor
 ) -> torch.Tensor:
-    """Return the drawn token of each row of logits (n, V), see `TokenFeed.choose`."""
+    """Return the drawn tokens of whole rows of logits (n, V), see `TokenFeed.choose`."""
     factor, top_k, top_p, rest, whole_boundary, uniform = draws.double().t()[:, :, None]  # (n, 1)
     places = torch.arange(logits.shape[1], device=logits.device)
     x = torch.where(places == forbidden[:, None], _LOWEST, logits * factor.float())

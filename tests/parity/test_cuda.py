@@ -18,7 +18,7 @@ from export_scripts.families.llama.layout import LLAMA, LlamaConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.engine.engine import Engine, EngineOptions
-from inference.model.token_feed import TokenFeed, drawn_tokens
+from inference.model.token_feed import TokenFeed, draw_by_sorting
 from inference.ranks.settings import Placement
 from tests.ft_folders import gpt_config, write_random
 
@@ -202,7 +202,7 @@ def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str) -> None
         near = draws.clone()
         near[:, 5] = (near[:, 5] + more).clamp(1e-9, 1)
         near[:, 2] = (near[:, 2] + inside).clamp(1e-9, 1)
-        return drawn_tokens(logits.clone(), forbidden, near)
+        return draw_by_sorting(logits.clone(), forbidden, near)
 
     # Closer to the boundary of two tokens, or of the nucleus, the sums' rounding decides.
     exact, *near = (drawn(*by) for by in ((0, 0), (-1e-5, 0), (1e-5, 0), (0, -1e-5), (0, 1e-5)))

@@ -7,7 +7,7 @@ import torch
 
 from inference.decoding.tensor_fields import Array
 from inference.model.kv_cache import WIPE, Move
-from inference.model.token_feed import NEWEST, Chosen, drawn_tokens
+from inference.model.token_feed import NEWEST, Chosen, draw_by_sorting
 from inference.ranks.base import StepResult
 from inference.ranks.plan import StepPlan
 
@@ -62,7 +62,7 @@ class FakeRanks:
             pairs = torch.from_numpy(np.stack((scores.max(1).view(np.int32), best), axis=1))
             if plan.draws is not None:
                 nothing = torch.full((len(logits),), -1)
-                pairs = drawn_tokens(logits, nothing, torch.tensor(plan.draws))
+                pairs = draw_by_sorting(logits, nothing, torch.tensor(plan.draws))
             chosen = Chosen(pairs)
             for (slot, forbidden), token in zip(plan.choices, pairs[:, 1].tolist(), strict=True):
                 assert forbidden < 0

@@ -13,7 +13,7 @@ from inference.decoding.candidates import fetch, select
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import RowRequest
-from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host, drawn_tokens
+from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host, draw_by_sorting
 
 CPU = torch.device("cpu")
 
@@ -102,7 +102,7 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
         """Return the tokens of random numbers that are larger by `more`."""
         given = torch.tensor(draws)
         given[:, -1] = (given[:, -1] + more).clamp(1e-9, 1.0)
-        return drawn_tokens(logits.clone(), torch.tensor(forbidden), given)[:, 1].tolist()
+        return draw_by_sorting(logits.clone(), torch.tensor(forbidden), given)[:, 1].tolist()
 
     # Closer to the boundary of two tokens the sums' rounding decides.
     for step, *near in zip(steps, drawn(0.0), drawn(-1e-5), drawn(1e-5), strict=True):
