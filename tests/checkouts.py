@@ -66,7 +66,8 @@ _DOWNLOADED = {
 # The vocabulary of NeMo's mT5, and the markers that boolq_test.py looks for.
 _T5 = {"vocab_size": 250112, "pad_token_id": 0, "eos_token_id": 102, "decoder_start_token_id": 101}
 _PIECES = 1000
-_TASKS = {"gpt": ("squad", 10, 64), "t5": ("boolq", 4, 32)}  # name, virtual tokens, width
+# Name, virtual tokens, width.
+_TASKS = {"gpt": ("squad", 10, 64), "gptneox": ("any", 4, 64), "t5": ("boolq", 4, 32)}
 _END = "<|endoftext|>"
 _SPECIAL = (
     f'"eos_token": "{_END}", "bos_token": "{_END}", "unk_token": "{_END}", "pad_token": "{_END}"'

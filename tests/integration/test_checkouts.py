@@ -157,7 +157,14 @@ CASES: dict[str, tuple[str, dict[str, str], list[Client]]] = {
             (["end_to_end_test.py", "-u", "{http}"], WHOLE),
         ],
     ),
-    "gptneox": ("gptneox", {}, [(["identity_test.py", "-u", "{http}"], ["[INFO] execution time"])]),
+    "gptneox": (
+        "gptneox",
+        {},
+        [
+            (["identity_test.py", "-u", "{http}"], ["[INFO] execution time"]),
+            (["gpt/gptneox_jp_test.py", "-u", "{http}"], WHOLE),
+        ],
+    ),
     "bloom": ("bloom", {}, [(["gpt/identity_test.py", "-u", "{http}"], ["[INFO] execution time"])]),
     "t5": (
         "t5",
