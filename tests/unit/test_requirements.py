@@ -31,6 +31,13 @@ def test_every_pin_has_hashes_but_that_of_torch() -> None:
     assert not re.search(r"^(torch|triton|nvidia-c\S*)==", text, re.MULTILINE)
 
 
+def test_versions_in_the_docs_are_those_of_the_pins() -> None:
+    pins = dict(re.findall(r"^(\S+)==(\S+)", "\n".join(f.read_text() for f in FILES), re.MULTILINE))
+    text = (ROOT / "docs/docker.md").read_text()
+    for name in ("nvidia-pytriton", "submitit", "torch", "transformers"):
+        assert f"{name} {pins[name]} |" in text, name
+
+
 def test_one_range_of_pythons_is_named_everywhere() -> None:
     first, last = MINORS[0], MINORS[-1]
     project = (ROOT / "pyproject.toml").read_text()
