@@ -26,6 +26,8 @@ WIPE = -1
 
 # A copy of cached tokens: (source slot, target slot, first token, end).
 Move = tuple[int, int, int, int]
+# Cached tokens: (slot, first token, end).
+Span = tuple[int, int, int]
 # A block that a slot takes: (slot, place among the slot's blocks, block).
 TableEntry = tuple[int, int, int]
 
@@ -167,17 +169,17 @@ class KVCache:
         prefix. Last, a slot that is its own source drops the tokens before these, which move to
         its beginning.
         """
-        copies = [move for move in moves if move[0] != move[1] and move[0] != WIPE]
-        saved = [self._values(source, start, stop) for source, _, start, stop in copies]
-        for source, target, start, stop in moves:
-            if source == WIPE:
-                self._put(target, start, stop, None)
+        copies = [move for move in moves if move[0] != move[1] and move[0] > WIPE]
+        values = self._load([(source, start, stop) for source, _, start, stop in copies])
+        self._store([move[1:] for move in moves if move[0] == WIPE], None)
         self._assign(entries)
-        for (_, target, start, stop), values in zip(copies, saved, strict=True):
-            self._put(target, start, stop, values)
+        self._store([move[1:] for move in copies], values)
         for source, target, start, stop in moves:
-            if source == target:
-                self._put(target, 0, stop - start, self._values(source, start, stop))
+            if source < WIPE:
+                self._store_prefix(WIPE - 1 - source, (target, start, stop))
+        kept = [move[1:] for move in moves if move[0] == move[1]]
+        values = self._load(kept)
+        self._store([(slot, 0, stop - start) for slot, start, stop in kept], values)
 
     def _assign(self, entries: Sequence[TableEntry]) -> None:
         if not entries:
@@ -187,33 +189,38 @@ class KVCache:
         cells = on_device(np.stack((slots * self.shape.slot_blocks + places, blocks)), self.device)
         self.tables.view(-1).index_copy_(0, cells[0], cells[1].int())
 
-    def _values(self, source: int, start: int, stop: int) -> torch.Tensor:
-        """Return (L, 2, H, n, D)."""
-        if source < WIPE:
-            return self._prefixes[WIPE - 1 - source][:, :, :, start:stop]
+    def _load(self, spans: Sequence[Span]) -> list[torch.Tensor]:
+        """Return copies of tokens: (L, 2, H, n, D) of each span; of all of them (n, L, 2, H, D)."""
         if self.shape.is_whole:
-            return self._data[:, source, :, :, start:stop].clone()
-        blocks, places = self._cells(source, start, stop)
-        return self._data[:, blocks, :, :, places].permute(1, 2, 3, 0, 4)
-
-    def _put(self, target: int, start: int, stop: int, values: torch.Tensor | None) -> None:
-        """Store (L, 2, H, n, D), zeros for None."""
-        if self.shape.is_whole:
-            room = self._data[:, target, :, :, start:stop]
-            room.zero_() if values is None else room.copy_(values)
-            return
-        blocks, places = self._cells(target, start, stop)
+            return [self._data[:, slot, :, :, start:stop].clone() for slot, start, stop in spans]
+        if not spans:
+            return []
+        blocks, places = self._cells(spans)
         # Indexing two axes that are not neighbours puts the tokens first.
-        self._data[:, blocks, :, :, places] = (
-            torch.zeros((), dtype=self._data.dtype, device=self.device)
-            if values is None
-            else values.to(self._data.dtype).permute(3, 0, 1, 2, 4)
-        )
+        return [self._data[:, blocks, :, :, places]]
 
-    def _cells(self, slot: int, start: int, stop: int) -> torch.Tensor:
-        """Return the block of each token of a slot and the place there, (2, n)."""
-        nth, places = np.divmod(np.arange(start, stop), self.shape.block_tokens)
-        blocks = self._table[slot, nth].astype(np.int64)
+    def _store(self, spans: Sequence[Span], values: Sequence[torch.Tensor] | None) -> None:
+        """Store what `_load` returned, zeros for None."""
+        if self.shape.is_whole:
+            for nth, (slot, start, stop) in enumerate(spans):
+                room = self._data[:, slot, :, :, start:stop]
+                room.zero_() if values is None else room.copy_(values[nth])
+        elif spans:
+            blocks, places = self._cells(spans)
+            zero = torch.zeros((), dtype=self._data.dtype, device=self.device)
+            self._data[:, blocks, :, :, places] = zero if values is None else values[0]
+
+    def _store_prefix(self, task_id: int, span: Span) -> None:
+        """Store a part of the loaded prefix of a prompt task."""
+        values = self._prefixes[task_id][:, :, :, span[1] : span[2]].to(self._data.dtype)
+        self._store([span], [values if self.shape.is_whole else values.permute(3, 0, 1, 2, 4)])
+
+    def _cells(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Return the block of each token and its place there, (2, n)."""
+        tokens = [np.arange(start, stop) for _, start, stop in spans]
+        slots = np.repeat([slot for slot, _, _ in spans], [len(each) for each in tokens])
+        nth, places = np.divmod(np.concatenate(tokens), self.shape.block_tokens)
+        blocks = self._table[slots, nth].astype(np.int64)
         return on_device(np.stack((blocks, places)), self.device)
 
 

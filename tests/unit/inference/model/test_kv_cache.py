@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from inference.engine.blocks import SlotPool
-from inference.model.kv_cache import WIPE, CacheShape, KVCache
+from inference.model.kv_cache import WIPE, CacheShape, KVCache, prefix_source
 
 SHAPE = CacheShape(num_layer=2, slots=4, kv_head_num=3, max_len=10, size_per_head=6)
 
@@ -91,3 +93,29 @@ def test_views_and_places_of_every_layer_are_the_cache_itself(cache: KVCache) ->
     keys, values = cache.views(1, 2, 5)[1]
     assert keys[:, :, 4].equal(new[:, 0])
     assert values[:, :, 4].equal(new[:, 1])
+
+
+def test_blocks_are_updated_as_whole_sequences_are() -> None:
+    """The same tokens, moves and new blocks, in blocks of three tokens and of a sequence."""
+    device, prefix = torch.device("cpu"), torch.randn(2, 2, 3, 4, 6)
+    shape = replace(SHAPE, block_tokens=3, blocks=2 * 4 * 4)
+    whole, paged = (
+        KVCache(each, dtype=torch.float32, device=device, prefixes=[prefix])
+        for each in (SHAPE, shape)
+    )
+    cells = [(slot, place) for slot in range(4) for place in range(4)]
+    paged.update([], [(*cell, nth) for nth, cell in enumerate(cells)])
+    slots, positions = torch.arange(4).repeat_interleave(9), torch.arange(9).repeat(4)
+    values = torch.randn(36, 2, 3, 6)
+    for cache in (whole, paged):
+        for layer in range(2):
+            cache.write(layer, cache.token_rows(slots, positions), values * (layer + 1))
+    # Slots swap, one is wiped before it is copied to, one gets a prefix, one forgets.
+    moves = [(0, 1, 2, 9), (1, 0, 2, 7), (WIPE, 2, 0, 9), (prefix_source(0), 2, 0, 4), (3, 3, 4, 9)]
+    whole.update(moves)
+    paged.update(moves, [(1, 2, 30), (2, 0, 31)])
+    for layer in range(2):
+        for slot, count in ((0, 9), (1, 9), (2, 4), (3, 5)):
+            found, expected = (cache.read(layer, slot, 1, count) for cache in (paged, whole))
+            for ours, theirs in zip(found, expected, strict=True):
+                assert ours.equal(theirs)
