@@ -8,7 +8,7 @@ Rows are independent and keep no state: a step takes as many as fit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 from inference.decoding.request import RequestError
 from inference.decoding.tensor_fields import Array, TensorFields
+from inference.engine.queued_request import QueuedRequest
 from inference.ranks.base import StepResult
 from inference.ranks.plan import EncoderRow, StepPlan
 
@@ -152,7 +153,7 @@ def _parse_ids(
 
 
 @dataclass(eq=False)
-class RunningEncoding:
+class RunningEncoding(QueuedRequest):
     """A request in progress: its rows finish one by one, in any order."""
 
     request: EncodingRequest
@@ -165,26 +166,8 @@ class RunningEncoding:
     def __post_init__(self) -> None:
         self.waiting = list(range(len(self.request.rows)))
 
-    @property
-    def waiting_rows(self) -> int:
-        """Rows that have not begun."""
-        return len(self.waiting)
-
-    def fail(self, error: BaseException) -> None:
-        """Answer with an error, unless the client has gone."""
-        try:
-            self.future.set_exception(error)
-        except InvalidStateError:
-            return
-
-    def succeed(self) -> None:
-        """Answer, unless the client has gone."""
-        try:
-            self.future.set_result(self._result())
-        except InvalidStateError:
-            return
-
-    def _result(self) -> EncodingResult:
+    def result(self) -> EncodingResult:
+        """Return the answer, once all rows are done."""
         rows, width = len(self.request.rows), self.request.width
         # Put together where they were computed: one copy to the host.
         padded = self.hidden[0].new_zeros(rows, width, self.hidden[0].shape[1], dtype=torch.float32)
@@ -299,7 +282,7 @@ class EncodingScheduler:
         for owner in step.owners:
             if len(owner.hidden) == len(owner.request.rows):
                 self.drop(owner)
-                owner.succeed()
+                owner.succeed(owner.result())
 
 
 def _row(work: tuple[RunningEncoding, int]) -> EncodingRow:

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from time import monotonic, perf_counter, sleep
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,6 +18,7 @@ import torch
 
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.options import EngineOptions
+from inference.engine.queued_request import QueuedRequest
 from inference.ranks.base import StepResult
 from inference.ranks.plan import StepPlan
 from inference.ranks.rank_group import RankError, RankGroup
@@ -31,23 +31,6 @@ _HEARTBEAT_S = 1.0  # between pings of idle ranks
 _WATCH_S = 0.1
 _LOOK_S = 1.0  # a connection breaks a moment before the process at its other end has ended
 _RESTART_PAUSE_S = 1.0
-
-
-class QueuedRequest(Protocol):
-    """A request that waits or runs."""
-
-    future: Future[Any]
-    arrival: int
-
-    @property
-    def waiting_rows(self) -> int:
-        """Rows that have not begun."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """Answer with an error, unless the client has gone."""
-        ...
-
 
 RequestT = TypeVar("RequestT", bound=QueuedRequest)
 RequestT_co = TypeVar("RequestT_co", bound=QueuedRequest, covariant=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from inference.decoding.rows import (
 )
 from inference.decoding.tensor_fields import Array
 from inference.engine.load import RequestTimes
+from inference.engine.queued_request import QueuedRequest
 
 
 @dataclass(frozen=True)
@@ -202,7 +203,7 @@ class RunningRow:
 
 
 @dataclass(eq=False)
-class RunningRequest:
+class RunningRequest(QueuedRequest):
     """One client request.
 
     `lock_step` rows start decoding together, so that frames line up. `turn` is given for requests
@@ -223,28 +224,9 @@ class RunningRequest:
     times: RequestTimes = field(default_factory=RequestTimes.now)
 
     @property
-    def waiting_rows(self) -> int:
-        """Rows that hold no slots yet."""
-        return len(self.waiting)
-
-    @property
     def joins_whole(self) -> bool:
         """Return whether all rows must get slots at once: those of a session are kept."""
         return self.lock_step or self.turn is not None
-
-    def fail(self, error: BaseException) -> None:
-        """Answer with an error, unless the client has gone."""
-        try:
-            self.future.set_exception(error)
-        except InvalidStateError:
-            return
-
-    def succeed(self, result: object) -> None:
-        """Answer, unless the client has gone."""
-        try:
-            self.future.set_result(result)
-        except InvalidStateError:
-            return
 
 
 def make_row(
