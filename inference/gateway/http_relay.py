@@ -243,8 +243,11 @@ async def _streamed(
     response = web.StreamResponse(status=answer.status, headers=headers)
     response.enable_chunked_encoding()
     await response.prepare(request)
-    async for part in answer.content.iter_any():
-        await response.write(part)
+    try:
+        async for part in answer.content.iter_any():
+            await response.write(part)
+    except aiohttp.ClientPayloadError:  # the server has ended, and a stream has no second status
+        await response.write(b"data: " + json.dumps({"error": UNREACHABLE}).encode() + b"\n\n")
     await response.write_eof()
     return response
 
