@@ -73,13 +73,16 @@ def _added_ids(tokenizer: TokenizerFile, settings: TokenizerFile) -> SpecialIds 
     ids = {
         item.get("content"): item.get("id")
         for item in (added if isinstance(added, list) else [])
-        if isinstance(item, dict) and isinstance(item.get("id"), int)
+        if isinstance(item, dict)
+        and isinstance(item.get("id"), int)
+        and isinstance(item.get("content"), str)
     }
     names = _json_table(settings)
 
     def known(key: str) -> int | None:
         token = names.get(key)
-        return ids.get(token.get("content") if isinstance(token, dict) else token)
+        name = token.get("content") if isinstance(token, dict) else token
+        return ids.get(name) if isinstance(name, str) else None
 
     found = SpecialIds(known("bos_token"), known("eos_token"), known("pad_token"))
     return None if found.bos is None and found.eos is None else found
@@ -88,7 +91,7 @@ def _added_ids(tokenizer: TokenizerFile, settings: TokenizerFile) -> SpecialIds 
 def _json_table(file: TokenizerFile) -> dict[str, Any]:
     try:
         table = json.loads(file.read())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointMismatchError(f"{file.path}: {file.name} is not JSON: {error}") from error
     if not isinstance(table, dict):
         raise CheckpointMismatchError(f"{file.path}: {file.name} is not a table")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,17 @@ TOKENIZER_KINDS: dict[str, tuple[str, ...]] = {
     "wordpiece": ("vocab.txt",),
 }
 TOKENIZER_CHOICES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt"
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return the content of a SETTINGS_FILE. Raises OSError, or ValueError if it is another."""
+    try:
+        settings = json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise ValueError(f"{path.name} is nested too deep") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path.name} is not an object of JSON")
+    return settings
 
 
 def makes_tokenizer(names: Iterable[str]) -> bool:

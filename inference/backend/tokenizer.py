@@ -13,7 +13,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from export_scripts.ft.tokenizer_files import TOKENIZER_KINDS, TokenizerFiles, find_tokenizer
+from export_scripts.ft.tokenizer_files import (
+    TOKENIZER_KINDS,
+    TokenizerFiles,
+    find_tokenizer,
+    read_settings,
+)
 
 REPLACEMENT = "\ufffd"
 # The space that SentencePiece and similar models put before a text.
@@ -66,9 +71,10 @@ def load_tokenizer(folder: Path, *, kind: str | None = None) -> Tokenizer:
         raise ValueError(f"{folder} holds no tokenizer; expected {choices}.")
     try:
         return _LOADERS[found.kind](found)
-    except (OSError, RuntimeError, KeyError, ValueError) as error:
+    except Exception as error:  # tokenizers raises nothing narrower, and files can hold anything
         names = ", ".join(path.name for path in found.all_files)
-        raise ValueError(f"{names} in {folder} cannot be read as a tokenizer: {error}") from error
+        reason = f"there is no token {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{names} in {folder} cannot be read as a tokenizer: {reason}") from error
 
 
 def _byte_stand_ins() -> dict[int, str]:
@@ -88,7 +94,7 @@ def _start_marker(found: TokenizerFiles) -> str | None:
     """Return the token that the settings put before every text, as those of OPT and Llama do."""
     if found.settings is None:
         return None
-    settings = json.loads(found.settings.read_bytes())
+    settings = read_settings(found.settings)
     # transformers 4's Llama tokenizer puts <s> before a text unless its settings say otherwise.
     is_llama = found.kind == "sentencepiece" and settings.get("tokenizer_class") in _LLAMA_CLASSES
     if not settings.get("add_bos_token", is_llama):
@@ -284,10 +290,7 @@ class SentencePieceTokenizer(_WholeTextTokenizer):
 def _load_hf(found: TokenizerFiles) -> Tokenizer:
     from tokenizers import Tokenizer as Backend
 
-    try:
-        backend = Backend.from_file(str(found.files[0]))
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(str(error)) from error
+    backend = Backend.from_file(str(found.files[0]))
     # A file keeps what it was last used with: a prompt is neither cut nor padded.
     backend.no_truncation()
     backend.no_padding()

@@ -18,7 +18,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE
+from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, read_settings
 from inference.openai.errors import ApiError
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -68,11 +68,11 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     Raises:
         ValueError: its files cannot be read.
     """
-    settings: Any = {}
+    settings: dict[str, Any] = {}
     path, own = folder / SETTINGS_FILE, folder / TEMPLATE_FILE
     try:
         if path.is_file():
-            settings = json.loads(path.read_text(encoding="utf-8"))
+            settings = read_settings(path)
         source = own.read_text(encoding="utf-8") if own.is_file() else _source(settings)
     except (OSError, ValueError) as error:
         raise ValueError(f"the tokenizer's settings in {folder} cannot be read: {error}") from error
@@ -85,12 +85,12 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
         raise ValueError(f"the chat template in {folder} is not one: {error}") from error
 
 
-def _source(settings: Any) -> str | None:
+def _source(settings: Mapping[str, Any]) -> str | None:
     """Return the template in a tokenizer's settings: the only one, or the one called default."""
     found = settings.get("chat_template")
     if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get(_DEFAULT)
+        named = [each for each in found if isinstance(each, dict) and each.get("name") == _DEFAULT]
+        found = named[0].get("template") if named else None
     return found if isinstance(found, str) else None
 
 

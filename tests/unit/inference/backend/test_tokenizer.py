@@ -260,6 +260,31 @@ def test_folder_without_tokenizer_and_unknown_kind_are_refused(tmp_path: Path) -
         load_tokenizer(tmp_path, kind="tiktoken")
 
 
+NO_TOKEN = '{"add_bos_token": true, "bos_token": "z"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("vocab.json", "[]", "Bad vocabulary"),
+        ("vocab.json", '{"a": {}}', "cannot be read"),
+        ("merges.txt", "z z\n", "out of vocabulary"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is not an object of JSON"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is nested too deep"),
+        ("tokenizer_config.json", NO_TOKEN, "there is no token 'z'"),
+        ("tokenizer_config.json", '{"add_bos_token": 1, "bos_token": [1]}', "cannot be read"),
+    ],
+)
+def test_odd_tokenizer_files_are_refused(
+    tmp_path: Path, name: str, content: str, reason: str
+) -> None:
+    (tmp_path / "vocab.json").write_text('{"a": 0}')
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=reason):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["vocab.json", "tokenizer.json"])
 def test_broken_tokenizer_file_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{not json")

@@ -76,6 +76,10 @@ def test_templates_are_found_where_transformers_keeps_them(tmp_path: Path) -> No
     own = load_chat_template(tmp_path)
     assert own is not None
     assert own.render(TALK) == "b</s>"
-    settings.write_text("{")
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_chat_template(tmp_path)
+    settings.write_text(json.dumps({"chat_template": [{"name": ["rag"]}, 1]}))
+    (tmp_path / "chat_template.jinja").unlink()
+    assert load_chat_template(tmp_path) is None
+    for wrong in ("{", "[]", "[" * 100_000):
+        settings.write_text(wrong)
+        with pytest.raises(ValueError, match="cannot be read"):
+            load_chat_template(tmp_path)
