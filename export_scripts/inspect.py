@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -63,10 +64,12 @@ def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:
         "problems": validate_directory(path, checksums=False),
     }
     manifest = manifest_path(path)
-    if manifest.is_file():
-        record = json.loads(manifest.read_bytes())
-        facts["converted from"] = record["source"]["path"]
-        facts["converted by"] = record["tool"]
+    # A damaged manifest is among the problems.
+    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+        if manifest.is_file():
+            record = json.loads(manifest.read_bytes())
+            facts["converted from"] = record["source"]["path"]
+            facts["converted by"] = record["tool"]
     if tensors:
         facts["tensors"] = {t.name: list(t.shape) for t in family.tensors(config)}
     return facts

@@ -61,7 +61,7 @@ def json_object(text: str, source: str) -> dict[str, Any]:
     """Return the object in a JSON text. Raises ValueError, naming `source`, if it holds none."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{source} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ValueError(f"{source} must hold a JSON object with 'config' and 'request'.")

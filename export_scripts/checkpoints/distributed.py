@@ -113,7 +113,7 @@ def _backend(container: Container, folder: str) -> str:
         )
     try:
         metadata = json.loads(container.read(name, limit_bytes=_MAX_METADATA_BYTES))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointMismatchError(f"{container.path}: {name} is not JSON: {error}") from error
     backend = metadata.get("sharded_backend") if isinstance(metadata, Mapping) else None
     if backend not in _BACKENDS:

@@ -133,7 +133,8 @@ def _weight_files(path: Path) -> list[Path]:
             return [path / single]
         if (path / index).is_file():
             return _indexed_files(path / index)
-        shards = sorted(path.glob(pattern))
+        # A named pipe would keep its reader waiting.
+        shards = sorted(each for each in path.glob(pattern) if each.is_file())
         if shards:
             return shards
     raise CheckpointMismatchError(

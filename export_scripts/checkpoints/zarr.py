@@ -122,7 +122,7 @@ def _header(container: Container, name: str, problems: list[str]) -> _Array:
     """Return the parsed header, or an empty array if megatron-core writes no such header."""
     try:
         header = json.loads(container.read(name, limit_bytes=_MAX_HEADER_BYTES))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         problems.append(f"{name} is not JSON: {error}")
         return _NOTHING
     found = [f"{name} is not a table"] if not isinstance(header, dict) else _oddities(header, name)

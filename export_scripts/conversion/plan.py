@@ -218,7 +218,7 @@ def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
     if path.suffix == ".json":
         try:
             ranges = json.loads(path.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointMismatchError(f"{path} is not JSON: {error}") from error
     else:
         from export_scripts.checkpoints.pt_archive import read_torch_file

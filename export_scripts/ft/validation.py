@@ -67,7 +67,7 @@ def _compare_manifest(ft_dir: Path, *, checksums: bool) -> dict[str, str]:
     try:
         files: dict[str, dict[str, Any]] = json.loads(path.read_bytes())["files"]
         facts = [(name, record["size_bytes"], record["crc32"]) for name, record in files.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return {
             str(path): f"{path} is not a readable manifest ({error!r}); delete it, or convert "
             "again with --overwrite"

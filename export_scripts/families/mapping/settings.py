@@ -183,7 +183,7 @@ def _generation_config(facts: Facts) -> Mapping[str, Any]:
         if file.name == "generation_config.json":
             try:
                 content = json.loads(file.read())
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise CheckpointMismatchError(f"{file.path} is not JSON: {error}") from error
             return content if isinstance(content, Mapping) else {}
     return {}

@@ -37,6 +37,8 @@ def read_rows(path: Path, *texts: str) -> list[Mapping[str, Any]]:
             rows.append(_checked(json.loads(line), texts))
         except json.JSONDecodeError as error:
             problems.append(f"line {number}: not JSON ({error.msg})")
+        except RecursionError:
+            problems.append(f"line {number}: nested too deep")
         except ValueError as error:
             problems.append(f"line {number}: {error}")
     if problems:
@@ -160,7 +162,7 @@ def _whole_file(path: Path) -> Any:
     """Return a file's one JSON value; None where it is several lines of JSON."""
     try:
         return json.loads(_text_of(path))
-    except json.JSONDecodeError:
+    except (json.JSONDecodeError, RecursionError):
         return None
 
 

@@ -174,6 +174,12 @@ def test_token_ids_set_to_null_are_looked_for_elsewhere(
     assert (config.start_id, config.end_id) == expected
 
 
+def test_generation_config_that_nests_too_deep_is_refused(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "s", bos_token_id=None)
+    (source / "generation_config.json").write_text("[" * 100_000)
+    assert "generation_config.json is not JSON" in problems_of(source, tmp_path)
+
+
 def test_unknown_token_ids_are_asked_for(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "s", model_type="qwen2", bos_token_id=None, eos_token_id=None)
     assert "state --set start_id=.. --set end_id=.." in problems_of(source, tmp_path)
