@@ -335,20 +335,26 @@ def test_lost_rank_fails_the_request_and_ends_everything(two_ranks: Run) -> None
     """The last test of this server."""
     everything = two_ranks.all_processes()
     failures: list[str] = []
+    answered = threading.Event()
 
     def client() -> None:
         try:
-            ask(two_ranks, ["It was"] * 60, [500] * 60)
+            while True:
+                ask(two_ranks, ["It was"] * 20, [200] * 20)
+                answered.set()
         except Exception as error:
             failures.append(str(error))
 
-    thread = threading.Thread(target=client)
-    thread.start()
-    time.sleep(1.5)
+    # With two clients, a request is in progress at every moment.
+    threads = [threading.Thread(target=client) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    assert answered.wait(READY_S)
     os.kill(two_ranks.rank_processes()[1], signal.SIGKILL)
-    thread.join(END_S)
-    assert len(failures) == 1
-    assert "rank 1" in failures[0], failures
+    for thread in threads:
+        thread.join(END_S)
+    assert len(failures) == 2
+    assert any("rank 1" in each for each in failures), failures
     until(lambda: not any(map(lives, everything)), limit_s=END_S)
     assert two_ranks.processes[0].wait(1) == 1
     assert "rank 1" in two_ranks.output()

@@ -224,7 +224,7 @@ def test_model_that_hangs_while_it_is_idle_is_noticed_by_its_canary(tmp_path: Pa
             unready=server._sockets.unready,
         )
         canary.start()
-        time.sleep(1)
+        until(lambda: "hanging" in canary._idle, "the answer to a canary")
         assert canary.failure() is None
         assert is_ready(server.http_url)
         hang.touch()

@@ -158,8 +158,7 @@ def test_second_interrupt_leaves_a_job_no_time_to_end(tmp_path: Path) -> None:
     def interrupt_twice() -> None:
         wait_for(pid_file)
         os.kill(os.getpid(), signal.SIGINT)
-        until(lambda: "stopping" in shown.getvalue())
-        time.sleep(0.5)  # so that the first one is no longer being dealt with
+        wait_for(stage.asked_path)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt_twice)

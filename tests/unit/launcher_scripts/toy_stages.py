@@ -138,13 +138,17 @@ class _StuckProgress(Progress):
 
 
 class StubbornStage(SleepStage):
-    """Does not listen when it is asked to end."""
+    """Only notes that it was asked to end."""
 
     name = "stubborn"
 
+    @property
+    def asked_path(self) -> Path:
+        return self.target.with_suffix(".asked")
+
     def run(self, progress: Progress) -> Summary:
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(each, signal.SIG_IGN)
+            signal.signal(each, lambda *_: self.asked_path.touch())
         return super().run(progress)
 
 
