@@ -55,13 +55,9 @@ class TextService:
         Raises:
             RequestError: A request is wrong; PyTriton then answers all of this call with it.
             EngineBusyError: Too many rows wait.
-            EngineFailedError: A rank was lost under way.
-            PyTritonUnrecoverableError: The engine had failed before.
+            EngineFailedError: The engine has failed. PyTriton's own PyTritonUnrecoverableError
+                would keep the server, which ends then, waiting for this request for 20 s.
         """
-        if reason := self._engine.healthy():
-            from pytriton.exceptions import PyTritonUnrecoverableError
-
-            raise PyTritonUnrecoverableError(reason)
         begun: list[list[QueuedRow]] = []
         try:
             begun.extend(self._begin(request) for request in requests)

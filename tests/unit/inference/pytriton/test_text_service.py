@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pytriton.exceptions import PyTritonUnrecoverableError
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.backend.tokenizer import load_tokenizer
 from inference.decoding.request import RequestError
 from inference.engine.engine import Engine, EngineOptions
+from inference.engine.errors import EngineFailedError
 from inference.pytriton.text_service import TextService
 from inference.ranks.settings import Placement
 from tests.tiny_text_gpt2 import write_tiny_gpt2
@@ -145,9 +145,9 @@ def test_a_refused_request_leaves_no_work_behind(service: TextService) -> None:
     until(lambda: service._engine.free_slots == 6, "the end of the first request's work")
 
 
-def test_a_failed_engine_cannot_be_recovered(ft_dir: Path) -> None:
+def test_a_failed_engine_is_the_answer(ft_dir: Path) -> None:
     engine = Engine(ft_dir, Placement(device="cpu"))
     with engine:
         service = TextService(engine, load_tokenizer(ft_dir))
-    with pytest.raises(PyTritonUnrecoverableError, match="the engine was stopped"):
+    with pytest.raises(EngineFailedError, match="the engine was stopped"):
         service.infer([request(["a"], [1])])
