@@ -41,7 +41,7 @@ TOKENIZER_KINDS: dict[str, tuple[str, ...]] = {
 TOKENIZER_CHOICES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt"
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def tokenizer_settings(path: Path) -> dict[str, Any]:
     """Return the content of a SETTINGS_FILE. Raises OSError, or ValueError if it is another."""
     try:
         settings = json.loads(path.read_bytes())

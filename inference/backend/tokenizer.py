@@ -17,7 +17,7 @@ from export_scripts.ft.tokenizer_files import (
     TOKENIZER_KINDS,
     TokenizerFiles,
     find_tokenizer,
-    read_settings,
+    tokenizer_settings,
 )
 
 REPLACEMENT = "\ufffd"
@@ -94,7 +94,7 @@ def _start_marker(found: TokenizerFiles) -> str | None:
     """Return the token that the settings put before every text, as those of OPT and Llama do."""
     if found.settings is None:
         return None
-    settings = read_settings(found.settings)
+    settings = tokenizer_settings(found.settings)
     # transformers 4's Llama tokenizer puts <s> before a text unless its settings say otherwise.
     is_llama = found.kind == "sentencepiece" and settings.get("tokenizer_class") in _LLAMA_CLASSES
     if not settings.get("add_bos_token", is_llama):

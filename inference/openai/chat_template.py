@@ -18,7 +18,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, read_settings
+from export_scripts.ft.tokenizer_files import SETTINGS_FILE, TEMPLATE_FILE, tokenizer_settings
 from inference.openai.errors import ApiError
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -72,7 +72,7 @@ def load_chat_template(folder: Path) -> ChatTemplate | None:
     path, own = folder / SETTINGS_FILE, folder / TEMPLATE_FILE
     try:
         if path.is_file():
-            settings = read_settings(path)
+            settings = tokenizer_settings(path)
         source = own.read_text(encoding="utf-8") if own.is_file() else _source(settings)
     except (OSError, ValueError) as error:
         raise ValueError(f"the tokenizer's settings in {folder} cannot be read: {error}") from error
