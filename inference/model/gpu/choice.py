@@ -213,6 +213,45 @@ def _nth_equal(at, count, edge, nth, PART: tl.constexpr):  # type: ignore[no-unt
     return place
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _total(at, count, best, IDS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Return the mass of all logits."""
+    within = tl.arange(0, IDS)
+    sums = tl.zeros((IDS,), tl.float32)
+    for start in range(0, count, IDS):
+        here = start + within
+        sums += tl.exp(tl.load(at + here, mask=here < count, other=float("-inf")) - best)
+    return tl.sum(sums, 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _list(  # type: ignore[no-untyped-def]
+    at,
+    count,
+    lowest,
+    listed_at,
+    ids_at,
+    IDS: tl.constexpr,  # noqa: N803
+    LISTED: tl.constexpr,  # noqa: N803
+):
+    """List the logits from the order `lowest` on, and their ids; return their number.
+
+    Those beyond the first LISTED are left out.
+    """
+    within = tl.arange(0, IDS)
+    listed = 0
+    for start in range(0, count, IDS):
+        here = start + within
+        x = tl.load(at + here, mask=here < count, other=float("-inf"))
+        kept = (here < count) & (_order(x) >= lowest)
+        place = listed + tl.cumsum(kept.to(tl.int32), 0) - 1
+        tl.store(listed_at + place, x, mask=kept & (place < LISTED))
+        tl.store(ids_at + place, here, mask=kept & (place < LISTED))
+        listed += tl.sum(kept.to(tl.int32), 0)
+    tl.debug_barrier()
+    return listed
+
+
 @triton.jit(do_not_specialize_on_alignment=["forbidden_at", "slots_at"])  # type: ignore[untyped-decorator]
 def _drawn_token(  # type: ignore[no-untyped-def]
     logits_at,
@@ -224,7 +263,7 @@ def _drawn_token(  # type: ignore[no-untyped-def]
     newest_at,
     chosen_at,
     listed_at,
-    listed_ids_at,
+    ids_at,
     LOWEST: tl.constexpr,  # noqa: N803
     DEEPEST: tl.constexpr,  # noqa: N803
     LEAST: tl.constexpr,  # noqa: N803
@@ -239,8 +278,6 @@ def _drawn_token(  # type: ignore[no-untyped-def]
     within = tl.arange(0, IDS)
     wait_for_earlier(EARLY)
     at = logits_at + row.to(tl.int64) * stride
-    listed_at += row.to(tl.int64) * LISTED
-    listed_ids_at += row.to(tl.int64) * LISTED
     forbidden = tl.load(forbidden_at + row)
     factor = tl.load(draws_at + 6 * row)
     top_k = tl.minimum(tl.load(draws_at + 6 * row + 1).to(tl.int32), count)
@@ -267,48 +304,34 @@ def _drawn_token(  # type: ignore[no-untyped-def]
     value = tl.where(tl.max(spoilt, 0) > 0, float("nan"), value)
 
     if (top_k != 1) & (value > float("-inf")) & (value < float("inf")):
-        tl.debug_barrier()
-        inside = 0.0  # mass of the logits that can be drawn
-        target = top_k.to(tl.float32)
+        listed_at += row.to(tl.int64) * LISTED
+        ids_at += row.to(tl.int64) * LISTED
+        wanted = top_k.to(tl.float32)
+        inside = 0.0  # mass that can be drawn
         if top_k > 0:
             # The k best of all logits lie at or above the kth best of some of them.
             some = tl.max(tl.reshape(best, (PART, IDS // PART)), 1)
             tl.store(listed_at + tl.arange(0, PART), some)
             tl.debug_barrier()
             lowest = _order(tl.full((), float("-inf"), tl.float32))
-            lowest = _reach(listed_at, PART, value, target, lowest, True, PART, CUTS)
-            tl.debug_barrier()
+            lowest = _reach(listed_at, PART, value, wanted, lowest, True, PART, CUTS)
         else:
-            sums = tl.zeros((IDS,), tl.float32)
-            for start in range(0, count, IDS):
-                here = start + within
-                x = tl.load(at + here, mask=here < count, other=float("-inf"))
-                sums += tl.exp(x - value)
-            total = tl.sum(sums, 0)
+            tl.debug_barrier()
+            total = _total(at, count, value, IDS)
             inside = top_p * (total + rest)
             # Even `count` logits this low would have half of the mass that is not searched.
             slack = total - tl.where(whole, inside, inside * uniform)
-            depth = tl.minimum(-tl.log(0.5 * tl.maximum(slack, 0.0) / count), DEEPEST)
-            lowest = _order(value - depth)
-
-        listed = 0
-        for start in range(0, count, IDS):
-            here = start + within
-            x = tl.load(at + here, mask=here < count, other=float("-inf"))
-            kept = (here < count) & (_order(x) >= lowest)
-            to = listed + tl.cumsum(kept.to(tl.int32), 0) - 1
-            tl.store(listed_at + to, x, mask=kept & (to < LISTED))
-            tl.store(listed_ids_at + to, here, mask=kept & (to < LISTED))
-            listed += tl.sum(kept.to(tl.int32), 0)
+            depth = -tl.log(0.5 * tl.maximum(slack, 0.0) / count)
+            lowest = _order(value - tl.minimum(depth, DEEPEST))
         tl.debug_barrier()
-        is_listed = listed <= LISTED
-        if is_listed:
+        listed = _list(at, count, lowest, listed_at, ids_at, IDS, LISTED)
+        if listed <= LISTED:
             at = listed_at
             count = listed
 
         limit = count
         if top_k > 0:
-            lowest = _reach(at, count, value, target, lowest, True, PART, CUTS)
+            lowest = _reach(at, count, value, wanted, lowest, True, PART, CUTS)
             limit = top_k - _sum(at, count, value, lowest + 1, True, PART, CUTS).to(tl.int32)
             above = _sum(at, count, value, lowest + 1, False, PART, CUTS)
             inside = top_p * (above + limit * tl.exp(_number(lowest) - value) + rest)
@@ -317,8 +340,8 @@ def _drawn_token(  # type: ignore[no-untyped-def]
         target = tl.maximum(uniform * inside, LEAST)
         edge, nth, _ = _crossing(at, count, value, target, lowest, limit, PART, CUTS)
         token = _nth_equal(at, count, edge, nth, PART)
-        if is_listed:
-            token = tl.load(listed_ids_at + token)
+        if listed <= LISTED:
+            token = tl.load(ids_at + token)
 
     tl.store(chosen_at + 2 * row, value.to(tl.int32, bitcast=True))
     tl.store(chosen_at + 2 * row + 1, token)
