@@ -64,15 +64,27 @@ class Capacity:
             return False
         if not self.blocks:
             return True
-        return sum(self._block_count(row) for row in request.rows) <= self.blocks
+        return sum(self._row_blocks(row) for row in request.rows) <= self.blocks
 
-    def _block_count(self, row: RowRequest) -> int:
+    def _row_blocks(self, row: RowRequest) -> int:
         """Return the most blocks that the sequences of a row hold together."""
         return most_blocks(
             row.options.beam_width,
             shared_tokens=row.context_len,
             tokens=row.context_len + row.output_len - 1,
             block_tokens=self.block_tokens,
+        )
+
+    def session_blocks(self, request: GenerationRequest, session_len: int) -> int:
+        """Return the blocks that a session reserves when its first request begins."""
+        return sum(
+            most_blocks(
+                request.beam_width,
+                shared_tokens=0 if request.memory_len else row.context_len,
+                tokens=min(session_len, request.memory_len or session_len),
+                block_tokens=self.block_tokens,
+            )
+            for row in request.rows
         )
 
     def problems_of(self, request: GenerationRequest) -> list[str]:
@@ -85,7 +97,7 @@ class Capacity:
             )
         if self.blocks and request.beam_width > 1:
             for b, row in enumerate(request.rows):
-                need = self._block_count(row)
+                need = self._row_blocks(row)
                 if need > self.blocks:
                     problems.append(
                         f"beam_width={request.beam_width}: the beams of row {b} need room for "

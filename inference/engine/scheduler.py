@@ -448,11 +448,15 @@ class Scheduler:
 
     def _refuse(self, request: RunningRequest) -> None:
         """Fail requests that would wait until a session ends."""
-        held, total = self._sessions.held_slots, self._slots.total
+        held = f"{self._sessions.held_slots} of the {self._slots.total} sequences"
+        if self._blocks.total is not None:
+            size = self._blocks.block_tokens
+            tokens = self._sessions.held_blocks * size
+            held += f", and {tokens} of the {self._blocks.total * size} tokens,"
         request.fail(
             EngineBusyError(
-                f"sessions hold {held} of the {total} sequences that the cache holds; end one, "
-                "wait until one has paused for too long, or raise max_lanes or kv_cache_bytes"
+                f"sessions hold {held} that the cache holds; end one, wait until one has paused "
+                "for too long, or raise max_lanes or kv_cache_bytes"
             )
         )
         self.drop(request)

@@ -195,6 +195,14 @@ def _slot_problems(request: GenerationRequest, capacity: Capacity) -> list[str]:
             f"{request.beam_width} keeps {slots} sequences, the cache holds {capacity.slots}; "
             "raise max_lanes or kv_cache_bytes"
         )
+    if capacity.blocks and request.session_len is not None:
+        need = capacity.session_blocks(request, request.session_len) * capacity.block_tokens
+        if need > capacity.tokens:
+            problems.append(
+                f"session_len={request.session_len}: the rows and beams of the session need room "
+                f"for {need} cached tokens, the cache holds {capacity.tokens}; lower session_len, "
+                "memory_len or beam_width, or raise kv_cache_bytes"
+            )
     return problems
 
 

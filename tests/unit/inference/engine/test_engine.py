@@ -271,6 +271,24 @@ def test_beams_beyond_the_slots_are_refused(engine: Engine) -> None:
         engine.submit(request_of(engine, [[1]], 1, beam_width=7))
 
 
+def paged_options(blocks: int, *, block_tokens: int) -> EngineOptions:
+    """Return the options of a cache of so many blocks, for sequences of 32 tokens."""
+    token_bytes = 2 * 2 * 4 * 6 * 4  # keys and values, layers, heads, head size, fp32
+    cache_bytes = (blocks + 1) * block_tokens * token_bytes
+    return EngineOptions(max_seq_len=32, kv_block_tokens=block_tokens, kv_cache_bytes=cache_bytes)
+
+
+def test_beams_need_the_blocks_of_their_prompt_once(ft_dir: Path) -> None:
+    options = paged_options(8, block_tokens=4)
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
+        # Two blocks of the prompt, and two of each beam's answer.
+        assert engine.generate(request_of(engine, [[1] * 8], 9, beam_width=3)).rows
+        message = r"beam_width=4: the beams of row 0 need room for 40 cached tokens, .* holds 32; "
+        with pytest.raises(RequestError, match=message):
+            engine.submit(request_of(engine, [[1] * 8], 9, beam_width=4))
+        assert engine.load().blocks_used == 0
+
+
 def test_stopping_fails_the_requests_in_flight(ft_dir: Path) -> None:
     engine = Engine(ft_dir, Placement(device="cpu"))
     with pytest.raises(EngineFailedError, match="not started"):
@@ -283,16 +301,21 @@ def test_stopping_fails_the_requests_in_flight(ft_dir: Path) -> None:
     assert engine.healthy() == "the engine was stopped"
 
 
-def test_unusable_logits_fail_one_row_and_nothing_else(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "beams"), [(EngineOptions(max_lanes=2), 1), (paged_options(18, block_tokens=2), 3)]
+)
+def test_unusable_logits_fail_one_row_and_nothing_else(
+    options: EngineOptions, beams: int, tmp_path: Path
+) -> None:
     ft_dir = write_gpt(tmp_path, tie_word_embeddings=False)
     table = np.fromfile(ft_dir / "model.wte.bin", np.float32).reshape(53, 24)
     table[50] = 3e38  # finite on disk; squares overflow in the first layer
     table.tofile(ft_dir / "model.wte.bin")
-    with Engine(ft_dir, Placement(device="cpu"), options=EngineOptions(max_lanes=2)) as engine:
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
         good = request_of(engine, [[1, 2, 3]], 10)
         expected = answers(engine, good)
         for _ in range(3):
-            bad = engine.submit(request_of(engine, [[50, 50]], 4))
+            bad = engine.submit(request_of(engine, [[50, 50]], 4, beam_width=beams))
             other = engine.submit(good)
             with pytest.raises(RuntimeError, match="not finite"):
                 bad.result(10)

@@ -242,6 +242,20 @@ def test_requests_without_a_slot_next_to_sessions_are_refused(ft_dir: Path) -> N
         assert engine.generate(request_of(engine, [[3]])).rows
 
 
+def test_sessions_that_exceed_the_blocks_are_refused(ft_dir: Path) -> None:
+    token_bytes = 2 * 2 * 4 * 6 * 4  # keys and values, layers, heads, head size, fp32
+    options = EngineOptions(kv_block_tokens=8, kv_cache_bytes=(10 + 1) * 8 * token_bytes)
+    with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
+        with pytest.raises(RequestError, match="need room for 144 cached tokens, the cache holds"):
+            engine.generate(begin(engine, [[3], [4]]), turn=START)
+        engine.generate(begin(engine, [[3]]), turn=START)
+        message = "sessions hold 1 of the 10 sequences, and 72 of the 80 tokens, that the cache"
+        with pytest.raises(EngineBusyError, match=message):
+            engine.generate(request_of(engine, [[3]], 12))
+        assert engine.generate(request_of(engine, [[5]]), turn=LAST).rows
+        assert engine.load().blocks_used == 0
+
+
 def test_a_session_that_pauses_for_too_long_is_forgotten(ft_dir: Path) -> None:
     options = EngineOptions(max_lanes=1, session_idle_s=0.2)
     with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
