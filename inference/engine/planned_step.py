@@ -75,6 +75,7 @@ def lay_out(
     entries: Sequence[TableEntry],
     choices: Sequence[tuple[int, int]] | None,
     draws: Sequence[Draw] | None,
+    with_logits: bool,
     embedding_base: int,
 ) -> PlannedStep:
     """Return the step that does this work.
@@ -86,6 +87,7 @@ def lay_out(
         entries: Blocks that slots get before the pass.
         choices: See `StepPlan`.
         draws: See `StepPlan`.
+        with_logits: See `StepPlan`.
         embedding_base: First id that names a row of embeddings sent with a step.
     """
     ids: list[int] = []
@@ -114,6 +116,7 @@ def lay_out(
         entries=entries,
         choices=choices,
         draws=draws,
+        with_logits=with_logits or choices is None,
         has_virtual=any(row.has_virtual for row in begun)
         or any(each.row.has_virtual for each in prompts),
         embedding_rows=len(sent),
@@ -128,7 +131,7 @@ def lay_out(
     embeddings = torch.from_numpy(np.stack(sent)) if sent else None
     prompt_tokens = sum(len(each.ids) for each in prompts) + encoding.tokens
     # The next step depends on the encoder's work, and on what the host reads.
-    overlaps = choices is not None and not encoding.layers and not plan.pool
+    overlaps = not (plan.with_logits or encoding.layers or plan.pool)
     return PlannedStep(plan, embeddings, tuple(work), prompt_tokens, encoding, overlaps)
 
 

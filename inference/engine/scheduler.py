@@ -199,6 +199,7 @@ class Scheduler:
             entries=self._blocks.take_entries(),
             choices=choices,
             draws=draws,
+            with_logits=any(_needs_logits(each) for each in work),
             embedding_base=self._embedding_base,
         )
         self._begin(step)
@@ -207,17 +208,18 @@ class Scheduler:
     def _choices(
         self, work: Sequence[RowWork]
     ) -> tuple[list[tuple[int, int]] | None, list[Draw] | None]:
-        """Return the choices and draws of `StepPlan`; no choices if a row needs its logits."""
-        if not self._ranks_choose or any(_needs_logits(each) for each in work):
+        """Return the choices and draws of `StepPlan`."""
+        if not self._ranks_choose or all(_needs_logits(each) for each in work):
             return None, None
         choices: list[tuple[int, int]] = []
         draws: list[Draw] = []
         for each in work:
             row = each.row
-            unread = len(each.outputs) - each.samples
+            chooses = each.samples and row.rank_chooses
+            unread = len(each.outputs) - chooses
             choices += [(-1, -1)] * unread
             draws += [ARG_MAX] * unread
-            if each.samples:
+            if chooses:
                 choices.append((each.slot, row.end_id if row.produced < row.min_length else -1))
                 assert row.handle is not None
                 draws.append(ARG_MAX if row.is_greedy else self._decoder.draw(row.handle))
@@ -231,7 +233,7 @@ class Scheduler:
             if work.is_prompt or work.slot == row.slots[-1]:
                 row.cached += len(work.ids)
                 row.produced += work.samples
-            if chooses and work.samples:
+            if chooses and work.samples and row.rank_chooses:
                 row.next_ids = _NEWEST
             if work.is_prompt and row.beginnings:
                 self._remember_beginning(row)
@@ -256,12 +258,14 @@ class Scheduler:
                     outputs.append((work, last))
             first = last + 1
         self._note_tokens(outputs)
+        grown: set[RunningRequest] = set()
         if result.chosen is not None:
-            grown = self._take_chosen(outputs, result.chosen.array())
-        else:
-            grown = self._choose(outputs, result.logits)
-        # Requests without a listener that only got a token need no report.
-        self._answer(step.owners if result.chosen is None else grown, grown)
+            chosen = [each for each in outputs if each[0].row.rank_chooses]
+            outputs = [each for each in outputs if not each[0].row.rank_chooses]
+            grown = self._take_chosen(chosen, result.chosen.array())
+        grown |= self._choose(outputs, result.logits)
+        # Requests without a listener that only got a token from a rank need no report.
+        self._answer(step.owners if step.plan.with_logits else grown, grown)
 
     def _note_tokens(self, outputs: Sequence[tuple[RowWork, int]]) -> None:
         self._generated_tokens += len(outputs)

@@ -86,7 +86,8 @@ class TokenFeed:
         finite.
 
         Args:
-            logits: Of this rank's ids (n, V / T or more) fp32; may be overwritten.
+            logits: Of this rank's ids (n, V / T or more) fp32. A row with a forbidden id or a draw
+                other than the best token may be overwritten.
             slots: Slot that reads it, (n,) integers; `unread` for none.
             forbidden: An id that is not chosen (n,) integers, outside the vocabulary for none.
             draws: (n, 6) fp32, see `StepPlan`; None for the best tokens.

@@ -150,15 +150,16 @@ class RankBase(ABC):
     ) -> StepResult | None:
         """Return on rank 0 what a graph computed for the sequences of a plan."""
         count = len(plan.segments)
+        part = graph.output[:count] if self.layout.is_last_stage else None
         if plan.choices is None:
-            part = graph.output[:count] if self.layout.is_last_stage else None
             return self._logits_result(part, count, vocab_size)
-        assert graph.chosen is not None, "stages of a pipeline choose no tokens"
-        if plan.draws is None:
-            return self._chosen_result(graph.chosen[:count])
-        numbers, draws = graph.numbers[:, :count], on_device(plan.draws, self.device)
-        chosen = self._feed.choose(graph.output[:count], numbers[1], numbers[-1], draws)
-        return self._chosen_result(chosen)
+        assert part is not None, "stages of a pipeline choose no tokens"
+        assert graph.chosen is not None
+        chosen = graph.chosen[:count]
+        if plan.draws is not None:
+            numbers, draws = graph.numbers[:, :count], on_device(plan.draws, self.device)
+            chosen = self._feed.choose(part, numbers[1], numbers[-1], draws)
+        return self._chosen_result(chosen, part, plan, vocab_size)
 
     def _result(
         self,
@@ -168,7 +169,7 @@ class RankBase(ABC):
         vocab_size: int,
         pooled: torch.Tensor | None = None,
     ) -> StepResult | None:
-        """Return on rank 0 the tokens that a plan lets the ranks choose, or else all logits.
+        """Return on rank 0 the tokens that a plan lets the ranks choose, or all logits, or both.
 
         Args:
             part: This rank's slice of the logits (n, V / T or more), None without.
@@ -183,16 +184,24 @@ class RankBase(ABC):
         slots, forbidden = on_device(np.ascontiguousarray(plan.choices, np.int64), self.device)
         slots = torch.where(slots < 0, self._feed.unread, slots)
         draws = None if plan.draws is None else on_device(plan.draws, self.device)
-        return self._chosen_result(self._feed.choose(part, slots, forbidden, draws), pooled)
+        chosen = self._feed.choose(part, slots, forbidden, draws)
+        return self._chosen_result(chosen, part, plan, vocab_size, pooled)
 
     def _chosen_result(
-        self, chosen: torch.Tensor, pooled: torch.Tensor | None = None
+        self,
+        chosen: torch.Tensor,
+        part: torch.Tensor,
+        plan: ReceivedPlan,
+        vocab_size: int,
+        pooled: torch.Tensor | None = None,
     ) -> StepResult | None:
+        logits = None
+        if plan.with_logits:
+            logits = self._first_rank_logits(part, len(chosen), vocab_size)
         if self.layout.rank != 0:
             return None
-        return StepResult(
-            torch.empty(0, 0), pooled, chosen=chosen_to_host(chosen), done=self._done()
-        )
+        logits = torch.empty(0, 0) if logits is None else logits
+        return StepResult(logits, pooled, chosen=chosen_to_host(chosen), done=self._done())
 
     def _logits_result(
         self,

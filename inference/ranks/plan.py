@@ -60,6 +60,7 @@ class StepPlan:
             chooses, as it must for a pipeline.
         draws: For every output row the six numbers of `Draw` in `inference.decoding.sampling`.
             None if every choice is the best token.
+        with_logits: Whether the logits are wanted, even if some tokens are chosen from them.
         has_virtual: Whether some ids lie beyond the vocabulary.
         embedding_rows: Rows of embeddings that follow the plan, for ids beyond loaded tables.
         pool: Whether the sums of each segment's last hidden states are wanted.
@@ -77,6 +78,7 @@ class StepPlan:
     entries: Sequence[TableEntry] = ()
     choices: Sequence[tuple[int, int]] | None = None
     draws: Sequence[Sequence[float]] | None = None
+    with_logits: bool = False
     has_virtual: bool = False
     embedding_rows: int = 0
     pool: bool = False
@@ -97,6 +99,7 @@ class ReceivedPlan:
     entries: tuple[TableEntry, ...]
     choices: Array | None  # (2, n)
     draws: Array | None  # (n, 6) fp32
+    with_logits: bool
     has_virtual: bool
     embedding_rows: int
     pool: bool
@@ -116,6 +119,7 @@ def received(plan: StepPlan) -> ReceivedPlan:
         entries=tuple(plan.entries),
         choices=None if plan.choices is None else np.array(plan.choices, np.int64).reshape(-1, 2).T,
         draws=None if plan.draws is None else np.array(plan.draws, np.float32),
+        with_logits=plan.with_logits,
         has_virtual=plan.has_virtual,
         embedding_rows=plan.embedding_rows,
         pool=plan.pool,
@@ -135,6 +139,7 @@ def pack_plan(plan: StepPlan) -> torch.Tensor:
     """Return the plan as one int32 tensor."""
     flags = int(plan.has_virtual) + 2 * int(plan.pool) + 4 * int(plan.attentions)
     flags += 8 * int(plan.choices is not None) + 16 * int(plan.draws is not None)
+    flags += 32 * int(plan.with_logits)
     values = [Command.STEP, 0, len(plan.segments), len(plan.moves), len(plan.output_rows)]
     values += [len(plan.ids), flags, plan.embedding_rows]
     values += [len(plan.encoder_rows), len(plan.encoder_ids), plan.encoder_layers]
@@ -186,6 +191,7 @@ def unpack_plan(packed: torch.Tensor) -> ReceivedPlan:
         draws=packed[draws_at:ids_at].numpy().view(np.float32).reshape(-1, _DRAW)
         if flags & 16
         else None,
+        with_logits=bool(flags & 32),
         has_virtual=bool(flags & 1),
         embedding_rows=embedding_rows,
         pool=bool(flags & 2),

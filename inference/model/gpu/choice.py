@@ -355,7 +355,7 @@ def drawn_tokens(
     draws: torch.Tensor,
     newest: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the drawn token of each row as `TokenFeed.choose` does; logits are overwritten.
+    """Return the drawn token of each row as `TokenFeed.choose` does; drawn rows are overwritten.
 
     Args:
         logits: (n, V) fp32, contiguous rows of the whole vocabulary.

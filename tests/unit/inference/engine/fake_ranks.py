@@ -68,7 +68,7 @@ class FakeRanks:
                 assert forbidden < 0
                 if slot >= 0:
                     self._newest[slot] = token
-        return StepResult(logits, chosen=chosen)
+        return StepResult(logits if plan.with_logits else torch.empty(0, 0), chosen=chosen)
 
     def tokens(self, slot: int, stop: int) -> list[int]:
         """Return the first tokens that a slot holds."""

@@ -271,7 +271,7 @@ def test_sampled_rows_overlap_and_draw_what_they_draw_alone() -> None:
     for _ in range(9):
         world.turn()
     assert world.overlapped == 8
-    sent += send([3, 4])  # whose steps do not overlap: the others draw on where they were
+    sent += send([3, 4, 9])  # the host chooses these, in steps that do not overlap
     world.run()
     for seed, running in sent:
         alone = World(overlap=False)
@@ -457,9 +457,11 @@ def test_a_rank_that_chooses_feeds_its_next_step(ft_dir: Path) -> None:
                 segments=(Segment(1, start, len(ids)),),
                 output_rows=[len(ids) - 1],
                 choices=[(1, found[0] if step == 4 else -1)],
+                with_logits=step == 3,
             )
             result = rank.run(received(plan))
             assert result is not None
+            assert len(result.logits) == plan.with_logits
             assert result.chosen is not None
             found.append(int(result.chosen.array()[0, 1]))
         return found

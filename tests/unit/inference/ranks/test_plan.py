@@ -34,6 +34,7 @@ PLAN = StepPlan(
     attentions=True,
     encoder_layers=3,
     choices=[(4, -1), (-1, 9)],
+    with_logits=True,
     draws=[(0.3, 0, 0.9, 1e-6, 1, 2**-32), (1, 1, 1, 0, 0, 1)],
 )
 
@@ -50,6 +51,7 @@ def test_plan_survives_packing() -> None:
     assert (plan.has_virtual, plan.embedding_rows, plan.pool) == (True, 2, True)
     assert (plan.encoder_rows, plan.attentions) == (PLAN.encoder_rows, True)
     assert plan.encoder_layers == 3
+    assert plan.with_logits
     assert plan.choices is not None
     assert plan.choices.T.tolist() == [[4, -1], [-1, 9]]
     assert plan.draws is not None
