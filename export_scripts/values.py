@@ -16,7 +16,7 @@ from export_scripts.suggest import did_you_mean
 
 # The longest name of a file, and the longest path, that Linux takes.
 _PART_BYTES, _PATH_BYTES = 255, 4096
-# Names of models and jobs stand in names of files with words before and after them.
+# Names of models and jobs become parts of file names, with words before and after them.
 NAME_BYTES = 128
 # Resources of a node beyond which a number can only be a typing error.
 NODE_CPUS, NODE_MEMORY_GB = 4096, 65536
@@ -153,7 +153,7 @@ class Key:
                 "not set?)."
             )
         if _CONTROL.search(text) and not self.has_lines:
-            return f"{key}: line breaks and control characters cannot stand here ({self.text})."
+            return f"{key}: line breaks and control characters are not allowed here ({self.text})."
         if self.is_name and (found := name_problem(text)):
             return f"{key} {found} ({self.text})."
         if self.is_path and (found := path_problem(text)):

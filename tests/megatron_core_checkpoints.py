@@ -38,7 +38,7 @@ class Save:
         tp_size: Tensor-parallel ranks that save it.
         pp_size: Pipeline stages that save it.
         metadata: How megatron-core names and cuts tensors.
-        prefix: What stands before the model's names.
+        prefix: Of the model's names.
         with_optimizer: Also save what else training leaves: optimizer state, random states.
     """
 

@@ -26,7 +26,7 @@ def hub_cache() -> Path:
 
 
 def hub_id(path: Path) -> str | None:
-    """Return the id that was written where a path may stand, such as facebook/opt-125m.
+    """Return the id that was given in place of a path, such as facebook/opt-125m.
 
     None where the path exists, or lies elsewhere than right below the working directory.
     """

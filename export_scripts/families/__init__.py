@@ -1,6 +1,6 @@
 """The model families: a table of layouts and a table of the sources that become them.
 
-A family of one file stands here, one of several in a folder of its own. Containers of source
+A family of one file is here, one of several in a folder of its own. Containers of source
 tensors are in `checkpoints`, files of the result in `ft`.
 """
 

@@ -82,7 +82,7 @@ class Exchange:
     def fail(self, message: str, code: str) -> None:
         """Answer with an error, which ends the exchange; `code` is one of TritonError's.
 
-        Streams carry no code, so that the text names it where the request is not what is wrong.
+        Streams carry no code: the text names it unless the request itself is wrong.
         """
         if self._streams and code != "INVALID_ARG":
             message = f"{code}: {message}"
@@ -96,7 +96,8 @@ class EngineModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Start the engine (called by Triton), and before it the other ranks of this node.
 
-        The modules of this package import torch only within, so that all ranks do so at once.
+        The modules of this package import torch inside functions only, so that all ranks import it
+        at once.
 
         Raises:
             ValueError: config.pbtxt and weights do not match, or the weights are invalid; Triton

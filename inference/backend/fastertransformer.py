@@ -1,4 +1,4 @@
-"""The models of a repository made for NVIDIA's FasterTransformer backend, served as they stand.
+"""The models of a repository made for NVIDIA's FasterTransformer backend, served as they are.
 
 Triton runs `export_scripts/triton/backends/fastertransformer/model.py` for every model whose
 config.pbtxt names that backend; the parameters are NVIDIA's own.

@@ -82,7 +82,7 @@ def occupy(instance: Instance, *, world_size: int, device: str) -> int:
 
 
 def by_socket(cores: Iterable[int], *, folder: Path = _CPUS) -> list[int]:
-    """Return cores so that those of a memory node, and those of one core, stand together."""
+    """Return hardware threads ordered by memory node and, within each, by core."""
     return sorted(cores, key=lambda core: (_node(folder / f"cpu{core}"), _core(folder, core), core))
 
 

@@ -84,12 +84,12 @@ _OUTCOMES = ("completed", "cancelled", "failed", "refused")
 class ModelMetrics:
     """Keeps the metrics of one model up to date, from a thread of its own.
 
-    A metric is changed through the server's process, so load is looked at twice a second and
-    requests are noted here to be reported later.
+    A change of a metric goes through the server's process. The load is therefore read twice a
+    second, and requests are noted here to be reported later.
     """
 
     def __init__(self, model: str, instance: Instance, load: Callable[[], EngineLoad]) -> None:
-        """Declare the metrics; `load` is asked from the thread.
+        """Declare the metrics; the thread calls `load`.
 
         Those of one of several instances have its number as the label `engine`.
         """

@@ -57,7 +57,7 @@ def read_settings(arguments: ModelArguments) -> ModelSettings:
         f"parameter {key} is missing"
         for key, parameter in PARAMETERS.items()
         if parameter.is_required and key not in arguments.parameters
-        # What stands for it in older files.
+        # Its predecessor in older files.
         if key != "data_type" or "is_half" not in arguments.parameters
     ]
     for key, parameter in PARAMETERS.items():

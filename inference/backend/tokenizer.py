@@ -1,6 +1,6 @@
 """Text to token ids and back, from files in a repository.
 
-Nothing is downloaded: the files of a tokenizer lie next to the model that uses it.
+Nothing is downloaded: the files of a tokenizer are next to the model that uses it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from export_scripts.ft.tokenizer_files import (
 REPLACEMENT = "\ufffd"
 # The space that SentencePiece and similar models put before a text.
 _BLANK = "\u2581"
-# Before a word, this gives the tokens that the word has inside a text.
+# Put before a word, it gives the word the tokens that it has inside a text.
 _BEFORE = "!"
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")

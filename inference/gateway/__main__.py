@@ -1,7 +1,7 @@
 """`python -m inference.gateway`: HTTP and gRPC in front of a tritonserver on Unix sockets.
 
-`deploy` starts it next to its server. At SIGTERM or Ctrl-C it takes no more requests, and ends when
-the running ones are answered.
+`deploy` starts it next to its server. At SIGTERM or Ctrl-C it accepts no more requests, and ends
+when the running ones are answered.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A process for the checks of large requests, which would hold up all others in the gateway."""
+"""A process that checks large requests, which would hold up all others in the gateway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from inference.gateway.validation import MalformedError
 
-_QUICK_BYTES = 64 << 10  # are checked in some 20 ms at most
+_QUICK_BYTES = 64 << 10  # takes some 20 ms at most
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 

@@ -1,4 +1,4 @@
-"""The means by which a client trusts a server (TLS) and is trusted by it (a token)."""
+"""Credentials of a client: TLS, by which it trusts a server, and a token, for the server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Triton's durations of the engine's models, in the engine's own measure.
 
 Triton (2.51) stops the clock of a request when the Python backend has taken it over, long before
-the answer. Dashboards that read these metrics show the truth once they have the engine's values.
+the answer. With the engine's values in their place, dashboards that read these metrics are right.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _TRITON = re.compile(
 def with_engine_durations(metrics: str) -> str:
     """Return the text of `/metrics` with the durations that the engine has measured.
 
-    Of a request, the time in the queue is counted as queue and the rest as inference. Models
-    without an engine are left as they are.
+    A request's time in the queue counts as queue, the rest as inference. Models without an engine
+    are left as they are.
     """
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for each in _ENGINE.finditer(metrics):  # an engine for each instance of a model

@@ -43,7 +43,7 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
         access: The limits.
         rules: The calls that pass.
         sockets: Sockets of tritonserver.
-        checks: Of large requests.
+        checks: Process that checks large requests.
     """
 
     def __init__(

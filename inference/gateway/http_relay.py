@@ -66,7 +66,7 @@ class HttpRelay:
         access: The limits.
         rules: The requests that pass.
         sockets: Sockets of tritonserver.
-        checks: Of large requests.
+        checks: Process that checks large requests.
         listens_at: Address that clients reach.
     """
 
@@ -163,7 +163,7 @@ class HttpRelay:
         if request.path.endswith("/infer"):
             lengths = request.headers.getall(_JSON_LENGTH, [])
             if len(lengths) > 1:
-                raise MalformedError(f"{_JSON_LENGTH} stands twice")
+                raise MalformedError(f"{_JSON_LENGTH} is given twice")
             data = body[: length_of_json(lengths[0] if lengths else None, len(body))]
             await self._checks.run(check_infer, data, size_bytes=len(body), limit=self._limit)
         elif request.path.endswith(("/generate", "/generate_stream")):

@@ -1,4 +1,4 @@
-"""Limits of access and stop signals of the processes in front of a server."""
+"""Access limits and stop signals of the processes in front of a server."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from aiohttp.http import HttpProcessingError
 
 from inference.gateway.access import Access, access_of
 
-# A connection that does not bring a whole head of a request is closed after this.
+# A connection that does not send the whole head of a request is closed after this.
 IDLE_S = 600.0
-LONGEST_REQUEST_S = 86400.0  # the limit that servers need; in effect none
+LONGEST_REQUEST_S = 86400.0  # in effect no limit; the server needs one
 _GRACE_S = 1.0
 # A request that is not HTTP or cannot be decoded, and a client that has left before its end.
 _CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)

@@ -93,11 +93,11 @@ def is_health(target: str) -> bool:
 def browser_problem(headers: Mapping[str, str], *, listens_at: str) -> str | None:
     """Return the reason to refuse a request that a web page sends, None for others.
 
-    A page that a browser on this machine shows can send requests to loopback. They carry the page's
-    origin, or, where its own name was made to resolve to loopback, that name as their host.
+    A page in a browser on this machine can send requests to loopback. They carry the page's origin
+    or, if its own name was made to resolve to loopback, that name as their host.
     """
     if "Origin" in headers or headers.get("Sec-Fetch-Site", "none") != "none":
-        return "requests of web pages are refused: this one names its origin"
+        return "requests from web pages are refused: this one names its origin"
     host = headers.get("Host", "")
     if _is_loopback(listens_at) and not _is_loopback(_host_name(host)):
         return f"this server listens on loopback alone, and the request is for {host[:100]!r}"

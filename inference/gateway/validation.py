@@ -3,7 +3,7 @@
 Server 2.51 recurses once for each level of JSON, multiplies the sizes of a shape without looking
 for an overflow, searches all inputs for every input, never answers a batch of no sequences, and
 aborts when a stream or an ensemble is asked for the classes of a text. A request of a kilobyte is
-enough to end it. What is checked here it reads as it was read here: a body of JSON has one meaning,
+enough to end it. It reads a checked request as it was read here: a body of JSON has one meaning,
 and no shape is larger than what was sent.
 """
 
@@ -44,7 +44,7 @@ def length_of_json(header: str | None, size_bytes: int) -> int:
 
     Args:
         header: Inference-Header-Content-Length; without it all of it is JSON.
-        size_bytes: Of the body.
+        size_bytes: Size of the body.
 
     Raises:
         MalformedError: It is not a length within the body.
@@ -66,7 +66,7 @@ def check_infer(data: bytes, *, size_bytes: int, limit: int) -> None:
 
     Args:
         data: JSON.
-        size_bytes: Of the whole body.
+        size_bytes: Size of the whole body.
         limit: Bytes of the largest request; a tensor in shared memory has no more elements.
 
     Raises:
@@ -133,7 +133,7 @@ def check_generate(data: bytes) -> None:
 def without_raw_tensors(data: bytes) -> bytes:
     """Return a ModelInferRequest of gRPC without the raw bytes of its tensors.
 
-    Nothing of it is parsed: two bytes of a message can take a hundred of memory.
+    No field is parsed: two bytes of a message can take a hundred bytes of memory.
 
     Raises:
         MalformedError: It is something else, or has more fields or more bytes outside of raw
@@ -161,7 +161,7 @@ def check_infer_message(data: bytes, *, size_bytes: int, limit: int) -> None:
 
     Args:
         data: The message.
-        size_bytes: Of the whole message.
+        size_bytes: Size of the whole message.
         limit: Bytes of the largest request, see `check_infer`.
 
     Raises:
@@ -246,7 +246,7 @@ def parse_json(data: bytes) -> dict[str, Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("a key stands twice")  # parsers differ in which one counts
+        raise ValueError("a key is given twice")  # parsers differ in which one counts
     return made
 
 

@@ -1,5 +1,5 @@
 """An endpoint that speaks OpenAI's protocol, next to Triton's: a process of its own.
 
-Text and token ids are translated here with the served tokenizer; the served model is asked over
-gRPC. What a field means was read in OpenAI's API reference.
+It translates between text and token ids with the served tokenizer, and sends requests to the served
+model over gRPC. The meaning of each field is that of OpenAI's API reference.
 """

@@ -1,7 +1,7 @@
 """`python -m inference.openai`: an OpenAI-compatible endpoint in front of a Triton server.
 
 `deploy` starts it next to its server when `deploy.openai.enabled=true`. At SIGTERM or Ctrl-C it
-takes no more requests, and ends when the running ones are answered.
+accepts no more requests, and ends when the running ones are answered.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Answer:
     cum_log_prob: float = 0.0
 
     def update(self, candidate: Candidate, *, final: bool) -> None:
-        """Take in what the model has generated so far, or in the end."""
+        """Take in what the model has generated so far, or, if `final`, in all."""
         if self.finish_reason is not None:
             return
         ids = candidate.ids[: self.limit]
@@ -105,7 +105,7 @@ class Answer:
         return bisect_left(range(len(ids)), True, key=reaches)
 
     def _cut(self, length: int) -> None:
-        """Forget the tokens of a text that is not part of the answer."""
+        """Drop the tokens of a text that is not part of the answer."""
         if self.best is not None:
             self.scored = [token for token in self.scored if token.first < length]
 

@@ -1,4 +1,4 @@
-"""The endpoint over HTTP: routes, who may ask, and answers as JSON or server-sent events."""
+"""The endpoint over HTTP: routes, access, and answers as JSON or server-sent events."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class OpenAIEndpoint:
     """Answers OpenAI's requests with the models of one server.
 
     Args:
-        models: By the name that requests give.
-        codec: Of their texts and tokens.
-        access: The limits.
+        models: Models by the name that requests give.
+        codec: Encodes and decodes their texts.
+        access: Limits of its clients.
         listens_at: Address that clients reach.
     """
 
@@ -75,7 +75,7 @@ class OpenAIEndpoint:
         return application
 
     def _guard(self) -> Any:
-        """Return the middleware that lets requests in and puts errors in their shape."""
+        """Return the middleware that admits requests and gives errors OpenAI's form."""
 
         @web.middleware
         async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -96,7 +96,7 @@ class OpenAIEndpoint:
                 status = HTTPStatus(error.status)
                 reason = f"{request.method} {request.path[:200]}: {status.phrase.lower()}"
                 return _refusal(ApiError(reason, status=status, code="unknown_url"))
-            except Exception:  # a fault of this program: its text is for the log alone
+            except Exception:  # an error of this program, whose text is for the log alone
                 logger.exception("a request failed")
                 status = HTTPStatus.INTERNAL_SERVER_ERROR
                 return _refusal(ApiError("the endpoint failed; its log says why", status=status))

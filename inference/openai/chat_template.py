@@ -112,12 +112,12 @@ def _compiled(source: str) -> Template:
 
 
 class _Generation(Extension):
-    """The block in which templates mark the assistant's words, which training alone asks for."""
+    """The block in which templates mark the assistant's words, which only training uses."""
 
     tags = {"generation"}  # noqa: RUF012 - as the base class declares it
 
     def parse(self, parser: Parser) -> list[Node]:
-        """Return what stands in the block, as if it were not there."""
+        """Return the content of the block, as if the block were not there."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

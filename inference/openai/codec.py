@@ -9,8 +9,8 @@ from inference.backend.tokenizer import Tokenizer
 from inference.openai.chat_template import ChatTemplate
 from inference.openai.errors import ApiError
 
-# Tokens before others that are enough to decode these as within a text: a character has at most
-# four bytes, each perhaps a token, and SentencePiece looks at the one before.
+# So many tokens before others are enough to decode these as within a text: a character has at most
+# four bytes, each perhaps a token, and SentencePiece looks at the token before.
 _WINDOW = 8
 
 
@@ -33,8 +33,8 @@ class Codec:
         """Take what a served model was exported with.
 
         Args:
-            tokenizer: Of the model.
-            template: Of chats; None where the tokenizer has none.
+            tokenizer: Tokenizer of the model.
+            template: Chat template; None where the tokenizer has none.
             end_id: The token that the model ends an answer with.
             suffix: Tokens after every prompt.
         """

@@ -1,4 +1,4 @@
-"""The course of one request: its prompts asked at once, its answers whole or piece by piece."""
+"""The course of one request: its prompts run together, its answers come whole or in pieces."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from inference.openai.generation import Candidate, GenerationJob, Generator
 from inference.openai.jobs import generation_job
 from inference.openai.parameters import ChatRequest, CompletionRequest, Sampling
 
-# Prompts of one request that the model is asked at a time.
+# Prompts of one request that run at a time.
 _AT_ONCE = 64
 
 

@@ -97,7 +97,7 @@ class Generator(Protocol):
         ...
 
     def generate(self, job: GenerationJob) -> AsyncIterator[Sequence[Candidate]]:
-        """Yield the candidates as they grow; the last time, whole. Closing it gives the job up.
+        """Yield the candidates as they grow; the last time, whole. Closing it cancels the job.
 
         Raises:
             ApiError: the model refuses the request, or cannot answer.

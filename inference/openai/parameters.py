@@ -33,7 +33,7 @@ _CHAT_FIELDS = _SAMPLING_FIELDS | {
     *("function_call", "response_format", "modalities", "audio", "prediction"),
     *("web_search_options", "chat_template_kwargs", "add_generation_prompt"),
 }
-# About the account and the service, not the answer.
+# These concern the account and the service, not the answer.
 _WITHOUT_EFFECT = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),

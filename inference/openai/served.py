@@ -1,4 +1,4 @@
-"""Models that Triton serves, asked over gRPC."""
+"""Models that Triton serves, reached over gRPC."""
 
 # Shapes: n candidates, S prompt, L prompt and answer, W best tokens of a place
 
@@ -108,8 +108,8 @@ async def served_models(
     """Return the models that complete token ids without sessions, by name.
 
     Args:
-        client: Of a server that is ready.
-        repository: Where it has its models from; None for a place that is not a folder.
+        client: Client of a server that is ready.
+        repository: Folder of its models; None if they are not in a folder.
     """
     index = await client.get_model_repository_index()
     found = []
@@ -165,7 +165,7 @@ def _input(name: str, value: Array) -> InferInput:
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return what a client is answered where the server answers with an error."""
+    """Return the error for a client where the server answers with one."""
     if isinstance(error, InferenceServerException):
         status, text = str(error.status() or ""), str(error.message() or "")
     else:

@@ -169,7 +169,8 @@ class FbgemmInt8Gemm:
         # Few operations: at one row each costs as much as a tenth of the product.
         wide = x if x.dtype == torch.float32 else x.float()
         unit = wide.abs().amax(1, keepdim=True)
-        # A row of zeros becomes NaN here and some whole number in the product, times zero again.
+        # A row of zeros is NaN after the division. The product rounds that to an arbitrary integer,
+        # which the unit, zero, makes zero again.
         y = self._multiply(wide / unit)
         y = _scaled(y, unit, self._bias).to(x.dtype)
         return finish(y, activation=self._activation, residual=residual)

@@ -24,6 +24,8 @@ from time import monotonic
 import torch
 from torch._C._distributed_c10d import Store, Work
 
+from inference.control_groups import usable_cores
+
 _FOLDER = Path("/dev/shm")
 _PREFIX = "slipway-"
 _CHUNK = 256 * 1024  # bytes of one buffer
@@ -140,7 +142,7 @@ class SharedMemoryGroup:
         self._words = (ctypes.c_uint32 * count).from_buffer(memory)
         self._address = ctypes.addressof(self._words)
         # Spinning helps only while every rank has a core.
-        self._spins = _SPINS if size <= len(os.sched_getaffinity(0)) else 0
+        self._spins = _SPINS if size <= usable_cores() else 0
         self._buffers: dict[tuple[int, torch.dtype], torch.Tensor] = {}
         self._aborted = False
         self._done = _Finished()

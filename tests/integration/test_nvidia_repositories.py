@@ -1,4 +1,4 @@
-"""Repositories made for NVIDIA's backend, served as they stand by one server of this project."""
+"""Repositories made for NVIDIA's backend, served as they are by one server of this project."""
 
 from __future__ import annotations
 

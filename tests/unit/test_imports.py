@@ -99,7 +99,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.triton",
     ),
     "inference": (),  # ports, paths, the launch environment
-    "inference.parallel": ("export_scripts.families.layout",),
+    "inference.parallel": ("export_scripts.families.layout", "inference"),
     "inference.model": (
         "export_scripts.errors",
         "export_scripts.families.layout",

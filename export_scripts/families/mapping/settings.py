@@ -267,7 +267,7 @@ def half_precision_warnings(facts: Facts, config: FTConfig, embedding: str) -> l
 def token_warnings(facts: Facts, end_id: int) -> list[str]:
     """Return a warning when a model ends its answers with several tokens.
 
-    Those of chat models often stand in generation_config.json alone.
+    Those of chat models are often in generation_config.json alone.
     """
     stated = [each.get("eos_token_id") for each in (facts.config, _generation_config(facts))]
     tokens = [t for each in stated for t in (each if isinstance(each, list) else [each])]

@@ -1,6 +1,6 @@
 """Charts of a report, each from its part of the record.
 
-A chart with a row for each name fills the width of the page; in a narrow one the names stand above
+A chart with a row for each name fills the width of the page; in a narrow one the names are above
 their rows. A chart with a vertical axis fills half the page.
 """
 

@@ -54,7 +54,7 @@ def read_rows(path: Path, *texts: str) -> list[Mapping[str, Any]]:
 def _text_of(path: Path) -> str:
     """Return a file's text, without the byte order mark that some editors write.
 
-    Its lines end at a line feed only: U+2028 may stand in a JSON string.
+    Its lines end at a line feed only: a JSON string may contain U+2028.
 
     Raises:
         ValueError: it is not UTF-8.

@@ -35,7 +35,7 @@ def stages(name: str) -> list[list[tuple[str, str]]]:
     for word, rest in instructions(name):
         if word == "FROM":
             found.append([])
-        if found:  # what stands before the first FROM is of no stage
+        if found:  # lines before the first FROM belong to no stage
             found[-1].append((word, rest))
     return found
 

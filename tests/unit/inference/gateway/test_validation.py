@@ -53,7 +53,7 @@ def nested(opening: str, depth: int, closing: str) -> bytes:
         (b"\xff", "not JSON"),
         ('{"inputs":[]}'.encode("utf-16"), "not JSON"),
         (b'{"inputs":[NaN]}', "NaN is not a number of JSON"),
-        (b'{"inputs":[], "\\u0069nputs":[1]}', "a key stands twice"),
+        (b'{"inputs":[], "\\u0069nputs":[1]}', "a key is given twice"),
         (b"[1]", "not an object"),
         (b'{"inputs":{}}', "'inputs' is not a list"),
         (b'{"inputs":[1]}', "an input is not an object"),

@@ -251,7 +251,7 @@ def test_what_cannot_be_done_is_refused(change: dict[str, Any], word: str) -> No
         (b"[]", "the body is not an object"),
         (b"\xff", "the body is not JSON"),
         (b"", "the body is not JSON"),
-        (b'{"prompt": "a", "prompt": "b"}', "a key stands twice"),
+        (b'{"prompt": "a", "prompt": "b"}', "a key is given twice"),
         (b'{"temperature": NaN}', "NaN is not a number of JSON"),
         (b'{"seed": ' + b"1" * 5000 + b"}", "the body is not JSON"),
     ],
