@@ -257,6 +257,14 @@ def test_given_tokenizer_of_any_name_is_the_only_one_of_the_folder(tmp_path: Pat
     assert [name for name in ("vocab.json", "merges.txt") if (folder / name).exists()] == []
 
 
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[1]"])
+def test_given_file_that_is_not_a_table_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    given = tmp_path / "my-vocab.json"
+    given.write_text(text)
+    with pytest.raises(ValueError, match=r"my-vocab\.json"):
+        reader(write_nemo(tmp_path / "x.nemo"), tmp_path, vocab_path=given)
+
+
 def test_the_newest_of_several_last_checkpoints_is_taken_and_reported(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
