@@ -41,7 +41,17 @@ def test_tokens_over_several_gpus_equal_those_of_the_cpu(
             parts, Placement(device="cuda", tp_size=tp_size, pp_size=pp_size), options=options
         ) as cuda,
     ):
-        for request in (make_request([3, 20, 7, 11, 1, 30, 5, 9]), make_request([12, 9], 3)):
+        requests = [make_request([3, 20, 7, 11, 1, 30, 5, 9]), make_request([12, 9], 3)]
+        sampled = [
+            replace(
+                row,
+                options=replace(
+                    row.options, return_log_probs=False, top_k=5 * (n % 2), top_p=0.9, random_seed=n
+                ),
+            )
+            for n, row in enumerate(requests[0].rows)
+        ]
+        for request in (*requests, replace(requests[0], rows=tuple(sampled))):
             expected, rows = cpu.generate(request).rows, cuda.generate(request).rows
             assert [row.output_ids for row in rows] == [row.output_ids for row in expected]
 

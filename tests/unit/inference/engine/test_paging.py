@@ -473,6 +473,37 @@ def test_a_rank_that_chooses_feeds_its_next_step(ft_dir: Path) -> None:
     assert chosen[4] != chosen[0]
 
 
+def test_ranks_give_the_tokens_that_the_host_gives(
+    ft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"top_k": 4},
+        {"top_k": 0, "top_p": 0.8, "temperature": 0.7, "min_length": 9},
+        {},
+        {"top_k": 20, "top_p": 0.5, "num_prompt_log_probs": 2},
+        {"top_k": 4, "return_log_probs": True},
+    ]
+    rows = []
+    for number in range(10):
+        ids = tuple((7 * number + 3 * t) % 50 for t in range(2 + number))
+        options = RowOptions(end_id=99, random_seed=number, **kinds[number % 5])
+        rows.append(RowRequest(ids, 12, options, context_ids=ids))
+    request = GenerationRequest(tuple(rows), 11)
+    with Engine(ft_dir, Placement(device="cpu")) as engine:
+        expected = engine.generate(request).rows
+
+    def choosing(*given: Any, **named: Any) -> Scheduler:
+        return Scheduler(*given, **{**named, "ranks_choose": True})  # as on a GPU
+
+    monkeypatch.setattr("inference.engine.engine.Scheduler", choosing)
+    with Engine(ft_dir, Placement(device="cpu")) as engine:
+        rows_of_ranks = engine.generate(request).rows
+    assert [row.output_ids for row in rows_of_ranks] == [row.output_ids for row in expected]
+    assert [len(row.prompt_scores) for row in rows_of_ranks] == [
+        number + 1 if number % 5 == 3 else 0 for number in range(10)
+    ]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_probe_is_answered_with_all_logits_of_its_prompt(overlap: bool) -> None:
     world = World(overlap=overlap)
