@@ -252,7 +252,9 @@ def _list(  # type: ignore[no-untyped-def]
     return listed
 
 
-@triton.jit(do_not_specialize_on_alignment=["forbidden_at", "slots_at"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["forbidden_at", "slots_at"]
+)
 def _drawn_token(  # type: ignore[no-untyped-def]
     logits_at,
     stride,

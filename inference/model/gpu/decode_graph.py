@@ -10,8 +10,10 @@ step with sampled rows the kernel of these follows the graph.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
@@ -142,18 +144,32 @@ def record_sizes(
     began = logged = perf_counter()
     graphs: dict[int, RecordedT] = {}
     pool = None
-    for size in reversed(sizes):  # the largest first: the others find all the memory they need
-        graphs[size] = record(size, pool)
-        pool = graphs[size].graph.pool()
-        if perf_counter() - logged > _LOG_S:
-            logged = perf_counter()
-            logger.info("%d of %d graphs of %s recorded", len(graphs), len(sizes), what)
+    with _no_collection():
+        for size in reversed(sizes):  # the largest first: the others find all the memory they need
+            graphs[size] = record(size, pool)
+            pool = graphs[size].graph.pool()
+            if perf_counter() - logged > _LOG_S:
+                logged = perf_counter()
+                logger.info("%d of %d graphs of %s recorded", len(graphs), len(sizes), what)
     if sizes:
         logger.info(
             "%d graphs of %s, of up to %d, recorded in %.1f s",
             *(len(graphs), what, sizes[-1], perf_counter() - began),
         )
     return graphs
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now and not before the end: freeing a graph spoils a recording."""
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def record_graph(
