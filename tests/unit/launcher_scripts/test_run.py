@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from launcher_scripts.launchers.local import LocalLauncher
 from launcher_scripts.pipeline import PlannedStage
 from launcher_scripts.run import Run
 from stages.base import Stage
-from stages.record import read_record
+from stages.record import read_record, write_record
 from tests.unit.launcher_scripts.toy_stages import (
     EnvironmentStage,
     ServeStage,
@@ -66,6 +67,18 @@ def test_finished_job_leaves_record_log_script_and_configuration(tmp_path: Path)
     assert "out/target.txt\n" in shown.getvalue()  # below the folder, which is shown once
     assert f"results: {tmp_path}\n" in shown.getvalue()
     assert "lines: 1" in shown.getvalue()
+
+
+def test_job_of_another_command_in_the_same_folder_is_not_shown_as_ones_own(
+    tmp_path: Path,
+) -> None:
+    run, _ = make_run(WriteStage(settings(tmp_path, "write")))
+    assert run.run_all(wait=False) == 0
+    path = tmp_path / "write" / "job.json"
+    record = read_record(path)
+    assert record is not None
+    write_record(path, replace(record, job_id="another", state="failed"))
+    assert "write  completed" in run.summary()
 
 
 def test_failed_job_is_shown_cause_first_and_stops_the_next(tmp_path: Path) -> None:
