@@ -52,13 +52,14 @@ _LINES_AHEAD = 32
 _LINE_BYTES = 128
 _PROGRAMS_AT_ONCE = 8  # on a multiprocessor
 
-_MOST_TICKETS = 8192
-_MOST_TILE_ROWS = 128
-_LEAST_ROWS = 16  # of a tile; eight would take as long
+# Rows of a tile: with eight it would take as long as with 16.
+_LEAST_ROWS, _MOST_TILE_ROWS = 16, 128
 # With more rows cuBLAS is faster, in 8 bits widening the weights first.
 _MOST_ROWS = {2: 32, 1: 128}
-# Outputs of products whose programs fill a GPU without sharing the inputs.
+# Outputs of products whose programs fill a GPU without sharing the inputs; those of fewer share
+# them, at most 256 times 4 programs.
 _MANY_OUTPUTS = 16384
+_TICKETS = 256
 
 # Outputs of one row that a program finishes after a product by cuBLAS.
 _FINISHED = {"OUTPUTS": 1024, "num_warps": 4}
@@ -233,7 +234,7 @@ def _some_rows(  # type: ignore[no-untyped-def]
         size = rows.to(tl.int64) * outputs
         tl.store(parts_at + tl.program_id(1) * size + place, total, mask=inside)
         tl.debug_barrier()  # all parts of this program are stored before its ticket is drawn
-        ticket_at = tickets_at + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        ticket_at = tickets_at + tl.program_id(0)  # all rows are in one tile
         last = tl.atomic_add(ticket_at, 1) == PARTS - 1
         if last:
             tl.store(ticket_at, 0)
@@ -260,7 +261,7 @@ def _some_rows(  # type: ignore[no-untyped-def]
         tl.store(y_at + place, y.to(y_at.dtype.element_ty), mask=inside)
 
 
-def gemv(
+def fused_gemm(
     x: torch.Tensor,
     weight: torch.Tensor,
     *,
@@ -308,17 +309,18 @@ def gemv(
         return y
     rounded, row_scale = (x, x) if scale is None else round_rows(x, weight.dtype)
     padded = min(max(_LEAST_ROWS, triton.next_power_of_2(rows)), _MOST_TILE_ROWS)
-    tile = _tile(padded, outputs, weight.dtype.itemsize, batch_invariant=batch_invariant)
-    if x.is_cuda:
-        room = padded * rounded.dtype.itemsize * (1 if scale is None else len(rounded))
-        stage = tile["INPUTS"] * (tile["OUTPUTS"] * weight.dtype.itemsize + room)
-        tile["num_stages"] = min(tile["num_stages"], _shared_bytes(x.device) // stage)
-    grid = (triton.cdiv(outputs, tile["OUTPUTS"]), tile["PARTS"], triton.cdiv(rows, padded))
-    parts = x.new_empty(tile["PARTS"], rows, outputs, dtype=torch.float32)
-    shared = (row_scale, parts, _tickets(x.device))
-    assert tile["PARTS"] == 1 or grid[0] * grid[2] <= _MOST_TICKETS
-    sizes = (rows, rounded.stride(-2), outputs, inputs, first_activated)
     digits = 1 if scale is None else len(rounded)
+    tile = _tile(rows, outputs, weight.dtype.itemsize, batch_invariant=batch_invariant)
+    if x.is_cuda:
+        read = tile["OUTPUTS"] * weight.dtype.itemsize + padded * digits * rounded.dtype.itemsize
+        stages = _shared_bytes(x.device) // (tile["INPUTS"] * read)
+        tile["num_stages"] = max(min(tile["num_stages"], stages), 1)
+    grid = (triton.cdiv(outputs, tile["OUTPUTS"]), tile["PARTS"], triton.cdiv(rows, padded))
+    shared = (row_scale, x, x)  # not read by programs that share no inputs
+    if tile["PARTS"] > 1:
+        parts = x.new_empty(tile["PARTS"], rows, outputs, dtype=torch.float32)
+        shared = (row_scale, parts, _tickets(x.device))
+    sizes = (rows, rounded.stride(-2), outputs, inputs, first_activated)
     _some_rows[grid](
         rounded, *pointers, *shared, *sizes, ROWS=padded, DIGITS=digits, **tile, **options
     )
@@ -326,14 +328,14 @@ def gemv(
 
 
 def _tile(rows: int, outputs: int, item_bytes: int, *, batch_invariant: bool) -> dict[str, int]:
-    """Return the tiles of the product of some rows, padded to a power of two.
+    """Return the tiles of the product of some rows.
 
     The best or nearly the best of twelve on an H200, for GPT-J-6B's two products of a layer and one
     of 4096 by 4096. At 16 and 32 rows the two take 98 and 101 us in 16 bits, with all that follows
     them (cuBLAS 107 and 102 without).
     """
     many = outputs >= _MANY_OUTPUTS
-    if batch_invariant:  # the order of a sum depends on these alone
+    if batch_invariant or rows > _MOST_TILE_ROWS:  # the order of a sum depends on these alone
         return {"OUTPUTS": 64, "INPUTS": 128, "PARTS": 1, "num_stages": 4, "num_warps": 4}
     if item_bytes == 1 and many:
         return {"OUTPUTS": 128, "INPUTS": 128, "PARTS": 1, "num_stages": 4, "num_warps": 8}
@@ -353,7 +355,7 @@ def _shared_bytes(device: torch.device) -> int:
 @cache
 def _tickets(device: torch.device) -> torch.Tensor:
     """Return zeros, one for each program of a product that others share its inputs with."""
-    return torch.zeros(_MOST_TICKETS, dtype=torch.int32, device=device)
+    return torch.zeros(_TICKETS, dtype=torch.int32, device=device)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -433,7 +435,7 @@ class CudaGemm:
         """Return activation(x W + bias) + residual."""
         options = {"bias": self.bias, "residual": residual, **self._activation}
         if len(x) <= _MOST_ROWS[2] or self.batch_invariant:
-            return gemv(x, self.weight, batch_invariant=self.batch_invariant, **options)
+            return fused_gemm(x, self.weight, batch_invariant=self.batch_invariant, **options)
         y = functional.linear(x, self.weight, self.bias)
         return finish_rows(y, residual=residual, **self._activation)
 
@@ -467,7 +469,7 @@ class CudaRoundedGemm:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual in the type of x, which is of 16 bits."""
         if len(x) <= _MOST_ROWS[1] or self._all_rows:
-            return gemv(
+            return fused_gemm(
                 x,
                 self.weight,
                 scale=self.scale,
