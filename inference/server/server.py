@@ -374,7 +374,8 @@ class TritonServer:
                     self._openai = self._start_openai(self._sockets, lifeline, log)
         finally:
             os.close(lifeline)
-        return ServerLog(self.log_path)
+        configs = Path(self.model_repository).glob("*/config.pbtxt")  # none at a URL
+        return ServerLog(self.log_path, (path.parent.name for path in configs))
 
     def _command(self) -> tuple[list[str], dict[str, str]]:
         """Return the command line of this start, with new sockets, and its environment."""

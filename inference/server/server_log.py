@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from inference.server.supervisor import LOSS_MARK
@@ -88,10 +88,16 @@ def losses_of(path: Path) -> list[str]:
 
 
 class ServerLog:
-    """Follow a log that is being written."""
+    """Follow a log that is being written.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The log.
+        models: Models to be loaded. The log names an ensemble only once its models are loaded.
+    """
+
+    def __init__(self, path: Path, models: Iterable[str] = ()) -> None:
         self.path = path
+        self._models = frozenset(models)
         self.loading: list[str] = []
         self.loaded: list[str] = []
         self.failures: list[str] = []
@@ -125,7 +131,8 @@ class ServerLog:
             self.failures.append(short_reason(broken["reason"]))
         elif loaded := _LOADED.search(record):
             self.loaded.append(loaded["name"])
-            return f"{loaded['name']} loaded ({len(self.loaded)} of {len(self.loading)})"
+            count = len(self._models.union(self.loading))
+            return f"{loaded['name']} loaded ({len(set(self.loaded))} of {count})"
         elif loading := _LOADING.search(record):
             self.loading.append(loading["name"])
             return f"loading {loading['name']}"

@@ -20,6 +20,8 @@ def test_progress_counts_models(tmp_path: Path) -> None:
     )
     log = ServerLog(path)
     assert [*log.read(), *log.read()] == ["loading a", "loading b", "a loaded (1 of 2)"]
+    log = ServerLog(path, ["a", "b", "ensemble"])
+    assert [*log.read(), *log.read()][-1] == "a loaded (1 of 3)"
 
 
 def test_reason_over_several_lines_is_kept_without_the_trace(tmp_path: Path) -> None:
