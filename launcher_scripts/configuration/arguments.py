@@ -57,7 +57,10 @@ class Arguments:
 def read_arguments(argv: Sequence[str]) -> Arguments:
     """Return the parsed command line."""
     parser = get_args_parser()
-    known, unknown = parser.parse_known_intermixed_args(list(argv))
+    known, rest = parser.parse_known_intermixed_args(list(argv))
+    # Next to an unknown option, argparse returns the overrides too, and its value.
+    unknown = [each for each in rest if each.startswith("-")] or rest
+    found = [each for each in rest if "=" in each and each not in unknown]
     problems = [
         f"unknown argument {each}{likely_key(each)}; run with --help for the list."
         for each in unknown
@@ -67,7 +70,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
         for each in argv
         if not each.isascii() and not _is_utf8(each)
     ]
-    words = _with_runs(known.overrides)
+    words = _with_runs([*known.overrides, *found])
     extra_dir = _folder(known.config_dir)
     if extra_dir is not None and not extra_dir.is_dir():
         problems.append(f"--config-dir={extra_dir} is not a folder.")

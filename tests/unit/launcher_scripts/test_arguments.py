@@ -57,6 +57,13 @@ def test_unknown_option_is_a_problem_and_not_an_exit() -> None:
     assert problem.startswith("unknown argument --dry-run (did you mean dry_run=<value>?)")
 
 
+def test_only_the_option_is_unknown_among_overrides() -> None:
+    arguments = read_arguments(["dry_run=true", "--nope", "export=gpt3/sample", "--cfg", "job"])
+    (problem,) = arguments.problems
+    assert problem.startswith("unknown argument --nope")
+    assert arguments.overrides == ("dry_run=true", "export=gpt3/sample")
+
+
 def test_help_may_be_asked_for_without_dashes() -> None:
     assert read_arguments(["help"]).wants_help
 
