@@ -31,6 +31,7 @@ from stages.progress import ProgressState, read_json, read_progress
 _POLL_S = 0.1
 _LOG_TAIL_LINES = 20
 _LOOK_AFTER = "the jobs run in the queue; see them with action=status or logs, end them with cancel"
+_STOPPING = "stopping; Ctrl-C again ends the jobs at once"
 # Invented in a dry run, so that the chain of dependencies can be read.
 _FIRST_DRY_ID = 10001
 
@@ -82,13 +83,14 @@ class Run:
                 if status == EXIT_OK and self.jobs:
                     self.console.say(f"\n{_LOOK_AFTER}")
                 return status
+        notice = ""
         try:
             status = self._follow_all()
         except KeyboardInterrupt:
-            status = self._interrupted()
+            status, notice = self._interrupted(), _STOPPING
         finally:
             if self.launcher.in_foreground:
-                self.stop_all()
+                self.stop_all(notice)
         self.console.say(self.summary())
         return status
 
@@ -131,7 +133,6 @@ class Run:
             and (_is_ready(self.handles[name]) or self.handles[name].poll() == record.COMPLETED)
             for name in self.jobs
         )
-        self.console.say("stopping; Ctrl-C again ends the jobs at once")
         return EXIT_OK if only_serving else EXIT_INTERRUPTED
 
     def summary(self) -> str:
@@ -254,17 +255,25 @@ class Run:
                 if path.exists():
                     self.console.say(f"see also {path}")
 
-    def stop_all(self) -> None:
-        """End all running jobs, the last started first; after a further Ctrl-C by force."""
-        running = [each for each in reversed(self.handles.values()) if each.poll() is None]
+    def stop_all(self, notice: str = "") -> None:
+        """End all running jobs, the last started first; after a further Ctrl-C by force.
+
+        Args:
+            notice: Shown once a further Ctrl-C has that effect.
+        """
+        handles = list(reversed(self.handles.values()))
         try:
-            for handle in running:
-                handle.stop(handle.job.stage.stop_grace_s())
+            if notice:
+                self.console.say(notice)
+            for handle in handles:
+                if handle.poll() is None:
+                    handle.stop(handle.job.stage.stop_grace_s())
         except KeyboardInterrupt:
             with _uninterrupted():
-                for handle in running:
-                    handle.stop(0)
-        for handle in running:
+                for handle in handles:
+                    if handle.poll() is None:
+                        handle.stop(0)
+        for handle in handles:
             if handle.poll() is None:
                 self.console.say(
                     f"{handle.job.stage.name}: job {handle.job_id} does not end; see action=status"

@@ -184,6 +184,33 @@ def test_second_interrupt_leaves_a_job_no_time_to_end(tmp_path: Path) -> None:
     assert "stubborn  cancelled" in shown.getvalue()
 
 
+def test_second_interrupt_counts_from_the_moment_it_is_offered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = StubbornStage(settings(tmp_path, "stubborn"))
+    run, shown = make_run(stage)
+    pid_file = tmp_path / "out" / "target.pid"
+    say = run.console.say
+
+    def say_and_interrupt(text: str = "") -> None:
+        say(text)
+        if text.startswith("stopping"):
+            signal.raise_signal(signal.SIGINT)
+
+    def interrupt() -> None:
+        wait_for(pid_file)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(run.console, "say", say_and_interrupt)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    assert run.run_all(wait=False) == 130
+    thread.join()
+    assert not lives(int(pid_file.read_text()))
+    assert not stage.asked_path.exists()  # it was not asked to end
+    assert "stubborn  cancelled" in shown.getvalue()
+
+
 def test_job_that_is_stopped_before_its_first_word_is_cancelled(tmp_path: Path) -> None:
     run, _ = make_run(WriteStage(settings(tmp_path, "write")))
     run.announce("write", ())
