@@ -16,6 +16,7 @@ from aiohttp import web
 
 from inference.gateway.access import Access, add_access_options
 from inference.gateway.check_process import CheckProcess
+from inference.gateway.declared_inputs import read_declared_inputs
 from inference.gateway.grpc_relay import GrpcRelay, grpc_server
 from inference.gateway.http_relay import HttpRelay
 from inference.gateway.process import IDLE_S, LONGEST_REQUEST_S, Stop, run
@@ -30,13 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(arguments: argparse.Namespace, access: Access) -> None:
     host, sockets = arguments.host, ServerSockets(arguments.sockets)
+    models = read_declared_inputs(arguments.repository)
     rules = Rules(tokens=access.tokens(), client_shared_memory=access.client_shared_memory)
     stop = Stop(arguments.lifeline)
     runners = []
     async with contextlib.AsyncExitStack() as stack:
         checks = CheckProcess()
         stack.callback(checks.close)
-        http = HttpRelay(access, rules, sockets=sockets, checks=checks, listens_at=host)
+        http = HttpRelay(
+            access, rules, sockets=sockets, checks=checks, models=models, listens_at=host
+        )
         stack.push_async_callback(http.close)
         tls = access.ssl_context()
         for handler, port in (
@@ -52,7 +56,7 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
             await runner.setup()
             runners.append(runner)
             await web.TCPSite(runner, host, port, ssl_context=tls).start()
-        grpc = GrpcRelay(access, rules, sockets=sockets, checks=checks)
+        grpc = GrpcRelay(access, rules, sockets=sockets, checks=checks, models=models)
         stack.push_async_callback(grpc.close)
         address = f"[{host}]" if ":" in host else host
         server = grpc_server(access, grpc, address=f"{address}:{arguments.grpc_port}")
@@ -69,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m inference.gateway", description=__doc__)
     add = parser.add_argument
     add("--sockets", type=Path, required=True, help="folder of the server's sockets")
+    add("--repository", type=Path, help="folder of the models that it serves")
     add("--host", default="127.0.0.1", help="address to listen at (default 127.0.0.1)")
     add("--http-port", type=int, default=8000, help="default 8000")
     add("--grpc-port", type=int, default=8001, help="default 8001")

@@ -6,13 +6,14 @@ that are too large.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, NoReturn
 
 import grpc
 
 from inference.gateway.access import Access
 from inference.gateway.check_process import CheckProcess
+from inference.gateway.declared_inputs import DeclaredInputs
 from inference.gateway.rules import (
     CLOSED,
     INDEX_CALL,
@@ -44,12 +45,20 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
         rules: The calls that pass.
         sockets: Sockets of tritonserver.
         checks: Process that checks large requests.
+        models: Inputs of the models, by name.
     """
 
     def __init__(
-        self, access: Access, rules: Rules, *, sockets: ServerSockets, checks: CheckProcess
+        self,
+        access: Access,
+        rules: Rules,
+        *,
+        sockets: ServerSockets,
+        checks: CheckProcess,
+        models: Mapping[str, DeclaredInputs],
     ) -> None:
         self._checks = checks
+        self._models = models
         self._limit = access.max_request_bytes
         self._rules = rules
         options = [*_UNLIMITED, ("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0)]
@@ -116,7 +125,11 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
         try:
             data = without_raw_tensors(request)
             await self._checks.run(
-                check_infer_message, data, size_bytes=len(request), limit=self._limit
+                check_infer_message,
+                data,
+                size_bytes=len(request),
+                limit=self._limit,
+                models=self._models,
             )
         except MalformedError as error:
             return str(error)

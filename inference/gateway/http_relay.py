@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from yarl import URL
 
 from inference.gateway.access import Access
 from inference.gateway.check_process import CheckProcess
+from inference.gateway.declared_inputs import DeclaredInputs
 from inference.gateway.durations import with_engine_durations
 from inference.gateway.rules import (
     CLOSED,
@@ -37,6 +39,7 @@ from inference.gateway.validation import (
 )
 
 BODY_TIMEOUT_S = 120.0  # for a request's body to arrive
+_MODELS_PATH = "/v2/models/"
 _METRICS_PATH = "/metrics"
 _INDEX_PATH = "/v2/repository/index"
 _JSON_LENGTH = "Inference-Header-Content-Length"
@@ -67,6 +70,7 @@ class HttpRelay:
         rules: The requests that pass.
         sockets: Sockets of tritonserver.
         checks: Process that checks large requests.
+        models: Inputs of the models, by name.
         listens_at: Address that clients reach.
     """
 
@@ -77,9 +81,11 @@ class HttpRelay:
         *,
         sockets: ServerSockets,
         checks: CheckProcess,
+        models: Mapping[str, DeclaredInputs],
         listens_at: str,
     ) -> None:
         self._checks = checks
+        self._models = models
         self._limit = access.max_request_bytes
         self._max_request_mb = access.max_request_mb
         self._rules = rules
@@ -160,14 +166,17 @@ class HttpRelay:
 
     async def _checked(self, request: web.BaseRequest, body: bytes) -> bytes:
         """Return a body of a form that the server reads. Raises MalformedError, _RefusedError."""
+        model = self._models.get(request.path.removeprefix(_MODELS_PATH).partition("/")[0])
         if request.path.endswith("/infer"):
             lengths = request.headers.getall(_JSON_LENGTH, [])
             if len(lengths) > 1:
                 raise MalformedError(f"{_JSON_LENGTH} is given twice")
             data = body[: length_of_json(lengths[0] if lengths else None, len(body))]
-            await self._checks.run(check_infer, data, size_bytes=len(body), limit=self._limit)
+            await self._checks.run(
+                check_infer, data, size_bytes=len(body), limit=self._limit, model=model
+            )
         elif request.path.endswith(("/generate", "/generate_stream")):
-            await self._checks.run(check_generate, body)
+            await self._checks.run(check_generate, body, model=model)
         elif request.path.endswith("/register"):
             return _own_shared_memory(body)
         elif body:

@@ -2,7 +2,8 @@
 
 Server 2.51 recurses once for each level of JSON, multiplies the sizes of a shape without looking
 for an overflow, searches all inputs for every input, never answers a batch of no sequences, and
-aborts when a stream or an ensemble is asked for the classes of a text. A request of a kilobyte is
+aborts when a stream or an ensemble is asked for the classes of a text. It counts the inputs of a
+request, and takes an optional one for a required one. A request of a kilobyte is
 enough to end it. It reads a checked request as it was read here: a body of JSON has one meaning,
 and no shape is larger than what was sent.
 """
@@ -11,10 +12,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from export_scripts.wire_format import WireFormatError, wire_fields
+from inference.gateway.declared_inputs import DeclaredInputs
 
 MOST_JSON_MB = 8
 _MOST_JSON_BYTES = MOST_JSON_MB << 20
@@ -27,6 +29,13 @@ _INTEGERS = {
     for sign in ("", "U")
     for bits in (8, 16, 32, 64)
 }
+# JSON without types: what `generate` takes for each type; all others are numbers.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(_INTEGERS, ((int,), "an integer")),
+    "BYTES": ((str,), "a string"),
+    "BOOL": ((bool,), "true or false"),
+}
+_NUMBER: tuple[tuple[type, ...], str] = ((int, float), "a number")
 _MEMORY = "shared_memory_region"
 _CLASSES = "classification"
 # Of gRPC: service_pb2.ModelInferRequest.
@@ -61,13 +70,14 @@ def length_of_json(header: str | None, size_bytes: int) -> int:
     return int(header)
 
 
-def check_infer(data: bytes, *, size_bytes: int, limit: int) -> None:
+def check_infer(data: bytes, *, size_bytes: int, limit: int, model: DeclaredInputs | None) -> None:
     """Check the JSON of a request to `infer`.
 
     Args:
         data: JSON.
         size_bytes: Size of the whole body.
         limit: Bytes of the largest request; a tensor in shared memory has no more elements.
+        model: Inputs of the model, None if they are unknown.
 
     Raises:
         MalformedError: It has another form.
@@ -87,6 +97,7 @@ def check_infer(data: bytes, *, size_bytes: int, limit: int) -> None:
             raise MalformedError(f"the shape of input {_short(each)} is not a list of integers")
         check_shape(_short(each), shape, most=limit if _MEMORY in parameters else size_bytes)
         _check_integers(each)
+    _check_required(model, [each.get("name") for each in inputs])
     for each in _entry(request, "outputs", list):
         if isinstance(each, dict):
             parameters = _entry(each, "parameters", dict)
@@ -103,19 +114,35 @@ def _check_classes(name: str, parameters: Any) -> None:
 def _check_integers(tensor: dict[str, Any]) -> None:
     """Check that the integers of a tensor fit its type: tritonserver would keep their low bits."""
     datatype = tensor.get("datatype")
-    limits = _INTEGERS.get(datatype) if isinstance(datatype, str) else None
-    if limits is None:
-        return
-    pending = [_entry(tensor, "data", list)]
+    if isinstance(datatype, str) and datatype in _INTEGERS:
+        for value in _leaves(_entry(tensor, "data", list)):
+            if type(value) is int:
+                _check_range(_short(tensor), value, datatype)
+
+
+def _leaves(data: list[Any]) -> Iterator[Any]:
+    pending = [data]
     while pending:
         for value in pending.pop():
             if isinstance(value, list):
                 pending.append(value)
-            elif type(value) is int and not limits[0] <= value <= limits[1]:
-                text = str(value)[:40]
-                raise MalformedError(
-                    f"input {_short(tensor)} has {text}, which {datatype} cannot hold"
-                )
+            else:
+                yield value
+
+
+def _check_range(name: str, value: int, datatype: str) -> None:
+    least, most = _INTEGERS[datatype]
+    if not least <= value <= most:
+        raise MalformedError(f"input {name} has {str(value)[:40]}, which {datatype} cannot hold")
+
+
+def _check_required(model: DeclaredInputs | None, given: Collection[Any]) -> None:
+    """Check that no required input of a model is missing."""
+    missing = [name for name in model.required if name not in given] if model else []
+    if missing:
+        raise MalformedError(
+            f"the request lacks {', '.join(map(repr, missing))}, which the model requires"
+        )
 
 
 def check_json(data: bytes) -> None:
@@ -123,11 +150,37 @@ def check_json(data: bytes) -> None:
     parse_json(data)
 
 
-def check_generate(data: bytes) -> None:
-    """Check the body of a request to `generate`. Raises MalformedError."""
+def check_generate(data: bytes, *, model: DeclaredInputs | None) -> None:
+    """Check the body of a request to `generate`.
+
+    Args:
+        data: JSON. Inputs may also stand among its parameters.
+        model: Inputs of the model, None if they are unknown.
+
+    Raises:
+        MalformedError: It has another form, or a value of another type than its input.
+    """
     request = parse_json(data)
+    parameters = _entry(request, "parameters", dict)
     _check_count("inputs", request)
-    _check_count("parameters", _entry(request, "parameters", dict))
+    _check_count("parameters", parameters)
+    if model is None:
+        return
+    _check_required(model, request.keys() | parameters.keys())
+    for name, value in (*request.items(), *parameters.items()):
+        if name in model.datatypes:
+            _check_kinds(repr(name)[:40], value, model.datatypes[name])
+
+
+def _check_kinds(name: str, data: Any, datatype: str) -> None:
+    """Check the values of an input in JSON without types."""
+    kinds, expected = _KINDS.get(datatype, _NUMBER)
+    for value in _leaves([data]):
+        if type(value) not in kinds:
+            text = json.dumps(value)[:40]
+            raise MalformedError(f"input {name} has {text}; {datatype} takes {expected}")
+        if datatype in _INTEGERS:
+            _check_range(name, value, datatype)
 
 
 def without_raw_tensors(data: bytes) -> bytes:
@@ -156,13 +209,16 @@ def without_raw_tensors(data: bytes) -> bytes:
     return bytes(kept)
 
 
-def check_infer_message(data: bytes, *, size_bytes: int, limit: int) -> None:
+def check_infer_message(
+    data: bytes, *, size_bytes: int, limit: int, models: Mapping[str, DeclaredInputs]
+) -> None:
     """Check a ModelInferRequest of gRPC `without_raw_tensors`.
 
     Args:
         data: The message.
         size_bytes: Size of the whole message.
         limit: Bytes of the largest request, see `check_infer`.
+        models: Inputs of the models, by name.
 
     Raises:
         MalformedError: It has another form.
@@ -171,9 +227,11 @@ def check_infer_message(data: bytes, *, size_bytes: int, limit: int) -> None:
     from tritonclient.grpc import service_pb2
 
     try:
-        check_message(service_pb2.ModelInferRequest.FromString(data), size_bytes, limit=limit)
+        message = service_pb2.ModelInferRequest.FromString(data)
     except DecodeError:
         raise MalformedError(_NOT_A_REQUEST) from None
+    check_message(message, size_bytes, limit=limit)
+    _check_required(models.get(message.model_name), [each.name for each in message.inputs])
 
 
 def check_message(message: Any, size_bytes: int, *, limit: int) -> None:

@@ -396,6 +396,9 @@ class TritonServer:
     ) -> subprocess.Popen[bytes]:
         ports = [f"--{name}-port={self._ports[name]}" for name in PORT_NAMES]
         where = [f"--sockets={sockets.folder}", *ports]
+        is_complete = not leaves_types_to_the_backend(self.model_repository)
+        if "://" not in self.model_repository and is_complete:
+            where.append(f"--repository={Path(self.model_repository).absolute()}")
         return self._start_front_process("inference.gateway", where, lifeline, log)
 
     def _start_openai(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -112,6 +114,26 @@ def test_whole_answers_come_from_a_streaming_model_too(
         _tokens(client.infer(MODEL, _request(case["input_ids"], NEW_TOKENS)))
         == (case["greedy_output_ids"])
     )
+
+
+def test_a_request_without_a_required_input_is_refused_by_name(
+    server: TritonServer, client: TritonClient
+) -> None:
+    text = {"INPUT_0": np.array([[b"It was"]], np.object_)}
+    for ask in (client.infer, lambda *request: list(client.stream(*request))):
+        with pytest.raises(InferenceServerException, match="lacks 'INPUT_1', which the model req"):
+            ask("ensemble", text)
+    for model, action, request, said in (
+        ("ensemble", "infer", {"inputs": []}, "lacks 'INPUT_0', 'INPUT_1', which"),
+        ("ensemble", "generate_stream", {"INPUT_0": "It was"}, "lacks 'INPUT_1', which"),
+        ("ensemble", "generate", {"INPUT_0": "a", "INPUT_1": 1 << 32}, "UINT32 cannot hold"),
+        (MODEL, "generate", {"input_ids": [5, 1 << 32]}, "'input_lengths', 'request_output_len'"),
+    ):
+        url = f"http://127.0.0.1:{server.http_port}/v2/models/{model}/{action}"
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            urllib.request.urlopen(url, data=json.dumps(request).encode(), timeout=60)
+        assert caught.value.code == 400
+        assert said in caught.value.read().decode()
 
 
 def test_leaving_a_stream_frees_its_place_before_its_end(

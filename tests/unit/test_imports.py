@@ -138,7 +138,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     # Runs in the server, which has the whole project.
     "export_scripts.triton.models": ("inference.backend",),
     "export_scripts.triton.backends": ("inference.backend",),
-    "inference.gateway": ("export_scripts.wire_format", "inference"),
+    "inference.gateway": ("export_scripts.triton", "export_scripts.wire_format", "inference"),
     "inference.openai": ("export_scripts.ft", "inference.backend", "inference.gateway"),
     "inference.server": (
         "export_scripts.triton",

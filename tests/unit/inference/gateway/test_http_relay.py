@@ -32,7 +32,12 @@ async def _streamed(sockets: ServerSockets) -> str:
     await web.UnixSite(runner, str(sockets.http)).start()
     rules = Rules(tokens=None, client_shared_memory=False)
     relay = HttpRelay(
-        OPEN_ACCESS, rules, sockets=sockets, checks=CheckProcess(), listens_at="127.0.0.1"
+        OPEN_ACCESS,
+        rules,
+        sockets=sockets,
+        checks=CheckProcess(),
+        models={},
+        listens_at="127.0.0.1",
     )
     async with RawTestServer(relay.answer) as gateway, ClientSession() as client:
         url = gateway.make_url("/v2/models/m/generate_stream")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tritonclient.grpc import service_pb2
 
+from inference.gateway.declared_inputs import DeclaredInputs, read_declared_inputs
 from inference.gateway.validation import (
     MOST_JSON_MB,
     MalformedError,
@@ -24,6 +26,10 @@ from inference.gateway.validation import (
 )
 
 LIMIT = 1 << 20
+MODEL = DeclaredInputs(
+    {"x": "UINT32", "y": "INT8", "text": "BYTES", "scale": "FP32", "stream": "BOOL"}, ()
+)
+TWO_REQUIRED = DeclaredInputs({"x": "UINT32", "text": "BYTES", "y": "INT8"}, ("x", "text"))
 X: dict[str, Any] = {"name": "x", "shape": [1, 2], "datatype": "UINT32", "data": [[1, 2]]}
 
 
@@ -34,7 +40,7 @@ def infer(**changes: Any) -> bytes:
 def check_body(body: bytes, header: str | None = None) -> None:
     """Check a body of `infer` as the gateway does."""
     data = body[: length_of_json(header, len(body))]
-    check_infer(data, size_bytes=len(body), limit=LIMIT)
+    check_infer(data, size_bytes=len(body), limit=LIMIT, model=MODEL)
 
 
 def nested(opening: str, depth: int, closing: str) -> bytes:
@@ -100,14 +106,87 @@ def test_requests_that_clients_send_pass() -> None:
     check_body(infer(datatype="FP32", data=[1 << 80, 0.5]))
     memory = {"shared_memory_region": "a", "shared_memory_byte_size": 4096}
     check_body(infer(shape=[1, 1024], parameters=memory))
-    check_generate(b'{"text_input": "It was", "parameters": {"max_tokens": 4}}')
+    check_generate(b'{"text_input": "It was", "parameters": {"max_tokens": 4}}', model=None)
 
 
 def test_a_generate_request_is_checked_too() -> None:
     with pytest.raises(MalformedError, match="32 levels"):
-        check_generate(b'{"x":' + nested("[", 50_000, "]") + b"}")
+        check_generate(b'{"x":' + nested("[", 50_000, "]") + b"}", model=MODEL)
     with pytest.raises(MalformedError, match="300 inputs"):
-        check_generate(json.dumps(dict.fromkeys(map(str, range(300)))).encode())
+        check_generate(json.dumps(dict.fromkeys(map(str, range(300)))).encode(), model=MODEL)
+
+
+@pytest.mark.parametrize(
+    ("request_body", "said"),
+    [
+        ({"x": 1 << 32}, "input 'x' has 4294967296, which UINT32 cannot hold"),
+        ({"x": [1, [2, -1]]}, "input 'x' has -1, which UINT32 cannot hold"),
+        ({"parameters": {"y": 128}}, "input 'y' has 128, which INT8 cannot hold"),
+        ({"x": 1.0}, "input 'x' has 1.0; UINT32 takes an integer"),
+        ({"x": True}, "input 'x' has true; UINT32 takes an integer"),
+        ({"x": None}, "input 'x' has null; UINT32 takes an integer"),
+        ({"text": 5}, "input 'text' has 5; BYTES takes a string"),
+        ({"text": {"a": 1}}, "BYTES takes a string"),
+        ({"scale": False}, "input 'scale' has false; FP32 takes a number"),
+        ({"stream": 1}, "input 'stream' has 1; BOOL takes true or false"),
+    ],
+)
+def test_a_value_to_generate_fits_the_type_of_its_input(
+    request_body: dict[str, Any], said: str
+) -> None:
+    body = json.dumps(request_body).encode()
+    with pytest.raises(MalformedError, match=said):
+        check_generate(body, model=MODEL)
+    check_generate(body, model=None)
+
+
+def test_values_that_fit_pass() -> None:
+    values = {"x": [0, (1 << 32) - 1], "text": ["a"], "scale": [1, 0.5], "stream": True}
+    check_generate(json.dumps({**values, "else": [None]}).encode(), model=MODEL)
+    check_generate(json.dumps({"parameters": values}).encode(), model=MODEL)
+
+
+def test_a_required_input_is_named_if_it_is_missing() -> None:
+    def check_call(names: list[str]) -> None:
+        message = service_pb2.ModelInferRequest(model_name="two")
+        for name in names:
+            message.inputs.add(name=name, shape=[1], datatype="UINT32")
+        data = message.SerializeToString()
+        models = {"two": TWO_REQUIRED}
+        check_infer_message(data, size_bytes=len(data), limit=LIMIT, models=models)
+
+    def check_http(names: list[str]) -> None:
+        body = json.dumps({"inputs": [{**X, "name": name} for name in names]}).encode()
+        check_infer(body, size_bytes=len(body), limit=LIMIT, model=TWO_REQUIRED)
+
+    def check_generation(names: list[str]) -> None:
+        body = json.dumps({name: "a" if name == "text" else 1 for name in names}).encode()
+        check_generate(body, model=TWO_REQUIRED)
+
+    for check in (check_call, check_http, check_generation):
+        check(["x", "text"])
+        with pytest.raises(MalformedError, match="lacks 'text', which the model requires"):
+            check(["x", "y"])
+        with pytest.raises(MalformedError, match="lacks 'x', 'text', which"):
+            check([])
+    check_generate(b'{"x": 1, "parameters": {"text": "a"}}', model=TWO_REQUIRED)
+
+
+def test_inputs_are_those_of_the_repository(tmp_path: Path) -> None:
+    for name, text in {
+        "two": 'name: "two" input { name: "x" data_type: TYPE_UINT32 dims: 1 } '
+        'input { name: "t" data_type: TYPE_STRING dims: 1 optional: true }',
+        "none": "",
+        "broken": "input {",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.pbtxt").write_text(text)
+    (tmp_path / "without").mkdir()
+    assert read_declared_inputs(tmp_path) == {
+        "two": DeclaredInputs({"x": "UINT32", "t": "BYTES"}, ("x",)),
+        "none": DeclaredInputs({}, ()),
+    }
+    assert read_declared_inputs(None) == read_declared_inputs(tmp_path / "nowhere") == {}
 
 
 @pytest.mark.parametrize("shape", [[-1], [0, 2], [2**62, 4], [2**63 - 1], [1] * 100])
@@ -147,7 +226,7 @@ _KEYS = st.sampled_from(["inputs", "outputs", "parameters", "shape", "name", "da
 def test_whatever_is_sent_is_read_as_it_is_and_passed_or_refused(value: dict[str, Any]) -> None:
     body = json.dumps(value).encode()
     assert parse_json(body) == value
-    for check in (lambda: check_body(body), lambda: check_generate(body)):
+    for check in (lambda: check_body(body), lambda: check_generate(body, model=MODEL)):
         with contextlib.suppress(MalformedError):
             check()
 
@@ -197,4 +276,4 @@ def test_what_is_left_without_raw_tensors_is_the_same_request(
     message.ClearField("raw_input_contents")
     assert service_pb2.ModelInferRequest.FromString(rest) == message
     with contextlib.suppress(MalformedError):
-        check_infer_message(rest, size_bytes=len(data), limit=LIMIT)
+        check_infer_message(rest, size_bytes=len(data), limit=LIMIT, models={})
