@@ -21,6 +21,7 @@ _TRAINER_SPEC = 2
 _BOS, _EOS, _PAD = 41, 42, 43
 _SENTENCEPIECE_DEFAULTS = {_BOS: 1, _EOS: 2, _PAD: -1}
 
+_MOST_ID = (1 << 32) - 1  # of the tokenizers library
 _MOST_BYTES = 64 << 20  # of a tokenizer's file outside of its checkpoint
 
 _END_OF_TEXT = "<|endoftext|>"
@@ -70,13 +71,19 @@ def special_ids(files: Sequence[TokenizerFile]) -> SpecialIds | None:
 def _added_ids(tokenizer: TokenizerFile, settings: TokenizerFile) -> SpecialIds | None:
     """Return the ids of the tokens that a Hugging Face tokenizer's settings name."""
     added = _json_table(tokenizer).get("added_tokens")
-    ids = {
-        item.get("content"): item.get("id")
+    ids: dict[str, int] = {
+        item["content"]: item["id"]
         for item in (added if isinstance(added, list) else [])
         if isinstance(item, dict)
         and isinstance(item.get("id"), int)
         and isinstance(item.get("content"), str)
     }
+    for name, token in ids.items():
+        if not 0 <= token <= _MOST_ID:
+            raise CheckpointMismatchError(
+                f"{tokenizer.path}: added token {name[:40]!r} has the id {token}, which the "
+                f"tokenizers library refuses; ids are 0 to {_MOST_ID}"
+            )
     names = _json_table(settings)
 
     def known(key: str) -> int | None:

@@ -19,6 +19,14 @@ from export_scripts.families.mapping.source_mapping import Facts
 _REQUIRED = object()
 
 _MOST_NAME_BYTES = 120
+_MOST_TOKEN_ID = (1 << 31) - 1  # FT and the tokenizers count in 32 bits
+# Keys of special tokens -> attribute of a config with the token that was taken.
+_TOKENS = {
+    "bos_token_id": "start_id",
+    "decoder_start_token_id": "start_id",
+    "eos_token_id": "end_id",
+    "pad_token_id": "pad_id",
+}
 
 # Names of Hugging Face activations -> spelling in config.ini, and whether its gelu is by erf.
 # transformers, activations.py
@@ -159,10 +167,15 @@ class Settings:
         return start, end
 
     def token(self, name: str, value: Any) -> int | None:
-        """Return the first of several token ids (a model may name several last tokens)."""
+        """Return the first of several token ids (a model may name several last tokens).
+
+        A negative id counts as none.
+        """
         if isinstance(value, list):
-            value = value[0] if value else None
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            value = next((each for each in value if not _is_negative(each)), None)
+        if value is None or _is_negative(value):
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value > _MOST_TOKEN_ID:
             self.problems.append(f"{self.label}: {name} = {value!r} is not a token id")
             return None
         return value
@@ -175,6 +188,10 @@ class Settings:
         """
         if self.problems:
             raise CheckpointMismatchError(self.problems)
+
+
+def _is_negative(value: Any) -> bool:
+    return isinstance(value, int) and value < 0
 
 
 def _generation_config(facts: Facts) -> Mapping[str, Any]:
@@ -271,10 +288,23 @@ def token_warnings(facts: Facts, end_id: int) -> list[str]:
     """
     stated = [each.get("eos_token_id") for each in (facts.config, _generation_config(facts))]
     tokens = [t for each in stated for t in (each if isinstance(each, list) else [each])]
-    others = dict.fromkeys(t for t in tokens if isinstance(t, int) and t != end_id)
+    others = dict.fromkeys(t for t in tokens if isinstance(t, int) and t >= 0 and t != end_id)
     if not others:
         return []
     return [
         f"the model ends with any of several tokens; end_id is {end_id}: name the others "
         f"({', '.join(map(str, others))}) as stop words of a request"
+    ]
+
+
+def negative_token_warnings(facts: Facts, config: FTConfig) -> list[str]:
+    """Return a warning for each negative token id of a source, with the token taken in its place.
+
+    Some models write -1 for a token that they do not have.
+    """
+    taken = {key: getattr(config, name, None) for key, name in _TOKENS.items()}
+    return [
+        f"{key} = {facts.config[key]} of the checkpoint counts as none; {_TOKENS[key]} is {token}"
+        for key, token in taken.items()
+        if token is not None and _is_negative(facts.config.get(key))
     ]

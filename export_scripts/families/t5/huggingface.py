@@ -82,15 +82,19 @@ def _feed_forward(facts: Facts) -> str:
     return str(facts.config.get("feed_forward_proj") or "relu")
 
 
+def _token(settings: Settings, name: str, *, default: int) -> int:
+    token = settings.token(name, settings.source.get(name))
+    return default if token is None else token
+
+
 def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
     source = facts.config
     settings = Settings(source)
     spelling, exact_gelu = _FEED_FORWARD[_feed_forward(facts)]
     layers = settings.integer("num_layers")
-    pad = settings.integer("pad_token_id", default=0, least=0)
-    start = settings.integer("decoder_start_token_id", default=pad, least=0)
-    eos = settings.token("eos_token_id", source.get("eos_token_id"))
-    eos = 1 if eos is None else eos
+    pad = _token(settings, "pad_token_id", default=0)
+    start = _token(settings, "decoder_start_token_id", default=pad)
+    eos = _token(settings, "eos_token_id", default=1)
     decoder: dict[str, Any] = {}
     if has_decoder:
         decoder = {

@@ -140,6 +140,7 @@ def test_a_name_does_not_spoil_the_configuration(
         ("gpt2/tiny", {"layer_norm_epsilon": -1e-5}, "expected a number greater than 0"),
         ("gpt2/tiny", {"activation_function": ["relu"]}, "activation_function = ['relu'] cannot"),
         ("gpt2/tiny", {"eos_token_id": {"id": 2}}, "eos_token_id = {'id': 2} is not a token id"),
+        ("gpt2/tiny", {"eos_token_id": 2**80}, f"eos_token_id = {2**80} is not a token id"),
         ("gpt2/tiny", {"bos_token_id": "</s>"}, "bos_token_id = '</s>' is not a token id"),
         ("opt/pre_ln", {"activation_function": "swiglu"}, "activation_function = swiglu"),
         ("bloom/tiny", {"quantization_config": {"quant_method": "gptq"}}, "quantised (gptq)"),

@@ -68,6 +68,14 @@ def test_scaling_stated_on_its_own_wins(untied: Path, tmp_path: Path) -> None:
     assert not reader.family.architecture(reader.config).scale_logits
 
 
+def test_negative_token_ids_count_as_none(tied: Path, tmp_path: Path) -> None:
+    tokens = dict.fromkeys(("pad_token_id", "decoder_start_token_id", "eos_token_id"), -1)
+    source = copy_of(tied, tmp_path / "hf", config=tokens)
+    remarks = "\n".join(convert(ConversionRequest(source, tmp_path / "out", 1, "fp32")).remarks)
+    for said in ("pad_id is 0", "start_id is 0", "end_id is 1"):
+        assert f"-1 of the checkpoint counts as none; {said}" in remarks
+
+
 def test_the_unread_table_of_early_files_is_left_out(tied: Path, tmp_path: Path) -> None:
     name = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     source = copy_of(tied, tmp_path / "hf", tensors={name: torch.zeros(8, 4)})

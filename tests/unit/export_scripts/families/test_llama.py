@@ -174,6 +174,38 @@ def test_token_ids_set_to_null_are_looked_for_elsewhere(
     assert (config.start_id, config.end_id) == expected
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected", "words"),
+    [
+        ({"bos_token_id": 3, "eos_token_id": -1}, (3, 3), "eos_token_id = -1 of the checkpoint"),
+        ({"bos_token_id": -1, "eos_token_id": 3}, (3, 3), "counts as none; start_id is 3"),
+        ({"eos_token_id": [-1, 5]}, (1, 5), None),
+        ({"pad_token_id": -1}, (1, 2), None),
+    ],
+)
+def test_a_negative_token_id_counts_as_none(
+    tmp_path: Path, settings: dict[str, Any], expected: tuple[int, int], words: str | None
+) -> None:
+    source = write_llama(tmp_path / "s", **settings)
+    remarks = "\n".join(convert(ConversionRequest(source, tmp_path / "o", 1, "fp32")).remarks)
+    assert ("counts as none" in remarks) is (words is not None)
+    assert (words or "") in remarks
+    config = converted(source, tmp_path / "out").config
+    assert (config.start_id, config.end_id) == expected
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 80])
+def test_an_added_token_that_the_tokenizer_cannot_load_is_refused(
+    tmp_path: Path, token: int
+) -> None:
+    source = write_llama(tmp_path / "s", bos_token_id=None, eos_token_id=None)
+    added = {"added_tokens": [{"id": token, "content": "</s>"}]}
+    (source / "tokenizer.json").write_text(json.dumps(added))
+    (source / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    words = f"added token '</s>' has the id {token}, which the tokenizers library refuses"
+    assert words in problems_of(source, tmp_path)
+
+
 def test_generation_config_that_nests_too_deep_is_refused(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "s", bos_token_id=None)
     (source / "generation_config.json").write_text("[" * 100_000)
