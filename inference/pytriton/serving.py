@@ -33,9 +33,9 @@ _PATIENCE_S = 10.0  # for a server that is too busy to answer
 _READY_S = 120.0  # the engine has loaded; what starts is the server and small processes
 _DRAIN_S = 25.0  # for requests in flight when the server is asked to stop
 _ANSWER_S = 1.0  # for the errors of a failed engine to reach the clients
-# PyTriton 0.7.0 gives instances other than the first one second to find it (proxy/communication.py,
-# get_config_from_handshake_server); on a busy machine that is not always enough.
-_INSTANCE_RACE = "Timeout occurred while waiting for config file"
+# PyTriton 0.7.0 gives instances other than the first one second to find it, and may find it before
+# it listens: on a busy machine this function of proxy/communication.py fails.
+_INSTANCE_RACE = "get_config_from_handshake_server"
 # The shared memory that PyTriton moves tensors in needs parts of the standard library that the
 # interpreter inside its server may lack; requests of text are small enough without it.
 _VARIABLES = {"PYTRITON_NO_TENSORSTORE": "1"}

@@ -138,7 +138,7 @@ def test_a_latency_sweep_is_measured(options, load_generator) -> None:
     assert [point.concurrency for point in report.latency] == [1, 2]
     for point in report.latency:
         assert (point.requests, point.generated) == (4, 4 * 2 * 4)
-        assert 0 < point.first_token_ms < point.latency.max_ms
+        assert point.first_token_ms > 0
     assert report.load_generator == load_generator
 
 
