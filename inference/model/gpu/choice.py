@@ -23,6 +23,22 @@ _DEEPEST = 87.0  # below the best logit: no mass further down is a normal fp32 n
 _LEAST = 1e-30  # mass that stands for a threshold of 0, which only the best token reaches
 
 
+@triton.jit
+def _better(logit, here, best, place, spoilt):  # type: ignore[no-untyped-def]
+    """Return the best logits so far and their places, and whether there was a NaN."""
+    spoilt |= (logit != logit).to(tl.int32)
+    better = logit > best
+    return tl.where(better, logit, best), tl.where(better, here, place), spoilt
+
+
+@triton.jit
+def _best(best, place, spoilt):  # type: ignore[no-untyped-def]
+    """Return the best logit of all, NaN if there was one, and its place, the first of equals."""
+    value = tl.max(best, 0)
+    token = tl.min(tl.where(best == value, place, 2147483647), 0)
+    return tl.where(tl.max(spoilt, 0) > 0, float("nan"), value), token
+
+
 # Slots and ids may begin anywhere in a larger tensor; one kernel serves them all.
 @triton.jit(do_not_specialize_on_alignment=["forbidden_at", "slots_at"])  # type: ignore[untyped-decorator]
 def _best_token(  # type: ignore[no-untyped-def]
@@ -52,13 +68,9 @@ def _best_token(  # type: ignore[no-untyped-def]
         here = start + within
         logit = tl.load(logits_at + here, mask=here < count, other=float("-inf"))
         logit = tl.where(here == forbidden, LOWEST, logit)
-        spoilt |= (logit != logit).to(tl.int32)
-        better = logit > best
-        best = tl.where(better, logit, best)
-        place = tl.where(better, here, place)
-    value = tl.max(best, 0)
-    token = tl.min(tl.where(best == value, place, 2147483647), 0) + first
-    value = tl.where(tl.max(spoilt, 0) > 0, float("nan"), value)
+        best, place, spoilt = _better(logit, here, best, place, spoilt)
+    value, token = _best(best, place, spoilt)
+    token += first
     tl.store(chosen_at + 2 * row, value.to(tl.int32, bitcast=True))
     tl.store(chosen_at + 2 * row + 1, token.to(tl.int32))
     if KEEP:
@@ -297,13 +309,8 @@ def _drawn_token(  # type: ignore[no-untyped-def]
         x = tl.where(here == forbidden, LOWEST, x)
         x = tl.where(here < count, x, float("-inf"))
         tl.store(at + here, x, mask=here < count)
-        spoilt |= (x != x).to(tl.int32)
-        better = x > best
-        best = tl.where(better, x, best)
-        place = tl.where(better, here, place)
-    value = tl.max(best, 0)
-    token = tl.min(tl.where(best == value, place, 2147483647), 0)
-    value = tl.where(tl.max(spoilt, 0) > 0, float("nan"), value)
+        best, place, spoilt = _better(x, here, best, place, spoilt)
+    value, token = _best(best, place, spoilt)
 
     if (top_k != 1) & (value > float("-inf")) & (value < float("inf")):
         listed_at += row.to(tl.int64) * LISTED
