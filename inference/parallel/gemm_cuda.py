@@ -3,7 +3,8 @@
 Decoding reads every weight once per token, so these products are readings of memory: of the 4.4
 TB/s of an H200 the ones below reach 4.1 to 4.3 at one row with GPT-J-6B's matrices in fp16 (cuBLAS
 2.6 to 4.2, with further kernels for bias, activation and residual), in 8 bits 3.1 to 4.1. Import
-this module only where Triton is installed.
+this module only where Triton is installed. Batch-invariant products of any number of rows take the
+same kernel.
 """
 
 # Shapes: N rows, I inputs, O outputs
@@ -54,7 +55,7 @@ _PROGRAMS_AT_ONCE = 8  # on a multiprocessor
 
 # Rows of a tile: with eight it would take as long as with 16.
 _LEAST_ROWS, _MOST_TILE_ROWS = 16, 128
-# With more rows cuBLAS is faster, in 8 bits widening the weights first.
+# With more rows cuBLAS is faster, by the bytes of a weight; for int8 the weights are widened first.
 _MOST_ROWS = {2: 32, 1: 128}
 # Outputs of products whose programs fill a GPU without sharing the inputs; those of fewer share
 # them, at most 256 times 4 programs.
