@@ -19,6 +19,7 @@ from export_scripts.commands import command_parser, run_command, say
 from export_scripts.conversion.plan import find_mapping
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.mapping.source_mapping import Facts
+from export_scripts.files.json_content import json_object
 from export_scripts.ft.config_ini import CONFIG_NAME, read_config
 from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
 from export_scripts.ft.validation import validate_directory
@@ -65,9 +66,9 @@ def _describe_folder(path: Path, *, tensors: bool) -> dict[str, Any]:
     }
     manifest = manifest_path(path)
     # A damaged manifest is among the problems.
-    with contextlib.suppress(ValueError, LookupError, TypeError, RecursionError):
+    with contextlib.suppress(ValueError, LookupError, TypeError):
         if manifest.is_file():
-            record = json.loads(manifest.read_bytes())
+            record = json_object(manifest.read_bytes(), manifest)
             facts["converted from"] = record["source"]["path"]
             facts["converted by"] = record["tool"]
     if tensors:

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from export_scripts.commands import accept_any_text
+from export_scripts.files.json_content import json_object
 from export_scripts.triton.signature import GPT, T5, TensorSignature, ensemble
 from inference.decoding.rows import SessionTurn
 from inference.gateway.credentials import Credentials
-from inference.request_file import file_tensors, json_object, merged
+from inference.request_file import file_tensors, merged
 from inference.server.client import DEFAULT_IN_FLIGHT, DEFAULT_URLS, PROTOCOLS, TritonClient
 
 _PARSERS = {"UINT32": int, "INT32": int, "UINT64": int, "FP32": float}
@@ -275,7 +276,7 @@ def _text(path: Path) -> str:
 
 
 def _request(arguments: argparse.Namespace) -> int:
-    content = json_object(_text(arguments.file), str(arguments.file)) if arguments.file else {}
+    content = json_object(arguments.file.read_bytes(), arguments.file) if arguments.file else {}
     content = merged(content, json_object(arguments.params, "--params"))
     config = content.get("config", {})
     known = {"protocol", "url", "model_name", "verbose", "stream_api", *_SESSION_KEYS}

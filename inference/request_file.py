@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,14 +54,3 @@ def _exact(data: Any, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     if dtype.kind in "iub" and given.size and not np.array_equal(given, array):
         raise ValueError(f"{given[given != array].flat[0]} does not fit {dtype}")
     return array
-
-
-def json_object(text: str, source: str) -> dict[str, Any]:
-    """Return the object in a JSON text. Raises ValueError, naming `source`, if it holds none."""
-    try:
-        value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"{source} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{source} must hold a JSON object with 'config' and 'request'.")
-    return value

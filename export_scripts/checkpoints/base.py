@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.checksum import crc32
+from export_scripts.files.json_content import json_object
 
 if TYPE_CHECKING:
     from export_scripts.numeric.arrays import Array
@@ -365,3 +366,15 @@ def read_small(path: Path) -> bytes:
             f"{path} has more than {_MAX_SMALL_BYTES >> 20} MiB, which no file of its kind has"
         )
     return data
+
+
+def json_table(content: bytes, source: object) -> dict[str, Any]:
+    """Return the object in a JSON file of a checkpoint, called `source` in messages.
+
+    Raises:
+        CheckpointMismatchError: It holds something else.
+    """
+    try:
+        return json_object(content, source)
+    except ValueError as error:
+        raise CheckpointMismatchError(str(error)) from error

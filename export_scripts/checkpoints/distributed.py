@@ -6,14 +6,13 @@ megatron-core, dist_checkpointing/serialization.py.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import Piece
+from export_scripts.checkpoints.base import Piece, json_table
 from export_scripts.checkpoints.chunks import ChunkedTensor, concatenated
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.dcp import INDEX_NAME, TorchDistFolder
@@ -111,11 +110,8 @@ def _backend(container: Container, folder: str) -> str:
             "torch.distributed.checkpoint without megatron-core, or not to the end; save it with "
             "--ckpt-format torch_dist"
         )
-    try:
-        metadata = json.loads(container.read(name, limit_bytes=_MAX_METADATA_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointMismatchError(f"{container.path}: {name} is not JSON: {error}") from error
-    backend = metadata.get("sharded_backend") if isinstance(metadata, Mapping) else None
+    content = container.read(name, limit_bytes=_MAX_METADATA_BYTES)
+    backend = json_table(content, f"{container.path}: {name}").get("sharded_backend")
     if backend not in _BACKENDS:
         raise CheckpointMismatchError(
             f"{container.path}: {name}: sharded_backend = {backend!r}; known: "

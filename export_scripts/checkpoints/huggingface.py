@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from export_scripts.checkpoints.base import (
     StoredTensor,
     TensorIndex,
     TokenizerFile,
+    json_table,
     read_small,
     truncated,
 )
@@ -115,16 +115,9 @@ def open_huggingface(path: Path) -> TensorIndex:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
-        data = json.loads(read_small(path))
+        return json_table(read_small(path), path)
     except OSError as error:
         raise CheckpointMismatchError(f"{path} cannot be read: {error.strerror}") from error
-    except CheckpointMismatchError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CheckpointMismatchError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise CheckpointMismatchError(f"{path} is not a JSON object")
-    return data
 
 
 def _weight_files(path: Path) -> list[Path]:
@@ -187,15 +180,13 @@ def index_safetensors(path: Path) -> dict[str, StoredTensor]:
         length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
         if length > min(_MAX_HEADER_BYTES, size - 8):
             raise truncated(path, f"its header would have {length} bytes, the file has {size}")
+        header = json_table(file.read(length), f"{path}: its header")
+        entries = {k: v for k, v in header.items() if k != "__metadata__"}
         try:
-            header = json.loads(file.read(length))
-            entries = {k: v for k, v in header.items() if k != "__metadata__"}
             found = {key: _entry(path, key, e, 8 + length, size) for key, e in entries.items()}
         except CheckpointMismatchError:
             raise
-        except (
-            ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
-        ) as error:  # fmt: skip
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise truncated(path, f"its header is not a table of tensors: {error}") from error
     _check_cover(path, found, 8 + length, size)
     return found

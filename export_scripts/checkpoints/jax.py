@@ -7,14 +7,20 @@ array. Arrays are indexed inside the .npz files and mapped, never unpacked.
 from __future__ import annotations
 
 import ast
-import json
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from export_scripts.checkpoints.base import Record, StoredTensor, TensorIndex, read_small, truncated
+from export_scripts.checkpoints.base import (
+    Record,
+    StoredTensor,
+    TensorIndex,
+    json_table,
+    read_small,
+    truncated,
+)
 from export_scripts.checkpoints.pt_archive import zip_data_offset
 from export_scripts.errors import CheckpointMismatchError
 
@@ -149,13 +155,8 @@ def _model_config(step: Path) -> tuple[Path | None, dict[str, Any]]:
     """Return mesh-transformer-jax's JSON configuration next to the weights, if present."""
     for folder in (step, step.parent):
         for file in sorted(folder.glob("*.json")):
-            try:
-                config = json.loads(read_small(file))
-            except CheckpointMismatchError:
-                raise
-            except (ValueError, RecursionError) as error:
-                raise CheckpointMismatchError(f"{file} is not JSON: {error}") from error
-            if isinstance(config, dict) and "n_heads" in config:
+            config = json_table(read_small(file), file)
+            if "n_heads" in config:
                 return file, config
     return None, {}
 

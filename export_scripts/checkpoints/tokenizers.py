@@ -6,13 +6,12 @@ a sentencepiece model is a protocol buffer of which three integers are read.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import TokenizerFile
+from export_scripts.checkpoints.base import TokenizerFile, json_table
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.wire_format import WireFormatError, wire_fields
 
@@ -70,7 +69,7 @@ def special_ids(files: Sequence[TokenizerFile]) -> SpecialIds | None:
 
 def _added_ids(tokenizer: TokenizerFile, settings: TokenizerFile) -> SpecialIds | None:
     """Return the ids of the tokens that a Hugging Face tokenizer's settings name."""
-    added = _json_table(tokenizer).get("added_tokens")
+    added = _table_in(tokenizer).get("added_tokens")
     ids: dict[str, int] = {
         item["content"]: item["id"]
         for item in (added if isinstance(added, list) else [])
@@ -84,7 +83,7 @@ def _added_ids(tokenizer: TokenizerFile, settings: TokenizerFile) -> SpecialIds 
                 f"{tokenizer.path}: added token {name[:40]!r} has the id {token}, which the "
                 f"tokenizers library refuses; ids are 0 to {_MOST_ID}"
             )
-    names = _json_table(settings)
+    names = _table_in(settings)
 
     def known(key: str) -> int | None:
         token = names.get(key)
@@ -95,18 +94,12 @@ def _added_ids(tokenizer: TokenizerFile, settings: TokenizerFile) -> SpecialIds 
     return None if found.bos is None and found.eos is None else found
 
 
-def _json_table(file: TokenizerFile) -> dict[str, Any]:
-    try:
-        table = json.loads(file.read())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointMismatchError(f"{file.path}: {file.name} is not JSON: {error}") from error
-    if not isinstance(table, dict):
-        raise CheckpointMismatchError(f"{file.path}: {file.name} is not a table")
-    return table
+def _table_in(file: TokenizerFile) -> dict[str, Any]:
+    return json_table(file.read(), f"{file.path}: {file.name}")
 
 
 def _json_vocabulary(file: TokenizerFile) -> dict[str, int]:
-    return {k: v for k, v in _json_table(file).items() if isinstance(v, int)}
+    return {k: v for k, v in _table_in(file).items() if isinstance(v, int)}
 
 
 def _sentencepiece_ids(file: TokenizerFile) -> SpecialIds:
@@ -180,13 +173,13 @@ def _is_tokenizer(file: TokenizerFile, others: Mapping[str, TokenizerFile]) -> b
             return {1, _TRAINER_SPEC} <= {number for number, _ in _fields(data)}  # 1: pieces
         if file.name == "vocab.txt":
             return {b"[UNK]", b"[CLS]", b"[SEP]"} <= set(data.split())
-        vocabulary = json.loads(data if file.name == "vocab.json" else others["vocab.json"].read())
+        vocabulary = _table_in(others["vocab.json"])
         if not vocabulary or not all(type(each) is int for each in vocabulary.values()):
             return False
         if file.name == "merges.txt":
             pairs = [line.split(" ") for line in data.decode().splitlines()[1:] if line]
             return all(len(pair) == 2 and "".join(pair) in vocabulary for pair in pairs)
-    except (ValueError, KeyError, AttributeError, RecursionError):
+    except (ValueError, KeyError):
         return False
     return file.name == "vocab.json"
 
@@ -212,4 +205,4 @@ def _is_whole_tokenizer(path: Path) -> bool:
     """Return whether a file is a tokenizer.json, whatever its name (20B_tokenizer.json)."""
     if path.suffix != ".json":
         return False
-    return isinstance(_json_table(TokenizerFile(path.name, path)).get("model"), dict)
+    return isinstance(_table_in(TokenizerFile(path.name, path)).get("model"), dict)

@@ -7,7 +7,6 @@ dist_checkpointing/strategies/zarr.py.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from export_scripts.checkpoints.chunks import Chunk, ChunkedTensor
 from export_scripts.checkpoints.containers import Container
 from export_scripts.checkpoints.pt_archive import Region
 from export_scripts.errors import CheckpointMismatchError, listed
+from export_scripts.files.json_content import json_object
 
 _HEADER_NAME = ".zarray"
 _MAX_HEADER_BYTES = 1 << 20
@@ -121,11 +121,10 @@ def _chunk(array: _Array, place: tuple[int, ...], region: Region) -> Chunk:
 def _header(container: Container, name: str, problems: list[str]) -> _Array:
     """Return the parsed header, or an empty array if megatron-core writes no such header."""
     try:
-        header = json.loads(container.read(name, limit_bytes=_MAX_HEADER_BYTES))
-    except (ValueError, RecursionError) as error:
-        problems.append(f"{name} is not JSON: {error}")
-        return _NOTHING
-    found = [f"{name} is not a table"] if not isinstance(header, dict) else _oddities(header, name)
+        header = json_object(container.read(name, limit_bytes=_MAX_HEADER_BYTES), name)
+        found = _oddities(header, name)
+    except ValueError as error:
+        found = [str(error)]
     problems += found
     if found:
         return _NOTHING

@@ -20,6 +20,7 @@ from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
 from export_scripts.errors import CheckpointMismatchError, listed
 from export_scripts.files.disk import check_space
+from export_scripts.files.json_content import json_object
 from export_scripts.files.lock import FolderLock
 from export_scripts.ft.validation import validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recover
@@ -208,10 +209,10 @@ def _is_finished(paths: WorkPaths, identity: str) -> bool:
     if is_interrupted(paths, identity) or not paths.final.is_dir():
         return False
     try:
-        manifest = json.loads(paths.manifest.read_bytes())
+        manifest = json_object(paths.manifest.read_bytes(), paths.manifest)
     except (OSError, ValueError):
         return False
-    is_ours = isinstance(manifest, dict) and manifest.get("identity") == identity
+    is_ours = manifest.get("identity") == identity
     return is_ours and not validate_directory(paths.final, checksums=False)
 
 

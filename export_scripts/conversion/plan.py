@@ -7,14 +7,13 @@ numpy is not imported.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from export_scripts.checkpoints import open_addition, open_checkpoint
-from export_scripts.checkpoints.base import TokenizerFile
+from export_scripts.checkpoints.base import TokenizerFile, json_table
 from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
 from export_scripts.conversion.request import MODEL_TYPES, ConversionRequest
 from export_scripts.conversion.tensor_plan import TensorPlan, plan_tensors
@@ -218,14 +217,10 @@ def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
     if path is None:
         return None
     if path.suffix == ".json":
-        try:
-            ranges = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise CheckpointMismatchError(f"{path} is not JSON: {error}") from error
-    else:
-        from export_scripts.checkpoints.pt_archive import read_torch_file
+        return json_table(path.read_bytes(), path)
+    from export_scripts.checkpoints.pt_archive import read_torch_file
 
-        ranges = read_torch_file(path)
+    ranges = read_torch_file(path)
     if not isinstance(ranges, Mapping):
         raise CheckpointMismatchError(f"{path} does not hold a table of activation ranges")
     return ranges

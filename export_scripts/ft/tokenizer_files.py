@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from export_scripts.files.json_content import json_object
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,8 @@ TOKENIZER_CHOICES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model
 
 
 def tokenizer_settings(path: Path) -> dict[str, Any]:
-    """Return the content of a SETTINGS_FILE. Raises OSError, or ValueError if it is another."""
-    try:
-        settings = json.loads(path.read_bytes())
-    except RecursionError as error:
-        raise ValueError(f"{path.name} is nested too deep") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{path.name} is not an object of JSON")
-    return settings
+    """Return the content of a SETTINGS_FILE. Raises OSError, or ValueError if it is damaged."""
+    return json_object(path.read_bytes(), path.name)
 
 
 def makes_tokenizer(names: Iterable[str]) -> bool:

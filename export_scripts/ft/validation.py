@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
 from export_scripts.files.checksum import checksum_of
+from export_scripts.files.json_content import json_object
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
 
@@ -65,9 +65,9 @@ def _compare_manifest(ft_dir: Path, *, checksums: bool) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        files: dict[str, dict[str, Any]] = json.loads(path.read_bytes())["files"]
+        files: dict[str, dict[str, Any]] = json_object(path.read_bytes(), path)["files"]
         facts = [(name, record["size_bytes"], record["crc32"]) for name, record in files.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return {
             str(path): f"{path} is not a readable manifest ({error!r}); delete it, or convert "
             "again with --overwrite"

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from export_scripts.files.json_content import json_object
 from inference.evaluation.gate import GateResult
 from inference.evaluation.options import Bound
 from inference.evaluation.task import Dataset, Metric
@@ -303,12 +304,8 @@ def read_report(path: Path) -> Report:
     Raises:
         ValueError: the file is not a report, or of a schema this version does not read.
     """
-    try:
-        values = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    version = values.get("schema_version") if isinstance(values, dict) else None
-    if version != SCHEMA_VERSION:
+    values = json_object(path.read_bytes(), path)
+    if (version := values.get("schema_version")) != SCHEMA_VERSION:
         raise ValueError(
             f"{path} has schema_version {version}; this version reads {SCHEMA_VERSION}."
         )

@@ -94,6 +94,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.families.layout",
         "export_scripts.families.mapping",
         "export_scripts.families.t5",
+        "export_scripts.files",
         "export_scripts.ft",
         "export_scripts.numeric",
         "export_scripts.triton",
@@ -178,6 +179,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.ranks",
     ),
     "inference.evaluation": (
+        "export_scripts.files",
         "export_scripts.suggest",
         "export_scripts.values",
         "inference.gateway",
@@ -206,6 +208,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     ),
     "inference.client": (
         "export_scripts",
+        "export_scripts.files",
         "export_scripts.triton",
         "inference",
         "inference.decoding",

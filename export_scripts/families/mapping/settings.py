@@ -6,12 +6,12 @@ wrote the file.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from export_scripts.checkpoints.base import json_table
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.mapping.source_mapping import Facts
@@ -198,11 +198,7 @@ def _generation_config(facts: Facts) -> Mapping[str, Any]:
     """Return generation_config.json, which newer folders keep the token ids in."""
     for file in facts.tokenizer:
         if file.name == "generation_config.json":
-            try:
-                content = json.loads(file.read())
-            except (ValueError, RecursionError) as error:
-                raise CheckpointMismatchError(f"{file.path} is not JSON: {error}") from error
-            return content if isinstance(content, Mapping) else {}
+            return json_table(file.read(), file.path)
     return {}
 
 

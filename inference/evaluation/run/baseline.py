@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
 from inference.evaluation.record import SCHEMA_VERSION, Report, from_json, to_json
 from inference.evaluation.task import Dataset, Metric
@@ -71,11 +72,8 @@ def read_baseline(path: Path) -> Baseline:
     Raises:
         ValueError: the file is not a baseline of this schema.
     """
-    try:
-        values = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"baseline {path} is not JSON ({error}); {_REMEDY}") from error
-    if not isinstance(values, dict) or values.get("schema_version") != SCHEMA_VERSION:
+    values = json_object(path.read_bytes(), f"baseline {path}", remedy=_REMEDY)
+    if values.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"baseline {path} is not of schema_version {SCHEMA_VERSION}; {_REMEDY}")
     try:
         return Baseline(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import string
 import time
@@ -13,6 +12,7 @@ from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 
+from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
 from inference.evaluation.gate import Breach, apply_gate, parse_bounds
 from inference.evaluation.options import EvaluationOptions
@@ -237,7 +237,7 @@ def _tokens(model: TextGenerator, runs: Sequence[TaskRun]) -> Iterator[Sequence[
 def _hidden_size(checkpoint: Path) -> int | None:
     """Return the hidden size that a Hugging Face checkpoint states, as BERT's does."""
     path = checkpoint / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    config = json_object(path.read_bytes(), path) if path.is_file() else {}
     return config.get("hidden_size")
 
 

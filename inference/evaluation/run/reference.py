@@ -9,12 +9,12 @@ A reference is either a past report.json, next to its predictions.jsonl, or a re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from export_scripts.files.json_content import json_object
 from inference.evaluation.paired import compare_metric, values_by_sample
 from inference.evaluation.record import (
     Prediction,
@@ -64,12 +64,8 @@ def read_reference(path: Path, *, task: str) -> Reference:
     Raises:
         ValueError: the file is neither, or says nothing of this task.
     """
-    try:
-        values = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"reference {path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"reference {path} is not an object; expected a report or recorded file.")
+    remedy = "expected a report or recorded file."
+    values = json_object(path.read_bytes(), f"reference {path}", remedy=remedy)
     if "tasks" in values:
         return _from_report(path, task)
     return _from_recorded(path, values)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from export_scripts.files.json_content import json_object
 
 _WORD_START = "\u2581"  # the mark that SentencePiece puts before a word
 _MOST_SHOWN = 10
@@ -34,13 +35,9 @@ def read_rows(path: Path, *texts: str) -> list[Mapping[str, Any]]:
         if not line.strip():
             continue
         try:
-            rows.append(_checked(json.loads(line), texts))
-        except json.JSONDecodeError as error:
-            problems.append(f"line {number}: not JSON ({error.msg})")
-        except RecursionError:
-            problems.append(f"line {number}: nested too deep")
+            rows.append(_checked(json_object(line, f"line {number}"), f"line {number}", texts))
         except ValueError as error:
-            problems.append(f"line {number}: {error}")
+            problems.append(str(error))
     if problems:
         shown = "\n  ".join(problems[:_MOST_SHOWN])
         more = len(problems) - _MOST_SHOWN
@@ -67,16 +64,15 @@ def _text_of(path: Path) -> str:
         ) from error
 
 
-def _checked(row: Any, texts: Sequence[str]) -> Mapping[str, Any]:
+def _checked(row: Mapping[str, Any], place: str, texts: Sequence[str]) -> Mapping[str, Any]:
     """Return a row that has fields of text. Raises ValueError if it lacks one."""
-    if not isinstance(row, dict):
-        raise ValueError("not a JSON object")
     missing = [
         name for name in texts if not isinstance(row.get(name), str) or not row[name].strip()
     ]
     if missing:
         raise ValueError(
-            f"no text in field {', '.join(missing)}; it has {', '.join(row) or 'nothing'}"
+            f"{place} has no text in field {', '.join(missing)}; it has "
+            f"{', '.join(row) or 'nothing'}"
         )
     return row
 
@@ -140,9 +136,8 @@ def squad_rows(path: Path) -> list[Row]:
         ValueError: a row lacks a field or has no answer.
     """
     whole = _whole_file(path)
-    is_official = isinstance(whole, dict) and "data" in whole
     try:
-        rows = _official_squad(whole) if is_official else read_rows(path, "context", "question")
+        rows = _official_squad(whole) if "data" in whole else read_rows(path, "context", "question")
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not of SQuAD's form ({error!r}).") from error
     found = []
@@ -158,12 +153,13 @@ def squad_rows(path: Path) -> list[Row]:
     return found
 
 
-def _whole_file(path: Path) -> Any:
-    """Return a file's one JSON value; None where it is several lines of JSON."""
+def _whole_file(path: Path) -> Mapping[str, Any]:
+    """Return a file's one JSON object; an empty one where it is several lines of JSON."""
+    text = _text_of(path)
     try:
-        return json.loads(_text_of(path))
-    except (json.JSONDecodeError, RecursionError):
-        return None
+        return json_object(text, path)
+    except ValueError:
+        return {}
 
 
 def _official_squad(whole: Mapping[str, Any]) -> list[Mapping[str, Any]]:

@@ -69,8 +69,8 @@ def test_all_bad_entries_of_a_request_file_are_named() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not JSON"),
-        ("[]", "must hold a JSON object"),
+        ("{", "is not a JSON object: Expecting"),
+        ("[]", "is not a JSON object: it is of type list"),
         (json.dumps({"config": {"urll": "x"}}), "config: unknown keys urll"),
     ],
 )

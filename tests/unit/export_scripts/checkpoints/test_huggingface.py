@@ -160,7 +160,7 @@ def test_a_gap_or_an_overlap_between_tensors_is_reported(
 def test_a_configuration_nested_without_end_is_refused(tmp_path: Path) -> None:
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS})
     (path / "config.json").write_text('{"x":' + "[" * 100_000 + "]" * 100_000 + "}")
-    with pytest.raises(CheckpointMismatchError, match=r"config\.json is not JSON"):
+    with pytest.raises(CheckpointMismatchError, match=r"config\.json is not a JSON object"):
         values(path)
 
 
@@ -182,7 +182,9 @@ def test_a_table_that_is_far_too_large_is_not_read(tmp_path: Path, name: str) ->
 def test_a_damaged_safetensors_header_is_reported(tmp_path: Path, data: bytes) -> None:
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS}) / "model.safetensors"
     path.write_bytes(data)
-    with pytest.raises(CheckpointMismatchError, match=r"model\.safetensors is truncated"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"m/model\.safetensors(: its header is not| is truncated)"
+    ):
         values(path.parent)
 
 

@@ -209,7 +209,7 @@ def test_an_added_token_that_the_tokenizer_cannot_load_is_refused(
 def test_generation_config_that_nests_too_deep_is_refused(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "s", bos_token_id=None)
     (source / "generation_config.json").write_text("[" * 100_000)
-    assert "generation_config.json is not JSON" in problems_of(source, tmp_path)
+    assert "generation_config.json is not a JSON object" in problems_of(source, tmp_path)
 
 
 def test_unknown_token_ids_are_asked_for(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_a_report_of_another_schema_is_refused(tmp_path):
 def test_invalid_reports_are_refused(tmp_path):
     path = tmp_path / "report.json"
     path.write_text("report")
-    with pytest.raises(ValueError, match="is not JSON"):
+    with pytest.raises(ValueError, match="is not a JSON object"):
         read_report(path)
     path.write_text('{"schema_version": 1}')
     with pytest.raises(ValueError, match=r"report\.json is damaged: not a Report"):

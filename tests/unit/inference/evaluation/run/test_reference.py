@@ -98,8 +98,8 @@ RECORDED = '{"schema_version": 1, "source": "x", "dataset_sha256": "0", '
 @pytest.mark.parametrize(
     ("content", "reported"),
     [
-        ("nothing", "is not JSON"),
-        ("[]", "is not an object"),
+        ("nothing", "is not a JSON object"),
+        ("[]", "is not a JSON object"),
         ('{"schema_version": 1, "source": "x"}', "lacks dataset_sha256, metrics"),
         (RECORDED + '"metrics": [1]}', "metrics must map names to numbers"),
         (RECORDED + '"metrics": {"m": "high"}}', "metrics must map names to numbers"),

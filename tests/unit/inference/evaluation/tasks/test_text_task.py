@@ -300,7 +300,7 @@ def test_summaries_are_scored_by_rouge(tmp_path, fake_model):
 @pytest.mark.parametrize(
     ("name", "row", "reported"),
     [
-        ("boolq", {"passage": "p"}, "line 1: no text in field question; it has passage"),
+        ("boolq", {"passage": "p"}, "line 1 has no text in field question; it has passage"),
         ("boolq", {"passage": "p", "question": "q", "answer": "maybe"}, "the answer is 'maybe'"),
         ("mnli", {"premise": "p", "hypothesis": "h", "label": 3}, "the label is 3, not one of"),
         ("squad", {"context": "c", "question": "q"}, "row 1: no answers"),

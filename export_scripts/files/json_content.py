@@ -1,0 +1,34 @@
+"""JSON that others wrote: its contents, or what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+
+def json_object(
+    content: bytes | str, source: object, *, remedy: str = "correct it, or copy it again"
+) -> dict[str, Any]:
+    """Return the object that a JSON text holds.
+
+    Args:
+        content: The text; bytes are UTF-8, or UTF-16 or UTF-32 where they begin like it.
+        source: What the text is called in messages, such as its path.
+        remedy: What to do about a text that is something else.
+
+    Raises:
+        ValueError: It is something else.
+    """
+    try:
+        value = json.loads(content)
+        if isinstance(value, dict):
+            return value
+        reason = f"it is of type {type(value).__name__}"
+    except RecursionError:
+        reason = "it is nested too deep"
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""  # `source` may be a line itself
+        reason = f"{error.msg} at {line}column {error.colno}"
+    except ValueError as error:
+        reason = str(error)
+    raise ValueError(f"{source} is not a JSON object: {reason}; {remedy}")
