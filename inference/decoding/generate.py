@@ -23,7 +23,7 @@ from inference.decoding.processors import (
     token_scores,
 )
 from inference.decoding.rows import RowRequest, RowResult, RowStep
-from inference.decoding.sampling import Draw, SamplingRow, choose
+from inference.decoding.sampling import Draw, Penalty, SamplingRow, choose
 from inference.decoding.tensor_fields import Array
 
 UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
@@ -128,7 +128,7 @@ class BatchDecoder:
             row.scores.append(score)
 
     def rank_chooses(self, handle: int) -> bool:
-        """Return whether a rank can choose a row's tokens, by `draw` and a forbidden id."""
+        """Return whether a rank can choose a row's tokens, by `draw`, marks and a forbidden id."""
         row = self._rows[handle]
         return isinstance(row, SamplingRow) and row.rank_chooses
 
@@ -137,6 +137,18 @@ class BatchDecoder:
         row = self._rows[handle]
         assert isinstance(row, SamplingRow)
         return row.draw(include_boundary=self.config.nucleus_include_boundary)
+
+    def penalty(self, handle: int, produced: int) -> Penalty:
+        """Return the penalty of the next draw of a row with marks; `produced` tokens precede it."""
+        row = self._rows[handle]
+        assert isinstance(row, SamplingRow)
+        return row.penalty(produced)
+
+    def marks(self, handle: int) -> Array:
+        """Return the ids to mark for a row of which no token is being chosen, see `StepPlan`."""
+        row = self._rows[handle]
+        assert isinstance(row, SamplingRow)
+        return row.marks()
 
     def take_chosen(self, handles: Sequence[int], chosen: Array) -> list[RowStep | None]:
         """Give rows that `rank_chooses` their next tokens; return the steps of those that end.

@@ -56,6 +56,16 @@ class RowOptions:
         """True when every token is the arg-max, so no random number can matter."""
         return self.beam_width == 1 and (self.top_k == 1 or self.temperature == 0)
 
+    @property
+    def is_penalised(self) -> bool:
+        """True when the ids that a row has seen are penalised."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0
+
+    @property
+    def has_marks(self) -> bool:
+        """True when a rule holds for some ids and not for others: a penalty, or bad words."""
+        return self.is_penalised or bool(self.bad_words)
+
 
 def normalise_selection(top_k: int, top_p: float) -> tuple[int, float, list[str]]:
     """Return the effective (top_k, top_p) and a warning for each value that was clamped."""

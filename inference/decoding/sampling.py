@@ -60,6 +60,22 @@ class Draw(NamedTuple):
 
 
 ARG_MAX = Draw(1, 1, 1, 0, 0, 1)
+
+
+class Penalty(NamedTuple):
+    """The penalties of one choice by a rank, for the ids that are marked as seen.
+
+    Attributes:
+        repetition: Divides logits from 0 on, and multiplies those below; 0 if the row's slot has
+            no marks.
+        presence: Is subtracted then.
+    """
+
+    repetition: float
+    presence: float
+
+
+UNMARKED = Penalty(0, 0)
 _PLAIN = GroupKey("plain", 1, False)
 
 
@@ -84,12 +100,15 @@ class SamplingRow:
         self._generator = Xorwow(o.random_seed)
         self.uniform = 1.0
         self.top_p = o.top_p
-        self._penalised = o.repetition_penalty != 1 or o.presence_penalty != 0
-        self._seen = SeenIds(request, vocab_size=vocab_size) if self._penalised else None
-        is_bare = not (self._penalised or o.bad_words or o.return_log_probs or o.num_log_probs)
-        self._is_bare_greedy = is_bare and o.is_greedy
+        self._seen = SeenIds(request, vocab_size=vocab_size) if o.is_penalised else None
+        is_scored = o.return_log_probs or o.num_log_probs
+        self._is_bare_greedy = o.is_greedy and not (o.has_marks or is_scored)
         nucleus_stays = o.top_p_decay == 1 and o.top_p_min <= o.top_p
-        self.rank_chooses = is_bare and (nucleus_stays or not self.is_nucleus)
+        self.rank_chooses = (
+            not is_scored
+            and (nucleus_stays or not self.is_nucleus)
+            and all(len(word) == 1 for word in o.bad_words)
+        )
 
     @property
     def generated(self) -> int:
@@ -137,8 +156,7 @@ class SamplingRow:
     def rules(self) -> list[LogitRules]:
         """Return what to do to the row's logits in this step."""
         o, generated = self.options, self.generated
-        # A lone first token has nothing before it: FasterTransformer starts at the second step.
-        penalised = self._seen is not None and self.request.context_len + generated > 1
+        penalised = self._penalises(generated)
         return [
             LogitRules(
                 banned=banned_ids(self._history, o.bad_words, self._vocab_size),
@@ -157,12 +175,29 @@ class SamplingRow:
     def draw(self, *, include_boundary: bool) -> Draw:
         """Return the draw of the next step, which a rank makes; each step has one."""
         o = self.options
+        factor = temperature_factor(o.temperature)
         if o.is_greedy:
-            return ARG_MAX
+            return ARG_MAX._replace(factor=factor) if o.has_marks else ARG_MAX
         self.draw_uniform()
         rest = MASS_EPSILON if self.is_nucleus else 0.0
-        factor = temperature_factor(o.temperature)
         return Draw(factor, o.top_k, self.top_p, rest, include_boundary, self.uniform)
+
+    def penalty(self, produced: int) -> Penalty:
+        """Return the penalty of the next draw; `produced` tokens of the row precede it."""
+        o = self.options
+        if not self._penalises(produced):
+            return Penalty(1, 0)
+        return Penalty(o.repetition_penalty, o.presence_penalty)
+
+    def _penalises(self, produced: int) -> bool:
+        # A lone first token has nothing before it: FasterTransformer starts at the second step.
+        return self._seen is not None and self.request.context_len + produced > 1
+
+    def marks(self) -> Array:
+        """Return the ids to mark in the row's slot, see `StepPlan`."""
+        seen = self._seen.ids(self.generated) if self._seen else np.empty(0, np.int64)
+        banned = banned_ids((), self.options.bad_words, self._vocab_size)
+        return np.concatenate((seen, ~np.asarray(banned, np.int64)))
 
     def add_log_prob(self, log_prob: float) -> None:
         """Add what does not come from a generated token to the row's score."""
@@ -171,8 +206,6 @@ class SamplingRow:
     def commit(self, choice: Choice) -> None:
         """Append a token and decide whether the row ends."""
         token, o = choice.token, self.options
-        if self._seen is not None:
-            self._seen.append(token)
         if o.return_log_probs:
             self.cum_log_prob += choice.log_prob
             self._log_probs.append(choice.log_prob if self._full_log_probs else choice.renormalized)
@@ -181,9 +214,11 @@ class SamplingRow:
         self.append(token)
 
     def append(self, token: int) -> bool:
-        """Append a token of a row that `rank_chooses`; return whether the row ends."""
+        """Append a token; return whether the row ends."""
         history, o = self._history, self.options
         history.append(token)
+        if self._seen is not None:
+            self._seen.append(token)
         if token == o.end_id:
             self.reason = "end"
         elif o.stop_words and ends_with(history, o.stop_words):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from inference.decoding.sampling import Draw
+from inference.decoding.sampling import Draw, Penalty
 from inference.decoding.tensor_fields import Array
 from inference.engine.running import RunningRequest, RunningRow
 from inference.model.kv_cache import Move, TableEntry
@@ -47,6 +47,16 @@ class EncoderWork:
 
 
 @dataclass(frozen=True)
+class Choices:
+    """The choices that ranks make, as in `StepPlan`."""
+
+    slots: Sequence[tuple[int, int]] | None = None
+    draws: Sequence[Draw] | None = None
+    penalties: Sequence[Penalty] | None = None
+    marks: Sequence[tuple[int, Array]] = ()
+
+
+@dataclass(frozen=True)
 class PlannedStep:
     """A plan with its embeddings, and the rows it works for.
 
@@ -73,8 +83,7 @@ def lay_out(
     *,
     moves: Sequence[Move],
     entries: Sequence[TableEntry],
-    choices: Sequence[tuple[int, int]] | None,
-    draws: Sequence[Draw] | None,
+    choices: Choices,
     with_logits: bool,
     embedding_base: int,
 ) -> PlannedStep:
@@ -85,8 +94,7 @@ def lay_out(
         encoding: The encoder's work.
         moves: Cache copies to make before the pass.
         entries: Blocks that slots get before the pass.
-        choices: See `StepPlan`.
-        draws: See `StepPlan`.
+        choices: Of the ranks.
         with_logits: See `StepPlan`.
         embedding_base: First id that names a row of embeddings sent with a step.
     """
@@ -114,9 +122,11 @@ def lay_out(
         output_rows=outputs,
         moves=tuple(moves),
         entries=entries,
-        choices=choices,
-        draws=draws,
-        with_logits=with_logits or choices is None,
+        choices=choices.slots,
+        draws=choices.draws,
+        penalties=choices.penalties,
+        marks=choices.marks,
+        with_logits=with_logits or choices.slots is None,
         has_virtual=any(row.has_virtual for row in begun)
         or any(each.row.has_virtual for each in prompts),
         embedding_rows=len(sent),

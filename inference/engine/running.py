@@ -123,6 +123,7 @@ class RunningRow:
     next_ids: tuple[int, ...] = ()  # per slot, once it decodes; NEWEST where only ranks know it
     produced: int = 0  # tokens that were chosen, or will be in running steps
     rank_chooses: bool = False  # whether ranks can choose its tokens
+    lacks_marks: bool = True  # whether ranks must mark ids in its slot before they choose
     prompt_tokens: int = 0  # of `prompt`, without those that a preempted row had generated
     pooled: torch.Tensor | None = None  # (hidden,) sum over the prompt
     prefix_task: int | None = None
@@ -134,7 +135,8 @@ class RunningRow:
         # The end id, which may not be chosen before min_length tokens.
         self.end_id = self.request.options.end_id
         self.min_length = self.request.options.min_length
-        self.is_greedy = self.request.options.is_greedy
+        self.has_marks = self.request.options.has_marks
+        self.is_arg_max = self.request.options.is_greedy and not self.has_marks
 
     @property
     def prompt_len(self) -> int:
@@ -198,7 +200,7 @@ class RunningRow:
         """Preempt the row: it begins again, with its generated tokens as part of its prompt."""
         self.prompt = self.prompt[: self.prompt_tokens] + list(generated)
         self.cached, self.forgotten = self.prefix_len, 0
-        self.slots, self.next_ids = [], ()
+        self.slots, self.next_ids, self.lacks_marks = [], (), True
         self.beginnings, self.remembered = [], 0
 
 

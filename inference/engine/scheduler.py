@@ -21,12 +21,12 @@ import torch
 from inference.decoding.generate import BatchDecoder
 from inference.decoding.request import RequestError
 from inference.decoding.rows import RowStep
-from inference.decoding.sampling import ARG_MAX, Draw
+from inference.decoding.sampling import ARG_MAX, UNMARKED, Draw, Penalty
 from inference.decoding.tensor_fields import Array
 from inference.engine.blocks import BlockPool, SlotPool, beginnings, most_blocks
 from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.load import EngineLoad
-from inference.engine.planned_step import EncoderWork, PlannedStep, RowWork, lay_out
+from inference.engine.planned_step import Choices, EncoderWork, PlannedStep, RowWork, lay_out
 from inference.engine.running import (
     GenerationResult,
     GenerationStep,
@@ -191,28 +191,26 @@ class Scheduler:
         work.sort(key=lambda each: each.slot)
         self._forget(work)
         moves, self._moves = self._moves, []
-        choices, draws = self._choices(work)
         step = lay_out(
             work,
             encoding,
             moves=moves,
             entries=self._blocks.take_entries(),
-            choices=choices,
-            draws=draws,
+            choices=self._choices(work),
             with_logits=any(_needs_logits(each) for each in work),
             embedding_base=self._embedding_base,
         )
         self._begin(step)
         return step
 
-    def _choices(
-        self, work: Sequence[RowWork]
-    ) -> tuple[list[tuple[int, int]] | None, list[Draw] | None]:
-        """Return the choices and draws of `StepPlan`."""
+    def _choices(self, work: Sequence[RowWork]) -> Choices:
+        """Return the choices that ranks make in a step."""
         if not self._ranks_choose or all(_needs_logits(each) for each in work):
-            return None, None
+            return Choices()
         choices: list[tuple[int, int]] = []
         draws: list[Draw] = []
+        penalties: dict[int, Penalty] = {}  # by place among the choices
+        marks: list[tuple[int, Array]] = []
         for each in work:
             row = each.row
             chooses = each.samples and row.rank_chooses
@@ -222,8 +220,18 @@ class Scheduler:
             if chooses:
                 choices.append((each.slot, row.end_id if row.produced < row.min_length else -1))
                 assert row.handle is not None
-                draws.append(ARG_MAX if row.is_greedy else self._decoder.draw(row.handle))
-        return choices, draws if any(draw is not ARG_MAX for draw in draws) else None
+                if row.has_marks:
+                    penalties[len(draws)] = self._decoder.penalty(row.handle, row.produced)
+                    if row.lacks_marks:
+                        marks.append((each.slot, self._decoder.marks(row.handle)))
+                        row.lacks_marks = False
+                draws.append(ARG_MAX if row.is_arg_max else self._decoder.draw(row.handle))
+        return Choices(
+            choices,
+            draws if any(draw is not ARG_MAX for draw in draws) else None,
+            [penalties.get(n, UNMARKED) for n in range(len(draws))] if penalties else None,
+            marks,
+        )
 
     def _begin(self, step: PlannedStep) -> None:
         """Update the rows as if a step had run: cached tokens, and tokens the rank chooses."""

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
+import numpy as np
 import torch
 
-from inference.model.kv_cache import Array
+from inference.model.kv_cache import Array, on_device
 
 # In place of a token id: the newest one that the slot's last step chose.
 NEWEST = -1
+_SEEN, _BANNED = 1, 2  # marks of a slot's ids; others are 0
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -66,6 +68,8 @@ class TokenFeed:
         self._newest = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._vocab = vocab
         self._vocab_size = len(vocab) if vocab_size is None else vocab_size
+        # Of the whole vocabulary on every rank, (slots + 1, V).
+        self._marks = torch.zeros(slots + 1, self._vocab_size, dtype=torch.uint8, device=device)
         self._gather = gather
         self.unread = slots
 
@@ -73,12 +77,20 @@ class TokenFeed:
         """Return `ids` (N,) with the newest tokens of their `slots` (N,) for NEWEST."""
         return torch.where(ids == NEWEST, self._newest[slots].to(ids.dtype), ids)
 
+    def mark(self, slot: int, ids: Array) -> None:
+        """Mark the ids of a row that begins in a slot, see `StepPlan`; earlier marks are lost."""
+        marks = np.zeros(self._vocab_size, np.uint8)
+        marks[ids[ids >= 0]] = _SEEN
+        marks[~ids[ids < 0]] = _BANNED
+        self._marks[slot] = on_device(marks, self._marks.device)
+
     def choose(
         self,
         logits: torch.Tensor,
         slots: torch.Tensor,
         forbidden: torch.Tensor,
         draws: torch.Tensor | None = None,
+        penalties: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the best or a drawn token of each row of logits; return them as in `Chosen`.
 
@@ -91,9 +103,10 @@ class TokenFeed:
             slots: Slot that reads it, (n,) integers; `unread` for none.
             forbidden: An id that is not chosen (n,) integers, outside the vocabulary for none.
             draws: (n, 6) fp32, see `StepPlan`; None for the best tokens.
+            penalties: (n, 2) fp32, see `StepPlan`; None without, and without draws.
         """
         if draws is not None:
-            return self._draw(self._whole(logits), slots, forbidden, draws)
+            return self._draw(self._whole(logits), slots, forbidden, draws, penalties)
         if self._vocab:
             logits = logits[:, : len(self._vocab)]
         else:  # the vocabulary ends before this rank
@@ -122,14 +135,22 @@ class TokenFeed:
         slots: torch.Tensor,
         forbidden: torch.Tensor,
         draws: torch.Tensor,
+        penalties: torch.Tensor | None,
     ) -> torch.Tensor:
         kernels = _kernels() if logits.is_cuda else None
         if kernels is not None:
             drawn: torch.Tensor = kernels.drawn_tokens(
-                logits, slots, forbidden, draws, self._newest
+                *(logits, slots, forbidden, draws, self._newest),
+                penalties=penalties,
+                marks=self._marks,
             )
             return drawn
-        return self._keep(draw_by_sorting(logits, forbidden, draws), slots)
+        if penalties is None:
+            return self._keep(draw_by_sorting(logits, forbidden, draws), slots)
+        marks = self._marks[slots.long()]
+        drawn = draw_by_sorting(logits, forbidden, draws, penalties, marks)
+        self._marks[slots.long(), drawn[:, 1].long()] = _SEEN
+        return self._keep(drawn, slots)
 
     def _best(self, logits: torch.Tensor, forbidden: torch.Tensor) -> torch.Tensor:
         """Return the best of this rank's ids for each row."""
@@ -155,12 +176,23 @@ class TokenFeed:
 
 
 def draw_by_sorting(
-    logits: torch.Tensor, forbidden: torch.Tensor, draws: torch.Tensor
+    logits: torch.Tensor,
+    forbidden: torch.Tensor,
+    draws: torch.Tensor,
+    penalties: torch.Tensor | None = None,
+    marks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the drawn tokens of whole rows of logits (n, V), see `TokenFeed.choose`."""
+    """Return the drawn tokens of whole rows of logits (n, V), see `TokenFeed.choose`.
+
+    Rows with penalties need their `marks` (n, V).
+    """
     factor, top_k, top_p, rest, whole_boundary, uniform = draws.double().t()[:, :, None]  # (n, 1)
     places = torch.arange(logits.shape[1], device=logits.device)
-    x = torch.where(places == forbidden[:, None], _LOWEST, logits * factor.float())
+    x = logits * factor.float()
+    if penalties is not None:
+        assert marks is not None
+        x = _penalised(x, penalties, marks)
+    x = torch.where(places == forbidden[:, None], _LOWEST, x)
     values, ids = x.sort(dim=-1, descending=True, stable=True)
     best = values[:, :1].contiguous()
     masses = (values - best).double().exp()
@@ -175,6 +207,13 @@ def draw_by_sorting(
     inside = torch.where(whole_boundary > 0, sums.gather(1, crossing(inside)), inside)
     tokens = ids.gather(1, crossing(uniform * inside))
     return torch.cat((best.view(torch.int32), tokens.int()), dim=1)
+
+
+def _penalised(x: torch.Tensor, penalties: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
+    repetition, presence = penalties.t()[:, :, None]  # (n, 1)
+    marks = torch.where(repetition > 0, marks, 0)
+    less = torch.where(x < 0, x * repetition, x / repetition) - presence
+    return torch.where(marks == _SEEN, less, x).masked_fill(marks == _BANNED, -torch.inf)
 
 
 def _kernels() -> ModuleType | None:

@@ -157,8 +157,8 @@ class RankBase(ABC):
         assert graph.chosen is not None
         chosen = graph.chosen[:count]
         if plan.draws is not None:
-            numbers, draws = graph.numbers[:, :count], on_device(plan.draws, self.device)
-            chosen = self._feed.choose(part, numbers[1], numbers[-1], draws)
+            numbers = graph.numbers[:, :count]
+            chosen = self._choose(part, numbers[1], numbers[-1], plan)
         return self._chosen_result(chosen, part, plan, vocab_size)
 
     def _result(
@@ -183,9 +183,24 @@ class RankBase(ABC):
         assert part is not None, "stages of a pipeline choose no tokens"
         slots, forbidden = on_device(np.ascontiguousarray(plan.choices, np.int64), self.device)
         slots = torch.where(slots < 0, self._feed.unread, slots)
-        draws = None if plan.draws is None else on_device(plan.draws, self.device)
-        chosen = self._feed.choose(part, slots, forbidden, draws)
+        chosen = self._choose(part, slots, forbidden, plan)
         return self._chosen_result(chosen, part, plan, vocab_size, pooled)
+
+    def _choose(
+        self,
+        part: torch.Tensor,
+        slots: torch.Tensor,
+        forbidden: torch.Tensor,
+        plan: ReceivedPlan,
+    ) -> torch.Tensor:
+        """Return the tokens that a plan lets the ranks choose, see `TokenFeed.choose`."""
+        for slot, ids in plan.marks:
+            self._feed.mark(slot, ids)
+        draws, penalties = (
+            None if numbers is None else on_device(numbers, self.device)
+            for numbers in (plan.draws, plan.penalties)
+        )
+        return self._feed.choose(part, slots, forbidden, draws, penalties)
 
     def _chosen_result(
         self,

@@ -2,8 +2,9 @@
 
 # Layout of a packed plan, int32: command, length, counts and flags, then per segment
 # (slot, start, count, forgotten), per move (source, target, start, stop), per table entry (slot,
-# place, block), output rows, choices, the bits of draws, token ids, and for encoders the ids of
-# their rows and per row (count, task or -1, slot count, slots).
+# place, block), output rows, choices, the bits of draws and of penalties, per marked slot (slot,
+# count, ids), token ids, and for encoders the ids of their rows and per row (count, task or -1,
+# slot count, slots).
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ import torch
 from inference.model.kv_cache import Array, Move, TableEntry
 from inference.model.step import Segment
 
-_HEADER = 12
+_HEADER = 13
 _DRAW = 6  # numbers of a draw
+_PENALTY = 2  # numbers of a penalty
 
 
 class Command(enum.IntEnum):
@@ -60,6 +62,10 @@ class StepPlan:
             chooses, as it must for a pipeline.
         draws: For every output row the six numbers of `Draw` in `inference.decoding.sampling`.
             None if every choice is the best token.
+        penalties: For every output row the two numbers of `Penalty` there. None if no row has
+            marks; otherwise there are draws.
+        marks: Slots whose marks are set before the choice, and the ids: an id that the row has
+            seen, ~id for one that it may not choose. Ranks mark what they choose themselves.
         with_logits: Whether the logits are wanted, even if some tokens are chosen from them.
         has_virtual: Whether some ids lie beyond the vocabulary.
         embedding_rows: Rows of embeddings that follow the plan, for ids beyond loaded tables.
@@ -78,6 +84,8 @@ class StepPlan:
     entries: Sequence[TableEntry] = ()
     choices: Sequence[tuple[int, int]] | None = None
     draws: Sequence[Sequence[float]] | None = None
+    penalties: Sequence[Sequence[float]] | None = None
+    marks: Sequence[tuple[int, Array]] = ()
     with_logits: bool = False
     has_virtual: bool = False
     embedding_rows: int = 0
@@ -99,6 +107,8 @@ class ReceivedPlan:
     entries: tuple[TableEntry, ...]
     choices: Array | None  # (2, n)
     draws: Array | None  # (n, 6) fp32
+    penalties: Array | None  # (n, 2) fp32
+    marks: tuple[tuple[int, Array], ...]
     with_logits: bool
     has_virtual: bool
     embedding_rows: int
@@ -119,6 +129,8 @@ def received(plan: StepPlan) -> ReceivedPlan:
         entries=tuple(plan.entries),
         choices=None if plan.choices is None else np.array(plan.choices, np.int64).reshape(-1, 2).T,
         draws=None if plan.draws is None else np.array(plan.draws, np.float32),
+        penalties=None if plan.penalties is None else np.array(plan.penalties, np.float32),
+        marks=tuple(plan.marks),
         with_logits=plan.with_logits,
         has_virtual=plan.has_virtual,
         embedding_rows=plan.embedding_rows,
@@ -139,11 +151,11 @@ def pack_plan(plan: StepPlan) -> torch.Tensor:
     """Return the plan as one int32 tensor."""
     flags = int(plan.has_virtual) + 2 * int(plan.pool) + 4 * int(plan.attentions)
     flags += 8 * int(plan.choices is not None) + 16 * int(plan.draws is not None)
-    flags += 32 * int(plan.with_logits)
+    flags += 32 * int(plan.with_logits) + 64 * int(plan.penalties is not None)
     values = [Command.STEP, 0, len(plan.segments), len(plan.moves), len(plan.output_rows)]
     values += [len(plan.ids), flags, plan.embedding_rows]
     values += [len(plan.encoder_rows), len(plan.encoder_ids), plan.encoder_layers]
-    values += [len(plan.entries)]
+    values += [len(plan.entries), sum(2 + len(ids) for _, ids in plan.marks)]
     for segment in plan.segments:
         values += (segment.slot, segment.start, segment.count, segment.forgotten)
     for move in plan.moves:
@@ -153,8 +165,11 @@ def pack_plan(plan: StepPlan) -> torch.Tensor:
     values += plan.output_rows
     for choice in plan.choices or ():
         values += choice
-    if plan.draws is not None:
-        values += np.array(plan.draws, np.float32).view(np.int32).ravel().tolist()
+    for numbers in (plan.draws, plan.penalties):
+        if numbers is not None:
+            values += np.array(numbers, np.float32).view(np.int32).ravel().tolist()
+    for slot, ids in plan.marks:
+        values += (slot, len(ids), *ids.tolist())
     values += plan.ids
     values += plan.encoder_ids
     for row in plan.encoder_rows:
@@ -172,13 +187,15 @@ def unpack_plan(packed: torch.Tensor) -> ReceivedPlan:
     """Return the step in a packed plan."""
     header = packed[:_HEADER].tolist()
     segments, moves, outputs, ids, flags, embedding_rows = header[2:8]
-    encoder_rows, encoder_ids, encoder_layers, entries = header[8:]
+    encoder_rows, encoder_ids, encoder_layers, entries, marks = header[8:]
     moves_at = _HEADER + 4 * segments
     entries_at = moves_at + 4 * moves
     outputs_at = entries_at + 3 * entries
     choices_at = outputs_at + outputs
     draws_at = choices_at + (2 * outputs if flags & 8 else 0)
-    ids_at = draws_at + (_DRAW * outputs if flags & 16 else 0)
+    penalties_at = draws_at + (_DRAW * outputs if flags & 16 else 0)
+    marks_at = penalties_at + (_PENALTY * outputs if flags & 64 else 0)
+    ids_at = marks_at + marks
     encoder_at = ids_at + ids
     rows_at = encoder_at + encoder_ids
     return ReceivedPlan(
@@ -188,9 +205,9 @@ def unpack_plan(packed: torch.Tensor) -> ReceivedPlan:
         moves=tuple(_tuples(packed[moves_at:entries_at], 4)),
         entries=tuple(_tuples(packed[entries_at:outputs_at], 3)),
         choices=packed[choices_at:draws_at].long().view(-1, 2).T.numpy() if flags & 8 else None,
-        draws=packed[draws_at:ids_at].numpy().view(np.float32).reshape(-1, _DRAW)
-        if flags & 16
-        else None,
+        draws=_numbers(packed[draws_at:penalties_at], _DRAW) if flags & 16 else None,
+        penalties=_numbers(packed[penalties_at:marks_at], _PENALTY) if flags & 64 else None,
+        marks=tuple(_marks(packed[marks_at:ids_at].numpy())),
         with_logits=bool(flags & 32),
         has_virtual=bool(flags & 1),
         embedding_rows=embedding_rows,
@@ -204,6 +221,17 @@ def unpack_plan(packed: torch.Tensor) -> ReceivedPlan:
 
 def _tuples(values: torch.Tensor, size: int) -> Iterator[Any]:
     return map(tuple, values.view(-1, size).tolist())
+
+
+def _numbers(values: torch.Tensor, size: int) -> Array:
+    return values.numpy().view(np.float32).reshape(-1, size)
+
+
+def _marks(values: Array) -> Iterator[tuple[int, Array]]:
+    while len(values):
+        slot, count = values[:2].tolist()
+        yield slot, values[2 : 2 + count].astype(np.int64)
+        values = values[2 + count :]
 
 
 def _encoder_rows(values: list[int], count: int) -> tuple[EncoderRow, ...]:

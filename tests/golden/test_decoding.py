@@ -87,6 +87,34 @@ def test_penalty_acts_once_on_each_id_seen(case: Case) -> None:
     np.testing.assert_allclose(x[0].numpy(), np.float32(case["expected"]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("case", cases("repetition_presence"))
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_ranks_penalise_each_id_seen(case: Case, device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("a CUDA device is needed")
+    prompt = tuple(case["padded_prompt"][: case["input_length"]])
+    options = RowOptions(end_id=99, **{f"{case['kind']}_penalty": case["value"]})
+    decoder = BatchDecoder(DecodingConfig(vocab_size=(size := len(case["logits"]))))
+    handle = decoder.add(row(options, context=prompt, output_len=99))
+    for token in case["generated"]:
+        decoder.take_chosen([handle], np.array([[0, token]], np.int32))
+    penalty = decoder.penalty(handle, len(case["generated"]))
+    feed = TokenFeed(size, torch.device(device), vocab=range(size))
+    for slot in range(size):  # which may choose one id only
+        others = np.delete(np.arange(size), slot)
+        feed.mark(slot, np.concatenate((decoder.marks(handle), ~others)))
+    slots = torch.arange(size, device=device)
+    chosen = feed.choose(
+        torch.tensor([case["logits"]] * size, device=device),
+        *(slots, torch.full_like(slots, -1)),
+        torch.tensor([decoder.draw(handle)] * size, device=device),
+        torch.tensor([penalty] * size, device=device),
+    )
+    assert chosen[:, 1].tolist() == list(range(size))
+    values = chosen[:, 0].contiguous().view(torch.float32).cpu().numpy()
+    np.testing.assert_allclose(values, np.float32(case["expected"]), rtol=1e-6)
+
+
 @pytest.mark.parametrize("case", cases("min_length"))
 def test_end_token_is_barred_until_the_minimum_length(case: Case) -> None:
     end_id = case["end_id"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -175,7 +177,7 @@ def test_best_tokens_equal_those_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [1, 53, 20_011])
-@pytest.mark.parametrize("kind", ["smooth", "ties", "flat", "banned"])
+@pytest.mark.parametrize("kind", ["smooth", "ties", "flat", "banned", "marked"])
 def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     rows = 256
@@ -195,14 +197,22 @@ def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str) -> None
     draws[:, 4] = torch.arange(rows) % 2
     forbidden = torch.randint(-1, vocab_size + 2, (rows,), generator=generator)
     slots = torch.arange(rows)
-    feed = TokenFeed(rows, torch.device("cuda"), vocab=range(vocab_size))
-    chosen = feed.choose(logits.cuda(), slots.cuda(), forbidden.cuda(), draws.cuda())
+    penalties = marks = None
+    if kind == "marked":
+        penalties = torch.tensor([[0.0, 0.0], [1.3, 0.0], [0.7, 0.0], [1.0, 0.8]])
+        penalties = penalties[torch.arange(rows) % 4]
+        marks = torch.randint(3, (rows, vocab_size), generator=generator, dtype=torch.uint8)
+    feed = marked_feed(marks, rows, vocab_size)
+    chosen = feed.choose(
+        *(each.cuda() for each in (logits, slots, forbidden, draws)),
+        None if penalties is None else penalties.cuda(),
+    )
 
     def drawn(more: float, inside: float) -> torch.Tensor:
         near = draws.clone()
         near[:, 5] = (near[:, 5] + more).clamp(1e-9, 1)
         near[:, 2] = (near[:, 2] + inside).clamp(1e-9, 1)
-        return draw_by_sorting(logits.clone(), forbidden, near)
+        return draw_by_sorting(logits.clone(), forbidden, near, penalties, marks)
 
     # Closer to the boundary of two tokens, or of the nucleus, the sums' rounding decides.
     exact, *near = (drawn(*by) for by in ((0, 0), (-1e-5, 0), (1e-5, 0), (0, -1e-5), (0, 1e-5)))
@@ -215,11 +225,45 @@ def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str) -> None
     ids = feed.ids(torch.full((rows,), -1).cuda(), slots.cuda())
     assert ids.tolist() == ours[:, 1].tolist()
     for row in range(0, rows, 50):  # alone, and so in another place
-        alone = TokenFeed(1, torch.device("cuda"), vocab=range(vocab_size)).choose(
-            *(each[row : row + 1].cuda() for each in (logits, torch.zeros_like(slots), forbidden)),
-            draws[row : row + 1].cuda(),
+        part = slice(row, row + 1)
+        alone = marked_feed(None if marks is None else marks[part], 1, vocab_size).choose(
+            *(each[part].cuda() for each in (logits, torch.zeros_like(slots), forbidden, draws)),
+            None if penalties is None else penalties[part].cuda(),
         )
         assert alone.tolist() == [ours[row].tolist()]
+
+
+def marked_feed(marks: torch.Tensor | None, slots: int, vocab_size: int) -> TokenFeed:
+    """Return a feed on a GPU whose slots have these marks (slots, V)."""
+    feed = TokenFeed(slots, torch.device("cuda"), vocab=range(vocab_size))
+    for slot, row in enumerate([] if marks is None else marks.numpy()):
+        feed.mark(slot, np.concatenate((np.flatnonzero(row == 1), ~np.flatnonzero(row == 2))))
+    return feed
+
+
+def test_tokens_that_a_gpu_has_chosen_are_penalised() -> None:
+    rows, vocab_size = 64, 20_011
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(3)).round(
+        decimals=1
+    )
+    slots, nothing = torch.arange(rows), torch.full((rows,), -1)
+    draws = torch.tensor([[1.0, 1, 1, 0, 0, 1]]).repeat(rows, 1)
+    penalties = torch.tensor([[0.0, 0.0], [1.3, 0.0], [1.0, 0.3]])[torch.arange(rows) % 3]
+    feeds = [
+        TokenFeed(rows, torch.device(device), vocab=range(vocab_size)) for device in ("cpu", "cuda")
+    ]
+    for step in range(12):
+        if step in (0, 8):  # other rows take the slots
+            for feed, slot in itertools.product(feeds, range(rows)):
+                feed.mark(slot, np.array([slot, 7, ~int(logits[slot].argmax())]))
+        expected, ours = (
+            feed.choose(
+                *(each.to(device, copy=True) for each in (logits, slots, nothing, draws, penalties))
+            )
+            for feed, device in zip(feeds, ("cpu", "cuda"), strict=True)
+        )
+        assert ours.tolist() == expected.tolist()
+    assert len(set(ours[1::3, 1].tolist())) > 1
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -248,11 +292,14 @@ def test_sampled_tokens_equal_those_of_the_cpu(name: str, tmp_path: Path) -> Non
         {"top_k": 0, "top_p": 0.8, "temperature": 0.7, "min_length": 9},
         {},
         {"top_k": 20, "top_p": 0.5},
+        {"repetition_penalty": 1.4},
+        {"top_k": 4, "presence_penalty": 0.4, "bad_words": ((5,), (17,))},
+        {"top_k": 0, "top_p": 0.9, "repetition_penalty": 1.2, "min_length": 9},
     ]
     rows = []
     for number in range(64):
         ids = tuple((7 * number + 3 * t) % 50 for t in range(1 + number % 9))
-        options = RowOptions(end_id=52, random_seed=number, **kinds[number % 4])
+        options = RowOptions(end_id=52, random_seed=number, **kinds[number % 7])
         rows.append(RowRequest(ids, 24, options, context_ids=ids, returned_ids=ids))
     together = GenerationRequest(tuple(rows), padded_len=9)
     scored = replace(rows[0], options=replace(rows[0].options, return_log_probs=True))
@@ -262,7 +309,7 @@ def test_sampled_tokens_equal_those_of_the_cpu(name: str, tmp_path: Path) -> Non
     ):
         expected = [row.output_ids for row in cpu.generate(together).rows]
         assert [row.output_ids for row in cuda.generate(together).rows] == expected
-        for number in (0, 1, 3):
+        for number in (0, 1, 3, 4, 5, 6):
             alone = cuda.generate(GenerationRequest((rows[number],), padded_len=9))
             assert alone.rows[0].output_ids == expected[number]
         # A row whose logits the host needs takes the whole step's to the host.

@@ -46,7 +46,12 @@ def test_tokens_over_several_gpus_equal_those_of_the_cpu(
             replace(
                 row,
                 options=replace(
-                    row.options, return_log_probs=False, top_k=5 * (n % 2), top_p=0.9, random_seed=n
+                    row.options,
+                    return_log_probs=False,
+                    top_k=5 * (n % 2),
+                    top_p=0.9,
+                    random_seed=n,
+                    repetition_penalty=1 + n % 3 / 4,
                 ),
             )
             for n, row in enumerate(requests[0].rows)

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
 
+_SEEN, _BANNED = 1, 2  # marks, as in `token_feed`, which imports this module
 _READ = {"IDS": 8192, "num_warps": 16}  # logits that a program reads at once
 _LISTED = 8192  # most logits that a program lists; a flatter row is searched whole
 _PART, _CUTS = 2048, 8  # listed logits that are compared at once, and the cuts they are compared to
@@ -278,6 +279,8 @@ def _drawn_token(  # type: ignore[no-untyped-def]
     chosen_at,
     listed_at,
     ids_at,
+    penalties_at,
+    marks_at,
     LOWEST: tl.constexpr,  # noqa: N803
     DEEPEST: tl.constexpr,  # noqa: N803
     LEAST: tl.constexpr,  # noqa: N803
@@ -285,6 +288,8 @@ def _drawn_token(  # type: ignore[no-untyped-def]
     LISTED: tl.constexpr,  # noqa: N803
     PART: tl.constexpr,  # noqa: N803
     CUTS: tl.constexpr,  # noqa: N803
+    SEEN: tl.constexpr,  # noqa: N803
+    BANNED: tl.constexpr,  # noqa: N803
     EARLY: tl.constexpr,  # noqa: N803
 ):
     let_next_begin(EARLY)
@@ -299,6 +304,12 @@ def _drawn_token(  # type: ignore[no-untyped-def]
     rest = tl.load(draws_at + 6 * row + 3)
     whole = tl.load(draws_at + 6 * row + 4) > 0
     uniform = tl.load(draws_at + 6 * row + 5)
+    slot = tl.load(slots_at + row)
+    if penalties_at is not None:
+        repetition = tl.load(penalties_at + 2 * row)
+        presence = tl.load(penalties_at + 2 * row + 1)
+        marked = tl.where(repetition > 0, count, 0)
+        marks_at += slot.to(tl.int64) * count
 
     best = tl.full((IDS,), float("-inf"), tl.float32)
     place = within
@@ -306,6 +317,11 @@ def _drawn_token(  # type: ignore[no-untyped-def]
     for start in range(0, count, IDS):
         here = start + within
         x = tl.load(at + here, mask=here < count, other=float("-inf")) * factor
+        if penalties_at is not None:
+            mark = tl.load(marks_at + here, mask=here < marked, other=0)
+            less = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition)) - presence
+            x = tl.where(mark == SEEN, less, x)
+            x = tl.where(mark == BANNED, float("-inf"), x)
         x = tl.where(here == forbidden, LOWEST, x)
         x = tl.where(here < count, x, float("-inf"))
         tl.store(at + here, x, mask=here < count)
@@ -354,7 +370,9 @@ def _drawn_token(  # type: ignore[no-untyped-def]
 
     tl.store(chosen_at + 2 * row, value.to(tl.int32, bitcast=True))
     tl.store(chosen_at + 2 * row + 1, token)
-    tl.store(newest_at + tl.load(slots_at + row), token.to(tl.int64))
+    tl.store(newest_at + slot, token.to(tl.int64))
+    if penalties_at is not None:
+        tl.store(marks_at + token, SEEN)
 
 
 def drawn_tokens(
@@ -363,6 +381,9 @@ def drawn_tokens(
     forbidden: torch.Tensor,
     draws: torch.Tensor,
     newest: torch.Tensor,
+    *,
+    penalties: torch.Tensor | None,
+    marks: torch.Tensor,
 ) -> torch.Tensor:
     """Return the drawn token of each row as `TokenFeed.choose` does; drawn rows are overwritten.
 
@@ -372,6 +393,8 @@ def drawn_tokens(
         forbidden: (n,) integers.
         draws: (n, 6) fp32, see `StepPlan`.
         newest: Receives the tokens at `slots`.
+        penalties: (n, 2) fp32, see `StepPlan`; None without.
+        marks: (slots, V) uint8, receives the tokens as well where there are penalties.
     """
     rows, device = len(logits), logits.device
     chosen = torch.empty(rows, 2, dtype=torch.int32, device=device)
@@ -379,12 +402,15 @@ def drawn_tokens(
     _drawn_token[(rows,)](
         *(logits, logits.stride(0), logits.shape[1], forbidden.contiguous(), slots.contiguous()),
         *(draws, newest, chosen, listed, torch.empty_like(listed, dtype=torch.int32)),
+        *(penalties, marks),
         LOWEST=torch.finfo(torch.float32).min,
         DEEPEST=_DEEPEST,
         LEAST=_LEAST,
         LISTED=_LISTED,
         PART=_PART,
         CUTS=_CUTS,
+        SEEN=_SEEN,
+        BANNED=_BANNED,
         **_READ,
         **launch_options(logits),
     )

@@ -104,10 +104,11 @@ class DecodeGraphs:
         """Record every size; the ranks of a stage do so at the same time."""
         self._graphs = record_sizes(self._sizes, self._record, "decoding steps")
         largest = self._graphs[self._sizes[-1]]
-        if largest.chosen is not None:  # the kernel of sampled rows is compiled now, too
+        if largest.chosen is not None:  # the kernels of sampled rows are compiled now, too
             numbers = largest.numbers
             draws = torch.ones(self._sizes[-1], 6, device=numbers.device)
-            self._model.feed.choose(largest.output, numbers[1], numbers[-1], draws)
+            for penalties in (None, torch.ones(self._sizes[-1], 2, device=numbers.device)):
+                self._model.feed.choose(largest.output, numbers[1], numbers[-1], draws, penalties)
 
     def graph(self, sequences: int) -> DecodeGraph:
         """Return the smallest graph that holds a number of sequences."""

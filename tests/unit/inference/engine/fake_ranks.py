@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import pytest
 import torch
 
 from inference.decoding.tensor_fields import Array
+from inference.engine.scheduler import Scheduler
 from inference.model.kv_cache import WIPE, Move
-from inference.model.token_feed import NEWEST, Chosen, draw_by_sorting
+from inference.model.token_feed import NEWEST, Chosen, TokenFeed
 from inference.ranks.base import StepResult
 from inference.ranks.plan import StepPlan
 
@@ -20,6 +24,15 @@ def next_token(tokens: list[int], vocab_size: int) -> int:
     for token in tokens:
         value = (value * 31 + token + 1) % 1_000_003
     return value % vocab_size
+
+
+def let_ranks_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the ranks of engines on a CPU choose tokens, as those on a GPU do."""
+
+    def scheduler(*given: Any, **named: Any) -> Scheduler:
+        return Scheduler(*given, **{**named, "ranks_choose": True})
+
+    monkeypatch.setattr("inference.engine.engine.Scheduler", scheduler)
 
 
 class FakeRanks:
@@ -36,6 +49,7 @@ class FakeRanks:
         self._size = block_tokens
         self._newest = np.full(slots, NOTHING)
         self._vocab_size = vocab_size
+        self._feed = TokenFeed(slots, torch.device("cpu"), vocab=range(vocab_size))
         self.steps = 0
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -54,21 +68,27 @@ class FakeRanks:
         for move, tokens in zip(copies, saved, strict=True):
             self._copy(move, tokens)
         logits = self._logits(plan)
-        chosen = None
-        if plan.choices is not None:
-            assert len(plan.choices) == len(logits)
-            scores = logits.numpy()
-            best = scores.argmax(1).astype(np.int32)
-            pairs = torch.from_numpy(np.stack((scores.max(1).view(np.int32), best), axis=1))
-            if plan.draws is not None:
-                nothing = torch.full((len(logits),), -1)
-                pairs = draw_by_sorting(logits, nothing, torch.tensor(plan.draws))
-            chosen = Chosen(pairs)
-            for (slot, forbidden), token in zip(plan.choices, pairs[:, 1].tolist(), strict=True):
-                assert forbidden < 0
-                if slot >= 0:
-                    self._newest[slot] = token
+        chosen = None if plan.choices is None else self._choose(plan, logits.clone())
         return StepResult(logits if plan.with_logits else torch.empty(0, 0), chosen=chosen)
+
+    def _choose(self, plan: StepPlan, logits: torch.Tensor) -> Chosen:
+        choices = torch.tensor(plan.choices, dtype=torch.int64).view(-1, 2)
+        assert len(choices) == len(logits)
+        for slot, ids in plan.marks:
+            self._feed.mark(slot, ids)
+        slots, forbidden = choices.t()
+        pairs = self._feed.choose(
+            logits,
+            torch.where(slots < 0, self._feed.unread, slots),
+            forbidden,
+            *(
+                None if each is None else torch.tensor(each)
+                for each in (plan.draws, plan.penalties)
+            ),
+        )
+        chooses = (slots >= 0).numpy()
+        self._newest[slots.numpy()[chooses]] = pairs[:, 1].numpy()[chooses]
+        return Chosen(pairs)
 
     def tokens(self, slot: int, stop: int) -> list[int]:
         """Return the first tokens that a slot holds."""

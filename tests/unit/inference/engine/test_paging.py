@@ -27,7 +27,7 @@ from inference.model.kv_cache import WIPE
 from inference.ranks.base import StepResult
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
-from tests.unit.inference.engine.fake_ranks import FakeRanks, next_token
+from tests.unit.inference.engine.fake_ranks import FakeRanks, let_ranks_choose, next_token
 
 VOCAB, END = 50, 13
 BLOCKS, SIZE, SLOTS = 24, 4, 6
@@ -134,11 +134,20 @@ def output_of(request: RunningRequest) -> tuple[int, ...]:
 # A request: prompt length, tokens wanted, steps before it comes, and how it chooses.
 REQUESTS = st.lists(
     st.tuples(
-        st.integers(1, 40), st.integers(1, 40), st.integers(0, 9), st.sampled_from(["", "k", "b"])
+        st.integers(1, 40),
+        st.integers(1, 40),
+        st.integers(0, 9),
+        st.sampled_from(["", "k", "b", "p"]),
     ),
     min_size=1,
     max_size=12,
 )
+KINDS: dict[str, dict[str, Any]] = {
+    "": {},
+    "k": {"top_k": 3},
+    "b": {"beam_width": 2, "top_k": 3},
+    "p": {"top_k": 2, "presence_penalty": 20.5, "bad_words": ((8,), (21,), (0,))},
+}
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -158,7 +167,7 @@ def test_every_answer_is_that_of_a_request_alone(
         # Many prompts begin alike.
         header = [7] * draw.randrange(prompt_len)
         prompt = header + [draw.randrange(VOCAB) for _ in range(prompt_len - len(header))]
-        sent.append((world.add(prompt, output_len, beam_width=width, top_k=3 if kind else 1), kind))
+        sent.append((world.add(prompt, output_len, **KINDS[kind]), kind))
     world.run()
     for running, kind in sent:
         (row,) = running.request.rows
@@ -166,10 +175,7 @@ def test_every_answer_is_that_of_a_request_alone(
             assert output_of(running) == answer(row.input_ids, row.output_len)
             continue
         alone = World(overlap=False)
-        options = row.options
-        again = alone.add(
-            row.input_ids, row.output_len, beam_width=options.beam_width, top_k=options.top_k
-        )
+        again = alone.add(row.input_ids, row.output_len, **KINDS[kind])
         alone.run()
         assert output_of(running) == output_of(again)
 
@@ -260,22 +266,25 @@ def test_sampled_rows_overlap_and_draw_what_they_draw_alone() -> None:
         {"top_k": 0, "top_p": 0.9, "temperature": 3.0, "stop_words": ((4, 5),)},
         {"top_k": 0, "top_p": 0.9, "top_p_decay": 0.9},
         {"top_k": 5, "return_log_probs": True},
+        {"presence_penalty": 20.5, "bad_words": ((3,), (11,))},
+        {"top_k": 4, "repetition_penalty": 1.5},
+        {"presence_penalty": 20.5, "bad_words": ((3, 4),)},
     ]
 
     def send(asked: list[int]) -> list[tuple[int, RunningRequest]]:
         return [
-            (seed, world.add([seed, 2], 20, random_seed=seed, **kinds[seed % 5])) for seed in asked
+            (seed, world.add([seed, 2], 20, random_seed=seed, **kinds[seed % 8])) for seed in asked
         ]
 
-    sent = send([0, 1, 2, 5, 6, 7])
+    sent = send([0, 1, 2, 5, 6, 9])
     for _ in range(9):
         world.turn()
     assert world.overlapped == 8
-    sent += send([3, 4, 9])  # the host chooses these, in steps that do not overlap
+    sent += send([3, 4, 7])  # the host chooses these, in steps that do not overlap
     world.run()
     for seed, running in sent:
         alone = World(overlap=False)
-        again = alone.add([seed, 2], 20, random_seed=seed, **kinds[seed % 5])
+        again = alone.add([seed, 2], 20, random_seed=seed, **kinds[seed % 8])
         alone.run()
         assert output_of(running) == output_of(again)
 
@@ -482,26 +491,32 @@ def test_ranks_give_the_tokens_that_the_host_gives(
         {},
         {"top_k": 20, "top_p": 0.5, "num_prompt_log_probs": 2},
         {"top_k": 4, "return_log_probs": True},
+        {"temperature": 0.5, "presence_penalty": 0.3, "bad_words": ((9,), (0,), (77,))},
+        {"top_k": 0, "top_p": 0.9, "repetition_penalty": 1.5, "min_length": 9},
+        {"top_k": 8, "repetition_penalty": 0.8, "num_prompt_log_probs": 2},
+        {"repetition_penalty": 1.5, "bad_words": ((9,), (4, 5))},
     ]
     rows = []
-    for number in range(10):
-        ids = tuple((7 * number + 3 * t) % 50 for t in range(2 + number))
-        options = RowOptions(end_id=99, random_seed=number, **kinds[number % 5])
+    for number in range(27):
+        ids = tuple((7 * number + 3 * t) % 50 for t in range(1 + number % 13))
+        options = RowOptions(end_id=99, random_seed=number, **kinds[number % 9])
         rows.append(RowRequest(ids, 12, options, context_ids=ids))
-    request = GenerationRequest(tuple(rows), 11)
+    request = GenerationRequest(tuple(rows), 13)
     with Engine(ft_dir, Placement(device="cpu")) as engine:
         expected = engine.generate(request).rows
-
-    def choosing(*given: Any, **named: Any) -> Scheduler:
-        return Scheduler(*given, **{**named, "ranks_choose": True})  # as on a GPU
-
-    monkeypatch.setattr("inference.engine.engine.Scheduler", choosing)
-    with Engine(ft_dir, Placement(device="cpu")) as engine:
-        rows_of_ranks = engine.generate(request).rows
-    assert [row.output_ids for row in rows_of_ranks] == [row.output_ids for row in expected]
-    assert [len(row.prompt_scores) for row in rows_of_ranks] == [
-        number + 1 if number % 5 == 3 else 0 for number in range(10)
-    ]
+    let_ranks_choose(monkeypatch)
+    # 3 sequences of 40 tokens: slots serve one row after the other, and rows are preempted.
+    token_bytes = 2 * 2 * 4 * 6 * 4
+    small = EngineOptions(
+        kv_block_tokens=4, max_seq_len=40, kv_cache_bytes=(3 * 10 + 1) * 4 * token_bytes
+    )
+    for options in (EngineOptions(), small):
+        with Engine(ft_dir, Placement(device="cpu"), options=options) as engine:
+            rows_of_ranks = engine.generate(request).rows
+        assert [row.output_ids for row in rows_of_ranks] == [row.output_ids for row in expected]
+        assert [len(row.prompt_scores) for row in rows_of_ranks] == [
+            number % 13 if number % 9 in (3, 7) else 0 for number in range(27)
+        ]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -23,6 +23,7 @@ from inference.engine.engine import (
 )
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
+from tests.unit.inference.engine.fake_ranks import let_ranks_choose
 
 SLOTS = 9
 SESSION_LEN = 70
@@ -124,6 +125,15 @@ def test_ranks_and_stages_keep_the_conversation(tmp_path: Path) -> None:
     folder = write_gpt(tmp_path, tp_size=2)
     with Engine(folder, Placement(tp_size=2, pp_size=2, device="cpu")) as engine:
         converse(engine, TURNS[:2])
+
+
+def test_ranks_that_choose_know_what_the_conversation_has_seen(
+    ft_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    let_ranks_choose(monkeypatch)
+    with Engine(ft_dir, Placement(device="cpu")) as engine:
+        converse(engine, TURNS, **SAMPLED)
+        converse(engine, TURNS, repetition_penalty=1.5)
 
 
 def test_streamed_turns_show_the_whole_conversation(engine: Engine) -> None:

@@ -13,6 +13,7 @@ from inference.decoding.candidates import fetch, select
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import RowRequest
+from inference.decoding.sampling import ARG_MAX, UNMARKED, Penalty
 from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host, draw_by_sorting
 
 CPU = torch.device("cpu")
@@ -116,9 +117,7 @@ def test_a_rank_draws_what_the_host_draws(vocab_size: int, include_boundary: boo
 @pytest.mark.parametrize("changed", [
     {"return_log_probs": True},
     {"num_log_probs": 1},
-    {"repetition_penalty": 1.5},
-    {"presence_penalty": 0.5},
-    {"bad_words": ((3,),)},
+    {"bad_words": ((3,), (4, 5))},
     {"top_k": 0, "top_p_decay": 0.5},
     {"top_k": 0, "top_p": 0.1, "top_p_min": 0.2},
     {"beam_width": 2},
@@ -129,6 +128,59 @@ def test_rows_that_need_more_than_a_token_are_not_drawn_by_ranks(changed: dict[s
     for options, expected in (plain, True), ({**plain, **changed}, False):
         handle = decoder.add(RowRequest((0, 0), 2, RowOptions(**options), (0, 0)))
         assert decoder.rank_chooses(handle) == expected
+
+
+@pytest.mark.parametrize("vocab_size", [7, 60, 3000])
+def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    rows, steps = 48, 6
+    ours, theirs = (BatchDecoder(DecodingConfig(vocab_size)) for _ in range(2))
+    handles = []
+    for seed in range(rows):
+        context = tuple(rng.integers(vocab_size + 2, size=rng.integers(1, 9)).tolist())
+        options = RowOptions(
+            end_id=vocab_size,
+            top_k=int(rng.choice([0, 1, 3, 50])),
+            top_p=0.9,
+            temperature=float(rng.choice([0.5, 1.0, 2.0])),
+            repetition_penalty=float(np.float32(rng.choice([0.7, 1.0, 1.3]))),
+            presence_penalty=float(np.float32(rng.choice([0.0, 0.0, 0.8, -0.5]))),
+            bad_words=tuple((word,) for word in rng.integers(vocab_size, size=seed % 3).tolist()),
+            random_seed=seed,
+        )
+        request = RowRequest(context, steps, options, context)
+        handles.append(theirs.add(request))
+        assert ours.add(request) == handles[-1]
+    feed = TokenFeed(rows, CPU, vocab=range(vocab_size))
+    for produced in range(steps):
+        logits = torch.from_numpy(rng.normal(size=(rows, vocab_size)).astype(np.float32) * 3)
+        expected = theirs.step(handles, logits)
+        slots = torch.arange(rows)
+        if produced > 3:  # the rows were preempted, and have other slots now
+            slots = slots.roll(5)
+        if produced in (0, 4):
+            for handle, slot in zip(handles, slots.tolist(), strict=True):
+                feed.mark(slot, ours.marks(handle))
+        penalties = torch.tensor([ours.penalty(handle, produced) for handle in handles])
+        draws = torch.tensor([ours.draw(handle) for handle in handles])
+        nothing = torch.full((rows,), -1)
+        chosen = feed.choose(logits, slots, nothing, draws, penalties).numpy()
+        assert chosen[:, 1].tolist() == [step.tokens[0] for step in expected]
+        ours.take_chosen(handles, chosen)
+
+
+def test_rows_without_marks_do_not_see_those_of_an_earlier_row() -> None:
+    feed = TokenFeed(2, CPU, vocab=range(8))
+    feed.mark(0, np.array([6, ~7]))
+    feed.mark(1, np.array([6, ~7]))
+    chosen = feed.choose(
+        torch.arange(8.0).repeat(2, 1),
+        torch.arange(2),
+        torch.full((2,), -1),
+        torch.tensor([ARG_MAX, ARG_MAX]),
+        torch.tensor([UNMARKED, Penalty(2, 0)]),
+    )
+    assert chosen[:, 1].tolist() == [7, 5]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -149,7 +201,16 @@ def test_ranks_that_share_the_vocabulary_draw_what_one_would(width: int) -> None
     logits = torch.randn(5, 60, generator=torch.Generator().manual_seed(2))
     slots, forbidden = torch.arange(5), torch.tensor([-1, 3, -1, 60, 7])
     draws = torch.tensor([[0.7, 0, 0.9, 0, 0, 0.3]] * 5)
-    expected = TokenFeed(5, CPU, vocab=range(60)).choose(logits.clone(), slots, forbidden, draws)
+    penalties = torch.tensor([[0.0, 0.0], [1.5, 0.5]] * 2 + [[0.5, 0.0]])
+    ids = np.array([0, 3, 19, 20, 57, ~int(logits[1].argmax()), ~int(logits[4].argmax())])
+
+    def choose(feed: TokenFeed, part: torch.Tensor) -> torch.Tensor:
+        for slot in range(5):
+            feed.mark(slot, ids)
+        feed.choose(part.clone(), slots, forbidden, draws, penalties)  # marks what it chooses
+        return feed.choose(part, slots, forbidden, draws, penalties)
+
+    expected = choose(TokenFeed(5, CPU, vocab=range(60)), logits.clone())
     starts = range(0, 3 * 20, 20)
     parts = torch.stack(
         [torch.nn.functional.pad(logits[:, at : at + 20], (0, width - 20)) for at in starts]
@@ -158,6 +219,6 @@ def test_ranks_that_share_the_vocabulary_draw_what_one_would(width: int) -> None
         feed = TokenFeed(
             *(5, CPU), vocab=range(at, at + 20), vocab_size=60, gather=lambda _: parts.clone()
         )
-        chosen = feed.choose(parts[nth], slots, forbidden, draws)
+        chosen = choose(feed, parts[nth])
         assert torch.equal(chosen, expected)
         assert torch.equal(feed.ids(torch.full((5,), NEWEST), slots), chosen[:, 1].long())

@@ -36,6 +36,8 @@ PLAN = StepPlan(
     choices=[(4, -1), (-1, 9)],
     with_logits=True,
     draws=[(0.3, 0, 0.9, 1e-6, 1, 2**-32), (1, 1, 1, 0, 0, 1)],
+    penalties=[(1.3, 0), (0, 0)],
+    marks=[(4, np.array([7, 90, ~5])), (0, np.array([], np.int64)), (2, np.array([~1]))],
 )
 
 
@@ -56,9 +58,19 @@ def test_plan_survives_packing() -> None:
     assert plan.choices.T.tolist() == [[4, -1], [-1, 9]]
     assert plan.draws is not None
     np.testing.assert_array_equal(plan.draws, np.float32(PLAN.draws))
+    assert plan.penalties is not None
+    np.testing.assert_array_equal(plan.penalties, np.float32(PLAN.penalties))
+    assert [(slot, ids.tolist()) for slot, ids in plan.marks] == [
+        (4, [7, 90, -6]),
+        (0, []),
+        (2, [-2]),
+    ]
 
 
-@pytest.mark.parametrize("plan", [PLAN, replace(PLAN, choices=None, draws=None)])
+PLAIN = replace(PLAN, penalties=None, marks=())
+
+
+@pytest.mark.parametrize("plan", [PLAN, PLAIN, replace(PLAIN, choices=None, draws=None)])
 def test_a_single_rank_reads_the_plan_that_others_unpack(plan: StepPlan) -> None:
     for mine, theirs in zip(
         astuple(received(plan)), astuple(unpack_plan(pack_plan(plan))), strict=True
@@ -67,7 +79,7 @@ def test_a_single_rank_reads_the_plan_that_others_unpack(plan: StepPlan) -> None
             assert mine.dtype == theirs.dtype
             assert mine.tolist() == theirs.tolist()
         else:
-            assert mine == theirs
+            np.testing.assert_equal(mine, theirs)
 
 
 def test_commands_need_no_plan() -> None:
