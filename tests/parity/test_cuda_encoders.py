@@ -78,7 +78,7 @@ def test_t5_logits_equal_those_of_the_cpu(
     assert difference(ours, expected) < TOLERANCE[data_type]
 
 
-def request_of(engine: Engine, count: int, **options: int) -> GenerationRequest:
+def request_of(engine: Engine, count: int, **options: float) -> GenerationRequest:
     prompts = [[4 + (7 * row + 3 * t) % 36 for t in range(1 + 2 * row)] for row in range(count)]
     ids = np.zeros((count, 2 * count), np.uint32)
     for row, prompt in enumerate(prompts):
@@ -89,7 +89,8 @@ def request_of(engine: Engine, count: int, **options: int) -> GenerationRequest:
         "max_output_len": np.full((count, 1), 15, np.uint32),
     }
     for name, value in options.items():
-        tensors[name] = np.full((count, 1), value, np.uint32)
+        dtype = np.float32 if isinstance(value, float) else np.uint32
+        tensors[name] = np.full((count, 1), value, dtype)
     return parse_request(tensors, limits=engine.limits)
 
 
@@ -103,7 +104,7 @@ def test_t5_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(
         Engine(folder, Placement(device="cpu"), options=options) as cpu,
         Engine(folder, Placement(device="cuda"), options=options) as cuda,
     ):
-        for more in ({}, {"ia3_tasks": 1}, {"beam_width": 3}):
+        for more in ({}, {"ia3_tasks": 1}, {"beam_width": 3}, {"repetition_penalty": 1.4}):
             request = request_of(cpu, 9, **more)
             expected, rows = cpu.generate(request).rows, cuda.generate(request).rows
             assert [row.output_ids for row in rows] == [row.output_ids for row in expected]

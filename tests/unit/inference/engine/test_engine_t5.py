@@ -18,6 +18,7 @@ from inference.ranks.settings import Placement
 from tests.t5_reference import Reference
 from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
 from tests.tiny_t5_tuning import ia3_scalers, write_ia3, write_prompts
+from tests.unit.inference.engine.fake_ranks import let_ranks_choose
 
 MODEL = TinyT5(positions=2100)
 SLOTS = 7
@@ -27,7 +28,7 @@ TABLES = {"first": torch.randn(3, 20), "second": torch.randn(4, 20)}
 FIRST_VIRTUAL = MODEL.vocab_size
 
 _DTYPES = {"random_seed": np.uint64, "ia3_tasks": np.int32}
-_FLOATS = ("runtime_top_p", "temperature", "len_penalty")
+_FLOATS = ("runtime_top_p", "temperature", "len_penalty", "repetition_penalty")
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,19 @@ def test_greedy_tokens_are_those_of_a_plain_forward_pass(engine: Engine) -> None
     prompts = prompts_of(5)
     ours = answers(engine, request_of(engine, prompts, 10))
     assert ours == [greedy(prompt, 10) for prompt in prompts]
+
+
+def test_ranks_that_choose_penalise_from_the_second_token_on(
+    engine: Engine, ft_dirs: dict[int, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # At a penalty of 0.01 the start token leads once it counts as seen.
+    request = request_of(engine, prompts_of(9), 12, repetition_penalty=[1.6, 0.5, 0.01] * 3)
+    expected = answers(engine, request)
+    assert expected != answers(engine, request_of(engine, prompts_of(9), 12))
+    let_ranks_choose(monkeypatch)
+    options = EngineOptions(max_lanes=SLOTS)
+    with Engine(ft_dirs[1], Placement(device="cpu"), options=options) as choosing:
+        assert answers(choosing, request) == expected
 
 
 def test_rows_of_a_batch_equal_the_rows_alone(engine: Engine) -> None:
