@@ -35,20 +35,24 @@ _GPU_BLOCK_TOKENS = 16
 class Capacity:
     """Slots, length and cache of an engine.
 
-    Sequences share `blocks` blocks of `block_tokens` tokens; 0 where each has a block of its own.
+    Sequences share `blocks` blocks of `block_tokens` tokens; 0 where each part of one, which is
+    what was encoded or what was generated, has a block of its own.
     """
 
     device: str  # cpu or cuda
     slots: int  # most sequences that run at once
-    max_len: int  # most tokens of one of them
+    max_len: int  # most tokens of one of them, with an encoder of each of its parts
     cache_bytes: int  # of each rank
     blocks: int = 0
     block_tokens: int = 0
+    parts: int = 1  # 2 with an encoder
 
     @property
     def tokens(self) -> int:
         """Tokens that all sequences together can hold."""
-        return self.blocks * self.block_tokens if self.blocks else self.slots * self.max_len
+        if self.blocks:
+            return self.blocks * self.block_tokens
+        return self.slots * self.parts * self.max_len
 
     def describe(self) -> str:
         """Return a description of the budget."""
@@ -68,7 +72,8 @@ class Capacity:
 
     def _row_blocks(self, row: RowRequest) -> int:
         """Return the most blocks that the sequences of a row hold together."""
-        return most_blocks(
+        encoded = len(row.input_ids) if self.parts == 2 else 0
+        return -(-encoded // self.block_tokens) + most_blocks(
             row.options.beam_width,
             shared_tokens=row.context_len,
             tokens=row.context_len + row.output_len - 1,
@@ -154,22 +159,22 @@ def generator_of(family: ModelFamily, config: FTConfig) -> GeneratorArchitecture
 
 @dataclass(frozen=True)
 class _CachedStack:
-    """The layers whose keys and values are cached, `copies` of each."""
+    """The layers whose keys and values are cached, of `parts` for each sequence."""
 
     num_layer: int
     kv_head_num: int
     size_per_head: int
-    copies: int
+    parts: int
 
 
 def _cached_stack(architecture: GeneratorArchitecture) -> _CachedStack:
     if isinstance(architecture, DecoderArchitecture):
         heads, size = architecture.kv_head_num, architecture.size_per_head
-        return _CachedStack(architecture.num_layer, heads, size, copies=1)
+        return _CachedStack(architecture.num_layer, heads, size, parts=1)
     stack = architecture.decoder
     assert stack is not None
     # What was generated, and what was encoded.
-    return _CachedStack(stack.num_layer, stack.head_num, stack.size_per_head, copies=2)
+    return _CachedStack(stack.num_layer, stack.head_num, stack.size_per_head, parts=2)
 
 
 def _position_limit(architecture: GeneratorArchitecture) -> int | None:
@@ -217,7 +222,7 @@ def plan_capacity(
     max_len = min(options.max_seq_len or DEFAULT_MAX_SEQ_LEN, longest)
     stack = _cached_stack(architecture)
     one_slot = CacheShape(
-        num_layer=len(layout.layers(stack.num_layer)) * stack.copies,
+        num_layer=len(layout.layers(stack.num_layer)),
         slots=1,
         kv_head_num=stack.kv_head_num // layout.tp_size,
         max_len=max_len,
@@ -227,10 +232,10 @@ def plan_capacity(
     item_bytes = 4 if placement.device == "cpu" else item_size(placement.data_type)
     token_bytes = one_slot.token_bytes(item_bytes)
     most = options.max_lanes or _MOST_SLOTS[placement.device]
-    block_tokens = _block_tokens(architecture, placement.device, options)
+    block_tokens = _block_tokens(placement.device, options, max_len)
     block_bytes = (block_tokens or max_len) * token_bytes
-    slot_blocks = -(-max_len // (block_tokens or max_len))
-    least_bytes = (slot_blocks + 1) * block_bytes  # the cache has a block of its own
+    sequence_blocks = stack.parts * -(-max_len // (block_tokens or max_len))
+    least_bytes = (sequence_blocks + 1) * block_bytes  # the cache has a block of its own
     free_share = int(available_bytes() * _CPU_SHARE) // options.sharing_engines
     budget = options.kv_cache_bytes or free_share // layout.world_size
     if placement.device == "cuda":
@@ -240,24 +245,27 @@ def plan_capacity(
             f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
             f"{least_bytes} bytes on each rank; raise kv_cache_bytes or lower max_seq_len"
         )
-    blocks = min(most * slot_blocks, budget // block_bytes - 1)
-    cache_bytes = (blocks + 1) * block_bytes
+    blocks = min(most * sequence_blocks, budget // block_bytes - 1)
+    slots = min(most, blocks // stack.parts)
     if not block_tokens:
-        return Capacity(placement.device, blocks, max_len, cache_bytes)
-    slots = min(most, blocks)
-    return Capacity(placement.device, slots, max_len, cache_bytes, blocks, block_tokens)
+        blocks = slots * stack.parts
+    return Capacity(
+        placement.device,
+        slots,
+        max_len,
+        cache_bytes=(blocks + 1) * block_bytes,
+        blocks=blocks if block_tokens else 0,
+        block_tokens=block_tokens,
+        parts=stack.parts,
+    )
 
 
-def _block_tokens(architecture: GeneratorArchitecture, device: str, options: EngineOptions) -> int:
-    """Return the tokens of a block, 0 where each sequence has a block of its own.
-
-    An encoder-decoder's sequences do: they are short, and each reads what was encoded as well.
-    """
-    if isinstance(architecture, EncoderDecoderArchitecture):
-        return 0
-    if options.kv_block_tokens is not None:
-        return options.kv_block_tokens
-    return _GPU_BLOCK_TOKENS if device == "cuda" else 0
+def _block_tokens(device: str, options: EngineOptions, max_len: int) -> int:
+    """Return the tokens of a block, 0 where a block holds a whole sequence."""
+    wanted = options.kv_block_tokens
+    if wanted is None:
+        wanted = _GPU_BLOCK_TOKENS if device == "cuda" else 0
+    return wanted if wanted < max_len else 0
 
 
 def _longest(architecture: GeneratorArchitecture) -> int | None:

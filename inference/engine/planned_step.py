@@ -35,14 +35,13 @@ class RowWork:
 class EncoderWork:
     """The rows that go through some of the encoder's layers in a step.
 
-    `begins` and `ends` mark the first and the last step of their pass; `tokens` is the number of
-    tokens whose whole pass would cost as much.
+    `begins` marks the first step of their pass; `tokens` is the number of tokens whose whole pass
+    would cost as much.
     """
 
     rows: tuple[RunningRow, ...] = ()
     layers: int = 0
     begins: bool = False
-    ends: bool = False
     tokens: int = 0
 
 
@@ -132,16 +131,15 @@ def lay_out(
         embedding_rows=len(sent),
         pool=any(each.row.wants_pooled for each in prompts),
         encoder_rows=tuple(
-            EncoderRow(len(row.encoder_ids or ()), tuple(row.slots), row.request.ia3_task)
-            for row in begun
+            EncoderRow(row.encoder_len, tuple(row.slots), row.request.ia3_task) for row in begun
         ),
         encoder_ids=encoder_ids,
         encoder_layers=encoding.layers,
     )
     embeddings = torch.from_numpy(np.stack(sent)) if sent else None
     prompt_tokens = sum(len(each.ids) for each in prompts) + encoding.tokens
-    # The next step depends on the encoder's work, and on what the host reads.
-    overlaps = not (plan.with_logits or encoding.layers or plan.pool)
+    # The next step depends on what the host reads.
+    overlaps = not (plan.with_logits or plan.pool)
     return PlannedStep(plan, embeddings, tuple(work), prompt_tokens, encoding, overlaps)
 
 

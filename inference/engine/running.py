@@ -144,6 +144,11 @@ class RunningRow:
         return len(self.prompt)
 
     @property
+    def encoder_len(self) -> int:
+        """Tokens that its encoder reads."""
+        return len(self.encoder_ids or ())
+
+    @property
     def held(self) -> int:
         """Tokens that a slot holds."""
         return self.cached - self.forgotten
@@ -200,6 +205,7 @@ class RunningRow:
         """Preempt the row: it begins again, with its generated tokens as part of its prompt."""
         self.prompt = self.prompt[: self.prompt_tokens] + list(generated)
         self.cached, self.forgotten = self.prefix_len, 0
+        self.is_encoded = self.encoder_ids is None
         self.slots, self.next_ids, self.lacks_marks = [], (), True
         self.beginnings, self.remembered = [], 0
 

@@ -26,7 +26,7 @@ from inference.decoding.tensor_fields import Array
 from inference.engine.blocks import BlockPool, SlotPool, beginnings, most_blocks
 from inference.engine.errors import EngineBusyError, RowError
 from inference.engine.load import EngineLoad
-from inference.engine.planned_step import Choices, EncoderWork, PlannedStep, RowWork, lay_out
+from inference.engine.planned_step import Choices, PlannedStep, RowWork, lay_out
 from inference.engine.running import (
     GenerationResult,
     GenerationStep,
@@ -35,7 +35,7 @@ from inference.engine.running import (
 )
 from inference.engine.sessions import Sessions
 from inference.engine.step_budget import ChunkSize, EncoderProgress, prompt_work
-from inference.model.kv_cache import WIPE, Move, prefix_source
+from inference.model.kv_cache import WIPE, Move, encoder_slot, prefix_source
 from inference.model.token_feed import NEWEST
 from inference.ranks.base import StepResult
 
@@ -153,7 +153,7 @@ class Scheduler:
             self._release(row, forget=True)
         for row in request.waiting:
             self._forget_choices(row)
-        self._encoder.drop(request)
+        self._encoder.drop(request.active)
         self._sessions.drop(request)
         request.active.clear()
         request.waiting.clear()
@@ -183,7 +183,7 @@ class Scheduler:
             return None
         work = [each for row in rows if _goes_on(row) for each in _decode(row)]
         encoding = self._encoder.plan(rows, self._chunk.tokens(somebody_waits=bool(work)))
-        begun = [row for row in rows if not row.next_ids and _may_start(row, encoding)]
+        begun = [row for row in rows if not row.next_ids and _may_start(row)]
         work += prompt_work(begun, self._chunk.tokens(somebody_waits=bool(work)))
         if not work and not encoding.layers:
             assert not rows or under_way, "active rows without work"
@@ -253,7 +253,6 @@ class Scheduler:
         """
         if step.prompt_tokens:
             self._chunk.observe(tokens=step.prompt_tokens, seconds=seconds)
-        self._encoder.finish(step.encoding)
         outputs: list[tuple[RowWork, int]] = []  # work that samples, and its row of logits
         first = 0
         for number, work in enumerate(step.work):
@@ -339,7 +338,7 @@ class Scheduler:
             shared_tokens=row.prompt_len if self._forks(row) else 0,
             tokens=row.most_tokens if session is None else session.slot_tokens,
             block_tokens=self._blocks.block_tokens,
-        )
+        ) + self._blocks.count(row.encoder_len)
 
     def _forks(self, row: RunningRow) -> bool:
         """Return whether a row's beams share blocks; those of a session that forgets do not."""
@@ -358,7 +357,7 @@ class Scheduler:
             # Each preemptible row must be able to finish alone.
             most += max((self._row_blocks(row) for row in others), default=0)
         else:
-            need = sum(blocks.count(row.prompt_len) for row in rows)
+            need = sum(blocks.count(row.prompt_len) + blocks.count(row.encoder_len) for row in rows)
             need += min(len(others), blocks.total // _GROWTH_SHARE)
             most = max(self._row_blocks(row) for row in rows)
         return need - shared <= blocks.free and most <= blocks.total - blocks.reserved
@@ -370,11 +369,15 @@ class Scheduler:
             return
         if row.beginnings:
             self._share_beginning(row)
+        encoder = self._encoder_slot(row)
         if not _stays(row.owner):
+            blocks.extend(encoder, row.encoder_len)
             row.room = blocks.extend(row.slots[0], row.prompt_len)
             return
-        most = self._row_blocks(row)
-        blocks.reserve(row.slots, most)
+        most, encoded = self._row_blocks(row), blocks.count(row.encoder_len)
+        blocks.reserve(row.slots, most - encoded)
+        blocks.reserve([encoder], encoded)
+        blocks.extend(encoder, row.encoder_len)
         if session is not None:
             session.blocks += most
         if session is None or self._forks(row):
@@ -382,6 +385,10 @@ class Scheduler:
             return
         for slot in row.slots:
             blocks.extend(slot, session.slot_tokens)
+
+    def _encoder_slot(self, row: RunningRow) -> int:
+        """Return the slot that keeps what a row's encoder put out."""
+        return encoder_slot(row.slots, self._slots.total)
 
     def _shared_blocks(self, row: RunningRow) -> int:
         """Return the number of blocks of a waiting row's prompt that other rows hold now."""
@@ -428,6 +435,7 @@ class Scheduler:
     def _give_way(self, row: RunningRow) -> None:
         """Preempt a row: free its slot and blocks; it waits, and computes its tokens again."""
         logger.debug("a row of %d tokens is preempted", row.cached)
+        self._encoder.drop([row])
         self._free(row.slots)
         generated = () if row.handle is None else self._decoder.generated_ids(row.handle)
         row.give_way(generated)
@@ -562,8 +570,11 @@ class Scheduler:
         own = self._free(row.slots, forget=forget or row.wipe)
         if row.wipe:
             # Blocks that others share are theirs to wipe, if their answers are not finite either.
-            own = {slot: first for slot, first in own.items() if first < row.held}
-            self._moves += [(WIPE, slot, first, row.held) for slot, first in own.items()]
+            ends = dict.fromkeys(row.slots, row.held)
+            ends[self._encoder_slot(row)] = row.encoder_len
+            self._moves += [
+                (WIPE, slot, first, ends[slot]) for slot, first in own.items() if first < ends[slot]
+            ]
         self._forget_choices(row)
 
     def _forget_choices(self, row: RunningRow) -> None:
@@ -576,7 +587,8 @@ class Scheduler:
         """Free slots; return what `BlockPool.release` does."""
         self._slots.give_back(slots)
         self._moves = [move for move in self._moves if move[1] not in slots]
-        return self._blocks.release(slots, forget=forget)
+        every = [*slots, encoder_slot(slots, self._slots.total)]
+        return self._blocks.release(every, forget=forget)
 
     def _answer(self, owners: Iterable[RunningRequest], grown: Container[RunningRequest]) -> None:
         """Answer requests that have finished, and report those that have `grown`."""
@@ -663,11 +675,10 @@ def _excess(work: RowWork) -> int:
     return max(row.held + len(work.ids) - row.memory_len, 0)
 
 
-def _may_start(row: RunningRow, encoding: EncoderWork) -> bool:
+def _may_start(row: RunningRow) -> bool:
     """Return whether a row's encoder output is available, in lock step that of all rows."""
     fellows = row.owner.active if row.owner.lock_step else [row]
-    ending = encoding.rows if encoding.ends else ()
-    return all(fellow.is_encoded or fellow in ending for fellow in fellows)
+    return all(fellow.is_encoded for fellow in fellows)
 
 
 def _add_pooled(row: RunningRow, pooled: torch.Tensor) -> None:

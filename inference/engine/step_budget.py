@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from inference.engine.planned_step import EncoderWork, RowWork
-from inference.engine.running import RunningRequest, RunningRow
+from inference.engine.running import RunningRow
 
 _LEAST = 16  # fewer would be too slow; on slow devices even these may exceed the bound
 _FIRST = 64  # before anything was measured
@@ -105,7 +105,8 @@ class EncoderProgress:
     """The batch in the encoder of an encoder-decoder; always empty for other models.
 
     One batch of rows passes the encoder at a time. A step takes as many of its layers as fit in the
-    time a step may take: a row of an encoder cannot be cut as the prompt of a decoder can.
+    time a step may take: a row of an encoder cannot be cut as the prompt of a decoder can. What is
+    planned counts as done; the step that ends the pass may go on with the rows' first tokens.
     """
 
     def __init__(self, layers: int) -> None:
@@ -128,31 +129,26 @@ class EncoderProgress:
             self._done = 0
         if not self._rows:
             return EncoderWork()
-        share = self._layers * room // _tokens(self._rows)
+        rows, begins = tuple(self._rows), not self._done
+        share = self._layers * room // _tokens(rows)
         layers = min(max(share, 1), self._layers - self._done)
-        return EncoderWork(
-            rows=tuple(self._rows),
-            layers=layers,
-            begins=not self._done,
-            ends=self._done + layers == self._layers,
-            tokens=_tokens(self._rows) * layers // self._layers,
-        )
-
-    def finish(self, work: EncoderWork) -> None:
-        """Note that a planned step has run."""
-        self._done += work.layers
-        if work.ends:
-            for row in self._rows:
+        self._done += layers
+        if self._done == self._layers:
+            for row in rows:
                 row.is_encoded = True
             self._rows = []
+        return EncoderWork(rows, layers, begins, tokens=_tokens(rows) * layers // self._layers)
 
-    def drop(self, request: RunningRequest) -> None:
-        """Drop the rows of a request."""
-        self._rows = [row for row in self._rows if row.owner is not request]
+    def drop(self, rows: Iterable[RunningRow]) -> None:
+        """Drop rows; a pass begins again without them, whose blocks are no longer theirs."""
+        dropped = set(rows)
+        if not dropped.isdisjoint(self._rows):
+            self._rows = [row for row in self._rows if row not in dropped]
+            self._done = 0
 
 
 def _tokens(rows: Iterable[RunningRow]) -> int:
-    return sum(len(row.encoder_ids or ()) for row in rows)
+    return sum(row.encoder_len for row in rows)
 
 
 def _take(rows: Iterable[RunningRow], room: int) -> list[RunningRow]:
@@ -165,4 +161,4 @@ def _take(rows: Iterable[RunningRow], room: int) -> list[RunningRow]:
             break
         taken.append(row)
     # Rows of similar length share an attention call.
-    return sorted(taken, key=lambda row: len(row.encoder_ids or ()))
+    return sorted(taken, key=lambda row: row.encoder_len)

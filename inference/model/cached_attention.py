@@ -1,6 +1,6 @@
-"""Attention of a decoder's newest tokens over the cache of their slots, or of the encoder."""
+"""Attention of a step's tokens over the cache of their slots, or over the encoder's output."""
 
-# Shapes: N tokens, one of each slot, B slots of a group, Q new tokens per slot, H local query
+# Shapes: N tokens of the step, B slots of a group, Q new tokens per slot, H local query
 #         heads, K local key/value heads, D head size, S cached tokens
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EncodedSlots:
-    """The encoder output that each slot of a decoder step reads.
+    """The encoder's output that each token of a decoder step reads, all of it.
 
     `paged`, if given, does all of the attention in place of `groups`.
     """
@@ -37,11 +37,13 @@ def attend_cached(
     layer: int,
     scale: float,
 ) -> torch.Tensor:
-    """Return the attention of each token over the cache, (N, H*D); one new token per slot."""
+    """Return the attention of each token over the cache, (N, H*D) for (N, H, D)."""
     parts = []
     for group in groups:
-        mixed = attend_group(query[group.rows].unsqueeze(2), group, cache, layer, scale=scale)
-        parts.append(mixed.flatten(1))
+        sizes = (group.slot_count, group.new_tokens, *query.shape[1:])
+        queries = query[group.rows].reshape(sizes)
+        mixed = attend_group(queries.transpose(1, 2), group, cache, layer, scale=scale)
+        parts.append(mixed.transpose(1, 2).flatten(0, 1).flatten(1))  # (B*Q, H*D)
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 

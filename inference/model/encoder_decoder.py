@@ -1,10 +1,10 @@
-"""T5 models: an encoder over whole rows, and a decoder that generates one token per slot and step.
+"""T5 models: an encoder over whole rows, and a decoder whose tokens read the encoder's output.
 
 Everything that differs among T5, T5-v1.1, flan, mT5, UL2 and Megatron T5 is read from the
 architecture record. A pipeline stage holds its share of the layers of both stacks.
 """
 
-# Shapes: N tokens, E hidden, V vocabulary, H local heads, n tokens whose logits are wanted
+# Shapes: N tokens, E hidden, V vocabulary, H local heads
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from inference.model.t5_weights import T5Loader, check_t5
 from inference.model.weights import RankWeights
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import AllReduce, VocabParallelHead
+
+_SEES_ALL = AttentionRules(causal=False)
 
 # Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
 _FP16_LIMIT = 64504.0
@@ -45,8 +47,17 @@ class EncoderBatch:
 
 
 @dataclass(frozen=True)
+class EncodedRow:
+    """The encoder's output that a sequence reads: `length` tokens in a slot of the cache."""
+
+    slot: int
+    length: int
+    task: int  # of IA3
+
+
+@dataclass(frozen=True)
 class DecoderStep:
-    """One new token for each of N slots, with the encoder outputs that the slots read."""
+    """New tokens of some sequences, with the encoder's output that they read."""
 
     step: Step
     encoded: EncodedSlots
@@ -56,10 +67,10 @@ class DecoderStep:
 def make_decoder_step(
     ids: torch.Tensor,
     segments: Sequence[Segment],
-    encoder_lengths: Sequence[int],
+    encoded: Sequence[EncodedRow],
+    output_rows: torch.Tensor,
     *,
     cache: KVCache,
-    cross_cache: KVCache,
     rules: AttentionRules,
     dtype: torch.dtype,
     tasks: torch.Tensor | None = None,
@@ -67,24 +78,29 @@ def make_decoder_step(
     """Lay out a decoder step.
 
     Args:
-        ids: The newest token of each slot (N,).
-        segments: Its place, one token each, with ascending slots.
-        encoder_lengths: Tokens that the slot's cross-attention cache holds.
-        cache: The cache of self-attention.
-        cross_cache: The cache of the encoder's keys and values.
+        ids: Tokens (N,).
+        segments: Their sequences, in this order, with ascending slots.
+        encoded: The encoder's output that each segment reads.
+        output_rows: Tokens whose logits are wanted.
+        cache: Keys and values of decoder and encoder.
         rules: The model's.
         dtype: The model's.
-        tasks: IA3 task of each slot (N,), None without IA3.
+        tasks: IA3 task of each token (N,), None without IA3.
     """
-    every = torch.arange(len(segments), device=ids.device)
-    step = make_step(ids, segments, every, cache=cache, rules=rules, dtype=dtype)
-    # As if each slot's last token were the last of the encoder's: all of them are seen.
-    seen = [
-        Segment(segment.slot, length - 1, 1)
-        for segment, length in zip(segments, encoder_lengths, strict=True)
-    ]
-    cross = attention_groups(seen, AttentionRules(), dtype, cross_cache)
-    return DecoderStep(step, EncodedSlots(cross), tasks)
+    step = make_step(ids, segments, output_rows, cache=cache, rules=rules, dtype=dtype)
+    groups = attention_groups(_reading(segments, encoded), _SEES_ALL, dtype, cache)
+    return DecoderStep(step, EncodedSlots(groups), tasks)
+
+
+def _reading(segments: Sequence[Segment], encoded: Sequence[EncodedRow]) -> list[Segment]:
+    """Return tokens as the last ones of what they read; those that read the same are together."""
+    found: list[Segment] = []
+    for segment, each in zip(segments, encoded, strict=True):
+        count = segment.count
+        if found and found[-1].slot == each.slot:
+            count += found.pop().count
+        found.append(Segment(each.slot, each.length - count, count))
+    return found
 
 
 class EncoderDecoder:
@@ -194,34 +210,28 @@ class EncoderDecoder:
         self,
         encoded: torch.Tensor,
         batch: EncoderBatch,
-        slots: Sequence[Sequence[int]],
-        cross_cache: KVCache,
+        slots: Sequence[int],
+        cache: KVCache,
     ) -> None:
         """Store the keys and values of the encoder's output (N, E) for this stage's decoder layers.
 
-        `slots` are those of each row, all of which get the row's keys and values.
+        `slots` of the cache receive them, one for each row.
         """
-        for nth in range(max(map(len, slots))):
-            # Rows with fewer slots write their last one again.
-            chosen = [row[min(nth, len(row) - 1)] for row in slots]
-            cache_rows = cross_cache.token_rows(batch.rows.per_token(chosen), batch.rows.positions)
-            for index, layer in enumerate(self.decoder):
-                layer.cross.remember(
-                    encoded, cache_rows, cross_cache, layer=index, tasks=batch.tasks
-                )
+        cache_rows = cache.token_rows(batch.rows.per_token(slots), batch.rows.positions)
+        for index, layer in enumerate(self.decoder):
+            layer.cross.remember(encoded, cache_rows, cache, layer=index, tasks=batch.tasks)
 
     def embed_step(self, inputs: DecoderStep) -> torch.Tensor:
         """Return the first decoder layer's input (N, E)."""
         assert self._embedding is not None, "only the first stage embeds"
         return self._embedding(inputs.step.ids, inputs.step.positions)
 
-    def run_decoder(
-        self, x: torch.Tensor, inputs: DecoderStep, cache: KVCache, cross_cache: KVCache
-    ) -> torch.Tensor:
+    def run_decoder(self, x: torch.Tensor, inputs: DecoderStep) -> torch.Tensor:
         """Return the output of this stage's last decoder layer (N, E)."""
+        cache = inputs.step.cache
         for index, layer in enumerate(self.decoder):
-            x = self._bounded(layer.attend(x, inputs.step, cache, index, inputs.tasks))
-            x = self._bounded(layer.consult(x, inputs.encoded, cross_cache, index))
+            x = self._bounded(layer.attend(x, inputs.step, index, inputs.tasks))
+            x = self._bounded(layer.consult(x, inputs.encoded, cache, index))
             x = self._bounded(layer.transform(x, inputs.tasks))
         return x
 

@@ -37,9 +37,20 @@ def prefix_source(task_id: int) -> int:
     return WIPE - 1 - task_id
 
 
+def encoder_slot(slots: Sequence[int], sequences: int) -> int:
+    """Return the slot that keeps the encoder's output for the sequences in some slots.
+
+    Those of an encoder-decoder's cache follow the scratch slot, which comes after `sequences`.
+    """
+    return sequences + 1 + slots[0]
+
+
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of one rank's cache; without `block_tokens` each slot has one block of its own."""
+    """Sizes of one rank's cache; without `block_tokens` each slot has one block of its own.
+
+    With `parts` 2 there are as many slots again, see `encoder_slot`.
+    """
 
     num_layer: int
     slots: int
@@ -48,11 +59,12 @@ class CacheShape:
     size_per_head: int
     block_tokens: int = 0
     blocks: int = 0
+    parts: int = 1
 
     def __post_init__(self) -> None:
         if not self.block_tokens:
             object.__setattr__(self, "block_tokens", self.max_len)
-            object.__setattr__(self, "blocks", self.slots)
+            object.__setattr__(self, "blocks", self.slots * self.parts)
 
     @property
     def slot_blocks(self) -> int:
@@ -100,10 +112,11 @@ class KVCache:
         self._data = _zeros((*sizes, shape.size_per_head), dtype, device)
         self._layers = list(self._data.unbind(0))  # each (blocks, 2, H, S, D)
         self._rows = [layer.view(-1, shape.size_per_head) for layer in self._layers]
-        self._table = np.full((shape.slots + 1, shape.slot_blocks), shape.blocks, np.int32)
+        every = shape.slots * shape.parts + 1
+        self._table = np.full((every, shape.slot_blocks), shape.blocks, np.int32)
         if shape.is_whole:
-            self._table[:, 0] = np.arange(shape.slots + 1)
-        self.tables = torch.from_numpy(self._table.copy()).to(device)  # (B + 1, slot_blocks)
+            self._table[:, 0] = np.arange(every)
+        self.tables = torch.from_numpy(self._table.copy()).to(device)  # (slots, slot_blocks)
 
     @property
     def scratch_slot(self) -> int:

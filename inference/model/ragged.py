@@ -104,9 +104,7 @@ class RaggedRows:
 
     def per_token(self, values: Sequence[int]) -> torch.Tensor:
         """Return (N,): each row's value, repeated for its tokens."""
-        device = self.positions.device
-        counts = torch.tensor(self.counts, device=device)
-        return torch.tensor(list(values), device=device).repeat_interleave(counts)
+        return on_device(np.repeat(values, self.counts), self.positions.device)
 
 
 class RowMasks:

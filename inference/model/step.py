@@ -105,11 +105,12 @@ class AttentionRules:
     sliding_window: int | None = None
     # (H, D): bias by distance back, the last entry for all that are farther.
     distance_bias: torch.Tensor | None = None
+    causal: bool = True  # a token does not see those after it
     batch_invariant: bool = False  # the bits of a token's result do not depend on the step
 
     @property
     def plain(self) -> bool:
-        """True if a token sees all tokens before it, without a bias."""
+        """True if a token sees all tokens, or all before it, without a bias."""
         return (
             self.alibi_slopes is None and self.sliding_window is None and self.distance_bias is None
         )
@@ -214,9 +215,9 @@ def _group(
 ) -> AttentionGroup:
     new_tokens, length = run[0].count, max(s.stop for s in run)
     even = all(s.stop == length for s in run)
-    causal = rules.plain and new_tokens > 1 and run[0].start == 0
+    causal = rules.plain and rules.causal and new_tokens > 1 and run[0].start == 0
     bias = None
-    if not (rules.plain and even and (new_tokens == 1 or causal)):
+    if not (rules.plain and even and (new_tokens == 1 or causal or not rules.causal)):
         starts = torch.tensor([s.start for s in run], device=device)
         bias = attention_bias(starts, new_tokens, length, rules).to(dtype)
     rows = slice(first_row, first_row + len(run) * new_tokens)

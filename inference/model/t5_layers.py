@@ -5,8 +5,7 @@ takes the last row of each table, which is all ones (Liu et al., Few-Shot Parame
 Fine-Tuning, section 3.3).
 """
 
-# Shapes: N tokens, E hidden, H local heads, D head size, F local MLP width, B slots of a group,
-#         S cached tokens
+# Shapes: N tokens, E hidden, H local heads, D head size, F local MLP width
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ class RowAttention:
 
 @dataclass(frozen=True)
 class CausalAttention:
-    """Self-attention of the decoder over the tokens of a slot; one new token per slot."""
+    """Self-attention of the decoder over the tokens of each sequence."""
 
     qkv: ColumnParallelLinear
     out: RowParallelLinear
@@ -95,7 +94,6 @@ class CausalAttention:
         self,
         x: torch.Tensor,
         step: Step,
-        cache: KVCache,
         *,
         layer: int,
         tasks: torch.Tensor | None,
@@ -110,10 +108,10 @@ class CausalAttention:
         if step.paged is not None:
             key, value = keys_values.unbind(1)
             new = (key, value)
-            mixed = step.paged(qkv[:, 0], cache, layer=layer, new=new, scale=self.heads.scale)
+            mixed = step.paged(qkv[:, 0], step.cache, layer=layer, new=new, scale=self.heads.scale)
             return self.out(mixed, residual)
         step.store(layer, keys_values)
-        mixed = attend_cached(qkv[:, 0], step.groups, cache, layer, self.heads.scale)
+        mixed = attend_cached(qkv[:, 0], step.groups, step.cache, layer, self.heads.scale)
         return self.out(mixed, residual)
 
 
@@ -248,18 +246,13 @@ class T5DecoderLayer:
     mlp_adapter: LinearAdapter | None
 
     def attend(
-        self,
-        x: torch.Tensor,
-        step: Step,
-        cache: KVCache,
-        layer: int,
-        tasks: torch.Tensor | None,
+        self, x: torch.Tensor, step: Step, layer: int, tasks: torch.Tensor | None
     ) -> torch.Tensor:
         """Return x + self-attention, (N, E)."""
 
         def run(residual: torch.Tensor | None) -> torch.Tensor:
             h = self.attention_norm(x)
-            return self.attention(h, step, cache, layer=layer, tasks=tasks, residual=residual)
+            return self.attention(h, step, layer=layer, tasks=tasks, residual=residual)
 
         return _join(x, run, self.attention_adapter)
 

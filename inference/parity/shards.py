@@ -21,8 +21,13 @@ from export_scripts.ft.reader import FTReader
 from inference.model.decoder import DecoderLayer
 from inference.model.decoder_weights import load_decoder
 from inference.model.encoder import Encoder
-from inference.model.encoder_decoder import EncoderBatch, EncoderDecoder, make_decoder_step
-from inference.model.kv_cache import CacheShape, KVCache
+from inference.model.encoder_decoder import (
+    EncodedRow,
+    EncoderBatch,
+    EncoderDecoder,
+    make_decoder_step,
+)
+from inference.model.kv_cache import CacheShape, KVCache, encoder_slot
 from inference.model.ragged import ragged_rows
 from inference.model.step import Segment, make_step
 from inference.model.weights import RankWeights
@@ -115,7 +120,7 @@ class _Rank:
     def run_encoder_decoder(
         self, architecture: EncoderDecoderArchitecture, inputs: ModelInputs
     ) -> None:
-        """Run a T5: the encoder over all its tokens, the decoder token by token."""
+        """Run a T5: the encoder over all its tokens, then the decoder."""
         model = EncoderDecoder(self.weights, architecture, reduce=self.reduce)
         model.encoder = [
             tapped_t5_encoder_layer(layer, f"encoder layer {number}", self.notes)
@@ -145,26 +150,27 @@ class _Rank:
             tapped_t5_decoder_layer(layer, f"decoder layer {number}", self.notes)
             for number, layer in enumerate(model.decoder)
         ]
+        count, length = len(inputs.decoder_ids), len(inputs.ids)
         sizes = stack.num_layer, stack.head_num, stack.size_per_head
-        cache = self._cache(*sizes, max_len=len(inputs.decoder_ids))
-        cross_cache = self._cache(*sizes, max_len=len(inputs.ids))
-        model.remember(encoded, batch, [[0]], cross_cache)
-        for position, token in enumerate(inputs.decoder_ids):
-            step = make_decoder_step(
-                torch.tensor([token]),
-                [Segment(0, position, 1)],
-                [len(inputs.ids)],
-                cache=cache,
-                cross_cache=cross_cache,
-                rules=model.rules,
-                dtype=model.dtype,
-            )
-            x = model.embed_step(step)
-            self.notes.add(Place("decoder embedding"), x)
-            x = model.run_decoder(x, step, cache, cross_cache)
-            assert model.decoder_norm is not None, "the whole model is one stage"
-            self.notes.add(Place("decoder final norm"), model.decoder_norm(x))
-            self._note_logits(model.logits(x), model.architecture.vocab_size)
+        cache = self._cache(*sizes, max_len=max(count, length), parts=2)
+        no_task = model.architecture.ia3_num_tasks
+        row = EncodedRow(encoder_slot([0], 1), length, no_task)
+        model.remember(encoded, batch, [row.slot], cache)
+        step = make_decoder_step(
+            torch.tensor(inputs.decoder_ids),
+            [Segment(0, 0, count)],
+            [row],
+            torch.arange(count),
+            cache=cache,
+            rules=model.rules,
+            dtype=model.dtype,
+        )
+        x = model.embed_step(step)
+        self.notes.add(Place("decoder embedding"), x)
+        x = model.run_decoder(x, step)
+        assert model.decoder_norm is not None, "the whole model is one stage"
+        self.notes.add(Place("decoder final norm"), model.decoder_norm(x))
+        self._note_logits(model.logits(x), model.architecture.vocab_size)
 
     def run_encoder(self, architecture: EncoderArchitecture, states: torch.Tensor) -> None:
         """Run a BERT over one row of hidden states (N, E)."""
@@ -182,7 +188,9 @@ class _Rank:
         rows = self.weights.layout.vocab_rows(vocab_size)
         self.notes.add(Place("logits"), part[:, : len(rows)], "columns")
 
-    def _cache(self, num_layer: int, head_num: int, size_per_head: int, *, max_len: int) -> KVCache:
+    def _cache(
+        self, num_layer: int, head_num: int, size_per_head: int, *, max_len: int, parts: int = 1
+    ) -> KVCache:
         heads = head_num // self.weights.layout.tp_size
-        shape = CacheShape(num_layer, 1, heads, max_len, size_per_head)
+        shape = CacheShape(num_layer, 1, heads, max_len, size_per_head, parts=parts)
         return KVCache(shape, dtype=self.weights.dtype, device=_CPU)

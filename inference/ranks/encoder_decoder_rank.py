@@ -1,13 +1,15 @@
 """One rank of an encoder-decoder, or of its encoder alone.
 
-A step first encodes new rows, whose output every stage's cross-attention caches, and then runs the
-decoder over one new token of each slot.
+A step first encodes new rows, whose keys and values every stage caches in slots of their own, and
+then runs the decoder over the new tokens of each sequence.
 """
 
-# Shapes: N tokens of an encoder pass, n slots of a decoder step, V vocabulary, E hidden, H heads
+# Shapes: N tokens of an encoder pass, n tokens whose logits are wanted, V vocabulary, E hidden,
+#         H heads
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,14 +20,18 @@ from export_scripts.families.layout.architecture import (
     EncoderDecoderArchitecture,
     StackArchitecture,
 )
+from inference.model.cached_attention import EncodedSlots
 from inference.model.encoder_decoder import (
     DecoderStep,
+    EncodedRow,
     EncoderBatch,
     EncoderDecoder,
     make_decoder_step,
 )
-from inference.model.kv_cache import WIPE, CacheShape, KVCache
+from inference.model.kv_cache import CacheShape, KVCache, encoder_slot, on_device
 from inference.model.ragged import ragged_rows
+from inference.model.step import AttentionRules, Segment, Step
+from inference.model.token_feed import NEWEST
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import gemm_options, has_row_kernels, layer_parameters, on_gpu
@@ -34,8 +40,12 @@ from inference.ranks.plan import EncoderRow, ReceivedPlan
 from inference.ranks.settings import RankSettings
 
 if TYPE_CHECKING:
+    from inference.model.gpu.attention import PagedAttention
     from inference.model.gpu.decode_graph import DecodeGraphs
     from inference.model.gpu.encoder_graph import EncoderGraphs
+
+# Tokens of a step for which libraries choose and load their kernels before the first request.
+_WARM_UP_TOKENS = (1, 16, 64, 256, 1024)
 
 
 class EncoderDecoderRank(RankBase):
@@ -56,22 +66,21 @@ class EncoderDecoderRank(RankBase):
         self.architecture = architecture
         gemm = gemm_options(settings)
         self.model = EncoderDecoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
+        self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
         if architecture.decoder is not None:
             shape = decoder_cache_shape(architecture.decoder, settings)
             self.cache = KVCache(shape, dtype=weights.dtype, device=self.device)
-            self.cross_cache = KVCache(shape, dtype=weights.dtype, device=self.device)
-        self._feed = self._token_feed(settings.slots, architecture.vocab_size)
+            self._feed = self._token_feed(settings.slots, architecture.vocab_size)
+            nothing = EncodedRow(self.cache.scratch_slot, 1, self._no_task)
+            self._encoded = [nothing] * (shape.slots + 1)  # what each slot reads
         self._graphs: DecodeGraphs | None = None
         self._encoder_graphs: EncoderGraphs | None = None
         self._tiled = has_row_kernels(self.device, weights.dtype)
-        self._lengths = [1] * settings.slots  # encoder tokens that each slot reads
-        self._no_task = architecture.ia3_num_tasks  # names a row of ones in every table
-        self._tasks = [self._no_task] * settings.slots
         self._pass: EncoderPass | None = None
         self._rows: tuple[EncoderRow, ...] = ()  # of the pass
 
     def prepare(self) -> None:
-        """Record the graphs of encoder and decoder."""
+        """Record the graphs of encoder and decoder, and run steps that are not graphs once."""
         if not on_gpu(self.device):
             return
         with torch.inference_mode():
@@ -98,22 +107,36 @@ class EncoderDecoderRank(RankBase):
     def _record_decoder(self) -> None:
         from inference.model.gpu.decode_graph import DecodeGraphs, EncoderDecoderGraphModel
 
-        caches = (self.cache, self.cross_cache)
-        model = EncoderDecoderGraphModel(self.model, caches, self._feed, self.layout)
+        for tokens in _WARM_UP_TOKENS:
+            self._run_nothing(tokens)
+        model = EncoderDecoderGraphModel(self.model, self.cache, self._feed, self.layout)
         self._graphs = DecodeGraphs(model, sequences=self.cache.shape.slots)
         self._graphs.record()
+
+    def _run_nothing(self, tokens: int) -> None:
+        """Run tokens of one sequence and one of another; their results are discarded."""
+        slot = self.cache.scratch_slot
+        segments = [Segment(slot, 0, min(tokens, self.cache.shape.max_len)), Segment(slot, 0, 1)]
+        ids = torch.zeros(sum(segment.count for segment in segments), dtype=torch.int64)
+        step = self._decoder_step(ids, segments, torch.tensor([0]))
+        first = self.layout.is_first_stage
+        x = self.model.embed_step(step) if first else self.model.room(len(ids)).zero_()
+        x = self.model.run_decoder(x, step)
+        if self.layout.is_last_stage:
+            self.model.logits(x[:1])
 
     def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step, see `RankBase`."""
         with torch.inference_mode():
             embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
+            if plan.moves or plan.entries:
+                self.cache.update(plan.moves, plan.entries)
             if plan.encoder_rows:
                 self._begin(plan, embeddings)
             if plan.encoder_rows or plan.encoder_layers:
                 self._encode(plan.encoder_layers or self.architecture.encoder.num_layer)
             if self.architecture.decoder is None:
                 return self._encoder_result()
-            self._move(plan)
             if self._graphs is not None and self._is_plain(plan):
                 return self._run_recorded(self._graphs, plan)
             part = self._decode(plan) if plan.segments else None
@@ -131,7 +154,7 @@ class EncoderDecoderRank(RankBase):
         rows = ragged_rows(counts, self.device, tiled=self._tiled)
         tasks = [self._task_of(row) for row in plan.encoder_rows]
         batch = EncoderBatch(
-            plan.encoder_ids.to(self.device),
+            on_device(plan.encoder_ids.numpy(), self.device),
             rows,
             tasks=rows.per_token(tasks) if any(t != self._no_task for t in tasks) else None,
             has_virtual=plan.has_virtual,
@@ -155,10 +178,13 @@ class EncoderDecoderRank(RankBase):
             return
         batch = self._pass.batch
         output = self._spread(self._pass.output, batch)
-        self.model.remember(output, batch, [row.slots for row in self._rows], self.cross_cache)
-        for row in self._rows:
+        slots = self.cache.shape.slots
+        targets = [encoder_slot(row.slots, slots) for row in self._rows]
+        self.model.remember(output, batch, targets, self.cache)
+        for row, target in zip(self._rows, targets, strict=True):
+            encoded = EncodedRow(target, row.count, self._task_of(row))
             for slot in row.slots:
-                self._lengths[slot], self._tasks[slot] = row.count, self._task_of(row)
+                self._encoded[slot] = encoded
         self._pass = None
 
     def _task_of(self, row: EncoderRow) -> int:
@@ -182,62 +208,82 @@ class EncoderDecoderRank(RankBase):
             sent.wait()
         return output
 
-    def _move(self, plan: ReceivedPlan) -> None:
-        """Copy cached tokens among the slots of a row, which all read the same encoder output."""
-        if not plan.moves:
-            return
-        self.cache.update(plan.moves)
-        self.cross_cache.update(
-            [
-                (WIPE, slot, 0, self._lengths[slot])
-                for source, slot, _, _ in plan.moves
-                if source == WIPE
-            ]
-        )
-
     def _is_plain(self, plan: ReceivedPlan) -> bool:
         """Return whether a step's rows are without IA3 and all of their logits wanted."""
-        without_task = all(self._tasks[s.slot] == self._no_task for s in plan.segments)
+        without_task = all(self._encoded[s.slot].task == self._no_task for s in plan.segments)
         return without_task and 0 < len(plan.output_rows) == len(plan.segments) == len(plan.ids)
 
     def _run_recorded(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
         """Run a plain step of the decoder."""
-        slots = [segment.slot for segment in plan.segments]
-        graph = graphs.graph(len(slots))
-        numbers = np.empty((5, len(slots)), np.int64)
+        encoded = [self._encoded[segment.slot] for segment in plan.segments]
+        graph = graphs.graph(len(encoded))
+        numbers = np.empty((6, len(encoded)), np.int64)
         numbers[0] = plan.ids
-        numbers[1] = slots
+        numbers[1] = [segment.slot for segment in plan.segments]
         numbers[2] = [segment.start for segment in plan.segments]
-        numbers[3] = [self._lengths[slot] for slot in slots]
-        numbers[4] = -1 if plan.choices is None else plan.choices[1]
+        numbers[3] = [each.slot for each in encoded]
+        numbers[4] = [each.length for each in encoded]
+        numbers[5] = -1 if plan.choices is None else plan.choices[1]
         graph.fill(numbers)
         self._run_graph(graph)
         return self._graph_result(graph, plan, self.architecture.vocab_size)
 
     def _decode(self, plan: ReceivedPlan) -> torch.Tensor | None:
         """Return this rank's slice of the logits of the decoder's step, (n, V / T or more)."""
-        slots = [segment.slot for segment in plan.segments]
-        tasks = [self._tasks[slot] for slot in slots]
-        inputs = make_decoder_step(
-            self._newest_ids(plan.ids, slots),
-            plan.segments,
-            [self._lengths[slot] for slot in slots],
+        inputs = self._decoder_step(plan.ids, plan.segments, plan.output_rows)
+        stage = _DecoderStage(self.model)
+        hidden = run_stage(stage, [inputs], layout=self.layout, groups=self._groups)
+        if not hidden or not len(plan.output_rows):
+            return None
+        return self.model.logits(hidden[0].index_select(0, inputs.step.output_rows))
+
+    def _decoder_step(
+        self, ids: torch.Tensor, segments: Sequence[Segment], output_rows: torch.Tensor
+    ) -> DecoderStep:
+        """Lay out a step of the decoder; `ids` and `output_rows` are on the CPU."""
+        counts = [segment.count for segment in segments]
+        encoded = [self._encoded[segment.slot] for segment in segments]
+        tasks = None
+        if any(each.task != self._no_task for each in encoded):
+            tasks = on_device(np.repeat([each.task for each in encoded], counts), self.device)
+        if on_gpu(self.device):
+            step, cross = self._paged_step(ids, segments, output_rows)
+            return DecoderStep(step, EncodedSlots(paged=cross), tasks)
+        if NEWEST in ids.numpy():
+            slots = np.repeat([segment.slot for segment in segments], counts)
+            ids = self._feed.ids(ids.to(self.device), on_device(slots, self.device))
+        return make_decoder_step(
+            ids.to(self.device),
+            segments,
+            encoded,
+            output_rows.to(self.device),
             cache=self.cache,
-            cross_cache=self.cross_cache,
             rules=self.model.rules,
             dtype=self.model.dtype,
-            tasks=torch.tensor(tasks, device=self.device)
-            if any(task != self._no_task for task in tasks)
-            else None,
+            tasks=tasks,
         )
-        stage = _DecoderStage(self.model, self.cache, self.cross_cache)
-        hidden = run_stage(stage, [inputs], layout=self.layout, groups=self._groups)
-        if not hidden:
-            return None
-        return self.model.logits(hidden[0].index_select(0, plan.output_rows.to(self.device)))
 
-    def _newest_ids(self, ids: torch.Tensor, slots: list[int]) -> torch.Tensor:
-        return self._feed.ids(ids.to(self.device), torch.tensor(slots, device=self.device))
+    def _paged_step(
+        self, ids: torch.Tensor, segments: Sequence[Segment], output_rows: torch.Tensor
+    ) -> tuple[Step, PagedAttention]:
+        """Lay out a step for the GPU's kernels, with the attention over the encoder's output."""
+        from inference.model.gpu.attention import paged_attention
+        from inference.model.gpu.paged_step import make_paged_step
+
+        step = make_paged_step(
+            ids.numpy(),
+            segments,
+            output_rows.numpy(),
+            cache=self.cache,
+            rules=self.model.rules,
+            group=1,
+            feed=self._feed,
+        )
+        encoded = [(self._encoded[segment.slot], segment.count) for segment in segments]
+        # As if each token were the last of the encoder's: it sees all of them.
+        reading = [(each.slot, each.length - 1, 1) for each, count in encoded for _ in range(count)]
+        rules = AttentionRules()
+        return step, paged_attention(np.array(reading), rules=rules, group=1, device=self.device)
 
     def _encoder_result(self) -> StepResult | None:
         """Return on rank 0 the output of an encoder alone, which runs all layers in one step."""
@@ -269,8 +315,6 @@ class _DecoderStage:
     """The decoder's layers of this stage, as the pipeline runs them."""
 
     model: EncoderDecoder
-    cache: KVCache
-    cross_cache: KVCache
 
     def embed(self, step: DecoderStep) -> torch.Tensor:
         return self.model.embed_step(step)
@@ -279,15 +323,18 @@ class _DecoderStage:
         return self.model.room(len(step.step.ids))
 
     def run_layers(self, x: torch.Tensor, step: DecoderStep) -> torch.Tensor:
-        return self.model.run_decoder(x, step, self.cache, self.cross_cache)
+        return self.model.run_decoder(x, step)
 
 
 def decoder_cache_shape(stack: StackArchitecture, settings: RankSettings) -> CacheShape:
-    """Return one of a rank's two caches: of what was generated, or of what was encoded."""
+    """Return the cache of one rank: of what was generated, and of what was encoded."""
     return CacheShape(
         num_layer=len(settings.layout.layers(stack.num_layer)),
         slots=settings.slots,
         kv_head_num=stack.head_num // settings.tp_size,
         max_len=settings.max_len,
         size_per_head=stack.size_per_head,
+        block_tokens=settings.block_tokens,
+        blocks=settings.blocks,
+        parts=2,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ def test_t5_logits_equal_those_of_the_cpu(
     assert difference(ours, expected) < TOLERANCE[data_type]
 
 
-def request_of(engine: Engine, count: int, **options: float) -> GenerationRequest:
+def request_of(
+    engine: Engine, count: int, *, output_len: int = 15, **options: float
+) -> GenerationRequest:
     prompts = [[4 + (7 * row + 3 * t) % 36 for t in range(1 + 2 * row)] for row in range(count)]
     ids = np.zeros((count, 2 * count), np.uint32)
     for row, prompt in enumerate(prompts):
@@ -86,7 +89,7 @@ def request_of(engine: Engine, count: int, **options: float) -> GenerationReques
     tensors = {
         "input_ids": ids,
         "sequence_length": np.array([[len(prompt)] for prompt in prompts], np.uint32),
-        "max_output_len": np.full((count, 1), 15, np.uint32),
+        "max_output_len": np.full((count, 1), output_len, np.uint32),
     }
     for name, value in options.items():
         dtype = np.float32 if isinstance(value, float) else np.uint32
@@ -107,6 +110,38 @@ def test_t5_tokens_of_mixed_batches_and_beams_equal_those_of_the_cpu(
         for more in ({}, {"ia3_tasks": 1}, {"beam_width": 3}, {"repetition_penalty": 1.4}):
             request = request_of(cpu, 9, **more)
             expected, rows = cpu.generate(request).rows, cuda.generate(request).rows
+            assert [row.output_ids for row in rows] == [row.output_ids for row in expected]
+
+
+def test_t5_tokens_of_requests_that_arrive_while_others_run_equal_those_of_the_cpu(
+    tmp_path: Path,
+) -> None:
+    """Few blocks: rows share steps, join them late, and are preempted and computed again."""
+    model = MODELS["relative"]
+    folder = t5_folder(tmp_path, model)
+    block_bytes = 16 * 2 * model.decoder_layers * model.inner * 4
+    few = EngineOptions(max_lanes=6, max_seq_len=64, kv_cache_bytes=14 * block_bytes)
+    with (
+        Engine(folder, Placement(device="cpu"), options=EngineOptions(max_seq_len=64)) as cpu,
+        Engine(folder, Placement(device="cuda"), options=few) as cuda,
+    ):
+        assert cuda.capacity.tokens == 13 * 16
+        kinds: list[dict[str, int]] = [
+            {},
+            {"ia3_tasks": 1},
+            {"runtime_top_k": 4},
+            {"beam_width": 2},
+        ]
+        requests = [
+            request_of(cpu, 1 + number % 5, output_len=9 + 5 * (number % 7), **kinds[number % 4])
+            for number in range(24)
+        ]
+        futures = []
+        for request in requests:
+            futures.append(cuda.submit(request))
+            time.sleep(0.005)
+        for request, future in zip(requests, futures, strict=True):
+            expected, rows = cpu.generate(request).rows, future.result(60).rows
             assert [row.output_ids for row in rows] == [row.output_ids for row in expected]
 
 

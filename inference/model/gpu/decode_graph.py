@@ -256,24 +256,19 @@ class DecoderGraphModel:
 class EncoderDecoderGraphModel:
     """A T5 decoder's stage, for rows without IA3.
 
-    The numbers of a sequence: its token, its slot, the token's place, how many tokens of the
-    encoder it reads, and an id that may not be chosen.
+    The numbers of a sequence: its token, its slot, the token's place, the slot of the encoder's
+    output that it reads, how many tokens this has, and an id that may not be chosen.
     """
 
     def __init__(
-        self,
-        model: EncoderDecoder,
-        caches: tuple[KVCache, KVCache],
-        feed: TokenFeed,
-        layout: ParallelLayout,
+        self, model: EncoderDecoder, cache: KVCache, feed: TokenFeed, layout: ParallelLayout
     ) -> None:
-        """Take a stage, and its caches for self-attention and for cross-attention."""
         self.layout, self.device = layout, model.device
-        self._cache, self._cross_cache = caches
-        self.idle: tuple[int, ...] = (0, self._cache.scratch_slot, 0, 1, -1)
+        self.idle: tuple[int, ...] = (0, cache.scratch_slot, 0, cache.scratch_slot, 1, -1)
         self._model = model
+        self._cache = cache
         self.feed = feed
-        shape = self._cache.shape
+        shape = cache.shape
         tickets = torch.zeros(
             shape.slots * shape.kv_head_num, dtype=torch.int32, device=self.device
         )
@@ -287,7 +282,7 @@ class EncoderDecoderGraphModel:
         self, numbers: torch.Tensor, hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stage's output, see `GraphModel`."""
-        ids, slots, places, encoded, forbidden = numbers.unbind(0)
+        ids, slots, places, encoded, lengths, forbidden = numbers.unbind(0)
         model, tickets = self._model, self._tickets
         step = Step(
             ids=self.feed.ids(ids, slots),
@@ -297,10 +292,12 @@ class EncoderDecoderGraphModel:
             paged=single_tokens(slots, places, rules=model.rules, group=1, tickets=tickets),
         )
         # As if each token were the last of the encoder's: it sees all of them.
-        cross = single_tokens(slots, encoded - 1, rules=AttentionRules(), group=1, tickets=tickets)
+        cross = single_tokens(
+            encoded, lengths - 1, rules=AttentionRules(), group=1, tickets=tickets
+        )
         inputs = DecoderStep(step, EncodedSlots(paged=cross))
         x = model.embed_step(inputs) if hidden is None else hidden
-        x = model.run_decoder(x, inputs, self._cache, self._cross_cache)
+        x = model.run_decoder(x, inputs)
         if not self.layout.is_last_stage:
             return x, None
         logits = model.logits(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ import torch
 
 from inference.decoding.tensor_fields import Array
 from inference.engine.scheduler import Scheduler
-from inference.model.kv_cache import WIPE, Move
+from inference.model.kv_cache import WIPE, Move, encoder_slot
 from inference.model.token_feed import NEWEST, Chosen, TokenFeed
 from inference.ranks.base import StepResult
-from inference.ranks.plan import StepPlan
+from inference.ranks.plan import EncoderRow, StepPlan
 
 NOTHING = -7
 
@@ -36,11 +37,23 @@ def let_ranks_choose(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FakeRanks:
-    """A cache in blocks, and a model that reads a slot's tokens through its table."""
+    """A cache in blocks, and a model that reads a slot's tokens through its table.
+
+    With an encoder a sequence also reads the tokens that were encoded for it, which come first.
+    """
 
     def __init__(
-        self, *, slots: int, blocks: int, block_tokens: int, slot_blocks: int, vocab_size: int
+        self,
+        *,
+        slots: int,
+        blocks: int,
+        block_tokens: int,
+        slot_blocks: int,
+        vocab_size: int,
+        encoder_layers: int = 0,
     ) -> None:
+        self._sequences = slots
+        slots += slots + 1 if encoder_layers else 0
         self._cells = np.full((blocks, block_tokens), NOTHING)
         # As in the cache itself, a slot of one block has its own.
         self._tables = (
@@ -49,7 +62,11 @@ class FakeRanks:
         self._size = block_tokens
         self._newest = np.full(slots, NOTHING)
         self._vocab_size = vocab_size
-        self._feed = TokenFeed(slots, torch.device("cpu"), vocab=range(vocab_size))
+        self._feed = TokenFeed(self._sequences, torch.device("cpu"), vocab=range(vocab_size))
+        self._encoder_layers = encoder_layers
+        self._layers_left = 0  # of the pass
+        self._pass: tuple[tuple[EncoderRow, ...], Sequence[int]] = ((), ())
+        self._encoded: dict[int, tuple[int, int]] = {}  # slot -> slot and length of what it reads
         self.steps = 0
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -67,6 +84,8 @@ class FakeRanks:
             self._tables[slot, place] = block
         for move, tokens in zip(copies, saved, strict=True):
             self._copy(move, tokens)
+        if plan.encoder_layers:
+            self._encode(plan)
         logits = self._logits(plan)
         chosen = None if plan.choices is None else self._choose(plan, logits.clone())
         return StepResult(logits if plan.with_logits else torch.empty(0, 0), chosen=chosen)
@@ -95,6 +114,21 @@ class FakeRanks:
         found: list[int] = self._read(slot, stop).tolist()
         return found
 
+    def _encode(self, plan: StepPlan) -> None:
+        if plan.encoder_rows:
+            self._pass = plan.encoder_rows, plan.encoder_ids
+            self._layers_left = self._encoder_layers
+        self._layers_left -= plan.encoder_layers
+        assert self._layers_left >= 0
+        if self._layers_left:
+            return
+        ids = iter(self._pass[1])
+        for row in self._pass[0]:
+            target = encoder_slot(row.slots, self._sequences)
+            for place in range(row.count):
+                self._write(target, place, next(ids))
+            self._encoded |= dict.fromkeys(row.slots, (target, row.count))
+
     def _logits(self, plan: StepPlan) -> torch.Tensor:
         rows, first, outputs = [], 0, set(plan.output_rows)
         for segment in plan.segments:
@@ -105,6 +139,8 @@ class FakeRanks:
                 self._write(segment.slot, segment.start + nth, token)
                 if first + nth in outputs:
                     seen = self._read(segment.slot, segment.start + nth + 1)
+                    if self._encoder_layers:
+                        seen = np.concatenate((self._read(*self._encoded[segment.slot]), seen))
                     assert NOTHING not in seen, "a token is read that was not written"
                     best = next_token(seen.tolist(), self._vocab_size)
                     rows.append(-((np.arange(self._vocab_size) - best) % self._vocab_size))

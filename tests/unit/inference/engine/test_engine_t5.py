@@ -14,6 +14,7 @@ import torch
 from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.decoding.request import GenerationRequest, RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions, GenerationStep
+from inference.engine.running import RunningRow
 from inference.ranks.settings import Placement
 from tests.t5_reference import Reference
 from tests.tiny_t5 import TinyT5, t5_tensors, write_t5
@@ -177,6 +178,44 @@ def test_ranks_and_stages_give_the_same_tokens(ft_dirs: dict[int, Path], engine:
     with Engine(ft_dirs[2], Placement(tp_size=2, pp_size=2, device="cpu"), options=bounds) as other:
         ours = other.generate(request_of(other, prompts, 9, **options)).rows
     assert [row.output_ids for row in ours] == [row.output_ids for row in expected]
+
+
+@pytest.mark.parametrize("ranks_choose", [False, True])
+def test_blocks_of_a_few_tokens_give_the_same_tokens(
+    ranks_choose: bool, ft_dirs: dict[int, Path], engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if ranks_choose:
+        let_ranks_choose(monkeypatch)
+    preempted: list[RunningRow] = []
+    give_way = RunningRow.give_way
+
+    def note(row: RunningRow, generated: Sequence[int]) -> None:
+        preempted.append(row)
+        give_way(row, generated)
+
+    monkeypatch.setattr(RunningRow, "give_way", note)
+    block_bytes = 4 * 2 * MODEL.decoder_layers * MODEL.inner * 4
+    small = EngineOptions(
+        max_lanes=SLOTS, max_seq_len=40, kv_block_tokens=4, kv_cache_bytes=41 * block_bytes
+    )
+    prompts = prompts_of(11)
+    kinds: list[dict[str, Any]] = [
+        {"min_length": 30},
+        {
+            "runtime_top_k": 4,
+            "random_seed": list(range(11)),
+            "ia3_tasks": [n % 2 for n in range(11)],
+        },
+        {"beam_width": 3},
+    ]
+    with Engine(ft_dirs[1], Placement(device="cpu"), options=small) as paged:
+        assert paged.capacity.tokens == 160
+        for options in kinds:
+            expected = engine.generate(request_of(engine, prompts, 30, **options)).rows
+            rows = paged.generate(request_of(paged, prompts, 30, **options)).rows
+            assert [row.output_ids for row in rows] == [row.output_ids for row in expected]
+            assert bool(preempted) == ("beam_width" not in options)
+            preempted.clear()
 
 
 def test_each_row_has_its_own_ia3_task(engine: Engine) -> None:

@@ -31,6 +31,7 @@ from tests.unit.inference.engine.fake_ranks import FakeRanks, let_ranks_choose, 
 
 VOCAB, END = 50, 13
 BLOCKS, SIZE, SLOTS = 24, 4, 6
+START = 1  # before the tokens of a decoder that has an encoder
 WHOLE = 200  # tokens of a slot that is one block
 STEP_S, TOKEN_S = 0.01, 0.0001  # of a simulated step, and of each of its tokens
 
@@ -41,25 +42,35 @@ class World:
     Without `blocks` each slot has one of its own.
     """
 
-    def __init__(self, *, blocks: int = BLOCKS, slots: int = SLOTS, overlap: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        blocks: int = BLOCKS,
+        slots: int = SLOTS,
+        overlap: bool = False,
+        encoder_layers: int = 0,
+        bound_s: float = 0.1,
+    ) -> None:
         decoder = BatchDecoder(DecodingConfig(vocab_size=VOCAB))
         self.pool = BlockPool(blocks=blocks, block_tokens=SIZE) if blocks else BlockPool()
-        self.blocks, self.slots = blocks, slots
+        self.blocks, self.slots, self.encodes = blocks, slots, encoder_layers > 0
         self.scheduler = Scheduler(
             decoder,
             slots=slots,
             embedding_base=VOCAB,
-            chunk=ChunkSize(0.1),
+            chunk=ChunkSize(bound_s),
             blocks=self.pool,
             ranks_choose=overlap,
             shares_prefixes=True,
+            encoder_layers=encoder_layers,
         )
         self.ranks = FakeRanks(
             slots=slots,
-            blocks=blocks or slots,
+            blocks=blocks or 2 * slots + 1,
             block_tokens=SIZE if blocks else WHOLE,
             slot_blocks=blocks or 1,
             vocab_size=VOCAB,
+            encoder_layers=encoder_layers,
         )
         self.under_way: tuple[PlannedStep, StepResult] | None = None
         self.overlapped = 0
@@ -78,15 +89,24 @@ class World:
         """Send a request of one row."""
         ids = tuple(prompt)
         chosen = RowOptions(end_id=end_id, **{"random_seed": 1, **options})
-        row = RowRequest(ids, output_len, chosen, context_ids=ids, returned_ids=ids)
+        context = (START,) if self.encodes else ids
+        row = RowRequest(ids, output_len, chosen, context_ids=context, returned_ids=ids)
         self._arrivals += 1
         running = RunningRequest(
             GenerationRequest((row,), len(ids)), Future(), self._arrivals, on_step
         )
         running.results, running.pooled = [None], [None]
-        running.waiting = [make_row(running, 0, row, vocab_size=VOCAB, table_rows={})]
+        running.waiting = [
+            make_row(running, 0, row, vocab_size=VOCAB, table_rows={}, encoder_decoder=self.encodes)
+        ]
         self.scheduler.add(running)
         return running
+
+    def answer(self, request: RunningRequest) -> tuple[int, ...]:
+        """Return the greedy answer to a request of one row."""
+        (row,) = request.request.rows
+        prompt = [*row.input_ids, START] if self.encodes else row.input_ids
+        return answer(prompt, row.output_len, row.options.end_id)
 
     def turn(self) -> bool:
         """Plan and run a step as the engine's loop does; False if there was nothing to do."""
@@ -103,7 +123,7 @@ class World:
         return busy
 
     def _finish(self, launched: tuple[PlannedStep, StepResult]) -> None:
-        seconds = STEP_S + TOKEN_S * len(launched[0].plan.ids)
+        seconds = STEP_S + TOKEN_S * (len(launched[0].plan.ids) + launched[0].encoding.tokens)
         self.now_s += seconds
         self.scheduler.finish(*launched, seconds=seconds)
 
@@ -131,13 +151,12 @@ def output_of(request: RunningRequest) -> tuple[int, ...]:
     return row.output_ids[0]
 
 
-# A request: prompt length, tokens wanted, steps before it comes, and how it chooses.
+# A request: prompt length, tokens wanted, steps before it comes, and how it chooses, or that its
+# client leaves.
 REQUESTS = st.lists(
     st.tuples(
-        st.integers(1, 40),
-        st.integers(1, 40),
-        st.integers(0, 9),
-        st.sampled_from(["", "k", "b", "p"]),
+        *(st.integers(1, 40), st.integers(1, 40), st.integers(0, 9)),
+        st.sampled_from(["", "k", "b", "p", "left"]),
     ),
     min_size=1,
     max_size=12,
@@ -146,21 +165,31 @@ KINDS: dict[str, dict[str, Any]] = {
     "": {},
     "k": {"top_k": 3},
     "b": {"beam_width": 2, "top_k": 3},
+    "left": {},
     "p": {"top_k": 2, "presence_penalty": 20.5, "bad_words": ((8,), (21,), (0,))},
 }
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(requests=REQUESTS, overlap=st.booleans(), seed=st.integers(0, 99))
+@given(
+    requests=REQUESTS,
+    overlap=st.booleans(),
+    seed=st.integers(0, 99),
+    encoder_layers=st.sampled_from([0, 3]),
+)
 def test_every_answer_is_that_of_a_request_alone(
-    requests: list[tuple[int, int, int, str]], overlap: bool, seed: int
+    requests: list[tuple[int, int, int, str]], overlap: bool, seed: int, encoder_layers: int
 ) -> None:
     draw = random.Random(seed)
-    world = World(overlap=overlap)
-    sent = []
+    # Passes of the encoder take several steps.
+    kind_of_world: dict[str, Any] = {"encoder_layers": encoder_layers, "bound_s": 1e-3}
+    world = World(overlap=overlap, **kind_of_world)
+    sent: list[tuple[RunningRequest, str]] = []
     for prompt_len, output_len, steps, kind in requests:
         for _ in range(steps):
             world.turn()
+        for running in [running for running, kind in sent if kind == "left"]:
+            running.future.cancel()
         width = 2 if kind == "b" else 1
         # All that beams can need must fit.
         prompt_len, output_len = prompt_len // width + 1, output_len // width + 1
@@ -171,19 +200,24 @@ def test_every_answer_is_that_of_a_request_alone(
     world.run()
     for running, kind in sent:
         (row,) = running.request.rows
-        if not kind:
-            assert output_of(running) == answer(row.input_ids, row.output_len)
+        if running.future.cancelled():
             continue
-        alone = World(overlap=False)
+        if not kind:
+            assert output_of(running) == world.answer(running)
+            continue
+        alone = World(overlap=False, **kind_of_world)
         again = alone.add(row.input_ids, row.output_len, **KINDS[kind])
         alone.run()
         assert output_of(running) == output_of(again)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_beams_that_share_blocks_answer_as_those_that_copy(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "encoder_layers"), [(0, 0), (1, 0), (2, 0), (3, 2), (4, 2)])
+def test_beams_that_share_blocks_answer_as_those_that_copy(seed: int, encoder_layers: int) -> None:
     draw = random.Random(seed)
-    worlds = World(blocks=40, slots=10, overlap=True), World(blocks=0, slots=10)
+    worlds = [
+        World(blocks=blocks, slots=10, overlap=blocks > 0, encoder_layers=encoder_layers)
+        for blocks in (40, 0)
+    ]
     header = [7] * 9
     sent: list[tuple[RunningRequest, RunningRequest]] = []
     rows = []
@@ -243,9 +277,12 @@ def test_a_failed_beam_search_wipes_each_block_once() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_thousand_requests_preempt_each_other_and_all_are_answered(overlap: bool) -> None:
+@pytest.mark.parametrize("encoder_layers", [0, 3])
+def test_a_thousand_requests_preempt_each_other_and_all_are_answered(
+    overlap: bool, encoder_layers: int
+) -> None:
     draw = random.Random(5)
-    world = World(overlap=overlap)
+    world = World(overlap=overlap, encoder_layers=encoder_layers, bound_s=0.01)
     sent = []
     for _ in range(1000):
         prompt = [draw.randrange(VOCAB) for _ in range(draw.randint(1, 30))]
@@ -253,8 +290,7 @@ def test_a_thousand_requests_preempt_each_other_and_all_are_answered(overlap: bo
         world.turn()
     world.run()
     for running in sent:
-        (row,) = running.request.rows
-        assert output_of(running) == answer(row.input_ids, row.output_len)
+        assert output_of(running) == world.answer(running)
     assert bool(world.overlapped) == overlap
 
 
@@ -400,8 +436,11 @@ def _note_time(world: World, frames: list[float], _: object) -> None:
     frames.append(world.now_s)
 
 
-def test_cancelled_rows_leave_nothing_behind_while_a_step_is_under_way() -> None:
-    world = World(overlap=True)
+@pytest.mark.parametrize("encoder_layers", [0, 3])
+def test_cancelled_rows_leave_nothing_behind_while_a_step_is_under_way(
+    encoder_layers: int,
+) -> None:
+    world = World(overlap=True, encoder_layers=encoder_layers)
     leaving, staying = world.add([1, 2, 3], 30), world.add([4, 5, 6], 30)
     for _ in range(6):
         world.turn()
@@ -409,8 +448,8 @@ def test_cancelled_rows_leave_nothing_behind_while_a_step_is_under_way() -> None
     assert leaving.future.cancel()
     late = world.add([7, 8, 9], 30)
     world.run()
-    assert output_of(staying) == answer([4, 5, 6], 30)
-    assert output_of(late) == answer([7, 8, 9], 30)
+    assert output_of(staying) == world.answer(staying)
+    assert output_of(late) == world.answer(late)
 
 
 @pytest.fixture(scope="module")
