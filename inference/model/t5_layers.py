@@ -1,8 +1,8 @@
 """The parts of a T5 layer: attention over rows, over the cache, over the encoder; MLP; adapters.
 
-IA3 multiplies keys, values and MLP activations by a learned vector per task; a token without a task
-takes the last row of each table, which is all ones (Liu et al., Few-Shot Parameter-Efficient
-Fine-Tuning, section 3.3).
+IA3 multiplies keys, values and MLP activations by a learned vector per task, the rows of `scalers`;
+a token without a task takes the last row, which is all ones (Liu et al., Few-Shot
+Parameter-Efficient Fine-Tuning, section 3.3).
 """
 
 # Shapes: N tokens, E hidden, H local heads, D head size, F local MLP width
@@ -31,20 +31,11 @@ class Heads:
     scale: float
 
 
-@dataclass(frozen=True)
-class Scalers:
-    """IA3 tables of an attention, each (tasks + 1, H, D)."""
-
-    key: torch.Tensor
-    value: torch.Tensor
-
-    def apply(
-        self, key: torch.Tensor, value: torch.Tensor, tasks: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (N, H, D) keys and values, scaled for the task of each token (N,)."""
-        if tasks is None:
-            return key, value
-        return key * self.key[tasks], value * self.value[tasks]
+def _scaled(
+    x: torch.Tensor, scalers: torch.Tensor | None, tasks: torch.Tensor | None
+) -> torch.Tensor:
+    """Return x (N, ...) scaled by the row of `scalers` (tasks + 1, ...) for each task (N,)."""
+    return x if scalers is None or tasks is None else x * scalers[tasks]
 
 
 @dataclass(frozen=True)
@@ -54,7 +45,7 @@ class RowAttention:
     qkv: ColumnParallelLinear  # all queries, then all keys, then all values
     out: RowParallelLinear
     heads: Heads
-    scalers: Scalers | None
+    scalers: torch.Tensor | None  # (tasks + 1, 3, H, D), ones for queries
 
     def __call__(
         self,
@@ -68,9 +59,7 @@ class RowAttention:
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E)."""
         qkv = self.qkv(x).view(-1, 3, self.heads.count, self.heads.size)  # (N, 3, H, D)
-        query, key, value = qkv.unbind(1)
-        if self.scalers is not None:
-            key, value = self.scalers.apply(key, value, tasks)
+        query, key, value = _scaled(qkv, self.scalers, tasks).unbind(1)
         scale = self.heads.scale
         if weights_out is None:
             mixed = attend(query, key, value, rows=rows, masks=masks, scale=scale)
@@ -88,7 +77,7 @@ class CausalAttention:
     qkv: ColumnParallelLinear
     out: RowParallelLinear
     heads: Heads
-    scalers: Scalers | None
+    scalers: torch.Tensor | None  # (tasks + 1, 3, H, D), ones for queries
 
     def __call__(
         self,
@@ -101,16 +90,13 @@ class CausalAttention:
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E); `layer` numbers the cache's layers."""
         qkv = self.qkv(x).view(-1, 3, self.heads.count, self.heads.size)  # (N, 3, H, D)
-        keys_values = qkv[:, 1:]
-        if self.scalers is not None and tasks is not None:
-            scaled = self.scalers.apply(qkv[:, 1], qkv[:, 2], tasks)
-            keys_values = torch.stack(scaled, dim=1)
+        qkv = _scaled(qkv, self.scalers, tasks)
         if step.paged is not None:
-            key, value = keys_values.unbind(1)
+            query, key, value = qkv.unbind(1)
             new = (key, value)
-            mixed = step.paged(qkv[:, 0], step.cache, layer=layer, new=new, scale=self.heads.scale)
+            mixed = step.paged(query, step.cache, layer=layer, new=new, scale=self.heads.scale)
             return self.out(mixed, residual)
-        step.store(layer, keys_values)
+        step.store(layer, qkv[:, 1:])
         mixed = attend_cached(qkv[:, 0], step.groups, step.cache, layer, self.heads.scale)
         return self.out(mixed, residual)
 
@@ -123,7 +109,7 @@ class CrossAttention:
     key_value: ColumnParallelLinear  # all keys, then all values
     out: RowParallelLinear
     heads: Heads
-    scalers: Scalers | None
+    scalers: torch.Tensor | None  # (tasks + 1, 2, H, D)
 
     def remember(
         self,
@@ -136,10 +122,7 @@ class CrossAttention:
     ) -> None:
         """Store keys and values of encoder output (N, E) at `cache_rows`."""
         both = self.key_value(encoded).view(-1, 2, self.heads.count, self.heads.size)
-        key, value = both.unbind(1)  # (N, H, D)
-        if self.scalers is not None:
-            key, value = self.scalers.apply(key, value, tasks)
-        cache.write(layer, cache_rows, torch.stack((key, value), dim=1))
+        cache.write(layer, cache_rows, _scaled(both, self.scalers, tasks))
 
     def __call__(
         self,
@@ -166,7 +149,7 @@ class T5MLP:
     wi: ColumnParallelLinear  # with its activation
     wi2: ColumnParallelLinear | None
     wo: RowParallelLinear
-    scaler: torch.Tensor | None  # (tasks + 1, F)
+    scalers: torch.Tensor | None  # (tasks + 1, F)
 
     def __call__(
         self, x: torch.Tensor, *, tasks: torch.Tensor | None, residual: torch.Tensor | None
@@ -175,9 +158,7 @@ class T5MLP:
         inner = self.wi(x)
         if self.wi2 is not None:
             inner = inner * self.wi2(x)
-        if self.scaler is not None and tasks is not None:
-            inner = inner * self.scaler[tasks]
-        return self.wo(inner, residual)
+        return self.wo(_scaled(inner, self.scalers, tasks), residual)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from inference.model.t5_layers import (
     Heads,
     LinearAdapter,
     RowAttention,
-    Scalers,
     T5DecoderLayer,
     T5EncoderLayer,
 )
@@ -146,7 +145,7 @@ class T5Loader:
                 key_value=self._parts.column(f"{cross}.k", f"{cross}.v"),
                 out=self._parts.row(f"{cross}.o"),
                 heads=self._heads,
-                scalers=self._scalers(cross),
+                scalers=self._keys_values(cross),
             ),
             mlp_norm=self._parts.norm(block + "layer.2.layer_norm"),
             mlp=self._mlp(block + "layer.2.DenseReluDense"),
@@ -160,7 +159,7 @@ class T5Loader:
             wi=self._parts.column(f"{name}.wi", activation=activation),
             wi2=self._parts.column(f"{name}.wi2") if choice.gated else None,
             wo=self._parts.row(f"{name}.wo"),
-            scaler=self._table(name),
+            scalers=self._table(name),
         )
 
     def _adapter(self, prefix: str) -> LinearAdapter | None:
@@ -173,12 +172,17 @@ class T5Loader:
             wo=self._parts.row(prefix + "DenseSiluDense.wo"),
         )
 
-    def _scalers(self, attention: str) -> Scalers | None:
+    def _scalers(self, attention: str) -> torch.Tensor | None:
+        """Return the IA3 tables of an attention, ones for queries, (tasks + 1, 3, H, D)."""
+        table = self._keys_values(attention)
+        return None if table is None else torch.cat((torch.ones_like(table[:, :1]), table), dim=1)
+
+    def _keys_values(self, attention: str) -> torch.Tensor | None:
+        """Return the IA3 tables of keys and values, (tasks + 1, 2, H, D)."""
         key, value = self._table(f"{attention}.k"), self._table(f"{attention}.v")
         if key is None or value is None:
             return None
-        shape = (-1, self._heads.count, self._heads.size)
-        return Scalers(key.view(shape), value.view(shape))
+        return torch.stack((key, value), dim=1).view(-1, 2, self._heads.count, self._heads.size)
 
     def _table(self, name: str) -> torch.Tensor | None:
         """Return an IA3 table with a row of ones for no task, (tasks + 1, width)."""

@@ -137,7 +137,7 @@ class EncoderDecoderRank(RankBase):
                 self._encode(plan.encoder_layers or self.architecture.encoder.num_layer)
             if self.architecture.decoder is None:
                 return self._encoder_result()
-            if self._graphs is not None and self._is_plain(plan):
+            if self._graphs is not None and _is_decoding(plan):
                 return self._run_recorded(self._graphs, plan)
             part = self._decode(plan) if plan.segments else None
             vocab_size = self.architecture.vocab_size
@@ -208,22 +208,18 @@ class EncoderDecoderRank(RankBase):
             sent.wait()
         return output
 
-    def _is_plain(self, plan: ReceivedPlan) -> bool:
-        """Return whether a step's rows are without IA3 and all of their logits wanted."""
-        without_task = all(self._encoded[s.slot].task == self._no_task for s in plan.segments)
-        return without_task and 0 < len(plan.output_rows) == len(plan.segments) == len(plan.ids)
-
     def _run_recorded(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
-        """Run a plain step of the decoder."""
+        """Run a step of one token for each sequence."""
         encoded = [self._encoded[segment.slot] for segment in plan.segments]
         graph = graphs.graph(len(encoded))
-        numbers = np.empty((6, len(encoded)), np.int64)
+        numbers = np.empty((7, len(encoded)), np.int64)
         numbers[0] = plan.ids
         numbers[1] = [segment.slot for segment in plan.segments]
         numbers[2] = [segment.start for segment in plan.segments]
         numbers[3] = [each.slot for each in encoded]
         numbers[4] = [each.length for each in encoded]
-        numbers[5] = -1 if plan.choices is None else plan.choices[1]
+        numbers[5] = [each.task for each in encoded]
+        numbers[6] = -1 if plan.choices is None else plan.choices[1]
         graph.fill(numbers)
         self._run_graph(graph)
         return self._graph_result(graph, plan, self.architecture.vocab_size)
@@ -244,7 +240,7 @@ class EncoderDecoderRank(RankBase):
         counts = [segment.count for segment in segments]
         encoded = [self._encoded[segment.slot] for segment in segments]
         tasks = None
-        if any(each.task != self._no_task for each in encoded):
+        if self.architecture.ia3_num_tasks:
             tasks = on_device(np.repeat([each.task for each in encoded], counts), self.device)
         if on_gpu(self.device):
             step, cross = self._paged_step(ids, segments, output_rows)
@@ -308,6 +304,11 @@ class EncoderDecoderRank(RankBase):
             for first in range(0, len(parts), tp_size)
         ]
         return torch.cat(stages, dim=1)
+
+
+def _is_decoding(plan: ReceivedPlan) -> bool:
+    """Return whether a step has one token for each sequence, the logits of all of them wanted."""
+    return 0 < len(plan.output_rows) == len(plan.segments) == len(plan.ids)
 
 
 @dataclass(frozen=True)

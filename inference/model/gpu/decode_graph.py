@@ -254,17 +254,18 @@ class DecoderGraphModel:
 
 
 class EncoderDecoderGraphModel:
-    """A T5 decoder's stage, for rows without IA3.
+    """A T5 decoder's stage.
 
     The numbers of a sequence: its token, its slot, the token's place, the slot of the encoder's
-    output that it reads, how many tokens this has, and an id that may not be chosen.
+    output that it reads, how many tokens this has, its IA3 task, and an id that may not be chosen.
     """
 
     def __init__(
         self, model: EncoderDecoder, cache: KVCache, feed: TokenFeed, layout: ParallelLayout
     ) -> None:
         self.layout, self.device = layout, model.device
-        self.idle: tuple[int, ...] = (0, cache.scratch_slot, 0, cache.scratch_slot, 1, -1)
+        nowhere, self._no_task = cache.scratch_slot, model.architecture.ia3_num_tasks
+        self.idle: tuple[int, ...] = (0, nowhere, 0, nowhere, 1, self._no_task, -1)
         self._model = model
         self._cache = cache
         self.feed = feed
@@ -282,7 +283,7 @@ class EncoderDecoderGraphModel:
         self, numbers: torch.Tensor, hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stage's output, see `GraphModel`."""
-        ids, slots, places, encoded, lengths, forbidden = numbers.unbind(0)
+        ids, slots, places, encoded, lengths, tasks, forbidden = numbers.unbind(0)
         model, tickets = self._model, self._tickets
         step = Step(
             ids=self.feed.ids(ids, slots),
@@ -295,7 +296,7 @@ class EncoderDecoderGraphModel:
         cross = single_tokens(
             encoded, lengths - 1, rules=AttentionRules(), group=1, tickets=tickets
         )
-        inputs = DecoderStep(step, EncodedSlots(paged=cross))
+        inputs = DecoderStep(step, EncodedSlots(paged=cross), tasks if self._no_task else None)
         x = model.embed_step(inputs) if hidden is None else hidden
         x = model.run_decoder(x, inputs)
         if not self.layout.is_last_stage:

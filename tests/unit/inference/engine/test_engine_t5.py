@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +294,27 @@ def test_rows_longer_than_the_cache_are_refused(ft_dirs: dict[int, Path]) -> Non
         engine.submit(request_of(engine, [[5] * 9], 12))
     assert "input_ids[0]: 9 tokens, a sequence holds 8; raise max_seq_len" in str(caught.value)
     assert "max_output_len[0]: 12 tokens" in str(caught.value)
+
+
+def test_a_long_limit_costs_nothing_until_it_is_used(ft_dirs: dict[int, Path]) -> None:
+    token_bytes = 2 * MODEL.decoder_layers * MODEL.inner * 4
+    short, long, whole = (
+        Engine(
+            ft_dirs[1],
+            Placement(device="cpu"),
+            options=EngineOptions(
+                max_lanes=64,
+                max_seq_len=length,
+                kv_block_tokens=tokens,
+                # Input and answer of the longest sequence, and a block of the cache's own.
+                kv_cache_bytes=(2 * 1024 + 16) * token_bytes,
+            ),
+        ).capacity
+        for length, tokens in ((64, 16), (1024, 16), (64, 64))
+    )
+    assert (long.slots, long.tokens, long.cache_bytes) == (64, 2048, (2048 + 16) * token_bytes)
+    assert long == replace(short, max_len=1024)
+    assert (whole.slots, whole.blocks, whole.tokens) == (15, 0, 15 * 2 * 64)
 
 
 def test_encoder_tokens_have_no_logits(engine: Engine) -> None:
