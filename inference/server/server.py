@@ -35,6 +35,7 @@ from inference.server.server_log import (
     LOG_TAIL_LINES,
     ServerLog,
     ServerStartError,
+    crash_of,
     errors_of,
     last_lines,
     losses_of,
@@ -252,8 +253,8 @@ class TritonServer:
         """
         if (status := self.poll()) is not None:
             return "; ".join(losses_of(self.log_path)) or f"tritonserver ended with status {status}"
-        if stopped := self._stopped_process():
-            return stopped
+        if fault := crash_of(self.log_path) or self._stopped_process():
+            return fault
         if self._gateway is not None and (status := self._gateway.poll()) is not None:
             return f"the gateway, which clients reach, ended with status {status}"
         if self._openai is not None and (status := self._openai.poll()) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,6 +29,8 @@ _BROKEN = re.compile(
 )
 # A model's own message, see engine_model.py; the next record starts a line like `I0102 `.
 _OUT = re.compile(r"\S+ is out of service: .*(?:\n(?![EWIF]\d{4} ).*)*")
+# Of the handler of crashes, which can hang while it looks for the names of functions.
+_CRASH = re.compile(r"Signal \((?P<number>\d+)\) received\.")
 _PORT_TAKEN = re.compile(r"Address already in use|failed to start \w+ service", re.IGNORECASE)
 # The Python backend appends where in the model file the exception came from.
 _TRACE = re.compile(r"\n\s*At:\n.*", re.DOTALL)
@@ -85,6 +88,12 @@ def losses_of(path: Path) -> list[str]:
     lines = last_lines(path, _MANY)
     left = list(dict.fromkeys(each.strip() for each in _OUT.findall("\n".join(lines))))
     return left or [line.removeprefix(LOSS_MARK) for line in lines if line.startswith(LOSS_MARK)]
+
+
+def crash_of(path: Path) -> str | None:
+    """Return the crash that a server has logged, perhaps without coming to its end."""
+    found = next(filter(None, map(_CRASH.match, last_lines(path, _MANY))), None)
+    return found and f"tritonserver has crashed: {signal.Signals(int(found['number'])).name}"
 
 
 class ServerLog:

@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from inference.server.server_log import ServerLog, fatal_lines, last_lines, short_reason
+from inference.server.server_log import (
+    ServerLog,
+    crash_of,
+    fatal_lines,
+    last_lines,
+    short_reason,
+)
 
 HEAD = "I1120 10:00:00.000000 1 model_lifecycle.cc:472] "
 BAD = "E1120 10:00:01.000000 1 model_lifecycle.cc:642] "
@@ -49,6 +55,15 @@ def test_lines_after_which_the_cpp_backend_serves_garbage_are_failures(tmp_path:
     log.read()
     assert len(log.failures) == 2
     assert "/w/a.bin" in log.failures[0]
+
+
+def test_crash_of_a_server_that_has_not_ended_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text(f"{HEAD}one\n{HEAD}a text: Signal (6) received.\n")
+    assert crash_of(path) is None
+    with path.open("a") as log:
+        log.write("corrupted size vs. prev_size\nSignal (6) received.\n 0# 0x0000556EFB9CD13D\n")
+    assert crash_of(path) == "tritonserver has crashed: SIGABRT"
 
 
 def test_last_lines_leave_out_tables_and_blank_lines(tmp_path: Path) -> None:
