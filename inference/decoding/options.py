@@ -16,6 +16,7 @@ from inference.decoding.word_lists import Words, read_word_lists
 
 MAX_TOP_K = 1024
 DEFAULT_TOP_P_MIN = 1e-6
+LEAST_PENALTY = 1e-30  # a logit divided by less, and by a small temperature, may overflow
 MAX_BEAM_WIDTH = 64
 MAX_LOG_PROBS = 20
 
@@ -131,8 +132,10 @@ def _logit_columns(fields: TensorFields) -> dict[str, list[Any]]:
     temperatures = fields.floats("temperature", default=1.0)
     penalties = fields.floats("repetition_penalty", default=1.0)
     for b, value in enumerate(penalties):
-        if value <= 0:
-            fields.problems.append(f"repetition_penalty must be > 0, got {value:g} in row {b}")
+        if value < LEAST_PENALTY:
+            fields.problems.append(
+                f"repetition_penalty must be >= {LEAST_PENALTY:g}, got {value:g} in row {b}"
+            )
     return {
         "temperature": _at_least(fields, "temperature", temperatures),
         "repetition_penalty": penalties,

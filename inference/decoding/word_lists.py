@@ -12,6 +12,8 @@ import numpy as np
 
 from inference.decoding.tensor_fields import Array, TensorFields
 
+# Of all rows of a request: each step looks at every word.
+MOST_IDS = 1 << 18
 Words = tuple[tuple[int, ...], ...]
 
 
@@ -30,6 +32,12 @@ def read_word_lists(fields: TensorFields, name: str, *, shared: bool) -> list[Wo
         return nothing
     if value.dtype.kind not in "iu":
         fields.problems.append(f"{name}: expected INT32, got {value.dtype}")
+        return nothing
+    width = value.shape[-1]
+    if fields.batch * width > MOST_IDS:
+        fields.problems.append(
+            f"{name}: {width} ids for each of {fields.batch} rows; {MOST_IDS} in all at most"
+        )
         return nothing
     rows = value[np.newaxis] if is_shared else value  # (1 or B, 2, W)
     lists = [read_entries(row[0], row[1]) for row in rows.astype(np.int64)]

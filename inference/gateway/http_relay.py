@@ -51,6 +51,7 @@ _MOST_NAMES_BYTES = 4096  # of a request that names shared memory
 _ACCEPT_ENCODING = "Accept-Encoding"
 _CODING = r"\s*[\w*-]+\s*(?:;\s*q=[01](?:\.[0-9]{0,3})?\s*)?"
 _CODINGS = re.compile(rf"{_CODING}(?:,{_CODING})*")
+_ERROR = b'{"error":'
 _NOT_PASSED_BACK = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
 
 
@@ -238,12 +239,14 @@ async def _passed_back(
     }
     if answer.headers.get("Content-Type", "").startswith("text/event-stream"):
         return await _streamed(request, answer, headers)
-    data = await answer.read()
-    if request.path == _INDEX_PATH and answer.status == HTTPStatus.OK:
+    data, status = await answer.read(), answer.status
+    if request.path == _INDEX_PATH and status == HTTPStatus.OK:
         data = _without_reasons(data)
     elif has_internal_names(data):
         data = without_internal_names(data.decode(errors="replace")).encode()
-    return web.Response(status=answer.status, headers=headers, body=data)
+    if status == HTTPStatus.OK and data.startswith(_ERROR):  # of `generate` where a model streams
+        status = HTTPStatus.BAD_REQUEST
+    return web.Response(status=status, headers=headers, body=data)
 
 
 async def _streamed(

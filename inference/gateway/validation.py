@@ -173,9 +173,14 @@ def check_generate(data: bytes, *, model: DeclaredInputs | None) -> None:
 
 
 def _check_kinds(name: str, data: Any, datatype: str) -> None:
-    """Check the values of an input in JSON without types."""
+    """Check the values of an input in JSON without types, which is one row."""
     kinds, expected = _KINDS.get(datatype, _NUMBER)
-    for value in _leaves([data]):
+    values = list(_leaves([data]))
+    if isinstance(data, list) and len(values) != len(data):
+        raise MalformedError(
+            f"input {name} is a list of lists; generate takes one row as a flat list, infer several"
+        )
+    for value in values:
         if type(value) not in kinds:
             text = json.dumps(value)[:40]
             raise MalformedError(f"input {name} has {text}; {datatype} takes {expected}")
@@ -280,8 +285,9 @@ def parse_json(data: bytes) -> dict[str, Any]:
             f"the JSON of a request may have {MOST_JSON_MB} MiB; send large tensors as binary data"
         )
     too_deep = MalformedError(f"the JSON has more than {_MOST_LEVELS} levels")
+    hooks: dict[str, Any] = {"parse_float": _finite, "parse_constant": _refuse}
     try:
-        value = json.loads(data.decode(), object_pairs_hook=_object, parse_constant=_refuse)
+        value = json.loads(data.decode(), object_pairs_hook=_object, **hooks)
     except RecursionError:
         raise too_deep from None
     except ValueError as error:
@@ -306,6 +312,12 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         raise ValueError("a key is given twice")  # parsers differ in which one counts
     return made
+
+
+def _finite(number: str) -> float:
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number[:40]} is out of range")
+    return value
 
 
 def _refuse(constant: str) -> NoReturn:

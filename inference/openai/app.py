@@ -197,6 +197,8 @@ async def _body(request: web.Request) -> Any:
             f"the body has not arrived within {BODY_TIMEOUT_S:g} s",
             status=HTTPStatus.REQUEST_TIMEOUT,
         ) from error
+    except (web.RequestPayloadError, ConnectionError) as error:  # or the client has gone
+        raise ApiError("the body cannot be decoded") from error
     try:
         return await asyncio.to_thread(parse_json, data)
     except MalformedError as error:

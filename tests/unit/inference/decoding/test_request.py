@@ -128,7 +128,15 @@ def test_all_problems_are_reported_together() -> None:
         ),
         (
             {"repetition_penalty": column(0, 1, dtype=np.float32)},
-            "repetition_penalty must be > 0, got 0 in row 0",
+            "repetition_penalty must be >= 1e-30, got 0 in row 0",
+        ),
+        (
+            {"repetition_penalty": column(1, 1e-38, dtype=np.float32)},
+            "repetition_penalty must be >= 1e-30, got 1e-38 in row 1",
+        ),
+        (
+            {"bad_words_list": np.zeros((2, (1 << 17) + 1), np.int32)},
+            "bad_words_list: 131073 ids for each of 2 rows; 262144 in all at most",
         ),
         (
             {"min_length": column(-1, 1, dtype=np.int32)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from aiohttp import ClientSession, web
@@ -26,8 +27,15 @@ async def _ends_after_an_event(request: web.BaseRequest) -> web.StreamResponse:
     return response
 
 
-async def _streamed(sockets: ServerSockets) -> str:
-    runner = web.ServerRunner(web.Server(_ends_after_an_event))
+async def _refuses_with_success(request: web.BaseRequest) -> web.StreamResponse:
+    return web.json_response(text='{"error":"generate expects exactly 1 response"}')
+
+
+async def _relayed(
+    sockets: ServerSockets, server: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+) -> tuple[int, str]:
+    """Return the status and the text of what a server answers."""
+    runner = web.ServerRunner(web.Server(server))
     await runner.setup()
     await web.UnixSite(runner, str(sockets.http)).start()
     rules = Rules(tokens=None, client_shared_memory=False)
@@ -45,9 +53,14 @@ async def _streamed(sockets: ServerSockets) -> str:
             text = await answer.text()
     await relay.close()
     await runner.cleanup()
-    return text
+    return answer.status, text
 
 
 def test_stream_of_a_server_that_ends_has_the_reason_as_its_last_event(tmp_path: Path) -> None:
-    text = asyncio.run(_streamed(ServerSockets(tmp_path)))
+    _, text = asyncio.run(_relayed(ServerSockets(tmp_path), _ends_after_an_event))
     assert text == f'{EVENT}data: {{"error": "{UNREACHABLE}"}}\n\n'
+
+
+def test_an_error_of_generate_is_not_passed_back_as_success(tmp_path: Path) -> None:
+    status, text = asyncio.run(_relayed(ServerSockets(tmp_path), _refuses_with_success))
+    assert (status, "exactly 1 response" in text) == (400, True)

@@ -59,6 +59,7 @@ def nested(opening: str, depth: int, closing: str) -> bytes:
         (b"\xff", "not JSON"),
         ('{"inputs":[]}'.encode("utf-16"), "not JSON"),
         (b'{"inputs":[NaN]}', "NaN is not a number of JSON"),
+        (b'{"inputs":[1e999]}', "1e999 is out of range"),
         (b'{"inputs":[], "\\u0069nputs":[1]}', "a key is given twice"),
         (b"[1]", "not an object"),
         (b'{"inputs":{}}', "'inputs' is not a list"),
@@ -120,7 +121,8 @@ def test_a_generate_request_is_checked_too() -> None:
     ("request_body", "said"),
     [
         ({"x": 1 << 32}, "input 'x' has 4294967296, which UINT32 cannot hold"),
-        ({"x": [1, [2, -1]]}, "input 'x' has -1, which UINT32 cannot hold"),
+        ({"x": [[2, -1]]}, "input 'x' is a list of lists; generate takes one row"),
+        ({"x": [[2], -1]}, "input 'x' has -1, which UINT32 cannot hold"),
         ({"parameters": {"y": 128}}, "input 'y' has 128, which INT8 cannot hold"),
         ({"x": 1.0}, "input 'x' has 1.0; UINT32 takes an integer"),
         ({"x": True}, "input 'x' has true; UINT32 takes an integer"),

@@ -265,6 +265,16 @@ def test_what_is_not_a_json_object_is_refused(body: bytes, said: str) -> None:
     run(check)
 
 
+def test_a_body_that_is_not_compressed_as_it_says_is_refused() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        headers = {"Content-Encoding": "gzip"}
+        async with client.post(COMPLETIONS, data=b"{}", headers=headers) as response:
+            assert response.status == HTTPStatus.BAD_REQUEST
+            assert "cannot be decoded" in (await response.json())["error"]["message"]
+
+    run(check)
+
+
 @pytest.mark.parametrize(
     "change",
     [
