@@ -189,7 +189,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], str]] = [
     ({"request_output_len": np.array([[0]], np.uint32)}, "request_output_len.*must be >= 1"),
     ({"beam_width": np.array([[65]], np.uint32)}, r"beam_width=65 must be in \[1, 64\]"),
     ({"temperature": np.array([[-1]], np.float32)}, "temperature must be >= 0"),
-    ({"repetition_penalty": np.array([[0]], np.float32)}, "repetition_penalty must be > 0"),
+    ({"repetition_penalty": np.array([[0]], np.float32)}, "repetition_penalty must be >= 1e-30"),
     ({"stop_words_list": np.array([[[5, 6], [2, 1]]], np.int32)}, r"stop_words_list\[0\]"),
     ({"prompt_learning_task_name_ids": np.array([[3]], np.uint32)}, "prompt_learning_task_name"),
     (
