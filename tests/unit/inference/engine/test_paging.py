@@ -294,6 +294,29 @@ def test_a_thousand_requests_preempt_each_other_and_all_are_answered(
     assert bool(world.overlapped) == overlap
 
 
+def test_a_request_that_is_encoded_and_joins_takes_no_token_from_others() -> None:
+    world = World(blocks=60, overlap=True, encoder_layers=4, bound_s=1e-3)
+    running = world.add([3, 1, 4], 30, end_id=VOCAB)
+    for _ in range(9):
+        world.turn()
+    late = world.add([token % VOCAB for token in range(90)], 9, end_id=VOCAB)
+    layers = []
+    while not late.future.done():
+        overlapped = world.overlapped
+        assert world.turn()
+        assert world.under_way is not None
+        step, _ = world.under_way
+        layers.append(step.encoding.layers)
+        # Steps of one token for each sequence, planned one ahead: graphs on a GPU.
+        assert world.overlapped == overlapped + 1
+        assert [segment.count for segment in step.plan.segments] == [1] * len(step.work)
+        assert step.work[0].row.owner is running
+    assert [count for count in layers if count] == [2, 2]
+    world.run()
+    assert output_of(running) == world.answer(running)
+    assert output_of(late) == world.answer(late)
+
+
 def test_sampled_rows_overlap_and_draw_what_they_draw_alone() -> None:
     world = World(overlap=True)
     kinds: list[dict[str, Any]] = [
