@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -73,11 +74,12 @@ class EncoderEngine(EngineBase):
             encoder_only=True,
             remove_padding=remove_padding,
         )
+        on_gpu = settings.device != "cpu" and torch.cuda.is_available()
         takes_ids = self.limits.vocab_size is not None
         self._loop: EngineLoop[RunningEncoding] = EngineLoop(
             settings,
             self.options,
-            make_scheduler=EncodingScheduler,
+            make_scheduler=partial(EncodingScheduler, on_gpu=on_gpu),
             # One token through all ranks warms them up for the first request.
             warm_up=StepPlan(
                 ids=[],

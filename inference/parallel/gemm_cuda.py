@@ -51,7 +51,10 @@ _ONE_ROW: dict[int, dict[str, int]] = {
 # 32. Products of more programs, and those in 8 bits, get slower by it.
 _LINES_AHEAD = 32
 _LINE_BYTES = 128
+# The same of products of some rows, by the bytes of a weight: what their first tiles take.
+_LINES_OF_TILES = {2: 8, 1: 4}
 _PROGRAMS_AT_ONCE = 8  # on a multiprocessor
+_LARGEST_PROGRAM = 4  # where there are fewer programs they read so many times as much at once
 
 # Rows of a tile: with eight it would take as long as with 16.
 _LEAST_ROWS, _MOST_TILE_ROWS = 16, 128
@@ -81,22 +84,30 @@ def _activated(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def] # n
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _of_outputs(at, output, inside, THERE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Return a value of each output, 0 where there are none."""
+    value = 0.0
+    if THERE:
+        value = tl.load(at + output, mask=inside, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _finished(  # type: ignore[no-untyped-def]
     y,
     output,
-    inside,
-    scale_at,
-    bias_at,
+    scale,
+    bias,
     first_activated,
     ACTIVATION: tl.constexpr,  # noqa: N803 - constants of the kernel
     HAS_SCALE: tl.constexpr,  # noqa: N803
     HAS_BIAS: tl.constexpr,  # noqa: N803
 ):
-    """Return sums y with scale, bias and activation of their outputs, all of one shape."""
+    """Return sums y with scale, bias and activation of their outputs."""
     if HAS_SCALE:
-        y *= tl.load(scale_at + output, mask=inside, other=0.0)
+        y *= scale
     if HAS_BIAS:
-        y += tl.load(bias_at + output, mask=inside, other=0.0).to(tl.float32)
+        y += bias
     if ACTIVATION > 0:
         y = tl.where(output < first_activated, y, _activated(y, ACTIVATION))
     return y
@@ -162,18 +173,19 @@ def _one_row(  # type: ignore[no-untyped-def]
     if LINES > 0:
         ahead = tl.minimum(INPUTS + tl.arange(0, LINES) * LINE, inputs - 1)
         read_ahead(row_at + ahead[None, :])
+    scale = _of_outputs(scale_at, output, inside, HAS_SCALE)
+    bias = _of_outputs(bias_at, output, inside, HAS_BIAS)
     wait_for_earlier(EARLY)
+    residual = _of_outputs(residual_at, output, inside, HAS_RESIDUAL)
     total = _partial_sums(weight, x_at, place, inputs, OUTPUTS, INPUTS, GROUP, NATIVE)
     for first in range(INPUTS, inputs, INPUTS):
         place = first + tl.arange(0, INPUTS)
         weight = _weights(row_at, place, inputs)
         total += _partial_sums(weight, x_at, place, inputs, OUTPUTS, INPUTS, GROUP, NATIVE)
     y = tl.sum(total, 1)
-    y = _finished(
-        y, output, inside, scale_at, bias_at, first_activated, ACTIVATION, HAS_SCALE, HAS_BIAS
-    )
+    y = _finished(y, output, scale, bias, first_activated, ACTIVATION, HAS_SCALE, HAS_BIAS)
     if HAS_RESIDUAL:
-        y += tl.load(residual_at + output, mask=inside, other=0.0).to(tl.float32)
+        y += residual
     tl.store(y_at + output, y.to(y_at.dtype.element_ty), mask=inside)
 
 
@@ -198,6 +210,8 @@ def _some_rows(  # type: ignore[no-untyped-def]
     INPUTS: tl.constexpr,  # noqa: N803
     PARTS: tl.constexpr,  # noqa: N803 - programs that share the inputs of an output
     DIGITS: tl.constexpr,  # noqa: N803 - of x
+    LINES: tl.constexpr,  # noqa: N803 - of each output to read ahead
+    LINE: tl.constexpr,  # noqa: N803 - weights in a line
     ACTIVATION: tl.constexpr,  # noqa: N803
     HAS_SCALE: tl.constexpr,  # noqa: N803 - of outputs, and of rows
     HAS_BIAS: tl.constexpr,  # noqa: N803
@@ -212,6 +226,12 @@ def _some_rows(  # type: ignore[no-untyped-def]
     second_at = x_at + rows.to(tl.int64) * x_stride
     share = tl.cdiv(tl.cdiv(inputs, INPUTS), PARTS) * INPUTS
     begin = tl.program_id(1) * share
+    if LINES > 0:
+        ahead = tl.minimum(begin + tl.arange(0, LINES) * LINE, inputs - 1)
+        read_ahead(row_at + ahead[None, :])
+    inside = (output < outputs)[:, None]
+    scale = _of_outputs(scale_at, output[:, None], inside, HAS_SCALE)
+    bias = _of_outputs(bias_at, output[:, None], inside, HAS_BIAS)
     wait_for_earlier(EARLY)
     total = tl.zeros((OUTPUTS, ROWS), tl.int32 if DIGITS == 2 else tl.float32)
     small = tl.zeros((OUTPUTS, ROWS), tl.int32)
@@ -246,17 +266,7 @@ def _some_rows(  # type: ignore[no-untyped-def]
     if last:
         if HAS_SCALE:
             total *= tl.load(row_scale_at + row, mask=row < rows, other=0.0)[None, :]
-        y = _finished(
-            total,
-            output,
-            inside,
-            scale_at,
-            bias_at,
-            first_activated,
-            ACTIVATION,
-            HAS_SCALE,
-            HAS_BIAS,
-        )
+        y = _finished(total, output, scale, bias, first_activated, ACTIVATION, HAS_SCALE, HAS_BIAS)
         if HAS_RESIDUAL:
             y += tl.load(residual_at + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(y_at + place, y.to(y_at.dtype.element_ty), mask=inside)
@@ -304,7 +314,11 @@ def fused_gemm(
         tile = _ONE_ROW[weight.dtype.itemsize]
         native = x.is_cuda and torch.version.cuda is not None
         grid: Any = (triton.cdiv(outputs, tile["OUTPUTS"]),)
-        lines = _lines_ahead(grid[0], x) if native and scale is None else 0
+        lines = 0
+        if native and scale is None:
+            room = _PROGRAMS_AT_ONCE * _processors(x.device) // grid[0]
+            lines = _LINES_AHEAD if room else 0
+            tile = _larger(tile, min(room, inputs // tile["INPUTS"], _LARGEST_PROGRAM))
         options |= {"LINES": lines, "LINE": _LINE_BYTES // weight.dtype.itemsize, "NATIVE": native}
         _one_row[grid](x, *pointers, outputs, inputs, first_activated, **tile, **options)
         return y
@@ -322,6 +336,9 @@ def fused_gemm(
         parts = x.new_empty(tile["PARTS"], rows, outputs, dtype=torch.float32)
         shared = (row_scale, parts, _tickets(x.device))
     sizes = (rows, rounded.stride(-2), outputs, inputs, first_activated)
+    item = weight.dtype.itemsize
+    options |= {"LINES": _LINES_OF_TILES[item] if options["EARLY"] else 0}
+    options |= {"LINE": _LINE_BYTES // item}
     _some_rows[grid](
         rounded, *pointers, *shared, *sizes, ROWS=padded, DIGITS=digits, **tile, **options
     )
@@ -407,9 +424,15 @@ def finish_rows(
     return y
 
 
-def _lines_ahead(programs: int, x: torch.Tensor) -> int:
-    processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-    return _LINES_AHEAD if programs <= _PROGRAMS_AT_ONCE * processors else 0
+def _larger(tile: dict[str, int], times: int) -> dict[str, int]:
+    """Return the tile with up to `times` its inputs and warps, a power of two."""
+    times = 1 << max(times.bit_length() - 1, 0)
+    return tile | {name: times * tile[name] for name in ("INPUTS", "num_warps")}
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class CudaGemm:
@@ -431,12 +454,17 @@ class CudaGemm:
             "activation": activation,
             "first_activated": first_activated,
         }
+        # cuBLAS can apply these, if there is a bias.
+        self._gelu = activation == "gelu_tanh"
+        self._activates = (self._gelu or activation == "relu") and not first_activated
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual."""
         options = {"bias": self.bias, "residual": residual, **self._activation}
         if len(x) <= _MOST_ROWS[2] or self.batch_invariant:
             return fused_gemm(x, self.weight, batch_invariant=self.batch_invariant, **options)
+        if self._activates and self.bias is not None and residual is None:
+            return torch._addmm_activation(self.bias, x, self.weight.t(), use_gelu=self._gelu)
         y = functional.linear(x, self.weight, self.bias)
         return finish_rows(y, residual=residual, **self._activation)
 

@@ -230,6 +230,20 @@ def _attend_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _cells(  # type: ignore[no-untyped-def]
+    table_at,
+    token,
+    stop,
+    block_stride,
+    D: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Return where a head's cached tokens before `stop` begin."""
+    block = tl.load(table_at + token // BLOCK, mask=token < stop, other=0).to(tl.int64)
+    return block * block_stride + (token % BLOCK) * D
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
     query_at,
     key_at,
@@ -262,6 +276,7 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
     PARTS: tl.constexpr,  # noqa: N803 - most programs that share a head's tokens
     INTERLEAVED: tl.constexpr,  # noqa: N803
     NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
+    FIXED: tl.constexpr,  # noqa: N803 - whether all but new values is older than the launches
     WINDOW: tl.constexpr,  # noqa: N803
     HAS_SLOPES: tl.constexpr,  # noqa: N803
     TABLE: tl.constexpr,  # noqa: N803
@@ -272,7 +287,8 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (H // K)
     d = tl.arange(0, WIDTH)
-    wait_for_earlier(EARLY)
+    if not FIXED:
+        wait_for_earlier(EARLY)
     slot = tl.load(slots_at + row)
     place = tl.load(places_at + row)  # of the query
     cached = place if NEW else place + 1  # tokens that come from the cache
@@ -285,11 +301,20 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
     if part < parts:
         begin = first + part * share * TOKENS
         stop = tl.minimum(begin + share * TOKENS, cached)
+        table_at = tables_at + slot * table_width
+        keys_at += kv_head * head_stride
+        values_at += kv_head * head_stride
+        token = begin + tl.arange(0, TOKENS)
+        cell = _cells(table_at, token, stop, block_stride, D, BLOCK)[:, None] + d[None, :]
+        inside = (token < stop)[:, None] & (d < D)[None, :]
+        keys = tl.load(keys_at + cell, mask=inside, other=0.0)
+        values = tl.load(values_at + cell, mask=inside, other=0.0)
+        if FIXED:
+            wait_for_earlier(EARLY)
         cos_at += row * R
         sin_at += row * R
         at = query_at + row * token_stride + head * D
         query = _turned(at, d < D, cos_at, sin_at, d, R, INTERLEAVED).to(tl.float32) * scale
-        table_at = tables_at + slot * table_width
         slope = 0.0
         if HAS_SLOPES:
             slope = tl.load(bias_at + head)
@@ -302,7 +327,7 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
                 value = tl.load(value_at + own + d, mask=d < D, other=0.0)
                 if head % (H // K) == 0:
                     block = tl.load(table_at + place // BLOCK).to(tl.int64)
-                    target = block * block_stride + kv_head * head_stride + (place % BLOCK) * D
+                    target = block * block_stride + (place % BLOCK) * D
                     tl.store(keys_at + target + d, key, mask=d < D)
                     tl.store(values_at + target + d, value, mask=d < D)
                 largest = tl.sum(query * key.to(tl.float32), 0)
@@ -311,14 +336,13 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
                 total = 1.0
                 mixed = value.to(tl.float32)
         for start in range(begin, stop, TOKENS):
-            token = start + tl.arange(0, TOKENS)
-            block = tl.load(table_at + token // BLOCK, mask=token < stop, other=0).to(tl.int64)
-            source = block * block_stride + kv_head * head_stride + (token % BLOCK) * D
-            source = source[:, None] + d[None, :]
-            inside = (token < stop)[:, None] & (d < D)[None, :]
-            keys = tl.load(keys_at + source, mask=inside, other=0.0).to(tl.float32)
-            values = tl.load(values_at + source, mask=inside, other=0.0).to(tl.float32)
-            score = tl.sum(keys * query[None, :], 1)
+            if start > begin:
+                token = start + tl.arange(0, TOKENS)
+                cell = _cells(table_at, token, stop, block_stride, D, BLOCK)[:, None] + d[None, :]
+                inside = (token < stop)[:, None] & (d < D)[None, :]
+                keys = tl.load(keys_at + cell, mask=inside, other=0.0)
+                values = tl.load(values_at + cell, mask=inside, other=0.0)
+            score = tl.sum(keys.to(tl.float32) * query[None, :], 1)
             if HAS_SLOPES:
                 score -= slope * (place - token).to(tl.float32)
             if TABLE > 0:
@@ -330,7 +354,7 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
             shrink = tl.exp(largest - new_largest)
             weight = tl.exp(score - new_largest)
             total = total * shrink + tl.sum(weight, 0)
-            mixed = mixed * shrink + tl.sum(weight[:, None] * values, 0)
+            mixed = mixed * shrink + tl.sum(weight[:, None] * values.to(tl.float32), 0)
             largest = new_largest
         y_at += row * y_stride + head * D
         if PARTS == 1:
@@ -373,7 +397,8 @@ class PagedAttention:
     """Attention of a step's tokens, of any number of each sequence.
 
     `tickets`, (sequences * H or more,) int32 that are all zero between kernels, is given where
-    every sequence has one new token.
+    every sequence has one new token. `fixed` is true in a graph that writes none of `slots`,
+    `places` and the cache's tables: kernels then read the cache before the ones before them end.
     """
 
     slots: torch.Tensor  # (N,) integers: slot of each token
@@ -381,6 +406,7 @@ class PagedAttention:
     tiles: tuple[Tiles, ...]
     rules: AttentionRules
     tickets: torch.Tensor | None = None
+    fixed: bool = False
 
     def __call__(
         self,
@@ -538,6 +564,7 @@ class _Launch:
             TOKENS=tokens,
             PARTS=parts,
             NEW=new is not None,
+            FIXED=self.step.fixed,
             **choices,
             **constants,
         )
@@ -643,6 +670,7 @@ def single_tokens(
     rules: AttentionRules,
     group: int,
     tickets: torch.Tensor,
+    fixed: bool = False,
 ) -> PagedAttention:
     """Return the attention of a step of one new token for each sequence.
 
@@ -652,11 +680,12 @@ def single_tokens(
         rules: The model's.
         group: Query heads of a key/value head.
         tickets: As of `PagedAttention`.
+        fixed: As of `PagedAttention`.
     """
     rows = torch.arange(len(slots), device=slots.device)
     tiles = Tiles(slots, places, rows, torch.ones_like(rows), tile_sizes(group, rules)[0])
     shared = None if rules.batch_invariant else tickets
-    return PagedAttention(slots, places, (tiles,), rules, shared)
+    return PagedAttention(slots, places, (tiles,), rules, shared, fixed)
 
 
 def tile_sizes(group: int, rules: AttentionRules) -> tuple[int, int]:

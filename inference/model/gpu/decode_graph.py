@@ -240,7 +240,12 @@ class DecoderGraphModel:
             cache=self._cache,
             output_rows=torch.arange(len(ids), device=self.device),
             paged=single_tokens(
-                slots, places, rules=model.rules, group=self._group, tickets=self._tickets
+                slots,
+                places,
+                rules=model.rules,
+                group=self._group,
+                tickets=self._tickets,
+                fixed=True,  # written before the graph runs, as the tables are
             ),
         )
         x = model.embed(step) if hidden is None else hidden
