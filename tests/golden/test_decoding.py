@@ -108,7 +108,7 @@ def test_ranks_penalise_each_id_seen(case: Case, device: str) -> None:
         torch.tensor([case["logits"]] * size, device=device),
         *(slots, torch.full_like(slots, -1)),
         torch.tensor([decoder.draw(handle)] * size, device=device),
-        torch.tensor([penalty] * size, device=device),
+        torch.tensor([penalty] * size, dtype=torch.float32, device=device),
     )
     assert chosen[:, 1].tolist() == list(range(size))
     values = chosen[:, 0].contiguous().view(torch.float32).cpu().numpy()
