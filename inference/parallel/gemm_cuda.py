@@ -25,6 +25,7 @@ from inference.parallel.int8 import quantise
 from inference.parallel.launch_cuda import (
     launch_options,
     let_next_begin,
+    multiprocessors,
     read_ahead,
     wait_for_earlier,
 )
@@ -316,7 +317,7 @@ def fused_gemm(
         grid: Any = (triton.cdiv(outputs, tile["OUTPUTS"]),)
         lines = 0
         if native and scale is None:
-            room = _PROGRAMS_AT_ONCE * _processors(x.device) // grid[0]
+            room = _PROGRAMS_AT_ONCE * multiprocessors(x.device) // grid[0]
             lines = _LINES_AHEAD if room else 0
             tile = _larger(tile, min(room, inputs // tile["INPUTS"], _LARGEST_PROGRAM))
         options |= {"LINES": lines, "LINE": _LINE_BYTES // weight.dtype.itemsize, "NATIVE": native}
@@ -428,11 +429,6 @@ def _larger(tile: dict[str, int], times: int) -> dict[str, int]:
     """Return the tile with up to `times` its inputs and warps, a power of two."""
     times = 1 << max(times.bit_length() - 1, 0)
     return tile | {name: times * tile[name] for name in ("INPUTS", "num_warps")}
-
-
-@cache
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 class CudaGemm:

@@ -34,6 +34,14 @@ def launch_options(x: torch.Tensor) -> dict[str, Any]:
     return {"EARLY": False}
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return their number; 1 without a GPU."""
+    if device.type == "cpu":  # in Triton's interpreter
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def let_next_begin(EARLY: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     """Let the next kernel take the room that this one leaves; it waits for this one's end."""

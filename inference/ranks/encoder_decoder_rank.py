@@ -217,7 +217,7 @@ class EncoderDecoderRank(RankBase):
         numbers[1] = [segment.slot for segment in plan.segments]
         numbers[2] = [segment.start for segment in plan.segments]
         numbers[3] = [each.slot for each in encoded]
-        numbers[4] = [each.length for each in encoded]
+        numbers[4] = [each.length - 1 for each in encoded]
         numbers[5] = [each.task for each in encoded]
         numbers[6] = -1 if plan.choices is None else plan.choices[1]
         graph.fill(numbers)

@@ -23,11 +23,19 @@ import triton.language as tl
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.rotary import Angles
 from inference.model.step import AttentionRules
-from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
+from inference.parallel.launch_cuda import (
+    launch_options,
+    let_next_begin,
+    multiprocessors,
+    wait_for_earlier,
+)
 
 # Cached values of one head that a program of `_attend_one` holds at once; more do not fit its
 # registers.
 _HELD_VALUES = 8192
+# The same where each multiprocessor has one program or none: most contexts then are read in one
+# piece, before the kernel waits, and need not be put together.
+_HELD_VALUES_OF_FEW = 16384
 # Programs that fill a GPU: a head's tokens are divided until there are so many. At 256 tokens
 # GPT-J-6B's attention takes 21 us in one part, 11 us in 4 and 8 us in 8 or 16.
 _PROGRAMS = 512
@@ -357,7 +365,7 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
             mixed = mixed * shrink + tl.sum(weight[:, None] * values.to(tl.float32), 0)
             largest = new_largest
         y_at += row * y_stride + head * D
-        if PARTS == 1:
+        if parts == 1:
             tl.store(y_at + d, (mixed / total).to(y_at.dtype.element_ty), mask=d < D)
         else:
             mine = (row * H + head) * PARTS
@@ -549,7 +557,8 @@ class _Launch:
         """Do all of it in one kernel, for few sequences of one new token each."""
         constants = self._constants()
         count, H, D = self.query.shape  # noqa: N806
-        tokens = max(16, _HELD_VALUES // constants["WIDTH"])
+        few = count * H <= multiprocessors(self.query.device)
+        tokens = max(16, (_HELD_VALUES_OF_FEW if few else _HELD_VALUES) // constants["WIDTH"])
         parts = _parts(self.cache.shape.max_len, tokens, count * H)
         mixed = torch.empty(count * H, parts, D, device=self.query.device)
         sums = torch.empty(count * H, parts, 2, device=self.query.device)
@@ -565,6 +574,7 @@ class _Launch:
             PARTS=parts,
             NEW=new is not None,
             FIXED=self.step.fixed,
+            num_warps=8 if few else 4,
             **choices,
             **constants,
         )

@@ -245,7 +245,7 @@ class DecoderGraphModel:
                 rules=model.rules,
                 group=self._group,
                 tickets=self._tickets,
-                fixed=True,  # written before the graph runs, as the tables are
+                fixed=True,  # written before the graph runs, as the cache's tables are
             ),
         )
         x = model.embed(step) if hidden is None else hidden
@@ -262,7 +262,7 @@ class EncoderDecoderGraphModel:
     """A T5 decoder's stage.
 
     The numbers of a sequence: its token, its slot, the token's place, the slot of the encoder's
-    output that it reads, how many tokens this has, its IA3 task, and an id that may not be chosen.
+    output that it reads, the last place of this, its IA3 task, and an id that may not be chosen.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class EncoderDecoderGraphModel:
     ) -> None:
         self.layout, self.device = layout, model.device
         nowhere, self._no_task = cache.scratch_slot, model.architecture.ia3_num_tasks
-        self.idle: tuple[int, ...] = (0, nowhere, 0, nowhere, 1, self._no_task, -1)
+        self.idle: tuple[int, ...] = (0, nowhere, 0, nowhere, 0, self._no_task, -1)
         self._model = model
         self._cache = cache
         self.feed = feed
@@ -288,19 +288,19 @@ class EncoderDecoderGraphModel:
         self, numbers: torch.Tensor, hidden: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the stage's output, see `GraphModel`."""
-        ids, slots, places, encoded, lengths, tasks, forbidden = numbers.unbind(0)
-        model, tickets = self._model, self._tickets
+        ids, slots, places, encoded, last, tasks, forbidden = numbers.unbind(0)
+        model = self._model
+        # The numbers are written before the graph runs, as the cache's tables are.
+        options: dict[str, Any] = {"group": 1, "tickets": self._tickets, "fixed": True}
         step = Step(
             ids=self.feed.ids(ids, slots),
             positions=places,
             cache=self._cache,
             output_rows=torch.arange(len(ids), device=self.device),
-            paged=single_tokens(slots, places, rules=model.rules, group=1, tickets=tickets),
+            paged=single_tokens(slots, places, rules=model.rules, **options),
         )
         # As if each token were the last of the encoder's: it sees all of them.
-        cross = single_tokens(
-            encoded, lengths - 1, rules=AttentionRules(), group=1, tickets=tickets
-        )
+        cross = single_tokens(encoded, last, rules=AttentionRules(), **options)
         inputs = DecoderStep(step, EncodedSlots(paged=cross), tasks if self._no_task else None)
         x = model.embed_step(inputs) if hidden is None else hidden
         x = model.run_decoder(x, inputs)
