@@ -61,6 +61,10 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
     turn = tl.load(turns_at + region) + 1
     half = (turn & 1) * RANKS * capacity
     x = tl.load(x_at + place, mask=inside, other=0.0)
+    if HAS_BIAS:  # read now, not after the peers' flags
+        bias = tl.load(bias_at + place % width, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_at + place, mask=inside, other=0.0).to(tl.float32)
     for peer in tl.static_range(RANKS):
         data_at = tl.multiple_of((tl.load(memories_at + peer) + DATA).to(x_at.dtype), 16)
         tl.store(data_at + half + rank * capacity + place, x, mask=inside)
@@ -86,9 +90,9 @@ def _sum_of_ranks(  # type: ignore[no-untyped-def]
         )
         total += part.to(tl.float32)
     if HAS_BIAS:
-        total += tl.load(bias_at + place % width, mask=inside, other=0.0).to(tl.float32)
+        total += bias
     if HAS_RESIDUAL:
-        total += tl.load(residual_at + place, mask=inside, other=0.0).to(tl.float32)
+        total += residual
     tl.store(y_at + place, total.to(y_at.dtype.element_ty), mask=inside)
     tl.store(turns_at + region, turn)
 

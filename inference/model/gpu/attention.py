@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -692,10 +693,15 @@ def single_tokens(
         tickets: As of `PagedAttention`.
         fixed: As of `PagedAttention`.
     """
-    rows = torch.arange(len(slots), device=slots.device)
-    tiles = Tiles(slots, places, rows, torch.ones_like(rows), tile_sizes(group, rules)[0])
+    rows, ones = _rows_of_one(len(slots), slots.device)
+    tiles = Tiles(slots, places, rows, ones, tile_sizes(group, rules)[0])
     shared = None if rules.batch_invariant else tickets
     return PagedAttention(slots, places, (tiles,), rules, shared, fixed)
+
+
+@cache  # a graph should not make them again in every step
+def _rows_of_one(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(count, device=device), torch.ones(count, dtype=torch.int64, device=device)
 
 
 def tile_sizes(group: int, rules: AttentionRules) -> tuple[int, int]:
