@@ -35,7 +35,8 @@ from inference.parallel.launch_cuda import (
 # registers.
 _HELD_VALUES = 8192
 # The same where each multiprocessor has one program or none: most contexts then are read in one
-# piece, before the kernel waits, and need not be put together.
+# piece, before the kernel waits, and need not be put together. A step of GPT-2 350M takes 0.44 ms
+# with this, 0.47 without.
 _HELD_VALUES_OF_FEW = 16384
 # Programs that fill a GPU: a head's tokens are divided until there are so many. At 256 tokens
 # GPT-J-6B's attention takes 21 us in one part, 11 us in 4 and 8 us in 8 or 16.
