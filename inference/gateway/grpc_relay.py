@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import grpc
 
 from inference.gateway.access import Access
+from inference.gateway.cancellation import Cancellations
 from inference.gateway.check_process import CheckProcess
 from inference.gateway.declared_inputs import DeclaredInputs
 from inference.gateway.rules import (
@@ -65,6 +66,7 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
         self._unready = sockets.unready
         self._channel = grpc.aio.insecure_channel(f"unix:{sockets.grpc}", options=options)
         self._calls: dict[str, Callable[..., Any]] = {}
+        self._cancellations = Cancellations()
 
     async def close(self) -> None:
         """Close the connection to the server."""
@@ -116,7 +118,8 @@ class GrpcRelay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library ha
         except grpc.aio.AioRpcError as error:
             await _fail(context, error)
         finally:
-            call.cancel()
+            if not call.done():
+                self._cancellations.add(call)
         if problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, problem)
 

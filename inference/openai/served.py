@@ -17,6 +17,7 @@ from tritonclient.grpc.aio import InferenceServerClient
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from export_scripts.ft.config_ini import read_config
+from inference.gateway.cancellation import Cancellations
 from inference.gateway.rules import without_internal_names
 from inference.openai.errors import ApiError
 from inference.openai.generation import Array, Candidate, GenerationJob, ModelFacts
@@ -42,6 +43,7 @@ class TritonModel:
     def __init__(self, client: InferenceServerClient, facts: ModelFacts) -> None:
         self.facts = facts
         self._client = client
+        self._cancellations = Cancellations()
 
     async def generate(self, job: GenerationJob) -> AsyncIterator[Sequence[Candidate]]:
         """Yield the candidates as they grow, see `Generator`."""
@@ -62,7 +64,7 @@ class TritonModel:
                         raise error
                     yield self._candidates(job, result)
             except (GeneratorExit, asyncio.CancelledError):
-                responses.cancel()  # the client has left, or has what it wanted
+                self._cancellations.add(responses)  # the client has left, or has what it wanted
                 raise
         except (InferenceServerException, grpc.RpcError) as error:
             raise api_error(error) from error
