@@ -10,12 +10,14 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
 
 from inference.gateway.access import Access, add_access_options
 from inference.gateway.process import IDLE_S, LONGEST_REQUEST_S, Stop, run
+from inference.gateway.sockets import ServerSockets
 from inference.openai.app import OpenAIEndpoint
 from inference.openai.options import DEFAULT_PORT
 
@@ -60,7 +62,13 @@ async def _endpoint(arguments: argparse.Namespace, access: Access) -> OpenAIEndp
     from inference.backend.tokenizer import load_tokenizer
     from inference.openai.chat_template import load_chat_template
     from inference.openai.codec import Codec
-    from inference.openai.served import PREPROCESSING, ready_client, served_models, text_parameters
+    from inference.openai.served import (
+        PREPROCESSING,
+        is_ready,
+        ready_client,
+        served_models,
+        text_parameters,
+    )
 
     client = await ready_client(arguments.triton)
     repository = arguments.repository
@@ -86,7 +94,16 @@ async def _endpoint(arguments: argparse.Namespace, access: Access) -> OpenAIEndp
         suffix=(end_id,) if appends and end_id is not None else (),
     )
     named = {model.facts.name: model for model in models}
-    return OpenAIEndpoint(named, codec, access, listens_at=arguments.host)
+    unready = None  # a gateway at a port has read it before it answers
+    if arguments.triton.startswith("unix:"):
+        unready = ServerSockets(Path(arguments.triton.removeprefix("unix:")).parent).unready
+    return OpenAIEndpoint(
+        named,
+        codec,
+        access,
+        listens_at=arguments.host,
+        is_ready=partial(is_ready, client, unready),
+    )
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -44,16 +44,24 @@ class OpenAIEndpoint:
         codec: Encodes and decodes their texts.
         access: Limits of its clients.
         listens_at: Address that clients reach.
+        is_ready: Returns whether the server would answer a request now.
     """
 
     def __init__(
-        self, models: Mapping[str, Generator], codec: Codec, access: Access, *, listens_at: str
+        self,
+        models: Mapping[str, Generator],
+        codec: Codec,
+        access: Access,
+        *,
+        listens_at: str,
+        is_ready: Callable[[], Awaitable[bool]],
     ) -> None:
         self._models = dict(models)
         self._codec = codec
         self._max_bytes = min(access.max_request_bytes, MOST_JSON_MB << 20)
         self._rules = Rules(tokens=access.tokens(), client_shared_memory=False)
         self._listens_at = listens_at
+        self._is_ready = is_ready
         self._created = int(time.time())
 
     def application(self) -> web.Application:
@@ -118,7 +126,10 @@ class OpenAIEndpoint:
 
     async def _health(self, request: web.Request) -> web.Response:
         del request
-        return web.json_response({"status": "ok"})
+        if await self._is_ready():
+            return web.json_response({"status": "ok"})
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        return web.json_response({"status": "the server is not ready"}, status=status)
 
     async def _list(self, request: web.Request) -> web.Response:
         del request

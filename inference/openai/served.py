@@ -23,6 +23,7 @@ from inference.openai.errors import ApiError
 from inference.openai.generation import Array, Candidate, GenerationJob, ModelFacts
 
 PREPROCESSING = "preprocessing"
+_READY_TIMEOUT_S = 2.0
 _POLL_S = 0.2
 _DEFAULT_CONTEXT = 4096  # of the engine, where neither model nor parameters say
 # How Triton's refusals of a request are spelled in gRPC.
@@ -102,6 +103,22 @@ async def ready_client(address: str) -> InferenceServerClient:
         except InferenceServerException:
             pass  # not listening yet
         await asyncio.sleep(_POLL_S)
+
+
+async def is_ready(client: InferenceServerClient, unready: Path | None) -> bool:
+    """Return whether a server would answer a request now.
+
+    Args:
+        client: Client of the server.
+        unready: File that exists while one of its models does not answer canaries, None where the
+            server's own answer includes that.
+    """
+    if unready is not None and unready.exists():
+        return False
+    try:
+        return bool(await client.is_server_ready(client_timeout=_READY_TIMEOUT_S))
+    except InferenceServerException:
+        return False
 
 
 async def served_models(

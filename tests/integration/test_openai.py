@@ -7,7 +7,10 @@ import os
 import re
 import shutil
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +231,28 @@ def test_the_documents_example_runs(
     example = example.replace("http://127.0.0.1:8003/v1", server.openai_url)
     exec(example.replace('"none"', repr(token_file.read_text().strip())), {})
     assert len(capsys.readouterr().out.split()) > 8
+
+
+def test_health_is_the_servers(server: TritonServer) -> None:
+    assert server.openai_url is not None
+    url = server.openai_url.replace("/v1", "/health")
+    unready = server._sockets.unready
+
+    def status() -> int:
+        try:
+            return urllib.request.urlopen(url, timeout=10).status
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    def status_without_canary() -> int:
+        unready.touch()  # the next canary's answer removes it
+        return status()
+
+    try:
+        until(lambda: status_without_canary() == HTTPStatus.SERVICE_UNAVAILABLE, "the refusal")
+    finally:
+        unready.unlink(missing_ok=True)
+    assert status() == HTTPStatus.OK
 
 
 def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: TritonServer) -> None:

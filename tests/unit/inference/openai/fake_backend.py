@@ -92,14 +92,18 @@ def run(
     *,
     access: Access = OPEN_ACCESS,
     template: ChatTemplate | None = None,
+    ready: bool = True,
 ) -> None:
     """Run `check` with a client of an endpoint in front of a fake model."""
+
+    async def is_ready() -> bool:
+        return ready
 
     async def main() -> None:
         codec = Codec(Letters(), template, end_id=END)
         served = model or FakeModel()
         endpoint = OpenAIEndpoint(
-            {served.facts.name: served}, codec, access, listens_at="127.0.0.1"
+            {served.facts.name: served}, codec, access, listens_at="127.0.0.1", is_ready=is_ready
         )
         server = TestServer(endpoint.application(), handler_cancellation=True)
         async with contextlib.AsyncExitStack() as stack:

@@ -373,6 +373,14 @@ def test_only_token_holders_are_let_in(tmp_path: Path) -> None:
     run(check, access=Access(token_file=tokens))
 
 
+def test_health_is_the_servers() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        async with client.get("/health") as response:
+            assert response.status == HTTPStatus.SERVICE_UNAVAILABLE
+
+    run(check, ready=False)
+
+
 def test_web_pages_and_large_bodies_are_refused() -> None:
     async def check(client: aiohttp.ClientSession) -> None:
         headers = {"Origin": "https://example.org"}
