@@ -286,7 +286,7 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
     PARTS: tl.constexpr,  # noqa: N803 - most programs that share a head's tokens
     INTERLEAVED: tl.constexpr,  # noqa: N803
     NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
-    FIXED: tl.constexpr,  # noqa: N803 - whether all but new values is older than the launches
+    FIXED: tl.constexpr,  # noqa: N803 - see `PagedAttention`
     WINDOW: tl.constexpr,  # noqa: N803
     HAS_SLOPES: tl.constexpr,  # noqa: N803
     TABLE: tl.constexpr,  # noqa: N803
