@@ -153,6 +153,7 @@ def convert(
     paths = WorkPaths.of(Path(request.output_dir), request.tp_size)
     with FolderLock(paths.lock, paths.final) as lock:
         recover(paths)
+        shutil.rmtree(paths.scratch, ignore_errors=True)  # of a killed run, maybe a finished one
         identity = _identity(request)
         if _is_finished(paths, identity):
             return _summary(paths, started, written_bytes=None)
@@ -160,7 +161,6 @@ def convert(
         if problems:
             raise CheckpointMismatchError(problems)
         try:
-            shutil.rmtree(paths.scratch, ignore_errors=True)
             paths.scratch.mkdir()
             plan = plan_conversion(request, names=names, scratch_dir=paths.scratch)
             if not lock.held:

@@ -80,6 +80,14 @@ def killed_after(files: int, source: Path, output_dir: Path, pause_s: float) -> 
     return False
 
 
+def test_scratch_of_a_run_killed_at_its_very_end_is_removed(source: Path, tmp_path: Path) -> None:
+    convert(request(source, tmp_path))
+    scratch = WorkPaths.of(tmp_path, 3).scratch
+    scratch.mkdir()
+    convert(request(source, tmp_path))
+    assert not scratch.exists()
+
+
 @pytest.mark.soak
 def test_runs_killed_at_random_moments_end_with_the_same_bytes(
     source: Path, expected: dict[str, bytes], tmp_path: Path, soak: int
