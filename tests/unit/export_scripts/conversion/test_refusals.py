@@ -225,7 +225,8 @@ def test_links_and_devices_in_archives_are_refused(tmp_path: Path, kind: bytes) 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (tarfile.REGTYPE, "member 'odd' has a size of -512 bytes"),
+        # Python 3.10's tarfile fails before it returns the member.
+        (tarfile.REGTYPE, r"member 'odd' has a size of -512 bytes|cannot be read: \[Errno 22\]"),
         (tarfile.DIRTYPE, "member 'odd' has a size of -512 bytes"),
         (tarfile.GNUTYPE_LONGNAME, "is not a readable tar archive"),
         (tarfile.XHDTYPE, "is not a readable tar archive"),
@@ -240,7 +241,7 @@ def test_members_smaller_than_nothing_are_refused(tmp_path: Path, kind: bytes, w
     head[148:156] = b" " * 8
     head[148:156] = b"%06o\0 " % sum(head)
     (tmp_path / "x.nemo").write_bytes(head + bytes(2048))
-    assert words in refusal(tmp_path / "x.nemo", tmp_path)
+    assert re.search(words, refusal(tmp_path / "x.nemo", tmp_path))
 
 
 @pytest.mark.parametrize("text", [b"a: 2020-13-45", b"a: " + b"9" * 5000, b"a: !!python/name:os"])
