@@ -74,12 +74,11 @@ class EncoderEngine(EngineBase):
             encoder_only=True,
             remove_padding=remove_padding,
         )
-        on_gpu = settings.device != "cpu" and torch.cuda.is_available()
         takes_ids = self.limits.vocab_size is not None
         self._loop: EngineLoop[RunningEncoding] = EngineLoop(
             settings,
             self.options,
-            make_scheduler=partial(EncodingScheduler, on_gpu=on_gpu),
+            make_scheduler=partial(EncodingScheduler, on_gpu=settings.device == "cuda"),
             # One token through all ranks warms them up for the first request.
             warm_up=StepPlan(
                 ids=[],

@@ -176,7 +176,7 @@ class RunningEncoding(QueuedRequest):
         padded = self.hidden[0].new_zeros(rows, width, self.hidden[0].shape[1], dtype=torch.float32)
         for row, values in self.hidden.items():
             padded[row, : len(values)] = values
-        hidden = host_room(padded.shape, pinned=padded.is_cuda).copy_(padded)
+        hidden = _host_room(padded.shape, pinned=padded.is_cuda).copy_(padded)
         if not self.request.attentions:
             return EncodingResult(hidden)
         layers, heads = self.attentions[0].shape[:2]
@@ -262,7 +262,7 @@ class EncodingScheduler:
         if not states:
             return None
         shape = (sum(map(len, states)), states[0].shape[1])
-        joined = host_room(shape, pinned=self._on_gpu)
+        joined = _host_room(shape, pinned=self._on_gpu)
         np.concatenate(states, out=joined.numpy())
         return joined
 
@@ -298,7 +298,7 @@ class EncodingScheduler:
                 owner.succeed(owner.result())
 
 
-def host_room(shape: Sequence[int], *, pinned: bool) -> torch.Tensor:
+def _host_room(shape: Sequence[int], *, pinned: bool) -> torch.Tensor:
     """Return an empty fp32 tensor of the host.
 
     `pinned` memory is copied by the GPU itself, and used again and again without new page faults:

@@ -387,7 +387,7 @@ class Scheduler:
             blocks.extend(slot, session.slot_tokens)
 
     def _encoder_slot(self, row: RunningRow) -> int:
-        """Return the slot that keeps what a row's encoder put out."""
+        """Return the slot that keeps the encoder's output for a row."""
         return encoder_slot(row.slots, self._slots.total)
 
     def _shared_blocks(self, row: RunningRow) -> int:

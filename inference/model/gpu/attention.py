@@ -240,17 +240,23 @@ def _attend_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _cells(  # type: ignore[no-untyped-def]
+def _cached(  # type: ignore[no-untyped-def]
+    keys_at,
+    values_at,
     table_at,
     token,
     stop,
+    d,
     block_stride,
     D: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Return where a head's cached tokens before `stop` begin."""
+    """Return one head's keys and values of cached tokens, zeros from `stop` on."""
     block = tl.load(table_at + token // BLOCK, mask=token < stop, other=0).to(tl.int64)
-    return block * block_stride + (token % BLOCK) * D
+    cell = (block * block_stride + (token % BLOCK) * D)[:, None] + d[None, :]
+    inside = (token < stop)[:, None] & (d < D)[None, :]
+    keys = tl.load(keys_at + cell, mask=inside, other=0.0)
+    return keys, tl.load(values_at + cell, mask=inside, other=0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -315,10 +321,7 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
         keys_at += kv_head * head_stride
         values_at += kv_head * head_stride
         token = begin + tl.arange(0, TOKENS)
-        cell = _cells(table_at, token, stop, block_stride, D, BLOCK)[:, None] + d[None, :]
-        inside = (token < stop)[:, None] & (d < D)[None, :]
-        keys = tl.load(keys_at + cell, mask=inside, other=0.0)
-        values = tl.load(values_at + cell, mask=inside, other=0.0)
+        keys, values = _cached(keys_at, values_at, table_at, token, stop, d, block_stride, D, BLOCK)
         if FIXED:
             wait_for_earlier(EARLY)
         cos_at += row * R
@@ -348,10 +351,9 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
         for start in range(begin, stop, TOKENS):
             if start > begin:
                 token = start + tl.arange(0, TOKENS)
-                cell = _cells(table_at, token, stop, block_stride, D, BLOCK)[:, None] + d[None, :]
-                inside = (token < stop)[:, None] & (d < D)[None, :]
-                keys = tl.load(keys_at + cell, mask=inside, other=0.0)
-                values = tl.load(values_at + cell, mask=inside, other=0.0)
+                keys, values = _cached(
+                    keys_at, values_at, table_at, token, stop, d, block_stride, D, BLOCK
+                )
             score = tl.sum(keys.to(tl.float32) * query[None, :], 1)
             if HAS_SLOPES:
                 score -= slope * (place - token).to(tl.float32)

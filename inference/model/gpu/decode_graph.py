@@ -234,19 +234,20 @@ class DecoderGraphModel:
         """Return the stage's output, see `GraphModel`."""
         ids, slots, places, positions, forbidden = numbers.unbind(0)
         model = self._model
+        paged = single_tokens(
+            slots,
+            places,
+            rules=model.rules,
+            group=self._group,
+            tickets=self._tickets,
+            fixed=True,  # written before the graph runs, as the cache's tables are
+        )
         step = Step(
             ids=self.feed.ids(ids, slots),
             positions=positions,
             cache=self._cache,
-            output_rows=torch.arange(len(ids), device=self.device),
-            paged=single_tokens(
-                slots,
-                places,
-                rules=model.rules,
-                group=self._group,
-                tickets=self._tickets,
-                fixed=True,  # written before the graph runs, as the cache's tables are
-            ),
+            output_rows=paged.tiles[0].rows,
+            paged=paged,
         )
         x = model.embed(step) if hidden is None else hidden
         x = model.run_layers(x, step)
@@ -292,12 +293,13 @@ class EncoderDecoderGraphModel:
         model = self._model
         # The numbers are written before the graph runs, as the cache's tables are.
         options: dict[str, Any] = {"group": 1, "tickets": self._tickets, "fixed": True}
+        paged = single_tokens(slots, places, rules=model.rules, **options)
         step = Step(
             ids=self.feed.ids(ids, slots),
             positions=places,
             cache=self._cache,
-            output_rows=torch.arange(len(ids), device=self.device),
-            paged=single_tokens(slots, places, rules=model.rules, **options),
+            output_rows=paged.tiles[0].rows,
+            paged=paged,
         )
         # As if each token were the last of the encoder's: it sees all of them.
         cross = single_tokens(encoded, last, rules=AttentionRules(), **options)
