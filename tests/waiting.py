@@ -1,9 +1,12 @@
-"""Wait for what threads and other processes do; see whether a process still runs."""
+"""Wait for what threads and other processes do; see whether a process runs; kill several."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 # A wait ends as soon as its condition holds; only a failure takes as long as this.
@@ -24,3 +27,10 @@ def lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Kill processes, some of which may already have ended because of those killed before."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

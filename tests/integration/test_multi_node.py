@@ -23,7 +23,7 @@ import pytest
 from inference.server.client import TritonClient
 from tests.integration.command import ROOT
 from tests.integration.slurm_cluster import SlurmCluster, missing_programs
-from tests.waiting import until
+from tests.waiting import kill_all, until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.triton]
 SAMPLE = ("export=gpt3/sample", "export.triton_deployment.pipeline_model_parallel_size=2")
@@ -194,8 +194,7 @@ def test_two_nodes_give_the_recorded_tokens_and_replace_a_lost_rank_once(
     again = service.endpoint(restarts=1)
     prompt, expected = cases[0]
     assert tokens(again, prompt, 4) == expected[: len(prompt) + 4]
-    for pid in service.ranks("n2"):
-        os.kill(pid, signal.SIGKILL)
+    kill_all(service.ranks("n2"))
     service.wait_until_gone()
     record = service.record()
     assert record["state"] == "failed", service.logs()
@@ -209,8 +208,7 @@ def test_loss_of_a_node_is_reported_and_ends_the_service(
     service = Service(cluster, results, "deploy.max_restarts=0")
     service.endpoint()
     # With the node go also the processes that would start a rank again.
-    for pid in service.ranks("n2") + service.tasks("n2"):
-        os.kill(pid, signal.SIGKILL)
+    kill_all(service.ranks("n2") + service.tasks("n2"))
     service.wait_until_gone()
     record = service.record()
     assert record["state"] == "failed", service.logs()
@@ -238,8 +236,7 @@ def test_loss_of_the_head_ends_all_ranks(cluster: SlurmCluster, results: Path) -
     service = Service(cluster, results, "deploy.max_restarts=1")
     service.endpoint()
     # The job's first process, which owns the server and its supervisor.
-    for pid in service.tasks("n1"):
-        os.kill(pid, signal.SIGKILL)
+    kill_all(service.tasks("n1"))
     service.wait_until_gone()
     until(lambda: not service.ranks("n1") + service.ranks("n2"), "the end of all ranks")
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import re
-import signal
 import time
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 
 from inference.server.supervisor import SHM_FOLDER, descendants
 from tests.integration.command import FREE_PORTS, finish, processes_of, start
-from tests.waiting import lives, until
+from tests.waiting import kill_all, lives, until
 
 pytestmark = pytest.mark.triton
 
@@ -53,9 +51,7 @@ def killed(results: Path, words: list[str], chance: random.Random) -> set[str]:
     time.sleep(chance.random())
     everything = [command.pid, *descendants(command.pid)]
     prefixes = set(_SEGMENTS.findall(" ".join(processes_of(results).values())))
-    for pid in everything[: chance.choice((1, None))]:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    kill_all(everything[: chance.choice((1, None))])
     command.communicate()
     until(lambda: not any(map(lives, everything)), f"the end of the jobs after {moment}")
     # A job that began after the processes were listed ends by itself, as its owner has.

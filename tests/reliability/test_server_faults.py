@@ -32,7 +32,7 @@ from inference.server.local_http import local_answer, socket_address
 from inference.server.server import TritonServer
 from tests.conftest import ROOT
 from tests.integration.triton_process import DOUBLE, add_model, new_server, processes
-from tests.waiting import lives, until
+from tests.waiting import kill_all, lives, until
 
 pytestmark = pytest.mark.triton
 
@@ -245,8 +245,7 @@ def test_segments_of_a_killed_server_are_removed_by_the_next_start(tmp_path: Pat
     server = new_server(repository, tmp_path)
     server.start(timeout_s=START_S)
     # No process is left to clean up after everything is killed at once.
-    for pid in processes(server):
-        os.kill(pid, signal.SIGKILL)
+    kill_all(processes(server))
     until(lambda: server.poll() is not None, "the end of the server")
     left = segments(server)
     assert len(left) > 1
