@@ -23,6 +23,7 @@ from inference.decoding.rows import P_TUNING, SOFT_PROMPT
 from inference.engine.blocks import most_blocks
 from inference.engine.options import EngineOptions
 from inference.model.kv_cache import CacheShape
+from inference.model.marks import marks_bytes
 from inference.ranks.settings import Placement
 
 _CPU_SHARE = 0.25  # of the memory that is available, for keys and values
@@ -239,7 +240,8 @@ def plan_capacity(
     free_share = int(available_bytes() * _CPU_SHARE) // options.sharing_engines
     budget = options.kv_cache_bytes or free_share // layout.world_size
     if placement.device == "cuda":
-        budget = _cuda_budget(ft_dir, placement, options, least_bytes)
+        marks = marks_bytes(most, architecture.vocab_size)
+        budget = _cuda_budget(ft_dir, placement, options, least_bytes, marks)
     if budget < least_bytes:
         raise ValueError(
             f"kv_cache_bytes={budget} cannot hold one sequence of {max_len} tokens, which takes "
@@ -284,26 +286,27 @@ def available_bytes() -> int:
 
 
 def _cuda_budget(
-    ft_dir: Path, placement: Placement, options: EngineOptions, least_bytes: int
+    ft_dir: Path, placement: Placement, options: EngineOptions, least_bytes: int, marks: int
 ) -> int:
     """Return the bytes for keys and values on each GPU: those wanted, or a share of what is free.
 
     Raises:
-        ValueError: Weights and keys and values exceed the memory that is free.
+        ValueError: Weights, marks of penalties, and keys and values exceed the free memory.
     """
     _, config = read_config(ft_dir)
     stored = sum(path.stat().st_size for path in ft_dir.iterdir()) // placement.world_size
     item_bytes = 1 if placement.int8_mode or placement.fp8 else item_size(placement.data_type)
     weights = stored * item_bytes // item_size(config.weight_data_type)
     free, _ = torch.cuda.mem_get_info()
-    share = max(free // options.sharing_engines - weights, 0)
+    share = max(free // options.sharing_engines - weights - marks, 0)
     budget = options.kv_cache_bytes or int(share * _CUDA_SHARE)
-    if max(budget, least_bytes) > free - weights:
+    if max(budget, least_bytes) > free - weights - marks:
         raise ValueError(
-            f"each GPU must hold {_gib(weights)} of weights and {_gib(max(budget, least_bytes))} "
-            f"of keys and values, and {_gib(free)} are free; lower max_seq_len or kv_cache_bytes, "
-            "set int8_mode=1, raise tensor_para_size or pipeline_para_size, or end what else uses "
-            "the GPU"
+            f"each GPU must hold {_gib(weights)} of weights, {_gib(marks)} of marks for penalties "
+            f"(max_lanes x vocabulary) and {_gib(max(budget, least_bytes))} of keys and values, "
+            f"and {_gib(free)} are free; lower max_seq_len, max_lanes or kv_cache_bytes, set "
+            "int8_mode=1, raise tensor_para_size or pipeline_para_size, or end what else uses the "
+            "GPU"
         )
     return budget
 

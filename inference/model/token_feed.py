@@ -11,14 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 
-import numpy as np
 import torch
 
 from inference.model.kv_cache import Array, on_device
+from inference.model.marks import BANNED, SEEN, marks_of
 
 # In place of a token id: the newest one that the slot's last step chose.
 NEWEST = -1
-_SEEN, _BANNED = 1, 2  # marks of a slot's ids; others are 0
 _LOWEST = torch.finfo(torch.float32).min
 
 
@@ -78,11 +77,8 @@ class TokenFeed:
         return torch.where(ids == NEWEST, self._newest[slots].to(ids.dtype), ids)
 
     def mark(self, slot: int, ids: Array) -> None:
-        """Mark the ids of a row that begins in a slot, see `StepPlan`; earlier marks are lost."""
-        marks = np.zeros(self._vocab_size, np.uint8)
-        marks[ids[ids >= 0]] = _SEEN
-        marks[~ids[ids < 0]] = _BANNED
-        self._marks[slot] = on_device(marks, self._marks.device)
+        """Mark the ids of a sequence that begins in a slot, see `marks_of`; drop earlier marks."""
+        self._marks[slot] = on_device(marks_of(ids, self._vocab_size), self._marks.device)
 
     def choose(
         self,
@@ -149,7 +145,7 @@ class TokenFeed:
             return self._keep(draw_by_sorting(logits, forbidden, draws), slots)
         marks = self._marks[slots.long()]
         drawn = draw_by_sorting(logits, forbidden, draws, penalties, marks)
-        self._marks[slots.long(), drawn[:, 1].long()] = _SEEN
+        self._marks[slots.long(), drawn[:, 1].long()] = SEEN
         return self._keep(drawn, slots)
 
     def _best(self, logits: torch.Tensor, forbidden: torch.Tensor) -> torch.Tensor:
@@ -213,7 +209,7 @@ def _penalised(x: torch.Tensor, penalties: torch.Tensor, marks: torch.Tensor) ->
     repetition, presence = penalties.t()[:, :, None]  # (n, 1)
     marks = torch.where(repetition > 0, marks, 0)
     less = torch.where(x < 0, x * repetition, x / repetition) - presence
-    return torch.where(marks == _SEEN, less, x).masked_fill(marks == _BANNED, -torch.inf)
+    return torch.where(marks == SEEN, less, x).masked_fill(marks == BANNED, -torch.inf)
 
 
 def _kernels() -> ModuleType | None:

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from inference.model.marks import BANNED, SEEN
 from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
 
-_SEEN, _BANNED = 1, 2  # marks, as in `token_feed`, which imports this module
 _READ = {"IDS": 8192, "num_warps": 16}  # logits that a program reads at once
 _LISTED = 8192  # most logits that a program lists; a flatter row is searched whole
 _PART, _CUTS = 2048, 8  # listed logits that are compared at once, and the cuts they are compared to
@@ -409,8 +409,8 @@ def drawn_tokens(
         LISTED=_LISTED,
         PART=_PART,
         CUTS=_CUTS,
-        SEEN=_SEEN,
-        BANNED=_BANNED,
+        SEEN=SEEN,
+        BANNED=BANNED,
         **_READ,
         **launch_options(logits),
     )

@@ -24,6 +24,7 @@ from inference.engine.engine import (
     EngineOptions,
     GenerationStep,
 )
+from inference.model.marks import marks_bytes
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 
@@ -355,15 +356,18 @@ def test_a_model_that_the_gpu_cannot_hold_is_refused_with_the_sizes(
     family, config = read_config(ft_dir)
     weights = sum(path.stat().st_size for path in ft_dir.iterdir()) // 2  # computed in fp16
     placement = Placement(data_type="fp16", device="cuda")
-    options = EngineOptions(kv_cache_bytes=wanted, max_seq_len=64)
+    options = EngineOptions(kv_cache_bytes=wanted, max_seq_len=64, max_lanes=3)
+    architecture = generator_of(family, config)
+    marks = marks_bytes(3, architecture.vocab_size)
 
     def plan(free: int) -> Capacity:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1 << 40))
-        return plan_capacity(generator_of(family, config), ft_dir, placement, options)
+        return plan_capacity(architecture, ft_dir, placement, options)
 
-    assert plan(weights + (1 << 20)).cache_bytes <= 1 << 20
-    with pytest.raises(ValueError, match=r"each GPU must hold 0.0 GiB of weights and .* are free"):
-        plan(weights + 1000)
+    assert plan(weights + marks + (1 << 20)).cache_bytes <= 1 << 20
+    for free in (weights + 1000, weights + (wanted or 0) + marks - 1):
+        with pytest.raises(ValueError, match=r"each GPU must hold 0.0 GiB of weights, .* are free"):
+            plan(free)
 
 
 def test_missing_and_short_files_fail_the_start(ft_dir: Path, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import RowRequest
 from inference.decoding.sampling import ARG_MAX, UNMARKED, Penalty
+from inference.model.marks import marks_bytes
 from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host, draw_by_sorting
 
 CPU = torch.device("cpu")
@@ -32,6 +33,10 @@ def test_the_choice_equals_the_selection() -> None:
     assert np.isnan(values).tolist() == [False, True, False]
     ids = feed.ids(torch.tensor([NEWEST, 7]), torch.tensor([4, 4]))
     assert ids.tolist() == [chosen[0, 1], 7]
+
+
+def test_the_memory_of_marks_is_what_the_plan_of_memory_counts() -> None:
+    assert TokenFeed(5, CPU, vocab=range(64))._marks.nbytes == marks_bytes(5, 64)
 
 
 def test_a_forbidden_token_is_replaced_by_the_next_best() -> None:
