@@ -9,13 +9,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inference.server.server_log import put_aside
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
 from stages.endpoint import ServerEndpoint, withdraw
 from stages.job_process import job_id_here
 from stages.progress import Progress, write_json
 from stages.server_starts import announce_failure, losses
-from stages.serving import put_aside, serving
+from stages.serving import serving
 
 if TYPE_CHECKING:
     from inference.server.server import TritonServer
@@ -90,7 +91,7 @@ class Service:
             except _EndedError as error:
                 return str(error)
             except ServerStartError as error:
-                if self.restarts == 0:
+                if self._serves is None and not (error.is_crash and self._config.nodes > 1):
                     raise  # it has never worked: waiting changes nothing
                 self._call_off()
                 reason, failure = "", str(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inference.server.probe import ProbeError, probe
+from inference.server.server_log import put_aside
 from inference.supervision import RESTARTS_VARIABLE
 from stages.base import StageError
 from stages.deploy_config import (
@@ -75,7 +75,13 @@ def serving(
     with server:
         progress.update("starting the server")
         began = time.monotonic()
-        server.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
+        server.start(
+            timeout_s=config.ready_timeout_s,
+            progress=progress.update,
+            check=check,
+            # Further nodes take part in a start that the service announces.
+            crash_retries=1 if config.nodes == 1 else 0,
+        )
         endpoint = _endpoint(config, server, job_id, restarts)
         if config.server == TRITON:  # PyTriton is ready once its model has answered
             progress.update("sending a first request")
@@ -195,15 +201,6 @@ def _server(
         is_old=config.engine == FASTERTRANSFORMER,
         work_dir=None if config.gemm_tuning is None else folder / "gemm",
     )
-
-
-def put_aside(log_path: Path) -> Path:
-    """Rename the log of an earlier start to the first free number; return where it is now."""
-    if not log_path.exists():
-        return log_path
-    names = (f"{log_path.stem}.{number}{log_path.suffix}" for number in itertools.count(1))
-    free = next(path for path in map(log_path.with_name, names) if not path.exists())
-    return log_path.rename(free)
 
 
 def _endpoint(

@@ -32,13 +32,16 @@ from inference.server.options import (
 )
 from inference.server.probe import is_interactive, model_config
 from inference.server.server_log import (
+    CRASH_SIGNALS,
     LOG_TAIL_LINES,
     ServerLog,
     ServerStartError,
+    crash_message,
     crash_of,
     errors_of,
     last_lines,
     losses_of,
+    put_aside,
 )
 from inference.supervision import SUPERVISED_VARIABLE
 
@@ -189,11 +192,14 @@ class TritonServer:
         timeout_s: float,
         progress: Callable[[str], None] | None = None,
         check: Callable[[], None] = lambda: None,
+        crash_retries: int = 1,
     ) -> None:
         """Start the server and return once every model is ready.
 
-        `check` is called repeatedly; an exception that it raises ends the start. Once ready, the
-        server ends with a model's process, or when a process stays stopped.
+        `check` is called repeatedly; an exception that it raises ends the start. A program that
+        crashes is started again `crash_retries` times: tritonserver 2.51 does so once in some
+        hundred starts. Once ready, the server ends with a model's process, or when a process stays
+        stopped.
 
         Raises:
             ServerStartError: a port is taken, the server ended, a model failed or time ran out; no
@@ -213,9 +219,13 @@ class TritonServer:
                 self._await_ready(log, deadline, timeout_s, progress or _silent, check)
             except BaseException as error:
                 self.stop(drain_s=0)
-                chosen = 0 in self._wanted_ports.values()
-                may_retry = isinstance(error, ServerStartError) and attempts_left and chosen
-                if not (may_retry and log.port_was_taken()):
+                if not (isinstance(error, ServerStartError) and attempts_left):
+                    raise
+                if error.is_crash and crash_retries:
+                    crash_retries -= 1
+                    kept = put_aside(self.log_path)
+                    sys.stderr.write(f"{error.summary} starting it again; its log is {kept}\n")
+                elif not (0 in self._wanted_ports.values() and log.port_was_taken()):
                     raise
             else:
                 assert self._process is not None
@@ -452,15 +462,17 @@ class TritonServer:
     ) -> None:
         while True:
             check()
-            status = self.poll()
-            for message in log.read():
+            status, crash = self.poll(), self._crash()
+            events = log.read()
+            if crash or status is not None:
+                events += log.read()  # the last record is whole
+            for message in events:
                 progress(message)
+            if crash:
+                self._fail(f"{crash} before it was ready:", log, is_crash=not log.failures)
             if status is not None:
                 self._fail(f"tritonserver ended with status {status} before it was ready:", log)
-            if self._gateway is not None and self._gateway.poll() is not None:
-                self._fail("the gateway, which clients reach, did not start:", log)
-            if self._openai is not None and self._openai.poll() is not None:
-                self._fail("the OpenAI endpoint did not start:", log)
+            self._check_front_processes(log)
             if log.failures:
                 self._fail("tritonserver cannot serve this repository:", log)
             if self._is_ready(log):
@@ -477,6 +489,17 @@ class TritonServer:
                 )
                 self._fail(f"tritonserver was not ready after {timeout_s:g} s:", log)
             time.sleep(_POLL_S)
+
+    def _check_front_processes(self, log: ServerLog) -> None:
+        if self._gateway is not None and self._gateway.poll() is not None:
+            self._fail("the gateway, which clients reach, did not start:", log)
+        if self._openai is not None and self._openai.poll() is not None:
+            self._fail("the OpenAI endpoint did not start:", log)
+
+    def _crash(self) -> str | None:
+        """Return by which signal the program has crashed; it may hang while it reports that."""
+        number = (self.poll() or 0) - 128
+        return crash_message(number) if number in CRASH_SIGNALS else crash_of(self.log_path)
 
     def _is_ready(self, log: ServerLog) -> bool:
         try:
@@ -506,9 +529,9 @@ class TritonServer:
         files += [] if self._openai is None else [self._sockets.openai_listening]
         return all(path.exists() for path in files)
 
-    def _fail(self, summary: str, log: ServerLog) -> None:
+    def _fail(self, summary: str, log: ServerLog, *, is_crash: bool = False) -> None:
         unique = list(dict.fromkeys(log.failures)) or errors_of(last_lines(self.log_path, 200))
-        raise ServerStartError(summary, reasons=unique, log_path=self.log_path)
+        raise ServerStartError(summary, reasons=unique, log_path=self.log_path, is_crash=is_crash)
 
     def _has_sessions(self) -> bool:
         """Return whether clients may hold sessions, whose turns the server takes to the end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 import sys
@@ -31,6 +32,7 @@ _BROKEN = re.compile(
 _OUT = re.compile(r"\S+ is out of service: .*(?:\n(?![EWIF]\d{4} ).*)*")
 # Of the handler of crashes, which can hang while it looks for the names of functions.
 _CRASH = re.compile(r"Signal \((?P<number>\d+)\) received\.")
+CRASH_SIGNALS = (signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV)
 _PORT_TAKEN = re.compile(r"Address already in use|failed to start \w+ service", re.IGNORECASE)
 # The Python backend appends where in the model file the exception came from.
 _TRACE = re.compile(r"\n\s*At:\n.*", re.DOTALL)
@@ -48,9 +50,16 @@ _OTHERS = re.compile(
 
 
 class ServerStartError(RuntimeError):
-    """The server did not become ready. `reasons` say why, `log_tail` holds its last lines."""
+    """The server did not become ready. `reasons` say why, `log_tail` holds its last lines.
 
-    def __init__(self, summary: str, *, reasons: Sequence[str], log_path: Path) -> None:
+    `is_crash` holds where the program has crashed and its log blames no model.
+    """
+
+    def __init__(
+        self, summary: str, *, reasons: Sequence[str], log_path: Path, is_crash: bool = False
+    ) -> None:
+        self.is_crash = is_crash
+        self.summary = summary
         self.reasons = tuple(reasons)
         self.log_path = log_path
         self.log_tail = tuple(last_lines(log_path, LOG_TAIL_LINES))
@@ -77,6 +86,15 @@ def last_lines(path: Path, count: int) -> list[str]:
     return [line if len(line) <= _MOST else line[:_MOST] + " ..." for line in shown[-count:]]
 
 
+def put_aside(log_path: Path) -> Path:
+    """Rename the log of an earlier start to the first free number; return where it is now."""
+    if not log_path.exists():
+        return log_path
+    names = (f"{log_path.stem}.{number}{log_path.suffix}" for number in itertools.count(1))
+    free = next(path for path in map(log_path.with_name, names) if not path.exists())
+    return log_path.rename(free)
+
+
 def short_reason(text: str) -> str:
     """Return a model's failure without quoting and without the trace of the model file."""
     plain = text.strip().strip('"').replace("\\n", "\n").replace('\\"', '"')
@@ -92,8 +110,13 @@ def losses_of(path: Path) -> list[str]:
 
 def crash_of(path: Path) -> str | None:
     """Return the crash that a server has logged, perhaps without coming to its end."""
-    found = next(filter(None, map(_CRASH.match, last_lines(path, _MANY))), None)
-    return found and f"tritonserver has crashed: {signal.Signals(int(found['number'])).name}"
+    numbers = (int(each["number"]) for each in map(_CRASH.match, last_lines(path, _MANY)) if each)
+    return next((crash_message(number) for number in numbers if number in CRASH_SIGNALS), None)
+
+
+def crash_message(number: int) -> str:
+    """Return how a crash by a signal of this number is reported."""
+    return f"tritonserver has crashed with {signal.Signals(number).name}"
 
 
 class ServerLog:
@@ -161,8 +184,8 @@ def _records(text: str) -> Iterator[str]:
 
 
 def errors_of(lines: Sequence[str]) -> list[str]:
-    """Return the lines that the server itself marks as errors."""
-    return [line for line in lines if re.match(r"^(E\d{4} |error: )", line)]
+    """Return the lines that the server itself marks as errors, or the exception that ended it."""
+    return [line for line in lines if re.match(r"^(E\d{4} |error: |terminate called )", line)]
 
 
 def fatal_lines(text: str) -> list[str]:
@@ -221,7 +244,8 @@ class ForwardedLog:
             if not self._path.exists():
                 continue
             with self._path.open("rb") as log:
-                log.seek(position)
+                size = self._path.stat().st_size
+                position = log.seek(position if position <= size else 0)  # 0 after another start
                 added = log.read()
             position += len(added)
             sys.stdout.buffer.write(added)

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from inference.server.server import ServerStartError
 from stages import service
 from stages.deploy_config import DeployConfig
 from stages.endpoint import ServerEndpoint
@@ -30,6 +31,39 @@ class FakeServer:
         self.drain_s = drain_s
 
 
+def new_service(folder: Path, config: DeployConfig) -> service.Service:
+    return service.Service(
+        config,
+        folder,
+        Progress(),
+        endpoint_path=folder / "endpoint",
+        stop_path=folder / "stop",
+        reload_path=folder / "reload",
+        until=time.monotonic() + 600,
+    )
+
+
+@pytest.mark.parametrize(("nodes", "starts"), [(1, 1), (2, 2)])
+def test_first_start_that_crashes_is_announced_again_to_further_nodes(
+    nodes: int, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one node the server itself has tried once more."""
+    failures = [
+        ServerStartError("crashed:", reasons=[], log_path=tmp_path / "log", is_crash=is_crash)
+        for is_crash in (True, False)
+    ]
+    left = list(failures)
+
+    def serving(*_: Any, **__: Any) -> NoReturn:
+        raise left.pop(0)
+
+    monkeypatch.setattr(service, "serving", serving)
+    kept = new_service(tmp_path, DeployConfig(tmp_path, "m", nodes=nodes, max_restarts=3))
+    with pytest.raises(ServerStartError) as caught:
+        kept.run()
+    assert caught.value is failures[starts - 1]
+
+
 def test_server_that_should_end_while_another_loads_finishes_its_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -47,15 +81,7 @@ def test_server_that_should_end_while_another_loads_finishes_its_requests(
         yield servers[-1], ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
 
     monkeypatch.setattr(service, "serving", serving)
-    kept = service.Service(
-        DeployConfig(tmp_path, "m", drain_s=17.0),
-        tmp_path,
-        Progress(),
-        endpoint_path=paths["endpoint"],
-        stop_path=paths["stop"],
-        reload_path=paths["reload"],
-        until=time.monotonic() + 600,
-    )
+    kept = new_service(tmp_path, DeployConfig(tmp_path, "m", drain_s=17.0))
     assert kept.run() == "no longer needed"
     assert [server.drain_s for server in servers] == [17.0]
     assert not paths["endpoint"].exists()

@@ -63,7 +63,7 @@ def test_crash_of_a_server_that_has_not_ended_is_found(tmp_path: Path) -> None:
     assert crash_of(path) is None
     with path.open("a") as log:
         log.write("corrupted size vs. prev_size\nSignal (6) received.\n 0# 0x0000556EFB9CD13D\n")
-    assert crash_of(path) == "tritonserver has crashed: SIGABRT"
+    assert crash_of(path) == "tritonserver has crashed with SIGABRT"
 
 
 def test_last_lines_leave_out_tables_and_blank_lines(tmp_path: Path) -> None:

@@ -1,0 +1,94 @@
+"""A start of a program that crashes, once or always, or that refuses its repository."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference.server.server import ServerStartError, TritonServer
+from tests.conftest import ROOT
+from tests.integration.triton_process import DOUBLE, add_model
+
+STAND_IN = ROOT / "tests" / "integration" / "fake_fastertransformer.py"
+THROWN = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
+ABORT = f'echo "{THROWN}"; kill -ABRT $$'
+# The handler of crashes may never come to its end.
+HANG = 'echo "Signal (11) received."; exec sleep 600'
+REFUSAL = 'echo "error: creating server: Internal - failed to stat file"; exit 1'
+BLAMED = f'echo "[FT][ERROR] Assertion fail: a.cc:128"; {ABORT}'
+
+
+class Starts:
+    """Counts the starts of a server whose program does something else at its first ones."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._counted = folder / "starts"
+        self._program = folder / "tritonserver"
+        self._monkeypatch = monkeypatch
+        self.server = TritonServer(
+            add_model(folder / "repository", "double", DOUBLE),
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            log_path=folder / "triton.log",
+            is_old=True,
+            env={"FAKE_SERVER_TOLD": str(folder / "reported"), "PYTHONPATH": str(ROOT)},
+        )
+
+    def start(self, does: str, *, times: int, crash_retries: int = 1) -> None:
+        self._program.write_text(
+            f'#!/bin/sh\nserve="{sys.executable} {STAND_IN}"\n'
+            '[ "$1" = --help ] && exec $serve "$@"\n'
+            f"echo >>{self._counted}\nulimit -c 0\n"
+            f"[ $(wc -l <{self._counted}) -le {times} ] && {{ {does}; }}\n"
+            'exec $serve "$@"\n'
+        )
+        self._program.chmod(0o755)
+        self._monkeypatch.setenv("TRITON_SERVER", str(self._program))
+        self._monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        with self.server:
+            self.server.start(timeout_s=60, crash_retries=crash_retries)
+            assert self.server.failure() is None
+
+    @property
+    def count(self) -> int:
+        return len(self._counted.read_text().splitlines())
+
+
+@pytest.fixture
+def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
+    return Starts(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(("does", "name"), [(ABORT, "SIGABRT"), (HANG, "SIGSEGV")])
+def test_program_that_crashes_once_is_started_again(
+    does: str, name: str, starts: Starts, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    starts.start(does, times=1)
+    assert starts.count == 2
+    said = capfd.readouterr().err
+    assert f"tritonserver has crashed with {name} before it was ready: starting it again" in said
+    kept = tmp_path / "triton.1.log"
+    assert str(kept) in said
+    assert kept.read_text().startswith(does.split('"')[1])
+
+
+@pytest.mark.parametrize(
+    ("does", "retries", "count", "reason"),
+    [
+        (ABORT, 1, 2, THROWN),  # twice is not by chance
+        (ABORT, 0, 1, THROWN),
+        (REFUSAL, 1, 1, "failed to stat file"),
+        (BLAMED, 1, 1, "Assertion fail"),
+    ],
+)
+def test_program_that_cannot_serve_fails_with_its_reason(
+    does: str, retries: int, count: int, reason: str, starts: Starts
+) -> None:
+    with pytest.raises(ServerStartError) as caught:
+        starts.start(does, times=9, crash_retries=retries)
+    assert starts.count == count
+    assert any(reason in each for each in caught.value.reasons)
+    assert caught.value.is_crash == (does == ABORT)
