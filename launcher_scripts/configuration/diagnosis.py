@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Mapping, Sequence
 
 import yaml
@@ -15,6 +16,7 @@ from launcher_scripts.configuration.schema import GROUPS, keys
 from launcher_scripts.configuration.settings import CONFIG_DIR
 from stages import STAGES
 
+_STAGES = "stages"  # a list that is not empty, of known names
 KEYS: Mapping[str, Key] = {key.name: key for key in keys()}
 _SECTIONS = {name.rsplit(".", depth)[0] for name in KEYS for depth in range(1, name.count(".") + 1)}
 
@@ -81,10 +83,10 @@ def _diagnosis(override: str, error: Exception) -> str:
     if key not in KEYS and not _is_below_free_form(key):
         return _unknown_key(override, key)
     if parsed.is_sweep_override():
-        return (
-            f"{override} lists alternatives, which needs --multirun; a list is written "
-            f"{key}=[{override.partition('=')[2]}]."
-        )
+        value = override.partition("=")[2]
+        is_list = key in KEYS and KEYS[key].is_list
+        remedy = f"; a list is written '{key}=[{value}]'" if is_list else ""
+        return f"{override} lists alternatives, which needs --multirun{remedy}."
     return _wrong_type(parsed, KEYS.get(key), error)
 
 
@@ -126,11 +128,20 @@ def _wrong_type(parsed: Override, key: Key | None, error: Exception) -> str:
     word = shortened(str(parsed.input_line))
     if key is None:
         return f"{word}: {objection(error)}"
-    if key.is_list and not isinstance(parsed.value(), (list, dict)):
-        if parsed.value() is None:
-            return f"{word}: expected a list such as [a,b]; [] is one without entries."
+    if key.is_list and _is_entry(key, parsed.value()):
         return f"{word}: expected a list; write '{key.name}=[{shortened(str(parsed.value()))}]'."
+    if key.is_list and parsed.value() is None and key.name != _STAGES:
+        return f"{word}: expected a list such as [a,b]; [] is one without entries."
     return f"{word}: expected {key.expected()} ({key.text})."
+
+
+def _is_entry(key: Key, value: object) -> bool:
+    """Return whether a list of a value is what its key expects."""
+    if key.name == _STAGES:
+        return set(str(value).split(",")) <= set(STAGES)
+    (kind,) = typing.get_args(key.type)
+    has_kind = type(value) is (str if kind is typing.Any else kind)
+    return has_kind and key.problem([value]) is None
 
 
 def _is_below_free_form(name: str) -> bool:

@@ -16,7 +16,7 @@ from inference.evaluation.options import EvaluateSection, EvaluationOptions
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import Composition, compose_config
-from launcher_scripts.configuration.diagnosis import files_of_group
+from launcher_scripts.configuration.diagnosis import KEYS, files_of_group
 from launcher_scripts.configuration.schema import keys as all_keys
 from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR
 from stages import convert, export
@@ -133,12 +133,34 @@ def test_without_the_file_that_was_meant_there_is_no_configuration(word: str) ->
     ]  # fmt: skip
 
 
-def test_list_without_brackets_is_shown_with_them() -> None:
-    assert problem("stages=export") == "stages=export: expected a list; write 'stages=[export]'."
+@pytest.mark.parametrize(
+    ("key", "value", "entries"),
+    [
+        ("stages", "export", "export"),
+        ("stages", "'convert,export'", "convert,export"),
+        ("evaluate.latency.batch_sizes", "8", "8"),
+        ("container_mounts", "/a:/b", "/a:/b"),
+    ],
+)
+def test_list_without_brackets_is_shown_with_them(key: str, value: str, entries: str) -> None:
+    text = problem(f"{key}={value}")
+    assert text == f"{key}={value}: expected a list; write '{key}=[{entries}]'."
+    assert not compose(f"{key}=[{entries}]").problems
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["stages=5", "stages=", "stages=null", "stages=all", "evaluate.latency.batch_sizes=0"],
+)
+def test_value_that_no_list_may_hold_is_answered_with_what_it_may(word: str) -> None:
+    key = KEYS[word.partition("=")[0]]
+    assert problem(word) == f"{word}: expected {key.expected()} ({key.text})."
 
 
 def test_alternatives_without_multirun_are_explained() -> None:
-    assert "needs --multirun" in problem("export.model.tensor_model_parallel_size=1,2")
+    text = problem("export.model.tensor_model_parallel_size=1,2")
+    assert text.endswith("=1,2 lists alternatives, which needs --multirun.")
+    assert "; a list is written 'stages=[convert,export]'" in problem("stages=convert,export")
 
 
 def test_section_as_value_lists_its_keys() -> None:
@@ -171,7 +193,7 @@ def test_unknown_key_with_a_plus_is_refused_too() -> None:
         ("~env_vars.NCCL_DEBUG", "the entry does not exist"),
         ("export=null", "export=null: unknown configuration"),
         ("cluster=null", "cluster=null: unknown configuration"),
-        ("stages=null", "expected a list such as [a,b]; [] is one without entries"),
+        ("cluster.setup=null", "expected a list such as [a,b]; [] is one without entries"),
         ("stages=[convert", "'stages=[convert' cannot be read as key=value"),
         ("stages=[[convert]]", "stages=[['convert']]: expected a list of single values"),
         ("cluster.gpus_per_node=0", "expected a whole number from 1 to 64 or null"),
