@@ -64,17 +64,21 @@ def open_group(
         place: This rank's number in the group.
         size: Ranks of the group.
         timeout_s: Longest wait for another rank.
+
+    Raises:
+        RuntimeError: A rank did not join within the store's timeout.
     """
-    segment = None
-    if place == 0:
-        segment = _create(size)
-        store.set("segment", str(segment) if segment is not None else "")
-    path = store.get("segment").decode()
-    memory = _attach(Path(path), size) if path else None
-    store.set(f"attached/{place}", "yes" if memory is not None else "no")
-    answers = [store.get(f"attached/{rank}") for rank in range(size)]
-    if segment is not None:
-        segment.unlink()
+    segment = _create(size) if place == 0 else None
+    try:
+        if place == 0:
+            store.set("segment", str(segment or ""))
+        path = store.get("segment").decode()
+        memory = _attach(Path(path), size) if path else None
+        store.set(f"attached/{place}", "yes" if memory is not None else "no")
+        answers = [store.get(f"attached/{rank}") for rank in range(size)]
+    finally:  # also where a rank does not join
+        if segment is not None:
+            segment.unlink()
     if memory is None or b"no" in answers:
         return None
     return SharedMemoryGroup(memory, place, size, timeout_s=timeout_s)
@@ -214,7 +218,10 @@ class SharedMemoryGroup:
         while True:
             number = self._get(layout.read + rank) + 1
             self._await(layout.sent + rank, number, f"rank {rank}")
-            if self._get(layout.target + 2 * rank + number % 2) == self._place:
+            receiver = self._get(layout.target + 2 * rank + number % 2)
+            if self._get(layout.read + rank) + 1 != number:
+                continue  # another rank has read it meanwhile: its buffer may hold a later chunk
+            if receiver == self._place:
                 return number
             # Another rank must read its chunk first.
             self._await(layout.read + rank, number, f"a reader of rank {rank}")

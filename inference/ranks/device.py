@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 
 import torch
 
@@ -16,11 +17,21 @@ logger = logging.getLogger(__name__)
 
 
 def rank_device(settings: RankSettings) -> torch.device:
-    """Return the device of a rank; on CUDA the ranks of a node take one each."""
+    """Return the device of a rank; on CUDA the ranks of a node take one each.
+
+    Raises:
+        ValueError: No GPU is visible, such as on a node that only other ranks have seen.
+    """
     if settings.device == "cpu":
         return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if not visible:
+        raise ValueError(
+            f"device=cuda, and {socket.gethostname()} has no visible GPU; check "
+            "CUDA_VISIBLE_DEVICES and the driver there, or set device=cpu"
+        )
     place = settings.rank if settings.device_index is None else settings.device_index
-    return torch.device("cuda", place % torch.cuda.device_count())
+    return torch.device("cuda", place % visible)
 
 
 def gemm_options(settings: RankSettings) -> GemmOptions:

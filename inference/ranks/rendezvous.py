@@ -184,8 +184,9 @@ class Rendezvous:
             deadline = monotonic() + grace_s
             while self._present() and monotonic() < deadline:
                 sleep(_POLL_S / 5)
-        self._server.close()
+        # The port comes last: the next launch that takes it writes its own key there.
         self._key_file.unlink(missing_ok=True)
+        self._server.close()
 
     def _present(self) -> list[int]:
         return [
@@ -216,14 +217,14 @@ class Follower:
         """
         self.place = place
         self._address = (host, port)
-        store = _joined(host, port, key_file, timeout_s=timeout_s)
+        store = _join(host, port, key_file, timeout_s=timeout_s)
         self.store: Store = store
         with _store_errors(f"rank 0 at {host}:{port} is gone"):
             self._pulse = store.clone()
             self.store.wait(["job"], timedelta(seconds=_FOREIGN_S))
-        self._check_job(self.store.get("job").decode())
+            self._check_job(self.store.get("job").decode())
+            self._register()
         self._left = threading.Event()
-        self._register()
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def _check_job(self, theirs: str) -> None:
@@ -304,7 +305,7 @@ def _listen_problem(host: str, port: int, error: OSError) -> str:
     return f"port {port} of the rendezvous {problem}; choose another MASTER_PORT"
 
 
-def _joined(host: str, port: int, key_file: Path, *, timeout_s: float) -> KeyedStore:
+def _join(host: str, port: int, key_file: Path, *, timeout_s: float) -> KeyedStore:
     """Wait for rank 0 and its key, and return a connection to its store.
 
     Raises:
@@ -354,5 +355,8 @@ def _listens(host: str, port: int) -> bool:
 def _store_errors(what: str) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
-        raise RendezvousError(f"{what} ({str(error).splitlines()[0]})") from error
+    except RendezvousError:
+        raise
+    except (OSError, RuntimeError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise RendezvousError(f"{what} ({first_line})") from error

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from inference.parallel.gemm_cpu import has_fp16_weights
-from inference.ranks.device import matrix_dtype
 from tests.ft_folders import write_gpt
 from tests.rank_threads import logits_of
 
@@ -46,21 +44,3 @@ def test_weights_in_fp16_lose_nothing_in_fp32(prompt_len: int, tmp_path: Path) -
     whole = logits_of(_widened(folder, tmp_path / "fp32"), prompt, tp_size=1, pp_size=1)
     # Another order of summation; rounding values to fp16 as well would show as 1e-3.
     torch.testing.assert_close(in_half, whole, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(not has_fp16_weights(), reason="this torch lacks FBGEMM")
-@pytest.mark.parametrize(
-    ("data_type", "stored", "device", "kept"),
-    [
-        ("fp32", "fp16", "cpu", torch.float16),
-        ("fp32", "fp32", "cpu", None),
-        ("fp32", "bf16", "cpu", None),  # fp16 does not hold all its values
-        ("fp16", "fp32", "cpu", torch.float16),
-        ("bf16", "fp16", "cpu", None),
-        ("fp32", "fp16", "cuda", None),
-    ],
-)
-def test_matrices_are_kept_in_half_where_the_cpu_widens_them(
-    data_type: str, stored: str, device: str, kept: torch.dtype | None
-) -> None:
-    assert matrix_dtype(data_type, stored, torch.device(device)) == kept

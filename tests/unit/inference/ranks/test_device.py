@@ -1,0 +1,49 @@
+"""The device of a rank, and the type its matrices are kept in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from inference.parallel.gemm_cpu import has_fp16_weights
+from inference.ranks.device import matrix_dtype, rank_device
+from inference.ranks.settings import RankSettings
+
+
+def settings(**values: Any) -> RankSettings:
+    return RankSettings(ft_dir="/weights", slots=1, max_len=8, threads=1, device="cuda", **values)
+
+
+@pytest.mark.parametrize(("rank", "device_index", "expected"), [(3, None, 1), (3, 0, 0)])
+def test_the_ranks_of_a_node_take_a_gpu_each(
+    rank: int, device_index: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    device = rank_device(settings(rank=rank, tp_size=4, device_index=device_index))
+    assert device == torch.device("cuda", expected)
+
+
+def test_a_node_without_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ValueError, match=r"device=cuda, and .* has no visible GPU; check CUDA_VIS"):
+        rank_device(settings(rank=0))
+
+
+@pytest.mark.skipif(not has_fp16_weights(), reason="this torch lacks FBGEMM")
+@pytest.mark.parametrize(
+    ("data_type", "stored", "device", "kept"),
+    [
+        ("fp32", "fp16", "cpu", torch.float16),
+        ("fp32", "fp32", "cpu", None),
+        ("fp32", "bf16", "cpu", None),  # fp16 does not hold all its values
+        ("fp16", "fp32", "cpu", torch.float16),
+        ("bf16", "fp16", "cpu", None),
+        ("fp32", "fp16", "cuda", None),
+    ],
+)
+def test_matrices_are_kept_in_half_where_the_cpu_widens_them(
+    data_type: str, stored: str, device: str, kept: torch.dtype | None
+) -> None:
+    assert matrix_dtype(data_type, stored, torch.device(device)) == kept
