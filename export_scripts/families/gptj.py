@@ -109,7 +109,9 @@ def _config(facts: Facts) -> GPTJConfig:
             f"config.json: activation_function = {name} cannot be represented: FT computes GPT-J "
             "with gelu_new"
         )
-    rotary_dims = settings.integer("rotary_dim", default=size_per_head, least=2)
+    # transformers rotates whole heads where the key is null, and 64 dimensions where it is absent.
+    usual = size_per_head if "rotary_dim" in facts.config else 64
+    rotary_dims = settings.integer("rotary_dim", default=usual, least=2)
     check_rotary(settings, "rotary_dim", rotary_dims, size_per_head)
     start_id, end_id = settings.token_ids(facts, bos=50256, eos=50256)
     config = GPTJConfig(

@@ -5,6 +5,7 @@ Models are random and tiny with sizes that are all different; transformers is th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,11 @@ MODELS: dict[str, tuple[str, Mapping[str, Any]]] = {
          "activation_function": "gelu"},
     ),
     "bloom": ("BloomConfig", BLOOM),
+    "bloom-six-heads": ("BloomConfig", {**BLOOM, "n_head": 6, "vocab_size": 131}),
     "bloom-post": ("BloomConfig", {**BLOOM, "apply_residual_connection_post_layernorm": True}),
     "bloom-untied": ("BloomConfig", {**BLOOM, "tie_word_embeddings": False}),
     "gptj": ("GPTJConfig", GPTJ),
+    "gptj-wide": ("GPTJConfig", {**GPT2, "n_embd": 144, "n_head": 2, "rotary_dim": 64}),
     "gptj-inner": ("GPTJConfig", {**GPTJ, "n_inner": 56}),
     "gptneox-parallel": ("GPTNeoXConfig", NEOX),
     "gptneox-sequential": ("GPTNeoXConfig", {**NEOX, "use_parallel_residual": False}),
@@ -148,6 +151,43 @@ def check(
 def test_folder_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     model = build(name)
     model.save_pretrained(tmp_path / "source")
+    check(model, tmp_path / "source", tmp_path / "ft")
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+# name -> changes of its config.json; None removes a key. transformers reads what is left.
+EDITED: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "gptj-absent-rotary": ("gptj-wide", {"rotary_dim": None}),
+    "neox-old-spelling": (
+        "gptneox-parallel",
+        {"rope_parameters": None, "rotary_pct": 0.5, "rotary_emb_base": 10000},
+    ),
+    "llama-old-spelling": (
+        "llama", {"rope_parameters": None, "rope_scaling": LINEAR, "rope_theta": 500.0}
+    ),
+    "llama-both-spellings": ("llama", {"rope_scaling": LINEAR}),
+    "llama-window": ("llama", {"sliding_window": 5}),
+    "mistral-unused-window": ("mistral-window", {"use_sliding_window": False}),
+    "mistral-window-of-few-layers": ("mistral-window", {"max_window_layers": 2}),
+    "mistral-absent-window": ("mistral-window", {"sliding_window": None}),
+    "qwen2-absent-window-layers": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": None,
+         "layer_types": None},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EDITED)
+def test_a_configuration_means_what_transformers_takes_it_for(name: str, tmp_path: Path) -> None:
+    base, changes = EDITED[name]
+    build(base).save_pretrained(tmp_path / "source")
+    path = tmp_path / "source" / "config.json"
+    settings = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: v for key, v in settings.items() if v is not None}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "source", attn_implementation="eager"
+    )
     check(model, tmp_path / "source", tmp_path / "ft")
 
 

@@ -37,7 +37,7 @@ def _config(facts: Facts) -> GPTConfig:
         inter_size=settings.integer("n_inner", default=4 * hidden),
         num_layer=settings.integer("n_layer", "num_hidden_layers"),
         vocab_size=settings.integer("vocab_size"),
-        max_pos_seq_len=settings.integer("n_positions", "max_position_embeddings", "n_ctx"),
+        max_pos_seq_len=settings.integer("n_positions", "max_position_embeddings"),
         start_id=start_id,
         end_id=end_id,
         layernorm_eps=settings.number("layer_norm_epsilon", default=1e-5),

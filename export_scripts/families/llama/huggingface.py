@@ -23,7 +23,6 @@ from export_scripts.families.mapping.settings import (
     head_is_tied,
     huggingface_settings,
     model_name,
-    token_warnings,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, Mapped, TensorSource, Transpose
@@ -51,7 +50,8 @@ def _config(facts: Facts) -> LlamaConfig:
     else:
         size_per_head = settings.divide(hidden, heads, "hidden_size by num_attention_heads")
     # Qwen2 has no default tokens.
-    ids = {} if facts.config["model_type"] == "qwen2" else {"bos": 1, "eos": 2}
+    is_llama, is_qwen = (facts.config["model_type"] == kind for kind in ("llama", "qwen2"))
+    ids = {} if is_qwen else {"bos": 1, "eos": 2}
     start_id, end_id = settings.token_ids(facts, **ids)
     activation, exact_gelu = settings.activation("hidden_act", default="silu")
     rotary = rotary_settings(settings)
@@ -60,7 +60,7 @@ def _config(facts: Facts) -> LlamaConfig:
             f"config.json: partial_rotary_factor = {rotary.fraction:g} cannot be represented: "
             "transformers rotates whole heads in these models"
         )
-    first = _HF.format(layer=0)
+    has_bias = is_llama and settings.flag("attention_bias", default=False)
     config = LlamaConfig(
         model_name=model_name(facts.config, str(facts.config["model_type"])),
         head_num=heads,
@@ -77,9 +77,11 @@ def _config(facts: Facts) -> LlamaConfig:
         activation_type=GATED[activation.lower()],
         exact_gelu=exact_gelu,
         tie_word_embeddings=head_is_tied(facts, settings, LM_HEAD, WTE, default=False),
-        has_qkv_bias=facts.has(first + "self_attn.q_proj.bias"),
-        has_attention_dense_bias=facts.has(first + "self_attn.o_proj.bias"),
-        has_mlp_bias=facts.has(first + "mlp.down_proj.bias"),
+        # Tensors of other biases than transformers would read are reported as unknown.
+        has_qkv_bias=is_qwen or has_bias,
+        has_attention_dense_bias=has_bias
+        and facts.has(f"{_HF.format(layer=0)}self_attn.o_proj.bias"),
+        has_mlp_bias=is_llama and settings.flag("mlp_bias", default=False),
         sliding_window=_sliding_window(settings),
         **rotary_fields(rotary, size_per_head),
         weight_data_type=facts.weight_data_type,
@@ -90,25 +92,30 @@ def _config(facts: Facts) -> LlamaConfig:
 
 
 def _sliding_window(settings: Settings) -> int | None:
-    """Return the sliding window of all layers, or None; differing layers are a problem."""
-    source = settings.source
-    if not source.get("use_sliding_window", source.get("model_type") != "qwen2"):
-        return None
-    if source.get("sliding_window") is None:
+    """Return the sliding window of all layers, or None; differing layers are a problem.
+
+    transformers gives a Llama none, whatever its configuration says, a Mistral one unless the key
+    is null, and a Qwen2 one from layer max_window_layers on if use_sliding_window is set.
+    """
+    source, model_type = settings.source, settings.source["model_type"]
+    in_use = model_type == "mistral" or source.get("use_sliding_window")
+    if model_type == "llama" or not in_use or source.get("sliding_window", 0) is None:
         return None
     count = settings.integer("num_hidden_layers")
-    full = min(settings.integer("max_window_layers", default=0, least=0), count)
-    default = ["full_attention"] * (full > 0) + ["sliding_attention"] * (count > full)
-    stated = source.get("layer_types")
-    kinds = set(map(str, stated if isinstance(stated, list) and stated else default))
-    if kinds == {"full_attention"}:
+    full = 0
+    if model_type == "qwen2":
+        full = min(settings.integer("max_window_layers", default=28, least=0), count)
+    layers = source.get("layer_types") or (
+        ["full_attention"] * full + ["sliding_attention"] * (count - full)
+    )
+    if layers == ["full_attention"] * count:
         return None
-    if kinds != {"sliding_attention"}:
+    if layers != ["sliding_attention"] * count:
         settings.problems.append(
             f"{settings.label}: only some layers have a sliding window; the layout has one "
             "window for all layers"
         )
-    return settings.integer("sliding_window")
+    return settings.integer("sliding_window", default=4096)
 
 
 def _heads_apart(rows: Any, config: LlamaConfig) -> Any:
@@ -157,9 +164,14 @@ WEIGHTS: Mapping[str, TensorSource] = {
 
 def _warnings(facts: Facts, config: LlamaConfig) -> list[str]:
     # Llama and Mistral are served in fp16 everywhere; Qwen2's activations are known to overflow.
-    qwen = facts.config["model_type"] == "qwen2"
-    overflow = half_precision_warnings(facts, config, WTE) if qwen else []
-    return token_warnings(facts, config.end_id) + overflow
+    if facts.config["model_type"] == "qwen2":
+        return half_precision_warnings(facts, config, WTE)
+    if facts.config["model_type"] == "llama" and facts.config.get("sliding_window") is not None:
+        return [
+            f"config.json: sliding_window = {facts.config['sliding_window']} is left out: a Llama "
+            "has none in transformers"
+        ]
+    return []
 
 
 LLAMA_HUGGINGFACE = SourceMapping(

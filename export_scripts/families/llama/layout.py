@@ -53,6 +53,18 @@ class LlamaConfig(DecoderConfig):
     rotary_attention_factor: float | None = None
     rotary_truncate: bool | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse an odd number of rotated dimensions.
+
+        Raises:
+            ValueError: They cannot be rotated two at a time.
+        """
+        if self.rotary_embedding % 2:
+            raise ValueError(
+                f"rotary_embedding = {self.rotary_embedding} of the head size {self.size_per_head} "
+                "cannot be represented: dimensions are rotated two at a time"
+            )
+
     @property
     def hidden(self) -> int:
         """Width of the residual stream."""

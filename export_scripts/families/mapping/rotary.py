@@ -47,7 +47,8 @@ def rotary_settings(settings: Settings, *, fraction: float = 1.0) -> RotarySetti
         fraction: The rotated fraction where the configuration names none.
     """
     source = settings.source
-    given = source.get("rope_parameters") or source.get("rope_scaling") or {}
+    # With both, transformers 4 reads the second only and 5 prefers it.
+    given = source.get("rope_scaling") or source.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         settings.problems.append(
             f"{settings.label}: rotary scaling {given!r} is not a table of parameters"

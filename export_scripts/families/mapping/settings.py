@@ -59,10 +59,17 @@ class Settings:
     problems: list[str] = field(default_factory=list)
 
     def value(self, *names: str, default: Any = _REQUIRED) -> Any:
-        """Return the first of several spellings that is set; null counts as unset."""
-        for name in names:
-            if self.source.get(name) is not None:
-                return self.source[name]
+        """Return the value under whichever of several spellings is set; null counts as unset."""
+        found = {name: self.source[name] for name in names if self.source.get(name) is not None}
+        for name, value in found.items():
+            first = next(iter(found))
+            if value != found[first]:
+                self.problems.append(
+                    f"{self.label}: {first} = {found[first]!r} but {name} = {value!r}, two "
+                    "spellings of one setting: expected one value; remove the wrong one"
+                )
+        if found:
+            return next(iter(found.values()))
         if default is _REQUIRED:
             self.problems.append(f"{self.label} has no {' or '.join(names)}")
             return None
@@ -99,8 +106,8 @@ class Settings:
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Return a boolean."""
-        value = self.value(name, default=default)
+        """Return a boolean; null, which is false to some readers, is refused."""
+        value = self.source.get(name, default)
         if not isinstance(value, bool):
             self.problems.append(f"{self.label}: {name} = {value!r} is neither true nor false")
             return default
@@ -277,11 +284,13 @@ def half_precision_warnings(facts: Facts, config: FTConfig, embedding: str) -> l
     ]
 
 
-def token_warnings(facts: Facts, end_id: int) -> list[str]:
+def token_warnings(facts: Facts, end_id: int | None) -> list[str]:
     """Return a warning when a model ends its answers with several tokens.
 
     Those of chat models are often in generation_config.json alone.
     """
+    if end_id is None:
+        return []
     stated = [each.get("eos_token_id") for each in (facts.config, _generation_config(facts))]
     tokens = [t for each in stated for t in (each if isinstance(each, list) else [each])]
     others = dict.fromkeys(t for t in tokens if isinstance(t, int) and t >= 0 and t != end_id)
@@ -290,6 +299,23 @@ def token_warnings(facts: Facts, end_id: int) -> list[str]:
     return [
         f"the model ends with any of several tokens; end_id is {end_id}: name the others "
         f"({', '.join(map(str, others))}) as stop words of a request"
+    ]
+
+
+def own_code_warnings(facts: Facts) -> list[str]:
+    """Return a warning when a model comes with Python code of its own, which is never run."""
+    code = facts.config.get("auto_map")
+    stated = (
+        code.get("AutoModelForCausalLM") or code.get("AutoModel")
+        if isinstance(code, Mapping)
+        else code
+    )
+    if not stated:
+        return []
+    return [
+        f"config.json: auto_map names the model's own code ({stated}), which is not run: the model "
+        f"is taken as transformers' {facts.config.get('model_type')}; where its code computes "
+        "something else, answers differ"
     ]
 
 

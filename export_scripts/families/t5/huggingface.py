@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from export_scripts.families.mapping.settings import Settings, model_name, quantization_reasons
+from export_scripts.families.mapping.settings import (
+    HUGGINGFACE_ACTIVATIONS,
+    Settings,
+    model_name,
+    quantization_reasons,
+)
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, StackQKV, TensorSource, Transpose
 from export_scripts.families.t5.config import HEAD, T5Config
@@ -25,21 +30,6 @@ _EMBEDDING = "shared.weight"
 # Copies of the embedding that a file may hold next to, or instead of, shared.weight.
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _MODEL_TYPES = ("t5", "mt5")
-
-# transformers' activation -> the loader's spelling, and whether its gelu is by erf.
-# gated-gelu always means gelu_new (T5Config).
-_FEED_FORWARD = {
-    "relu": ("relu", False),
-    "gelu": ("gelu", True),
-    "gelu_new": ("gelu", False),
-    "silu": ("silu", False),
-    "swish": ("silu", False),
-    "gated-relu": ("gated-relu", False),
-    "gated-gelu": ("gated-gelu", False),
-    "gated-gelu_new": ("gated-gelu", False),
-    "gated-silu": ("gated-silu", False),
-    "gated-swish": ("gated-silu", False),
-}
 
 # Settings that NVIDIA's converter copies and that no loader reads.
 _COPIED = ("dropout_rate", "initializer_factor", "n_positions")
@@ -64,11 +54,12 @@ def _embedding_key(facts: Facts) -> str:
 
 def _reasons(facts: Facts) -> list[str]:
     reasons = quantization_reasons(facts.config)
-    proj = _feed_forward(facts)
-    if proj not in _FEED_FORWARD:
+    activation, _ = _feed_forward(facts)
+    if activation not in HUGGINGFACE_ACTIVATIONS:
+        key = "dense_act_fn" if "dense_act_fn" in facts.config else "feed_forward_proj"
         reasons.append(
-            f"config.json: feed_forward_proj = {proj} cannot be represented; known: "
-            f"{', '.join(_FEED_FORWARD)}"
+            f"config.json: {key} = {facts.config[key]} cannot be represented; known: "
+            f"{', '.join(HUGGINGFACE_ACTIVATIONS)}, in feed_forward_proj also after gated-"
         )
     whole = _embedding_key(facts)
     return reasons + [
@@ -78,8 +69,19 @@ def _reasons(facts: Facts) -> list[str]:
     ]
 
 
-def _feed_forward(facts: Facts) -> str:
-    return str(facts.config.get("feed_forward_proj") or "relu")
+def _feed_forward(facts: Facts) -> tuple[str, bool]:
+    """Return transformers' activation, and whether the MLP is gated.
+
+    dense_act_fn and is_gated_act take precedence over the key they are usually derived from.
+    """
+    source = facts.config
+    usual = "gated-gelu" if source["model_type"] == "mt5" else "relu"
+    stated = str(source.get("feed_forward_proj") or usual)
+    activation = "gelu_new" if stated == "gated-gelu" else stated.removeprefix("gated-")
+    return (
+        str(source.get("dense_act_fn", activation)),
+        bool(source.get("is_gated_act", stated.startswith("gated-"))),
+    )
 
 
 def _token(settings: Settings, name: str, *, default: int) -> int:
@@ -90,8 +92,9 @@ def _token(settings: Settings, name: str, *, default: int) -> int:
 def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
     source = facts.config
     settings = Settings(source)
-    spelling, exact_gelu = _FEED_FORWARD[_feed_forward(facts)]
-    layers = settings.integer("num_layers")
+    activation, is_gated = _feed_forward(facts)
+    spelling, exact_gelu = HUGGINGFACE_ACTIVATIONS[activation]
+    layers = settings.integer("num_layers", "num_hidden_layers")
     pad = _token(settings, "pad_token_id", default=0)
     start = _token(settings, "decoder_start_token_id", default=pad)
     eos = _token(settings, "eos_token_id", default=1)
@@ -106,12 +109,12 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
         vocab_size=settings.integer("vocab_size"),
-        d_model=settings.integer("d_model"),
-        d_kv=settings.integer("d_kv"),
+        d_model=settings.integer("d_model", "hidden_size"),
+        d_kv=settings.integer("d_kv", "head_dim"),
         d_ff=settings.integer("d_ff"),
-        num_heads=settings.integer("num_heads"),
+        num_heads=settings.integer("num_heads", "num_attention_heads"),
         num_layers=layers,
-        feed_forward_proj=spelling,
+        feed_forward_proj=("gated-" if is_gated else "") + spelling.lower(),
         exact_gelu=exact_gelu,
         relative_attention_num_buckets_or_max_pos_seq_len=settings.integer(
             "relative_attention_num_buckets", default=32
@@ -120,7 +123,7 @@ def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
             "relative_attention_max_distance", default=128
         ),
         layer_norm_epsilon=settings.number("layer_norm_epsilon", default=1e-6),
-        use_gated_activation=spelling.startswith("gated-"),
+        use_gated_activation=is_gated,
         has_lm_head=has_decoder,
         decoder_start_token_id=start,
         eos_token_id=eos,

@@ -29,11 +29,21 @@ def release(shared: Path, tmp_path: Path) -> Path:
     return source
 
 
-def test_rotary_dimensions_that_are_not_set_are_the_whole_head(
+def test_rotary_dimensions_that_are_null_are_the_whole_head(
+    hugging_face: Path, tmp_path: Path
+) -> None:
+    source = copy_of(hugging_face, tmp_path / "s")
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(settings | {"rotary_dim": None}))
+    assert converted(source, tmp_path).config.rotary_embedding == 8
+
+
+def test_rotary_dimensions_that_are_absent_are_the_64_of_transformers(
     hugging_face: Path, tmp_path: Path
 ) -> None:
     source = copy_of(hugging_face, tmp_path / "s", config={"rotary_dim": None})
-    assert converted(source, tmp_path).config.rotary_embedding == 8
+    with pytest.raises(ValueError, match="rotary_dim = 64 is not an even number of at most"):
+        converted(source, tmp_path)
 
 
 def test_inner_width_is_the_sources_own(hugging_face: Path, tmp_path: Path) -> None:

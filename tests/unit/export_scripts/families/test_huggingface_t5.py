@@ -49,6 +49,28 @@ def test_stacks_with_embeddings_of_their_own_are_refused(tied: Path, tmp_path: P
     assert "decoder.embed_tokens.weight differs from shared.weight" in refusal(source, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"dense_act_fn": "gelu_fast"}, ("gelu", False, False)),
+        ({"dense_act_fn": "gelu"}, ("gelu", True, False)),
+        ({"feed_forward_proj": "gated-relu", "is_gated_act": False}, ("relu", False, False)),
+    ],
+)
+def test_the_activation_takes_precedence_over_the_name_it_is_derived_from(
+    tied: Path, tmp_path: Path, settings: dict[str, object], expected: tuple[str, bool, bool]
+) -> None:
+    kept = {"dense_act_fn": "relu", "is_gated_act": False} | settings
+    config = converted(copy_of(tied, tmp_path / "hf", config=kept), tmp_path / "out").config
+    found = (config.feed_forward_proj, config.exact_gelu, config.use_gated_activation)
+    assert found == expected
+
+
+def test_two_names_of_a_size_that_differ_are_refused(tied: Path, tmp_path: Path) -> None:
+    source = copy_of(tied, tmp_path / "hf", config={"num_hidden_layers": 1})
+    assert "but num_hidden_layers = 1, two spellings of one setting" in refusal(source, tmp_path)
+
+
 def test_a_tied_head_is_the_embedding(tied: Path, tmp_path: Path) -> None:
     source = copy_of(tied, tmp_path / "hf", tensors={"lm_head.weight": None})
     reader = converted(source, tmp_path / "out")

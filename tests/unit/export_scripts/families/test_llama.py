@@ -43,6 +43,9 @@ def tensors(config: dict[str, Any]) -> dict[str, torch.Tensor]:
             prefix + "mlp.up_proj.weight": (f, h),
             prefix + "mlp.down_proj.weight": (h, f),
         }
+        if config["model_type"] == "qwen2":
+            biases = {"q": n * d, "k": k * d, "v": k * d}
+            shapes |= {f"{prefix}self_attn.{x}_proj.bias": (w,) for x, w in biases.items()}
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
@@ -124,12 +127,48 @@ def test_the_configuration_is_read_back_as_written(tmp_path: Path) -> None:
              "layer_types": ["full_attention", "sliding_attention"]},
             "only some layers have a sliding window",
         ),
+        (
+            {"rotary_pct": 0.5, "partial_rotary_factor": 1.0},
+            "partial_rotary_factor = 1.0 but rotary_pct = 0.5, two spellings of one setting",
+        ),
+        ({"head_dim": 7}, "rotary_embedding = 7 of the head size 7 cannot be represented"),
+        ({"attention_bias": None}, "attention_bias = None is neither true nor false"),
+        ({"attention_bias": True}, "self_attn.q_proj.bias is missing"),
+        ({"mlp_bias": True}, "mlp.down_proj.bias is missing"),
     ],
 )  # fmt: skip
 def test_models_beyond_the_layout_are_refused(
     tmp_path: Path, settings: dict[str, Any], words: str
 ) -> None:
     assert words in problems_of(write_llama(tmp_path / "s", **settings), tmp_path)
+
+
+def test_biases_that_a_qwen2_lacks_are_missing(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "s", model_type="qwen2")
+    safetensors.torch.save_file(tensors(CONFIG), source / "model.safetensors")
+    assert "self_attn.k_proj.bias is missing" in problems_of(source, tmp_path)
+
+
+def test_biases_that_the_configuration_denies_are_unknown_tensors(tmp_path: Path) -> None:
+    source = write_llama(tmp_path / "s", attention_bias=False)
+    state = tensors(CONFIG | {"model_type": "qwen2"})
+    safetensors.torch.save_file(state, source / "model.safetensors")
+    assert "self_attn.q_proj.bias [[32]] is not a tensor of" in problems_of(source, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sliding_window": 8}, "sliding_window = 8 is left out"),
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_x.Y"}}, "own code (modeling_x.Y)"),
+    ],
+)
+def test_what_transformers_does_not_compute_is_reported(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    source = write_llama(tmp_path / "s", **settings)
+    summary = convert(ConversionRequest(source, tmp_path / "out", 1, "fp32"))
+    assert any(words in remark for remark in summary.remarks)
 
 
 def test_normalised_queries_are_unknown_tensors(tmp_path: Path) -> None:
@@ -144,6 +183,8 @@ def test_normalised_queries_are_unknown_tensors(tmp_path: Path) -> None:
     [
         ({"model_type": "mistral", "sliding_window": 8}, 8),
         ({"model_type": "mistral", "sliding_window": None}, None),
+        ({"model_type": "mistral"}, 4096),
+        ({"model_type": "llama", "sliding_window": 8}, None),
         ({"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 8}, None),
         ({"model_type": "qwen2", "sliding_window": 8}, None),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8,
