@@ -113,7 +113,7 @@ def test_unknown_tensors_are_refused(tied: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"feed_forward_proj": "gated-tanh"}, "feed_forward_proj = gated-tanh"),
+        ({"dense_act_fn": "tanh"}, "dense_act_fn = tanh cannot be represented"),
         ({"model_type": "umt5"}, "unknown architecture"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
         ({"relative_attention_max_distance": 4}, "buckets = 8 with relative_attention_max_dist"),
