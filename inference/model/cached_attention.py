@@ -35,16 +35,27 @@ def attend_cached(
     groups: Sequence[AttentionGroup],
     cache: KVCache,
     layer: int,
-    scale: float,
+    scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention of each token over the cache, (N, H*D) for (N, H, D)."""
-    parts = []
-    for group in groups:
-        sizes = (group.slot_count, group.new_tokens, *query.shape[1:])
-        queries = query[group.rows].reshape(sizes)
-        mixed = attend_group(queries.transpose(1, 2), group, cache, layer, scale=scale)
-        parts.append(mixed.transpose(1, 2).flatten(0, 1).flatten(1))  # (B*Q, H*D)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """Return the attention of each token over the cache, (N, H*D) for (N, H, D).
+
+    `scale` is on the scores, None for 1 / sqrt(D).
+    """
+    if len(groups) == 1:
+        return _attend_rows(query, groups[0], cache, layer, scale)
+    parts = [_attend_rows(query[group.rows], group, cache, layer, scale) for group in groups]
+    return torch.cat(parts)
+
+
+def _attend_rows(
+    query: torch.Tensor, group: AttentionGroup, cache: KVCache, layer: int, scale: float | None
+) -> torch.Tensor:
+    """Return the attention of a group's tokens, (B*Q, H*D) for (B*Q, H, D)."""
+    if group.new_tokens == 1:
+        return attend_group(query.unsqueeze(2), group, cache, layer, scale=scale).flatten(1)
+    queries = query.reshape(group.slot_count, group.new_tokens, *query.shape[1:]).transpose(1, 2)
+    mixed = attend_group(queries, group, cache, layer, scale=scale)  # (B, H, Q, D)
+    return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 def attend_group(
@@ -55,10 +66,7 @@ def attend_group(
     *,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention of a group's queries over their slots, (B, H, Q, D) for (B, H, Q, D).
-
-    `scale` is on the scores, None for 1 / sqrt(D).
-    """
+    """Return the attention of a group's queries over their slots, (B, H, Q, D) for the same."""
     if group.cached is None:
         keys, values = cache.read(layer, group.slot, group.slot_count, group.length)
     else:

@@ -11,7 +11,7 @@ from inference.model.layers import MLP, Attention, Embedding, JointHalves, alibi
 from inference.model.rotary import RotaryTable
 from inference.model.step import AttentionRules
 from inference.model.weights import RankWeights
-from inference.parallel.gemm import gemm_activation
+from inference.parallel.epilogue import gemm_activation
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import AllReduce, ColumnParallelLinear, RowParallelLinear
 

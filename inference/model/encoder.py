@@ -17,7 +17,7 @@ from inference.model.layer_loader import LayerLoader
 from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows, RowMasks, attend
 from inference.model.weights import RankWeights
-from inference.parallel.gemm import gemm_activation
+from inference.parallel.epilogue import gemm_activation
 from inference.parallel.linear import AllReduce, ColumnParallelLinear, RowParallelLinear
 
 

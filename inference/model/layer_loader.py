@@ -9,7 +9,7 @@ import torch
 from export_scripts.families.layout.architecture import Norm
 from inference.model.layers import Normalise, make_norm
 from inference.model.weights import RankWeights
-from inference.parallel.gemm import GemmActivation
+from inference.parallel.epilogue import GemmActivation
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import (
     AllReduce,

@@ -1,7 +1,6 @@
 """The parts of a transformer layer, each reading like single-device code."""
 
-# Shapes: N tokens of a step, E hidden, H local query heads, K local key/value heads, D head size,
-#         B slots of a group, Q new tokens per slot, S cached tokens
+# Shapes: N tokens of a step, E hidden, H local query heads, K local key/value heads, D head size
 
 from __future__ import annotations
 
@@ -14,10 +13,9 @@ import torch
 from torch.nn import functional
 
 from export_scripts.families.layout.architecture import Norm
-from inference.model.cached_attention import attend_group
-from inference.model.kv_cache import KVCache
+from inference.model.cached_attention import attend_cached
 from inference.model.rotary import Angles, RotaryTable
-from inference.model.step import AttentionGroup, Step
+from inference.model.step import Step
 from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabEmbedding
 
 Normalise = Callable[[torch.Tensor], torch.Tensor]
@@ -167,20 +165,7 @@ class Attention:
     ) -> torch.Tensor:
         """Return (N, H*D) for rotated queries (N, H, D) and keys and values (N, 2K, D) to store."""
         step.store(layer, keys_values)
-        if len(step.groups) == 1:
-            return self._attend(query, step.groups[0], step.cache, layer)
-        parts = [self._attend(query[g.rows], g, step.cache, layer) for g in step.groups]
-        return torch.cat(parts)
-
-    def _attend(
-        self, query: torch.Tensor, group: AttentionGroup, cache: KVCache, layer: int
-    ) -> torch.Tensor:
-        if group.new_tokens == 1:
-            return attend_group(query.unsqueeze(2), group, cache, layer).flatten(1)
-        slots, new_tokens = group.slot_count, group.new_tokens
-        query = query.reshape(slots, new_tokens, self._heads, self._head_size).transpose(1, 2)
-        mixed = attend_group(query, group, cache, layer)  # (B, H, Q, D)
-        return mixed.transpose(1, 2).reshape(-1, self._heads * self._head_size)  # (B*Q, H*D)
+        return attend_cached(query, step.groups, step.cache, layer)
 
 
 class MLP:

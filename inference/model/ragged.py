@@ -18,12 +18,8 @@ import torch
 from torch.nn import functional
 
 from inference.model.kv_cache import on_device
+from inference.model.padding import may_share_call
 from inference.model.relative_position import square_bias
-
-# Rows of unequal length share one attention call while the padded work stays below this multiple
-# of the true work, and below this many padded tokens anyway (a call costs about as much).
-_PADDING_FACTOR = 1.25
-_PADDING_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -89,7 +85,7 @@ class RaggedRows:
         start = 0
         run: list[int] = []
         for length in self.lengths:
-            if run and not _fits(run, length):
+            if run and not may_share_call([*run, length]):
                 groups.append(_group(start, run, device))
                 start += sum(run)
                 run = []
@@ -127,11 +123,9 @@ class RowMasks:
         ]
 
 
-def padded_rows(
-    lengths: Sequence[int], width: int, device: torch.device, *, tiled: bool = False
-) -> RaggedRows:
-    """Lay out rows that all compute `width` tokens, padding included; `tiled` as below."""
-    return _rows(lengths, [width] * len(lengths), device, tiled)
+def padded_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = False) -> RaggedRows:
+    """Lay out rows that all compute the longest one's tokens; `tiled` as for `ragged_rows`."""
+    return _rows(lengths, [max(lengths)] * len(lengths), device, tiled)
 
 
 def ragged_rows(lengths: Sequence[int], device: torch.device, *, tiled: bool = False) -> RaggedRows:
@@ -154,12 +148,6 @@ def _rows(
 
         tiles = on_device(row_tiles(lengths, counts), device)
     return RaggedRows(tuple(lengths), tuple(counts), on_device(positions, device), tiles)
-
-
-def _fits(run: list[int], length: int) -> bool:
-    longest = max(*run, length)
-    padded, true = longest * (len(run) + 1), sum(run) + length
-    return padded - true <= _PADDING_TOKENS or padded <= _PADDING_FACTOR * true
 
 
 def _group(start: int, lengths: list[int], device: torch.device) -> RowGroup:

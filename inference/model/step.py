@@ -15,11 +15,7 @@ import numpy as np
 import torch
 
 from inference.model.kv_cache import Array, KVCache
-
-# Slots of unequal length share one attention call while the padded work stays below this multiple
-# of the true work, and below this many padded tokens anyway (a call costs about as much).
-_PADDING_FACTOR = 1.25
-_PADDING_TOKENS = 256
+from inference.model.padding import may_share_call
 
 
 @dataclass(slots=True)
@@ -201,9 +197,7 @@ def _parts(segments: Sequence[Segment]) -> Iterator[tuple[int, list[Segment]]]:
 def _fits(run: list[Segment], segment: Segment) -> bool:
     if segment.count != 1 or run[-1].count != 1 or segment.slot != run[-1].slot + 1:
         return False
-    lengths = [s.stop for s in run] + [segment.stop]
-    padded, true = max(lengths) * len(lengths), sum(lengths)
-    return padded - true <= _PADDING_TOKENS or padded <= _PADDING_FACTOR * true
+    return may_share_call([each.stop for each in (*run, segment)])
 
 
 def _group(

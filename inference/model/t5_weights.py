@@ -23,7 +23,7 @@ from inference.model.t5_layers import (
     T5EncoderLayer,
 )
 from inference.model.weights import RankWeights
-from inference.parallel.gemm import gemm_activation
+from inference.parallel.epilogue import gemm_activation
 from inference.parallel.gemm_options import GemmOptions
 from inference.parallel.linear import AllReduce, VocabParallelHead
 

@@ -11,11 +11,9 @@ from typing import Protocol
 import torch
 
 from inference.parallel import gemm_cpu
-from inference.parallel.epilogue import GemmActivation, finish, gemm_activation
+from inference.parallel.epilogue import GemmActivation, finish
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.int8 import Int8Gemm
-
-__all__ = ["Gemm", "GemmActivation", "gemm_activation", "make_gemm"]
 
 
 class Gemm(Protocol):

@@ -211,7 +211,6 @@ class RankGroups:
             shape: Of every slice.
         """
         layout = self.layout
-        senders = layout.logits_ranks[-layout.tp_size :]
         group = self._pipe or self._stage
         if layout.rank != 0:
             if part is not None:
@@ -219,7 +218,7 @@ class RankGroups:
                 group.send([part.contiguous()], 0, 0).wait()
             return []
         slices = []
-        for rank in senders:
+        for rank in layout.last_stage_ranks:
             if rank == 0:
                 assert part is not None
                 slices.append(part)

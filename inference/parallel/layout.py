@@ -51,10 +51,9 @@ class ParallelLayout:
         return list(range(first, first + self.tp_size))
 
     @property
-    def logits_ranks(self) -> list[int]:
-        """Rank 0, which samples, and the last stage, which holds the logits."""
-        last = range(self.world_size - self.tp_size, self.world_size)
-        return sorted({0, *last})
+    def last_stage_ranks(self) -> range:
+        """The ranks of the last stage, which compute the logits."""
+        return range(self.world_size - self.tp_size, self.world_size)
 
     @property
     def previous_rank(self) -> int:

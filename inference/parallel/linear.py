@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from inference.parallel.gemm import GemmActivation, make_gemm
+from inference.parallel.epilogue import GemmActivation
+from inference.parallel.gemm import make_gemm
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 
 

@@ -282,7 +282,7 @@ class RankBase(ABC):
         if self.layout.pp_size == 1:
             return output if self.layout.rank == 0 else None
         assert self._groups is not None, "ranks are not connected"
-        source = self.layout.world_size - self.layout.tp_size  # first rank of the last stage
+        source = self.layout.last_stage_ranks[0]
         if self.layout.rank == source:
             assert output is not None
             self._groups.send(output, 0).wait()

@@ -197,9 +197,9 @@ class EncoderDecoderRank(RankBase):
             assert output is not None
             return output
         assert groups is not None
-        last = layout.world_size - layout.tp_size
         if output is None:
-            return groups.receive(self.model.room(len(batch.ids)), last + layout.tp_rank)
+            source = layout.last_stage_ranks[layout.tp_rank]
+            return groups.receive(self.model.room(len(batch.ids)), source)
         sends = [
             groups.send(output, stage * layout.tp_size + layout.tp_rank)
             for stage in range(layout.pp_size - 1)

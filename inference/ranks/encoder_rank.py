@@ -76,7 +76,7 @@ class EncoderRank(RankBase):
             if self._remove_padding:
                 rows = ragged_rows(lengths, self.device, tiled=self._tiled)
             else:
-                rows = padded_rows(lengths, max(lengths), self.device, tiled=self._tiled)
+                rows = padded_rows(lengths, self.device, tiled=self._tiled)
             tokens = sum(rows.counts)
             batch = _Batch(rows, self._laid_out(embeddings, rows), tokens)
             output = self._recorded(batch)

@@ -23,6 +23,9 @@ _HEADER = 13
 _DRAW = 6  # numbers of a draw
 _PENALTY = 2  # numbers of a penalty
 
+# Bits of a plan's flags.
+_HAS_VIRTUAL, _POOL, _ATTENTIONS, _CHOICES, _DRAWS, _LOGITS, _PENALTIES = (1 << n for n in range(7))
+
 
 class Command(enum.IntEnum):
     """The kind of a plan."""
@@ -149,9 +152,9 @@ def pack_command(command: Command) -> torch.Tensor:
 
 def pack_plan(plan: StepPlan) -> torch.Tensor:
     """Return the plan as one int32 tensor."""
-    flags = int(plan.has_virtual) + 2 * int(plan.pool) + 4 * int(plan.attentions)
-    flags += 8 * int(plan.choices is not None) + 16 * int(plan.draws is not None)
-    flags += 32 * int(plan.with_logits) + 64 * int(plan.penalties is not None)
+    flags = _HAS_VIRTUAL * plan.has_virtual + _POOL * plan.pool + _ATTENTIONS * plan.attentions
+    flags += _CHOICES * (plan.choices is not None) + _DRAWS * (plan.draws is not None)
+    flags += _LOGITS * plan.with_logits + _PENALTIES * (plan.penalties is not None)
     values = [Command.STEP, 0, len(plan.segments), len(plan.moves), len(plan.output_rows)]
     values += [len(plan.ids), flags, plan.embedding_rows]
     values += [len(plan.encoder_rows), len(plan.encoder_ids), plan.encoder_layers]
@@ -192,9 +195,10 @@ def unpack_plan(packed: torch.Tensor) -> ReceivedPlan:
     entries_at = moves_at + 4 * moves
     outputs_at = entries_at + 3 * entries
     choices_at = outputs_at + outputs
-    draws_at = choices_at + (2 * outputs if flags & 8 else 0)
-    penalties_at = draws_at + (_DRAW * outputs if flags & 16 else 0)
-    marks_at = penalties_at + (_PENALTY * outputs if flags & 64 else 0)
+    draws_at = choices_at + (2 * outputs if flags & _CHOICES else 0)
+    penalties_at = draws_at + (_DRAW * outputs if flags & _DRAWS else 0)
+    marks_at = penalties_at + (_PENALTY * outputs if flags & _PENALTIES else 0)
+    choices, draws = packed[choices_at:draws_at], packed[draws_at:penalties_at]
     ids_at = marks_at + marks
     encoder_at = ids_at + ids
     rows_at = encoder_at + encoder_ids
@@ -204,17 +208,19 @@ def unpack_plan(packed: torch.Tensor) -> ReceivedPlan:
         output_rows=packed[outputs_at:choices_at].long(),
         moves=tuple(_tuples(packed[moves_at:entries_at], 4)),
         entries=tuple(_tuples(packed[entries_at:outputs_at], 3)),
-        choices=packed[choices_at:draws_at].long().view(-1, 2).T.numpy() if flags & 8 else None,
-        draws=_numbers(packed[draws_at:penalties_at], _DRAW) if flags & 16 else None,
-        penalties=_numbers(packed[penalties_at:marks_at], _PENALTY) if flags & 64 else None,
+        choices=choices.long().view(-1, 2).T.numpy() if flags & _CHOICES else None,
+        draws=_numbers(draws, _DRAW) if flags & _DRAWS else None,
+        penalties=(
+            _numbers(packed[penalties_at:marks_at], _PENALTY) if flags & _PENALTIES else None
+        ),
         marks=tuple(_marks(packed[marks_at:ids_at].numpy())),
-        with_logits=bool(flags & 32),
-        has_virtual=bool(flags & 1),
+        with_logits=bool(flags & _LOGITS),
+        has_virtual=bool(flags & _HAS_VIRTUAL),
         embedding_rows=embedding_rows,
-        pool=bool(flags & 2),
+        pool=bool(flags & _POOL),
         encoder_rows=_encoder_rows(packed[rows_at:].tolist(), encoder_rows),
         encoder_ids=packed[encoder_at:rows_at].long(),
-        attentions=bool(flags & 4),
+        attentions=bool(flags & _ATTENTIONS),
         encoder_layers=encoder_layers,
     )
 

@@ -10,13 +10,8 @@ step with sampled rows the kernel of these follows the graph.
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import logging
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,18 +20,13 @@ from inference.model.cached_attention import EncodedSlots
 from inference.model.decoder import Decoder
 from inference.model.encoder_decoder import DecoderStep, EncoderDecoder
 from inference.model.gpu.attention import single_tokens
+from inference.model.gpu.recording import record_graph, record_sizes
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import AttentionRules, Step
 from inference.model.token_feed import TokenFeed
 from inference.parallel.layout import ParallelLayout
 
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_WARM_UPS = 2  # libraries choose and allocate in the first runs, which must not be recorded
 _STEP = 8  # between the sizes of graphs
-_LOG_S = 5.0
 
 
 class GraphModel(Protocol):
@@ -120,80 +110,6 @@ class DecodeGraphs:
         hidden = None if layout.is_first_stage else model.room(size).zero_()
         graph, (output, chosen) = record_graph(lambda: model.forward(numbers, hidden), device, pool)
         return DecodeGraph(graph, numbers, hidden, output, chosen, model.idle)
-
-
-class _Recorded(Protocol):
-    """A graph with its inputs and outputs."""
-
-    @property
-    def graph(self) -> torch.cuda.CUDAGraph: ...
-
-
-RecordedT = TypeVar("RecordedT", bound=_Recorded)
-
-
-def record_sizes(
-    sizes: Sequence[int], record: Callable[[int, Any], RecordedT], what: str
-) -> dict[int, RecordedT]:
-    """Return the graphs of all sizes, which share their memory.
-
-    Args:
-        sizes: Ascending.
-        record: Records one size, in the memory pool of the others, None for the first.
-        what: Is recorded, for the log.
-    """
-    began = logged = perf_counter()
-    graphs: dict[int, RecordedT] = {}
-    pool = None
-    with _no_collection():
-        for size in reversed(sizes):  # the largest first: the others find all the memory they need
-            graphs[size] = record(size, pool)
-            pool = graphs[size].graph.pool()
-            if perf_counter() - logged > _LOG_S:
-                logged = perf_counter()
-                logger.info("%d of %d graphs of %s recorded", len(graphs), len(sizes), what)
-    if sizes:
-        logger.info(
-            "%d graphs of %s, of up to %d, recorded in %.1f s",
-            *(len(graphs), what, sizes[-1], perf_counter() - began),
-        )
-    return graphs
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Collect garbage now and not before the end: freeing a graph spoils a recording."""
-    gc.collect()
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-def record_graph(
-    run: Callable[[], T], device: torch.device, pool: Any
-) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Return a graph of what `run` launches, and what it returned: the graph's outputs.
-
-    Args:
-        run: Launches kernels on fixed memory; it is run several times.
-        device: A GPU.
-        pool: Memory of other graphs, of which no two run at the same time; None for none.
-    """
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(side):
-        for _ in range(_WARM_UPS):
-            run()
-    torch.cuda.current_stream(device).wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    # NCCL's threads query their events meanwhile, which must not end the recording.
-    with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-        outputs = run()
-    return graph, outputs
 
 
 def graph_sizes(sequences: int) -> list[int]:

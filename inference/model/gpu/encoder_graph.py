@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from inference.model.gpu.decode_graph import record_graph, record_sizes
-from inference.model.gpu.prompt_graph import prompt_graph_sizes
+from inference.model.gpu.recording import record_graph, record_sizes, token_graph_sizes
 from inference.model.gpu.rows import TILE_NUMBERS
 from inference.model.ragged import RaggedRows
 
@@ -51,7 +50,7 @@ class EncoderGraphs:
             device: Of the encoder.
         """
         self._forward, self._empty_inputs, self._device = forward, empty_inputs, device
-        self._sizes = prompt_graph_sizes(parameters)
+        self._sizes = token_graph_sizes(parameters)
         self._graphs: dict[int, _EncoderGraph] = {}
 
     def record(self) -> None:

@@ -19,26 +19,12 @@ import torch
 
 from inference.model.decoder import Decoder
 from inference.model.gpu.attention import AttentionArrays, PagedAttention, tile_sizes, tiles_of
-from inference.model.gpu.decode_graph import record_graph, record_sizes
+from inference.model.gpu.recording import record_graph, record_sizes, token_graph_sizes
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import Segment, Step, segment_numbers
 from inference.model.token_feed import TokenFeed
 
-# Steps between the sizes of graphs: small ones up to the bound, then large ones.
-_SMALL_STEP, _LARGE_STEP = 64, 256
-_SMALL = 1024
-_MOST = 4096
-# Parameters of a rank times tokens: products of about 8 ms on an H200, in which a host launches
-# some 250 kernels. Larger steps are bound by the GPU, which would only compute padding.
-_PRODUCTS = 3e12
 _TILE_FIELDS = 4  # slot, place, row and count
-
-
-def prompt_graph_sizes(parameters: int) -> list[int]:
-    """Return the sizes of graphs for a model with some parameters on each rank, ascending."""
-    most = min(_MOST, int(_PRODUCTS / parameters))
-    small = range(_SMALL_STEP, min(most, _SMALL) + 1, _SMALL_STEP)
-    return [*small, *range(_SMALL + _LARGE_STEP, most + 1, _LARGE_STEP)]
 
 
 @dataclass(frozen=True)
@@ -98,7 +84,7 @@ class PromptGraphs:
         """
         self._model, self._cache, self._feed = model, cache, feed
         self._tile_sizes = tile_sizes(group, model.rules)
-        self._sizes = prompt_graph_sizes(parameters)
+        self._sizes = token_graph_sizes(parameters)
         self._graphs: dict[int, _PromptGraph] = {}
 
     def record(self) -> None:

@@ -60,7 +60,7 @@ def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
 
 def test_computed_padding_does_not_reach_true_tokens() -> None:
     lengths = [2, 5, 1]
-    padded, ragged = padded_rows(lengths, 5, CPU), ragged_rows(lengths, CPU)
+    padded, ragged = padded_rows(lengths, CPU), ragged_rows(lengths, CPU)
     parts = states(15)
     masks = RowMasks(padded, None, torch.float32)
     ours = attend(*parts, rows=padded, masks=masks, scale=0.5)

@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 from inference.parallel import gemm_cpu
-from inference.parallel.epilogue import finish
-from inference.parallel.gemm import GemmActivation, make_gemm
+from inference.parallel.epilogue import GemmActivation, finish
+from inference.parallel.gemm import make_gemm
 from inference.parallel.int8 import Int8Gemm, quantise
 
 ACTIVATIONS = {

@@ -13,7 +13,7 @@ def test_tensor_ranks_are_consecutive() -> None:
     assert layout.tp_ranks == [4, 5]
     assert layout.previous_rank == 3
     assert layout.is_last_stage
-    assert layout.logits_ranks == [0, 4, 5]
+    assert list(layout.last_stage_ranks) == [4, 5]
 
 
 def test_stages_hold_all_layers_once() -> None:

@@ -1,0 +1,108 @@
+"""Recording of CUDA graphs: one graph, graphs of several sizes, and the sizes by tokens."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from time import perf_counter
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_WARM_UPS = 2  # libraries choose and allocate in the first runs, which must not be recorded
+_LOG_S = 5.0
+
+# Steps between the sizes of graphs: small ones up to the bound, then large ones.
+_SMALL_STEP, _LARGE_STEP = 64, 256
+_SMALL = 1024
+_MOST = 4096
+# Parameters of a rank times tokens: products of about 8 ms on an H200, in which a host launches
+# some 250 kernels. Larger steps are bound by the GPU, which would only compute padding.
+_PRODUCTS = 3e12
+
+
+def token_graph_sizes(parameters: int) -> list[int]:
+    """Return the sizes of graphs in tokens, ascending, for a rank with so many parameters."""
+    most = min(_MOST, int(_PRODUCTS / parameters))
+    small = range(_SMALL_STEP, min(most, _SMALL) + 1, _SMALL_STEP)
+    return [*small, *range(_SMALL + _LARGE_STEP, most + 1, _LARGE_STEP)]
+
+
+class _Recorded(Protocol):
+    """A graph with its inputs and outputs."""
+
+    @property
+    def graph(self) -> torch.cuda.CUDAGraph: ...
+
+
+RecordedT = TypeVar("RecordedT", bound=_Recorded)
+
+
+def record_sizes(
+    sizes: Sequence[int], record: Callable[[int, Any], RecordedT], what: str
+) -> dict[int, RecordedT]:
+    """Return the graphs of all sizes, which share their memory.
+
+    Args:
+        sizes: Ascending.
+        record: Records one size, in the memory pool of the others, None for the first.
+        what: Name of what is recorded, for the log.
+    """
+    began = logged = perf_counter()
+    graphs: dict[int, RecordedT] = {}
+    pool = None
+    with _no_collection():
+        for size in reversed(sizes):  # the largest first: the others find all the memory they need
+            graphs[size] = record(size, pool)
+            pool = graphs[size].graph.pool()
+            if perf_counter() - logged > _LOG_S:
+                logged = perf_counter()
+                logger.info("%d of %d graphs of %s recorded", len(graphs), len(sizes), what)
+    if sizes:
+        logger.info(
+            "%d graphs of %s, of up to %d, recorded in %.1f s",
+            *(len(graphs), what, sizes[-1], perf_counter() - began),
+        )
+    return graphs
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Collect garbage now and not before the end: freeing a graph spoils a recording."""
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def record_graph(
+    run: Callable[[], T], device: torch.device, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Return a graph of what `run` launches, and what it returned: the graph's outputs.
+
+    Args:
+        run: Launches kernels on fixed memory; it is run several times.
+        device: A GPU.
+        pool: Memory of other graphs, of which no two run at the same time; None for none.
+    """
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        for _ in range(_WARM_UPS):
+            run()
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's threads query their events meanwhile, which must not end the recording.
+    with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        outputs = run()
+    return graph, outputs
