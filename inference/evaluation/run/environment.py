@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 import sys
 from importlib import metadata
 from pathlib import Path
 
+from export_scripts.files.json_content import json_object
 from export_scripts.ft.layout import manifest_path
 
 _PACKAGES = (
@@ -42,18 +42,25 @@ def describe_environment() -> dict[str, str]:
 def describe_weights(weights_dir: Path) -> tuple[str, str]:
     """Return family and hash of a converted folder, from the manifest next to it.
 
-    The hash covers the name and the content of every file; both are empty without a manifest.
+    The hash covers the name and the content of every file; both are empty without a readable
+    manifest.
     """
     path = manifest_path(weights_dir)
     if not path.is_file():
         return "", ""
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    # Manifests of earlier versions have sha256.
-    sums = {
-        name: facts.get("crc32") or facts["sha256"] for name, facts in manifest["files"].items()
-    }
+    try:
+        manifest = json_object(path.read_bytes(), path)
+        family, files = str(manifest["family"]), manifest["files"]
+        # Manifests of earlier versions have sha256.
+        sums = {name: facts.get("crc32") or facts["sha256"] for name, facts in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        sys.stderr.write(
+            f"{path} is not a readable manifest ({error!r}); the report is without the family and "
+            "the hash of the weights\n"
+        )
+        return "", ""
     lines = (f"{sums[name]}  {name}\n" for name in sorted(sums))
-    return manifest["family"], hashlib.sha256("".join(lines).encode()).hexdigest()
+    return family, hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def _processor() -> str:

@@ -77,6 +77,16 @@ def test_weights_without_a_manifest_have_no_facts(options, model, tmp_path):
     assert evaluate(options(weights_dir=tmp_path / "1-gpu"), FACTS, model=model).run.family == ""
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"family": "gpt"}', '{"family": "", "files": 3}'])
+def test_weights_with_a_broken_manifest_are_measured_all_the_same(
+    options, model, tmp_path, capsys, text
+):
+    path = tmp_path / "1-gpu.manifest.json"
+    path.write_text(text)
+    assert evaluate(options(weights_dir=tmp_path / "1-gpu"), FACTS, model=model).run.family == ""
+    assert f"{path} is not a readable manifest" in capsys.readouterr().err
+
+
 def test_a_breach_is_in_the_report_and_is_no_error(options, model):
     report = evaluate(options(gate={"lambada_last_word": Bound(min=0.9)}), FACTS, model=model)
     assert report.gate.exit_code == 3
