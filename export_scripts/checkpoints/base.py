@@ -368,6 +368,23 @@ def read_small(path: Path) -> bytes:
     return data
 
 
+def yaml_table(content: bytes, source: object) -> dict[str, Any]:
+    """Return the table in a YAML file of a checkpoint, called `source`; an empty file has one too.
+
+    Raises:
+        CheckpointMismatchError: It holds something else.
+    """
+    import yaml
+
+    try:
+        table = yaml.safe_load(content)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CheckpointMismatchError(f"{source} is not YAML: {error}") from error
+    if not isinstance(table, dict | None):
+        raise CheckpointMismatchError(f"{source} is not a table")
+    return table or {}
+
+
 def json_table(content: bytes, source: object) -> dict[str, Any]:
     """Return the object in a JSON file of a checkpoint, called `source` in messages.
 

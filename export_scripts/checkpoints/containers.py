@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from export_scripts.checkpoints.base import truncated
+from export_scripts.checkpoints.base import truncated, yaml_table
 from export_scripts.checkpoints.pt_archive import Region
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.disk import disk_full_as_value_error
@@ -74,17 +74,10 @@ def read_yaml(container: Container, name: str) -> dict[str, Any]:
     """Return the table in a member.
 
     Raises:
-        CheckpointMismatchError: It is not YAML, or not a table.
+        CheckpointMismatchError: It is not YAML, not a table, or too large.
     """
-    import yaml
-
-    try:
-        table = yaml.safe_load(container.read(name, limit_bytes=_MAX_YAML_BYTES))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise CheckpointMismatchError(f"{container.path}: {name}: {error}") from error
-    if not isinstance(table, dict):
-        raise CheckpointMismatchError(f"{container.path}: {name} is not a table")
-    return table
+    content = container.read(name, limit_bytes=_MAX_YAML_BYTES)
+    return yaml_table(content, f"{container.path}: {name}")
 
 
 def open_container(path: Path, *, scratch_dir: Path | None = None) -> Container:

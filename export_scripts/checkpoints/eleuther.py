@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from export_scripts.checkpoints.base import StoredTensor, TensorIndex, read_small
+from export_scripts.checkpoints.base import StoredTensor, TensorIndex, read_small, yaml_table
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.errors import CheckpointMismatchError
 
@@ -162,20 +162,12 @@ def _model_config(folder: Path) -> tuple[list[Path], dict[str, Any]]:
 
     GPT-NeoX reads keys spelled with dashes and underscores alike.
     """
-    import yaml
-
     for place in (folder / "configs", folder.parent / "configs"):
         files = sorted([*place.glob("*.yml"), *place.glob("*.yaml")])
         merged: dict[str, Any] = {}
         for file in files:
-            try:
-                config = yaml.safe_load(read_small(file))
-            except CheckpointMismatchError:
-                raise
-            except (yaml.YAMLError, ValueError, RecursionError) as error:
-                raise CheckpointMismatchError(f"{file} is not YAML: {error}") from error
-            if isinstance(config, Mapping):
-                merged |= {str(key).replace("_", "-"): value for key, value in config.items()}
+            config = yaml_table(read_small(file), file)
+            merged |= {str(key).replace("_", "-"): value for key, value in config.items()}
         if files:
             return files, merged
     return [], {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -81,4 +82,19 @@ def test_ranks_with_different_keys_are_refused(tmp_path: Path) -> None:
     step = write_layers(tmp_path)
     torch.save({"norm.bias": torch.zeros(4)}, step / "layer_09-model_01-model_states.pt")
     with pytest.raises(CheckpointMismatchError, match=r"rank 1 and rank 0 differ in norm\.bias"):
+        open_eleuther(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"), [("a: [", "is not YAML"), ("- a", "is not a table"), ("# empty", "")]
+)
+def test_configuration_that_is_not_a_table_is_refused(
+    text: str, reason: str, tmp_path: Path
+) -> None:
+    write_layers(tmp_path)
+    path = tmp_path / "configs" / "20B.yml"
+    path.parent.mkdir()
+    path.write_text(text)
+    refused = pytest.raises(CheckpointMismatchError, match=f"{path} {reason}")
+    with refused if reason else contextlib.nullcontext():
         open_eleuther(tmp_path)

@@ -247,7 +247,7 @@ def test_members_smaller_than_nothing_are_refused(tmp_path: Path, kind: bytes, w
 @pytest.mark.parametrize("text", [b"a: 2020-13-45", b"a: " + b"9" * 5000, b"a: !!python/name:os"])
 def test_a_configuration_that_yaml_cannot_read_is_named(tmp_path: Path, text: bytes) -> None:
     path = write_tar(tmp_path / "x.nemo", {"model_config.yaml": text, "model_weights.ckpt": b""})
-    assert "x.nemo: model_config.yaml: " in refusal(path, tmp_path)
+    assert "x.nemo: model_config.yaml is not YAML: " in refusal(path, tmp_path)
 
 
 VOCABULARY = json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3})
