@@ -240,7 +240,11 @@ def begin_completion(model: Generator, codec: Codec, request: CompletionRequest)
     for given in request.prompts:
         ids = codec.encode(given) if isinstance(given, str) else given
         text = given if isinstance(given, str) else codec.text(given)
-        made.append(_prompt(model, codec, ids, request.sampling, text=text, echo=request.echo))
+        made.append(
+            _prompt(
+                model, codec, ids, request.sampling, param="prompt", text=text, echo=request.echo
+            )
+        )
     return CompletionRun(model, codec, made, request.sampling, echo=request.echo)
 
 
@@ -248,7 +252,7 @@ def begin_chat(model: Generator, codec: Codec, request: ChatRequest) -> Completi
     """Return the course of a request of /v1/chat/completions. Raises ApiError."""
     ids = codec.encode_chat(request.messages)
     ends = frozenset(() if codec.chat_end_id is None else (codec.chat_end_id,))
-    prompt = _prompt(model, codec, ids, request.sampling, text="", echo=False, end_ids=ends)
+    prompt = _prompt(model, codec, ids, request.sampling, param="messages", end_ids=ends)
     return CompletionRun(model, codec, [prompt], request.sampling, is_chat=True)
 
 
@@ -258,12 +262,13 @@ def _prompt(
     ids: tuple[int, ...],
     sampling: Sampling,
     *,
-    text: str,
-    echo: bool,
+    param: str,
+    text: str = "",
+    echo: bool = False,
     end_ids: frozenset[int] = frozenset(),
 ) -> Prompt:
     facts = model.facts
-    job = generation_job(facts, codec, ids, sampling, echo=echo, end_ids=end_ids)
+    job = generation_job(facts, codec, ids, sampling, param=param, echo=echo, end_ids=end_ids)
     limit = job.output_len if sampling.max_tokens is None else sampling.max_tokens
     answers = [
         Answer(

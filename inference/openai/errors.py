@@ -5,12 +5,6 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-_TYPES = {
-    HTTPStatus.UNAUTHORIZED: "authentication_error",
-    HTTPStatus.FORBIDDEN: "permission_error",
-    HTTPStatus.NOT_FOUND: "not_found_error",
-}
-
 
 class ApiError(Exception):
     """A request that is not answered.
@@ -36,7 +30,7 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the error as OpenAI's API sends it."""
         is_server = self.status >= HTTPStatus.INTERNAL_SERVER_ERROR
-        kind = "server_error" if is_server else _TYPES.get(self.status, "invalid_request_error")
+        kind = "server_error" if is_server else "invalid_request_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
@@ -46,13 +40,15 @@ class Problems:
 
     def __init__(self) -> None:
         self._found: list[tuple[str, str]] = []
+        self._code = ""  # of the first
 
-    def add(self, param: str, message: str) -> None:
+    def add(self, param: str, message: str, *, code: str = "invalid_value") -> None:
         """Note what is wrong with a field."""
         self._found.append((param, message))
+        self._code = self._code or code
 
     def check(self) -> None:
         """Raise ApiError if there are any."""
         if self._found:
             text = "; ".join(f"{param}: {message}" for param, message in self._found)
-            raise ApiError(text, param=self._found[0][0], code="invalid_value")
+            raise ApiError(text, param=self._found[0][0], code=self._code)

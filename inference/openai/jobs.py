@@ -34,6 +34,7 @@ def generation_job(
     prompt: Sequence[int],
     sampling: Sampling,
     *,
+    param: str,
     echo: bool = False,
     end_ids: frozenset[int] = frozenset(),
 ) -> GenerationJob:
@@ -44,6 +45,7 @@ def generation_job(
         codec: Its texts and tokens.
         prompt: Token ids.
         sampling: How answers are chosen.
+        param: The field of the request that the prompt comes from.
         echo: Whether the prompt is part of the answer, and scored with it.
         end_ids: Tokens that end an answer, next to the model's own.
 
@@ -71,11 +73,11 @@ def generation_job(
     if ranks:
         tensors["is_return_log_probs"] = _column(True, np.bool_, count)
     for name in tensors.keys() - facts.inputs:
-        field = _FIELD_OF.get(name)
-        raise ApiError(f"model {facts.name} takes no {name}, which {field} needs", param=field)
+        needs = _FIELD_OF.get(name)
+        raise ApiError(f"model {facts.name} takes no {name}, which {needs} needs", param=needs)
     return GenerationJob(
         prompt=prompt,
-        output_len=output_len(facts, prompt, sampling),
+        output_len=_output_len(facts, prompt, sampling, param),
         candidates=count,
         tensors=tensors,
         scores=sampling.log_probs is not None,
@@ -83,12 +85,25 @@ def generation_job(
     )
 
 
-def output_len(facts: ModelFacts, prompt: Sequence[int], sampling: Sampling) -> int:
-    """Return how many tokens to ask for: as many as there is room for, where no limit is given."""
-    if sampling.max_tokens is not None:
-        return max(sampling.max_tokens, 1)
-    used = 0 if facts.encoder_decoder else len(prompt)
-    return max(facts.context_len - used, 1)
+def _output_len(facts: ModelFacts, prompt: Sequence[int], sampling: Sampling, param: str) -> int:
+    """Return how many tokens to ask for: as many as there is room for, where no limit is given.
+
+    Raises:
+        ApiError: the model has no room for the prompt and so many.
+    """
+    used, room = len(prompt), facts.context_len
+    if not facts.encoder_decoder:
+        room -= used
+    wanted = max(room if sampling.max_tokens is None else sampling.max_tokens, 1)
+    if wanted > room or used > facts.context_len:
+        each = ", of the prompt as of the answer" if facts.encoder_decoder else ""
+        raise ApiError(  # many clients look for the code, and some for these first words
+            f"This model's maximum context length is {facts.context_len} tokens{each}. The prompt "
+            f"has {used} and the answer up to {wanted}: shorten the prompt, or lower max_tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
+    return wanted
 
 
 def _choices(sampling: Sampling) -> dict[str, Array]:

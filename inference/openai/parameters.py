@@ -17,6 +17,7 @@ _MOST_STOPS = 4
 _INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
 _MOST_LOG_PROBS = 20
 _DEFAULT_TOKENS = 16
+_CHAT_LIMIT = "max_completion_tokens"
 BAN = -100.0  # a token with this bias is never chosen
 
 _SAMPLING_FIELDS = frozenset(
@@ -29,7 +30,7 @@ _SAMPLING_FIELDS = frozenset(
 )
 _COMPLETION_FIELDS = _SAMPLING_FIELDS | {"prompt", "echo", "best_of", "suffix"}
 _CHAT_FIELDS = _SAMPLING_FIELDS | {
-    *("messages", "max_completion_tokens", "top_logprobs", "tools", "tool_choice", "functions"),
+    *("messages", _CHAT_LIMIT, "top_logprobs", "tools", "tool_choice", "functions"),
     *("function_call", "response_format", "modalities", "audio", "prediction"),
     *("web_search_options", "chat_template_kwargs", "add_generation_prompt"),
 }
@@ -122,13 +123,11 @@ def parse_chat(body: Any) -> ChatRequest:
     wanted = fields.flag("logprobs")
     if top is not None and not wanted:
         fields.problems.add("top_logprobs", "needs logprobs=true")
-    if fields.get("max_completion_tokens") is not None:
-        fields.rename("max_completion_tokens", "max_tokens")
-    sampling = fields.sampling(
-        default_tokens=None, best_of=None, log_probs=(top or 0) if wanted else None
-    )
+    log_probs = (top or 0) if wanted else None
+    limit = "max_tokens" if fields.get(_CHAT_LIMIT) is None else _CHAT_LIMIT
+    sampling = fields.sampling(default_tokens=None, best_of=None, log_probs=log_probs, limit=limit)
     if sampling.max_tokens == 0:
-        fields.problems.add("max_tokens", "must be at least 1")
+        fields.problems.add(limit, "must be at least 1")
     fields.refuse_tools()
     stream = fields.flag("stream")
     request = ChatRequest(
@@ -167,14 +166,13 @@ class _Fields:
             raise ApiError("the body must be a JSON object")
         self._values = {name: value for name, value in body.items() if value is not None}
         self.problems = Problems()
-        for name in self._values.keys() - known - _WITHOUT_EFFECT:
-            self.problems.add(str(name)[:100], "is not a field of this request")
+        for name in self._values:
+            if name not in known | _WITHOUT_EFFECT:
+                said = "is not a field of this request"
+                self.problems.add(str(name)[:100], said, code="unknown_parameter")
 
     def get(self, name: str) -> Any:
         return self._values.get(name)
-
-    def rename(self, name: str, other: str) -> None:
-        self._values[other] = self._values.pop(name)
 
     def model(self) -> str:
         return self._typed("model", str, "a string", "")
@@ -202,7 +200,12 @@ class _Fields:
         return float(value)
 
     def sampling(
-        self, *, default_tokens: int | None, best_of: int | None, log_probs: int | None
+        self,
+        *,
+        default_tokens: int | None,
+        best_of: int | None,
+        log_probs: int | None,
+        limit: str = "max_tokens",
     ) -> Sampling:
         choices = self.integer("n", 1, 1, _MOST_CHOICES)
         candidates = choices if best_of is None else best_of
@@ -222,7 +225,7 @@ class _Fields:
         return Sampling(
             choices=choices,
             candidates=candidates,
-            max_tokens=self.integer("max_tokens", default_tokens, 0, _INT32),
+            max_tokens=self.integer(limit, default_tokens, 0, _INT32),
             temperature=self.number("temperature", 1.0, 0.0, 2.0),
             top_p=self.number("top_p", 1.0, 0.0, 1.0),
             top_k=max(self.integer("top_k", 0, -1, _INT32), 0),

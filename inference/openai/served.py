@@ -168,8 +168,10 @@ def _context_len(config: Any, repository: Path | None) -> int:
         folder = str(repository / config.name / "1" / f"{parameters['tensor_para_size']}-gpu")
     if folder is None or not (Path(folder) / "config.ini").is_file():
         return limit
-    _, model = read_config(Path(folder))
-    positions = getattr(model, "max_pos_seq_len", None)
+    family, model = read_config(Path(folder))
+    positions = getattr(family.architecture(model), "max_pos_seq_len", None)
+    if getattr(model, "is_absolute", False):  # a T5's table
+        positions = getattr(model, "positions", None)
     return min(limit, positions) if positions else limit
 
 

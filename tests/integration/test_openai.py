@@ -210,10 +210,13 @@ def test_a_banned_token_does_not_come(
 def test_refusals_are_the_clients_own_errors(client: openai.OpenAI) -> None:
     for model in (WHOLE, STREAMING):
         for stream in (False, True):
-            with pytest.raises(openai.BadRequestError, match="exceeds max_pos_seq_len"):
+            with pytest.raises(openai.BadRequestError, match="maximum context length is") as caught:
                 client.completions.create(
                     model=model, prompt="It", max_tokens=100_000, stream=stream
                 )
+            assert caught.value.code == "context_length_exceeded"
+    room = int(client.models.retrieve(WHOLE).model_dump()["max_model_len"])
+    client.completions.create(model=WHOLE, prompt=[464] * (room - 1), max_tokens=1)
     with pytest.raises(openai.BadRequestError, match="outside vocabulary"):
         client.completions.create(model=WHOLE, prompt=[1_000_000])
     with pytest.raises(openai.NotFoundError, match="fastertransformer, streaming"):

@@ -243,6 +243,71 @@ def test_what_cannot_be_done_is_refused(change: dict[str, Any], word: str) -> No
     run(check)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        (COMPLETIONS, {"prompt": ["a", "a" * 65]}, "prompt"),
+        (COMPLETIONS, {"prompt": "a" * 49, "max_tokens": 16}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 64}]}, "messages"),
+    ],
+)
+def test_more_tokens_than_the_model_has_room_for_are_refused_in_words_that_clients_know(
+    path: str, change: dict[str, Any], param: str, stream: bool
+) -> None:
+    model = FakeModel()
+
+    async def check(client: aiohttp.ClientSession) -> None:
+        body = (ASKED if path == COMPLETIONS else {"model": "letters"}) | change
+        error = await refused(client, 400, body | {"stream": stream}, path)
+        assert error["message"].startswith("This model's maximum context length is 64 tokens")
+        assert (error["type"], error["param"]) == ("invalid_request_error", param)
+        assert error["code"] == "context_length_exceeded"
+
+    run(check, model, template=ChatTemplate("{{ messages[0].content }}", {}))
+    assert not model.jobs
+
+
+def test_prompts_and_answers_that_just_have_room_are_answered() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        await ask(client, prompt="a" * 48, max_tokens=16)
+        talk = [{"role": "user", "content": "a" * 63}]
+        answer = await ask(client, CHAT, model="letters", messages=talk)
+        assert answer["usage"]["completion_tokens"] == 1
+
+    run(check, template=ChatTemplate("{{ messages[0].content }}", {}))
+
+
+def test_prompt_and_answer_of_an_encoder_decoder_have_a_room_each() -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        await ask(client, prompt="a" * 64, max_tokens=64)
+        for change in ({"prompt": "a" * 65}, {"max_tokens": 65}):
+            error = await refused(client, 400, ASKED | change)
+            assert error["code"] == "context_length_exceeded"
+
+    run(check, FakeModel(facts=with_facts(encoder_decoder=True)))
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"n": 129}, "n", "invalid_value"),
+        ({"logprobs": 21}, "logprobs", "invalid_value"),
+        ({"stop": list("abcde")}, "stop", "invalid_value"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ({"frobnicate": 1, "n": 0}, "frobnicate", "unknown_parameter"),
+    ],
+)
+def test_an_error_names_its_field_and_has_a_code(
+    change: dict[str, Any], param: str, code: str
+) -> None:
+    async def check(client: aiohttp.ClientSession) -> None:
+        error = await refused(client, 400, ASKED | change)
+        assert (error["param"], error["code"]) == (param, code)
+
+    run(check)
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -284,12 +349,14 @@ def test_a_body_that_is_not_compressed_as_it_says_is_refused() -> None:
         {"tools": [{"type": "function"}]},
         {"response_format": {"type": "json_object"}},
         {"top_logprobs": 3},
+        {"max_completion_tokens": 0},
     ],
 )
 def test_what_a_chat_cannot_do_is_refused(change: dict[str, Any]) -> None:
     async def check(client: aiohttp.ClientSession) -> None:
         body = {"model": "letters", "messages": TALK, **change}
-        assert (await refused(client, 400, body, CHAT))["param"]
+        param = (await refused(client, 400, body, CHAT))["param"]
+        assert param.partition("[")[0] in change
 
     run(check, template=ChatTemplate(TEMPLATE, {}))
 
@@ -305,7 +372,7 @@ def test_a_chat_without_a_template_is_refused() -> None:
 def test_unknown_models_and_paths_are_not_found() -> None:
     async def check(client: aiohttp.ClientSession) -> None:
         error = await refused(client, 404, {**ASKED, "model": "gpt-4"})
-        assert error["code"] == "model_not_found"
+        assert (error["type"], error["code"]) == ("invalid_request_error", "model_not_found")
         assert "letters" in error["message"]
         await refused(client, 404, ASKED, "/v1/embeddings")
         async with client.get("/v1/models/letters") as response:
@@ -362,7 +429,7 @@ def test_only_token_holders_are_let_in(tmp_path: Path) -> None:
 
     async def check(client: aiohttp.ClientSession) -> None:
         error = await refused(client, 401, ASKED)
-        assert (error["type"], error["code"]) == ("authentication_error", "invalid_api_key")
+        assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
         for key, status in (("b" * 32, 200), ("c" * 32, 401), ("", 401)):
             headers = {"Authorization": f"Bearer {key}"}
             async with client.get("/v1/models", headers=headers) as response:
