@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from inference.server.client import TritonClient
+from launcher_scripts.main import main
 from tests.integration.command import ROOT
 from tests.integration.slurm_cluster import SlurmCluster, missing_programs
 from tests.waiting import kill_all, until
@@ -29,16 +30,16 @@ pytestmark = [pytest.mark.slurm, pytest.mark.triton]
 SAMPLE = ("export=gpt3/sample", "export.triton_deployment.pipeline_model_parallel_size=2")
 LONG = 300  # tokens that take seconds on two nodes of one machine
 SAMPLE_FOLDER = Path("gpt_books_5m", "export_tp2_pp2_fp16_fp32", "deploy")
+# Both nodes are this machine; on two there is no memory to share.
+NO_SHARED_MEMORY = "+export.triton_deployment.parameters.shared_memory=0"
 WORDS = (
-    # Both nodes are this machine; on two there is no memory to share.
-    "+export.triton_deployment.parameters.shared_memory=0",
+    NO_SHARED_MEMORY,
     "cluster=bcm",
     "cluster_type=bcm",
     "cluster.exclusive=false",
     "cluster.mem=null",
     "cluster.mpi=none",
     "cluster.gpus_per_node=2",
-    "stages=[convert,export,deploy]",
     "deploy.http_port=0",
     "deploy.grpc_port=0",
     "deploy.metrics_port=0",
@@ -64,25 +65,31 @@ def cluster() -> Iterator[SlurmCluster]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder whose first test converts and exports for all."""
-    return tmp_path_factory.mktemp("results")
+    """Return a folder with a converted and exported model."""
+    return exported(tmp_path_factory.mktemp("results"))
 
 
 @pytest.fixture(scope="module")
 def nvidia_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return another, for repositories of NVIDIA's backend."""
-    return tmp_path_factory.mktemp("nvidia")
+    """Return another, whose repository is for NVIDIA's backend."""
+    return exported(tmp_path_factory.mktemp("nvidia"), "deploy.engine=fastertransformer")
+
+
+def exported(results: Path, *words: str) -> Path:
+    words = (*SAMPLE, NO_SHARED_MEMORY, *words, f"base_results_dir={results}")
+    assert main([*words, "stages=[convert,export]"]) == 0
+    return results
 
 
 class Service:
-    """The pipeline on the cluster; the server is its last job."""
+    """A server on the cluster, after other stages if `model` asks for them."""
 
     def __init__(
         self,
         cluster: SlurmCluster,
         results: Path,
         *words: str,
-        model: Sequence[str] = SAMPLE,
+        model: Sequence[str] = (*SAMPLE, "stages=[deploy]"),
         folder: Path = SAMPLE_FOLDER,
         environment: Mapping[str, str] | None = None,
     ) -> None:
@@ -246,6 +253,7 @@ def test_encoder_over_two_nodes_gives_the_recorded_states_until_it_is_asked_to_e
 ) -> None:
     golden = shared / "golden" / "bert" / "tiny"
     model = (
+        "stages=[convert,export,deploy]",
         "export=gpt3/export_gpt3",
         "export.run.model_train_name=tiny",
         "export.run.model_type=bert",
