@@ -13,6 +13,7 @@ from inference.model.step import AttentionRules
 from inference.model.weights import RankWeights
 from inference.parallel.epilogue import gemm_activation
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
+from inference.parallel.layout import undivided
 from inference.parallel.linear import AllReduce, ColumnParallelLinear, RowParallelLinear
 
 
@@ -58,11 +59,13 @@ def check_decoder(architecture: DecoderArchitecture, tp_size: int) -> None:
     Raises:
         ValueError: with every problem found.
     """
-    problems = [
-        f"tensor_para_size={tp_size} does not divide {name}={value}"
-        for name in ("head_num", "kv_head_num", "inter_size", "adapter_inter_size")
-        if (value := getattr(architecture, name)) % tp_size
-    ]
+    sizes = {
+        "head_num": architecture.head_num,
+        "kv_head_num": architecture.kv_head_num,
+        "inter_size": architecture.inter_size,
+        "adapter_inter_size": architecture.adapter_inter_size,
+    }
+    problems = undivided(tp_size, sizes)
     if not architecture.norm_before and architecture.residual != "sequential":
         problems.append("layernorm_type=post_layernorm with a parallel residual is not supported")
     if architecture.adapter_inter_size and (

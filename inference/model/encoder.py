@@ -18,6 +18,7 @@ from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows, RowMasks, attend
 from inference.model.weights import RankWeights
 from inference.parallel.epilogue import gemm_activation
+from inference.parallel.layout import undivided
 from inference.parallel.linear import AllReduce, ColumnParallelLinear, RowParallelLinear
 
 
@@ -89,12 +90,8 @@ def check_encoder(architecture: EncoderArchitecture, tp_size: int) -> None:
     Raises:
         ValueError: with every size that does not.
     """
-    problems = [
-        f"tensor_para_size={tp_size} does not divide {name}={value}"
-        for name in ("head_num", "inter_size")
-        if (value := getattr(architecture, name)) % tp_size
-    ]
-    if problems:
+    sizes = {"head_num": architecture.head_num, "inter_size": architecture.inter_size}
+    if problems := undivided(tp_size, sizes):
         raise ValueError("\n".join(problems))
 
 

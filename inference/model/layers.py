@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -16,6 +16,7 @@ from export_scripts.families.layout.architecture import Norm
 from inference.model.cached_attention import attend_cached
 from inference.model.rotary import Angles, RotaryTable
 from inference.model.step import Step
+from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabEmbedding
 
 Normalise = Callable[[torch.Tensor], torch.Tensor]
@@ -25,33 +26,19 @@ def make_norm(
     kind: Norm, weight: torch.Tensor, bias: torch.Tensor | None, *, eps: float
 ) -> Normalise:
     """Return a LayerNorm or RMSNorm over the last axis."""
+    assert bias is None or kind == "layernorm"
+    if weight.is_cuda and has_gpu_kernels():
+        from inference.model.gpu.norm import norm
+
+        return partial(norm, weight=weight, bias=bias, eps=eps, centred=kind == "layernorm")
     shape = list(weight.shape)
-    kernels = norm_kernels() if weight.is_cuda else None
 
     def normalise(x: torch.Tensor) -> torch.Tensor:
-        if kernels is not None:
-            y: torch.Tensor = kernels.norm(x, weight, bias, eps=eps, centred=kind == "layernorm")
-            return y
         if kind == "layernorm":
             return functional.layer_norm(x, shape, weight, bias, eps)
         return functional.rms_norm(x, shape, weight, eps)
 
-    assert bias is None or kind == "layernorm"
     return normalise
-
-
-def norm_kernels() -> ModuleType | None:
-    """Return the norms of a GPU, None where torch came without Triton."""
-    try:
-        from inference.model.gpu import norm
-    except ImportError:
-        return None
-    return norm
-
-
-def has_gpu_kernels() -> bool:
-    """Return whether torch includes Triton, which the GPU kernels need."""
-    return norm_kernels() is not None
 
 
 def alibi_slopes(head_num: int) -> torch.Tensor:

@@ -25,6 +25,7 @@ from inference.model.t5_layers import (
 from inference.model.weights import RankWeights
 from inference.parallel.epilogue import gemm_activation
 from inference.parallel.gemm_options import GemmOptions
+from inference.parallel.layout import undivided
 from inference.parallel.linear import AllReduce, VocabParallelHead
 
 
@@ -40,12 +41,7 @@ def check_t5(architecture: EncoderDecoderArchitecture, tp_size: int) -> None:
         "d_ff": stack.inter_size,
         "adapter_inter_size": architecture.adapter_inter_size,
     }
-    problems = [
-        f"tensor_para_size={tp_size} does not divide {name}={size}"
-        for name, size in sizes.items()
-        if size % tp_size
-    ]
-    if problems:
+    if problems := undivided(tp_size, sizes):
         raise ValueError("\n".join(problems))
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 
 from inference.model.kv_cache import Array, on_device
 from inference.model.marks import BANNED, SEEN, marks_of
+from inference.parallel.gpu_kernels import has_gpu_kernels
 
 # In place of a token id: the newest one that the slot's last step chose.
 NEWEST = -1
@@ -107,9 +107,10 @@ class TokenFeed:
             logits = logits[:, : len(self._vocab)]
         else:  # the vocabulary ends before this rank
             logits = logits[:, :1].fill_(_LOWEST)
-        kernels = _kernels() if logits.is_cuda else None
-        if kernels is not None:
-            chosen: torch.Tensor = kernels.best_tokens(
+        if logits.is_cuda and has_gpu_kernels():
+            from inference.model.gpu.choice import best_tokens
+
+            chosen = best_tokens(
                 *(logits, slots, forbidden, self._newest),
                 first=self._vocab.start,
                 keep=self._gather is None,
@@ -133,14 +134,14 @@ class TokenFeed:
         draws: torch.Tensor,
         penalties: torch.Tensor | None,
     ) -> torch.Tensor:
-        kernels = _kernels() if logits.is_cuda else None
-        if kernels is not None:
-            drawn: torch.Tensor = kernels.drawn_tokens(
+        if logits.is_cuda and has_gpu_kernels():
+            from inference.model.gpu.choice import drawn_tokens
+
+            return drawn_tokens(
                 *(logits, slots, forbidden, draws, self._newest),
                 penalties=penalties,
                 marks=self._marks,
             )
-            return drawn
         if penalties is None:
             return self._keep(draw_by_sorting(logits, forbidden, draws), slots)
         marks = self._marks[slots.long()]
@@ -210,15 +211,6 @@ def _penalised(x: torch.Tensor, penalties: torch.Tensor, marks: torch.Tensor) ->
     marks = torch.where(repetition > 0, marks, 0)
     less = torch.where(x < 0, x * repetition, x / repetition) - presence
     return torch.where(marks == SEEN, less, x).masked_fill(marks == BANNED, -torch.inf)
-
-
-def _kernels() -> ModuleType | None:
-    """Return the choice of a GPU, None where torch came without Triton."""
-    try:
-        from inference.model.gpu import choice
-    except ImportError:
-        return None
-    return choice
 
 
 def chosen_to_host(chosen: torch.Tensor) -> Chosen:

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -13,6 +11,7 @@ import torch
 from inference.parallel import gemm_cpu
 from inference.parallel.epilogue import GemmActivation, finish
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
+from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.int8 import Int8Gemm
 
 
@@ -71,23 +70,17 @@ def _gpu_gemm(
     first_activated: int,
     options: GemmOptions,
 ) -> Gemm:
-    kernels = _cuda_kernels() if weight.numel() and weight.dtype.itemsize == 2 else None
-    kind: Callable[..., Gemm]
-    if kernels is not None:
-        kind = kernels.CudaRoundedGemm if options.int8 or options.fp8 else kernels.CudaGemm
-        return kind(weight, bias, activation, first_activated, options)
+    if weight.numel() and weight.dtype.itemsize == 2 and has_gpu_kernels():
+        from inference.parallel.gemm_cuda import CudaGemm, CudaRoundedGemm
+
+        rounded = options.int8 or options.fp8
+        return (CudaRoundedGemm if rounded else CudaGemm)(
+            weight, bias, activation, first_activated, options
+        )
     assert not options.fp8, "FP8 needs Triton and 16 bits"
     assert not options.batch_invariant, "batch invariance needs Triton and 16 bits"
     kind = Int8Gemm if options.int8 and weight.numel() else _PlainGemm
     return kind(weight, bias, activation, first_activated)
-
-
-def _cuda_kernels() -> ModuleType | None:
-    try:
-        from inference.parallel import gemm_cuda
-    except ImportError:  # torch without Triton
-        return None
-    return gemm_cuda
 
 
 class _PlainGemm:

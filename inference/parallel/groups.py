@@ -6,13 +6,13 @@ Groups are made directly on a store, which allows several engines in one process
 from __future__ import annotations
 
 from datetime import timedelta
-from types import ModuleType
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from inference.parallel.epilogue import finish
+from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.peer_memory import PeerMemory, open_peer_memory
 from inference.parallel.shared_memory import SharedMemoryGroup, open_group
@@ -65,15 +65,6 @@ def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> _NcclGroup
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
     return cast(_NcclGroup, ProcessGroupNCCL(store, place, size, options))
-
-
-def _peer_kernels() -> ModuleType | None:
-    """Return the sums over peer memory, None where torch came without Triton."""
-    try:
-        from inference.parallel import peer_cuda
-    except ImportError:
-        return None
-    return peer_cuda
 
 
 class RankGroups:
@@ -136,11 +127,15 @@ class RankGroups:
 
     def _open_peers(self, store: Store) -> None:
         place, size = self.layout.tp_rank, self.layout.tp_size
-        kernels = _peer_kernels()
-        size_bytes = 0 if kernels is None else kernels.memory_bytes(size)
+        if not has_gpu_kernels():
+            open_peer_memory(store, place, size, self._device, size_bytes=0)
+            return
+        from inference.parallel.peer_cuda import PeerSums, memory_bytes
+
+        size_bytes = memory_bytes(size)
         memory = open_peer_memory(store, place, size, self._device, size_bytes=size_bytes)
-        if kernels is not None and memory is not None:
-            self._peers = kernels.PeerSums(place, memory.addresses(place), self._device)
+        if memory is not None:
+            self._peers = PeerSums(place, memory.addresses(place), self._device)
             self._peer_memory = memory
 
     def abort(self) -> None:

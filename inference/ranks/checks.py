@@ -16,7 +16,7 @@ from export_scripts.families.layout.architecture import (
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from inference.model import encoder, t5_weights
 from inference.model.decoder_weights import check_decoder
-from inference.model.layers import has_gpu_kernels
+from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.layout import ParallelLayout
 from inference.ranks.settings import Placement
 

@@ -8,9 +8,9 @@ import socket
 import torch
 
 from export_scripts.numeric.dtypes import torch_dtype
-from inference.model.layers import has_gpu_kernels
 from inference.parallel.gemm_cpu import has_fp16_weights, has_onednn
 from inference.parallel.gemm_options import GemmOptions
+from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.ranks.settings import RankSettings
 
 logger = logging.getLogger(__name__)
