@@ -118,7 +118,8 @@ class OpenAIEndpoint:
             request.headers.get("Authorization")
         ):
             raise ApiError(
-                "this server asks for an API key: one of its tokens, as "
+                # LiteLLM knows the error by its first words.
+                "Incorrect API key provided, or none: this server asks for one of its tokens, as "
                 "`Authorization: Bearer <token>`",
                 status=HTTPStatus.UNAUTHORIZED,
                 code="invalid_api_key",

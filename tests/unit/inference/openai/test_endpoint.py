@@ -430,6 +430,7 @@ def test_only_token_holders_are_let_in(tmp_path: Path) -> None:
     async def check(client: aiohttp.ClientSession) -> None:
         error = await refused(client, 401, ASKED)
         assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+        assert "Incorrect API key provided" in error["message"]
         for key, status in (("b" * 32, 200), ("c" * 32, 401), ("", 401)):
             headers = {"Authorization": f"Bearer {key}"}
             async with client.get("/v1/models", headers=headers) as response:
