@@ -157,7 +157,9 @@ def _group(start: int, lengths: list[int], device: torch.device) -> RowGroup:
         return RowGroup(tokens, tuple(lengths), None, None, None, width)
     hidden = _hidden(lengths, width, device)
     scatter = (~hidden).flatten().nonzero().squeeze(1)  # (tokens,)
-    gather = torch.zeros(hidden.numel(), dtype=torch.long, device=device)
+    # Padding repeats its own row's first token: a NaN of another row would spoil it, masked or not.
+    starts = [0, *itertools.accumulate(lengths)][:-1]
+    gather = torch.tensor(starts, device=device).repeat_interleave(width)
     gather[scatter] = torch.arange(len(scatter), device=device)
     return RowGroup(tokens, tuple(lengths), gather, scatter, hidden[:, None, None, :], width)
 

@@ -120,6 +120,18 @@ def test_t5_rows_have_their_own_ia3_tasks(t5: EncoderEngine) -> None:
         assert torch.allclose(hidden[row], expected, atol=1e-4)
 
 
+def test_a_request_that_overflows_spoils_no_other(bert: EncoderEngine) -> None:
+    huge = np.clip(random_states(1, 1) * 1e38, -3e38, 3e38)
+    others = [states_request(bert, random_states(1, n, seed=n), [n]) for n in range(2, 6)]
+    alone = [bert.encode(request).hidden for request in others]
+    # The first step holds back the others, which share a step with the second of these.
+    spoilt = [bert.submit(states_request(bert, huge, [1])) for _ in range(3)]
+    futures = [bert.submit(request) for request in others]
+    assert all(not each.result().hidden.isfinite().all() for each in spoilt)
+    for future, expected in zip(futures, alone, strict=True):
+        assert torch.allclose(future.result().hidden, expected, atol=1e-5)
+
+
 def test_attentions_come_only_when_asked_for(t5: EncoderEngine) -> None:
     asked = {"is_return_attentions": np.array([[False], [True]])}
     prompts = [[5, 9, 2, 38], [7]]

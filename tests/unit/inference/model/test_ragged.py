@@ -43,6 +43,21 @@ def test_each_token_sees_its_own_row_alone(lengths: list[int]) -> None:
     assert torch.allclose(ours, attend_alone(parts, rows, 0.5), atol=1e-5)
 
 
+@pytest.mark.parametrize("spoilt", range(3))
+def test_values_that_are_not_finite_stay_in_their_row(spoilt: int) -> None:
+    rows = ragged_rows([2, 3, 5], CPU)
+    parts = states(10)
+    masks = RowMasks(rows, None, torch.float32)
+    expected = attend_alone(parts, rows, 0.5)
+    tokens = slice(rows.starts[spoilt], rows.starts[spoilt] + rows.lengths[spoilt])
+    for part in parts:
+        part[tokens] = torch.nan
+    ours = attend(*parts, rows=rows, masks=masks, scale=0.5)
+    assert ours[tokens].isnan().all()
+    ours[tokens] = expected[tokens]
+    assert torch.allclose(ours, expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_attention_weights_are_those_of_each_row(lengths: list[int]) -> None:
     rows = ragged_rows(lengths, CPU)
