@@ -263,7 +263,7 @@ class EncoderDecoderRank(RankBase):
         self, ids: torch.Tensor, segments: Sequence[Segment], output_rows: torch.Tensor
     ) -> tuple[Step, PagedAttention]:
         """Lay out a step for the GPU's kernels, with the attention over the encoder's output."""
-        from inference.model.gpu.attention import paged_attention
+        from inference.model.gpu.attention_layout import paged_attention
         from inference.model.gpu.paged_step import make_paged_step
 
         step = make_paged_step(

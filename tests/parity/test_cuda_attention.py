@@ -112,7 +112,7 @@ class Sequences:
 
     def attended(self) -> torch.Tensor:
         """Return (N, H*D) by the kernels."""
-        from inference.model.gpu.attention import paged_attention
+        from inference.model.gpu.attention_layout import paged_attention
 
         kv_heads, device = self.cache.shape.kv_head_num, self.qkv.device
         single = (self.segments[:, 2] == 1).all()
@@ -190,7 +190,7 @@ def test_biases_windows_and_turned_keys(
 
 
 def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> None:
-    from inference.model.gpu.attention import paged_attention
+    from inference.model.gpu.attention_layout import paged_attention
 
     torch.manual_seed(0)
     rules = AttentionRules()
@@ -208,7 +208,7 @@ def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> No
 @pytest.mark.parametrize("slots", [4, 256])
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_a_graph_has_tiles_for_every_mixture(group: int, slots: int, batch_invariant: bool) -> None:
-    from inference.model.gpu.attention import AttentionArrays, tile_sizes
+    from inference.model.gpu.attention_layout import AttentionArrays, tile_sizes
     from inference.model.gpu.prompt_graph import StepLayout
 
     tokens = 128

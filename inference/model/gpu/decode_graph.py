@@ -19,7 +19,7 @@ import torch
 from inference.model.cached_attention import EncodedSlots
 from inference.model.decoder import Decoder
 from inference.model.encoder_decoder import DecoderStep, EncoderDecoder
-from inference.model.gpu.attention import single_tokens
+from inference.model.gpu.attention_layout import single_tokens
 from inference.model.gpu.recording import record_graph, record_sizes
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import AttentionRules, Step

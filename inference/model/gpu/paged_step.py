@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from inference.model.gpu.attention import paged_attention
+from inference.model.gpu.attention_layout import paged_attention
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import AttentionRules, Segment, Step, segment_numbers
 from inference.model.token_feed import TokenFeed

@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from inference.model.decoder import Decoder
-from inference.model.gpu.attention import AttentionArrays, PagedAttention, tile_sizes, tiles_of
+from inference.model.gpu.attention import PagedAttention
+from inference.model.gpu.attention_layout import AttentionArrays, tile_sizes, tiles_of
 from inference.model.gpu.recording import record_graph, record_sizes, token_graph_sizes
 from inference.model.kv_cache import Array, KVCache, on_device
 from inference.model.step import Segment, Step, segment_numbers

@@ -1,0 +1,148 @@
+"""Layout of a step's attention: the tiles of new tokens that its programs take, as integers.
+
+Import this module only where Triton is installed.
+"""
+
+# Shapes: N new tokens, B sequences, n tiles
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+import triton
+
+from inference.model.gpu.attention import LEAST_ROWS, PagedAttention, Tiles
+from inference.model.kv_cache import Array, on_device
+from inference.model.step import AttentionRules
+
+_PROMPT_ROWS = 64  # query rows of a tile of prompts, (token, head of the group) each
+_ALIGNED = 4  # integers of 32 bits in 16 bytes
+
+
+@dataclass(frozen=True)
+class AttentionArrays:
+    """The integers of a step's attention, on the host."""
+
+    slots: Array  # (N,)
+    places: Array  # (N,)
+    tiles: tuple[Array, Array]  # (4, n) of each size: slots, places, rows and counts
+
+    @classmethod
+    def of(cls, segments: Array, sizes: tuple[int, int]) -> AttentionArrays:
+        """Return those of segments (B, 3), see `paged_attention` and `tile_sizes`."""
+        slots, places, counts = segments.T
+        rows = np.cumsum(counts) - counts
+        within = np.arange(counts.sum()) - np.repeat(rows, counts)
+        small, large = _cut(segments, rows, sizes)
+        return cls(np.repeat(slots, counts), np.repeat(places, counts) + within, (small, large))
+
+
+def paged_attention(
+    segments: Array,
+    *,
+    rules: AttentionRules,
+    group: int,
+    device: torch.device,
+    tickets: torch.Tensor | None = None,
+) -> PagedAttention:
+    """Return the attention of a step of any new tokens.
+
+    Args:
+        segments: (B, 3) integers: slot, place of the first new token, and how many there are. The
+            tokens of all segments follow each other in this order.
+        rules: The model's.
+        group: Query heads of a key/value head.
+        device: Of the step.
+        tickets: As of `PagedAttention`; made where they are needed and not given.
+    """
+    arrays = AttentionArrays.of(segments, tile_sizes(group, rules))
+    cut = [
+        (tiles, size)
+        for tiles, size in zip(arrays.tiles, tile_sizes(group, rules), strict=True)
+        if tiles.shape[1]
+    ]
+    every = [arrays.slots, arrays.places, *(row for tiles, _ in cut for row in tiles)]
+    slots, places, *tiled = _sent_together(every, device)
+    tiles = tiles_of(tiled, [size for _, size in cut])
+    return PagedAttention(slots, places, tiles, rules, tickets)
+
+
+def tiles_of(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[Tiles, ...]:
+    """Return the tiles of each size, of which `parts` has slots, places, rows and counts."""
+    found = []
+    for nth, size in enumerate(sizes):
+        slots, places, rows, counts = parts[4 * nth : 4 * nth + 4]
+        found.append(Tiles(slots, places, rows, counts, size))
+    return tuple(found)
+
+
+def _sent_together(arrays: Sequence[Array], device: torch.device) -> list[torch.Tensor]:
+    """Return arrays of integers as int32 on a device, sent in one copy.
+
+    Each begins at a multiple of 16 bytes. Triton compiles a kernel again for every set of pointers
+    that do not, which would be in the middle of a client's request.
+    """
+    ends = np.cumsum([-(-len(each) // _ALIGNED) * _ALIGNED for each in arrays])
+    packed = np.zeros(ends[-1], np.int32)
+    starts = [0, *ends[:-1]]
+    for start, each in zip(starts, arrays, strict=True):
+        packed[start : start + len(each)] = each
+    sent = on_device(packed, device)
+    return [sent[start : start + len(each)] for start, each in zip(starts, arrays, strict=True)]
+
+
+def single_tokens(
+    slots: torch.Tensor,
+    places: torch.Tensor,
+    *,
+    rules: AttentionRules,
+    group: int,
+    tickets: torch.Tensor,
+    fixed: bool = False,
+) -> PagedAttention:
+    """Return the attention of a step of one new token for each sequence.
+
+    Args:
+        slots: Of each sequence (B,).
+        places: Of each token (B,).
+        rules: The model's.
+        group: Query heads of a key/value head.
+        tickets: As of `PagedAttention`.
+        fixed: As of `PagedAttention`.
+    """
+    rows, ones = _rows_of_one(len(slots), slots.device)
+    tiles = Tiles(slots, places, rows, ones, tile_sizes(group, rules)[0])
+    shared = None if rules.batch_invariant else tickets
+    return PagedAttention(slots, places, (tiles,), rules, shared, fixed)
+
+
+@cache  # a graph should not make them again in every step
+def _rows_of_one(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(count, device=device), torch.ones(count, dtype=torch.int64, device=device)
+
+
+def tile_sizes(group: int, rules: AttentionRules) -> tuple[int, int]:
+    """Return the tokens of a tile for single tokens and for prompts, `group` query heads each."""
+    padded = triton.next_power_of_2(group)
+    least = max(LEAST_ROWS // padded, 1)
+    return least, least if rules.batch_invariant else max(_PROMPT_ROWS // padded, 1)
+
+
+def _cut(segments: Array, rows: Array, sizes: tuple[int, int]) -> Iterator[Array]:
+    """Yield the tiles of each size: slots, places, rows and counts, (4, n).
+
+    A segment takes the least size that holds it, or the last.
+    """
+    kinds = np.minimum(np.searchsorted(sizes, segments[:, 2]), len(sizes) - 1)
+    for kind, size in enumerate(sizes):
+        mine = kinds == kind
+        slots, places, counts = segments[mine].T
+        tiles = -(-counts // size)
+        of = np.repeat(np.arange(len(tiles)), tiles)
+        first = (np.arange(len(of)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * size
+        left = np.minimum(counts[of] - first, size)
+        yield np.stack((slots[of], places[of] + first, rows[mine][of] + first, left))
