@@ -22,7 +22,7 @@ from inference.parallel.linear import AllReduce, VocabParallelHead
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer; `residual` names how its two halves are joined."""
+    """One layer; `architecture.residual` says how its two halves are joined."""
 
     architecture: DecoderArchitecture
     attention_norm: Normalise
@@ -132,7 +132,7 @@ class Decoder:
         )
 
     def empty_hidden(self, step: Step) -> torch.Tensor:
-        """Return room for another stage's output (N, E)."""
+        """Return an uninitialised (N, E) for the hidden states of the stage before."""
         shape = (len(step.ids), self.architecture.hidden)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 

@@ -71,8 +71,8 @@ class Encoder:
         self.layers = [_layer(parts, architecture, number) for number in self.layer_numbers]
         weights.check()
 
-    def room(self, tokens: int) -> torch.Tensor:
-        """Return an empty (tokens, E), to receive hidden states in."""
+    def empty_hidden(self, tokens: int) -> torch.Tensor:
+        """Return an uninitialised (tokens, E) for hidden states."""
         hidden = self.architecture.hidden
         return torch.empty(tokens, hidden, dtype=self.dtype, device=self.device)
 

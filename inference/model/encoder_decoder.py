@@ -150,8 +150,8 @@ class EncoderDecoder:
                 self._head = loader.head()
         weights.check()
 
-    def room(self, tokens: int) -> torch.Tensor:
-        """Return an empty (tokens, E), to receive hidden states in."""
+    def empty_hidden(self, tokens: int) -> torch.Tensor:
+        """Return an uninitialised (tokens, E) for hidden states."""
         hidden = self.architecture.hidden
         return torch.empty(tokens, hidden, dtype=self.dtype, device=self.device)
 
@@ -192,7 +192,7 @@ class EncoderDecoder:
             layer = self.encoder[index]
             weights_out = None if attentions is None else attentions[:, index]
             x = self._bounded(layer.attend(x, batch.rows, masks, batch.tasks, weights_out))
-            x = self._bounded(layer.transform(x, batch.tasks))
+            x = self._bounded(layer.feed_forward(x, batch.tasks))
         return x
 
     def encode(self, ids: torch.Tensor, rows: RaggedRows) -> torch.Tensor:
@@ -206,7 +206,7 @@ class EncoderDecoder:
         assert self._encoder_norm is not None, "only the last stage ends the encoder"
         return self._encoder_norm(x)
 
-    def remember(
+    def cache_encoded(
         self,
         encoded: torch.Tensor,
         batch: EncoderBatch,
@@ -219,7 +219,7 @@ class EncoderDecoder:
         """
         cache_rows = cache.token_rows(batch.rows.per_token(slots), batch.rows.positions)
         for index, layer in enumerate(self.decoder):
-            layer.cross.remember(encoded, cache_rows, cache, layer=index, tasks=batch.tasks)
+            layer.cross.cache_encoded(encoded, cache_rows, cache, layer=index, tasks=batch.tasks)
 
     def embed_step(self, inputs: DecoderStep) -> torch.Tensor:
         """Return the first decoder layer's input (N, E)."""
@@ -231,8 +231,8 @@ class EncoderDecoder:
         cache = inputs.step.cache
         for index, layer in enumerate(self.decoder):
             x = self._bounded(layer.attend(x, inputs.step, index, inputs.tasks))
-            x = self._bounded(layer.consult(x, inputs.encoded, cache, index))
-            x = self._bounded(layer.transform(x, inputs.tasks))
+            x = self._bounded(layer.cross_attend(x, inputs.encoded, cache, index))
+            x = self._bounded(layer.feed_forward(x, inputs.tasks))
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from inference.parallel.linear import (
 
 
 class LayerLoader:
-    """Makes parts of layers of one rank's tensors.
+    """Makes the parts of layers from one rank's tensors.
 
     `reduce` sums over the ranks of the stage, None for a single one; `gemm` goes for all matrices,
     the head's too.

@@ -1,4 +1,4 @@
-"""The parts of a transformer layer, each reading like single-device code."""
+"""The parts of a transformer layer, written as for a single device."""
 
 # Shapes: N tokens of a step, E hidden, H local query heads, K local key/value heads, D head size
 
@@ -119,9 +119,9 @@ class Attention:
             mixed = self.mix_paged(query, keys_values, step, layer=layer, angles=angles)
             return self._out(mixed, residual)
         if self._rotary is not None and angles is not None:
-            turned = self._rotary.rotate(qkv[:, : H + K], angles)
-            query = turned[:, :H]
-            keys_values = torch.cat((turned[:, H:], qkv[:, H + K :]), dim=1)
+            rotated = self._rotary.rotate(qkv[:, : H + K], angles)
+            query = rotated[:, :H]
+            keys_values = torch.cat((rotated[:, H:], qkv[:, H + K :]), dim=1)
         return self._out(self.mix(query, keys_values, step, layer=layer), residual)
 
     def mix_paged(

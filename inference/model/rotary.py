@@ -53,11 +53,12 @@ class RotaryTable:
     def rotate(self, x: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Return x (N, H, D) with the first R dimensions of each head rotated."""
         width = angles.cos.shape[-1]
-        turned = x[..., :width]
-        result = turned * angles.cos + self._quarter_turn(turned) * angles.sin
-        return result if width == x.shape[-1] else torch.cat((result, x[..., width:]), dim=-1)
+        part = x[..., :width]
+        rotated = part * angles.cos + self._rotate_half(part) * angles.sin
+        return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
 
-    def _quarter_turn(self, x: torch.Tensor) -> torch.Tensor:
+    def _rotate_half(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x with every pair (a, b) turned into (-b, a)."""
         if self.interleaved:
             return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
         first, second = x.chunk(2, dim=-1)
@@ -70,7 +71,8 @@ def _frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
     frequencies = 1.0 / rotary.base**exponents
     scaling = dict(rotary.scaling)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    # "dynamic" changes angles only beyond the trained context, which the engine never passes.
+    # "dynamic" changes angles only beyond the trained context, which the engine does not exceed but
+    # in sessions that forget.
     if kind in ("default", "dynamic"):
         return frequencies, 1.0
     if kind == "linear":

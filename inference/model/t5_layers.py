@@ -103,7 +103,7 @@ class CausalAttention:
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """Attention of the decoder over its row's encoder output, cached when the row begins."""
+    """Attention of the decoder over the encoder's output, whose keys and values are cached."""
 
     query: ColumnParallelLinear
     key_value: ColumnParallelLinear  # all keys, then all values
@@ -111,7 +111,7 @@ class CrossAttention:
     heads: Heads
     scalers: torch.Tensor | None  # (tasks + 1, 2, H, D)
 
-    def remember(
+    def cache_encoded(
         self,
         encoded: torch.Tensor,
         cache_rows: torch.Tensor,
@@ -208,9 +208,9 @@ class T5EncoderLayer:
 
         return _join(x, run, self.attention_adapter)
 
-    def transform(self, x: torch.Tensor, tasks: torch.Tensor | None) -> torch.Tensor:
+    def feed_forward(self, x: torch.Tensor, tasks: torch.Tensor | None) -> torch.Tensor:
         """Return x + MLP, (N, E)."""
-        return _transform(x, self.mlp_norm, self.mlp, self.mlp_adapter, tasks)
+        return _feed_forward(x, self.mlp_norm, self.mlp, self.mlp_adapter, tasks)
 
 
 @dataclass(frozen=True)
@@ -237,18 +237,18 @@ class T5DecoderLayer:
 
         return _join(x, run, self.attention_adapter)
 
-    def consult(
+    def cross_attend(
         self, x: torch.Tensor, encoded: EncodedSlots, cache: KVCache, layer: int
     ) -> torch.Tensor:
         """Return x + attention over the encoder's output, (N, E)."""
         return self.cross(self.cross_norm(x), encoded, cache, layer=layer, residual=x)
 
-    def transform(self, x: torch.Tensor, tasks: torch.Tensor | None) -> torch.Tensor:
+    def feed_forward(self, x: torch.Tensor, tasks: torch.Tensor | None) -> torch.Tensor:
         """Return x + MLP, (N, E)."""
-        return _transform(x, self.mlp_norm, self.mlp, self.mlp_adapter, tasks)
+        return _feed_forward(x, self.mlp_norm, self.mlp, self.mlp_adapter, tasks)
 
 
-def _transform(
+def _feed_forward(
     x: torch.Tensor,
     norm: Normalise,
     mlp: T5MLP,

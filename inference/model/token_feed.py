@@ -41,9 +41,9 @@ class Chosen:
 class TokenFeed:
     """Chooses the tokens and keeps them for the next step.
 
-    Of ranks that share the vocabulary each finds the best of its own slice; then all of them take
-    the best of those. To draw tokens each of them gathers all slices, and does what the others do:
-    the ranks of a stage are GPUs of one kind.
+    Ranks that share the vocabulary each find the best token of their own slice, and all take the
+    best of those. To draw tokens every rank gathers all slices and computes what the others do: the
+    ranks of a stage are GPUs of one kind.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class TokenFeed:
             slots: Of the cache.
             device: Of the logits.
             vocab: The ids whose logits this rank computes.
-            vocab_size: V, None for a single rank.
+            vocab_size: V; None where `vocab` is all of it.
             gather: Returns every rank's tensor in rank order (T, ...); None for a single rank.
         """
         self._newest = torch.zeros(slots + 1, dtype=torch.int64, device=device)

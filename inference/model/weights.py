@@ -71,7 +71,7 @@ class RankWeights:
         return self._checked(name, self.reader.read(name, 0)[rows.start : rows.stop], self.dtype)
 
     def matrix_rows(self, name: str, rows: range) -> torch.Tensor:
-        """Return some rows of a whole table that is multiplied by."""
+        """Return some rows of a whole table that serves as a matrix, such as the head's."""
         part = self.reader.read(name, 0)[rows.start : rows.stop]
         return self._checked(name, part, self._matrix_dtype)
 

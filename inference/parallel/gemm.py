@@ -40,9 +40,9 @@ def make_gemm(
     """Return the product with `weight` (I, O), on its device.
 
     The weight may be memory-mapped or a transposed view; the result keeps no reference to it
-    where the device has a better form. On CPU a weight of fp16 takes fp32 rows and gives such;
-    else rows have the weight's type. Off the CPU outputs before `first_activated` may be left as
-    they are.
+    where the device has a better form. On CPU rows and results are fp32 for a weight of fp16;
+    otherwise they have the weight's type. Outputs before `first_activated` are not activated, which
+    only other devices can do.
     """
     on_cpu = weight.device.type == "cpu"
     if not on_cpu:

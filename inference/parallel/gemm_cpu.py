@@ -152,7 +152,7 @@ class FbgemmInt8Gemm:
         columns, scale = quantise(weight)
         zeros = torch.zeros(len(columns), dtype=torch.int64)
         with warnings.catch_warnings():
-            # torch is to lose tensors of quantised types; `has_fbgemm_int8` asks whether it has.
+            # torch announces the end of quantised tensors; `has_fbgemm_int8` checks for it.
             warnings.simplefilter("ignore")
             quantised = torch._make_per_channel_quantized_tensor(columns, scale.double(), zeros, 0)
             self._packed = torch.ops.quantized.linear_prepack(quantised, None)

@@ -98,7 +98,7 @@ class RankGroups:
         self.layout = layout
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
-        self._tries_memory = shared_memory
+        self._may_share_memory = shared_memory
         self._shared: list[SharedMemoryGroup] = []
         self._nccl: list[_NcclGroup] = []
         everyone = list(range(layout.world_size))
@@ -118,7 +118,7 @@ class RankGroups:
         if device.type == "cuda":
             self._nccl.append(_nccl(store, place, len(ranks), self._timeout))
             return self._nccl[-1]
-        if self._tries_memory:
+        if self._may_share_memory:
             timeout_s = self._timeout.total_seconds()
             if shared := open_group(store, place, len(ranks), timeout_s=timeout_s):
                 self._shared.append(shared)
@@ -191,7 +191,7 @@ class RankGroups:
         return Sending(self._pipe.send([x], rank, 0), x)
 
     def receive(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        """Receive `x` from a rank of another stage."""
+        """Receive into `x` from a rank of another stage, and return it."""
         assert self._pipe is not None
         self._pipe.recv([x], rank, 0).wait()
         return x

@@ -1,9 +1,9 @@
 """Programmatic dependent launch: kernels that begin before the previous one has ended.
 
-Decoding is a chain of short kernels, and between two of them a GPU's memory stands still for some
-3 us. GPUs of compute capability 9 can start a kernel early (programmatic dependent launch): it
-fetches weights, which no kernel writes, and waits before it touches anything else. On an H200 a
-step of GPT-J-6B took 3.4 ms without and 3.0 ms with this. Import this module only where Triton is
+Decoding is a chain of short kernels, and between two of them a GPU's memory is idle for some 3 us.
+GPUs of compute capability 9 can start a kernel early (programmatic dependent launch): it fetches
+weights, which no kernel writes, and waits before it touches anything else. On an H200 a step of
+GPT-J-6B took 3.4 ms without and 3.0 ms with this. Import this module only where Triton is
 installed.
 """
 

@@ -42,7 +42,7 @@ class ColumnParallelLinear:
     ) -> None:
         """Take this rank's `weight` (in, out/T) and `bias` (out/T).
 
-        Outputs before `first_activated` may be left as they are, see `make_gemm`.
+        Outputs before `first_activated` are not activated, see `make_gemm`.
         """
         self._gemm = make_gemm(
             weight, bias, activation=activation, first_activated=first_activated, options=options

@@ -145,8 +145,8 @@ class PeerSums:
     ) -> torch.Tensor:
         """Return the sum of contiguous tensors (N, E) over the ranks, + bias + residual.
 
-        All ranks call this at the same time with tensors of one shape. Where a peer does not come
-        for minutes, the kernel ends with an error and the process can no longer use its GPU.
+        All ranks call this at the same time with tensors of one shape. Where a peer does not
+        answer for minutes, the kernel ends with an error and the process can no longer use its GPU.
         """
         y = torch.empty_like(x)
         item = x.element_size()

@@ -24,7 +24,7 @@ class StageModel(Protocol[StepT_contra]):
         ...
 
     def empty_hidden(self, step: StepT_contra) -> torch.Tensor:
-        """Return room for the input of this stage's first layer (N, E)."""
+        """Return an uninitialised (N, E) for the input of this stage's first layer."""
         ...
 
     def run_layers(self, x: torch.Tensor, step: StepT_contra) -> torch.Tensor:

@@ -120,7 +120,7 @@ class _Layout:
     """Offsets of the words and buffers of a group of `size` ranks; words first."""
 
     def __init__(self, size: int) -> None:
-        self.arrived = 0  # per rank: sums it has given its part to
+        self.arrived = 0  # per rank: sums whose part it has written
         self.met = size  # per rank: barriers
         self.announced = 2 * size  # one: chunks rank 0 has broadcast
         self.received = 2 * size + 1  # per rank: broadcast chunks it has read

@@ -155,7 +155,7 @@ class _Rank:
         cache = self._cache(*sizes, max_len=max(count, length), parts=2)
         no_task = model.architecture.ia3_num_tasks
         row = EncodedRow(encoder_slot([0], 1), length, no_task)
-        model.remember(encoded, batch, [row.slot], cache)
+        model.cache_encoded(encoded, batch, [row.slot], cache)
         step = make_decoder_step(
             torch.tensor(inputs.decoder_ids),
             [Segment(0, 0, count)],

@@ -34,8 +34,8 @@ class StepResult:
     """The result of a step, on rank 0.
 
     An encoder alone gives `hidden`, all rows' tokens one after the other, and, where wanted,
-    `attentions` (rows, layers, heads, S, S), zero beyond each row's length. `chosen` is what the
-    rank chose where the plan asked for it.
+    `attentions` (rows, layers, heads, S, S), zero beyond each row's length. `chosen` are the tokens
+    of a plan with choices. `done` is the event after the last kernel, None on CPU.
     """
 
     logits: torch.Tensor  # (n, V or more) fp32
@@ -71,7 +71,7 @@ def rank_weights(
 class RankBase(ABC):
     """One rank of a model; rank 0 sends the steps to the others."""
 
-    _feed: TokenFeed  # of a rank that generates
+    _feed: TokenFeed  # set by ranks that generate
 
     def __init__(self, settings: RankSettings) -> None:
         """Take a place and a device; subclasses load."""
@@ -121,7 +121,7 @@ class RankBase(ABC):
         """Run one step; rank 0 gets the result.
 
         Args:
-            plan: What to run.
+            plan: The step.
             embeddings: (plan.embedding_rows, E) fp32 on rank 0, if there are any; the other ranks
                 receive them.
         """

@@ -35,7 +35,7 @@ _WARM_UP_TOKENS = (1, *(n << power for power in range(3, 12) for n in (2, 3)), 8
 
 
 class DecoderRank(RankBase):
-    """Loads strictly, then runs steps."""
+    """A rank that holds a part of a decoder-only model and its cache, and runs steps on them."""
 
     def __init__(self, settings: RankSettings) -> None:
         """Load this rank's part of the model.
@@ -47,7 +47,7 @@ class DecoderRank(RankBase):
         super().__init__(settings)
         weights, architecture = self.open_weights(settings)
         if not isinstance(architecture, DecoderArchitecture):
-            raise ValueError(f"{settings.ft_dir} holds no decoder-only model")
+            raise ValueError(f"{settings.ft_dir} does not hold a decoder-only model")
         self.architecture = architecture
         gemm = gemm_options(settings)
         self.model = load_decoder(weights, architecture, reduce=self.all_reduce, gemm=gemm)
@@ -91,7 +91,7 @@ class DecoderRank(RankBase):
                 self._prompt_graphs.record()
 
     def _run_nothing(self, tokens: int) -> None:
-        """Run prompts of the given lengths and a single token; their results are discarded."""
+        """Run prompts of so many tokens in all, and a single token; discard their results."""
         longest, slot = self.cache.shape.max_len, self.cache.scratch_slot
         starts = range(0, tokens, longest)
         segments = [Segment(slot, 0, min(tokens - start, longest)) for start in starts]

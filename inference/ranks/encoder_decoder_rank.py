@@ -49,7 +49,7 @@ _WARM_UP_TOKENS = (1, 16, 64, 256, 1024)
 
 
 class EncoderDecoderRank(RankBase):
-    """Loads strictly, then runs steps."""
+    """A rank that holds a part of an encoder-decoder and its cache, or of an encoder alone."""
 
     def __init__(self, settings: RankSettings) -> None:
         """Load this rank's part of the model.
@@ -77,7 +77,7 @@ class EncoderDecoderRank(RankBase):
         self._encoder_graphs: EncoderGraphs | None = None
         self._tiled = has_row_kernels(self.device, weights.dtype)
         self._pass: EncoderPass | None = None
-        self._rows: tuple[EncoderRow, ...] = ()  # of the pass
+        self._rows: tuple[EncoderRow, ...] = ()  # of `_pass`
 
     def prepare(self) -> None:
         """Record the graphs of encoder and decoder, and run steps that are not graphs once."""
@@ -114,13 +114,13 @@ class EncoderDecoderRank(RankBase):
         self._graphs.record()
 
     def _run_nothing(self, tokens: int) -> None:
-        """Run tokens of one sequence and one of another; their results are discarded."""
+        """Run tokens of one sequence and one token of another; discard their results."""
         slot = self.cache.scratch_slot
         segments = [Segment(slot, 0, min(tokens, self.cache.shape.max_len)), Segment(slot, 0, 1)]
         ids = torch.zeros(sum(segment.count for segment in segments), dtype=torch.int64)
         step = self._decoder_step(ids, segments, torch.tensor([0]))
         first = self.layout.is_first_stage
-        x = self.model.embed_step(step) if first else self.model.room(len(ids)).zero_()
+        x = self.model.embed_step(step) if first else self.model.empty_hidden(len(ids)).zero_()
         x = self.model.run_decoder(x, step)
         if self.layout.is_last_stage:
             self.model.logits(x[:1])
@@ -180,7 +180,7 @@ class EncoderDecoderRank(RankBase):
         output = self._spread(self._pass.output, batch)
         slots = self.cache.shape.slots
         targets = [encoder_slot(row.slots, slots) for row in self._rows]
-        self.model.remember(output, batch, targets, self.cache)
+        self.model.cache_encoded(output, batch, targets, self.cache)
         for row, target in zip(self._rows, targets, strict=True):
             encoded = EncodedRow(target, row.count, self._task_of(row))
             for slot in row.slots:
@@ -199,7 +199,7 @@ class EncoderDecoderRank(RankBase):
         assert groups is not None
         if output is None:
             source = layout.last_stage_ranks[layout.tp_rank]
-            return groups.receive(self.model.room(len(batch.ids)), source)
+            return groups.receive(self.model.empty_hidden(len(batch.ids)), source)
         sends = [
             groups.send(output, stage * layout.tp_size + layout.tp_rank)
             for stage in range(layout.pp_size - 1)
@@ -285,7 +285,7 @@ class EncoderDecoderRank(RankBase):
         """Return on rank 0 the output of an encoder alone, which runs all layers in one step."""
         done, self._pass = self._pass, None
         assert done is not None, "an encoder's step ends its pass"
-        room = self.model.room(len(done.batch.ids))
+        room = self.model.empty_hidden(len(done.batch.ids))
         hidden = self._first_rank_copy(done.output, room)
         attentions = done.attentions
         if attentions is not None and self._groups is not None:
@@ -321,7 +321,7 @@ class _DecoderStage:
         return self.model.embed_step(step)
 
     def empty_hidden(self, step: DecoderStep) -> torch.Tensor:
-        return self.model.room(len(step.step.ids))
+        return self.model.empty_hidden(len(step.step.ids))
 
     def run_layers(self, x: torch.Tensor, step: DecoderStep) -> torch.Tensor:
         return self.model.run_decoder(x, step)

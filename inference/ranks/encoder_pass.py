@@ -78,7 +78,7 @@ class EncoderPass:
             self._x = self._model.embed_rows(self.batch)
         elif start < mine.start <= stop:
             assert self._groups is not None
-            room = self._model.room(len(self.batch.ids))
+            room = self._model.empty_hidden(len(self.batch.ids))
             self._x = self._groups.receive(room, layout.previous_rank)
         layers = range(max(start, mine.start), min(stop, mine.stop))
         if layers:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class EncoderRank(RankBase):
-    """Loads strictly, then runs steps."""
+    """A rank that holds a part of a BERT-like encoder."""
 
     def __init__(self, settings: RankSettings) -> None:
         """Load this rank's part of the model.
@@ -53,7 +53,7 @@ class EncoderRank(RankBase):
         with torch.inference_mode():
             self._graphs = EncoderGraphs(
                 self.model.run_layers,
-                self.model.room,
+                self.model.empty_hidden,
                 parameters=choice.num_layer * layer // self.layout.tp_size,
                 device=self.device,
             )
@@ -84,7 +84,7 @@ class EncoderRank(RankBase):
                 stage = _Stage(self.model)
                 hidden = run_stage(stage, [batch], layout=self.layout, groups=self._groups)
                 output = hidden[0] if hidden else None
-            output = self._first_rank_copy(output, self.model.room(tokens))
+            output = self._first_rank_copy(output, self.model.empty_hidden(tokens))
             if output is None:
                 return None
             return StepResult(torch.empty(0, 0), hidden=_true_tokens(output, rows))
@@ -96,7 +96,7 @@ class EncoderRank(RankBase):
         return self._graphs.run(batch.inputs, batch.rows)
 
     def _laid_out(self, inputs: torch.Tensor | None, rows: RaggedRows) -> torch.Tensor | None:
-        """Return the tokens to compute, on the ranks of the first stage."""
+        """Return the first layer's input, with zeros for padding; None but on the first stage."""
         inputs = self._share(inputs, sum(rows.lengths), self.architecture.hidden)
         if not self.layout.is_first_stage:
             return None
@@ -138,7 +138,7 @@ class _Stage:
         return step.inputs
 
     def empty_hidden(self, step: _Batch) -> torch.Tensor:
-        return self.model.room(step.tokens)
+        return self.model.empty_hidden(step.tokens)
 
     def run_layers(self, x: torch.Tensor, step: _Batch) -> torch.Tensor:
         return self.model.run_layers(x, step.rows)

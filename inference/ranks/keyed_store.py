@@ -70,9 +70,16 @@ def read_key(path: Path) -> bytes:
 class KeyedStore(Store):
     """One connection to the values of a launch; raises RuntimeError, as torch's stores do."""
 
-    def __init__(self, answer: Answer, again: Callable[[], KeyedStore], timeout_s: float) -> None:
+    def __init__(self, answer: Answer, connect: Callable[[], KeyedStore], timeout_s: float) -> None:
+        """Take the ways to the values.
+
+        Args:
+            answer: Returns the result of an operation, by its name and arguments.
+            connect: Returns a further connection.
+            timeout_s: Longest wait for a value, where a wait names none.
+        """
         super().__init__()
-        self._answer, self._again, self._timeout_s = answer, again, timeout_s
+        self._answer, self._connect, self._timeout_s = answer, connect, timeout_s
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a value."""
@@ -116,7 +123,7 @@ class KeyedStore(Store):
 
     def clone(self) -> KeyedStore:
         """Return a further connection to the same values."""
-        return self._again()
+        return self._connect()
 
 
 class StoreServer:
@@ -208,10 +215,10 @@ def connect_store(host: str, port: int, key: bytes, *, timeout_s: float) -> Keye
             connection.close()  # a late answer would be taken for that of the next
             raise RuntimeError(f"rank 0 at {host}:{port} does not answer: {error}") from error
 
-    def again() -> KeyedStore:
+    def connect() -> KeyedStore:
         return connect_store(host, port, key, timeout_s=timeout_s)
 
-    return KeyedStore(answer, again, timeout_s)
+    return KeyedStore(answer, connect, timeout_s)
 
 
 def _greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:

@@ -67,8 +67,8 @@ class RankProcesses:
 def early_workers(ft_dir: Path, world_size: int, threads: int | None) -> Iterator[None]:
     """Start the workers of a model; a `RankProcesses` made within the block takes them over.
 
-    They import torch meanwhile, then wait for their settings. Those that are left at the end of the
-    block end. More ranks than cores would only delay each other: none is started then.
+    They import torch meanwhile, then wait for their settings. Workers that are not taken over end
+    with the block. With more ranks than cores none is started: they would only delay each other.
 
     Args:
         ft_dir: Weights of the model.

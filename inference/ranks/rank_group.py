@@ -46,7 +46,7 @@ class RankGroup:
         self._count = settings.layout.world_size
         self._processes: RankProcesses | None = None
         self._store: Store | None = None
-        self._meeting: NodeStore | None = None
+        self._node_store: NodeStore | None = None
         self._groups: RankGroups | None = None
         self._rank: RankBase | None = None
         self._busy_since: float | None = None
@@ -55,7 +55,8 @@ class RankGroup:
         """Load every rank and connect them.
 
         Raises:
-            RankError: Some rank failed; the reasons of all of them are given.
+            RankError: Some ranks failed, for the reasons given.
+            TimeoutError: Some ranks have not loaded within `start_timeout_s`.
         """
         torch.set_num_threads(self._settings.threads)
         started = perf_counter()
@@ -72,7 +73,7 @@ class RankGroup:
 
     def _start_all(self) -> None:
         others = range(1, self._count)
-        settings, store = self._call_others(others)
+        settings, store = self._start_others(others)
         self._store = store
         problems: dict[int, str] = {}
         try:
@@ -107,15 +108,15 @@ class RankGroup:
             raise RankError(_joined(problems))
         give_go(store, "prepared")
 
-    def _call_others(self, others: range) -> tuple[RankSettings, Store]:
-        """Load the other ranks: those that a launcher started, or else processes of this node."""
+    def _start_others(self, others: range) -> tuple[RankSettings, Store]:
+        """Have the other ranks load: those of a launcher, or else new processes of this node."""
         if self._rendezvous is not None:
             self._rendezvous.announce(self._settings)
             return self._settings, self._rendezvous.store
-        self._meeting = NodeStore(timeout_s=self._settings.rank_timeout_s)
-        settings = self._settings.at(self._meeting.path)
+        self._node_store = NodeStore(timeout_s=self._settings.rank_timeout_s)
+        settings = self._settings.at(self._node_store.path)
         self._processes = RankProcesses([settings.for_rank(rank) for rank in others])
-        return settings, self._meeting.store
+        return settings, self._node_store.store
 
     def _check_alive(self) -> None:
         if problem := self._ended():
@@ -173,8 +174,8 @@ class RankGroup:
         processes, self._processes = self._processes, None
         if processes is not None:
             processes.stop(grace_s=grace_s)
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._node_store is not None:
+            self._node_store.close()
         if self._rendezvous is not None:
             self._rendezvous.close(grace_s=grace_s)
 
@@ -200,9 +201,9 @@ class RankGroup:
             return None
         reasons = {}
         for rank, how in ended.items():
-            said = failure_of(self._store, rank) if self._store is not None else None
-            last = said or processes.output(rank).splitlines()[-1:] or ["no output"]
-            reasons[rank] = f"{how}: {last if isinstance(last, str) else last[0]}"
+            reported = failure_of(self._store, rank) if self._store is not None else None
+            *_, last_line = processes.output(rank).splitlines() or ["no output"]
+            reasons[rank] = f"{how}: {reported or last_line}"
         return _joined(reasons)
 
 

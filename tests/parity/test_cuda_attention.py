@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,13 +118,11 @@ class Sequences:
         kv_heads, device = self.cache.shape.kv_head_num, self.qkv.device
         single = (self.segments[:, 2] == 1).all()
         places = len(self.segments) * self.query_heads
-        attention = paged_attention(
-            self.segments,
-            rules=self.rules,
-            group=self.query_heads // kv_heads,
-            device=device,
-            tickets=torch.zeros(places, dtype=torch.int32, device=device) if single else None,
-        )
+        group = self.query_heads // kv_heads
+        attention = paged_attention(self.segments, rules=self.rules, group=group, device=device)
+        if single:
+            tickets = torch.zeros(places, dtype=torch.int32, device=device)
+            attention = replace(attention, tickets=tickets)
         stored = self.qkv[:, self.query_heads :]
         return attention(
             self.qkv[:, : self.query_heads],

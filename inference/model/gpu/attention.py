@@ -1,9 +1,10 @@
 """Attention of new tokens over the cached blocks of their sequences, in Triton's language.
 
-One launch for each layer serves every sequence of a step, whatever their lengths: chunks of prompts
-and single tokens alike. Few sequences with one new token each take a kernel of their own, which
-also rotates and stores the new keys and values and divides long contexts among programs: at batch 1
-a step is bound by launches, not by bandwidth. Import this module only where Triton is installed.
+A launch serves the sequences of a step together, whatever their lengths: in each layer one stores
+the new keys and values, and one attends for prompts, one for single tokens. Few sequences with one
+new token each take a kernel of their own, which also rotates and stores the new keys and values and
+divides long contexts among programs: at batch 1 a step is bound by launches, not by bandwidth.
+Import this module only where Triton is installed.
 """
 
 # Shapes: N new tokens, B sequences, H local query heads, K local key/value heads, G query heads of
@@ -499,10 +500,10 @@ class _Launch:
             "TABLE": 0 if table is None else table.shape[1],
         }
 
-    def _beside(
+    def _new_or_any(
         self, new: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return new keys and values, which lie as far from each other as the queries."""
+        """Return the new keys and values, whose tokens have the stride of the queries."""
         if new is None:
             return self.query, self.query  # not read
         strides = {part.stride(0) for part in (self.query, *new)}
@@ -535,7 +536,7 @@ class _Launch:
         padded = triton.next_power_of_2(group)
         rows = max(LEAST_ROWS, tiles.size * padded)
         bias, choices = self._bias()
-        keys, values = self._beside(new)
+        keys, values = self._new_or_any(new)
         _attend_tile[(len(tiles.slots), self.cache.shape.kv_head_num)](
             *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
             *(tiles.slots, tiles.places, tiles.rows, tiles.counts),
@@ -561,7 +562,7 @@ class _Launch:
         mixed = torch.empty(count * H, parts, D, device=self.query.device)
         sums = torch.empty(count * H, parts, 2, device=self.query.device)
         bias, choices = self._bias()
-        keys, values = self._beside(new)
+        keys, values = self._new_or_any(new)
         _attend_one[(count, H, parts)](
             *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
             *(self.step.slots, self.step.places, bias, mixed, sums, tickets),

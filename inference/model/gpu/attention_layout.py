@@ -47,7 +47,6 @@ def paged_attention(
     rules: AttentionRules,
     group: int,
     device: torch.device,
-    tickets: torch.Tensor | None = None,
 ) -> PagedAttention:
     """Return the attention of a step of any new tokens.
 
@@ -57,7 +56,6 @@ def paged_attention(
         rules: The model's.
         group: Query heads of a key/value head.
         device: Of the step.
-        tickets: As of `PagedAttention`; made where they are needed and not given.
     """
     arrays = AttentionArrays.of(segments, tile_sizes(group, rules))
     cut = [
@@ -68,7 +66,7 @@ def paged_attention(
     every = [arrays.slots, arrays.places, *(row for tiles, _ in cut for row in tiles)]
     slots, places, *tiled = _sent_together(every, device)
     tiles = tiles_of(tiled, [size for _, size in cut])
-    return PagedAttention(slots, places, tiles, rules, tickets)
+    return PagedAttention(slots, places, tiles, rules)
 
 
 def tiles_of(parts: Sequence[torch.Tensor], sizes: Sequence[int]) -> tuple[Tiles, ...]:
@@ -102,9 +100,10 @@ def single_tokens(
     rules: AttentionRules,
     group: int,
     tickets: torch.Tensor,
-    fixed: bool = False,
 ) -> PagedAttention:
-    """Return the attention of a step of one new token for each sequence.
+    """Return the attention of a graph's step of one new token for each sequence.
+
+    Slots, places and the cache's tables must be written before the graph runs.
 
     Args:
         slots: Of each sequence (B,).
@@ -112,12 +111,11 @@ def single_tokens(
         rules: The model's.
         group: Query heads of a key/value head.
         tickets: As of `PagedAttention`.
-        fixed: As of `PagedAttention`.
     """
     rows, ones = _rows_of_one(len(slots), slots.device)
     tiles = Tiles(slots, places, rows, ones, tile_sizes(group, rules)[0])
     shared = None if rules.batch_invariant else tickets
-    return PagedAttention(slots, places, (tiles,), rules, shared, fixed)
+    return PagedAttention(slots, places, (tiles,), rules, shared, fixed=True)
 
 
 @cache  # a graph should not make them again in every step

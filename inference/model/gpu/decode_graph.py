@@ -40,8 +40,8 @@ class GraphModel(Protocol):
     feed: TokenFeed
     idle: tuple[int, ...]
 
-    def room(self, sequences: int) -> torch.Tensor:
-        """Return an empty (sequences, E), to receive hidden states in."""
+    def empty_hidden(self, sequences: int) -> torch.Tensor:
+        """Return an uninitialised (sequences, E) for hidden states."""
         ...
 
     def forward(
@@ -107,7 +107,7 @@ class DecodeGraphs:
     def _record(self, size: int, pool: Any) -> DecodeGraph:
         model, layout, device = self._model, self._model.layout, self._model.device
         numbers = torch.tensor([[number] * size for number in model.idle], device=device)
-        hidden = None if layout.is_first_stage else model.room(size).zero_()
+        hidden = None if layout.is_first_stage else model.empty_hidden(size).zero_()
         graph, (output, chosen) = record_graph(lambda: model.forward(numbers, hidden), device, pool)
         return DecodeGraph(graph, numbers, hidden, output, chosen, model.idle)
 
@@ -139,8 +139,8 @@ class DecoderGraphModel:
             cache.shape.slots * heads, dtype=torch.int32, device=self.device
         )
 
-    def room(self, sequences: int) -> torch.Tensor:
-        """Return an empty (sequences, E), to receive hidden states in."""
+    def empty_hidden(self, sequences: int) -> torch.Tensor:
+        """Return an uninitialised (sequences, E) for hidden states."""
         hidden = self._model.architecture.hidden
         return torch.empty(sequences, hidden, dtype=self._model.dtype, device=self.device)
 
@@ -151,12 +151,7 @@ class DecoderGraphModel:
         ids, slots, places, positions, forbidden = numbers.unbind(0)
         model = self._model
         paged = single_tokens(
-            slots,
-            places,
-            rules=model.rules,
-            group=self._group,
-            tickets=self._tickets,
-            fixed=True,  # written before the graph runs, as the cache's tables are
+            slots, places, rules=model.rules, group=self._group, tickets=self._tickets
         )
         step = Step(
             ids=self.feed.ids(ids, slots),
@@ -192,14 +187,13 @@ class EncoderDecoderGraphModel:
         self._cache = cache
         self.feed = feed
         shape = cache.shape
-        tickets = torch.zeros(
+        self._tickets = torch.zeros(
             shape.slots * shape.kv_head_num, dtype=torch.int32, device=self.device
         )
-        self._tickets = tickets
 
-    def room(self, sequences: int) -> torch.Tensor:
-        """Return an empty (sequences, E), to receive hidden states in."""
-        return self._model.room(sequences)
+    def empty_hidden(self, sequences: int) -> torch.Tensor:
+        """Return an uninitialised (sequences, E) for hidden states."""
+        return self._model.empty_hidden(sequences)
 
     def forward(
         self, numbers: torch.Tensor, hidden: torch.Tensor | None
@@ -207,9 +201,8 @@ class EncoderDecoderGraphModel:
         """Return the stage's output, see `GraphModel`."""
         ids, slots, places, encoded, last, tasks, forbidden = numbers.unbind(0)
         model = self._model
-        # The numbers are written before the graph runs, as the cache's tables are.
-        options: dict[str, Any] = {"group": 1, "tickets": self._tickets, "fixed": True}
-        paged = single_tokens(slots, places, rules=model.rules, **options)
+        tickets = self._tickets
+        paged = single_tokens(slots, places, rules=model.rules, group=1, tickets=tickets)
         step = Step(
             ids=self.feed.ids(ids, slots),
             positions=places,
@@ -218,7 +211,7 @@ class EncoderDecoderGraphModel:
             paged=paged,
         )
         # As if each token were the last of the encoder's: it sees all of them.
-        cross = single_tokens(encoded, last, rules=AttentionRules(), **options)
+        cross = single_tokens(encoded, last, rules=AttentionRules(), group=1, tickets=tickets)
         inputs = DecoderStep(step, EncodedSlots(paged=cross), tasks if self._no_task else None)
         x = model.embed_step(inputs) if hidden is None else hidden
         x = model.run_decoder(x, inputs)
