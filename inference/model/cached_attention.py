@@ -66,7 +66,7 @@ def attend_group(
     *,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Return the attention of a group's queries over their slots, (B, H, Q, D) for the same."""
+    """Return the attention of a group's queries over their slots, (B, H, Q, D) like the queries."""
     if group.cached is None:
         keys, values = cache.read(layer, group.slot, group.slot_count, group.length)
     else:

@@ -1,4 +1,4 @@
-"""Decoder-only models: GPT, OPT, BLOOM, GPT-J, GPT-NeoX and Llama-like ones, by plain choices.
+"""Decoder-only models: GPT, OPT, BLOOM, GPT-J, GPT-NeoX and Llama-like ones.
 
 The architecture record states the differences; a pipeline stage holds only its layers, and only the
 linears know how tensors are divided among ranks.

@@ -1,4 +1,4 @@
-"""FT files to one rank's part of a decoder-only model, by the choices of its architecture."""
+"""Loading of one rank's part of a decoder-only model from FT files."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class _Loader:
         )
 
     def _joins_halves(self, prefix: str) -> bool:
-        """Return whether a layer becomes two products: off the CPU, where launches count."""
+        """Return whether a layer becomes two products, as on a GPU, where launches count."""
         choice = self.architecture
         return (
             choice.residual == "parallel_shared"

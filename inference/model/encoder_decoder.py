@@ -93,7 +93,7 @@ def make_decoder_step(
 
 
 def _reading(segments: Sequence[Segment], encoded: Sequence[EncodedRow]) -> list[Segment]:
-    """Return tokens as the last ones of what they read; those that read the same are together."""
+    """Return segments as the last tokens of what they read, one for all that read the same."""
     found: list[Segment] = []
     for segment, each in zip(segments, encoded, strict=True):
         count = segment.count

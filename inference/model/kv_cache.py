@@ -96,7 +96,7 @@ class KVCache:
         device: torch.device,
         prefixes: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Take the memory.
+        """Allocate the cache.
 
         Args:
             shape: Sizes.
@@ -203,7 +203,10 @@ class KVCache:
         self.tables.view(-1).index_copy_(0, cells[0], cells[1].int())
 
     def _load(self, spans: Sequence[Span]) -> list[torch.Tensor]:
-        """Return copies of tokens: (L, 2, H, n, D) of each span; of all of them (n, L, 2, H, D)."""
+        """Return copies of tokens.
+
+        (L, 2, H, n, D) for each span where a slot is one block, else one (n, L, 2, H, D) for all.
+        """
         if self.shape.is_whole:
             return [self._data[:, slot, :, :, start:stop].clone() for slot, start, stop in spans]
         if not spans:

@@ -40,7 +40,7 @@ def _buckets(distance: torch.Tensor, count: int, max_distance: int) -> torch.Ten
 
 
 def square_bias(by_offset: torch.Tensor, width: int) -> torch.Tensor:
-    """Return (1, H, S, S) for `width` S tokens from a bidirectional bias by offset."""
+    """Return the bias (1, H, S, S) of S = `width` tokens from a bidirectional bias by offset."""
     reach = by_offset.shape[1] // 2
     places = torch.arange(width, device=by_offset.device)
     offset = places - places.unsqueeze(1)  # (S, S): key minus query

@@ -1,4 +1,4 @@
-"""FT files to one rank's part of a T5 model."""
+"""Loading of one rank's part of a T5 model from FT files."""
 
 # Shapes: E hidden, H local heads, D head size, V vocabulary
 

@@ -1,4 +1,4 @@
-"""FT files to one rank's tensors: only this rank's part, in its type, on its device."""
+"""One rank's tensors from FT files: only its part, in its type, on its device."""
 
 from __future__ import annotations
 

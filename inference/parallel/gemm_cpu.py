@@ -1,4 +1,4 @@
-"""Products on CPU: oneDNN's for fp32 and bf16, FBGEMM's for weights of fp16 and of 8 bits.
+"""Matrix products on CPU: oneDNN for fp32 and bf16, FBGEMM for fp16 and 8-bit weights.
 
 What decoding costs is reading the weights, here GPT-2's with two cores at one row and at eight. An
 AMD Zen 4 (37 GB/s of memory) reads weights of fp32 at 18 and 7 GB/s by plain products, in oneDNN's
@@ -57,7 +57,7 @@ def has_fp16_weights() -> bool:
 
 
 def has_vnni() -> bool:
-    """Return whether the processor adds up products of 8 bits in 32; others' sums may saturate."""
+    """Return whether the processor sums 8-bit products in 32 bits; other sums may saturate."""
     vnni = getattr(torch.cpu, "_is_vnni_supported", None)
     return vnni is not None and bool(vnni())
 
@@ -108,13 +108,13 @@ class OneDnnGemm:
 
 
 def _repeated(x: torch.Tensor) -> torch.Tensor:
-    """Return x with its rows repeated up to the least number at least."""
+    """Return x with its rows repeated, so that there are at least `_LEAST_ROWS`."""
     rows = len(x)
     return x.expand(_LEAST_ROWS, -1) if rows == 1 else x.repeat(-(-_LEAST_ROWS // rows), 1)
 
 
 class HalfGemm:
-    """A product of fp32 rows with weights of fp16, widened as they are read: half the bytes."""
+    """A product of fp32 rows with fp16 weights, widened as they are read: half the bytes."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: GemmActivation | None
@@ -138,7 +138,7 @@ def _scaled(y: torch.Tensor, unit: torch.Tensor, bias: torch.Tensor | None) -> t
 
 
 class FbgemmInt8Gemm:
-    """A product of rows rounded to 8 bits with weights of 8 bits and a scale per output.
+    """A product of rows rounded to 8 bits with 8-bit weights and a scale per output.
 
     Each row is divided by its largest value and rounded to whole numbers, whose sums of products
     are exact: no row sees another, and none depends on how many there are. Of rows with many inputs

@@ -1,4 +1,4 @@
-"""Weights of 8 bits: their rounding, and the product that widens them again."""
+"""8-bit weights: their rounding, and the product that widens them again."""
 
 # Shapes: N rows (tokens), I inputs, O outputs
 
@@ -23,7 +23,7 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Int8Gemm:
-    """A product with weights of 8 bits and a scale per output; activations are not quantised."""
+    """A product with 8-bit weights and a scale per output; activations are not quantised."""
 
     def __init__(
         self,

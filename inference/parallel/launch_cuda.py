@@ -36,7 +36,7 @@ def launch_options(x: torch.Tensor) -> dict[str, Any]:
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Return their number; 1 without a GPU."""
+    """Return the number of a GPU's multiprocessors, 1 for a CPU."""
     if device.type == "cpu":  # in Triton's interpreter
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -122,7 +122,7 @@ class PeerSums:
     """One rank's end of the sums over its peers' memories."""
 
     def __init__(self, place: int, memories: Sequence[int], device: torch.device) -> None:
-        """Take what all ranks have mapped.
+        """Take the memories that all ranks have mapped.
 
         Args:
             place: This rank's number.

@@ -1,4 +1,4 @@
-"""Numbers of 8 bits on a GPU: rounding and widening, in Triton's language; needs Triton."""
+"""8-bit numbers on a GPU: rounding and widening, in Triton's language; needs Triton."""
 
 # Shapes: N rows, I inputs, O outputs
 

@@ -278,7 +278,7 @@ class RankBase(ABC):
     def _first_rank_copy(
         self, output: torch.Tensor | None, room: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return on rank 0 the last stage's output; `room` is of its shape and type."""
+        """Return on rank 0 the last stage's output; `room`, of its shape and type, receives it."""
         if self.layout.pp_size == 1:
             return output if self.layout.rank == 0 else None
         assert self._groups is not None, "ranks are not connected"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class EncoderPass:
-    """The part of one rank; every rank advances in the same steps."""
+    """One rank's part of the pass; every rank advances in the same steps."""
 
     def __init__(
         self,

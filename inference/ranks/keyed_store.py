@@ -130,7 +130,7 @@ class StoreServer:
     """The values of one launch, in rank 0's process."""
 
     def __init__(self, listener: socket.socket, key: bytes, *, timeout_s: float) -> None:
-        """Answer in threads from now on.
+        """Start to answer, in threads.
 
         Args:
             listener: A socket that listens.
@@ -225,26 +225,27 @@ def _greet(connection: socket.socket, key: bytes, *, is_server: bool) -> None:
     """Prove to the other end that this one holds the key, and check that the other end does.
 
     Raises:
-        KeyRefusedError: The other end does not hold the key.
+        KeyRefusedError: The other end does not hold the key, or takes too long to prove it.
     """
+    deadline = monotonic() + _GREETING_S
     connection.settimeout(_GREETING_S)
     own = secrets.token_bytes(_NONCE_BYTES)
     try:
         connection.sendall(own)
-        other = _exactly(connection, _NONCE_BYTES)
+        other = _exactly(connection, _NONCE_BYTES, deadline)
         if is_server:
-            _check_proof(connection, key, b"client" + other + own)
+            _check_proof(connection, key, b"client" + other + own, deadline)
             connection.sendall(_proof(key, b"server" + own + other))
         else:
             connection.sendall(_proof(key, b"client" + own + other))
-            _check_proof(connection, key, b"server" + other + own)
+            _check_proof(connection, key, b"server" + other + own, deadline)
     except OSError as error:
         raise KeyRefusedError("it ended the connection before it proved its key") from error
 
 
-def _check_proof(connection: socket.socket, key: bytes, message: bytes) -> None:
+def _check_proof(connection: socket.socket, key: bytes, message: bytes, deadline: float) -> None:
     expected = _proof(key, message)
-    if not hmac.compare_digest(_exactly(connection, len(expected)), expected):
+    if not hmac.compare_digest(_exactly(connection, len(expected), deadline), expected):
         raise KeyRefusedError("it holds another key")
 
 
@@ -263,9 +264,12 @@ def _receive(connection: socket.socket) -> bytes:
     return _exactly(connection, size)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _exactly(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
+    """Return the next bytes; a deadline ends the wait even while single bytes arrive."""
     data = bytearray()
     while len(data) < size:
+        if deadline is not None:
+            connection.settimeout(max(deadline - monotonic(), 1e-3))
         part = connection.recv(min(size - len(data), 1 << 16))
         if not part:
             raise ConnectionResetError("the connection has ended")

@@ -54,21 +54,20 @@ class RankGroup:
     def start(self) -> None:
         """Load every rank and connect them.
 
+        After an error `problem` may give its reason; the caller then ends the ranks with `end`.
+
         Raises:
             RankError: Some ranks failed, for the reasons given.
+            RuntimeError: Some ranks do not connect.
             TimeoutError: Some ranks have not loaded within `start_timeout_s`.
         """
         torch.set_num_threads(self._settings.threads)
         started = perf_counter()
-        try:
-            if self._count == 1:
-                self._rank = _load(self._settings)
-                self._rank.prepare()
-            else:
-                self._start_all()
-        except BaseException:
-            self.end(grace_s=0)
-            raise
+        if self._count == 1:
+            self._rank = _load(self._settings)
+            self._rank.prepare()
+        else:
+            self._start_all()
         logger.info("%d ranks loaded in %.1f s", self._count, perf_counter() - started)
 
     def _start_all(self) -> None:
@@ -142,7 +141,7 @@ class RankGroup:
         return result
 
     def wait(self, result: StepResult) -> None:
-        """Return once all of a step is computed; a rank that holds it up is a problem in time."""
+        """Return once all of a step is computed; `problem` reports a rank that takes too long."""
         self._busy_since = monotonic()
         result.wait()
         self._busy_since = None

@@ -401,7 +401,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class PagedAttention:
-    """Attention of a step's tokens, of any number of each sequence.
+    """Attention of a step's tokens, any number of them for each sequence.
 
     `tickets`, (sequences * H or more,) int32 that are all zero between kernels, is given where
     every sequence has one new token. `fixed` is true in a graph that writes none of `slots`,

@@ -74,7 +74,7 @@ def record_sizes(
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Collect garbage now and not before the end: freeing a graph spoils a recording."""
+    """Collect garbage now, and none before the end: freeing a graph spoils a recording."""
     gc.collect()
     collects = gc.isenabled()
     gc.disable()
