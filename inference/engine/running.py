@@ -117,6 +117,7 @@ class RunningRow:
     remembered: int = 0  # how many of them others can share by now
     room: float = math.inf  # tokens that its slot's blocks hold
     cached: int = 0  # tokens that have been in the cache
+    is_cached: bool = False  # whether a step has run with its slots
     forgotten: int = 0  # of these, how many no longer are: the first ones
     memory_len: int | None = None  # most tokens that a slot keeps, None for all
     handle: int | None = None  # in the decoder

@@ -201,6 +201,8 @@ class Scheduler:
             embedding_base=self._embedding_base,
         )
         self._begin(step)
+        for row in rows:
+            row.is_cached = True
         return step
 
     def _choices(self, work: Sequence[RowWork]) -> Choices:
@@ -436,7 +438,7 @@ class Scheduler:
         """Preempt a row: free its slot and blocks; it waits, and computes its tokens again."""
         logger.debug("a row of %d tokens is preempted", row.cached)
         self._encoder.drop([row])
-        self._free(row.slots)
+        self._vacate(row)
         generated = () if row.handle is None else self._decoder.generated_ids(row.handle)
         row.give_way(generated)
         row.owner.active.remove(row)
@@ -567,15 +569,22 @@ class Scheduler:
 
     def _release(self, row: RunningRow, *, forget: bool = False) -> None:
         """Free the slots of a row and drop it."""
-        own = self._free(row.slots, forget=forget or row.wipe)
-        if row.wipe:
+        self._vacate(row, forget=forget)
+        self._forget_choices(row)
+
+    def _vacate(self, row: RunningRow, *, forget: bool = False) -> None:
+        """Free the slots of a row, and wipe what they hold unless it is known to be finite."""
+        known = row.handle is not None and self._decoder.has_tokens(row.handle)
+        wipe = row.wipe or (row.is_cached and not known)
+        own = self._free(row.slots, forget=forget or wipe)
+        if wipe:
             # Blocks that others share are theirs to wipe, if their answers are not finite either.
             ends = dict.fromkeys(row.slots, row.held)
             ends[self._encoder_slot(row)] = row.encoder_len
             self._moves += [
                 (WIPE, slot, first, ends[slot]) for slot, first in own.items() if first < ends[slot]
             ]
-        self._forget_choices(row)
+        row.is_cached = False
 
     def _forget_choices(self, row: RunningRow) -> None:
         row.is_released = True
@@ -586,7 +595,7 @@ class Scheduler:
     def _free(self, slots: Sequence[int], *, forget: bool = False) -> dict[int, int]:
         """Free slots; return what `BlockPool.release` does."""
         self._slots.give_back(slots)
-        self._moves = [move for move in self._moves if move[1] not in slots]
+        self._moves = [move for move in self._moves if move[1] not in slots or move[0] == WIPE]
         every = [*slots, encoder_slot(slots, self._slots.total)]
         return self._blocks.release(every, forget=forget)
 

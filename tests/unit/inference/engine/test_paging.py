@@ -401,6 +401,39 @@ def test_values_that_are_not_finite_are_wiped_where_they_are_not_shared() -> Non
     assert output_of(other) == answer([*header, 9], 5)
 
 
+@pytest.mark.parametrize("blocks", [0, BLOCKS])
+def test_a_prompt_that_is_given_up_halfway_is_wiped(blocks: int) -> None:
+    world = World(blocks=blocks, bound_s=1e-6)
+    neighbour = world.add([3, 1, 4], 30)
+    world.turn()
+    prompt = [5, 9, 2, 6] * 18  # longer than a step takes
+    left = world.add(prompt, 9)
+    world.turn()
+    (row,) = left.active
+    (slot,), end = row.slots, row.held
+    assert 0 < end < len(prompt)
+    assert left.future.cancel()
+    step = world.scheduler.plan()
+    assert step is not None
+    assert [move for move in step.plan.moves if move[0] == WIPE] == [(WIPE, slot, 0, end)]
+    world.scheduler.finish(step, world.ranks.run(step.plan), seconds=0.01)
+    world.run()
+    assert output_of(neighbour) == answer([3, 1, 4], 30)
+
+
+def test_a_request_that_is_given_up_before_its_first_step_wipes_nothing() -> None:
+    world = World()
+    world.add([3, 1, 4], 30)
+    world.turn()
+    left = world.add([3, 1, 4, 1, 5], 9)
+    world.scheduler._admit()
+    assert left.active
+    assert left.future.cancel()
+    step = world.scheduler.plan()  # the table of ranks still names the blocks of an earlier row
+    assert step is not None
+    assert not step.plan.moves
+
+
 def test_a_common_beginning_takes_its_blocks_once() -> None:
     header = [7] * 2 * SIZE
     world = World(blocks=2 + 3, overlap=False)
