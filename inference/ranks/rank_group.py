@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from time import monotonic, perf_counter
 
 import torch
@@ -50,6 +51,7 @@ class RankGroup:
         self._groups: RankGroups | None = None
         self._rank: RankBase | None = None
         self._busy_since: float | None = None
+        self._ending = threading.Lock()  # held while the processes' output and store are used
 
     def start(self) -> None:
         """Load every rank and connect them.
@@ -170,11 +172,12 @@ class RankGroup:
         """End the other ranks; may be called from any thread, and again."""
         if self._groups is not None:
             self._groups.abort()
-        processes, self._processes = self._processes, None
-        if processes is not None:
-            processes.stop(grace_s=grace_s)
-        if self._node_store is not None:
-            self._node_store.close()
+        with self._ending:
+            processes, self._processes = self._processes, None
+            if processes is not None:
+                processes.stop(grace_s=grace_s)
+            if self._node_store is not None:
+                self._node_store.close()
         if self._rendezvous is not None:
             self._rendezvous.close(grace_s=grace_s)
 
@@ -192,18 +195,16 @@ class RankGroup:
         """Return the exit of each worker, with its reason or its last line."""
         if self._rendezvous is not None:
             return self._rendezvous.problem()
-        processes = self._processes
-        if processes is None:
-            return None
-        ended = processes.ended()
-        if not ended:
-            return None
         reasons = {}
-        for rank, how in ended.items():
-            reported = failure_of(self._store, rank) if self._store is not None else None
-            *_, last_line = processes.output(rank).splitlines() or ["no output"]
-            reasons[rank] = f"{how}: {reported or last_line}"
-        return _joined(reasons)
+        with self._ending:
+            processes = self._processes
+            if processes is None:
+                return None
+            for rank, how in processes.ended().items():
+                reported = failure_of(self._store, rank) if self._store is not None else None
+                *_, last_line = processes.output(rank).splitlines() or ["no output"]
+                reasons[rank] = f"{how}: {reported or last_line}"
+        return _joined(reasons) or None
 
 
 def _load(settings: RankSettings) -> RankBase:
