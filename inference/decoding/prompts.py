@@ -96,10 +96,12 @@ def _embedding(fields: TensorFields, limits: ModelLimits) -> Array | None:
     if value.dtype.kind != "f":
         fields.problems.append(f"{EMBEDDING}: expected FP16 or FP32, got {value.dtype}")
         return None
+    with np.errstate(over="ignore"):  # what fp32 cannot hold is not finite
+        value = value.astype(np.float32)
     if not np.isfinite(value).all():
         fields.problems.append(f"{EMBEDDING}: holds values that are not finite")
         return None
-    return value.astype(np.float32)
+    return value
 
 
 def _check_kinds(fields: TensorFields, kinds: Sequence[int], allowed: frozenset[int]) -> None:

@@ -31,7 +31,8 @@ from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import Placement
 
-_ATTENTION_COPIES = 3  # those of the ranks, the answer, and the server's
+_COPIES = 3  # of an answer: those of the ranks, the answer, and the server's
+_SMALL_BYTES = 64 << 20  # an answer that is not compared with the free memory
 
 
 class EncoderEngine(EngineBase):
@@ -100,7 +101,7 @@ class EncoderEngine(EngineBase):
         """Queue a request.
 
         Raises:
-            RequestError: The rows are too long, or their attentions would not fit in memory.
+            RequestError: The rows are too long, or the answer would not fit in memory.
             EngineBusyError: The queue is full.
             EngineFailedError: The engine cannot answer.
         """
@@ -118,18 +119,18 @@ class EncoderEngine(EngineBase):
                 f"{name}: rows of {request.width} tokens, padding included; the limit is "
                 f"{self.max_len}; raise max_seq_len"
             ]
-        if not request.attentions:
-            return []
-        assert isinstance(self.architecture, EncoderDecoderArchitecture)
-        stack = self.architecture.encoder
-        size = 4 * len(request.rows) * stack.num_layer * stack.head_num * request.width**2
-        free = available_bytes()
-        if _ATTENTION_COPIES * size <= free:
+        name, per_token = "output_hidden_state", self.limits.hidden
+        if request.attentions:
+            assert isinstance(self.architecture, EncoderDecoderArchitecture)
+            stack = self.architecture.encoder
+            name = "is_return_attentions"
+            per_token += stack.num_layer * stack.head_num * request.width
+        size = 4 * len(request.rows) * request.width * per_token
+        if size <= _SMALL_BYTES or _COPIES * size <= (free := available_bytes()):
             return []
         return [
-            f"is_return_attentions: the answer of {size / 2**20:.0f} MiB takes "
-            f"{_ATTENTION_COPIES} times as much to make, {free / 2**20:.0f} MiB are free; send "
-            "fewer rows, or shorter ones"
+            f"{name}: the answer of {size / 2**20:.0f} MiB takes {_COPIES} times as much to make, "
+            f"{free / 2**20:.0f} MiB are free; send fewer rows, or shorter ones"
         ]
 
     def encode(self, request: EncodingRequest) -> EncodingResult:

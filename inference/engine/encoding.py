@@ -101,6 +101,8 @@ def _parse_states(tensors: Mapping[str, Array], limits: EncoderLimits) -> Encodi
                 f"{limits.hidden}], got {states.dtype} {list(states.shape)}"
             ]
         )
+    with np.errstate(over="ignore"):  # what fp32 cannot hold is not finite, and refused below
+        states = states.astype(np.float32, copy=False)
     fields = TensorFields(tensors, len(states))
     fields.check_names(known)
     lengths = fields.lengths("sequence_lengths", width=states.shape[1])
@@ -112,10 +114,7 @@ def _parse_states(tensors: Mapping[str, Array], limits: EncoderLimits) -> Encodi
         ]
     if fields.problems:
         raise RequestError(fields.problems)
-    rows = [
-        EncodingRow((), states[b, :length].astype(np.float32, copy=False))
-        for b, length in enumerate(lengths)
-    ]
+    rows = [EncodingRow((), states[b, :length]) for b, length in enumerate(lengths)]
     return EncodingRequest(tuple(rows), states.shape[1])
 
 

@@ -155,8 +155,9 @@ def test_attentions_come_only_when_asked_for(t5: EncoderEngine) -> None:
         ({"input_hidden_state": random_states(2, 6)[:, :, :20]}, "[B,S,24]"),
         ({"input_ids": np.zeros((2, 6), np.uint32)}, "input_ids: unknown input"),
         ({"input_hidden_state": np.full((2, 6, 24), np.nan, np.float32)}, "not finite"),
+        ({"input_hidden_state": np.full((2, 6, 24), 1e300)}, "not finite"),
     ],
-    ids=["empty row", "too long", "no lengths", "wrong width", "ids for BERT", "nan"],
+    ids=["empty row", "too long", "no lengths", "wrong width", "ids for BERT", "nan", "overflow"],
 )
 def test_bad_states_are_refused(bert: EncoderEngine, change: dict[str, Any], words: str) -> None:
     tensors = {
@@ -194,14 +195,22 @@ def test_rows_beyond_the_bound_are_refused(tmp_path: Path) -> None:
         engine.submit(states_request(engine, random_states(1, 6), [2]))
 
 
-def test_attentions_that_no_memory_holds_are_refused(t5: EncoderEngine) -> None:
-    ids = np.zeros((200_000, 4096), np.uint8)
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [(True, "is_return_attentions: the answer"), (False, "output_hidden_state: the answer")],
+)
+def test_answers_that_no_memory_holds_are_refused(
+    t5: EncoderEngine, monkeypatch: pytest.MonkeyPatch, asked: bool, words: str
+) -> None:
+    # One byte of padding asks for the states of a token.
+    monkeypatch.setattr("inference.engine.encoder_engine.available_bytes", lambda: 10**9)
+    ids = np.zeros((2000, 4096), np.uint8)
     tensors = {
         "input_ids": ids,
         "sequence_length": np.ones((len(ids), 1), np.uint32),
-        "is_return_attentions": np.array([[True]]),
+        "is_return_attentions": np.array([[asked]]),
     }
-    with pytest.raises(RequestError, match="is_return_attentions: the answer of"):
+    with pytest.raises(RequestError, match=words):
         t5.submit(parse_encoding(tensors, t5.limits))
 
 
