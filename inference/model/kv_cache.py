@@ -197,7 +197,17 @@ class KVCache:
     def _assign(self, entries: Sequence[TableEntry]) -> None:
         if not entries:
             return
-        slots, places, blocks = np.asarray(entries, np.int64).T
+        # Blocks that a slot had before would bring the values of others into masked places.
+        ends = dict.fromkeys((slot for slot, _, _ in entries), 0)
+        for slot, place, _ in entries:
+            ends[slot] = max(ends[slot], place + 1)
+        none = self.shape.blocks
+        stale = [
+            (slot, end + int(place), none)
+            for slot, end in ends.items()
+            for place in np.flatnonzero(self._table[slot, end:] != none)
+        ]
+        slots, places, blocks = np.asarray([*entries, *stale], np.int64).T
         self._table[slots, places] = blocks
         cells = on_device(np.stack((slots * self.shape.slot_blocks + places, blocks)), self.device)
         self.tables.view(-1).index_copy_(0, cells[0], cells[1].int())

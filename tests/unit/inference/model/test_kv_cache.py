@@ -119,3 +119,19 @@ def test_blocks_are_updated_as_whole_sequences_are() -> None:
             found, expected = (cache.read(layer, slot, 1, count) for cache in (paged, whole))
             for ours, theirs in zip(found, expected, strict=True):
                 assert ours.equal(theirs)
+
+
+def test_a_new_sequence_reads_no_block_of_an_earlier_one() -> None:
+    shape = CacheShape(
+        num_layer=1, slots=2, kv_head_num=1, max_len=8, size_per_head=2, block_tokens=2, blocks=6
+    )
+    cache = KVCache(shape, dtype=torch.float32, device=torch.device("cpu"))
+    cache.update([], [(0, place, place) for place in range(4)])
+    cache.update([], [(1, 0, 1), (1, 1, 2), (0, 0, 3)])  # both begin again, with others' blocks
+    keys = torch.full((4, 2, 1, 2), torch.nan)
+    slots, positions = torch.ones(4, dtype=torch.long), torch.arange(4)
+    cache.write(0, cache.token_rows(slots, positions), keys)
+    masked, _ = cache.read(0, 0, 1, 8)
+    assert masked.isfinite().all()
+    cache.update([], [(0, 1, 5)])
+    assert cache.tables[0].tolist() == [3, 5, 6, 6]
