@@ -74,10 +74,13 @@ def read_yaml(container: Container, name: str) -> dict[str, Any]:
     """Return the table in a member.
 
     Raises:
-        CheckpointMismatchError: It is not YAML, not a table, or too large.
+        CheckpointMismatchError: It is not YAML, not a table, empty, or too large.
     """
     content = container.read(name, limit_bytes=_MAX_YAML_BYTES)
-    return yaml_table(content, f"{container.path}: {name}")
+    table = yaml_table(content, source := f"{container.path}: {name}")
+    if not table:
+        raise CheckpointMismatchError(f"{source} is not a table with entries")
+    return table
 
 
 def open_container(path: Path, *, scratch_dir: Path | None = None) -> Container:

@@ -60,20 +60,21 @@ class Settings:
 
     def value(self, *names: str, default: Any = _REQUIRED) -> Any:
         """Return the value under whichever of several spellings is set; null counts as unset."""
-        found = {name: self.source[name] for name in names if self.source.get(name) is not None}
-        for name, value in found.items():
-            first = next(iter(found))
-            if value != found[first]:
-                self.problems.append(
-                    f"{self.label}: {first} = {found[first]!r} but {name} = {value!r}, two "
-                    "spellings of one setting: expected one value; remove the wrong one"
-                )
-        if found:
-            return next(iter(found.values()))
-        if default is _REQUIRED:
-            self.problems.append(f"{self.label} has no {' or '.join(names)}")
-            return None
-        return default
+        given = [name for name in names if self.source.get(name) is not None]
+        if not given:
+            if default is _REQUIRED:
+                self.problems.append(f"{self.label} has no {' or '.join(names)}")
+                return None
+            return default
+        first, *others = given
+        value = self.source[first]
+        self.problems += [
+            f"{self.label}: {first} = {value!r} but {name} = {self.source[name]!r}, two "
+            "spellings of one setting: expected one value; remove the wrong one"
+            for name in others
+            if self.source[name] != value
+        ]
+        return value
 
     def integer(self, *names: str, default: Any = _REQUIRED, least: int = 1) -> int:
         """Return an integer of at least `least`, or 1 after noting a problem."""

@@ -250,6 +250,12 @@ def test_a_configuration_that_yaml_cannot_read_is_named(tmp_path: Path, text: by
     assert "x.nemo: model_config.yaml is not YAML: " in refusal(path, tmp_path)
 
 
+@pytest.mark.parametrize("text", [b"", b"# nothing", b"- a"])
+def test_a_configuration_without_a_table_is_named(tmp_path: Path, text: bytes) -> None:
+    path = write_tar(tmp_path / "x.nemo", {"model_config.yaml": text, "model_weights.ckpt": b""})
+    assert "x.nemo: model_config.yaml is not a table" in refusal(path, tmp_path)
+
+
 VOCABULARY = json.dumps({"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3})
 # A credential file whose lines have two words each, as merges do; and one that is JSON.
 NETRC = "machine a.host\nlogin me\npassword secret\n"
