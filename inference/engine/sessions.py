@@ -65,7 +65,9 @@ class Sessions:
         """End conversations that were abandoned or have paused for too long."""
         while self._left:
             left = self._sessions.get(self._left.popleft())
-            if left is not None and not left.is_busy:
+            if left is not None and left.is_busy:
+                left.turn = replace(left.turn, ends=True)  # ended by the answer that is running
+            elif left is not None:
                 self._end(left)
         now = self._clock()
         for session in list(self._sessions.values()):

@@ -212,19 +212,27 @@ def test_the_last_turn_ends_its_session_also_when_it_is_refused(
     assert engine.free_slots == SLOTS
 
 
-def test_a_turn_during_another_of_its_session_is_refused(engine: Engine) -> None:
+@pytest.mark.parametrize("turn", [NEXT, LAST])
+def test_a_turn_during_another_is_refused_and_a_last_one_ends_the_session(
+    engine: Engine, turn: SessionTurn
+) -> None:
     asked = threading.Event()
 
     def wait(_step: GenerationStep) -> None:
         asked.wait(30)
 
     future = engine.submit(begin(engine, [[3, 9, 4]]), on_step=wait, turn=START)
-    second = engine.submit(request_of(engine, [[5]]), turn=NEXT)
+    second = engine.submit(request_of(engine, [[5]]), turn=turn)
     asked.set()
     with pytest.raises(RequestError, match="session 7 is still being answered"):
         second.result(30)
-    future.result(30)
-    assert engine.generate(request_of(engine, [[5]]), turn=LAST).rows
+    assert future.result(30).rows
+    if turn.ends:
+        with pytest.raises(RequestError, match="session 7 is unknown"):
+            engine.generate(request_of(engine, [[5]]), turn=NEXT)
+    else:
+        assert engine.generate(request_of(engine, [[5]]), turn=LAST).rows
+    assert engine.free_slots == SLOTS
 
 
 def test_a_cancelled_turn_ends_its_session(engine: Engine) -> None:
