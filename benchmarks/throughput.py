@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from benchmarks.models import SIZES, Model, sized_model
@@ -127,32 +128,35 @@ class VllmServer:
         )
         self._choice = {"temperature": 0} if args.top_p is None else {"top_p": args.top_p}
         self._engine = llm.llm_engine
-        self._lock = threading.Lock()
+        self._arrived: SimpleQueue[tuple[int, Request, OnTokens | None]] = SimpleQueue()
         self._listeners: dict[str, tuple[int, OnTokens | None]] = {}
 
     def submit(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
-        """Begin to answer a request."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(
-            max_tokens=request.output_len, ignore_eos=True, detokenize=False, **self._choice
-        )
-        with self._lock:
-            name = f"{number}-{time.perf_counter_ns()}"
-            self._listeners[name] = (number, on_tokens)
-            self._engine.add_request(name, {"prompt_token_ids": request.prompt}, params)
+        """Begin to answer a request before the next step."""
+        self._arrived.put((number, request, on_tokens))
 
     def wait(self) -> None:
         """Run until all requests are answered; others may be submitted meanwhile."""
-        while self._listeners:
-            with self._lock:
-                outputs = self._engine.step()
-            for output in outputs:
+        while self._listeners or not self._arrived.empty():
+            # A lock around each step would be taken again before a waiting sender gets it.
+            while not self._arrived.empty():
+                self._add(*self._arrived.get())
+            for output in self._engine.step():
                 number, listener = self._listeners[output.request_id]
                 if listener is not None:
                     listener(number, len(output.outputs[0].token_ids))
                 if output.finished:
                     del self._listeners[output.request_id]
+
+    def _add(self, number: int, request: Request, on_tokens: OnTokens | None) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=request.output_len, ignore_eos=True, detokenize=False, **self._choice
+        )
+        name = f"{number}-{time.perf_counter_ns()}"
+        self._listeners[name] = (number, on_tokens)
+        self._engine.add_request(name, {"prompt_token_ids": request.prompt}, params)
 
     def close(self) -> None:
         """Do nothing: vLLM ends with the process."""
