@@ -116,16 +116,13 @@ class Sequences:
         from inference.model.gpu.attention_layout import paged_attention
 
         kv_heads, device = self.cache.shape.kv_head_num, self.qkv.device
-        single = (self.segments[:, 2] == 1).all()
-        places = len(self.segments) * self.query_heads
         group = self.query_heads // kv_heads
         attention = paged_attention(self.segments, rules=self.rules, group=group, device=device)
-        if single:
-            tickets = torch.zeros(places, dtype=torch.int32, device=device)
-            attention = replace(attention, tickets=tickets)
-        stored = self.qkv[:, self.query_heads :]
+        attention = replace(attention, single=bool((self.segments[:, 2] == 1).all()))
+        qkv = self.qkv.clone()  # queries may be rotated where they lie
+        stored = qkv[:, self.query_heads :]
         return attention(
-            self.qkv[:, : self.query_heads],
+            qkv[:, : self.query_heads],
             self.cache,
             layer=1,
             new=(stored[:, :kv_heads], stored[:, kv_heads:]),
@@ -158,14 +155,19 @@ def test_sequences_of_all_lengths(
     check(Sequences(segments, heads=heads, rules=AttentionRules(), dtype=dtype, device=device))
 
 
-# With many heads: more programs than fill a GPU take the kernel of tiles.
+# With many heads: more programs than fill a GPU take the kernel of tiles, or that of even shares.
 MANY = [(slot, 7 * slot, 1) for slot in range(SLOTS)]
 
 
 @pytest.mark.parametrize("segments", [MIXED, SINGLE, MANY], ids=["mixed", "single", "many"])
 @pytest.mark.parametrize("kind", ["plain", "slopes", "window", "table", "halves", "pairs"])
+@pytest.mark.parametrize(("group", "dtype"), [(2, torch.float32), (1, torch.float16)], ids=str)
 def test_biases_windows_and_turned_keys(
-    kind: str, segments: list[tuple[int, int, int]], device: torch.device
+    group: int,
+    dtype: torch.dtype,
+    kind: str,
+    segments: list[tuple[int, int, int]],
+    device: torch.device,
 ) -> None:
     torch.manual_seed(0)
     heads = 6 if segments is not MANY else 126
@@ -178,9 +180,9 @@ def test_biases_windows_and_turned_keys(
     check(
         Sequences(
             segments,
-            heads=(heads, heads // 2, 32),
+            heads=(heads, heads // group, 32),
             rules=rules,
-            dtype=torch.float32,
+            dtype=dtype,
             device=device,
             rotated=rotated,
             interleaved=kind == "pairs",
@@ -206,16 +208,22 @@ def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> No
 @pytest.mark.parametrize("group", [1, 2, 3, 8, 16, 32, 128])
 @pytest.mark.parametrize("slots", [4, 256])
 @pytest.mark.parametrize("batch_invariant", [False, True])
-def test_a_graph_has_tiles_for_every_mixture(group: int, slots: int, batch_invariant: bool) -> None:
+@pytest.mark.parametrize("tokens", [128, 2048])
+def test_a_graph_has_tiles_for_every_mixture(
+    tokens: int, group: int, slots: int, batch_invariant: bool
+) -> None:
     from inference.model.gpu.attention_layout import AttentionArrays, tile_sizes
     from inference.model.gpu.prompt_graph import StepLayout
 
-    tokens = 128
     sizes = tile_sizes(group, AttentionRules(batch_invariant=batch_invariant))
     room = StepLayout.of(tokens, slots, sizes).tiles
-    for length in (1, 2, 3, 5, 9, 17, 33, 65, 128):
-        segments = [(slot, 7, length) for slot in range(min(slots, tokens // length))]
-        found = AttentionArrays.of(np.array(segments), sizes).tiles
-        assert [tiles.shape[1] <= most for tiles, most in zip(found, room, strict=True)] == [
-            True
-        ] * 2
+    draw = np.random.default_rng(0)
+    mixtures = [np.full(slots, n) for n in (1, 2, 3, 5, 9, 16, 17, 33, 65, 128)]
+    mixtures += [draw.choice((1, 2, 16, 17, 65), slots) for _ in range(20)]
+    for counts in mixtures:
+        counts = counts[np.cumsum(counts) <= tokens]
+        segments = np.stack((np.arange(len(counts)), np.full(len(counts), 7), counts), axis=1)
+        small, large = AttentionArrays.of(segments, sizes, room[1]).tiles
+        assert small.shape[1] <= room[0]
+        assert large.shape[1] <= room[1]
+        assert small[3].sum() + large[3].sum() == counts.sum()

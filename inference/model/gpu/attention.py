@@ -1,9 +1,10 @@
 """Attention of new tokens over the cached blocks of their sequences, in Triton's language.
 
 A launch serves the sequences of a step together, whatever their lengths: in each layer one stores
-the new keys and values, and one attends for prompts, one for single tokens. Few sequences with one
-new token each take a kernel of their own, which also rotates and stores the new keys and values and
-divides long contexts among programs: at batch 1 a step is bound by launches, not by bandwidth.
+the new keys and values and rotates the queries, one attends for prompts, one for single tokens. The
+last divides all cached tokens evenly among its programs: none waits for the longest sequence. In a
+step of single tokens alone it also rotates and stores the new keys and values. Few sequences take a
+kernel of their own, because at batch 1 a step is bound by launches, not by bandwidth.
 Import this module only where Triton is installed.
 """
 
@@ -12,7 +13,8 @@ Import this module only where Triton is installed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -48,6 +50,21 @@ _SINGLE_TILES: dict[int, dict[str, int]] = {
     64: {"TOKENS": 32, "num_stages": 2, "num_warps": 2},
     256: {"TOKENS": 16, "num_stages": 4, "num_warps": 2},
 }
+# The same for prompts. Two programs must fit a multiprocessor: 8 prompts of 512 tokens take 140 us
+# of a layer with 32 heads of 128, and 268 in one program of 64 tokens and 8 warps.
+_PROMPT_TILES: dict[int, dict[str, int]] = {
+    128: {"TOKENS": 32, "num_stages": 2, "num_warps": 4, "maxnreg": 128},
+    256: {"TOKENS": 16, "num_stages": 3, "num_warps": 4},
+}
+# Cached values that a program of `_attend_evenly` reads at once, and programs of a multiprocessor.
+# A program is one warp, which has no other to wait for. 256 sequences of GPT-J-6B, of 32 to 700
+# tokens, take 386 us of a layer, and 495 with one program for each head; reading takes 356.
+_EVEN_VALUES = 1024
+_EVEN_PROGRAMS = 12
+_EVEN_REGISTERS = 168  # of a thread; all programs must fit the 65,536 of a multiprocessor
+# Values of all queries from which on even shares are faster than `_attend_one`.
+_LEAST_EVEN = 16384
+_LEAST_EVEN_ROWS = 256  # one kernel serves all steps of fewer
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -83,6 +100,7 @@ def _turned(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _store(  # type: ignore[no-untyped-def]
+    query_at,
     key_at,
     value_at,
     token_stride,
@@ -96,16 +114,19 @@ def _store(  # type: ignore[no-untyped-def]
     table_width,
     slots_at,
     places_at,
+    H: tl.constexpr,  # noqa: N803
     K: tl.constexpr,  # noqa: N803
     D: tl.constexpr,  # noqa: N803
     R: tl.constexpr,  # noqa: N803
+    QUERIES: tl.constexpr,  # noqa: N803 - a power of two, at least H
+    PAIRS: tl.constexpr,  # noqa: N803 - a power of two, at least R / 2
     HEADS: tl.constexpr,  # noqa: N803 - a power of two, at least K
     WIDTH: tl.constexpr,  # noqa: N803 - a power of two, at least D
     BLOCK: tl.constexpr,  # noqa: N803 - tokens of a block
     INTERLEAVED: tl.constexpr,  # noqa: N803
     EARLY: tl.constexpr,  # noqa: N803
 ):
-    """Store the rotated keys and the values of one token."""
+    """Store the rotated keys and the values of one token; rotate its queries where they lie."""
     let_next_begin(EARLY)
     token = tl.program_id(0)
     head = tl.arange(0, HEADS)[:, None]
@@ -121,6 +142,52 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(keys_at + target, key, mask=inside)
     value = tl.load(value_at + source + d, mask=inside, other=0.0)
     tl.store(values_at + target, value, mask=inside)
+    if R > 0:
+        # Both of a pair are read before either is written.
+        query = tl.arange(0, QUERIES)[:, None]
+        pair = tl.arange(0, PAIRS)[None, :]
+        turns = pair < R // 2
+        inside = (query < H) & turns
+        one = 2 * pair if INTERLEAVED else pair
+        other = one + 1 if INTERLEAVED else one + R // 2
+        at = query_at + token.to(tl.int64) * token_stride + query * D
+        x = tl.load(at + one, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(at + other, mask=inside, other=0.0).to(tl.float32)
+        cos = tl.load(cos_at + angle + one, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_at + angle + one, mask=turns, other=0.0).to(tl.float32)
+        tl.store(at + one, (x * cos - y * sin).to(query_at.dtype.element_ty), mask=inside)
+        cos = tl.load(cos_at + angle + other, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_at + angle + other, mask=turns, other=0.0).to(tl.float32)
+        tl.store(at + other, (y * cos + x * sin).to(query_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cache_new(  # type: ignore[no-untyped-def]
+    key_at,
+    value_at,
+    cos_at,
+    sin_at,
+    keys_at,
+    values_at,
+    table_at,
+    place,
+    stores,
+    d,
+    block_stride,
+    D: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+):
+    """Return one head's new key, rotated, and value; the cache receives them if `stores`."""
+    key = _turned(key_at, d < D, cos_at, sin_at, d, R, INTERLEAVED)
+    value = tl.load(value_at + d, mask=d < D, other=0.0)
+    if stores:
+        block = tl.load(table_at + place // BLOCK).to(tl.int64)
+        cell = block * block_stride + (place % BLOCK) * D + d
+        tl.store(keys_at + cell, key, mask=d < D)
+        tl.store(values_at + cell, value, mask=d < D)
+    return key, value
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -191,13 +258,12 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     if NEW:
         own = first_row * token_stride + kv_head * D
         turn = first_row * R
-        key = _turned(key_at + own, d < D, cos_at + turn, sin_at + turn, d, R, INTERLEAVED)
-        value = tl.load(value_at + own + d, mask=d < D, other=0.0)
-        if count > 0:
-            block = tl.load(tables_at + slot * table_width + place // BLOCK).to(tl.int64)
-            target = block * block_stride + kv_head * head_stride + (place % BLOCK) * D + d
-            tl.store(keys_at + target, key, mask=d < D)
-            tl.store(values_at + target, value, mask=d < D)
+        key, value = _cache_new(
+            *(key_at + own, value_at + own, cos_at + turn, sin_at + turn),
+            *(keys_at + kv_head * head_stride, values_at + kv_head * head_stride),
+            *(tables_at + slot * table_width, place, count > 0, d, block_stride),
+            *(D, R, BLOCK, INTERLEAVED),
+        )
         largest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
         if TABLE > 0:
             largest += tl.load(bias_at + head * TABLE, mask=real, other=0.0).to(tl.float32)
@@ -287,7 +353,6 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
     PARTS: tl.constexpr,  # noqa: N803 - most programs that share a head's tokens
     INTERLEAVED: tl.constexpr,  # noqa: N803
     NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
-    FIXED: tl.constexpr,  # noqa: N803 - see `PagedAttention`
     WINDOW: tl.constexpr,  # noqa: N803
     HAS_SLOPES: tl.constexpr,  # noqa: N803
     TABLE: tl.constexpr,  # noqa: N803
@@ -298,8 +363,6 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_head = head // (H // K)
     d = tl.arange(0, WIDTH)
-    if not FIXED:
-        wait_for_earlier(EARLY)
     slot = tl.load(slots_at + row)
     place = tl.load(places_at + row)  # of the query
     cached = place if NEW else place + 1  # tokens that come from the cache
@@ -317,8 +380,7 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
         values_at += kv_head * head_stride
         token = begin + tl.arange(0, TOKENS)
         keys, values = _cached(keys_at, values_at, table_at, token, stop, d, block_stride, D, BLOCK)
-        if FIXED:
-            wait_for_earlier(EARLY)
+        wait_for_earlier(EARLY)
         cos_at += row * R
         sin_at += row * R
         at = query_at + row * token_stride + head * D
@@ -331,13 +393,10 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
         if NEW:  # noqa: SIM102 - known when the kernel is compiled
             if part == 0:
                 own = row * token_stride + kv_head * D
-                key = _turned(key_at + own, d < D, cos_at, sin_at, d, R, INTERLEAVED)
-                value = tl.load(value_at + own + d, mask=d < D, other=0.0)
-                if head % (H // K) == 0:
-                    block = tl.load(table_at + place // BLOCK).to(tl.int64)
-                    target = block * block_stride + (place % BLOCK) * D
-                    tl.store(keys_at + target + d, key, mask=d < D)
-                    tl.store(values_at + target + d, value, mask=d < D)
+                key, value = _cache_new(
+                    *(key_at + own, value_at + own, cos_at, sin_at, keys_at, values_at, table_at),
+                    *(place, head % (H // K) == 0, d, block_stride, D, R, BLOCK, INTERLEAVED),
+                )
                 largest = tl.sum(query * key.to(tl.float32), 0)
                 if TABLE > 0:
                     largest += tl.load(bias_at + head * TABLE).to(tl.float32)
@@ -388,6 +447,188 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
                 tl.store(tickets_at + row * H + head, 0)
 
 
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _attend_evenly(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
+    query_at,
+    key_at,
+    value_at,
+    token_stride,
+    cos_at,
+    sin_at,
+    keys_at,
+    values_at,
+    block_stride,
+    head_stride,
+    tables_at,
+    table_width,
+    slots_at,
+    places_at,
+    rows_at,
+    counts_at,
+    count,
+    bias_at,
+    parts_at,
+    sums_at,
+    tickets_at,
+    y_at,
+    y_stride,
+    scale,
+    H: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803 - a power of two, at least `count`
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+    NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
+    FIXED: tl.constexpr,  # noqa: N803 - see `PagedAttention`
+    WINDOW: tl.constexpr,  # noqa: N803
+    HAS_SLOPES: tl.constexpr,  # noqa: N803
+    TABLE: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    """An equal share of all single tokens' heads; who ends a head's last part joins its parts.
+
+    The heads of all tokens lie end to end, cut into tiles of cached tokens; a program takes as many
+    neighbouring tiles as any other. A tile's tokens have a softmax each, which are joined where
+    the program leaves the head: until then no thread needs another's result.
+    """
+    let_next_begin(EARLY)
+    if not FIXED:
+        wait_for_earlier(EARLY)
+    program = tl.program_id(0)
+    d = tl.arange(0, WIDTH)
+    nth = tl.arange(0, TOKENS)
+    rows = tl.arange(0, ROWS)
+    there = (rows < count) & (tl.load(counts_at + rows, mask=rows < count, other=0) > 0)
+    places = tl.load(places_at + rows, mask=there, other=0).to(tl.int32)
+    read = places if NEW else places + 1
+    if WINDOW > 0:
+        read -= tl.maximum(0, places + 1 - WINDOW) // TOKENS * TOKENS
+    tiles = tl.where(there, tl.maximum(tl.cdiv(read, TOKENS), 1), 0) * H
+    ends = tl.cumsum(tiles, 0)  # of each token's tiles
+    all_tiles = tl.max(ends, 0)
+    share = tl.cdiv(all_tiles, tl.num_programs(0))
+    tile = program * share
+    last_tile = tl.minimum(tile + share, all_tiles)
+    while tile < last_tile:
+        nth_row = tl.sum((ends <= tile).to(tl.int32), 0)
+        row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
+        row_end = tl.min(tl.where(ends > tile, ends, all_tiles), 0)
+        head_tiles = (row_end - row_begin) // H
+        head = (tile - row_begin) // head_tiles
+        head_begin = row_begin + head * head_tiles
+        head_end = head_begin + head_tiles
+        first_program = head_begin // share
+        parts = (head_end - 1) // share - first_program + 1
+        row = tl.load(rows_at + nth_row).to(tl.int64)
+        slot = tl.load(slots_at + nth_row)
+        place = tl.load(places_at + nth_row).to(tl.int32)  # of the query
+        cached = place if NEW else place + 1  # tokens that come from the cache
+        first = 0
+        if WINDOW > 0:
+            first = tl.maximum(0, place + 1 - WINDOW) // TOKENS * TOKENS
+        begin = first + (tile - head_begin) * TOKENS
+        stop = tl.minimum(first + (tl.minimum(last_tile, head_end) - head_begin) * TOKENS, cached)
+        table_at = tables_at + slot * table_width
+        head_keys_at = keys_at + head * head_stride
+        head_values_at = values_at + head * head_stride
+        token = begin + nth
+        keys, values = _cached(
+            head_keys_at, head_values_at, table_at, token, stop, d, block_stride, D, BLOCK
+        )
+        if FIXED:
+            wait_for_earlier(EARLY)
+        turn = row * R
+        at = query_at + row * token_stride + head * D
+        query = _turned(at, d < D, cos_at + turn, sin_at + turn, d, R, INTERLEAVED)
+        query = query.to(tl.float32) * scale
+        slope = 0.0
+        if HAS_SLOPES:
+            slope = tl.load(bias_at + head)
+        largest = tl.full((TOKENS,), -1e30, tl.float32)
+        total = tl.zeros((TOKENS,), tl.float32)
+        mixed = tl.zeros((TOKENS, WIDTH), tl.float32)
+        if NEW:  # noqa: SIM102 - known when the kernel is compiled
+            if tile == head_begin:
+                own = row * token_stride + head * D
+                key, value = _cache_new(
+                    *(key_at + own, value_at + own, cos_at + turn, sin_at + turn),
+                    *(head_keys_at, head_values_at, table_at, place, True, d, block_stride),
+                    *(D, R, BLOCK, INTERLEAVED),
+                )
+                score = tl.sum(query * key.to(tl.float32), 0)
+                if TABLE > 0:
+                    score += tl.load(bias_at + head * TABLE).to(tl.float32)
+                largest = tl.where(nth == 0, score, largest)
+                total = tl.where(nth == 0, 1.0, total)
+                mixed = tl.where((nth == 0)[:, None], value.to(tl.float32)[None, :], mixed)
+        for start in range(begin, stop, TOKENS):
+            token = start + nth
+            next_keys, next_values = _cached(
+                head_keys_at,
+                head_values_at,
+                table_at,
+                token + TOKENS,
+                stop,
+                d,
+                block_stride,
+                D,
+                BLOCK,
+            )
+            score = tl.sum(keys.to(tl.float32) * query[None, :], 1)
+            if HAS_SLOPES:
+                score -= slope * (place - token).to(tl.float32)
+            if TABLE > 0:
+                distance = tl.minimum(place - token, TABLE - 1)
+                bias = tl.load(bias_at + head * TABLE + distance, mask=token < stop, other=0.0)
+                score += bias.to(tl.float32)
+            seen = token < stop
+            if WINDOW > 0:
+                seen &= place - token < WINDOW
+            new_largest = tl.maximum(largest, tl.where(seen, score, -1e30))
+            shrink = tl.exp(largest - new_largest)
+            weight = tl.where(seen, tl.exp(score - new_largest), 0.0)
+            total = total * shrink + weight
+            mixed = mixed * shrink[:, None] + weight[:, None] * values.to(tl.float32)
+            largest = new_largest
+            keys, values = next_keys, next_values
+        best = tl.max(largest, 0)
+        factor = tl.exp(largest - best)
+        one_total = tl.sum(total * factor, 0)
+        one_mixed = tl.sum(mixed * factor[:, None], 0)
+        target_at = y_at + row * y_stride + head * D
+        if parts == 1:
+            tl.store(target_at + d, (one_mixed / one_total).to(y_at.dtype.element_ty), mask=d < D)
+        else:
+            # A program has at most two heads that it shares: that of its first tile, and a later.
+            mine = 2 * program + (tile == head_begin).to(tl.int32)
+            tl.store(parts_at + mine * D + d, one_mixed, mask=d < D)
+            tl.store(sums_at + mine * 2, best)
+            tl.store(sums_at + mine * 2 + 1, one_total)
+            tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
+            if tl.atomic_add(tickets_at + nth_row * H + head, 1) == parts - 1:
+                tl.debug_barrier()
+                mine = 2 * first_program + 1
+                best = tl.load(sums_at + mine * 2)
+                one_total = tl.load(sums_at + mine * 2 + 1)
+                one_mixed = tl.load(parts_at + mine * D + d, mask=d < D, other=0.0)
+                for other in range(first_program + 1, first_program + parts):
+                    others_best = tl.load(sums_at + other * 4)
+                    new_best = tl.maximum(best, others_best)
+                    shrink, grow = tl.exp(best - new_best), tl.exp(others_best - new_best)
+                    one_total = one_total * shrink + tl.load(sums_at + other * 4 + 1) * grow
+                    part = tl.load(parts_at + 2 * other * D + d, mask=d < D, other=0.0)
+                    one_mixed = one_mixed * shrink + part * grow
+                    best = new_best
+                tl.store(
+                    target_at + d, (one_mixed / one_total).to(y_at.dtype.element_ty), mask=d < D
+                )
+                tl.store(tickets_at + nth_row * H + head, 0)
+        tile = tl.minimum(last_tile, head_end)
+
+
 @dataclass(frozen=True)
 class Tiles:
     """Neighbouring new tokens of a sequence, for each program of one launch; (n,) integers each."""
@@ -403,17 +644,16 @@ class Tiles:
 class PagedAttention:
     """Attention of a step's tokens, any number of them for each sequence.
 
-    `tickets`, (sequences * H or more,) int32 that are all zero between kernels, is given where
-    every sequence has one new token. `fixed` is true in a graph that writes none of `slots`,
-    `places` and the cache's tables: kernels then read the cache before the ones before them end.
+    `single` is true in a graph for steps of one new token of each sequence, which writes none of
+    `slots`, `places` and the cache's tables: kernels then read the cache before the ones before
+    them end.
     """
 
     slots: torch.Tensor  # (N,) integers: slot of each token
     places: torch.Tensor  # (N,) integers: its index among the sequence's cached tokens
     tiles: tuple[Tiles, ...]
     rules: AttentionRules
-    tickets: torch.Tensor | None = None
-    fixed: bool = False
+    single: bool = False
 
     def __call__(
         self,
@@ -430,7 +670,7 @@ class PagedAttention:
         """Return (N, H*D) for queries (N, H, D); new keys and values are rotated and stored first.
 
         Args:
-            query: Not rotated yet, heads side by side.
+            query: Not rotated yet, heads side by side; rotated where it lies, or left as it is.
             cache: Holds the earlier tokens.
             layer: Of the cache.
             new: Keys and values of the tokens themselves, (N, K, D) each; None where the cache has
@@ -443,14 +683,19 @@ class PagedAttention:
         count, H, D = query.shape  # noqa: N806 - the shape legend
         y = query.new_empty(count, H * D) if out is None else out
         launch = _Launch(self, query, cache, layer, angles, interleaved, scale, y)
-        if self.tickets is not None and count * H <= _most_programs(D):
-            launch.one_token_each(new, self.tickets)
-            return y
-        if new is not None and self.tickets is None:
+        if self.single and not self.rules.batch_invariant:
+            evenly = launch.can_share and query.numel() >= _LEAST_EVEN
+            if not evenly and count * H <= _most_programs(D):
+                launch.one_token_each(new)
+                return y
+        elif new is not None:
             launch.store(new)
-            new = None
+            launch, new = replace(launch, angles=None), None
         for tiles in self.tiles:
-            launch.attend(tiles, new)
+            if launch.can_share and tiles.size == 1:
+                launch.attend_evenly(tiles, new)
+            else:
+                launch.attend(tiles, new)
         return y
 
 
@@ -515,15 +760,18 @@ class _Launch:
         return self.query.shape[2] ** -0.5 if self.scale is None else self.scale
 
     def store(self, new: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Store the new keys and values."""
+        """Store the new keys and values, rotated, and rotate the queries in place."""
         constants = self._constants()
-        keys, values = new
-        heads = triton.next_power_of_2(keys.shape[1])
-        assert len(keys) == 1 or keys.stride(0) == values.stride(0)
+        keys, values = self._new_or_any(new)
+        H, K = self.query.shape[1], keys.shape[1]  # noqa: N806
+        heads = triton.next_power_of_2(K)
         _store[(len(keys),)](
-            *(keys, values, keys.stride(0), *self._angles(), *self._stored()),
+            *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
             *(self.step.slots, self.step.places),
-            K=keys.shape[1],
+            H=H,
+            K=K,
+            QUERIES=triton.next_power_of_2(H),
+            PAIRS=triton.next_power_of_2(max(constants["R"] // 2, 1)),
             HEADS=heads,
             num_warps=8 if heads * constants["WIDTH"] > 4096 else 4,
             **constants,
@@ -550,9 +798,45 @@ class _Launch:
             **constants,
         )
 
-    def one_token_each(
-        self, new: tuple[torch.Tensor, torch.Tensor] | None, tickets: torch.Tensor
-    ) -> None:
+    @property
+    def can_share(self) -> bool:
+        """Whether `_attend_evenly` serves single tokens of this layer.
+
+        It reads the keys and values of each query head, so heads that share theirs are left to
+        `_attend_tile`.
+        """
+        one_each = self.query.shape[1] == self.cache.shape.kv_head_num
+        invariant = self.step.rules.batch_invariant
+        return one_each and self.query.dtype.itemsize == 2 and not invariant
+
+    def attend_evenly(self, tiles: Tiles, new: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Attend for tiles of one token each; new keys and values, if any, are stored first."""
+        constants = self._constants()
+        _, H, D = self.query.shape  # noqa: N806
+        count, device = len(tiles.slots), self.query.device
+        programs = multiprocessors(device) * _EVEN_PROGRAMS
+        mixed = torch.empty(programs, 2, D, device=device)
+        sums = torch.empty(programs, 2, 2, device=device)
+        tickets = _tickets(device, triton.next_power_of_2(count * H))
+        bias, choices = self._bias()
+        keys, values = self._new_or_any(new)
+        _attend_evenly[(programs,)](
+            *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
+            *(tiles.slots, tiles.places, tiles.rows, tiles.counts, count),
+            *(bias, mixed, sums, tickets),
+            *(self.y, self.y.stride(0), self._factor),
+            H=H,
+            TOKENS=_EVEN_VALUES // constants["WIDTH"],
+            ROWS=max(triton.next_power_of_2(count), _LEAST_EVEN_ROWS),
+            NEW=new is not None,
+            FIXED=self.step.single,
+            num_warps=1,
+            maxnreg=_EVEN_REGISTERS,
+            **choices,
+            **constants,
+        )
+
+    def one_token_each(self, new: tuple[torch.Tensor, torch.Tensor] | None) -> None:
         """Do all of it in one kernel, for few sequences of one new token each."""
         constants = self._constants()
         count, H, D = self.query.shape  # noqa: N806
@@ -561,6 +845,7 @@ class _Launch:
         parts = _parts(self.cache.shape.max_len, tokens, count * H)
         mixed = torch.empty(count * H, parts, D, device=self.query.device)
         sums = torch.empty(count * H, parts, 2, device=self.query.device)
+        tickets = _tickets(self.query.device, triton.next_power_of_2(count * H))
         bias, choices = self._bias()
         keys, values = self._new_or_any(new)
         _attend_one[(count, H, parts)](
@@ -572,11 +857,16 @@ class _Launch:
             TOKENS=tokens,
             PARTS=parts,
             NEW=new is not None,
-            FIXED=self.step.fixed,
             num_warps=8 if few else 4,
             **choices,
             **constants,
         )
+
+
+@cache
+def _tickets(device: torch.device, count: int) -> torch.Tensor:
+    """Return zeros, one for each token's head; every kernel leaves them zero."""
+    return torch.zeros(count, dtype=torch.int32, device=device)
 
 
 def _most_programs(head_size: int) -> int:
@@ -597,4 +887,6 @@ def _tile_options(rows: int, width: int, item_bytes: int) -> dict[str, int]:
         return {"TOKENS": tokens // 2, "num_stages": 1, "num_warps": 4}
     if rows == LEAST_ROWS:
         return _SINGLE_TILES.get(width, {"TOKENS": tokens, "num_stages": 3, "num_warps": 4})
-    return {"TOKENS": tokens, "num_stages": 2, "num_warps": 8 if width > 64 else 4}
+    return _PROMPT_TILES.get(
+        width, {"TOKENS": tokens, "num_stages": 2, "num_warps": 8 if width > 64 else 4}
+    )

@@ -32,12 +32,17 @@ class AttentionArrays:
     tiles: tuple[Array, Array]  # (4, n) of each size: slots, places, rows and counts
 
     @classmethod
-    def of(cls, segments: Array, sizes: tuple[int, int]) -> AttentionArrays:
-        """Return those of segments (B, 3), see `paged_attention` and `tile_sizes`."""
+    def of(
+        cls, segments: Array, sizes: tuple[int, int], room: int | None = None
+    ) -> AttentionArrays:
+        """Return those of segments (B, 3), see `paged_attention` and `tile_sizes`.
+
+        Where the large tiles would be more than `room`, the shortest segments take small ones.
+        """
         slots, places, counts = segments.T
         rows = np.cumsum(counts) - counts
         within = np.arange(counts.sum()) - np.repeat(rows, counts)
-        small, large = _cut(segments, rows, sizes)
+        small, large = _cut(segments, rows, sizes, room)
         return cls(np.repeat(slots, counts), np.repeat(places, counts) + within, (small, large))
 
 
@@ -99,7 +104,6 @@ def single_tokens(
     *,
     rules: AttentionRules,
     group: int,
-    tickets: torch.Tensor,
 ) -> PagedAttention:
     """Return the attention of a graph's step of one new token for each sequence.
 
@@ -110,12 +114,10 @@ def single_tokens(
         places: Of each token (B,).
         rules: The model's.
         group: Query heads of a key/value head.
-        tickets: As of `PagedAttention`.
     """
     rows, ones = _rows_of_one(len(slots), slots.device)
     tiles = Tiles(slots, places, rows, ones, tile_sizes(group, rules)[0])
-    shared = None if rules.batch_invariant else tickets
-    return PagedAttention(slots, places, (tiles,), rules, shared, fixed=True)
+    return PagedAttention(slots, places, (tiles,), rules, single=True)
 
 
 @cache  # a graph should not make them again in every step
@@ -124,18 +126,27 @@ def _rows_of_one(count: int, device: torch.device) -> tuple[torch.Tensor, torch.
 
 
 def tile_sizes(group: int, rules: AttentionRules) -> tuple[int, int]:
-    """Return the tokens of a tile for single tokens and for prompts, `group` query heads each."""
+    """Return the tokens of a tile for single tokens and for prompts, `group` query heads each.
+
+    Tiles of single tokens have one where a kernel that divides them evenly can take them.
+    """
     padded = triton.next_power_of_2(group)
     least = max(LEAST_ROWS // padded, 1)
-    return least, least if rules.batch_invariant else max(_PROMPT_ROWS // padded, 1)
+    if rules.batch_invariant:
+        return least, least
+    return 1 if group == 1 else least, max(_PROMPT_ROWS // padded, 1)
 
 
-def _cut(segments: Array, rows: Array, sizes: tuple[int, int]) -> Iterator[Array]:
+def _cut(segments: Array, rows: Array, sizes: tuple[int, int], room: int | None) -> Iterator[Array]:
     """Yield the tiles of each size: slots, places, rows and counts, (4, n).
 
     A segment takes the least size that holds it, or the last.
     """
     kinds = np.minimum(np.searchsorted(sizes, segments[:, 2]), len(sizes) - 1)
+    if room is not None:
+        longest_first = np.argsort(-segments[:, 2], kind="stable")
+        taken = np.cumsum(-(-segments[longest_first, 2] // sizes[1]) * kinds[longest_first])
+        kinds[longest_first[taken > room]] = 0
     for kind, size in enumerate(sizes):
         mine = kinds == kind
         slots, places, counts = segments[mine].T

@@ -135,9 +135,6 @@ class DecoderGraphModel:
         self.feed = feed
         heads = model.architecture.head_num // layout.tp_size
         self._group = heads // cache.shape.kv_head_num
-        self._tickets = torch.zeros(
-            cache.shape.slots * heads, dtype=torch.int32, device=self.device
-        )
 
     def empty_hidden(self, sequences: int) -> torch.Tensor:
         """Return an uninitialised (sequences, E) for hidden states."""
@@ -150,9 +147,7 @@ class DecoderGraphModel:
         """Return the stage's output, see `GraphModel`."""
         ids, slots, places, positions, forbidden = numbers.unbind(0)
         model = self._model
-        paged = single_tokens(
-            slots, places, rules=model.rules, group=self._group, tickets=self._tickets
-        )
+        paged = single_tokens(slots, places, rules=model.rules, group=self._group)
         step = Step(
             ids=self.feed.ids(ids, slots),
             positions=positions,
@@ -186,10 +181,6 @@ class EncoderDecoderGraphModel:
         self._model = model
         self._cache = cache
         self.feed = feed
-        shape = cache.shape
-        self._tickets = torch.zeros(
-            shape.slots * shape.kv_head_num, dtype=torch.int32, device=self.device
-        )
 
     def empty_hidden(self, sequences: int) -> torch.Tensor:
         """Return an uninitialised (sequences, E) for hidden states."""
@@ -201,8 +192,7 @@ class EncoderDecoderGraphModel:
         """Return the stage's output, see `GraphModel`."""
         ids, slots, places, encoded, last, tasks, forbidden = numbers.unbind(0)
         model = self._model
-        tickets = self._tickets
-        paged = single_tokens(slots, places, rules=model.rules, group=1, tickets=tickets)
+        paged = single_tokens(slots, places, rules=model.rules, group=1)
         step = Step(
             ids=self.feed.ids(ids, slots),
             positions=places,
@@ -211,7 +201,7 @@ class EncoderDecoderGraphModel:
             paged=paged,
         )
         # As if each token were the last of the encoder's: it sees all of them.
-        cross = single_tokens(encoded, last, rules=AttentionRules(), group=1, tickets=tickets)
+        cross = single_tokens(encoded, last, rules=AttentionRules(), group=1)
         inputs = DecoderStep(step, EncodedSlots(paged=cross), tasks if self._no_task else None)
         x = model.embed_step(inputs) if hidden is None else hidden
         x = model.run_decoder(x, inputs)

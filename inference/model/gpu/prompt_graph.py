@@ -26,6 +26,11 @@ from inference.model.step import Segment, Step, segment_numbers
 from inference.model.token_feed import TokenFeed
 
 _TILE_FIELDS = 4  # slot, place, row and count
+# Single tokens that each program of the attention can count at no cost.
+_COUNTED_TOKENS = 512
+# Graphs of so few tokens have large tiles for all longer segments of any mixture; shorter ones take
+# what is left. A tile that is not used costs a program for each head.
+_SHORT_SEGMENT = 16
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,14 @@ class StepLayout:
     def of(cls, tokens: int, slots: int, tile_sizes: tuple[int, int]) -> StepLayout:
         """Return room for any step of some tokens of at most `slots` sequences."""
         small, large = tile_sizes
-        # A segment of more tokens than a small tile has is cut into large ones. Most tiles for
-        # their tokens are those of segments that just exceed one small tile, or one large one.
-        each = min(small + 1, (large + 1) / 2)
-        return cls(tokens, (_rounded(min(tokens, slots)), _rounded(int(tokens / each) + 1)))
+        if small == 1 and tokens <= _COUNTED_TOKENS:
+            singles, shortest = tokens, _SHORT_SEGMENT + 1
+        else:
+            singles, shortest = min(tokens, slots), small + 1
+        # Most tiles for their tokens are those of the shortest segments, or of segments that just
+        # exceed one large tile; every sequence has at most one tile that is not full.
+        most = int(tokens / min(shortest, (large + 1) / 2)) + 1
+        return cls(tokens, (_rounded(singles), _rounded(min(most, slots + tokens // large))))
 
     @property
     def lengths(self) -> list[int]:
@@ -111,7 +120,7 @@ class PromptGraphs:
         count = len(ids)
         each = self._graphs[next(size for size in self._sizes if size >= count)]
         numbers = segment_numbers(segments)
-        arrays = AttentionArrays.of(numbers, self._tile_sizes)
+        arrays = AttentionArrays.of(numbers, self._tile_sizes, room=each.layout.tiles[1])
         forgotten = np.repeat([segment.forgotten for segment in segments], numbers[:, 2])
         packed = np.zeros(len(each.inputs), np.int32)
         parts = each.layout.split(packed)
