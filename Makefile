@@ -44,7 +44,7 @@ demo: $(STAMP)
 
 test: $(STAMP) $(REAL)
 	@tests/system_packages.sh
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP) $(REAL)
 	@tests/system_packages.sh
