@@ -52,7 +52,11 @@ _POLL_S = 0.1
 _KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
 _OPENAI = "openai"
 _GATEWAY_WAIT_S = 5.0  # for the last answers to be sent
+_UNLOADING = "live models and "  # logged every second once all requests are answered
 _DRAINED = "Found 0 live models"  # what remains is closing idle connections, which takes seconds
+# Server 2.51 never unloads a model if the last frame of one of its streams was on the way when the
+# client cancelled: the stream keeps the request, and the request the model.
+_UNLOAD_S = 10.0
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -555,10 +559,14 @@ class TritonServer:
                 return
 
     def _drain(self, deadline: float) -> None:
-        """Wait until the server has ended, or has logged that only its own end remains."""
+        """Wait until the server has ended, or until its log shows that no request needs it."""
+        unloading = False
         while time.monotonic() < deadline and not self._ended_within(_POLL_S):
-            if any(_DRAINED in line for line in last_lines(self.log_path, 5)):
+            tail = last_lines(self.log_path, 5)
+            if any(_DRAINED in line for line in tail):
                 return
+            if not unloading and any(_UNLOADING in line for line in tail):
+                unloading, deadline = True, min(deadline, time.monotonic() + _UNLOAD_S)
 
     def _ended_within(self, limit_s: float) -> bool:
         assert self._process is not None

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from inference.server import supervisor
 from inference.server.canary import Canary
@@ -80,6 +81,18 @@ class TritonPythonModel:
                 sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", value + number)]))
                 time.sleep(0.5)
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+ONE_FRAME = """
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            output = pb_utils.Tensor("y", request.inputs()[0].as_numpy())
+            request.get_response_sender().send(
+                pb_utils.InferenceResponse([output]),
+                flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+            )
 """
 ENSEMBLE = """
 name: "outer" platform: "ensemble" max_batch_size: 8
@@ -177,6 +190,26 @@ def test_stream_of_an_ensemble_comes_to_its_end_when_the_server_is_asked_to_end(
             answers += [frame["y"].item() for frame in frames]
             ending.result()
         assert answers == [2, 4, 6, 8, 10, 12]
+
+
+def test_stop_does_not_wait_for_a_model_that_a_cancelled_stream_keeps(tmp_path: Path) -> None:
+    repository = add_model(tmp_path / "repository", "streaming", ONE_FRAME)
+    config = repository / "streaming" / "config.pbtxt"
+    config.write_text(config.read_text() + "model_transaction_policy { decoupled: true }\n")
+    server = new_server(repository, tmp_path)
+    # The only frame is still in the server when the client leaves; in ms.
+    server._env["TRITONSERVER_DELAY_GRPC_RESPONSE"] = "2000"
+    with server:
+        server.start(timeout_s=START_S)
+        with (
+            TritonClient(server.grpc_url, timeout_s=1) as client,
+            pytest.raises(InferenceServerException),
+        ):
+            list(client.stream("streaming", {"x": np.array([[1]], np.uint32)}))
+        time.sleep(4)
+        began = time.monotonic()
+        server.stop(drain_s=CLIENT_TIMEOUT_S)
+        assert time.monotonic() - began < CLIENT_TIMEOUT_S / 2
 
 
 @pytest.mark.parametrize("which", ["tritonserver", "deferred"])
