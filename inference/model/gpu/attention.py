@@ -631,7 +631,7 @@ def _attend_evenly(  # type: ignore[no-untyped-def] # noqa: C901 - constants cho
 
 @dataclass(frozen=True)
 class Tiles:
-    """Neighbouring new tokens of a sequence, for each program of one launch; (n,) integers each."""
+    """Runs of new tokens that one launch serves, each of one sequence; (n,) integers each."""
 
     slots: torch.Tensor
     places: torch.Tensor  # of the first token
