@@ -44,7 +44,7 @@ demo: $(STAMP)
 
 test: $(STAMP) $(REAL)
 	@tests/system_packages.sh
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 soak: $(STAMP) $(REAL)
 	@tests/system_packages.sh
