@@ -226,7 +226,7 @@ def test_loss_of_a_node_is_reported_and_ends_the_service(
 def test_frozen_rank_of_another_node_is_replaced_and_the_end_waits_for_running_requests(
     cluster: SlurmCluster, results: Path
 ) -> None:
-    service = Service(cluster, results, "deploy.max_restarts=1")
+    service = Service(cluster, results, "deploy.max_restarts=1", "deploy.drain_s=240")
     service.endpoint()
     os.kill(service.ranks("n2")[0], signal.SIGSTOP)
     endpoint = service.endpoint(restarts=1)
