@@ -560,13 +560,12 @@ class TritonServer:
 
     def _drain(self, deadline: float) -> None:
         """Wait until the server has ended, or until its log shows that no request needs it."""
-        unloading = False
         while time.monotonic() < deadline and not self._ended_within(_POLL_S):
             tail = last_lines(self.log_path, 5)
             if any(_DRAINED in line for line in tail):
                 return
-            if not unloading and any(_UNLOADING in line for line in tail):
-                unloading, deadline = True, min(deadline, time.monotonic() + _UNLOAD_S)
+            if any(_UNLOADING in line for line in tail):
+                deadline = min(deadline, time.monotonic() + _UNLOAD_S)
 
     def _ended_within(self, limit_s: float) -> bool:
         assert self._process is not None
