@@ -26,7 +26,7 @@ from inference.model.step import Segment, Step, segment_numbers
 from inference.model.token_feed import TokenFeed
 
 _TILE_FIELDS = 4  # slot, place, row and count
-# Single tokens that each program of the attention can count at no cost.
+# Single tokens of a graph that may have more of them than slots: each program counts them all.
 _COUNTED_TOKENS = 512
 # Graphs of so few tokens have large tiles for all longer segments of any mixture; shorter ones take
 # what is left. A tile that is not used costs a program for each head.
