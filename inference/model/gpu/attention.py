@@ -321,7 +321,31 @@ def _cached(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
+def _scores(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    token,
+    place,
+    stop,
+    bias_at,
+    slope,
+    head,
+    HAS_SLOPES: tl.constexpr,  # noqa: N803
+    TABLE: tl.constexpr,  # noqa: N803
+):
+    """Return one query's scores of cached tokens, with the bias of their distance, in fp32."""
+    score = tl.sum(keys.to(tl.float32) * query[None, :], 1)
+    if HAS_SLOPES:
+        score -= slope * (place - token).to(tl.float32)
+    if TABLE > 0:
+        distance = tl.minimum(place - token, TABLE - 1)
+        bias = tl.load(bias_at + head * TABLE + distance, mask=token < stop, other=0.0)
+        score += bias.to(tl.float32)
+    return score
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_one(  # type: ignore[no-untyped-def]
     query_at,
     key_at,
     value_at,
@@ -408,13 +432,9 @@ def _attend_one(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
                 keys, values = _cached(
                     keys_at, values_at, table_at, token, stop, d, block_stride, D, BLOCK
                 )
-            score = tl.sum(keys.to(tl.float32) * query[None, :], 1)
-            if HAS_SLOPES:
-                score -= slope * (place - token).to(tl.float32)
-            if TABLE > 0:
-                distance = tl.minimum(place - token, TABLE - 1)
-                bias = tl.load(bias_at + head * TABLE + distance, mask=token < stop, other=0.0)
-                score += bias.to(tl.float32)
+            score = _scores(
+                query, keys, token, place, stop, bias_at, slope, head, HAS_SLOPES, TABLE
+            )
             score = tl.where(token < stop, score, -1e30)
             new_largest = tl.maximum(largest, tl.max(score, 0))
             shrink = tl.exp(largest - new_largest)
@@ -577,13 +597,9 @@ def _attend_evenly(  # type: ignore[no-untyped-def] # noqa: C901 - constants cho
                 D,
                 BLOCK,
             )
-            score = tl.sum(keys.to(tl.float32) * query[None, :], 1)
-            if HAS_SLOPES:
-                score -= slope * (place - token).to(tl.float32)
-            if TABLE > 0:
-                distance = tl.minimum(place - token, TABLE - 1)
-                bias = tl.load(bias_at + head * TABLE + distance, mask=token < stop, other=0.0)
-                score += bias.to(tl.float32)
+            score = _scores(
+                query, keys, token, place, stop, bias_at, slope, head, HAS_SLOPES, TABLE
+            )
             seen = token < stop
             if WINDOW > 0:
                 seen &= place - token < WINDOW
