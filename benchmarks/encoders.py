@@ -2,11 +2,14 @@
 
     python -m benchmarks.encoders --work-dir DIR [--batch 1 8] [--device cuda --data-type fp16]
     python -m benchmarks.encoders --work-dir DIR --batch 32 --input-len 384 --half-padded
+    python -m benchmarks.encoders --work-dir DIR --model bert-layers [--device cuda ...]
 
 Random t5-small and BERT-base are converted. In each round every contender does the same work for
 the same random input. T5 generates greedily and without an end token, the encoder's pass included;
 its rate counts generated tokens of the whole batch. The encoders' counts input tokens, padding
-included. With --half-padded, of encoders alone, half of all tokens are padding.
+included. With --half-padded, of encoders alone, half of all tokens are padding. "bert-layers" is
+BERT with inputs and outputs that stay on the device, and gelu by tanh: what FasterTransformer
+measures.
 """
 
 from __future__ import annotations
@@ -59,6 +62,18 @@ def bert_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
     return encoder_programs(args, "bert", transformers_bert)
 
 
+def bert_layers_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
+    """Return the factories of the programs on BERT-base's layers, FasterTransformer's form."""
+    folder = args.work_dir / "bert_tanh"
+    write_bert(folder, hidden_act="gelu_pytorch_tanh")
+    ft_dir = convert(folder, args.work_dir / "bert_tanh_ft")
+    found: list[Callable[[], Program]] = []
+    for data_type in args.data_type:
+        found.append(partial(slipway_layers, ft_dir, data_type, args.device))
+        found.append(partial(transformers_bert, folder, data_type, args.device, resident=True))
+    return found
+
+
 def t5_encoder_programs(args: argparse.Namespace) -> list[Callable[[], Program]]:
     """Return the factories of the programs on t5-small's encoder."""
     write_t5(args.work_dir / "t5")
@@ -78,14 +93,14 @@ def encoder_programs(
     return found
 
 
-def states_of(prompts: Prompts, hidden: int) -> torch.Tensor:
-    """Return made-up input states (rows, tokens of the longest, hidden)."""
-    return _states(len(prompts), max(map(len, prompts)), hidden)
+def states_of(prompts: Prompts, hidden: int, **place: Any) -> torch.Tensor:
+    """Return made-up input states (rows, tokens of the longest, hidden), by default on the host."""
+    return _states(len(prompts), max(map(len, prompts)), hidden, **place)
 
 
 @cache  # drawing them takes longer than the encoder
-def _states(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0]))
+def _states(*shape: int, **place: Any) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[0])).to(**place)
 
 
 def mask_of(prompts: Prompts) -> torch.Tensor:
@@ -115,20 +130,66 @@ def slipway_encoder(ft_dir: Path, data_type: str, device: str) -> Program:
     return Program(f"slipway {data_type}", encode, close=engine.stop)
 
 
-def transformers_bert(folder: Path, data_type: str, device: str) -> Program:
-    """Return transformers' encoder layers, with inputs and outputs on the host like ours."""
+def slipway_layers(ft_dir: Path, data_type: str, device: str) -> Program:
+    """Return a rank of this project with an encoder, its inputs and outputs on the device."""
+    from inference.ranks.encoder_rank import EncoderRank
+    from inference.ranks.plan import EncoderRow, StepPlan, pack_plan, unpack_plan
+    from inference.ranks.settings import RankSettings
+
+    rank = EncoderRank(
+        RankSettings(
+            ft_dir=str(ft_dir),
+            rank=0,
+            data_type=data_type,
+            device=device,
+            slots=1,
+            max_len=1,
+            encoder_only=True,
+            threads=torch.get_num_threads(),
+        )
+    )
+    rank.prepare()
     dtype = torch_dtype(data_type)
-    model = transformers.BertModel.from_pretrained(folder, dtype=dtype).to(device).eval()
 
     def encode(prompts: Prompts, _: int) -> Any:
-        states = states_of(prompts, model.config.hidden_size).to(device, dtype)
+        tokens = sum(map(len, prompts))
+        rows = tuple(EncoderRow(len(row)) for row in prompts)
+        plan = StepPlan([], (), [], embedding_rows=tokens, encoder_rows=rows)
+        states = _states(tokens, rank.architecture.hidden, device=device, dtype=dtype)
+        result = rank.run(unpack_plan(pack_plan(plan)), states)
+        assert result is not None
+        return _waited_for(result.hidden)
+
+    return Program(f"slipway {data_type}", encode, close=rank.close)
+
+
+def _waited_for(result: Any) -> Any:
+    if result.is_cuda:
+        torch.cuda.synchronize()
+    return result
+
+
+def transformers_bert(
+    folder: Path, data_type: str, device: str, *, resident: bool = False
+) -> Program:
+    """Return transformers' encoder layers, with inputs and outputs on the host like ours.
+
+    With `resident` they stay on the device.
+    """
+    dtype = torch_dtype(data_type)
+    model = transformers.BertModel.from_pretrained(folder, dtype=dtype).to(device).eval()
+    place: dict[str, Any] = {"device": device, "dtype": dtype} if resident else {}
+
+    def encode(prompts: Prompts, _: int) -> Any:
+        states = states_of(prompts, model.config.hidden_size, **place).to(device, dtype)
         hidden = mask_of(prompts).to(device)[:, None, None, :] == 0
         mask = None
         if hidden.any():
             mask = torch.zeros(hidden.shape, dtype=dtype, device=device)
             mask = mask.masked_fill(hidden, torch.finfo(dtype).min)
         with torch.inference_mode():
-            return model.encoder(states, attention_mask=mask).last_hidden_state.float().cpu()
+            output = model.encoder(states, attention_mask=mask).last_hidden_state
+            return _waited_for(output) if resident else output.float().cpu()
 
     return Program(f"transformers {transformers.__version__} {data_type}", encode)
 
@@ -182,12 +243,19 @@ def report(table: Sequence[Contender], title: str, tokens: int) -> None:
 
 def main() -> None:
     """Parse the command line and run."""
+    models = {
+        "t5": t5_programs,
+        "t5-encoder": t5_encoder_programs,
+        "bert": bert_programs,
+        "bert-layers": bert_layers_programs,
+    }
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--work-dir", type=Path, required=True, help="keeps the models")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--data-type", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--model", nargs="+", choices=tuple(models), help="all, if not given")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--half-padded", action="store_true")
@@ -196,17 +264,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    models = {"T5 encoder": t5_encoder_programs, "BERT": bert_programs}
-    if not args.half_padded:
-        models = {"T5": t5_programs, **models}
-    for name, programs in models.items():
-        table = [Contender(make, threads=args.threads) for make in programs(args)]
+    for name in args.model or [name for name in models if not (args.half_padded and name == "t5")]:
+        table = [Contender(make, threads=args.threads) for make in models[name](args)]
         for batch in args.batch:
             prompts = random_prompts(
                 batch, args.input_len, half_padded=args.half_padded, seed=batch
             )
             measure(table, prompts, args.output_len, args.repeats)
-            each = args.output_len if name == "T5" else args.input_len
+            each = args.output_len if name == "t5" else args.input_len
             title = f"{name}, batch {batch}, {args.input_len} tokens in, {args.device}"
             title += ", half of them padding" if args.half_padded else ""
             report(table, title, batch * each)

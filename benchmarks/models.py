@@ -75,9 +75,9 @@ def write_t5(folder: Path) -> None:
     save_random(transformers.T5ForConditionalGeneration, transformers.T5Config(), folder)
 
 
-def write_bert(folder: Path) -> None:
-    """Write a BERT-base with random weights."""
-    save_random(transformers.BertModel, transformers.BertConfig(), folder)
+def write_bert(folder: Path, **choices: Any) -> None:
+    """Write a BERT-base with random weights and other `choices` of its config."""
+    save_random(transformers.BertModel, transformers.BertConfig(**choices), folder)
 
 
 @dataclass(frozen=True)

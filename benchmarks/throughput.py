@@ -8,9 +8,9 @@ The model has random weights of the named size, or of the given sizes, which all
 before a checkpoint exists. Requests are greedy, unless --top-p is given, and stop at their length
 alone. "batch N" is N requests of equal length at once; "first token" is the time until all of them
 have one token; "mixed" is requests of 32 to 512 tokens in and 16 to 256 out, the first time after
-the start and again. Arrivals come independently at the given shares of the mixed requests' rate.
-vLLM takes part where it can be imported, with dummy weights of the same sizes, in a process of its
-own.
+the start and again. Arrivals are the mixed requests at random times, at the given shares of the
+rate at which they were answered at once. vLLM takes part where it can be imported, first, with
+dummy weights of the same sizes, in a process of its own; both then get shares of vLLM's rate.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from typing import Any, Protocol
 
 from benchmarks.models import SIZES, Model, sized_model
 from benchmarks.workload import Request, arrival_times, equal_requests, mixed_requests
+
+_RATE = "mixed, again, rate"
 
 # Receives (number of the request, tokens that it has by now).
 OnTokens = Callable[[int, int], None]
@@ -222,6 +224,8 @@ def measure(server: Server, model: Model, args: argparse.Namespace) -> Iterator[
             seconds = timed(server, mixed)
             rate = len(mixed) / seconds
             yield f"mixed, {turn}", f"{tokens / seconds:.0f} tokens/s"
+    yield _RATE, f"{rate:.1f} requests/s"
+    rate = args.rate or rate
     for batch in args.batch:
         sizes = {"input_len": args.input_len, "vocab_size": vocab_size}
         one = equal_requests(batch, output_len=1, **sizes)
@@ -281,13 +285,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--requests", type=int, default=256, help="mixed ones")
     parser.add_argument("--arrivals", type=float, nargs="*", default=[], help="shares of the rate")
+    parser.add_argument("--rate", type=float, help="requests/s that --arrivals are shares of")
     parser.add_argument("--max-seq-len", type=int, default=1024)
     parser.add_argument("--max-sequences", type=int, help="at once, ours alone")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-vllm", action="store_true")
     args = parser.parse_args(argv)
     if args.arrivals and not args.requests:
-        parser.error("--arrivals: their rates are shares of the mixed requests' (--requests)")
+        parser.error("--arrivals: they are the mixed requests, of which --requests 0 sends none")
     return args
 
 
@@ -296,7 +301,7 @@ def main() -> None:
     args = parse()
     contenders: dict[str, Any] = {"slipway": SlipwayServer}
     if not args.no_vllm and importlib.util.find_spec("vllm") is not None:
-        contenders["vLLM"] = VllmServer
+        contenders = {"vLLM": VllmServer, **contenders}
     context = multiprocessing.get_context("spawn")
     tables: dict[str, dict[str, str]] = {}
     for name, make in contenders.items():
@@ -309,6 +314,7 @@ def main() -> None:
             raise SystemExit(f"{name} ended without a result")
         tables[name] = results.get()
         process.join()
+        args.rate = args.rate or float(tables[name][_RATE].split()[0])
     print(f"\n| | {' | '.join(tables)} |\n|---|{'---|' * len(tables)}")
     for row in tables["slipway"]:
         print(f"| {row} | {' | '.join(table.get(row, '-') for table in tables.values())} |")

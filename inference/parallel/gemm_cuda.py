@@ -66,8 +66,8 @@ _MOST_ROWS = {2: 32, 1: 128}
 _MANY_OUTPUTS = 16384
 _TICKETS = 256
 
-# Outputs of one row that a program finishes after a product by cuBLAS.
-_FINISHED = {"OUTPUTS": 1024, "num_warps": 4}
+# Outputs that a program finishes after a product by cuBLAS.
+_FINISHED = {"OUTPUTS": 2048, "num_warps": 4}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -76,7 +76,14 @@ def _activated(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def] # n
         inner = 0.7978845608028654 * (y + 0.044715 * y * y * y)  # sqrt(2 / pi)
         y = y * tl.sigmoid(2 * inner)  # (1 + tanh(inner)) / 2
     if ACTIVATION == 2:
-        y = 0.5 * y * (1 + tl.erf(y * 0.7071067811865476))
+        # erfc to 1.5e-7: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26. The
+        # library's takes 65 us for 12,288 rows of 3072 where reading and writing takes 37.
+        x = tl.abs(y) * 0.7071067811865476
+        t = 1 / (1 + 0.3275911 * x)
+        rest = -1.453152027 + t * 1.061405429
+        rest = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * rest)))
+        rest *= 0.5 * tl.exp(-x * x)
+        y *= tl.where(y < 0, rest, 1 - rest)
     if ACTIVATION == 3:
         y = tl.maximum(y, 0.0)
     if ACTIVATION == 4:
@@ -350,7 +357,8 @@ def _tile(rows: int, outputs: int, item_bytes: int, *, batch_invariant: bool) ->
     if item_bytes == 1 and many:
         return {"OUTPUTS": 128, "INPUTS": 128, "PARTS": 1, "num_stages": 4, "num_warps": 8}
     if item_bytes == 1 and rows <= 2 * _LEAST_ROWS:
-        return {"OUTPUTS": 64, "INPUTS": 256, "PARTS": 4, "num_stages": 3, "num_warps": 4}
+        parts = 2 if outputs >= 4096 else 4  # some 128 programs
+        return {"OUTPUTS": 64, "INPUTS": 256, "PARTS": parts, "num_stages": 5, "num_warps": 4}
     parts = 1 if many else 4
     return {"OUTPUTS": 64, "INPUTS": 128, "PARTS": parts, "num_stages": 4, "num_warps": 4}
 
@@ -381,9 +389,11 @@ def _finish_rows(  # type: ignore[no-untyped-def]
     EARLY: tl.constexpr,  # noqa: N803
 ):
     let_next_begin(EARLY)
-    output = first + tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    program = tl.program_id(0).to(tl.int64)
+    tiles = tl.cdiv(outputs - first, OUTPUTS)  # of a row
+    output = first + program % tiles * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < outputs
-    place = tl.program_id(0).to(tl.int64) * outputs + output
+    place = program // tiles * outputs + output
     wait_for_earlier(EARLY)
     y = tl.load(y_at + place, mask=inside, other=0.0).to(tl.float32)
     if ACTIVATION > 0:
@@ -404,9 +414,10 @@ def finish_rows(
     if activation is None and residual is None:
         return y
     rows, outputs = y.shape
+    if not first_activated:  # all rows are alike: one long one
+        rows, outputs = 1, rows * outputs
     first = first_activated if residual is None else 0
-    grid = (rows, triton.cdiv(outputs - first, _FINISHED["OUTPUTS"]))
-    _finish_rows[grid](
+    _finish_rows[(rows * triton.cdiv(outputs - first, _FINISHED["OUTPUTS"]),)](
         *(y, y if residual is None else residual.contiguous(), outputs, first, first_activated),
         ACTIVATION=_ACTIVATIONS[activation],
         HAS_RESIDUAL=residual is not None,
@@ -414,6 +425,32 @@ def finish_rows(
         **launch_options(y),
     )
     return y
+
+
+def _library_gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    activation: GemmActivation | None,
+    first_activated: int,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return activation(x W + bias) + residual, (N, O), by cuBLAS, for `weight` (O, I).
+
+    It applies the usual activations within the product: 12,288 rows of 768 to 3072 outputs with
+    gelu take 104 us on an H200 so, 137 us with a kernel for it.
+    """
+    within = activation in ("gelu_tanh", "relu") and not first_activated and residual is None
+    if within and bias is not None:
+        use_gelu = activation == "gelu_tanh"
+        return torch._addmm_activation(bias, x, weight.t(), use_gelu=use_gelu)
+    return finish_rows(
+        functional.linear(x, weight, bias),
+        activation=activation,
+        first_activated=first_activated,
+        residual=residual,
+    )
 
 
 def _larger(tile: dict[str, int], times: int) -> dict[str, int]:
@@ -447,8 +484,7 @@ class CudaGemm:
         options = {"bias": self.bias, "residual": residual, **self._activation}
         if len(x) <= _MOST_ROWS[2] or self.batch_invariant:
             return fused_gemm(x, self.weight, batch_invariant=self.batch_invariant, **options)
-        y = functional.linear(x, self.weight, self.bias)
-        return finish_rows(y, residual=residual, **self._activation)
+        return _library_gemm(x, self.weight, **options)
 
 
 class CudaRoundedGemm:
@@ -490,10 +526,9 @@ class CudaRoundedGemm:
                 **self._activation,
             )
         if self.weight.dtype == torch.int8:
-            y = functional.linear(x, widen(self.weight, self.scale, x.dtype), self.bias)
-        else:
-            y = self._of_fp8_rows(x)
-        return finish_rows(y, residual=residual, **self._activation)
+            weight = widen(self.weight, self.scale, x.dtype)
+            return _library_gemm(x, weight, bias=self.bias, residual=residual, **self._activation)
+        return finish_rows(self._of_fp8_rows(x), residual=residual, **self._activation)
 
     def _of_fp8_rows(self, x: torch.Tensor) -> torch.Tensor:
         rounded, scale = round_rows(x, self.weight.dtype)

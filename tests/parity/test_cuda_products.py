@@ -69,9 +69,10 @@ def test_products_equal_those_of_single_precision(
             first_activated=first,
             options=form,
         )
-        y = gemm(x.cuda(), residual.cuda()).float().cpu()
-        expected += residual.float()
-        torch.testing.assert_close(y, expected, rtol=rounding, atol=rounding)
+        for added in (None, residual):
+            y = gemm(x.cuda(), None if added is None else added.cuda()).float().cpu()
+            whole = expected if added is None else expected + added.float()
+            torch.testing.assert_close(y, whole, rtol=rounding, atol=rounding)
 
     check(0)
     check(20)

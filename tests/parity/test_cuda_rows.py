@@ -1,0 +1,89 @@
+"""Kernels over whole rows, of norms and of an encoder's attention, give what torch gives.
+
+With TRITON_INTERPRET=1 they run on a CPU, where Triton is installed.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import accumulate
+
+import pytest
+import torch
+from torch.nn import functional
+
+pytestmark = pytest.mark.gpu
+
+# Of values up to 4: a unit of fp16's 2**-11, and the order of sums in fp32.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no CUDA device is visible")
+    return torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("size", [48, 768, 1024, 1500, 4096])
+def test_norms_equal_those_of_torch_for_every_number_of_rows(
+    size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    from inference.model.gpu.norm import norm
+
+    torch.manual_seed(0)
+    x = 1 + torch.randn(301, size, device=device, dtype=dtype)
+    weight, bias = torch.randn(2, size, device=device, dtype=dtype)
+    wide = (x.float(), [size], weight.float())
+    for centred, shift, expected in (
+        (True, bias, functional.layer_norm(*wide, bias.float(), 1e-5)),
+        (False, None, functional.rms_norm(*wide, 1e-5)),
+    ):
+        whole = norm(x, weight, shift, eps=1e-5, centred=centred)
+        torch.testing.assert_close(whole.float(), expected, rtol=1e-3, atol=TOLERANCE[dtype])
+        for rows in (1, 3, 64, 255, 257):
+            assert torch.equal(
+                norm(x[:rows], weight, shift, eps=1e-5, centred=centred), whole[:rows]
+            )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("reach", [None, 7])
+@pytest.mark.parametrize("size", [20, 64, 128])
+@pytest.mark.parametrize(
+    ("lengths", "counts"),
+    [([70, 1, 130, 64], [70, 1, 130, 64]), ([5, 33, 1], [33, 33, 33])],
+    ids=["ragged", "padded"],
+)
+def test_rows_attend_to_themselves_alone(
+    lengths: list[int],
+    counts: list[int],
+    size: int,
+    reach: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    from inference.model.gpu.rows import attend_rows, row_tiles
+
+    torch.manual_seed(0)
+    heads, scale = 3, size**-0.5
+    qkv = torch.randn(sum(counts), 3, heads, size, device=device, dtype=dtype)
+    bias = None if reach is None else torch.randn(heads, 2 * reach + 1, device=device)
+    tiles = torch.from_numpy(row_tiles(lengths, counts)).to(device)
+    y = attend_rows(*qkv.unbind(1), tiles=tiles, bias=bias, scale=scale).float()
+    for first, length, count in zip([0, *accumulate(counts)], lengths, counts, strict=False):
+        query, key, value = qkv[first : first + count].float().permute(1, 2, 0, 3)
+        mask = None
+        if reach is not None and bias is not None:
+            offset = torch.arange(length) - torch.arange(count)[:, None]
+            mask = bias[:, offset.clamp(-reach, reach) + reach]
+        expected = functional.scaled_dot_product_attention(
+            query, key[:, :length], value[:, :length], attn_mask=mask, scale=scale
+        )
+        expected = expected.transpose(0, 1).flatten(1)
+        torch.testing.assert_close(
+            y[first : first + count], expected, rtol=1e-3, atol=TOLERANCE[dtype]
+        )
