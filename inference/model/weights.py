@@ -48,6 +48,7 @@ class RankWeights:
         self.device = device
         self._matrix_dtype = matrix_dtype or dtype
         self._unusable: list[str] = []
+        self._tables: dict[tuple[str, range, torch.dtype], torch.Tensor] = {}
 
     def has(self, name: str) -> bool:
         """Return whether the model has the tensor."""
@@ -68,12 +69,19 @@ class RankWeights:
 
     def rows(self, name: str, rows: range) -> torch.Tensor:
         """Return some rows of a whole table, or of a vector, in the computed type."""
-        return self._checked(name, self.reader.read(name, 0)[rows.start : rows.stop], self.dtype)
+        return self._part_of_whole(name, rows, self.dtype)
 
     def matrix_rows(self, name: str, rows: range) -> torch.Tensor:
         """Return some rows of a whole table that serves as a matrix, such as the head's."""
-        part = self.reader.read(name, 0)[rows.start : rows.stop]
-        return self._checked(name, part, self._matrix_dtype)
+        return self._part_of_whole(name, rows, self._matrix_dtype)
+
+    def _part_of_whole(self, name: str, rows: range, dtype: torch.dtype) -> torch.Tensor:
+        # A tied table is asked for twice, for the embedding and the head: a GPU holds it once.
+        key = (name, rows, dtype)
+        if key not in self._tables:
+            part = self.reader.read(name, 0)[rows.start : rows.stop]
+            self._tables[key] = self._checked(name, part, dtype)
+        return self._tables[key]
 
     def mapped(self, name: str) -> torch.Tensor:
         """Return a whole table as it lies on disk, mapped and unchanged; nothing is read yet."""

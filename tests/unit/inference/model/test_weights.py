@@ -41,6 +41,13 @@ def test_every_type_is_the_computed_one_by_default(tmp_path: Path) -> None:
     assert weights.matrix("model.layers.1.mlp.dense_4h_to_h.weight").dtype == torch.float32
 
 
+def test_a_table_that_is_embedding_and_head_is_held_once(tmp_path: Path) -> None:
+    weights = open_weights(write_gpt(tmp_path), None)
+    table = weights.rows("model.wte", range(3, 9))
+    assert weights.matrix_rows("model.wte", range(3, 9)) is table
+    assert weights.rows("model.wte", range(9)) is not table
+
+
 def test_decoder_with_half_matrices_computes_in_single(tmp_path: Path) -> None:
     ft_dir = write_gpt(tmp_path)
     for matrix_dtype in (None, torch.float16):
