@@ -5,7 +5,6 @@ With TRITON_INTERPRET=1 they run on a CPU, where Triton is installed.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,21 +17,12 @@ from inference.model.layers import alibi_slopes
 from inference.model.rotary import Angles
 from inference.model.step import AttentionRules, attention_bias
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 
 BLOCK, SLOTS, MAX_LEN = 16, 9, 400
 # One unit in the last place of values from 4 to 8 in fp16 and bf16; 40 of fp32, in which sums run
 # over up to 301 keys, whose scores are sums of up to 256 products.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture(autouse=True)
-def device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no CUDA device is visible")
-    return torch.device("cpu")
 
 
 class Sequences:

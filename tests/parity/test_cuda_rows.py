@@ -5,26 +5,16 @@ With TRITON_INTERPRET=1 they run on a CPU, where Triton is installed.
 
 from __future__ import annotations
 
-import os
 from itertools import accumulate
 
 import pytest
 import torch
 from torch.nn import functional
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 
 # Of values up to 4: a unit of fp16's 2**-11, and the order of sums in fp32.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
-
-
-@pytest.fixture(autouse=True)
-def device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda")
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("no CUDA device is visible")
-    return torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
