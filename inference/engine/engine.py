@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -182,8 +183,13 @@ class Engine(EngineBase):
 
     def end_refused(self, turn: SessionTurn | None) -> None:
         """End a session whose last turn cannot be submitted; other turns may be sent again."""
-        if turn is not None and turn.ends and self._scheduler is not None:
-            self._scheduler.forget_session(turn.session_id)
+        if turn is None or not turn.ends:
+            return
+        # A turn without rows ends its session. It is queued, as the session's START may still be.
+        nothing = RunningRequest(GenerationRequest((), padded_len=0), Future(), arrival=0)
+        nothing.turn = SessionTurn(turn.session_id, ends=True)
+        with suppress(EngineFailedError):  # a failed engine has no sessions
+            self._loop.queue(nothing)
 
     def generate(
         self, request: GenerationRequest, *, turn: SessionTurn | None = None

@@ -128,11 +128,14 @@ class Scheduler:
         """Add a request, or fail it with the reason."""
         if request.turn is not None:
             self.drop_cancelled()  # perhaps the last turn of the same session
+            if not request.waiting:  # in place of a refused last turn
+                self._sessions.forget(request.turn.session_id)
+                return
             try:
                 self._sessions.enter(request, request.turn)
             except RequestError as error:
                 if request.turn.ends:
-                    self.forget_session(request.turn.session_id)
+                    self._sessions.forget(request.turn.session_id)
                 request.fail(error)
                 return
         self._requests[request] = None
@@ -141,10 +144,6 @@ class Scheduler:
             if self._forks(row):
                 self._blocks.extend(row.slots[0], row.prompt_len)
             self._activate(row)
-
-    def forget_session(self, session_id: int | str) -> None:
-        """End a session whose last turn was refused; may be called from any thread."""
-        self._sessions.forget(session_id)
 
     def drop(self, request: RunningRequest) -> None:
         """Drop a request and free its slots."""

@@ -7,7 +7,6 @@ new tokens are cached already.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
@@ -20,7 +19,7 @@ from inference.engine.running import RememberedRow, RunningRequest, RunningRow, 
 
 
 class Sessions:
-    """The conversations of one engine; all but `forget` belongs to the scheduler's thread."""
+    """The conversations of one engine; they belong to the scheduler's thread."""
 
     def __init__(
         self,
@@ -40,11 +39,14 @@ class Sessions:
         self._free = free
         self._clock = clock
         self._sessions: dict[int | str, Session] = {}
-        self._left: deque[int | str] = deque()
 
     def forget(self, session_id: int | str) -> None:
-        """End a conversation soon, after a refused last turn; may be called from any thread."""
-        self._left.append(session_id)
+        """End a conversation whose last turn was refused, once its running turn is answered."""
+        session = self._sessions.get(session_id)
+        if session is not None and session.is_busy:
+            session.turn = replace(session.turn, ends=True)
+        elif session is not None:
+            self._end(session)
 
     @property
     def held_slots(self) -> int:
@@ -62,13 +64,7 @@ class Sessions:
         return [each for each in sessions if each.holds_slots and not each.turn.ends]
 
     def expire(self) -> None:
-        """End conversations that were abandoned or have paused for too long."""
-        while self._left:
-            left = self._sessions.get(self._left.popleft())
-            if left is not None and left.is_busy:
-                left.turn = replace(left.turn, ends=True)  # ended by the answer that is running
-            elif left is not None:
-                self._end(left)
+        """End conversations that have paused for too long."""
         now = self._clock()
         for session in list(self._sessions.values()):
             if not session.is_busy and now - session.used_s > self._idle_s:

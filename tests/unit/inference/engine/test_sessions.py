@@ -235,6 +235,22 @@ def test_a_turn_during_another_is_refused_and_a_last_one_ends_the_session(
     assert engine.free_slots == SLOTS
 
 
+def test_a_refused_last_turn_ends_a_session_whose_start_still_waits(engine: Engine) -> None:
+    asked = threading.Event()
+
+    def wait(_step: GenerationStep) -> None:
+        asked.wait(30)
+
+    other = engine.submit(request_of(engine, [[2]]), on_step=wait)
+    start = engine.submit(begin(engine, [[3, 9, 4]]), turn=START)
+    with pytest.raises(RequestError):
+        engine.submit(request_of(engine, [[5]], is_return_context_embeddings=True), turn=LAST)
+    asked.set()
+    assert other.result(30).rows
+    assert start.result(30).rows
+    assert engine.free_slots == SLOTS
+
+
 def test_a_cancelled_turn_ends_its_session(engine: Engine) -> None:
     steps: list[GenerationStep] = []
     engine.generate(begin(engine, [[3, 9, 4]]), turn=START)
