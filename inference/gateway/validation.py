@@ -17,6 +17,18 @@ from typing import Any, NoReturn
 
 from export_scripts.wire_format import WireFormatError, wire_fields
 from inference.gateway.declared_inputs import DeclaredInputs
+from inference.gateway.protocol_fields import (
+    INPUT_FIELDS,
+    INPUT_PARAMETERS,
+    OUTPUT_FIELDS,
+    OUTPUT_PARAMETERS,
+    REQUEST_FIELDS,
+    REQUEST_PARAMETERS,
+    SEQUENCE_TEXT,
+    Check,
+    field_problem,
+    is_sequence_text,
+)
 
 MOST_JSON_MB = 8
 _MOST_JSON_BYTES = MOST_JSON_MB << 20
@@ -35,6 +47,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "BYTES": ((str,), "a string"),
     "BOOL": ((bool,), "true or false"),
 }
+_FLOATS = ("FP32", "FP64")  # those that `infer` takes in JSON
 _NUMBER: tuple[tuple[type, ...], str] = ((int, float), "a number")
 _MEMORY = "shared_memory_region"
 _CLASSES = "classification"
@@ -83,26 +96,57 @@ def check_infer(data: bytes, *, size_bytes: int, limit: int, model: DeclaredInpu
         MalformedError: It has another form.
     """
     request = parse_json(data)
-    _check_count("parameters", _entry(request, "parameters", dict))
+    _check_fields("the request", request, REQUEST_FIELDS)
+    _check_parameters("the request", _entry(request, "parameters", dict), REQUEST_PARAMETERS)
     _check_count("outputs", _entry(request, "outputs", list))
     inputs = _entry(request, "inputs", list)
     _check_count("inputs", inputs)
     for each in inputs:
         if not isinstance(each, dict):
             raise MalformedError("an input is not an object of JSON")
-        parameters = _entry(each, "parameters", dict)
-        _check_count("parameters", parameters)
+        name = f"input {_short(each)}"
+        _check_fields(name, each, INPUT_FIELDS, required=("name", "datatype", "shape"))
+        parameters = _tensor_parameters(each)
+        _check_parameters(name, parameters, INPUT_PARAMETERS)
         shape = _entry(each, "shape", list)
         if not all(type(size) is int for size in shape):
             raise MalformedError(f"the shape of input {_short(each)} is not a list of integers")
         check_shape(_short(each), shape, most=limit if _MEMORY in parameters else size_bytes)
-        _check_integers(each)
+        if "data" in each:
+            _check_data(each, shape)
     _check_required(model, [each.get("name") for each in inputs])
     for each in _entry(request, "outputs", list):
-        if isinstance(each, dict):
-            parameters = _entry(each, "parameters", dict)
-            _check_count("parameters", parameters)
-            _check_classes(_short(each), parameters)
+        if not isinstance(each, dict):
+            raise MalformedError("an output is not an object of JSON")
+        name = f"output {_short(each)}"
+        _check_fields(name, each, OUTPUT_FIELDS, required=("name",))
+        parameters = _tensor_parameters(each)
+        _check_parameters(name, parameters, OUTPUT_PARAMETERS)
+        _check_classes(_short(each), parameters)
+
+
+def _check_fields(
+    of: str, values: dict[str, Any], checks: Mapping[str, Check], required: Sequence[str] = ()
+) -> None:
+    """Check the fields of a request, an input or an output."""
+    for name in required:
+        if name not in values:
+            raise MalformedError(f"{of} has no {name}")
+    if problem := field_problem(values, checks):
+        raise MalformedError(f"{of}: {problem}")
+
+
+def _tensor_parameters(tensor: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of an input or an output; null stands for none, as in the server."""
+    found = tensor.get("parameters")
+    return {} if found is None else _entry(tensor, "parameters", dict)
+
+
+def _check_parameters(of: str, parameters: dict[str, Any], checks: Mapping[str, Check]) -> None:
+    """Check the parameters of a request, an input or an output."""
+    _check_count("parameters", parameters)
+    if problem := field_problem(parameters, checks):
+        raise MalformedError(f"{of}: parameter {problem}")
 
 
 def _check_classes(name: str, parameters: Any) -> None:
@@ -111,13 +155,21 @@ def _check_classes(name: str, parameters: Any) -> None:
         raise MalformedError(f"output {name} has the parameter {_CLASSES}; leave it out")
 
 
-def _check_integers(tensor: dict[str, Any]) -> None:
-    """Check that the integers of a tensor fit its type: tritonserver would keep their low bits."""
-    datatype = tensor.get("datatype")
-    if isinstance(datatype, str) and datatype in _INTEGERS:
-        for value in _leaves(_entry(tensor, "data", list)):
-            if type(value) is int:
-                _check_range(_short(tensor), value, datatype)
+def _check_data(tensor: dict[str, Any], shape: Sequence[int]) -> None:
+    """Check that the values of a tensor are as many as its shape says, and fit its type.
+
+    Of an integer that does not fit, tritonserver would keep the low bits.
+    """
+    name, datatype = _short(tensor), tensor["datatype"]
+    values = list(_leaves(_entry(tensor, "data", list)))
+    if len(values) != math.prod(shape):
+        text = str(list(shape))[:100]
+        raise MalformedError(
+            f"input {name} has the shape {text}, {math.prod(shape)} elements, and {len(values)} in "
+            "its data"
+        )
+    if datatype in _KINDS or datatype in _FLOATS:
+        _check_values(name, values, datatype)
 
 
 def _leaves(data: list[Any]) -> Iterator[Any]:
@@ -161,6 +213,7 @@ def check_generate(data: bytes, *, model: DeclaredInputs | None) -> None:
         MalformedError: It has another form, or a value of another type than its input.
     """
     request = parse_json(data)
+    _check_fields("the request", request, REQUEST_FIELDS)
     parameters = _entry(request, "parameters", dict)
     _check_count("inputs", request)
     _check_count("parameters", parameters)
@@ -174,12 +227,16 @@ def check_generate(data: bytes, *, model: DeclaredInputs | None) -> None:
 
 def _check_kinds(name: str, data: Any, datatype: str) -> None:
     """Check the values of an input in JSON without types, which is one row."""
-    kinds, expected = _KINDS.get(datatype, _NUMBER)
     values = list(_leaves([data]))
     if isinstance(data, list) and len(values) != len(data):
         raise MalformedError(
             f"input {name} is a list of lists; generate takes one row as a flat list, infer several"
         )
+    _check_values(name, values, datatype)
+
+
+def _check_values(name: str, values: Collection[Any], datatype: str) -> None:
+    kinds, expected = _KINDS.get(datatype, _NUMBER)
     for value in values:
         if type(value) not in kinds:
             text = json.dumps(value)[:40]
@@ -249,6 +306,13 @@ def check_message(message: Any, size_bytes: int, *, limit: int) -> None:
         *(("parameters", each.parameters) for each in message.outputs[: _MOST_ENTRIES + 1]),
     ):
         _check_count(name, entries)
+    if "sequence_id" in message.parameters:
+        text = message.parameters["sequence_id"].string_param
+        if not is_sequence_text(text):
+            raise MalformedError(
+                f"the request: parameter sequence_id is {json.dumps(text)[:40]}; expected "
+                f"{SEQUENCE_TEXT}"
+            )
     for each in message.outputs:
         _check_classes(repr(each.name[:40]), each.parameters)
     for each in message.inputs:
@@ -294,6 +358,8 @@ def parse_json(data: bytes) -> dict[str, Any]:
         raise MalformedError(f"the body is not JSON: {str(error)[:200]}") from None
     if not isinstance(value, dict):
         raise MalformedError("the body is not an object of JSON")
+    if b"\\u" in data:
+        _check_surrogates(value)
     containers: list[Any] = [value]
     for _ in range(_MOST_LEVELS):
         containers = [
@@ -307,10 +373,22 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return value
 
 
+def _check_surrogates(value: Any) -> None:
+    """Check that no text has half of a character that UTF-16 writes as two."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise MalformedError("a text has half of a surrogate pair") from None
+    except RecursionError:
+        raise MalformedError(f"the JSON has more than {_MOST_LEVELS} levels") from None
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a key is given twice")  # parsers differ in which one counts
+    if any("\0" in key for key in made):
+        raise ValueError("a key has a null character")  # at which tritonserver ends it
     return made
 
 
@@ -325,9 +403,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _entry(of: dict[str, Any], key: str, kind: type[Any]) -> Any:
-    value = of.get(key)
-    if value is None:
-        return kind()
+    value = of.get(key, kind())
     if not isinstance(value, kind):
         raise MalformedError(f"{key!r} is not {'a list' if kind is list else 'an object'} of JSON")
     return value
