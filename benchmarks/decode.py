@@ -39,7 +39,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.models import Model, decoder_model
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
-from inference.huge_pages import huge_page_variables
+from inference.memory_variables import memory_variables
 
 DATA_TYPES = {"cpu": ["fp32", "int8", "bf16"], "cuda": ["fp16", "int8", "bf16"]}
 _COMPUTED_WITH_INT8 = {"cpu": "fp32", "cuda": "fp16"}
@@ -145,7 +145,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    os.environ.update(huge_page_variables())  # as a server has them; every contender's process too
+    os.environ.update(memory_variables())  # as a server has them; every contender's process too
     model = decoder_model(args.model, args.work_dir, args.device, args.weight_data_type)
     table = [Contender(make, threads=args.threads) for make in programs(model, args)]
     # Ids in every contender's vocabulary.

@@ -17,7 +17,7 @@ from time import monotonic, sleep
 from typing import IO, TYPE_CHECKING
 
 from inference.control_groups import usable_cores
-from inference.huge_pages import huge_page_variables
+from inference.memory_variables import memory_variables
 
 if TYPE_CHECKING:
     from inference.ranks.settings import RankSettings
@@ -104,7 +104,7 @@ class _Worker:
     def __init__(self, ft_dir: str, rank: int, threads: int) -> None:
         self._log: IO[bytes] = TemporaryFile()  # noqa: SIM115 - read for as long as the worker lives
         environment = dict(os.environ, OMP_NUM_THREADS=str(threads))
-        environment |= huge_page_variables()
+        environment |= memory_variables()
         environment["PYTHONPATH"] = os.pathsep.join(
             [str(_PACKAGE_ROOT), *filter(None, [environment.get("PYTHONPATH")])]
         )

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from inference.huge_pages import huge_page_variables
+from inference.memory_variables import memory_variables
 from inference.plain_path import is_plain, plain_temporary_folder
 
 SERVER_VARIABLE = "TRITON_SERVER"
@@ -45,7 +45,7 @@ class TritonInstallation:
         # The Python backend embeds an interpreter and takes its packages from the first python3.
         interpreter = str(Path(sys.executable).parent)
         variables = {"PATH": os.pathsep.join([interpreter, os.environ.get("PATH", os.defpath)])}
-        variables |= huge_page_variables()
+        variables |= memory_variables()
         return variables | library_variables(self.library_paths)
 
     def known_options(self) -> frozenset[str]:
