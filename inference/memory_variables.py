@@ -1,8 +1,8 @@
 """Environment variables of a process that computes: huge pages for weights, few kept kernels.
 
 Decoding reads all weights for each token. In pages of 2 MB its products are 10 to 20% faster. For
-each shape of a product on CPU, oneDNN and torch keep a kernel of 0.5 MB or more, 1,024 each unless
-told otherwise. torch, oneDNN and glibc read the variables when a process starts.
+each shape of a product on CPU, oneDNN and torch keep a kernel of 0.5 MB or more, 1,024 each by
+default. torch, oneDNN and glibc read the variables when a process starts.
 """
 
 from __future__ import annotations

@@ -373,12 +373,15 @@ def parse_json(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _check_surrogates(value: Any) -> None:
+def _check_surrogates(request: dict[str, Any]) -> None:
     """Check that no text has half of a character that UTF-16 writes as two."""
+    key = ""
     try:
-        json.dumps(value, ensure_ascii=False).encode()
+        for key, value in request.items():
+            json.dumps([key, value], ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise MalformedError("a text has half of a surrogate pair") from None
+        name = json.dumps(key)[:100]
+        raise MalformedError(f"{name} has half of a surrogate pair") from None
     except RecursionError:
         raise MalformedError(f"the JSON has more than {_MOST_LEVELS} levels") from None
 

@@ -17,6 +17,7 @@ import warnings
 from functools import cache
 
 import torch
+from torch.nn import functional
 
 from inference.parallel.epilogue import GemmActivation, finish
 from inference.parallel.int8 import quantise
@@ -113,6 +114,27 @@ def _repeated(x: torch.Tensor) -> torch.Tensor:
     return x.expand(_LEAST_ROWS, -1) if rows == 1 else x.repeat(-(-_LEAST_ROWS // rows), 1)
 
 
+# FBGEMM divides so many rows at once into tiles.
+_TILED_ROWS = 120
+
+
+@cache
+def _rows_to_add() -> list[int]:
+    """Return for 1 to 120 rows how many more FBGEMM needs to add up all rows in one order.
+
+    Its tiles of one and two rows have an order of their own on processors without AVX-512: a row's
+    result would depend on how many others there are.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, _TILED_ROWS, 64, generator=generator)
+    packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
+    product = torch.ops.quantized.linear_dynamic_fp16
+    whole = product(x, packed)
+    counts = range(1, _TILED_ROWS + 1)
+    good = [rows for rows in counts if product(x[:rows], packed).equal(whole[:rows])]
+    return [next(each for each in good if each >= rows) - rows for rows in counts]
+
+
 class HalfGemm:
     """A product of fp32 rows with fp16 weights, widened as they are read: half the bytes."""
 
@@ -128,8 +150,11 @@ class HalfGemm:
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return activation(x W + bias) + residual in fp32."""
-        y: torch.Tensor = self._product(x.contiguous(), self._packed)
-        return finish(y, activation=self.activation, residual=residual)
+        rows = len(x)
+        more = _rows_to_add()[(rows - 1) % _TILED_ROWS]
+        x = functional.pad(x, (0, 0, 0, more)) if more else x.contiguous()
+        y: torch.Tensor = self._product(x, self._packed)
+        return finish(y[:rows], activation=self.activation, residual=residual)
 
 
 def _scaled(y: torch.Tensor, unit: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

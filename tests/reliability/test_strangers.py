@@ -624,7 +624,7 @@ def test_clients_share_memory_of_their_own_alone(guarded: tuple[TritonServer, Pa
     server, folder = guarded
     own = f"{SHARED_MEMORY_PREFIX}{os.getpid()}"
     Path(f"/dev/shm{own}").write_bytes(bytes(4096))
-    internal = [path.name for path in Path("/dev/shm").iterdir() if "region" in path.name]
+    internal = [path.name for path in supervisor.SHM_FOLDER.glob(f"{server._shm_prefix}*")]
     try:
         options = [("grpc.ssl_target_name_override", "localhost")]
         trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())

@@ -224,7 +224,7 @@ def test_all_problems_of_a_request_are_reported_in_one_error() -> None:
         ({"prompt": []}, "prompt: must be"),
         ({"prompt": ["a", [1]]}, "prompt: must be"),
         ({"prompt": [True]}, "prompt: must be"),
-        ({"prompt": "\ud800"}, "prompt: must be"),
+        ({"prompt": "\ud800"}, '"prompt" has half of a surrogate pair'),
         ({"temperature": "hot"}, "temperature: must be a number"),
         ({"temperature": 10**400}, "temperature: must be a number"),
         ({"max_tokens": 0}, "max_tokens: must be at least 1"),
