@@ -19,7 +19,7 @@ from export_scripts.checkpoints.base import (
 from export_scripts.checkpoints.partitioned import flatten
 from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.checkpoints.tokenizers import HUGGINGFACE_FILES
-from export_scripts.errors import CheckpointMismatchError
+from export_scripts.errors import CheckpointMismatchError, listed
 
 CONFIG_NAME = "config.json"
 
@@ -96,13 +96,22 @@ def open_huggingface(path: Path) -> TensorIndex:
     files = _weight_files(path)
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, Path] = {}
+    problems: list[str] = []
     for file in files:
-        for key, tensor in _index_file(file).items():
-            if key in tensors:
-                raise CheckpointMismatchError(
-                    f"tensor {key} is in both {home[key].name} and {file.name} under {path}"
-                )
-            tensors[key], home[key] = tensor, file
+        try:
+            found = _index_file(file)
+        except CheckpointMismatchError as error:
+            problems += error.problems
+            continue
+        problems += [
+            f"tensor {key} is in both {home[key].name} and {file.name} under {path}"
+            for key in found
+            if key in tensors
+        ]
+        tensors |= found
+        home |= dict.fromkeys(found, file)
+    if problems:
+        raise CheckpointMismatchError(listed(problems))
     return TensorIndex(
         format="huggingface",
         path=path,

@@ -88,6 +88,19 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
         values(folder(tmp_path / "m", files))
 
 
+def test_every_damaged_shard_is_named(tmp_path: Path) -> None:
+    path = folder(
+        tmp_path / "m", {f"model-{i}.safetensors": {f"t{i}": TENSORS["a"]} for i in "123"}
+    )
+    for name in ("model-1.safetensors", "model-3.safetensors"):
+        (path / name).write_bytes((path / name).read_bytes()[:-1])
+    with pytest.raises(CheckpointMismatchError) as caught:
+        values(path)
+    assert [problem.split(" is ")[0] for problem in caught.value.problems] == [
+        str(path / "model-1.safetensors"), str(path / "model-3.safetensors")
+    ]  # fmt: skip
+
+
 def test_a_configuration_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = folder(tmp_path / "m", {"model.safetensors": TENSORS})
     (path / "config.json").write_bytes(b'\xef\xbb\xbf{"model_type": "gpt2", "n": "\xc3\xa9"}')
