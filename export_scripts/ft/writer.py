@@ -278,7 +278,7 @@ def recover(paths: WorkPaths) -> None:
 def _read_journal(path: Path) -> list[dict[str, Any]]:
     """Return the journal's records without an incomplete last line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8", errors="replace")  # a crash may leave any bytes
     except FileNotFoundError:
         return []
     lines: list[dict[str, Any]] = []

@@ -164,6 +164,16 @@ def test_a_journal_line_cut_off_by_a_kill_is_ignored(
     assert contents(convert(wanted).ft_dir) == expected
 
 
+def test_bytes_that_a_crash_left_in_a_journal_are_ignored(
+    source: Path, expected: dict[str, bytes], tmp_path: Path
+) -> None:
+    wanted = request(source, tmp_path)
+    interrupt(wanted, after=0.6)
+    with WorkPaths.of(tmp_path, 3).journal.open("ab") as journal:
+        journal.write(b"\xff\x00\xc3\n")
+    assert contents(convert(wanted).ft_dir) == expected
+
+
 def test_leftovers_of_another_request_are_not_mixed_in(source: Path, tmp_path: Path) -> None:
     interrupt(request(source, tmp_path), after=0.6)
     summary = convert(request(source, tmp_path, weight_data_type="fp32"))
