@@ -6,6 +6,7 @@ part of its configuration that decides its outputs, saved next to them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 
 from submitit.helpers import Checkpointable
 
+from export_scripts.files.tree import files_below
 from inference.launch_environment import LaunchEnvironment
 from stages.progress import DamagedFileError, Progress, read_json, write_json
 from stages.record import now
@@ -251,17 +253,19 @@ def _read_marker(path: Path) -> Mapping[str, Any] | None:
 def fingerprint(path: Path) -> dict[str, Any]:
     """Return a fingerprint of a file or folder, without reading its contents.
 
-    Size in bytes and newest modification time (ns); of a folder, over all its files.
+    Number of files, their bytes, and a digest of each one's path, size and modification time: a
+    copy that keeps times can be older than what it replaces.
     """
     if path.is_file():
         files = [path]
     else:
-        files = sorted(each for each in path.rglob("*") if each.is_file())
-    stats = [each.stat() for each in files]
+        files = sorted(files_below(path))
+    stats = {each: each.stat() for each in files}
+    facts = [f"{each}\0{stat.st_size}\0{stat.st_mtime_ns}" for each, stat in stats.items()]
     return {
         "files": len(files),
-        "size_bytes": sum(each.st_size for each in stats),
-        "modified_ns": max((each.st_mtime_ns for each in stats), default=0),
+        "size_bytes": sum(stat.st_size for stat in stats.values()),
+        "sha256": hashlib.sha256("\n".join(facts).encode(errors="surrogateescape")).hexdigest(),
     }
 
 

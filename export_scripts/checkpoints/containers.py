@@ -7,7 +7,6 @@ folder. Member names that could leave their folder, links and devices are refuse
 from __future__ import annotations
 
 import gzip
-import os
 import shutil
 import stat
 import tarfile
@@ -23,6 +22,7 @@ from export_scripts.checkpoints.base import truncated, yaml_table
 from export_scripts.checkpoints.pt_archive import Region
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.files.disk import disk_full_as_value_error
+from export_scripts.files.tree import files_below
 
 _COPY_BYTES = 1 << 22
 _MAX_YAML_BYTES = 8 << 20
@@ -121,15 +121,10 @@ class _Scratch:
 
 
 def _folder_members(path: Path) -> dict[str, Region]:
-    members: dict[str, Region] = {}
-    for folder, _, names in os.walk(path):
-        for name in names:
-            file = Path(folder) / name
-            if not file.is_file():
-                continue
-            relative = file.relative_to(path).as_posix()
-            members[relative] = Region(file, 0, file.stat().st_size)
-    return members
+    return {
+        file.relative_to(path).as_posix(): Region(file, 0, file.stat().st_size)
+        for file in files_below(path)
+    }
 
 
 def _gunzip(path: Path, target: Path) -> None:

@@ -22,6 +22,7 @@ from export_scripts.errors import CheckpointMismatchError, listed
 from export_scripts.files.disk import check_space
 from export_scripts.files.json_content import json_object
 from export_scripts.files.lock import FolderLock
+from export_scripts.files.tree import files_below
 from export_scripts.ft.validation import validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recover
 
@@ -199,10 +200,10 @@ def _identity(request: ConversionRequest) -> str:
 def _source_print(path: Path) -> str:
     if not path.is_dir():
         return fingerprint_files([path])
-    files = (file for file in path.rglob("*") if file.is_file())
     # Hidden files belong to version control or an editor.
-    visible = [f for f in files if not any(p.startswith(".") for p in f.relative_to(path).parts)]
-    return fingerprint_files(visible)
+    names = (file.relative_to(path) for file in files_below(path))
+    visible = [n for n in names if not any(part.startswith(".") for part in n.parts)]
+    return fingerprint_files([path / name for name in visible])
 
 
 def _is_finished(paths: WorkPaths, identity: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import sys
 import time
@@ -113,6 +114,21 @@ def test_changed_input_makes_unguarded_work_missing(stage: CopyStage) -> None:
     stage()
     stage.source.write_text("another")
     assert stage.finding().standing is Standing.MISSING
+    assert stage.finding().changes == (f"{stage.source} has changed since",)
+
+
+def test_a_file_exchanged_for_an_older_one_of_its_size_is_a_change(
+    stage: CopyStage, tmp_path: Path
+) -> None:
+    stage.source = tmp_path / "folder"
+    stage.source.mkdir()
+    for name, seconds in (("weights", 20), ("tokenizer", 30)):
+        (stage.source / name).write_text(name)
+        os.utime(stage.source / name, (seconds, seconds))
+    stage.mark_finished({})
+    stage.target.touch()
+    assert stage.finding().standing is Standing.FINISHED
+    os.utime(stage.source / "weights", (10, 10))
     assert stage.finding().changes == (f"{stage.source} has changed since",)
 
 

@@ -1,0 +1,26 @@
+"""The files of a folder tree, those behind symbolic links included."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def files_below(folder: Path, *, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yield every file in a folder and in its subfolders, linked ones included.
+
+    A link to a folder that it lies in is not followed again; folders that may not be read are
+    passed over.
+    """
+    above = (*above, folder.resolve())
+    entries: list[os.DirEntry[str]] = []
+    with contextlib.suppress(PermissionError), os.scandir(folder) as found:
+        entries = list(found)
+    for entry in entries:
+        path = Path(entry.path)
+        if entry.is_file():
+            yield path
+        elif entry.is_dir() and path.resolve() not in above:
+            yield from files_below(path, above=above)
