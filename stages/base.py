@@ -253,15 +253,15 @@ def _read_marker(path: Path) -> Mapping[str, Any] | None:
 def fingerprint(path: Path) -> dict[str, Any]:
     """Return a fingerprint of a file or folder, without reading its contents.
 
-    Number of files, their bytes, and a digest of each one's path, size and modification time: a
+    Number of files, their bytes, and a digest of each one's name, size and modification time: a
     copy that keeps times can be older than what it replaces.
     """
     if path.is_file():
         files = [path]
     else:
         files = sorted(files_below(path))
-    stats = {each: each.stat() for each in files}
-    facts = [f"{each}\0{stat.st_size}\0{stat.st_mtime_ns}" for each, stat in stats.items()]
+    stats = {each.relative_to(path): each.stat() for each in files}
+    facts = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in stats.items()]
     return {
         "files": len(files),
         "size_bytes": sum(stat.st_size for stat in stats.values()),
