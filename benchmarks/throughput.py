@@ -57,6 +57,7 @@ class SlipwayServer:
     def __init__(self, model: Model, args: argparse.Namespace) -> None:
         from inference.engine.engine import Engine, EngineOptions
         from inference.ranks.settings import Placement
+        from inference.ranks.startup import keep_loaded
 
         options = EngineOptions(
             max_seq_len=args.max_seq_len,
@@ -73,6 +74,7 @@ class SlipwayServer:
         )
         self._engine = Engine(model.ft_dir, placement, options=options)
         self._engine.start()
+        keep_loaded()
         self._top_p = args.top_p
         self._futures: list[Any] = []
 

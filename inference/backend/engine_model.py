@@ -28,6 +28,7 @@ from inference.backend.triton_model import ModelArguments, error_response, with_
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.ranks.launched_rank import RENDEZVOUS_VARIABLE, open_rendezvous, started_place
 from inference.ranks.processes import early_workers
+from inference.ranks.startup import keep_loaded
 from inference.supervision import BUSY, CANARY_PARAMETER, SUPERVISED_VARIABLE
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class EngineModel:
         with _other_ranks(self.settings):
             self.running_engine = self.make_engine(self.settings)
             self.running_engine.start()
+        keep_loaded()
         self.metrics = ModelMetrics(self.name, arguments.instance, self.running_engine.load)
         self.metrics.start()
         self._running: dict[Exchange, Future[Any]] = {}

@@ -40,8 +40,8 @@ class EncoderLayer:
         qkv = self.qkv(x).view(len(x), 3, self.heads, -1)  # (N, 3, H, D)
         query, key, value = qkv.unbind(1)
         mixed = attend(query, key, value, rows=rows, masks=masks, scale=self.scale)
-        x = self.attention_norm(self.attention_out(mixed, x))
-        return self.mlp_norm(self.down(self.up(x), x))
+        x = self.attention_norm(self.attention_out(mixed), x)
+        return self.mlp_norm(self.down(self.up(x)), x)
 
 
 class Encoder:

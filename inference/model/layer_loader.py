@@ -95,6 +95,7 @@ class LayerLoader:
         return VocabParallelHead(
             weights.matrix_rows(name, rows),
             weights.rows(bias, rows) if bias is not None else None,
+            rows=len(rows),
             width=layout.vocab_rows_per_rank(vocab_size),
             options=self._gemm,
         )

@@ -5,9 +5,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.nn import functional
@@ -19,7 +19,13 @@ from inference.model.step import Step
 from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabEmbedding
 
-Normalise = Callable[[torch.Tensor], torch.Tensor]
+
+class Normalise(Protocol):
+    """A LayerNorm or RMSNorm."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the norm of each row of x + residual, (N, E)."""
+        ...
 
 
 def make_norm(
@@ -33,7 +39,8 @@ def make_norm(
         return partial(norm, weight=weight, bias=bias, eps=eps, centred=kind == "layernorm")
     shape = list(weight.shape)
 
-    def normalise(x: torch.Tensor) -> torch.Tensor:
+    def normalise(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        x = x if residual is None else x + residual
         if kind == "layernorm":
             return functional.layer_norm(x, shape, weight, bias, eps)
         return functional.rms_norm(x, shape, weight, eps)

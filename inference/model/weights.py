@@ -8,6 +8,10 @@ from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.reader import FTReader
 from inference.parallel.layout import ParallelLayout
 
+# Rows of a table on a GPU are a multiple of this. 256 rows of 2048 take cuBLAS 540 us on an H200 to
+# 50,257 outputs, whose rows begin at any address, and 82 us to 50,272.
+_ROWS_OF_TABLES = 16
+
 
 class RankWeights:
     """Reads one rank's tensors from a folder that `FTReader` has validated.
@@ -69,10 +73,13 @@ class RankWeights:
 
     def rows(self, name: str, rows: range) -> torch.Tensor:
         """Return some rows of a whole table, or of a vector, in the computed type."""
-        return self._part_of_whole(name, rows, self.dtype)
+        return self._part_of_whole(name, rows, self.dtype)[: len(rows)]
 
     def matrix_rows(self, name: str, rows: range) -> torch.Tensor:
-        """Return some rows of a whole table that serves as a matrix, such as the head's."""
+        """Return some rows of a whole table that serves as a matrix, such as the head's.
+
+        On a GPU they end with zeros up to a multiple of 16 rows.
+        """
         return self._part_of_whole(name, rows, self._matrix_dtype)
 
     def _part_of_whole(self, name: str, rows: range, dtype: torch.dtype) -> torch.Tensor:
@@ -80,7 +87,9 @@ class RankWeights:
         key = (name, rows, dtype)
         if key not in self._tables:
             part = self.reader.read(name, 0)[rows.start : rows.stop]
-            self._tables[key] = self._checked(name, part, dtype)
+            part = self._checked(name, part, dtype)
+            more = -len(part) % _ROWS_OF_TABLES if self.device.type == "cuda" else 0
+            self._tables[key] = torch.cat((part, part.new_zeros(more, *part.shape[1:])))
         return self._tables[key]
 
     def mapped(self, name: str) -> torch.Tensor:

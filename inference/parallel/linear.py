@@ -115,21 +115,32 @@ class VocabParallelHead:
         table: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
+        rows: int,
         width: int,
         options: GemmOptions = PLAIN_GEMM,
     ) -> None:
-        """Take this rank's `table` (rows, H); `width` >= rows is the width of every slice."""
-        self._gemm = make_gemm(table.t(), bias, options=options) if len(table) else None
-        self._rows = len(table)
+        """Take this rank's part.
+
+        Args:
+            table: (rows or more, H); those beyond `rows` have no token.
+            bias: (rows,).
+            rows: Tokens of this rank.
+            width: Of every rank's slice, at least `rows`.
+            options: Of the product.
+        """
+        if bias is not None:
+            bias = functional.pad(bias, (0, len(table) - rows))
+        self._gemm = make_gemm(table.t(), bias, options=options) if rows else None
+        self._rows = rows
         self._width = width
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return (N, width) fp32; columns beyond the rows are the lowest finite value."""
         if self._rows == self._width:
             assert self._gemm is not None
-            return self._gemm(x).float()
+            return self._gemm(x)[:, : self._rows].float()
         lowest = torch.finfo(torch.float32).min
         logits = x.new_full((len(x), self._width), lowest, dtype=torch.float32)
         if self._gemm is not None:
-            logits[:, : self._rows] = self._gemm(x)
+            logits[:, : self._rows] = self._gemm(x)[:, : self._rows]
         return logits

@@ -33,6 +33,7 @@ from inference.pytriton.serving import Endpoint, ServingError, serve
 from inference.pytriton.text_service import TextService
 from inference.ranks.rendezvous import Rendezvous, RendezvousError
 from inference.ranks.settings import Placement
+from inference.ranks.startup import keep_loaded
 from inference.ranks.worker import serve_started_rank
 
 logger = logging.getLogger(__name__)
@@ -167,6 +168,7 @@ def _load_and_serve(
     logger.info("loading %s", ft_dir)
     tasks = [task.task_name for task in config.tasks]
     with engine:
+        keep_loaded()
         serve(endpoint, engine, SERVICES[arguments.interface](engine, tokenizer, tasks))
 
 

@@ -87,6 +87,7 @@ class DecoderRank(RankBase):
                     self._feed,
                     group=self._group,
                     parameters=choice.num_layer * layer // self.layout.tp_size,
+                    most=_WARM_UP_TOKENS[-1] + self.cache.shape.slots,
                 )
                 self._prompt_graphs.record()
 

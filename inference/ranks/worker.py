@@ -26,7 +26,7 @@ from inference.ranks.node_store import join_node_store
 from inference.ranks.plan import Command, command_of, unpack_plan
 from inference.ranks.rendezvous import Follower, RendezvousError, device_name
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import report_failure, report_reached, wait_for_go
+from inference.ranks.startup import keep_loaded, report_failure, report_reached, wait_for_go
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ def _serve(settings: RankSettings, store: Store) -> None:
     rank.prepare()
     report_reached(store, settings.rank, "prepared")
     wait_for_go(store, "prepared")
+    keep_loaded()
     logger.info("ready")
     while True:
         packed = groups.receive_plan()

@@ -5,6 +5,7 @@ With TRITON_INTERPRET=1 they run on a CPU, where Triton is installed.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import accumulate
 
 import pytest
@@ -19,25 +20,26 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3}
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("size", [48, 768, 1024, 1500, 4096])
+@pytest.mark.parametrize("added", [False, True], ids=["", "residual"])
 def test_norms_equal_those_of_torch_for_every_number_of_rows(
-    size: int, dtype: torch.dtype, device: torch.device
+    added: bool, size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     from inference.model.gpu.norm import norm
 
     torch.manual_seed(0)
     x = 1 + torch.randn(301, size, device=device, dtype=dtype)
+    residual = torch.randn_like(x) if added else None
     weight, bias = torch.randn(2, size, device=device, dtype=dtype)
-    wide = (x.float(), [size], weight.float())
+    wide = (x.float() if residual is None else x.float() + residual.float(), [size], weight.float())
     for centred, shift, expected in (
         (True, bias, functional.layer_norm(*wide, bias.float(), 1e-5)),
         (False, None, functional.rms_norm(*wide, 1e-5)),
     ):
-        whole = norm(x, weight, shift, eps=1e-5, centred=centred)
+        of = partial(norm, weight=weight, bias=shift, eps=1e-5, centred=centred)
+        whole = of(x, residual)
         torch.testing.assert_close(whole.float(), expected, rtol=1e-3, atol=TOLERANCE[dtype])
         for rows in (1, 3, 64, 255, 257):
-            assert torch.equal(
-                norm(x[:rows], weight, shift, eps=1e-5, centred=centred), whole[:rows]
-            )
+            assert of(x[:rows], None if residual is None else residual[:rows]).equal(whole[:rows])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -237,8 +237,11 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     token, head = row // GROUP, kv_head * G + row % GROUP
     d = tl.arange(0, WIDTH)
     wait_for_earlier(EARLY)
+    count = tl.load(counts_at + tile)
+    if count == 0:  # a graph has more tiles than most steps
+        return
     slot, place = tl.load(slots_at + tile), tl.load(places_at + tile)
-    first_row, count = tl.load(rows_at + tile).to(tl.int64), tl.load(counts_at + tile)
+    first_row = tl.load(rows_at + tile).to(tl.int64)
     real = (token < count) & (row % GROUP < G)
     inside = real[:, None] & (d < D)[None, :]
     at = query_at + (first_row + token)[:, None] * token_stride + head[:, None] * D
@@ -261,7 +264,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         key, value = _cache_new(
             *(key_at + own, value_at + own, cos_at + turn, sin_at + turn),
             *(keys_at + kv_head * head_stride, values_at + kv_head * head_stride),
-            *(tables_at + slot * table_width, place, count > 0, d, block_stride),
+            *(tables_at + slot * table_width, place, True, d, block_stride),
             *(D, R, BLOCK, INTERLEAVED),
         )
         largest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale

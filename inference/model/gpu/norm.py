@@ -14,6 +14,7 @@ from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm(  # type: ignore[no-untyped-def]
     x_at,
+    residual_at,
     weight_at,
     bias_at,
     y_at,
@@ -21,6 +22,7 @@ def _norm(  # type: ignore[no-untyped-def]
     eps,
     WIDTH: tl.constexpr,  # noqa: N803
     CENTRED: tl.constexpr,  # noqa: N803
+    HAS_RESIDUAL: tl.constexpr,  # noqa: N803
     HAS_BIAS: tl.constexpr,  # noqa: N803
     EARLY: tl.constexpr,  # noqa: N803
 ):
@@ -31,6 +33,8 @@ def _norm(  # type: ignore[no-untyped-def]
     weight = tl.load(weight_at + place, mask=inside, other=0.0).to(tl.float32)
     wait_for_earlier(EARLY)
     x = tl.load(x_at + row * size + place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_at + row * size + place, mask=inside, other=0.0).to(tl.float32)
     if CENTRED:
         x = tl.where(inside, x - tl.sum(x, 0) / size, 0.0)
     y = x / tl.sqrt(tl.sum(x * x, 0) / size + eps)
@@ -41,9 +45,15 @@ def _norm(  # type: ignore[no-untyped-def]
 
 
 def norm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, eps: float, centred: bool
+    x: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    *,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    centred: bool,
 ) -> torch.Tensor:
-    """Return LayerNorm (`centred`) or RMSNorm of rows x (N, E).
+    """Return LayerNorm (`centred`) or RMSNorm of the sums of rows x and residual (N, E).
 
     torch's take 6 us for 64 rows of 4096 on an H200, this one 2; for 8192 rows 54 and 35. Nothing
     depends on the number of rows: a row's result is the same to the bit among any others.
@@ -53,9 +63,11 @@ def norm(
     x = x.contiguous()
     y = torch.empty_like(x)
     _norm[(len(x),)](
-        *(x, weight, weight if bias is None else bias, y, x.shape[1], eps),
+        *(x, x if residual is None else residual.contiguous()),
+        *(weight, weight if bias is None else bias, y, x.shape[1], eps),
         WIDTH=triton.next_power_of_2(x.shape[1]),
         CENTRED=centred,
+        HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None,
         num_warps=4 if x.shape[1] <= 4096 else 8,
         **launch_options(x),

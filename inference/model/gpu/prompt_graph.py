@@ -81,7 +81,14 @@ class PromptGraphs:
     """The graphs of a rank that holds all layers of a decoder-only model."""
 
     def __init__(
-        self, model: Decoder, cache: KVCache, feed: TokenFeed, *, group: int, parameters: int
+        self,
+        model: Decoder,
+        cache: KVCache,
+        feed: TokenFeed,
+        *,
+        group: int,
+        parameters: int,
+        most: int,
     ) -> None:
         """Record nothing yet.
 
@@ -91,10 +98,11 @@ class PromptGraphs:
             feed: Holds the newest tokens.
             group: Query heads of a key/value head.
             parameters: Of this rank's layers.
+            most: Tokens of the largest step.
         """
         self._model, self._cache, self._feed = model, cache, feed
         self._tile_sizes = tile_sizes(group, model.rules)
-        self._sizes = token_graph_sizes(parameters)
+        self._sizes = token_graph_sizes(parameters, most=most)
         self._graphs: dict[int, _PromptGraph] = {}
 
     def record(self) -> None:

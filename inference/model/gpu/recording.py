@@ -18,20 +18,26 @@ T = TypeVar("T")
 _WARM_UPS = 2  # libraries choose and allocate in the first runs, which must not be recorded
 _LOG_S = 5.0
 
-# Steps between the sizes of graphs: small ones up to the bound, then large ones.
-_SMALL_STEP, _LARGE_STEP = 64, 256
-_SMALL = 1024
-_MOST = 4096
-# Parameters of a rank times tokens: products of about 8 ms on an H200, in which a host launches
-# some 250 kernels. Larger steps are bound by the GPU, which would only compute padding.
-_PRODUCTS = 3e12
+# Sizes of graphs in tokens: up to a bound, and the step between them.
+_SIZES = ((1024, 64), (2048, 128), (8192, 256), (16384, 512))
+# Parameters of a rank times tokens: products of about 30 ms on an H200. A host takes 12 to 40 ms to
+# launch the 300 kernels of such a step one by one. Larger steps are bound by the GPU, which would
+# only compute padding.
+_PRODUCTS = 1e13
 
 
-def token_graph_sizes(parameters: int) -> list[int]:
-    """Return the sizes of graphs in tokens, ascending, for a rank with so many parameters."""
-    most = min(_MOST, int(_PRODUCTS / parameters))
-    small = range(_SMALL_STEP, min(most, _SMALL) + 1, _SMALL_STEP)
-    return [*small, *range(_SMALL + _LARGE_STEP, most + 1, _LARGE_STEP)]
+def token_graph_sizes(parameters: int, *, most: int = _SIZES[-1][0]) -> list[int]:
+    """Return the sizes of graphs in tokens, ascending.
+
+    Args:
+        parameters: Of a rank.
+        most: Tokens of the largest step that a graph should serve.
+    """
+    most = min(most, int(_PRODUCTS / parameters))
+    sizes = [0]
+    for bound, step in _SIZES:
+        sizes += range(sizes[-1] + step, min(most + step - 1, bound) + 1, step)
+    return sizes[1:]
 
 
 class _Recorded(Protocol):

@@ -61,8 +61,12 @@ def test_tokens_are_found_on_the_rank_that_holds_them() -> None:
 
 def test_logits_beyond_the_vocabulary_are_the_lowest_number() -> None:
     table, x = torch.randn(7, 4), torch.randn(2, 4)
-    slices = [VocabParallelHead(table[i : i + 4], width=4)(x) for i in (0, 4)]
-    logits = torch.cat(slices, 1)
+    padded = torch.cat((table[4:], torch.zeros(2, 4)))
+    heads = [
+        VocabParallelHead(table[:4], rows=4, width=4),
+        VocabParallelHead(padded, torch.zeros(3), rows=3, width=4),
+    ]
+    logits = torch.cat([head(x) for head in heads], 1)
     torch.testing.assert_close(logits[:, :7], x @ table.t())
     assert logits[:, 7].eq(torch.finfo(torch.float32).min).all()
-    assert VocabParallelHead(table[:0], width=4)(x).shape == (2, 4)
+    assert VocabParallelHead(table[:0], rows=0, width=4)(x).shape == (2, 4)
