@@ -39,7 +39,7 @@ from benchmarks.contenders import (
 )
 from benchmarks.models import Model, decoder_model
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
-from inference.memory_variables import memory_variables
+from inference.process_memory import memory_variables
 
 DATA_TYPES = {"cpu": ["fp32", "int8", "bf16"], "cuda": ["fp16", "int8", "bf16"]}
 _COMPUTED_WITH_INT8 = {"cpu": "fp32", "cuda": "fp16"}

@@ -56,8 +56,8 @@ class SlipwayServer:
 
     def __init__(self, model: Model, args: argparse.Namespace) -> None:
         from inference.engine.engine import Engine, EngineOptions
+        from inference.process_memory import keep_loaded
         from inference.ranks.settings import Placement
-        from inference.ranks.startup import keep_loaded
 
         options = EngineOptions(
             max_seq_len=args.max_seq_len,

@@ -27,13 +27,13 @@ from inference.launch_environment import (
     read_launch_environment,
     rendezvous_address,
 )
+from inference.process_memory import keep_loaded
 from inference.pytriton.model_source import Wanted, parse_model_name, prepare_weights
 from inference.pytriton.nemo_service import NemoDeployService, NemoService
 from inference.pytriton.serving import Endpoint, ServingError, serve
 from inference.pytriton.text_service import TextService
 from inference.ranks.rendezvous import Rendezvous, RendezvousError
 from inference.ranks.settings import Placement
-from inference.ranks.startup import keep_loaded
 from inference.ranks.worker import serve_started_rank
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from time import monotonic, sleep
 from typing import IO, TYPE_CHECKING
 
 from inference.control_groups import usable_cores
-from inference.memory_variables import memory_variables
+from inference.process_memory import memory_variables
 
 if TYPE_CHECKING:
     from inference.ranks.settings import RankSettings

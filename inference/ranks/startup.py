@@ -1,8 +1,7 @@
-"""The start of ranks: milestones and failures that they report, and memory that stays."""
+"""Milestones of a start, and its failures, which ranks report through their store."""
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,15 +15,6 @@ _GO = "go"
 
 # States of a rank that the others wait for.
 Milestone = Literal["loaded", "prepared"]
-
-
-def keep_loaded() -> None:
-    """Exempt all that is loaded from later collections of garbage.
-
-    Searching it would stop all answers for 0.2 s each time.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 def report_reached(store: Store, rank: int, milestone: Milestone) -> None:

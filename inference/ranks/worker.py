@@ -21,12 +21,13 @@ from torch._C._distributed_c10d import Store
 
 from inference.launch_environment import LaunchEnvironment
 from inference.parallel.groups import RankGroups
+from inference.process_memory import keep_loaded
 from inference.ranks.loader import make_rank
 from inference.ranks.node_store import join_node_store
 from inference.ranks.plan import Command, command_of, unpack_plan
 from inference.ranks.rendezvous import Follower, RendezvousError, device_name
 from inference.ranks.settings import RankSettings
-from inference.ranks.startup import keep_loaded, report_failure, report_reached, wait_for_go
+from inference.ranks.startup import report_failure, report_reached, wait_for_go
 
 logger = logging.getLogger(__name__)
 

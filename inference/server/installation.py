@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from inference.memory_variables import memory_variables
 from inference.plain_path import is_plain, plain_temporary_folder
+from inference.process_memory import memory_variables
 
 SERVER_VARIABLE = "TRITON_SERVER"
 # Python-based backends of this project, each a folder that a backend directory can hold.
