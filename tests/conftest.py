@@ -10,8 +10,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Reference material (golden shards, recorded logits, data sets) kept next to the checkout.
-SHARED = Path(os.environ.get("SLIPWAY_SHARED", ROOT.parent / "shared"))
+# Reference material: recorded checkpoints, shards, logits and decoding vectors. A larger set, with
+# test sets of data, may lie in SLIPWAY_SHARED or next to the checkout.
+_LARGER = ROOT.parent / "shared"
+_KEPT = ROOT / "tests" / "reference"
+SHARED = Path(os.environ.get("SLIPWAY_SHARED", _LARGER if _LARGER.is_dir() else _KEPT))
+SAMPLE_MODEL = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
 
 
 # A shell ignores it for what it runs in the background, and every command would inherit that.
@@ -20,10 +24,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Return the folder of reference material, or skip where it is not at hand."""
-    if not SHARED.is_dir():
-        pytest.skip(f"reference material not found at {SHARED}; set SLIPWAY_SHARED to its folder")
+    """Return the folder of reference material."""
     return SHARED
+
+
+def material(*parts: str) -> Path:
+    """Return a file or folder of the reference material; skip where only the smaller set is."""
+    path = SHARED.joinpath(*parts)
+    if not path.exists():
+        pytest.skip(f"{path} is not among the material in tests/reference; see CONTRIBUTING.md")
+    return path
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from inference.backend.text_tensors import pad_rows, split_words, word_list_tensor
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
+from tests.conftest import material
 
 
 @pytest.fixture(scope="module")
-def gpt2(shared: Path) -> Tokenizer:
-    return load_tokenizer(shared / "data" / "gpt2_bpe", kind="bpe")
+def gpt2() -> Tokenizer:
+    return load_tokenizer(material("data", "gpt2_bpe"), kind="bpe")
 
 
 def _vectors(shared: Path, name: str) -> Any:
