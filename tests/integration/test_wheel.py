@@ -1,0 +1,87 @@
+"""The wheel alone is the project: installed, it works from any folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+SAMPLE = ["export=gpt3/sample", "evaluate.tasks=[lambada]", "deploy.http_port=0"]
+PORTS = ["deploy.grpc_port=0", "deploy.metrics_port=0"]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the programs of an environment with the wheel; what it requires is this one's."""
+    folder = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    build = ["wheel", "--no-deps", "--no-build-isolation", f"--wheel-dir={folder}", str(ROOT)]
+    subprocess.run([*pip, *build], check=True)
+    environment = folder / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (wheel,) = folder.glob("*.whl")
+    python = environment / "bin" / "python"
+    subprocess.run([*pip, f"--python={python}", "install", "--no-deps", wheel], check=True)
+    # Not its path files: one of them leads to this checkout.
+    (packages / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    return environment / "bin"
+
+
+def run(command: list[str | Path], folder: Path) -> str:
+    """Run a command in a folder, without a home; return its output."""
+    kept: Mapping[str, str] = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("HOME", "PYTHONPATH", "VIRTUAL_ENV")
+    }
+    done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    folder = tmp_path / "a folder of mine"
+    folder.mkdir()
+    return folder
+
+
+def test_the_wheel_is_one_folder_and_a_path_file(installed: Path) -> None:
+    (packages,) = installed.parent.glob("lib/python*/site-packages")
+    names = {each.name for each in packages.iterdir() if not each.name.endswith(".dist-info")}
+    assert names == {"slipway_serving", "slipway_serving.pth", "others.pth"}
+
+
+def test_the_installed_command_exports_into_the_folder_where_it_is_given(
+    installed: Path, elsewhere: Path
+) -> None:
+    shown = run([installed / "slipway-serving", "stages=[export]", *SAMPLE], elsewhere)
+    assert f"results: {elsewhere}/results/gpt_books_5m/" in shown
+    (config,) = elsewhere.glob("results/gpt_books_5m/*/model_repo/fastertransformer/config.pbtxt")
+    assert str(ROOT) not in config.read_text()
+    (log,) = elsewhere.glob("results/gpt_books_5m/*/launcher_cmd.log")
+    assert str(ROOT) not in log.read_text()
+    assert "usage: slipway-serving" in run([installed / "slipway-serving", "--help"], elsewhere)
+
+
+def test_modules_have_the_same_names_as_in_a_checkout(installed: Path, elsewhere: Path) -> None:
+    where = "import inference.client, export_scripts; print(export_scripts.__file__)"
+    shown = run([installed / "python", "-c", where], elsewhere)
+    assert Path(shown.strip()).is_relative_to(installed.parent)
+    for module in ("export_scripts.convert", "inference.client", "inference.parity"):
+        assert "usage:" in run([installed / "python", "-m", module, "--help"], elsewhere)
+
+
+@pytest.mark.triton
+def test_the_installed_command_serves_and_evaluates(installed: Path, elsewhere: Path) -> None:
+    shown = run([installed / "slipway-serving", *SAMPLE, *PORTS], elsewhere)
+    assert "lambada" in shown
+    assert list(elsewhere.glob("results/gpt_books_5m/*/results/evaluate/report.json"))
