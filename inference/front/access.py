@@ -1,0 +1,158 @@
+"""The limits of a gateway: size of a request, TLS, tokens, and shared memory of clients."""
+
+# ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
+
+from __future__ import annotations
+
+import argparse
+import ssl
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from export_scripts.values import option
+
+DEFAULT_MAX_REQUEST_MB = 128
+_MEBIBYTE = 1 << 20
+# tritonserver reads a body in pieces of some kilobytes and takes 16 bytes of stack for each.
+MOST_REQUEST_MB = 1024
+# 96 bits in hexadecimal digits are 24 characters, which cannot be guessed.
+_LEAST_TOKEN_CHARACTERS = 24
+
+
+@dataclass(frozen=True)
+class Access:
+    """Limits of a server's clients; keys of the section `deploy` of the configuration.
+
+    A request carries a token as `Authorization: Bearer <token>`.
+    """
+
+    max_request_mb: int = option(
+        "largest request, uncompressed, in MiB",
+        DEFAULT_MAX_REQUEST_MB,
+        within=(1, MOST_REQUEST_MB),
+    )
+    tls_cert: Path | None = option("certificate chain of the server, PEM", None, path=True)
+    tls_key: Path | None = option("its key, PEM, of mode 600", None, path=True)
+    token_file: Path | None = option(
+        "accepted tokens, one on each line, of mode 600; a request must carry one", None, path=True
+    )
+    client_shared_memory: bool = option("clients may register shared memory of their own", False)
+
+    @property
+    def max_request_bytes(self) -> int:
+        """The largest request in bytes."""
+        return self.max_request_mb * _MEBIBYTE
+
+    def problems(self, *, prefix: str = "deploy.", joiner: str = "_") -> list[str]:
+        """Return the problems of the settings, by key or option; files are read."""
+        size, cert, key, tokens = (
+            prefix + joiner.join(words)
+            for words in (("max", "request", "mb"), ("tls", "cert"), ("tls", "key"),
+                          ("token", "file"))
+        )  # fmt: skip
+        found = []
+        if not 1 <= self.max_request_mb <= MOST_REQUEST_MB:
+            found.append(f"{size}={self.max_request_mb} must be 1 to {MOST_REQUEST_MB}.")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            found.append(
+                f"{cert}={self.tls_cert or 'null'} and {key}={self.tls_key or 'null'}: TLS needs "
+                "both files; give both, or none."
+            )
+        found += [
+            f"{name}={path} {problem}"
+            for name, path in ((key, self.tls_key), (tokens, self.token_file))
+            if path is not None and (problem := secret_problem(path))
+        ]
+        if found:
+            return found
+        try:
+            self.ssl_context()
+        except OSError as error:
+            found.append(
+                f"{cert}={self.tls_cert} and {key}={self.tls_key} are not a certificate in PEM "
+                f"and its key: {error}"
+            )
+        try:
+            self.tokens()
+        except ValueError as error:
+            found.append(f"{tokens}={self.token_file} {error}")
+        return found
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """Return the context of a TLS server, None without TLS.
+
+        Raises:
+            OSError: a file is unreadable, or is not a certificate and its key.
+        """
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.load_cert_chain(self.tls_cert, self.tls_key)
+        return context
+
+    def tokens(self) -> tuple[str, ...] | None:
+        """Return the accepted tokens, None if none is required. Raises ValueError."""
+        return None if self.token_file is None else read_tokens(self.token_file)
+
+    def arguments(self) -> list[str]:
+        """Return the options of `python -m inference.front`: names of files, not secrets."""
+        files = {"tls-cert": self.tls_cert, "tls-key": self.tls_key, "token-file": self.token_file}
+        options = [f"--{name}={path.absolute()}" for name, path in files.items() if path]
+        if self.client_shared_memory:
+            options.append("--client-shared-memory")
+        return [f"--max-request-mb={self.max_request_mb}", *options]
+
+
+OPEN_ACCESS = Access()
+
+
+def access_of(values: Mapping[str, object]) -> Access:
+    """Return the access that a mapping with at least its fields describes."""
+    return Access(**{field.name: values[field.name] for field in fields(Access)})  # type: ignore[arg-type]
+
+
+def add_access_options(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each field of Access; `access_of` reads the parsed ones."""
+    kinds = {"max_request_mb": int, "client_shared_memory": None}
+    for each in fields(Access):
+        kind = kinds.get(each.name, Path)
+        how: dict[str, Any] = {"action": "store_true"} if kind is None else {"type": kind}
+        text = each.metadata["text"]
+        name = f"--{each.name.replace('_', '-')}"
+        parser.add_argument(name, default=each.default, help=f"{text} (%(default)s)", **how)
+
+
+def read_tokens(path: Path) -> tuple[str, ...]:
+    """Return the tokens in a file, one on each line.
+
+    Raises:
+        ValueError: the file is empty, or a token is too short or holds spaces.
+    """
+    tokens = tuple(line.strip() for line in path.read_text("ascii").splitlines() if line.strip())
+    if not tokens:
+        raise ValueError("holds no token; write one on each line.")
+    for number, token in enumerate(tokens, 1):
+        if len(token) < _LEAST_TOKEN_CHARACTERS or not token.isprintable() or " " in token:
+            raise ValueError(
+                f"has a token (number {number}) that is shorter than {_LEAST_TOKEN_CHARACTERS} "
+                "characters or holds spaces; `openssl rand -hex 32` makes a good one."
+            )
+    return tokens
+
+
+def secret_problem(path: Path) -> str | None:
+    """Return why a file cannot hold a secret: unreadable, or open to others."""
+    try:
+        with path.open("rb"):
+            mode = path.stat().st_mode
+    except OSError as error:
+        return f"cannot be read: {error.strerror}."
+    if not stat.S_ISREG(mode):
+        return "is not a file."
+    if mode & 0o077:
+        return f"can be read by others (mode {stat.S_IMODE(mode):o}); chmod 600 it."
+    return None

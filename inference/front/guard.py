@@ -1,0 +1,177 @@
+"""The guard of every protocol: it admits a client and its body before anything is parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import zlib
+from collections.abc import Collection, Mapping
+from http import HTTPStatus
+
+import aiohttp
+from aiohttp import web
+
+from inference.front.access import Access
+
+BODY_TIMEOUT_S = 120.0  # for a request's body to arrive
+# Decompressed, a body has at most so many bytes for each of its own, and the first.
+MOST_EXPANSION = 256
+_FREE_EXPANSION_BYTES = 1 << 20
+_WINDOW_BITS = {"gzip": 31, "deflate": 15}
+_NO_TOKEN = "this server requires `authorization: Bearer <token>`"
+
+
+class RequestRefusedError(Exception):
+    """A request that is not passed on, with the status for HTTP and the reason for the client."""
+
+    def __init__(self, status: HTTPStatus, reason: str) -> None:
+        super().__init__(status, reason)
+        self.status = status
+
+    def __str__(self) -> str:
+        return str(self.args[1])
+
+
+class Guard:
+    """The checks of one server's clients.
+
+    Args:
+        access: Their limits.
+        listens_at: Address that they reach.
+        origins: Web pages that may ask, as `Origin` names them; "*" stands for all.
+    """
+
+    def __init__(self, access: Access, *, listens_at: str, origins: Collection[str] = ()) -> None:
+        tokens = access.tokens()
+        self._tokens = None if tokens is None else [token.encode() for token in tokens]
+        self._listens_at = listens_at
+        self._origins = frozenset(origins)
+        self._limit = access.max_request_bytes
+
+    def token_owner(self, authorization: str | None) -> str | None:
+        """Return a name for the holder of a token, None if no token is required.
+
+        Raises:
+            RequestRefusedError: The value of the Authorization header is not an accepted token.
+        """
+        if self._tokens is None:
+            return None
+        scheme, _, given = (authorization or "").partition(" ")
+        token = given.strip().encode(errors="replace")
+        matches = [hmac.compare_digest(token, each) for each in self._tokens]
+        if scheme.lower() != "bearer" or not any(matches):
+            raise RequestRefusedError(HTTPStatus.UNAUTHORIZED, _NO_TOKEN)
+        return f"token {hashlib.sha256(token).hexdigest()}"
+
+    def check_page(self, headers: Mapping[str, str]) -> None:
+        """Refuse a request that a web page sends, unless its origin is one of those let in.
+
+        A page in a browser on this machine can send requests to loopback. They carry the page's
+        origin or, if its own name was made to resolve to loopback, that name as their host.
+        """
+        origin = headers.get("Origin")
+        if origin is not None or headers.get("Sec-Fetch-Site", "none") != "none":
+            if origin is not None and self.lets_in(origin):
+                return
+            reason = "requests from web pages are refused: this one names its origin"
+            raise RequestRefusedError(HTTPStatus.FORBIDDEN, reason)
+        host = headers.get("Host", "")
+        if _is_loopback(self._listens_at) and not _is_loopback(_host_name(host)):
+            reason = f"this server listens on loopback alone, and the request is for {host[:100]!r}"
+            raise RequestRefusedError(HTTPStatus.FORBIDDEN, reason)
+
+    def lets_in(self, origin: str) -> bool:
+        """Return whether web pages of an origin may ask."""
+        return "*" in self._origins or origin in self._origins
+
+    async def body(self, request: web.BaseRequest, *, limit: int | None = None) -> bytes:
+        """Return the body of a request, decompressed.
+
+        Args:
+            request: Of a server that does not decompress by itself.
+            limit: Most bytes; by default those of `Access`.
+
+        Raises:
+            RequestRefusedError: It is too large, too slow or not compressed as it says.
+        """
+        limit = min(limit or self._limit, self._limit)
+        coding = ", ".join(request.headers.getall("Content-Encoding", ())).strip().lower()
+        if coding not in ("", "identity", *_WINDOW_BITS):
+            reason = f"Content-Encoding: {coding[:40]} is not one of gzip, deflate"
+            raise RequestRefusedError(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, reason)
+        if (request.content_length or 0) > limit:
+            raise too_large(limit)
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            body = await asyncio.wait_for(_read(request, limit), BODY_TIMEOUT_S)
+        except asyncio.TimeoutError as error:
+            reason = f"the body has not arrived within {BODY_TIMEOUT_S:g} s"
+            raise RequestRefusedError(HTTPStatus.REQUEST_TIMEOUT, reason) from error
+        except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
+            raise RequestRefusedError(
+                HTTPStatus.BAD_REQUEST, "the body cannot be decoded"
+            ) from error
+        if coding in _WINDOW_BITS:
+            return await asyncio.to_thread(decompressed, body, coding, limit)
+        return body
+
+
+async def _read(request: web.BaseRequest, limit: int) -> bytes:
+    body = bytearray()
+    async for part in request.content.iter_any():
+        if len(body) + len(part) > limit:
+            raise too_large(limit)
+        body += part
+    return bytes(body)
+
+
+def too_large(limit: int) -> RequestRefusedError:
+    """Return the refusal of a request with more bytes than the limit."""
+    reason = f"the request is larger than {limit >> 20} MiB; send less, or raise max_request_mb"
+    return RequestRefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+
+
+def decompressed(body: bytes, coding: str, limit: int) -> bytes:
+    """Return a body without its compression.
+
+    Args:
+        body: As it was sent.
+        coding: gzip, or deflate with or without zlib's header.
+        limit: Most bytes of the result.
+
+    Raises:
+        RequestRefusedError: It is not so compressed, or expands too far.
+    """
+    most = min(limit, _FREE_EXPANSION_BYTES + MOST_EXPANSION * len(body))
+    for bits in (_WINDOW_BITS[coding], *((-15,) if coding == "deflate" else ())):
+        inflater = zlib.decompressobj(bits)
+        try:
+            data = inflater.decompress(body, most + 1)
+        except zlib.error:
+            continue
+        if len(data) > most:
+            break
+        if inflater.eof and not inflater.unused_data:
+            return data
+    else:
+        raise RequestRefusedError(HTTPStatus.BAD_REQUEST, "the body cannot be decoded")
+    if most == limit:
+        raise too_large(limit)
+    reason = (
+        f"the body expands to more than 1 MiB and {MOST_EXPANSION} times its size; send it plain"
+    )
+    raise RequestRefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, reason)
+
+
+def _host_name(host: str) -> str:
+    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"

@@ -1,0 +1,272 @@
+"""KServe over HTTP: check a request, pass it on to tritonserver, pass back the answer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from inference.front.declared_inputs import DeclaredInputs
+from inference.front.durations import with_engine_durations
+from inference.front.exchange import Exchangeable
+from inference.front.guard import Guard, RequestRefusedError
+from inference.front.rules import (
+    CLOSED,
+    READY_PATH,
+    UNREACHABLE,
+    Rules,
+    has_internal_names,
+    is_health,
+    shared_memory_problem,
+    without_internal_names,
+)
+from inference.front.sessions import ClientSessions, Namespace
+from inference.front.sockets import ServerSockets
+from inference.front.validation import (
+    MalformedError,
+    check_generate,
+    check_infer,
+    check_json,
+    length_of_json,
+    parse_json,
+)
+from inference.front.workers import Workers
+
+_MODELS_PATH = "/v2/models/"
+_METRICS_PATH = "/metrics"
+_INDEX_PATH = "/v2/repository/index"
+_JSON_LENGTH = "Inference-Header-Content-Length"
+# What the server looks at; a number that it cannot read in another header would end it.
+_PASSED_ON = frozenset(
+    {"accept", "content-type", "endpoint-load-metrics-format", _JSON_LENGTH.lower()}
+)
+_MOST_NAMES_BYTES = 4096  # of a request that names shared memory
+_ACCEPT_ENCODING = "Accept-Encoding"
+_CODING = r"\s*[\w*-]+\s*(?:;\s*q=[01](?:\.[0-9]{0,3})?\s*)?"
+_CODINGS = re.compile(rf"{_CODING}(?:,{_CODING})*")
+_ERROR = b'{"error":'
+_NOT_PASSED_BACK = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length"})
+
+
+class KServeHttp:
+    """Answers requests of HTTP from a server that listens on Unix sockets.
+
+    Args:
+        guard: Decides who may ask, and how much.
+        rules: The requests that pass.
+        sockets: Sockets of tritonserver.
+        workers: Processes that check large requests.
+        models: Inputs of the models, by name.
+        sessions: The namespaces of clients.
+        limit: Bytes of the largest request.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        rules: Rules,
+        *,
+        sockets: ServerSockets,
+        workers: Workers,
+        models: Mapping[str, DeclaredInputs],
+        sessions: ClientSessions,
+        limit: int,
+    ) -> None:
+        self._guard = guard
+        self._rules = rules
+        self._workers = workers
+        self._models = models
+        self._sessions = sessions
+        self._limit = limit
+        self._unready = sockets.unready
+        self._session = Exchangeable(_session(sockets.http))
+        self._metrics_session = Exchangeable(_session(sockets.metrics))
+
+    def exchange(self, sockets: ServerSockets) -> Callable[[], Awaitable[None]]:
+        """Pass requests on to another server; return a wait for the end of those under way."""
+        self._unready = sockets.unready
+        former = [
+            self._session.exchange(_session(sockets.http)),
+            self._metrics_session.exchange(_session(sockets.metrics)),
+        ]
+
+        async def ended() -> None:
+            for unused in former:
+                await (await unused()).close()
+
+        return ended
+
+    async def close(self) -> None:
+        """Close the connections to the server."""
+        for each in (self._session, self._metrics_session):
+            with each.use() as session:
+                await session.close()
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        try:
+            is_open = self._rules.passes_http(request.method, request.path)
+            owner = self._admitted(request, is_open=is_open)
+            if request.path == READY_PATH and self._unready.exists():
+                reason = "a model has not answered the server's owner"
+                raise RequestRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, reason)
+            if request.method == "GET":
+                return await _passed_on(self._session, request, None, {})
+            return await self._posted(request, owner)
+        except RequestRefusedError as error:
+            return _refusal(error)
+
+    async def answer_metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request for metrics."""
+        try:
+            is_open = request.method == "GET" and request.path == _METRICS_PATH
+            self._admitted(request, is_open=is_open)
+            answer = await _passed_on(self._metrics_session, request, None, {})
+            return _with_durations(answer)
+        except RequestRefusedError as error:
+            return _refusal(error)
+
+    def _admitted(self, request: web.BaseRequest, *, is_open: bool) -> str | None:
+        """Return the holder of a request's token; refuse it where its body does not matter."""
+        self._guard.check_page(request.headers)
+        owner = None
+        if not is_health(request.path):
+            owner = self._guard.token_owner(request.headers.get("Authorization"))
+        # The path must be relayed as it was checked: no character may have a second spelling.
+        if not is_open or request.raw_path.partition("?")[0] != request.path:
+            raise RequestRefusedError(HTTPStatus.FORBIDDEN, CLOSED)
+        return owner
+
+    async def _posted(self, request: web.BaseRequest, owner: str | None) -> web.StreamResponse:
+        headers = {
+            name: text for name, text in request.headers.items() if name.lower() in _PASSED_ON
+        }
+        body = await self._guard.body(request)
+        model = self._models.get(request.path.removeprefix(_MODELS_PATH).partition("/")[0])
+        if request.path.endswith("/infer"):
+            lengths = request.headers.getall(_JSON_LENGTH, [])
+            if len(lengths) > 1:
+                raise MalformedError(f"{_JSON_LENGTH} is given twice")
+            length = length_of_json(lengths[0] if lengths else None, len(body))
+            data, rest = body[:length], body[length:]
+            checked = await self._workers.check(
+                *(check_infer, data, len(body), self._limit, model),
+                *(self._namespace(request, owner),),
+                size_bytes=len(data),
+            )
+            if checked != data:  # it has a session
+                body = checked + rest
+                headers = {name: each for name, each in headers.items() if each not in lengths}
+                headers |= {_JSON_LENGTH: str(len(checked))} if lengths else {}
+        elif request.path.endswith(("/generate", "/generate_stream")):
+            await self._workers.check(check_generate, body, model, size_bytes=len(body))
+        elif request.path.endswith("/register"):
+            _check_own_memory(body)
+        elif body:
+            await self._workers.check(check_json, body, size_bytes=len(body))
+        return await _passed_on(self._session, request, body, headers)
+
+    def _namespace(self, request: web.BaseRequest, owner: str | None) -> Namespace:
+        ends = (request.get_extra_info(name) or ("", 0) for name in ("peername", "sockname"))
+        (address, port, *_), (_, own_port, *_) = ends
+        return self._sessions.namespace(owner, address, port, own_port)
+
+
+def _session(socket: Path) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(
+        connector=aiohttp.UnixConnector(str(socket), limit=0),
+        timeout=aiohttp.ClientTimeout(total=None),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+    )
+
+
+def _check_own_memory(body: bytes) -> None:
+    """Check a request to register shared memory.
+
+    Raises:
+        RequestRefusedError: It is not JSON, is too long, or the memory is not a client's own.
+    """
+    if len(body) > _MOST_NAMES_BYTES:
+        raise MalformedError(f"the request has {len(body)} bytes; {_MOST_NAMES_BYTES} at most")
+    if problem := shared_memory_problem(parse_json(body).get("key")):
+        raise RequestRefusedError(HTTPStatus.FORBIDDEN, problem)
+
+
+async def _passed_on(
+    sessions: Exchangeable[aiohttp.ClientSession],
+    request: web.BaseRequest,
+    body: bytes | None,
+    headers: dict[str, str],
+) -> web.StreamResponse:
+    if _CODINGS.fullmatch(codings := request.headers.get(_ACCEPT_ENCODING, "")):
+        headers = {**headers, _ACCEPT_ENCODING: codings}
+    url = URL(f"http://tritonserver{request.raw_path}", encoded=True)
+    try:
+        with sessions.use() as session:
+            async with session.request(
+                request.method, url, data=body, headers=headers, allow_redirects=False
+            ) as answer:
+                return await _passed_back(request, answer)
+    except aiohttp.ClientError:
+        raise RequestRefusedError(HTTPStatus.SERVICE_UNAVAILABLE, UNREACHABLE) from None
+
+
+async def _passed_back(
+    request: web.BaseRequest, answer: aiohttp.ClientResponse
+) -> web.StreamResponse:
+    headers = {
+        name: text for name, text in answer.headers.items() if name.lower() not in _NOT_PASSED_BACK
+    }
+    if answer.headers.get("Content-Type", "").startswith("text/event-stream"):
+        return await _streamed(request, answer, headers)
+    data, status = await answer.read(), answer.status
+    if request.path == _INDEX_PATH and status == HTTPStatus.OK:
+        data = _without_reasons(data)
+    elif status != HTTPStatus.OK or has_internal_names(data):
+        data = without_internal_names(data.decode(errors="replace")).encode()
+    if status == HTTPStatus.OK and data.startswith(_ERROR):  # of `generate` where a model streams
+        status = HTTPStatus.BAD_REQUEST
+    return web.Response(status=status, headers=headers, body=data)
+
+
+async def _streamed(
+    request: web.BaseRequest, answer: aiohttp.ClientResponse, headers: dict[str, str]
+) -> web.StreamResponse:
+    response = web.StreamResponse(status=answer.status, headers=headers)
+    response.enable_chunked_encoding()
+    await response.prepare(request)
+    try:
+        async for part in answer.content.iter_any():
+            await response.write(part)
+    except aiohttp.ClientPayloadError:  # the server has ended, and a stream has no second status
+        await response.write(b"data: " + json.dumps({"error": UNREACHABLE}).encode() + b"\n\n")
+    await response.write_eof()
+    return response
+
+
+def _without_reasons(index: bytes) -> bytes:
+    """Return the list of models without the server's reasons for failures."""
+    models = [{key: each[key] for key in each if key != "reason"} for each in json.loads(index)]
+    return json.dumps(models).encode()
+
+
+def _with_durations(answer: web.StreamResponse) -> web.StreamResponse:
+    if isinstance(answer, web.Response) and isinstance(answer.body, bytes):
+        answer.body = with_engine_durations(answer.body.decode(errors="replace")).encode()
+    return answer
+
+
+def _refusal(error: RequestRefusedError) -> web.Response:
+    response = web.json_response({"error": str(error)}, status=error.status)
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
+        response.force_close()  # what is left of the body is not read
+    return response

@@ -1,0 +1,200 @@
+"""Answers on their way to the client: text, its end, and log probabilities, as OpenAI has them."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from inference.front.openai.codec import Codec, TextStream
+from inference.front.openai.generation import Candidate, PlaceScore
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class ScoredToken:
+    """One token of a text: its piece of it, where that begins and ends, and its scores."""
+
+    index: int
+    piece: str
+    first: int
+    last: int
+    place: PlaceScore | None
+    names: tuple[tuple[str, float], ...]  # of the best tokens
+
+    @property
+    def log_prob(self) -> float | None:
+        """None for the first token of a text."""
+        return None if self.place is None else self.place.log_prob
+
+
+class Answer:
+    """One choice, which grows with each frame of the model.
+
+    Args:
+        codec: Decodes its tokens.
+        prompt: Tokens before it.
+        limit: Tokens after which it ends.
+        stops: Texts that end it.
+        end_ids: Tokens that end it.
+        best: Best tokens to report in each place; None to report none.
+
+    Attributes:
+        text: what may be sent; what could become one of the stops is held back.
+        tokens: number of generated tokens that count, the end token included.
+        finish_reason: None while it grows.
+        scored: its tokens with their scores.
+        cum_log_prob: of all of it.
+    """
+
+    def __init__(
+        self,
+        codec: Codec,
+        prompt: Sequence[int],
+        limit: int,
+        stops: Sequence[str] = (),
+        end_ids: frozenset[int] = frozenset(),
+        best: int | None = None,
+    ) -> None:
+        self._codec, self._prompt, self._limit, self._best = codec, prompt, limit, best
+        self._stops, self._end_ids = stops, end_ids
+        self._longest_stop = max(map(len, stops), default=0)
+        self._stream = TextStream(codec, prompt)
+        self._whole = ""  # with what is held back
+        self._ids: list[int] = []  # without the end token
+        self.text = ""
+        self.tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.scored: list[ScoredToken] = []
+        self.cum_log_prob = 0.0
+
+    def update(self, candidate: Candidate, *, final: bool) -> None:
+        """Take in what the model has generated so far, or, if `final`, in all."""
+        if self.finish_reason is not None:
+            return
+        new: list[int] = candidate.ids[self.tokens : self._limit].tolist()
+        end = next((number for number, each in enumerate(new) if each in self._end_ids), None)
+        is_ended = end is not None
+        shown = new[:end]
+        self._ids += shown
+        self.tokens += len(shown) + is_ended
+        self.cum_log_prob = candidate.cum_log_prob
+        more = not (final or is_ended or self.tokens == self._limit)
+        if self._best is not None:
+            self._score(candidate, new[: len(shown) + is_ended])
+        searched = max(len(self._whole) - self._longest_stop + 1, 0)
+        self._whole += self._stream.add(shown, more=more)
+        text = self._whole
+        found = ((at, len(s)) for s in self._stops if (at := text.find(s, searched)) >= 0)
+        stop, length = min(found, default=(None, 0))
+        if stop is not None:
+            self.text = text[:stop]
+            self.scored = [token for token in self.scored if token.first < stop]
+            self.tokens = self._tokens_of(stop + length)
+            self.finish_reason = "stop"
+        elif more:
+            self.text = text[: len(text) - _held_back(text, self._stops)]
+        else:
+            self.text = text
+            # The model ends short of the limit only at an end token or a stop word.
+            is_short = is_ended or self.tokens < self._limit
+            self.finish_reason = "stop" if is_short else "length"
+
+    def _score(self, candidate: Candidate, new: Sequence[int]) -> None:
+        assert self._best is not None
+        count = len(self.scored)
+        before = [*self._prompt[-8:], *(token.index for token in self.scored[-8:])]
+        at = self.scored[-1].last if self.scored else 0
+        for number, index in enumerate(new, count):
+            place = candidate.place(len(self._prompt) + number, best=self._best)
+            token = scored_token(self._codec, before, index, place, at, shown=self._end_ids)
+            self.scored.append(token)
+            before.append(index)
+            at = token.last
+
+    def _tokens_of(self, length: int) -> int:
+        """Return how many of the tokens make so many characters of the text."""
+
+        def reaches(count: int) -> bool:
+            return len(self._codec.text_after(self._prompt, self._ids[:count])) >= length
+
+        return bisect_left(range(len(self._ids)), True, key=reaches)
+
+
+def scored_token(
+    codec: Codec,
+    before: Sequence[int],
+    index: int,
+    place: PlaceScore | None,
+    at: int,
+    *,
+    shown: frozenset[int] = frozenset(),
+) -> ScoredToken:
+    """Return a token that begins at character `at`; those in `shown` add nothing to the text."""
+    piece = codec.piece(before, index)
+    pairs = () if place is None else place.top
+    names = tuple((codec.name(before, each), score) for each, score in pairs)
+    last = at if index in shown else at + len(piece)
+    return ScoredToken(index, piece, at, last, place, names)
+
+
+def score_prompt(codec: Codec, prompt: Sequence[int], candidate: Candidate, best: int) -> list[
+    ScoredToken
+]:  # fmt: skip
+    """Return the tokens of a prompt with their scores; the first has none."""
+    found: list[ScoredToken] = []
+    for number, index in enumerate(prompt):
+        place = candidate.place(number, best=best) if number else None
+        at = found[-1].last if found else 0
+        found.append(scored_token(codec, prompt[:number], index, place, at))
+    return found
+
+
+def completion_log_probs(tokens: Sequence[ScoredToken], *, offset: int = 0) -> dict[str, Any]:
+    """Return the `logprobs` of a completion; its text begins at character `offset`."""
+    return {
+        "tokens": [token.piece for token in tokens],
+        "token_logprobs": [token.log_prob for token in tokens],
+        "top_logprobs": [_by_name(token) for token in tokens],
+        "text_offset": [offset + token.first for token in tokens],
+    }
+
+
+def _by_name(token: ScoredToken) -> dict[str, float] | None:
+    """Return the best tokens by name, and the token itself; of equal names the likelier counts."""
+    if token.place is None:
+        return None
+    found: dict[str, float] = {}
+    for name, score in (*token.names, (token.piece, token.place.log_prob)):
+        found.setdefault(name, score)
+    return found
+
+
+def chat_log_probs(tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    """Return the `logprobs` of a chat's answer."""
+    content = [
+        {
+            **_chat_token(token.piece, token.log_prob),
+            "top_logprobs": [_chat_token(name, score) for name, score in token.names],
+        }
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_token(piece: str, score: float | None) -> dict[str, Any]:
+    return {"token": piece, "logprob": score, "bytes": list(piece.encode())}
+
+
+def _held_back(text: str, stops: Sequence[str]) -> int:
+    """Return how many characters at the end of a text may be the beginning of a stop."""
+    return max((_beginning(text, stop) for stop in stops), default=0)
+
+
+def _beginning(text: str, stop: str) -> int:
+    at = text.find(stop[0], max(len(text) - len(stop) + 1, 0))
+    while at >= 0 and not stop.startswith(text[at:]):
+        at = text.find(stop[0], at + 1)
+    return len(text) - at if at >= 0 else 0

@@ -1,0 +1,240 @@
+"""Runs one request: its prompts together, its answers whole or in chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from typing import Any
+
+from inference.front.openai.answers import (
+    Answer,
+    ScoredToken,
+    chat_log_probs,
+    completion_log_probs,
+    score_prompt,
+)
+from inference.front.openai.codec import Codec
+from inference.front.openai.generation import Candidate, GenerationJob, Generator
+from inference.front.openai.jobs import PreparedRequest, Prompt, generation_jobs
+
+_MOST_JOBS = 64  # of one request that run at a time
+
+
+class PromptRun:
+    """One prompt of a request: its answers, and how much of each was sent.
+
+    Attributes:
+        scored: tokens of the prompt, where log probabilities were asked for with it.
+    """
+
+    def __init__(self, number: int, prompt: Prompt, answers: Sequence[Answer]) -> None:
+        self.number = number
+        self.prompt = prompt
+        self.answers = answers
+        self.sent = [_Sent() for _ in answers]
+        self.scored: list[ScoredToken] = []
+
+    @property
+    def end(self) -> int:
+        """Length of the text of the prompt, in characters."""
+        return self.scored[-1].last if self.scored else len(self.prompt.text)
+
+
+class CompletionRun:
+    """A prepared request on its way through a model."""
+
+    def __init__(self, model: Generator, codec: Codec, request: PreparedRequest) -> None:
+        self._model, self._codec, self._request = model, codec, request
+        self._sampling = request.sampling
+        self._runs = [self._begun(number, each) for number, each in enumerate(request.prompts)]
+
+    def _begun(self, number: int, prompt: Prompt) -> PromptRun:
+        facts, sampling = self._model.facts, self._sampling
+        room = facts.context_len - (0 if facts.encoder_decoder else len(prompt.ids))
+        answers = [
+            Answer(
+                self._codec,
+                () if facts.encoder_decoder else prompt.ids,
+                room if sampling.limit is None else sampling.limit,
+                sampling.stop,
+                self._codec.end_ids | self._request.end_ids,
+                sampling.best,
+            )
+            for _ in range(sampling.candidates)
+        ]
+        return PromptRun(number, prompt, answers)
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens so far; candidates that are not returned count too."""
+        prompt = sum(len(run.prompt.ids) for run in self._runs)
+        answers = sum(answer.tokens for run in self._runs for answer in run.answers)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answers,
+            "total_tokens": prompt + answers,
+        }
+
+    async def whole(self) -> Iterator[dict[str, Any]]:
+        """Return the choices, once all of them are there."""
+        async with contextlib.aclosing(self._frames(streams=bool(self._sampling.stop))) as frames:
+            async for _ in frames:
+                pass
+        kept = ((run, answer) for run in self._runs for answer in self._best(run.answers))
+        return (self._choice(number, *each) for number, each in enumerate(kept))
+
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the choices of each chunk of a stream as they come, those of all prompts mixed."""
+        async with contextlib.aclosing(self._frames(streams=True)) as frames:
+            async for run, answers in frames:
+                for place in answers:
+                    if (chunk := self._chunk(run, place)) is not None:
+                        yield chunk
+
+    async def _frames(self, *, streams: bool) -> AsyncGenerator[tuple[PromptRun, range], None]:
+        """Run all jobs; yield after each frame of one which answers of which prompt it concerns."""
+        jobs = self._jobs()
+        if len(self._runs) == 1 and self._sampling.candidates <= self._model.facts.max_rows:
+            (only,) = jobs
+            async with contextlib.aclosing(self._ran(*only, streams=streams)) as frames:
+                async for frame in frames:
+                    yield frame
+            return
+        queue: asyncio.Queue[tuple[PromptRun, range] | None] = asyncio.Queue()
+
+        async def work() -> None:  # each takes the next job
+            for run, answers, job in jobs:
+                async with contextlib.aclosing(
+                    self._ran(run, answers, job, streams=streams)
+                ) as frames:
+                    async for frame in frames:
+                        queue.put_nowait(frame)
+
+        async def work_all() -> None:
+            try:
+                await _together([work() for _ in range(_MOST_JOBS)])
+            finally:
+                queue.put_nowait(None)
+
+        task = asyncio.ensure_future(work_all())
+        try:
+            while (each := await queue.get()) is not None:
+                yield each
+            await task
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await task
+
+    def _jobs(self) -> Iterator[tuple[PromptRun, range, GenerationJob]]:
+        for run in self._runs:
+            first = 0
+            for job in generation_jobs(self._model.facts, self._request, run.prompt.ids):
+                yield run, range(first, first + job.candidates), job
+                first += job.candidates
+
+    async def _ran(
+        self, run: PromptRun, answers: range, job: GenerationJob, *, streams: bool
+    ) -> AsyncGenerator[tuple[PromptRun, range], None]:
+        """Ask the model; yield after each frame of use and at the end; leave when all ended."""
+        last: Sequence[Candidate] | None = None
+        async with contextlib.aclosing(self._model.generate(job)) as frames:  # type: ignore[type-var]
+            async for last in frames:
+                if streams:
+                    self._take(run, answers, last, final=False)
+                    yield run, answers
+                    if all(run.answers[place].finish_reason for place in answers):
+                        return
+        assert last is not None, "a model that has answered has sent a frame"
+        self._take(run, answers, last, final=True)
+        yield run, answers
+
+    def _take(
+        self, run: PromptRun, answers: range, candidates: Sequence[Candidate], *, final: bool
+    ) -> None:
+        best = self._sampling.best
+        if self._request.echo and best is not None and not run.scored:
+            run.scored = score_prompt(self._codec, run.prompt.ids, candidates[0], best)
+        for place, candidate in zip(answers, candidates, strict=True):
+            run.answers[place].update(candidate, final=final)
+
+    def _best(self, answers: Sequence[Answer]) -> Sequence[Answer]:
+        """Return the likeliest answers of a prompt, by the mean over their tokens."""
+        count = self._sampling.choices
+        if len(answers) == count:
+            return answers
+        ranked = sorted(answers, key=lambda each: -each.cum_log_prob / max(each.tokens, 1))
+        return ranked[:count]
+
+    def _choice(self, number: int, run: PromptRun, answer: Answer) -> dict[str, Any]:
+        common = {"index": number, "finish_reason": answer.finish_reason}
+        if self._request.is_chat:
+            message = {"role": "assistant", "content": answer.text, "refusal": None}
+            return {**common, "message": message, "logprobs": self._log_probs(answer.scored)}
+        if not self._request.echo:
+            log_probs = self._log_probs(answer.scored, len(run.prompt.text))
+            return {**common, "text": answer.text, "logprobs": log_probs}
+        log_probs = self._log_probs([*run.scored, *_moved(answer.scored, run.end)])
+        return {**common, "text": run.prompt.text + answer.text, "logprobs": log_probs}
+
+    def _log_probs(self, tokens: Sequence[ScoredToken], offset: int = 0) -> dict[str, Any] | None:
+        if self._sampling.best is None:
+            return None
+        if self._request.is_chat:
+            return chat_log_probs(tokens)
+        return completion_log_probs(tokens, offset=offset)
+
+    def _chunk(self, run: PromptRun, place: int) -> dict[str, Any] | None:
+        """Return what a choice has that was not sent yet, None if there is nothing."""
+        answer, sent = run.answers[place], run.sent[place]
+        is_first = not sent.has_begun
+        if sent.is_ended or (is_first and not answer.tokens and answer.finish_reason is None):
+            return None
+        text = answer.text[sent.characters :]
+        ready = []
+        # A token goes with the text that it ends in; what is held back may never be sent.
+        for token in answer.scored[sent.tokens :]:
+            if token.last > len(answer.text) and answer.finish_reason is None:
+                break
+            ready.append(token)
+        if not (text or ready or is_first or answer.finish_reason):
+            return None
+        sent.characters += len(text)
+        sent.tokens += len(ready)
+        sent.has_begun, sent.is_ended = True, answer.finish_reason is not None
+        number = run.number * self._sampling.choices + place
+        common = {"index": number, "finish_reason": answer.finish_reason}
+        if self._request.is_chat:
+            delta = ({"role": "assistant"} if is_first else {}) | {"content": text}
+            return {**common, "delta": delta, "logprobs": self._log_probs(ready)}
+        if is_first and self._request.echo:
+            log_probs = self._log_probs([*run.scored, *_moved(ready, run.end)])
+            return {**common, "text": run.prompt.text + text, "logprobs": log_probs}
+        return {**common, "text": text, "logprobs": self._log_probs(ready, run.end)}
+
+
+class _Sent:
+    """The part of a choice that was sent."""
+
+    def __init__(self) -> None:
+        self.characters = self.tokens = 0
+        self.has_begun = self.is_ended = False
+
+
+def _moved(tokens: Sequence[ScoredToken], by: int) -> list[ScoredToken]:
+    return [
+        ScoredToken(each.index, each.piece, each.first + by, each.last + by, each.place, each.names)
+        for each in tokens
+    ]
+
+
+async def _together(jobs: Sequence[Any]) -> None:
+    """Await all of them; where one fails, give up the others."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

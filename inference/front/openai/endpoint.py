@@ -1,0 +1,312 @@
+"""OpenAI's protocol over HTTP: routes, and answers as JSON or server-sent events."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import grpc
+from aiohttp import web
+
+from inference.front.cancellation import Cancellations
+from inference.front.guard import Guard, RequestRefusedError
+from inference.front.openai.codec import CodecFiles
+from inference.front.openai.completion import CompletionRun
+from inference.front.openai.errors import ApiError, error_body
+from inference.front.openai.generation import Generator
+from inference.front.openai.prepare import (
+    Texts,
+    detokenize,
+    load_codec,
+    model_facts,
+    prepare_chat,
+    prepare_completion,
+    tokenize,
+)
+from inference.front.openai.served import (
+    PREPROCESSING,
+    is_ready,
+    served_models,
+    text_parameters,
+    until_ready,
+)
+from inference.front.validation import MOST_JSON_MB
+from inference.front.workers import Workers
+
+HEALTH_PATH = "/health"
+_MODELS_PATH = "/v1/models"
+_OWNER = "slipway"
+_RETRY_AFTER_S = "1"
+_PREFLIGHT = {"Access-Control-Allow-Methods": "GET, POST", "Access-Control-Max-Age": "600"}
+# Of these the body may not have been read.
+_UNREAD = (
+    HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.REQUEST_TIMEOUT,
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
+)  # fmt: skip
+
+logger = logging.getLogger(__name__)
+Answer = Awaitable[web.StreamResponse]
+
+
+class OpenAIEndpoint:
+    """Answers OpenAI's requests with the models of one server.
+
+    Args:
+        models: Models by the name that requests give.
+        texts: Where processes find the codec of their texts.
+        guard: Decides who may ask, and how much.
+        workers: Processes that read requests.
+        is_ready: Returns whether the server would answer a request now.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Generator],
+        texts: Texts,
+        guard: Guard,
+        workers: Workers,
+        *,
+        is_ready: Callable[[], Awaitable[bool]],
+    ) -> None:
+        self._models = dict(models)
+        self._facts = {name: model.facts for name, model in models.items()}
+        self._texts = texts
+        self._codec = texts.codec()
+        self._guard = guard
+        self._workers = workers
+        self._is_ready = is_ready
+        self._created = int(time.time())
+        self._routes: dict[tuple[str, str], Callable[[web.BaseRequest], Answer]] = {
+            ("GET", HEALTH_PATH): self._health,
+            ("GET", _MODELS_PATH): self._list,
+            ("POST", "/v1/completions"): self._completions,
+            ("POST", "/v1/chat/completions"): self._chat,
+            # As vLLM has them; lm-evaluation-harness then needs no tokenizer of its own.
+            ("GET", "/tokenizer_info"): self._tokenizer_info,
+            ("POST", "/tokenize"): self._tokenize,
+            ("POST", "/detokenize"): self._detokenize,
+        }
+
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request; errors have OpenAI's form.
+
+        Web pages of the origins that may ask get CORS's headers (fetch.spec.whatwg.org): on every
+        answer that is sent whole, and on a stream's head.
+        """
+        headers = self._page_headers(request)
+        if headers and request.method == "OPTIONS":  # a browser asks first, without the token
+            headers |= _PREFLIGHT | {
+                "Access-Control-Allow-Headers": request.headers.get(
+                    "Access-Control-Request-Headers", "authorization, content-type"
+                )
+            }
+            return web.Response(status=HTTPStatus.NO_CONTENT, headers=headers)
+        response = await self._answer(request)
+        if not response.prepared:
+            response.headers.update(headers)
+        return response
+
+    def _page_headers(self, request: web.BaseRequest) -> dict[str, str]:
+        origin = request.headers.get("Origin")
+        if origin is None or not self._guard.lets_in(origin):
+            return {}
+        return {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            self._guard.check_page(request.headers)
+            if request.path != HEALTH_PATH:
+                self._guard.token_owner(request.headers.get("Authorization"))
+            return await self._handler(request)(request)
+        except RequestRefusedError as error:
+            return _refusal(error)
+        except Exception:  # an error of this program, whose text is for the log alone
+            logger.exception("a request failed")
+            status = HTTPStatus.INTERNAL_SERVER_ERROR
+            return _refusal(ApiError("the endpoint failed; its log says why", status=status))
+
+    def _handler(self, request: web.BaseRequest) -> Callable[[web.BaseRequest], Answer]:
+        method, path = request.method, request.path
+        if found := self._routes.get((method, path)):
+            return found
+        if method == "GET" and path.startswith(f"{_MODELS_PATH}/"):
+            return self._model
+        is_known = any(path == each for _, each in self._routes)
+        status = HTTPStatus.METHOD_NOT_ALLOWED if is_known else HTTPStatus.NOT_FOUND
+        reason = f"{method[:20]} {path[:200]}: {status.phrase.lower()}"
+        raise ApiError(reason, status=status, code="unknown_url")
+
+    async def _health(self, request: web.BaseRequest) -> web.Response:
+        del request
+        if await self._is_ready():
+            return web.json_response({"status": "ok"})
+        status = HTTPStatus.SERVICE_UNAVAILABLE
+        return web.json_response({"status": "the server is not ready"}, status=status)
+
+    async def _list(self, request: web.BaseRequest) -> web.Response:
+        del request
+        data = [self._described(name) for name in self._models]
+        return web.json_response({"object": "list", "data": data})
+
+    async def _model(self, request: web.BaseRequest) -> web.Response:
+        name = request.path.removeprefix(f"{_MODELS_PATH}/")
+        model_facts(self._facts, name)
+        return web.json_response(self._described(name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        about = {"id": name, "object": "model", "created": self._created, "owned_by": _OWNER}
+        return about | {"max_model_len": self._facts[name].context_len}
+
+    async def _completions(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._generated(request, prepare_completion, "cmpl", ("text_completion",) * 2)
+
+    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
+        kinds = ("chat.completion", "chat.completion.chunk")
+        return await self._generated(request, prepare_chat, "chatcmpl", kinds)
+
+    async def _generated(
+        self,
+        request: web.BaseRequest,
+        prepare: Callable[..., Any],
+        prefix: str,
+        kinds: tuple[str, str],
+    ) -> web.StreamResponse:
+        prepared = await self._read(request, prepare, self._facts)
+        asked = prepared.sampling
+        run = CompletionRun(self._models[asked.model], self._codec, prepared)
+        about = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kinds[asked.stream],
+            "created": int(time.time()),
+            "model": asked.model,
+            "system_fingerprint": None,
+        }
+        if asked.stream:
+            usage = asked.stream_options.include_usage
+            headers = self._page_headers(request)
+            return await _streamed(request, run, about, headers, include_usage=usage)
+        choices = [json.dumps(each).encode() for each in await run.whole()]
+        rest = json.dumps({"usage": run.usage}).encode()
+        body = _opened(about) + b", ".join(choices) + b"], " + rest[1:]
+        return web.Response(body=body, content_type="application/json")
+
+    async def _read(self, request: web.BaseRequest, work: Callable[..., Any], *args: Any) -> Any:
+        data = await self._guard.body(request, limit=MOST_JSON_MB << 20)
+        return await self._workers.run(work, self._texts, *args, data, size_bytes=len(data))
+
+    async def _tokenizer_info(self, request: web.BaseRequest) -> web.Response:
+        del request
+        return web.json_response(self._codec.description())
+
+    async def _tokenize(self, request: web.BaseRequest) -> web.Response:
+        tokens = await self._read(request, tokenize)
+        return web.json_response({"tokens": tokens, "count": len(tokens)})
+
+    async def _detokenize(self, request: web.BaseRequest) -> web.Response:
+        return web.json_response({"prompt": await self._read(request, detokenize)})
+
+
+def _opened(about: Mapping[str, Any]) -> bytes:
+    """Return what every part of an answer carries, up to its choices."""
+    return json.dumps(about).encode()[:-1] + b', "choices": ['
+
+
+async def _streamed(
+    request: web.BaseRequest,
+    run: CompletionRun,
+    about: Mapping[str, Any],
+    headers: Mapping[str, str],
+    *,
+    include_usage: bool,
+) -> web.StreamResponse:
+    """Send the chunks; an error before the first is an answer of its own, later a last chunk."""
+    start = b"data: " + _opened(about)
+    end = b'], "usage": null}\n\n' if include_usage else b"]}\n\n"
+    response: web.StreamResponse | None = None
+    try:
+        async for chunk in run.chunks():
+            if response is None:
+                response = await _event_stream(request, headers)
+            await response.write(start + json.dumps(chunk, ensure_ascii=False).encode() + end)
+    except ApiError as error:
+        if response is None:
+            raise
+        await response.write(b"data: " + json.dumps(error_body(error)).encode() + b"\n\n")
+        await response.write_eof()
+        return response
+    assert response is not None, "every answer has a chunk"
+    if include_usage:
+        await response.write(start + b'], "usage": ' + json.dumps(run.usage).encode() + b"}\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+async def _event_stream(request: web.BaseRequest, headers: Mapping[str, str]) -> web.StreamResponse:
+    kind = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+    response = web.StreamResponse(headers=kind | dict(headers))
+    await response.prepare(request)
+    return response
+
+
+def _refusal(error: RequestRefusedError) -> web.Response:
+    response = web.json_response(error_body(error), status=error.status)
+    if error.status == HTTPStatus.UNAUTHORIZED:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+        response.headers["Retry-After"] = _RETRY_AFTER_S
+    if error.status in _UNREAD:
+        response.force_close()  # what is left of the body is not read
+    return response
+
+
+async def open_endpoint(
+    channel: grpc.aio.Channel,
+    guard: Guard,
+    workers: Workers,
+    cancellations: Cancellations,
+    *,
+    repository: Path | None,
+    tokenizer: Path | None,
+    unready: Path,
+) -> OpenAIEndpoint:
+    """Return the endpoint of a server once it is ready.
+
+    Raises:
+        ValueError: The server has no text model, or no tokenizer that can be read here.
+    """
+    await until_ready(channel)
+    models = await served_models(channel, repository, cancellations)
+    if not models:
+        raise ValueError("the repository has no model that completes token ids without sessions")
+    parameters = await text_parameters(channel)
+    if tokenizer is None and repository is not None:
+        tokenizer = repository / PREPROCESSING / "1" / parameters.get("tokenizer_path", ".")
+    if tokenizer is None or not tokenizer.is_dir():
+        raise ValueError(
+            "the repository has no folder with a tokenizer that could be read here; export it with "
+            "its text models (export.triton_deployment.ensemble=true), or name a folder with the "
+            "tokenizer's files: --openai-tokenizer, deploy.openai.tokenizer"
+        )
+    end_id = int(parameters["end_id"]) if "end_id" in parameters else None
+    appends = parameters.get("append_end_id", "0") == "1" and end_id is not None
+    texts = CodecFiles(
+        tokenizer,
+        kind=parameters.get("tokenizer_type") or None,
+        end_id=end_id,
+        suffix=(end_id,) if appends and end_id is not None else (),
+        changed_ns=max((path.stat().st_mtime_ns for path in tokenizer.iterdir()), default=0),
+    )
+    load_codec(texts)
+    await workers.start(partial(load_codec, texts))
+    named = {model.facts.name: model for model in models}
+    return OpenAIEndpoint(
+        named, texts, guard, workers, is_ready=partial(is_ready, channel, tuple(named), unready)
+    )

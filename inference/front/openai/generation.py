@@ -1,0 +1,105 @@
+"""Generation as the endpoint asks for it: a prompt, tensors of the serving contract, and frames.
+
+The endpoint knows a model by `Generator` alone; `served.py` asks Triton.
+"""
+
+# Shapes: n candidates, A answer, L prompt and answer, W best tokens of a place
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A served model.
+
+    Attributes:
+        inputs: names of the tensors it takes.
+        max_rows: most candidates of a request.
+        context_len: most tokens of prompt and answer together, as far as the files say.
+        encoder_decoder: the prompt is not part of what it returns.
+        streams: answers come token by token.
+    """
+
+    name: str
+    inputs: frozenset[str]
+    max_rows: int
+    context_len: int
+    encoder_decoder: bool = False
+    streams: bool = False
+
+
+@dataclass(frozen=True)
+class GenerationJob:
+    """One prompt and its candidates.
+
+    Attributes:
+        tensors: further inputs by their names in the contract, one value for each candidate,
+            (n, 1), or word lists, (n, 2, W).
+        scores: whether log probabilities are among the outputs that are wanted.
+        ranks: whether that of each whole answer is.
+    """
+
+    prompt: Sequence[int]
+    output_len: int
+    candidates: int
+    tensors: Mapping[str, Array] = field(default_factory=dict)
+    scores: bool = False
+    ranks: bool = False
+
+
+@dataclass(frozen=True)
+class PlaceScore:
+    """The log probability of the token in one place, and the best tokens there."""
+
+    log_prob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One candidate, as far as it has grown.
+
+    Attributes:
+        ids: generated tokens, an end token included, (A,).
+        own, top_ids, top: scores by place of prompt and answer, (L,), (L, W) and (L, W).
+        cum_log_prob: of the whole answer, where it was asked for.
+    """
+
+    ids: Array
+    own: Array | None = None
+    top_ids: Array | None = None
+    top: Array | None = None
+    cum_log_prob: float = 0.0
+
+    def place(self, index: int, *, best: int) -> PlaceScore | None:
+        """Return the scores of a place, with so many of the best tokens."""
+        if self.own is None or self.top_ids is None or self.top is None:
+            return None
+        pairs = zip(self.top_ids[index, :best].tolist(), self.top[index, :best].tolist(),
+                    strict=True)  # fmt: skip
+        return PlaceScore(float(self.own[index]), tuple(pairs))
+
+
+class Generator(Protocol):
+    """A model that completes prompts."""
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model's name, inputs and limits."""
+        ...
+
+    def generate(self, job: GenerationJob) -> AsyncIterator[Sequence[Candidate]]:
+        """Yield the candidates as they grow; the last time, whole. Closing it cancels the job.
+
+        Raises:
+            ApiError: the model refuses the request, or cannot answer.
+        """
+        ...

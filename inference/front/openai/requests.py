@@ -1,0 +1,380 @@
+"""The records of requests: their fields, types and ranges, checked by pydantic.
+
+A field that is null is as good as absent. Every wrong field is reported in one error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+)
+
+from inference.front.openai.errors import ApiError
+
+# OpenAI's own limits.
+MOST_PROMPTS = 2048
+MOST_CHOICES = 128
+MOST_STOPS = 4
+MOST_LOG_PROBS = 20
+# Each costs a comparison or a place in each step; OpenAI's own limits are lower, or not known.
+MOST_STOP_CHARACTERS = 256
+MOST_BIASES = 1024
+MOST_TEXT_BYTES = 1 << 20  # of one prompt, as of the text models
+MOST_TOKENS = 1 << 18  # to decode
+# Products of what one request asks for.
+MOST_SEQUENCES = 2048
+MOST_SCORES = 1 << 19
+_INT32, _INT64 = (1 << 31) - 1, (1 << 63) - 1
+_TEXT_ONLY = "is not supported: this server answers with text"
+BAN = -100.0  # a token with this bias is never chosen
+# These concern the account and the service, not the answer.
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("parallel_tool_calls", "verbosity", "reasoning_effort", "prompt_cache_retention"),
+    }
+)
+_OWN_MESSAGE = ("value_error", "missing", "extra_forbidden")
+_T = TypeVar("_T", bound="_Record")
+
+
+def _whole(default: int | None, least: int, most: int) -> Any:
+    words = f"a whole number from {least} to {most}"
+    return Field(default, ge=least, le=most, description=words)
+
+
+def _number(default: float, least: float, most: float) -> Any:
+    words = f"a number from {least:g} to {most:g}"
+    return Field(default, ge=least, le=most, description=words)
+
+
+def _flag(*, default: bool = False) -> Any:
+    return Field(default, description="true or false")
+
+
+def _only_none(value: float) -> float:
+    if value:
+        raise ValueError(
+            "must be 0: no penalty grows with the count of a token here; use presence_penalty"
+        )
+    return value
+
+
+def _stops(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
+        raise ValueError("must be a string or a list of strings")
+    if len(stops) > MOST_STOPS or any(len(each) > MOST_STOP_CHARACTERS for each in stops):
+        raise ValueError(
+            f"must be at most {MOST_STOPS} strings of {MOST_STOP_CHARACTERS} characters each"
+        )
+    return tuple(each for each in stops if each)
+
+
+def _biases(value: Any) -> Any:
+    if not isinstance(value, dict) or len(value) > MOST_BIASES:
+        raise ValueError(f"must be an object with at most {MOST_BIASES} token ids")
+    for token, bias in value.items():
+        is_id = token.isascii() and token.isdigit()
+        if not is_id or not 0 < int(token[:11]) <= _INT32:
+            raise ValueError(f"{token[:20]!r} is not a token id from 1 on")
+        if type(bias) not in (int, float) or bias not in (BAN, 0):
+            raise ValueError(
+                f"{token}: {str(bias)[:20]} is not supported; {BAN:g} bans a token, and other "
+                "biases would have no exact equal here"
+            )
+    return {int(token): float(bias) for token, bias in value.items()}
+
+
+def _prompts(value: Any) -> Any:
+    if isinstance(value, str) or (isinstance(value, list) and value and _are_ids(value)):
+        value = [value]
+    if isinstance(value, list) and 1 <= len(value) <= MOST_PROMPTS:
+        if all(isinstance(each, str) for each in value):
+            for each in value:
+                _check_length(each)
+            return tuple(value)
+        if all(isinstance(each, list) and each and _are_ids(each) for each in value):
+            return tuple(map(tuple, value))
+    raise ValueError(
+        "must be a string, a list of strings, token ids, or a list of lists of these, 1 to "
+        f"{MOST_PROMPTS} of them"
+    )
+
+
+def _are_ids(values: list[Any]) -> bool:
+    return all(type(each) is int and 0 <= each <= _INT32 for each in values)
+
+
+def _check_length(text: str) -> str:
+    if len(text.encode()) > MOST_TEXT_BYTES:
+        raise ValueError(f"a text may have {MOST_TEXT_BYTES >> 20} MiB")
+    return text
+
+
+def _messages(value: Any) -> Any:
+    if not isinstance(value, list) or not value:
+        raise ValueError("must be a list of at least one message")
+    return tuple(_message(number, each) for number, each in enumerate(value))
+
+
+def _message(number: int, value: Any) -> Mapping[str, str]:
+    """Return a message with its parts joined."""
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        raise ValueError(f"message {number} must be an object with a role")
+    if value.get("tool_calls") or value.get("function_call"):
+        raise ValueError(f"message {number}: tool calls are not supported")
+    content = value.get("content")
+    if isinstance(content, list):
+        is_text = [isinstance(part, dict) and part.get("type") == "text" for part in content]
+        texts = [part.get("text") for part in content] if all(is_text) else [None]
+        is_whole = all(isinstance(each, str) for each in texts)
+        content = "".join(map(str, texts)) if is_whole else None
+    if not isinstance(content, str):
+        raise ValueError(f"message {number}: content must be text; this server takes nothing else")
+    named = {"name": value["name"]} if isinstance(value.get("name"), str) else {}
+    return {"role": value["role"], "content": _check_length(content), **named}
+
+
+# Fields that ask for what this server does not do: the values that they may have, and the reason.
+_NOT_SUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    **dict.fromkeys(("tools", "functions", "audio", "prediction", "web_search_options"),
+                    ((), _TEXT_ONLY)),
+    **dict.fromkeys(("tool_choice", "function_call"), (("none", "auto"), _TEXT_ONLY)),
+    "modalities": ((["text"],), 'must be ["text"]'),
+    "response_format": (({"type": "text"},), 'must be {"type": "text"}'),
+    **dict.fromkeys(("chat_template_kwargs", "add_generation_prompt"), ((), "is not supported")),
+    "suffix": ((), "is not supported: the model continues a text at its end"),
+    "ignore_eos": ((), "is not supported; use min_tokens"),
+}  # fmt: skip
+
+
+def _check_supported(value: Any, info: ValidationInfo) -> Any:
+    allowed, reason = _NOT_SUPPORTED[str(info.field_name)]
+    if value and value not in allowed:
+        raise ValueError(reason)
+    return value
+
+
+_Unsupported = Annotated[Any, AfterValidator(_check_supported)]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    def problems(self) -> dict[str, str]:
+        """Return the fields that do not go together, and why."""
+        return {}
+
+
+class StreamOptions(_Record):
+    """Options of a stream."""
+
+    include_usage: bool = _flag()
+    include_obfuscation: bool = _flag()
+
+
+class Sampling(_Record):
+    """Options of the choice of answers, which both kinds of requests have."""
+
+    n: int = _whole(1, 1, MOST_CHOICES)
+    temperature: float = _number(1.0, 0.0, 2.0)
+    top_p: float = _number(1.0, 0.0, 1.0)
+    seed: int | None = _whole(None, -_INT64 - 1, _INT64)
+    presence_penalty: float = _number(0.0, -2.0, 2.0)
+    frequency_penalty: Annotated[
+        float, AfterValidator(lambda value: _only_none(value))
+    ] = _number(0.0, -2.0, 2.0)  # fmt: skip
+    logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = {}
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    max_tokens: int | None = _whole(None, 0, _INT32)
+    stream: bool = _flag()
+    stream_options: StreamOptions = Field(StreamOptions(), description="an object")
+    model: str = Field("", description="a string")
+    # Not OpenAI's; spelled as in other servers.
+    top_k: int = _whole(0, -1, _INT32)
+    repetition_penalty: float = _number(1.0, 1e-3, 1e3)
+    min_tokens: int = _whole(0, 0, _INT32)
+    ignore_eos: _Unsupported = None
+
+    @property
+    def choices(self) -> int:
+        """Answers to return for each prompt."""
+        return self.n
+
+    @property
+    def candidates(self) -> int:
+        """Answers to generate, of which the likeliest are returned."""
+        return self.n
+
+    @property
+    def best(self) -> int | None:
+        """Best tokens to report in each place; None to report nothing."""
+        raise NotImplementedError
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens of an answer, None for all that the model has room for."""
+        return self.max_tokens
+
+    @property
+    def banned(self) -> list[int]:
+        """Tokens that no answer has."""
+        return [token for token, bias in self.logit_bias.items() if bias == BAN]
+
+    def problems(self) -> dict[str, str]:
+        """See `_Record`."""
+        found = super().problems()
+        if self.stream_options != StreamOptions() and not self.stream:
+            found["stream_options"] = "needs stream=true"
+        if self.presence_penalty and self.repetition_penalty != 1:
+            found["repetition_penalty"] = "must be 1 next to a presence_penalty"
+        return found
+
+
+class CompletionRequest(Sampling):
+    """A request of /v1/completions; each prompt is a text or token ids."""
+
+    prompt: Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_prompts)]
+    best_of: int | None = _whole(None, 1, MOST_CHOICES)
+    echo: bool = _flag()
+    logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
+    suffix: _Unsupported = None
+
+    @property
+    def candidates(self) -> int:
+        """See `Sampling`."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def best(self) -> int | None:
+        """See `Sampling`."""
+        return self.logprobs
+
+    @property
+    def limit(self) -> int | None:
+        """See `Sampling`."""
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    def problems(self) -> dict[str, str]:
+        """See `_Record`."""
+        found = super().problems()
+        if self.candidates < self.n:
+            found["best_of"] = f"must be at least n, which is {self.n}"
+        elif self.stream and self.candidates > self.n:
+            found["best_of"] = "must equal n where the answer is streamed"
+        if self.limit == 0 and not self.echo:
+            found["max_tokens"] = "must be at least 1; 0 needs echo=true"
+        if len(self.prompt) * self.candidates > MOST_SEQUENCES:
+            found["n"] = (
+                f"{len(self.prompt)} prompts with {self.candidates} answers each are more than "
+                f"the {MOST_SEQUENCES} sequences of a request; send fewer"
+            )
+        return found
+
+
+class ChatRequest(Sampling):
+    """A request of /v1/chat/completions; messages as the chat template takes them."""
+
+    messages: Annotated[tuple[Mapping[str, str], ...], BeforeValidator(_messages)]
+    max_completion_tokens: int | None = _whole(None, 0, _INT32)
+    logprobs: bool = _flag()
+    top_logprobs: int | None = _whole(None, 0, MOST_LOG_PROBS)
+    tools: _Unsupported = None
+    functions: _Unsupported = None
+    audio: _Unsupported = None
+    prediction: _Unsupported = None
+    web_search_options: _Unsupported = None
+    tool_choice: _Unsupported = None
+    function_call: _Unsupported = None
+    modalities: _Unsupported = None
+    response_format: _Unsupported = None
+    chat_template_kwargs: _Unsupported = None
+    add_generation_prompt: _Unsupported = None
+
+    @property
+    def best(self) -> int | None:
+        """See `Sampling`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def limit(self) -> int | None:
+        """See `Sampling`."""
+        given = self.max_completion_tokens
+        return self.max_tokens if given is None else given
+
+    def problems(self) -> dict[str, str]:
+        """See `_Record`."""
+        found = super().problems()
+        if self.top_logprobs is not None and not self.logprobs:
+            found["top_logprobs"] = "needs logprobs=true"
+        if self.limit == 0:
+            name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+            found[name] = "must be at least 1"
+        return found
+
+
+class TokenizeRequest(_Record):
+    """A request of /tokenize."""
+
+    prompt: Annotated[str, AfterValidator(_check_length)] = Field(description="a string")
+    model: str = Field("", description="a string")
+    add_special_tokens: bool = _flag(default=True)
+
+
+def _tokens(value: Any) -> Any:
+    if not isinstance(value, list) or len(value) > MOST_TOKENS or not _are_ids(value):
+        raise ValueError(f"must be at most {MOST_TOKENS} token ids")
+    return tuple(value)
+
+
+class DetokenizeRequest(_Record):
+    """A request of /detokenize."""
+
+    tokens: Annotated[tuple[int, ...], BeforeValidator(_tokens)]
+    model: str = Field("", description="a string")
+
+
+def read_request(kind: type[_T], body: Mapping[str, Any]) -> _T:
+    """Return the request that a JSON object states. Raises ApiError with every problem."""
+    values = {
+        name: value
+        for name, value in body.items()
+        if value is not None and name not in _WITHOUT_EFFECT
+    }
+    try:
+        request = kind.model_validate(values)
+        problems = request.problems()
+        code = "invalid_value"
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)
+        found.sort(key=lambda each: each["type"] != "extra_forbidden")  # they come last
+        problems = {}
+        for each in found:
+            problems.setdefault(str(each["loc"][0])[:100], _words(kind, each))
+        is_unknown = found[0]["type"] == "extra_forbidden" and len(found[0]["loc"]) == 1
+        code = "unknown_parameter" if is_unknown else "invalid_value"
+    if problems:
+        text = "; ".join(f"{name}: {words}" for name, words in problems.items())
+        raise ApiError(text, param=next(iter(problems)), code=code)
+    return request
+
+
+def _words(kind: type[_Record], error: Any) -> str:
+    name, *inner = error["loc"]
+    if error["type"] == "missing":
+        return "is missing"
+    if error["type"] == "extra_forbidden":
+        return f"has no field {str(inner[0])[:100]}" if inner else "is not a field of this request"
+    if error["type"] == "value_error":
+        return str(error["msg"]).removeprefix("Value error, ")
+    return f"must be {kind.model_fields[str(name)].description}"

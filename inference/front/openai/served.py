@@ -1,0 +1,236 @@
+"""Models that Triton serves, reached over gRPC."""
+
+# Shapes: n candidates, S prompt, L prompt and answer, W best tokens of a place
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2 as schema
+from tritonclient.utils import np_to_triton_dtype, triton_to_np_dtype
+
+from export_scripts.ft.config_ini import read_config
+from inference.front.cancellation import Cancellations
+from inference.front.openai.errors import ApiError
+from inference.front.openai.generation import Array, Candidate, GenerationJob, ModelFacts
+from inference.front.rules import INFER_CALL, SERVICE, STREAM_CALL, without_internal_names
+
+PREPROCESSING = "preprocessing"
+_READY_TIMEOUT_S = 2.0
+_POLL_S = 0.2
+_DEFAULT_CONTEXT = 4096  # of the engine, where neither model nor parameters say
+# Refusals of a request by the server; of others the cause is the server itself.
+_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: HTTPStatus.BAD_REQUEST,
+    grpc.StatusCode.NOT_FOUND: HTTPStatus.NOT_FOUND,
+    grpc.StatusCode.UNAVAILABLE: HTTPStatus.SERVICE_UNAVAILABLE,
+}
+_REQUIRED = {"request_output_len": "input_lengths", "max_output_len": "sequence_length"}
+_SCORES = ("token_log_probs", "top_token_ids", "top_token_log_probs")
+# What begins an error on a stream, which carries no status; without it the request is wrong.
+_STREAM_STATUS = {
+    "UNAVAILABLE": HTTPStatus.SERVICE_UNAVAILABLE,
+    "CANCELLED": HTTPStatus.INTERNAL_SERVER_ERROR,
+    "INTERNAL": HTTPStatus.INTERNAL_SERVER_ERROR,
+}
+
+
+class TritonModel:
+    """One model of a Triton server, as a `Generator`."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, facts: ModelFacts, cancellations: Cancellations
+    ) -> None:
+        self.facts = facts
+        self._infer = channel.unary_unary(INFER_CALL)
+        self._stream = channel.stream_stream(STREAM_CALL)
+        self._cancellations = cancellations
+
+    async def generate(self, job: GenerationJob) -> AsyncIterator[Sequence[Candidate]]:
+        """Yield the candidates as they grow, see `Generator`."""
+        request = self._request(job).SerializeToString()
+        try:
+            if not self.facts.streams:
+                answer = schema.ModelInferResponse.FromString(await self._infer(request))
+                yield self._candidates(job, answer)
+                return
+            call = self._stream()
+            try:
+                await call.write(request)
+                await call.done_writing()
+                async for reply in call:
+                    answer = schema.ModelStreamInferResponse.FromString(reply)
+                    if answer.error_message:
+                        raise stream_error(answer.error_message)
+                    yield self._candidates(job, answer.infer_response)
+            finally:
+                if not call.done():  # the client has left, or has what it wanted
+                    self._cancellations.add(call)
+        except grpc.aio.AioRpcError as error:
+            raise api_error(error) from error
+
+    def _request(self, job: GenerationJob) -> Any:
+        rows = job.candidates
+        output_name = "max_output_len" if self.facts.encoder_decoder else "request_output_len"
+        tensors = {
+            "input_ids": np.tile(np.array(job.prompt, np.uint32), (rows, 1)),  # (n, S)
+            _REQUIRED[output_name]: np.full((rows, 1), len(job.prompt), np.uint32),
+            output_name: np.full((rows, 1), job.output_len, np.uint32),
+            **job.tensors,
+        }
+        wanted = ["output_ids", "sequence_length", *(_SCORES if job.scores else ())]
+        wanted += ["cum_log_probs"] if job.ranks else []
+        return infer_request(self.facts.name, tensors, wanted)
+
+    def _candidates(self, job: GenerationJob, answer: Any) -> list[Candidate]:
+        outputs = output_arrays(answer)
+        ids, lengths = outputs["output_ids"], outputs["sequence_length"]  # (n, 1, L), (n, 1)
+        first = 0 if self.facts.encoder_decoder else len(job.prompt)
+        scores = [outputs[name] for name in _SCORES] if job.scores else []
+        found = []
+        for row in range(job.candidates):
+            own, top_ids, top = (each[row, 0] for each in scores) if scores else (None,) * 3
+            total = float(outputs["cum_log_probs"][row, 0]) if job.ranks else 0.0
+            tokens = ids[row, 0, first : int(lengths[row, 0])]
+            found.append(Candidate(tokens, own, top_ids, top, total))
+        return found
+
+
+def infer_request(model: str, tensors: Mapping[str, Array], wanted: Sequence[str]) -> Any:
+    """Return a ModelInferRequest with some tensors, which asks for some outputs."""
+    request = schema.ModelInferRequest(model_name=model)
+    for name, value in tensors.items():
+        datatype = np_to_triton_dtype(value.dtype)
+        request.inputs.add(name=name, datatype=datatype, shape=value.shape)
+        request.raw_input_contents.append(value.tobytes())
+    for name in wanted:
+        request.outputs.add(name=name)
+    return request
+
+
+def output_arrays(answer: Any) -> dict[str, Array]:
+    """Return the outputs of a ModelInferResponse, which are not texts, by name."""
+    pairs = zip(answer.outputs, answer.raw_output_contents, strict=True)
+    return {
+        output.name: np.frombuffer(raw, triton_to_np_dtype(output.datatype)).reshape(output.shape)
+        for output, raw in pairs
+    }
+
+
+async def _ask(channel: grpc.aio.Channel, call: str, timeout_s: float, **fields: Any) -> Any:
+    request = getattr(schema, f"{call}Request")(**fields).SerializeToString()
+    reply = await channel.unary_unary(SERVICE + call)(request, timeout=timeout_s)
+    return getattr(schema, f"{call}Response").FromString(reply)
+
+
+async def until_ready(channel: grpc.aio.Channel) -> None:
+    """Return once a server is ready."""
+    while True:
+        try:
+            if (await _ask(channel, "ServerReady", _READY_TIMEOUT_S)).ready:
+                return
+        except grpc.aio.AioRpcError:
+            pass  # not listening yet
+        await asyncio.sleep(_POLL_S)
+
+
+async def is_ready(channel: grpc.aio.Channel, models: Sequence[str], unready: Path) -> bool:
+    """Return whether a server would answer requests to some models now.
+
+    Args:
+        channel: To the server.
+        models: Their names.
+        unready: File that exists while a model does not answer canaries.
+    """
+    if unready.exists():
+        return False
+    asked = [_ask(channel, "ModelReady", _READY_TIMEOUT_S, name=name) for name in models]
+    try:
+        answers = await asyncio.gather(_ask(channel, "ServerReady", _READY_TIMEOUT_S), *asked)
+    except grpc.aio.AioRpcError:
+        return False
+    return all(each.ready for each in answers)
+
+
+async def served_models(
+    channel: grpc.aio.Channel, repository: Path | None, cancellations: Cancellations
+) -> list[TritonModel]:
+    """Return the models that complete token ids without sessions, by name.
+
+    Args:
+        channel: To a server that is ready.
+        repository: Folder of its models; None if they are not in a folder.
+        cancellations: Ends the streams that clients leave.
+    """
+    index = await _ask(channel, "RepositoryIndex", _READY_TIMEOUT_S)
+    found = []
+    for name in sorted({model.name for model in index.models}):
+        config = await model_config(channel, name)
+        inputs = frozenset(tensor.name for tensor in config.input)
+        lengths = {"request_output_len", "max_output_len"} & inputs
+        if "input_ids" not in inputs or not lengths or config.HasField("sequence_batching"):
+            continue
+        facts = ModelFacts(
+            name=name,
+            inputs=inputs,
+            max_rows=max(config.max_batch_size, 1),
+            context_len=_context_len(config, repository),
+            encoder_decoder="max_output_len" in inputs,
+            streams=config.model_transaction_policy.decoupled,
+        )
+        found.append(TritonModel(channel, facts, cancellations))
+    return found
+
+
+async def model_config(channel: grpc.aio.Channel, name: str) -> Any:
+    """Return the configuration of a model."""
+    return (await _ask(channel, "ModelConfig", _READY_TIMEOUT_S, name=name)).config
+
+
+async def text_parameters(channel: grpc.aio.Channel) -> Mapping[str, str]:
+    """Return the parameters of the model that encodes texts, none if there is no such model."""
+    try:
+        config = await model_config(channel, PREPROCESSING)
+    except grpc.aio.AioRpcError:
+        return {}
+    return {key: value.string_value for key, value in config.parameters.items()}
+
+
+def _context_len(config: Any, repository: Path | None) -> int:
+    """Return the most tokens of a sequence, from the model's parameters and its config.ini."""
+    parameters = {key: value.string_value for key, value in config.parameters.items()}
+    limit = int(parameters.get("max_seq_len", _DEFAULT_CONTEXT))
+    folder = parameters.get("model_checkpoint_path")
+    if folder is None and repository is not None:
+        folder = str(repository / config.name / "1" / f"{parameters['tensor_para_size']}-gpu")
+    if folder is None or not (Path(folder) / "config.ini").is_file():
+        return limit
+    family, model = read_config(Path(folder))
+    positions = getattr(family.architecture(model), "max_pos_seq_len", None)
+    if getattr(model, "is_absolute", False):  # a T5's table
+        positions = getattr(model, "positions", None)
+    return min(limit, positions) if positions else limit
+
+
+def stream_error(text: str) -> ApiError:
+    """Return the error for a client where a stream ends with one."""
+    kind, _, rest = text.partition(": ")
+    if kind in _STREAM_STATUS:
+        return _error(rest, _STREAM_STATUS[kind])
+    return _error(text, HTTPStatus.BAD_REQUEST)
+
+
+def api_error(error: grpc.aio.AioRpcError) -> ApiError:
+    """Return the error for a client where the server answers with one."""
+    status = _STATUS.get(error.code(), HTTPStatus.INTERNAL_SERVER_ERROR)
+    return _error(error.details() or "", status)
+
+
+def _error(text: str, status: HTTPStatus) -> ApiError:
+    return ApiError(without_internal_names(text) or "the model does not answer", status=status)

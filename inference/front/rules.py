@@ -1,0 +1,98 @@
+"""The requests that clients may send to tritonserver, and the errors that they may see."""
+
+from __future__ import annotations
+
+import re
+
+# Prefix of shared memory that clients may register: never the server's own.
+SHARED_MEMORY_PREFIX = "/slipway-client-"
+
+_MODEL = r"/v2/models/[^/?#%\s]+(?:/versions/[0-9]+)?"
+_PATHS = {
+    "GET": (
+        r"/v2",
+        r"/v2/health/(?:live|ready)",
+        r"/v2/models/stats",
+        rf"{_MODEL}(?:/(?:ready|config|stats))?",
+    ),
+    "POST": (rf"{_MODEL}/(?:infer|generate|generate_stream)", r"/v2/repository/index"),
+}
+_SHARED_MEMORY_PATHS = {
+    "GET": (r"/v2/systemsharedmemory(?:/region/[^/?#%\s]+)?/status",),
+    "POST": (r"/v2/systemsharedmemory(?:/region/[^/?#%\s]+)?/(?:register|unregister)",),
+}
+READY_PATH = "/v2/health/ready"
+_HEALTH = re.compile(rf"/v2/health/live|{READY_PATH}")
+
+SERVICE = "/inference.GRPCInferenceService/"
+_CALLS: tuple[str, ...] = (
+    *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata"),
+    *("ModelConfig", "ModelStatistics", "RepositoryIndex", "ModelInfer", "ModelStreamInfer"),
+)
+_SHARED_MEMORY_CALLS = tuple(f"SystemSharedMemory{n}" for n in ("Status", "Register", "Unregister"))
+_HEALTH_CALLS = ("/grpc.health.v1.Health/Check", *(SERVICE + n for n in _CALLS[:2]))
+INFER_CALL = f"{SERVICE}ModelInfer"
+# What a server that is not ready answers: ServerReadyResponse, HealthCheckResponse (NOT_SERVING).
+UNREADY_ANSWERS = {f"{SERVICE}ServerReady": b"", "/grpc.health.v1.Health/Check": b"\x08\x02"}
+STREAM_CALL = f"{SERVICE}ModelStreamInfer"
+INDEX_CALL = f"{SERVICE}RepositoryIndex"
+REGISTER_CALL = f"{SERVICE}SystemSharedMemoryRegister"
+
+CLOSED = "this request is closed to clients"
+UNREACHABLE = "the server behind the gateway does not answer; it is starting, or it has ended"
+_SOCKET = re.compile(r"unix:\S*slipway-sockets-")
+# Regions of the Python backend: its own prefix, or that of a server of this project.
+_INTERNAL_NAME = re.compile(r"/?(?:triton_python_backend_shm_region_|slipway-\d+-)[\w-]*")
+# Ids of sessions as the server has them, see sessions.py.
+_SESSION = re.compile(r"\b(session|sequence) (?:[0-9]{10,19}|[0-9a-f]{64})\b")
+
+
+class Rules:
+    """The table of requests that pass.
+
+    Args:
+        client_shared_memory: Whether clients may register shared memory of their own.
+    """
+
+    def __init__(self, *, client_shared_memory: bool) -> None:
+        paths = dict(_PATHS)
+        calls = _CALLS
+        if client_shared_memory:
+            paths = {method: paths[method] + _SHARED_MEMORY_PATHS[method] for method in paths}
+            calls += _SHARED_MEMORY_CALLS
+        self._paths = {method: re.compile("|".join(each)) for method, each in paths.items()}
+        self._calls = {*_HEALTH_CALLS, *(SERVICE + name for name in calls)}
+
+    def passes_http(self, method: str, path: str) -> bool:
+        """Return whether a request of HTTP is one that clients may send."""
+        pattern = self._paths.get(method)
+        return pattern is not None and pattern.fullmatch(path) is not None
+
+    def passes_grpc(self, call: str) -> bool:
+        """Return whether a call of gRPC, `/service/method`, is one that clients may send."""
+        return call in self._calls
+
+
+def is_health(target: str) -> bool:
+    """Return whether a path of HTTP or a call of gRPC asks for health, which needs no token."""
+    return target in _HEALTH_CALLS or _HEALTH.fullmatch(target) is not None
+
+
+def shared_memory_problem(key: object) -> str | None:
+    """Return why a client may not register shared memory of this name, None if it may."""
+    name = re.escape(SHARED_MEMORY_PREFIX) + r"[\w.-]+"
+    if isinstance(key, str) and re.fullmatch(name, key):
+        return None
+    return f"shared memory of clients is named {SHARED_MEMORY_PREFIX}<letters, digits, _ . ->"
+
+
+def without_internal_names(text: str) -> str:
+    """Return an error of the server without names of its own: of memory, sockets and sessions."""
+    if _SOCKET.search(text):
+        return UNREACHABLE
+    return _SESSION.sub(r"this \1", _INTERNAL_NAME.sub("(internal)", text))
+
+
+def has_internal_names(data: bytes) -> bool:
+    """Return whether a message of the server may hold such a name; quick for large messages."""
+    return b"shm_region_" in data or b"slipway-" in data

@@ -1,0 +1,99 @@
+"""Sessions belong to whoever opened them: each client's ids have a namespace of their own.
+
+An id reaches tritonserver as a keyed hash of it and its owner. Whoever guesses another's id names a
+session of his own, which does not exist.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import secrets
+import socket
+import struct
+from dataclasses import dataclass, field
+
+_SOCK_DIAG = 4  # linux/netlink.h
+_BY_FAMILY = 20  # linux/sock_diag.h
+_UID_AT = 16 + 4 + 48 + 12  # nlmsghdr, then idiag_uid in inet_diag_msg
+_DONE_OR_ERROR = (2, 3)
+_ANY = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """The sessions of one client. `owner` names him, `key` is the server's secret."""
+
+    owner: str
+    key: bytes = field(repr=False)
+
+    def inside(self, session_id: int | str) -> int | str:
+        """Return the id that tritonserver gets, of the same type; 0 and "" name none."""
+        if not session_id:
+            return session_id
+        named = f"{type(session_id).__name__} {session_id} {self.owner}".encode()
+        digest = hmac.digest(self.key, named, hashlib.sha256)
+        if isinstance(session_id, str):
+            return digest.hex()
+        # Of 63 bits: server 2.51 reads larger numbers of JSON as negative ones.
+        return int.from_bytes(digest[:8], "little") >> 1 or 1
+
+
+class ClientSessions:
+    """The namespaces of all clients.
+
+    Args:
+        listens_at: Address that clients reach.
+    """
+
+    def __init__(self, listens_at: str) -> None:
+        self._key = secrets.token_bytes(32)
+        self._listens_at = listens_at
+
+    def namespace(
+        self, token_owner: str | None, address: str, port: int, own_port: int
+    ) -> Namespace:
+        """Return the namespace of a client.
+
+        With tokens it is the token's; else that of the client's address and, on this machine, of
+        its user, as the kernel knows it.
+        """
+        owner = token_owner
+        if owner is None:
+            uid = self._user(address, port, own_port)
+            owner = address if uid is None else f"{address} user {uid}"
+        return Namespace(owner, self._key)
+
+    def _user(self, address: str, port: int, own_port: int) -> int | None:
+        """Return who has opened a connection from this machine, None for other machines."""
+        try:
+            client = ipaddress.ip_address(address.partition("%")[0])
+            client = getattr(client, "ipv4_mapped", None) or client
+            own = ipaddress.ip_address(self._listens_at)
+            if own.is_unspecified or own.version != client.version:
+                own = client  # whoever reaches his own machine does so from the address he asks
+            return _socket_user((client.packed, port), (own.packed, own_port))
+        except (ValueError, OSError):
+            return None
+
+
+def _socket_user(own: tuple[bytes, int], other: tuple[bytes, int]) -> int | None:
+    """Return the user of this machine's TCP socket between two ends, None if there is none.
+
+    Asks the kernel for one socket (man 7 sock_diag, inet_diag_req_v2), however many there are.
+    """
+    family = socket.AF_INET if len(own[0]) == 4 else socket.AF_INET6
+    ends = struct.pack("!HH16s16s", own[1], other[1], own[0], other[0])
+    request = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, _ANY)
+    request += ends + struct.pack("=III", 0, _ANY, _ANY)
+    header = struct.pack("=IHHII", 16 + len(request), _BY_FAMILY, 1, 1, 0)  # NLM_F_REQUEST
+    with socket.socket(
+        socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG
+    ) as link:
+        link.settimeout(1.0)
+        link.sendto(header + request, (0, 0))
+        answer = link.recv(4096)
+    if struct.unpack_from("=H", answer, 4)[0] in _DONE_OR_ERROR:
+        return None
+    return int(struct.unpack_from("=I", answer, _UID_AT)[0])

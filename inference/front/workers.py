@@ -1,0 +1,169 @@
+"""Processes for work whose cost a client or a checkpoint chooses: JSON, templates, tokenizers.
+
+The event loop waits for none of it. A thread could not be stopped; a process that takes too long
+or too much memory is killed, and a new one takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import pickle
+import resource
+import signal
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from inference.front.guard import RequestRefusedError
+
+_T = TypeVar("_T")
+
+WORK_S = 5.0  # of one request, and more for its bytes
+WORK_S_PER_MIB = 2.0
+MEMORY_BYTES = 2 << 30  # of one process, what it has loaded included
+QUICK_BYTES = 64 << 10  # larger requests leave one process to the others
+INLINE_BYTES = 16 << 10  # takes some milliseconds to check
+_START_S = 120.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Workers:
+    """A few processes, which start when they are first needed.
+
+    Args:
+        count: How many. Large requests use all but one.
+        work_s: Seconds after which work for an empty request is given up.
+    """
+
+    def __init__(self, count: int = 2, *, work_s: float = WORK_S) -> None:
+        self._warm_up: Callable[[], None] = _nothing
+        self._work_s = work_s
+        self._free: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
+        self._workers = [_Worker() for _ in range(count)]
+        for worker in self._workers:
+            self._free.put_nowait(worker)
+        self._large = asyncio.Semaphore(max(count - 1, 1))
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="worker")
+
+    async def start(self, warm_up: Callable[[], None]) -> None:
+        """Start every process now, and each that takes its place, with such as loading files."""
+        self._warm_up = warm_up
+        await asyncio.gather(*(self.run(_nothing, size_bytes=0) for _ in self._workers))
+
+    async def check(self, work: Callable[..., _T], *args: Any, size_bytes: int) -> _T:
+        """Run work that takes time in proportion to the request, small ones in this process."""
+        if size_bytes <= INLINE_BYTES:
+            return work(*args)
+        return await self.run(work, *args, size_bytes=size_bytes)
+
+    async def run(self, work: Callable[..., _T], *args: Any, size_bytes: int) -> _T:
+        """Return what a function of a module returns, or raise what it raises.
+
+        Args:
+            work: The function.
+            args: Its arguments.
+            size_bytes: Size of the request.
+
+        Raises:
+            RequestRefusedError: It took too long or too much memory.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            if size_bytes > QUICK_BYTES:
+                await stack.enter_async_context(self._large)
+            worker = await self._free.get()
+            call = asyncio.get_running_loop().run_in_executor(
+                self._threads, self._asked, worker, (work, args), size_bytes
+            )
+            call.add_done_callback(lambda _: self._free.put_nowait(worker))
+            # Work goes on when its client has left, and counts as large until it ends.
+            succeeded, result = await asyncio.shield(call)
+        if not succeeded:
+            raise result
+        return result  # type: ignore[no-any-return]
+
+    def _asked(
+        self, worker: _Worker, call: tuple[Callable[..., Any], Any], size_bytes: int
+    ) -> tuple[bool, Any]:
+        if not worker.is_alive() and not worker.start(self._warm_up):
+            return False, _failure("the front cannot start a process; its log says why")
+        return worker.ask(call, self._work_s + WORK_S_PER_MIB * size_bytes / (1 << 20))
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.end()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+class _Worker:
+    """One process, used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def is_alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    def start(self, warm_up: Callable[[], None]) -> bool:
+        context = get_context("spawn")
+        self._pipe, other = context.Pipe()
+        self._process = context.Process(target=_work, args=(other,), daemon=True)
+        self._process.start()
+        other.close()
+        return self.ask((warm_up, ()), _START_S)[0]
+
+    def ask(self, call: tuple[Callable[..., Any], Any], limit_s: float) -> tuple[bool, Any]:
+        """Return whether a call succeeded, and its result or its error."""
+        assert self._pipe is not None
+        try:
+            self._pipe.send_bytes(pickle.dumps(call, protocol=pickle.HIGHEST_PROTOCOL))
+            if self._pipe.poll(limit_s):
+                found: tuple[bool, Any] = pickle.loads(self._pipe.recv_bytes())
+                return found
+            self.end()
+            return False, _failure(f"the request takes more than {limit_s:.0f} s to read")
+        except (EOFError, OSError):
+            self.end()
+            return False, _failure("the request takes too much memory to read")
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+        if self._pipe is not None:
+            self._pipe.close()
+        self._process = self._pipe = None
+
+
+def _failure(reason: str) -> RequestRefusedError:
+    return RequestRefusedError(HTTPStatus.BAD_REQUEST, reason)
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _work(pipe: Connection) -> None:
+    """Answer calls until the other end of the pipe is closed."""
+    with contextlib.suppress(AttributeError):  # end with the front, also if that is killed
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    while True:
+        try:
+            work, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            found = pickle.dumps((True, work(*args)), protocol=pickle.HIGHEST_PROTOCOL)
+        except MemoryError:
+            return  # what it has taken is given back with the process
+        except Exception as error:  # every kind reaches whoever asked
+            found = pickle.dumps((False, error))
+        pipe.send_bytes(found)

@@ -1,5 +1,0 @@
-"""An endpoint that speaks OpenAI's protocol, next to Triton's: a process of its own.
-
-It translates between text and token ids with the served tokenizer, and sends requests to the served
-model over gRPC. The meaning of each field is that of OpenAI's API reference.
-"""

@@ -1,0 +1,150 @@
+"""A model and a tokenizer of letters, which stand in for Triton's and the checkpoint's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import string
+from collections.abc import AsyncIterator, Callable, Sequence
+from http import HTTPStatus
+from typing import Any
+
+import aiohttp
+import numpy as np
+from aiohttp.test_utils import RawTestServer
+
+from inference.front.access import OPEN_ACCESS, Access
+from inference.front.guard import Guard
+from inference.front.openai.chat_template import ChatTemplate
+from inference.front.openai.codec import Codec
+from inference.front.openai.endpoint import OpenAIEndpoint
+from inference.front.openai.errors import ApiError
+from inference.front.openai.generation import Candidate, GenerationJob, ModelFacts
+from inference.front.openai.prepare import Texts
+from inference.front.workers import Workers
+
+LETTERS = string.ascii_letters + " .,!\n"
+END = 200
+INPUTS = frozenset(
+    {
+        *("input_ids", "input_lengths", "request_output_len", "runtime_top_k", "runtime_top_p"),
+        *("temperature", "random_seed", "stop_words_list", "bad_words_list", "min_length"),
+        *("presence_penalty", "repetition_penalty", "is_return_log_probs"),
+    }
+)
+FACTS = ModelFacts("letters", INPUTS, max_rows=4, context_len=64, streams=True)
+
+
+class Letters:
+    """A tokenizer in which each letter is a token; the end token is `<end>`."""
+
+    vocab_size = 256
+    special_ids = frozenset({END})
+    prefix_ids = ()
+
+    def encode(self, text: str, **_: bool) -> list[int]:
+        return [LETTERS.index(each) for each in text if each in LETTERS]
+
+    def word_forms(self, word: str) -> list[list[int]]:
+        return [self.encode(word)]
+
+    def decode(self, ids: Sequence[int], **_: bool) -> str:
+        return "".join("<end>" if each == END else LETTERS[each] for each in ids)
+
+
+class LetterTexts:
+    """The codec of letters."""
+
+    def __init__(self, template: ChatTemplate | None = None) -> None:
+        self._codec = Codec(Letters(), template, end_id=END)
+
+    def codec(self) -> Codec:
+        return self._codec
+
+
+class NoProcesses(Workers):
+    """Does all work in this process."""
+
+    async def run(self, work: Any, *args: Any, **_: int) -> Any:
+        return work(*args)
+
+
+class FakeModel:
+    """Says `text` a letter at a time, each candidate with its number in front.
+
+    `fails_after` letters it fails; `waits` makes it stop there until it is given up.
+    """
+
+    def __init__(
+        self,
+        text: str = "Hello, you there!",
+        *,
+        facts: ModelFacts = FACTS,
+        fails_after: int | None = None,
+        waits: bool = False,
+    ) -> None:
+        self.facts = facts
+        self.jobs: list[GenerationJob] = []
+        self.given_up = asyncio.Event()
+        self._ids = [*Letters().encode(text), END]
+        self._fails_after = fails_after
+        self._waits = waits
+
+    async def generate(self, job: GenerationJob) -> AsyncIterator[Sequence[Candidate]]:
+        self.jobs.append(job)
+        try:
+            whole = self._ids[: job.output_len]
+            for count in range(1, len(whole) + 1):
+                if count - 1 == self._fails_after:
+                    if self._waits:
+                        await asyncio.Event().wait()
+                    raise ApiError("the model broke", status=HTTPStatus.SERVICE_UNAVAILABLE)
+                yield [
+                    Candidate(np.array(whole[:count]), cum_log_prob=-float(number))
+                    for number in range(job.candidates)
+                ]
+        finally:
+            self.given_up.set()
+
+
+def run(
+    check: Callable[[aiohttp.ClientSession], AsyncIterator[None] | object],
+    model: FakeModel | None = None,
+    *,
+    access: Access = OPEN_ACCESS,
+    template: ChatTemplate | None = None,
+    ready: bool = True,
+    texts: Texts | None = None,
+    workers: Workers | None = None,
+    origins: Sequence[str] = (),
+) -> None:
+    """Run `check` with a client of an endpoint in front of a fake model."""
+
+    async def is_ready() -> bool:
+        return ready
+
+    async def main() -> None:
+        served = model or FakeModel()
+        guard = Guard(access, listens_at="127.0.0.1", origins=origins)
+        endpoint = OpenAIEndpoint(
+            {served.facts.name: served},
+            texts or LetterTexts(template),
+            guard,
+            workers or NoProcesses(),
+            is_ready=is_ready,
+        )
+        server = RawTestServer(endpoint.answer)
+        async with contextlib.AsyncExitStack() as stack:
+            await server.start_server(auto_decompress=False)
+            stack.push_async_callback(server.close)
+            session = aiohttp.ClientSession(base_url=server.make_url("/"))
+            await stack.enter_async_context(session)
+            await check(session)  # type: ignore[misc]
+
+    asyncio.run(main())
+
+
+def with_facts(**changes: object) -> ModelFacts:
+    """Return the fake model's facts with some of them changed."""
+    return dataclasses.replace(FACTS, **changes)  # type: ignore[arg-type]

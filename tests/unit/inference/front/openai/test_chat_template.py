@@ -1,0 +1,85 @@
+"""Chat templates: what they may use, and what the sandbox keeps from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from inference.front.openai.chat_template import ChatTemplate, load_chat_template
+from inference.front.openai.errors import ApiError
+
+TALK = [{"role": "user", "content": "Hi <b>"}]
+
+
+def test_a_template_has_the_messages_and_the_special_tokens() -> None:
+    source = (
+        "{{ bos_token }}{%- for m in messages %}\n"
+        "    {%- if loop.first and m.role == 'system' %}{% continue %}{% endif %}\n"
+        "[{{ m.role }}] {{ m.content | trim }}{{ eos_token }}\n"
+        "{%- endfor %}{% if add_generation_prompt %}[bot]{% endif %}"
+    )
+    template = ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+    assert template.render(TALK) == "<s>[user] Hi <b></s>[bot]"
+    assert ChatTemplate("{{ messages | tojson }}", {}).render(TALK) == json.dumps(TALK)
+
+
+def test_json_has_the_options_of_transformers() -> None:
+    options = "ensure_ascii=true, separators=(',', ':'), sort_keys=true"
+    talk = [{"role": "user", "content": "\xe9"}]
+    assert ChatTemplate(f"{{{{ messages | tojson({options}) }}}}", {}).render(talk) == (
+        '[{"content":"\\u00e9","role":"user"}]'
+    )
+    assert ChatTemplate("{{ messages[0].content | tojson }}", {}).render(talk) == '"\xe9"'
+
+
+def test_the_marks_of_training_leave_no_trace() -> None:
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    assert ChatTemplate(source, {}).render(TALK) == "Hi <b>"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[9].content + 1 }}",
+        "{{ range(10000000) | list }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_what_a_template_may_not_do_is_an_error_of_the_request(source: str) -> None:
+    with pytest.raises(ApiError, match="the chat template refuses them"):
+        ChatTemplate(source, {}).render(TALK)
+
+
+def test_what_is_not_a_template_is_refused_when_it_is_loaded() -> None:
+    with pytest.raises(ValueError, match="Expected an expression"):
+        ChatTemplate("{% if %}", {})
+
+
+def test_templates_are_found_where_transformers_keeps_them(tmp_path: Path) -> None:
+    assert load_chat_template(tmp_path) is None
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({"eos_token": {"content": "</s>"}}))
+    assert load_chat_template(tmp_path) is None
+    named = [{"name": "rag", "template": "no"}, {"name": "default", "template": "a{{eos_token}}"}]
+    settings.write_text(json.dumps({"eos_token": {"content": "</s>"}, "chat_template": named}))
+    template = load_chat_template(tmp_path)
+    assert template is not None
+    assert (template.render(TALK), template.end_token) == ("a</s>", "</s>")
+    (tmp_path / "chat_template.jinja").write_text("b{{ eos_token }}")
+    own = load_chat_template(tmp_path)
+    assert own is not None
+    assert own.render(TALK) == "b</s>"
+    settings.write_text(json.dumps({"chat_template": [{"name": ["rag"]}, 1]}))
+    (tmp_path / "chat_template.jinja").unlink()
+    assert load_chat_template(tmp_path) is None
+    for wrong in ("{", "[]", "[" * 100_000):
+        settings.write_text(wrong)
+        with pytest.raises(ValueError, match="cannot be read"):
+            load_chat_template(tmp_path)

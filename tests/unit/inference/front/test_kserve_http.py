@@ -1,0 +1,68 @@
+"""Answers that the front passes back from a server on a Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import RawTestServer
+
+from inference.front.access import OPEN_ACCESS
+from inference.front.guard import Guard
+from inference.front.kserve_http import KServeHttp
+from inference.front.rules import UNREACHABLE, Rules
+from inference.front.sessions import ClientSessions
+from inference.front.sockets import ServerSockets
+from inference.front.workers import Workers
+
+EVENT = 'data: {"y": 1}\n\n'
+
+
+async def _ends_after_an_event(request: web.BaseRequest) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(EVENT.encode())
+    assert request.transport is not None
+    request.transport.close()
+    return response
+
+
+async def _refuses_with_success(request: web.BaseRequest) -> web.StreamResponse:
+    return web.json_response(text='{"error":"generate expects exactly 1 response"}')
+
+
+async def _relayed(
+    sockets: ServerSockets, server: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+) -> tuple[int, str]:
+    """Return the status and the text of what a server answers."""
+    runner = web.ServerRunner(web.Server(server))
+    await runner.setup()
+    await web.UnixSite(runner, str(sockets.http)).start()
+    http = KServeHttp(
+        Guard(OPEN_ACCESS, listens_at="127.0.0.1"),
+        Rules(client_shared_memory=False),
+        sockets=sockets,
+        workers=Workers(),
+        models={},
+        sessions=ClientSessions("127.0.0.1"),
+        limit=OPEN_ACCESS.max_request_bytes,
+    )
+    async with RawTestServer(http.answer) as front, ClientSession() as client:
+        url = front.make_url("/v2/models/m/generate_stream")
+        async with client.post(url, json={"x": 1}) as answer:
+            text = await answer.text()
+    await http.close()
+    await runner.cleanup()
+    return answer.status, text
+
+
+def test_stream_of_a_server_that_ends_has_the_reason_as_its_last_event(tmp_path: Path) -> None:
+    _, text = asyncio.run(_relayed(ServerSockets(tmp_path), _ends_after_an_event))
+    assert text == f'{EVENT}data: {{"error": "{UNREACHABLE}"}}\n\n'
+
+
+def test_an_error_of_generate_is_not_passed_back_as_success(tmp_path: Path) -> None:
+    status, text = asyncio.run(_relayed(ServerSockets(tmp_path), _refuses_with_success))
+    assert (status, "exactly 1 response" in text) == (400, True)

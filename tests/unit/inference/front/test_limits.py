@@ -1,0 +1,159 @@
+"""The table of limits in SECURITY.md: each is tried at its value and one above it."""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tritonclient.grpc import service_pb2
+
+from inference.front import guard, protocol_fields, validation, workers
+from inference.front.guard import RequestRefusedError, decompressed
+from inference.front.openai import requests
+from inference.front.openai.generation import ModelFacts
+from inference.front.openai.prepare import prepare_completion
+from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
+from inference.front.sessions import Namespace
+from tests.conftest import ROOT
+from tests.unit.inference.front.openai.fake_backend import INPUTS, LetterTexts
+
+MINE = Namespace("me", b"key")
+SCORES = {"num_log_probs", "num_prompt_log_probs"}
+# 2,048 sequences of 128 tokens with a log probability and its token's are the most scores.
+FACTS = {"m": ModelFacts("m", INPUTS | SCORES, max_rows=4, context_len=1 << 20)}
+
+
+def infer(body: dict[str, Any]) -> None:
+    data = json.dumps(body).encode()
+    validation.check_infer(data, len(data), 1 << 27, None, MINE)
+
+
+def infer_json(size_bytes: int) -> None:
+    data = b'{"inputs":[]}'
+    validation.check_infer(data.ljust(size_bytes), size_bytes, 1 << 27, None, MINE)
+
+
+def levels(count: int) -> None:
+    validation.parse_json(b'{"a":' + b"[" * (count - 1) + b"]" * (count - 1) + b"}")
+
+
+def tensor(shape: list[int], datatype: str = "BYTES", data: Any = ()) -> dict[str, Any]:
+    return {"name": "x", "shape": shape, "datatype": datatype, "data": list(data)}
+
+
+def message(fields: int) -> None:
+    request = service_pb2.ModelInferRequest(model_name="m")
+    request.raw_input_contents.extend([b""] * (fields - 1))
+    validation.without_raw_tensors(request.SerializeToString())
+
+
+def outside_raw(size_bytes: int) -> None:
+    empty = service_pb2.ModelInferRequest(id="a" * (1 << 22)).ByteSize() - (1 << 22)
+    request = service_pb2.ModelInferRequest(id="a" * (size_bytes - empty))
+    assert request.ByteSize() == size_bytes
+    validation.without_raw_tensors(request.SerializeToString())
+
+
+def expanded(excess: int) -> None:
+    size_bytes, most = 0, 1 << 20
+    while size_bytes != most + excess:  # what is added changes the size of what is sent
+        size_bytes = most + excess
+        press = zlib.compressobj(9, wbits=31)
+        body = press.compress(bytes(size_bytes)) + press.flush()
+        most = (1 << 20) + guard.MOST_EXPANSION * len(body)
+    assert len(decompressed(body, "gzip", 1 << 27)) == size_bytes
+
+
+def completion(**fields: Any) -> None:
+    read_request(CompletionRequest, {"model": "m", "prompt": "a", **fields})
+
+
+def scores(excess: int) -> None:
+    prompts = requests.MOST_SCORES // 2 // 128
+    places = {"prompt": ["a"] * prompts, "max_tokens": 128, "logprobs": 1}
+    if excess:
+        places["logprobs"] = 2
+    prepare_completion(LetterTexts(), FACTS, json.dumps({"model": "m", **places}).encode())
+
+
+def biases(count: int) -> dict[str, int]:
+    return {str(each): -100 for each in range(1, count + 1)}
+
+
+# The limit, as the table has it; what is tried; whether the argument of that is the limit.
+ROWS: dict[str, tuple[int, Callable[[int], object]]] = {
+    "compressed body": (0, expanded),
+    "JSON of `infer`": (validation.MOST_JSON_MB << 20, infer_json),
+    "levels of JSON": (32, levels),
+    "inputs": (256, lambda n: infer({"inputs": [tensor([0 + 1], data=["a"])] * n})),
+    "outputs": (256, lambda n: infer({"inputs": [], "outputs": [{"name": "y"}] * n})),
+    "parameters": (256, lambda n: infer({"parameters": {str(k): 1 for k in range(n)}})),
+    "dimensions": (16, lambda n: infer({"inputs": [tensor([1] * n, data=["a"])]})),
+    "texts of a tensor": (
+        validation.MOST_TEXTS,
+        lambda n: infer({"inputs": [tensor([n], data=["a"] * n)]}),
+    ),
+    "`sequence_id`": (
+        protocol_fields.MOST_SEQUENCE_ID_BYTES,
+        lambda n: infer({"inputs": [], "parameters": {"sequence_id": "a" * n}}),
+    ),
+    "fields of a message": (1040, message),
+    "message without raw tensors": (validation.MOST_JSON_MB << 20, outside_raw),
+    "prompts": (requests.MOST_PROMPTS, lambda n: completion(prompt=["a"] * n)),
+    "`n`": (requests.MOST_CHOICES, lambda n: completion(n=n)),
+    "`best_of`": (requests.MOST_CHOICES, lambda n: completion(best_of=n)),
+    "prompts x `best_of`": (
+        requests.MOST_SEQUENCES,
+        lambda n: completion(prompt=["a"] * (n // 64 + n % 64), n=64),
+    ),
+    "text": (requests.MOST_TEXT_BYTES, lambda n: completion(prompt="a" * n)),
+    "text of a message": (
+        requests.MOST_TEXT_BYTES,
+        lambda n: read_request(ChatRequest, {"messages": [{"role": "u", "content": "a" * n}]}),
+    ),
+    "`stop`": (requests.MOST_STOPS, lambda n: completion(stop=["a"] * n)),
+    "characters of a `stop`": (
+        requests.MOST_STOP_CHARACTERS,
+        lambda n: completion(stop="a" * n),
+    ),
+    "`logit_bias`": (requests.MOST_BIASES, lambda n: completion(logit_bias=biases(n))),
+    "`logprobs`": (requests.MOST_LOG_PROBS, lambda n: completion(logprobs=n)),
+    "log probabilities": (0, scores),
+    "tokens of /detokenize": (
+        requests.MOST_TOKENS,
+        lambda n: read_request(requests.DetokenizeRequest, {"tokens": [1] * n}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_limit_is_taken_and_one_more_is_refused(name: str) -> None:
+    limit, attempt = ROWS[name]
+    attempt(limit)
+    with pytest.raises(RequestRefusedError):
+        attempt(limit + 1)
+
+
+def test_the_table_has_each_of_them() -> None:
+    text = (ROOT / "SECURITY.md").read_text()
+    table = re.findall(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", text, re.MULTILINE)
+    limits = {row[0]: row[1].replace(",", "") for row in table}
+    for name, (limit, _) in ROWS.items():
+        shown = f"{limit >> 20} MiB" if limit >= 1 << 20 else str(limit)
+        assert not limit or shown in limits[name], name
+    time = f"{workers.WORK_S:g} s and {workers.WORK_S_PER_MIB:g} s for each MiB"
+    assert time in limits["reading a request"]
+    assert f"{workers.MEMORY_BYTES >> 30} GiB" in limits["reading a request"]
+    assert f"{requests.MOST_SCORES:d}" in limits["log probabilities"]
+    assert f"{guard.MOST_EXPANSION} times" in limits["compressed body"]
+
+
+def test_token_ids_come_back_as_they_are_sent() -> None:
+    body = json.dumps({"model": "m", "prompt": [5] * 1000}).encode()
+    (prompt,) = prepare_completion(LetterTexts(), FACTS, body).prompts
+    assert prompt.ids == array("I", [5] * 1000)

@@ -1,0 +1,18 @@
+"""Errors of the server as its clients see them."""
+
+from __future__ import annotations
+
+from inference.front.rules import UNREACHABLE, without_internal_names
+
+
+def test_errors_do_not_name_the_servers_sockets() -> None:
+    error = "failed to connect; unix:/run/user/7/slipway-sockets-a_1/grpc:8001: refused (111)"
+    assert without_internal_names(error) == UNREACHABLE
+    assert without_internal_names("unix:/run/x is not a token") == "unix:/run/x is not a token"
+
+
+def test_errors_do_not_name_a_session_as_no_client_knows_it() -> None:
+    error = "inference request for sequence 8116798344233945847 to model 'm' must specify START"
+    assert without_internal_names(error).startswith("inference request for this sequence to model")
+    error = f"session {'0a' * 32} is still being answered; 2 of 4096 tokens are left"
+    assert without_internal_names(error).startswith("this session is still being answered; 2 of")

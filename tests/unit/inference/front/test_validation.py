@@ -1,0 +1,412 @@
+"""Requests in forms that end, hang or slow tritonserver 2.51 are refused with the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tritonclient.grpc import service_pb2
+
+from inference.front.declared_inputs import DeclaredInputs, read_declared_inputs
+from inference.front.sessions import Namespace
+from inference.front.validation import (
+    MOST_JSON_MB,
+    MOST_TEXTS,
+    MalformedError,
+    check_generate,
+    check_infer,
+    check_infer_message,
+    check_message,
+    length_of_json,
+    parse_json,
+    without_raw_tensors,
+)
+
+MINE = Namespace("me", b"key")
+LIMIT = 1 << 20
+MODEL = DeclaredInputs(
+    {"x": "UINT32", "y": "INT8", "text": "BYTES", "scale": "FP32", "stream": "BOOL"}, ()
+)
+TWO_REQUIRED = DeclaredInputs({"x": "UINT32", "text": "BYTES", "y": "INT8"}, ("x", "text"))
+X: dict[str, Any] = {"name": "x", "shape": [1, 2], "datatype": "UINT32", "data": [[1, 2]]}
+
+
+def infer(**changes: Any) -> bytes:
+    return json.dumps({"inputs": [{**X, **changes}]}).encode()
+
+
+def check_body(body: bytes, header: str | None = None) -> None:
+    """Check a body of `infer` as the gateway does."""
+    data = body[: length_of_json(header, len(body))]
+    check_infer(data, len(body), LIMIT, MODEL, MINE)
+
+
+def nested(opening: str, depth: int, closing: str) -> bytes:
+    return (opening * depth + "1" + closing * depth).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (nested('{"a":', 1_000, "}"), "more than 32 levels"),
+        (nested('{"a":', 40, "}"), "more than 32 levels"),
+        (b'{"inputs":[{"shape":[1],"data":' + nested("[", 100_000, "]") + b"}]}", "32 levels"),
+        (b"[" * 1_000_000, "32 levels"),
+        (b'{"a":"' + b"a" * (MOST_JSON_MB << 20) + b'"}', "as binary data"),
+        (b"", "not JSON"),
+        (b"\xff", "not JSON"),
+        ('{"inputs":[]}'.encode("utf-16"), "not JSON"),
+        (b'{"inputs":[NaN]}', "NaN is not a number of JSON"),
+        (b'{"inputs":[1e999]}', "1e999 is out of range"),
+        (b'{"inputs":[], "\\u0069nputs":[1]}', "a key is given twice"),
+        (b"[1]", "not an object"),
+        (b'{"inputs":{}}', "'inputs' is not a list"),
+        (b'{"inputs":[1]}', "an input is not an object"),
+        (infer(shape={}), "'shape' is not a list"),
+        (b'{"outputs":null}', "'outputs' is not a list"),
+        (b'{"outputs":[5]}', "an output is not an object"),
+        (b'{"outputs":[{}]}', "output None has no name"),
+        (b'{"inputs":[{"name":"x","shape":[1]}]}', "input 'x' has no datatype"),
+        (b'{"id":"\\ud800"}', '"id" has half of a surrogate pair'),
+        (b'{"\\ud800":1}', "half of a surrogate pair"),
+        (b'{"a\\u0000b":1}', "a key has a null character"),
+        (infer(datatype=5), "input 'x': datatype is 5; expected a text"),
+        (infer(data=[[1, 2.0]]), "input 'x' has 2.0; UINT32 takes an integer"),
+        (infer(data=[[1, True]]), "input 'x' has true; UINT32 takes an integer"),
+        (infer(data=["1", "2"], datatype="FP32"), "input 'x' has \"1\"; FP32 takes a number"),
+        (infer(data=[0, 1], datatype="BOOL"), "input 'x' has 0; BOOL takes true or false"),
+        (infer(data=[1]), r"shape \[1, 2\], 2 elements, and 1 in its data"),
+        (b'{"parameters":[1]}', "'parameters' is not an object"),
+        (infer(shape=[1.5]), "not a list of integers"),
+        (infer(shape=[True]), "not a list of integers"),
+        (infer(shape=[-1, -2]), "sizes are positive"),
+        (infer(shape=[0, 0]), "sizes are positive"),
+        (infer(shape=[2**63 - 1]), "fewer elements were sent"),
+        (infer(shape=[1, 2**62 + 2]), "fewer elements were sent"),
+        (infer(shape=[1] * 1000), "1000 dimensions"),
+        (json.dumps({"inputs": [X] * 300}).encode(), "300 inputs, 256 at most"),
+        (json.dumps({"outputs": [{}] * 300}).encode(), "300 outputs, 256 at most"),
+        (json.dumps({"parameters": dict.fromkeys(map(str, range(300)))}).encode(), "300 param"),
+        (infer(parameters=dict.fromkeys(map(str, range(300)))), "300 parameters"),
+        (
+            b'{"outputs":[{"name":"y","parameters":{"classification":1}}]}',
+            "output 'y' has the parameter classification; leave it out",
+        ),
+        (infer(data=[[1, 1 << 32]]), "'x' has 4294967296, which UINT32 cannot hold"),
+        (infer(data=[-1, 1]), "'x' has -1, which UINT32 cannot hold"),
+        (infer(datatype="INT8", data=[[[127]], -129]), "'x' has -129, which INT8 cannot hold"),
+    ],
+)
+def test_malformed_bodies_are_refused(body: bytes, said: str) -> None:
+    with pytest.raises(MalformedError, match=said) as caught:
+        check_body(body)
+    assert len(str(caught.value)) < 400
+
+
+_WRONG = {
+    "a flag": ["true", 1, 1.0, None, [True], {}],
+    "a number": ["7", 1.5, 7.0, -1, 1 << 64, True, None, [1], {}],
+    "a text": [5, 1.5, True, None, ["a"], {}, "a\0b"],
+    "a number or a text": [1.5, -1, 1 << 64, True, None, [1], {}, "a\0b", "x" * 129, "ä" * 65],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "takes"),
+    [
+        ("sequence_id", "a number or a text"),
+        *((name, "a flag") for name in ("sequence_start", "sequence_end", "binary_data_output")),
+        *((name, "a number") for name in ("priority", "timeout")),
+    ],
+)
+def test_a_parameter_of_the_wrong_type_is_named_with_what_is_expected(
+    name: str, takes: str
+) -> None:
+    for value in _WRONG[takes]:
+        said = f"the request: parameter {name} is {json.dumps(value)[:40]}; expected "
+        with pytest.raises(MalformedError, match=re.escape(said)):
+            check_body(json.dumps({"parameters": {name: value}, "inputs": [X]}).encode())
+
+
+def test_ids_and_parameters_of_tensors_have_types_too() -> None:
+    for value in _WRONG["a text"]:
+        for check in (check_body, lambda body: check_generate(body, model=MODEL)):
+            with pytest.raises(MalformedError, match=r"the request: id is .*; expected a text"):
+                check(json.dumps({"id": value}).encode())
+    for value in _WRONG["a number"]:
+        with pytest.raises(MalformedError, match="input 'x': parameter binary_data_size is "):
+            check_body(infer(parameters={"binary_data_size": value}))
+    for value in _WRONG["a flag"]:
+        output = {"name": "y", "parameters": {"binary_data": value}}
+        with pytest.raises(MalformedError, match="output 'y': parameter binary_data is "):
+            check_body(json.dumps({"outputs": [output]}).encode())
+
+
+def test_parameters_of_the_protocol_pass() -> None:
+    flags = {"sequence_start": True, "sequence_end": False, "binary_data_output": True}
+    for sequence_id in (0, (1 << 64) - 1, "", "x" * 128):
+        parameters = {"sequence_id": sequence_id, **flags, "priority": 1, "timeout": 5, "own": 1.5}
+        check_body(json.dumps({"id": "a", "parameters": parameters, "inputs": [X]}).encode())
+
+
+@pytest.mark.parametrize("text", ["a\0b", "x" * 129])
+def test_a_sequence_of_a_message_has_a_short_name(text: str) -> None:
+    message = service_pb2.ModelInferRequest(model_name="m")
+    message.parameters["sequence_id"].string_param = text
+    with pytest.raises(MalformedError, match=r"sequence_id is .*; expected a text of up to 128"):
+        check_message(message, message.ByteSize(), limit=LIMIT)
+
+
+@pytest.mark.parametrize("length", ["-1", "abc", "1e3", "", " 5", "9" * 30, "٣"])
+def test_the_length_of_the_json_lies_within_the_body(length: str) -> None:
+    with pytest.raises(MalformedError, match="is not a length within a body"):
+        check_body(infer(), length)
+
+
+def test_requests_that_clients_send_pass() -> None:
+    check_body(infer())
+    check_body(infer() + bytes(8), str(len(infer())))
+    check_body(infer(shape=[1, 0], data=[]))
+    check_body(infer(data=[0, (1 << 32) - 1]))
+    check_body(infer(datatype="INT64", data=[-(1 << 63), (1 << 63) - 1]))
+    check_body(infer(datatype="FP32", data=[1 << 80, 0.5]))
+    memory = {"shared_memory_region": "a", "shared_memory_byte_size": 4096}
+    in_memory = {"name": "x", "shape": [1, 1024], "datatype": "UINT32", "parameters": memory}
+    check_body(json.dumps({"inputs": [in_memory]}).encode())
+    check_body(infer(parameters=None))
+    check_body(b'{"outputs":[{"name":"y","parameters":null}]}')
+    check_generate(b'{"text_input": "It was", "parameters": {"max_tokens": 4}}', model=None)
+
+
+def test_a_generate_request_is_checked_too() -> None:
+    with pytest.raises(MalformedError, match="32 levels"):
+        check_generate(b'{"x":' + nested("[", 50_000, "]") + b"}", model=MODEL)
+    with pytest.raises(MalformedError, match="300 inputs"):
+        check_generate(json.dumps(dict.fromkeys(map(str, range(300)))).encode(), model=MODEL)
+
+
+@pytest.mark.parametrize(
+    ("request_body", "said"),
+    [
+        ({"x": 1 << 32}, "input 'x' has 4294967296, which UINT32 cannot hold"),
+        ({"x": [[2, -1]]}, "input 'x' is a list of lists; generate takes one row"),
+        ({"x": [[2], -1]}, "input 'x' has -1, which UINT32 cannot hold"),
+        ({"parameters": {"y": 128}}, "input 'y' has 128, which INT8 cannot hold"),
+        ({"x": 1.0}, "input 'x' has 1.0; UINT32 takes an integer"),
+        ({"x": True}, "input 'x' has true; UINT32 takes an integer"),
+        ({"x": None}, "input 'x' has null; UINT32 takes an integer"),
+        ({"text": 5}, "input 'text' has 5; BYTES takes a string"),
+        ({"text": {"a": 1}}, "BYTES takes a string"),
+        ({"scale": False}, "input 'scale' has false; FP32 takes a number"),
+        ({"stream": 1}, "input 'stream' has 1; BOOL takes true or false"),
+    ],
+)
+def test_a_value_to_generate_fits_the_type_of_its_input(
+    request_body: dict[str, Any], said: str
+) -> None:
+    body = json.dumps(request_body).encode()
+    with pytest.raises(MalformedError, match=said):
+        check_generate(body, model=MODEL)
+    check_generate(body, model=None)
+
+
+def test_values_that_fit_pass() -> None:
+    values = {"x": [0, (1 << 32) - 1], "text": ["a"], "scale": [1, 0.5], "stream": True}
+    check_generate(json.dumps({**values, "else": [None]}).encode(), model=MODEL)
+    check_generate(json.dumps({"parameters": values}).encode(), model=MODEL)
+
+
+def test_a_required_input_is_named_if_it_is_missing() -> None:
+    def check_call(names: list[str]) -> None:
+        message = service_pb2.ModelInferRequest(model_name="two")
+        for name in names:
+            message.inputs.add(name=name, shape=[1], datatype="UINT32")
+        data = message.SerializeToString()
+        models = {"two": TWO_REQUIRED}
+        check_infer_message(data, len(data), LIMIT, models, MINE)
+
+    def check_http(names: list[str]) -> None:
+        body = json.dumps({"inputs": [{**X, "name": name} for name in names]}).encode()
+        check_infer(body, len(body), LIMIT, TWO_REQUIRED, MINE)
+
+    def check_generation(names: list[str]) -> None:
+        body = json.dumps({name: "a" if name == "text" else 1 for name in names}).encode()
+        check_generate(body, model=TWO_REQUIRED)
+
+    for check in (check_call, check_http, check_generation):
+        check(["x", "text"])
+        with pytest.raises(MalformedError, match="lacks 'text', which the model requires"):
+            check(["x", "y"])
+        with pytest.raises(MalformedError, match="lacks 'x', 'text', which"):
+            check([])
+    check_generate(b'{"x": 1, "parameters": {"text": "a"}}', model=TWO_REQUIRED)
+
+
+def test_inputs_are_those_of_the_repository(tmp_path: Path) -> None:
+    for name, text in {
+        "two": 'name: "two" input { name: "x" data_type: TYPE_UINT32 dims: 1 } '
+        'input { name: "t" data_type: TYPE_STRING dims: 1 optional: true }',
+        "none": "",
+        "broken": "input {",
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.pbtxt").write_text(text)
+    (tmp_path / "without").mkdir()
+    assert read_declared_inputs(tmp_path) == {
+        "two": DeclaredInputs({"x": "UINT32", "t": "BYTES"}, ("x",)),
+        "none": DeclaredInputs({}, ()),
+    }
+    assert read_declared_inputs(None) == read_declared_inputs(tmp_path / "nowhere") == {}
+
+
+@pytest.mark.parametrize("shape", [[-1], [0, 2], [2**62, 4], [2**63 - 1], [1] * 100])
+def test_malformed_messages_are_refused(shape: list[int]) -> None:
+    message = service_pb2.ModelInferRequest(model_name="x")
+    message.inputs.add(name="x", shape=shape)
+    with pytest.raises(MalformedError, match="input 'x' has"):
+        check_message(message, message.ByteSize(), limit=LIMIT)
+
+
+@pytest.mark.parametrize("entries", ["inputs", "outputs", "parameters"])
+def test_a_message_has_few_entries(entries: str) -> None:
+    message = service_pb2.ModelInferRequest()
+    for number in range(300):
+        if entries == "parameters":
+            message.parameters[str(number)].bool_param = True
+        else:
+            getattr(message, entries).add(name=str(number))
+    with pytest.raises(MalformedError, match=f"300 {entries}, 256 at most"):
+        check_message(message, message.ByteSize(), limit=LIMIT)
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=20,
+)
+_KEYS = st.sampled_from(["inputs", "outputs", "parameters", "shape", "name", "data", "id"])
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(value=st.dictionaries(_KEYS, _JSON | st.lists(st.dictionaries(_KEYS, _JSON), max_size=3)))
+def test_whatever_is_sent_is_read_as_it_is_and_passed_or_refused(value: dict[str, Any]) -> None:
+    body = json.dumps(value).encode()
+    if "\\u0000" not in body.decode():  # which no key may have
+        assert parse_json(body) == value
+    for check in (lambda: check_body(body), lambda: check_generate(body, model=MODEL)):
+        with contextlib.suppress(MalformedError):
+            check()
+
+
+def as_field(number: int, content: bytes) -> bytes:
+    """Return bytes as a field of a message of protobuf."""
+    size, left = bytearray(), len(content)
+    while left > 0x7F:
+        size.append(left & 0x7F | 0x80)
+        left >>= 7
+    return bytes([number << 3 | 2, *size, left]) + content
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (
+            as_field(5, b"") * 2000,
+            "more than 1040 fields",
+        ),  # inputs; a hundred bytes of memory each
+        (as_field(7, b"") * 2000, "more than 1040 fields"),
+        (as_field(5, as_field(5, as_field(8, b"") * (5 << 20))), "send large tensors there"),
+        (as_field(5, as_field(3, b"\x01" * (9 << 20))), "outside of raw_input_contents"),
+        (b"\x3a\xff\xff\xff\xff\x7f", "not a ModelInferRequest"),  # longer than the message
+        (b"\xff" * 20, "not a ModelInferRequest"),
+        (b"\x2b", "not a ModelInferRequest"),  # a group
+    ],
+)
+def test_messages_that_would_take_much_memory_are_not_parsed(data: bytes, said: str) -> None:
+    with pytest.raises(MalformedError, match=said):
+        without_raw_tensors(data)
+
+
+@given(
+    shape=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=3),
+    raw=st.lists(st.binary(max_size=300), max_size=3),
+    value=st.integers(-(2**63), 2**63 - 1),
+)
+def test_what_is_left_without_raw_tensors_is_the_same_request(
+    shape: list[int], raw: list[bytes], value: int
+) -> None:
+    message = service_pb2.ModelInferRequest(model_name="m", raw_input_contents=raw)
+    message.inputs.add(name="x", shape=shape, datatype="UINT32")
+    message.parameters["a"].int64_param = value
+    data = message.SerializeToString()
+    rest, places = without_raw_tensors(data)
+    joined = rest + b"".join(data[place] for place in places)
+    assert service_pb2.ModelInferRequest.FromString(joined) == message
+    message.ClearField("raw_input_contents")
+    assert service_pb2.ModelInferRequest.FromString(rest) == message
+    with contextlib.suppress(MalformedError):
+        check_infer_message(rest, len(data), LIMIT, {}, MINE)
+
+
+@pytest.mark.parametrize("given_id", [7, 2**63 + 1, "a chat", -5])
+def test_a_session_reaches_the_server_under_its_owners_own_id(given_id: int | str) -> None:
+    others = Namespace("another", MINE.key)
+    assert MINE.inside(given_id) == MINE.inside(given_id) != others.inside(given_id)
+    message = service_pb2.ModelInferRequest(model_name="m")
+    field = "string_param" if isinstance(given_id, str) else "int64_param"
+    if isinstance(given_id, int) and given_id >> 63 > 0:
+        field = "uint64_param"
+    setattr(message.parameters["sequence_id"], field, given_id)
+    message.parameters["sequence_start"].bool_param = True
+    data = message.SerializeToString()
+    found = check_infer_message(data, len(data), LIMIT, {}, MINE)
+    assert found is not None
+    parameters = service_pb2.ModelInferRequest.FromString(found).parameters
+    parameter = parameters["sequence_id"]
+    assert getattr(parameter, parameter.WhichOneof("parameter_choice")) == MINE.inside(given_id)
+    assert parameters["sequence_start"].bool_param
+    if given_id != -5:  # which JSON's are not
+        body = json.dumps({"parameters": {"sequence_id": given_id}, "inputs": []}).encode()
+        changed = json.loads(check_infer(body, len(body), LIMIT, None, MINE))
+        assert changed["parameters"]["sequence_id"] == MINE.inside(given_id)
+
+
+def test_no_session_stays_none() -> None:
+    body = json.dumps({"parameters": {"sequence_id": 0}, "inputs": []}).encode()
+    assert check_infer(body, len(body), LIMIT, None, MINE) == body
+    message = service_pb2.ModelInferRequest(model_name="m").SerializeToString()
+    assert check_infer_message(message, len(message), LIMIT, {}, MINE) is None
+
+
+@pytest.mark.parametrize("count", [MOST_TEXTS, MOST_TEXTS + 1])
+def test_texts_are_counted(count: int) -> None:
+    message = service_pb2.ModelInferRequest(model_name="m")
+    message.inputs.add(name="x", shape=[1, count], datatype="BYTES")
+    typed = service_pb2.ModelInferRequest(model_name="m")
+    typed.inputs.add(name="x", shape=[1], datatype="BYTES").contents.bytes_contents.extend(
+        [b""] * count
+    )
+    for each in (message, typed):
+        if count > MOST_TEXTS:
+            with pytest.raises(MalformedError, match="65537 texts, 65536 at most"):
+                check_message(each, 1 << 20, limit=LIMIT)
+        else:
+            check_message(each, 1 << 20, limit=LIMIT)
+
+
+def test_empty_tensors_have_no_huge_sizes() -> None:
+    for shape in ([1, 0, 2**62], [2**40, 0]):
+        message = service_pb2.ModelInferRequest(model_name="m")
+        message.inputs.add(name="x", shape=shape, datatype="UINT32")
+        with pytest.raises(MalformedError, match="fewer elements were sent"):
+            check_message(message, 100, limit=LIMIT)

@@ -1,0 +1,104 @@
+"""Work in processes of its own: other requests go on, and a lost process is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+
+import pytest
+
+from inference.front.guard import RequestRefusedError
+from inference.front.validation import MalformedError, check_json
+from inference.front.workers import INLINE_BYTES, MEMORY_BYTES, QUICK_BYTES, Workers
+from inference.server.supervisor import descendants
+
+LARGE = b'{"a":[' + b",".join([b"{}"] * 1_000_000) + b"]}"  # takes about a second
+
+
+def end_the_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_for_ever() -> None:
+    for _ in itertools.count():
+        pass
+
+
+def take_all_memory() -> int:
+    return len(bytes(MEMORY_BYTES))
+
+
+def do_nothing() -> None:
+    pass
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def test_others_are_answered_while_a_large_request_is_checked() -> None:
+    async def turns_of_others() -> int:
+        workers, turns = Workers(), 0
+        task = asyncio.ensure_future(workers.check(check_json, LARGE, size_bytes=len(LARGE)))
+        while not task.done():
+            turns += 1
+            await asyncio.sleep(0.001)
+        await task
+        workers.close()
+        return turns
+
+    assert asyncio.run(turns_of_others()) > 10  # 1 where it holds them up
+
+
+def test_reasons_come_back_and_small_requests_need_no_process() -> None:
+    before = set(descendants(os.getpid()))
+
+    async def check() -> None:
+        workers = Workers()
+        for body in (b"[1]", b"[" + b"1," * INLINE_BYTES + b"1]"):
+            with pytest.raises(MalformedError, match="not an object"):
+                await workers.check(check_json, body, size_bytes=len(body))
+            assert (set(descendants(os.getpid())) == before) == (len(body) <= INLINE_BYTES)
+        workers.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (end_the_process, "too much memory"),
+        (take_all_memory, "too much memory"),
+        (run_for_ever, "more than 8 s"),
+    ],
+)
+def test_work_without_an_end_is_ended_and_the_next_is_done(work: object, said: str) -> None:
+    async def check() -> None:
+        workers = Workers(1, work_s=8.0)
+        with pytest.raises(RequestRefusedError, match=said):
+            await workers.run(work, size_bytes=0)  # type: ignore[arg-type]
+        assert await workers.run(process_id, size_bytes=0) != os.getpid()
+        workers.close()
+
+    asyncio.run(check())
+
+
+def test_large_work_without_an_end_leaves_small_requests_a_process() -> None:
+    async def check() -> float:
+        workers = Workers(2, work_s=3.0)
+        await workers.start(do_nothing)
+        size_bytes = QUICK_BYTES + 1
+        jobs = [workers.run(run_for_ever, size_bytes=size_bytes) for _ in range(6)]
+        endless = asyncio.gather(*jobs, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        await workers.run(process_id, size_bytes=0)
+        taken = time.monotonic() - began
+        endless.cancel()
+        workers.close()
+        return taken
+
+    assert asyncio.run(check()) < 2.0
