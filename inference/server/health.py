@@ -1,0 +1,270 @@
+"""Whether a ready server still answers: small requests to each model and to the processes in front.
+
+Silence alone ends nothing. What is silent and advances is busy; what is silent and computes may be
+busy; what does neither hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import ssl
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from export_scripts.triton.parameters import PARAMETERS
+from inference.server.admin import Admin, NoAnswerError, RefusalError, is_interactive
+from inference.server.probe import probe_tensors
+from inference.server.supervisor import descendants, model_of, process_state
+from inference.supervision import BUSY, CANARY_PARAMETER
+
+INTERVAL_S = 5.0
+TIMEOUT_S = 20.0
+# A target answers in about the time that it took before, on a machine that has become this much
+# slower. What this short wait decides is readiness; a second request waits for TIMEOUT_S.
+_SLOWER = 50.0
+_LEAST_TIMEOUT_S = 5.0
+# One error may be that request's own, such as memory that was short for a moment.
+_FAILURES = 2
+# Share of one core from which on a process computes; idle ones have threads that look around.
+_COMPUTES = 0.05
+# The largest request that a text model takes keeps a core busy for some 20 s, and a step of a large
+# model on a CPU may take a minute. What computes for longer without an end never comes to one.
+_LONGEST_S = 300.0
+# A model that computes but has not answered for so long would not answer a request now.
+_LONGEST_READY_S = 30.0
+
+
+@dataclass
+class Target:
+    """Something that has to answer.
+
+    Attributes:
+        name: As it is reported.
+        ask: Sends a small request with a timeout in seconds. Raises NoAnswerError for silence,
+            RefusalError for an answer that shows a fault.
+        advanced: Returns a number that grows with what it has finished.
+        processes: Returns the ids of the processes that do its work.
+        longest_s: How long it may compute without finishing anything.
+    """
+
+    name: str
+    ask: Callable[[float], None]
+    advanced: Callable[[], float]
+    processes: Callable[[], Sequence[int]]
+    longest_s: float = _LONGEST_S
+    slowest_s: float | None = None  # answer so far
+    faults: list[str] = field(default_factory=list)  # since its last answer
+    silent_since: float | None = None
+
+
+class Health:
+    """Asks each target in a thread of its own, every few seconds.
+
+    `failure` reports what hangs. A file exists while a request would not be answered.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[Target],
+        *,
+        unready: Path | None = None,
+        interval_s: float = INTERVAL_S,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Prepare; nothing is sent before `start`.
+
+        Args:
+            targets: What has to answer.
+            unready: The file.
+            interval_s: Between two requests.
+            timeout_s: Longest wait for one answer. A target that has answered the last time has
+                less: 50 times its slowest answer so far, and at least 5 s.
+        """
+        self.targets = tuple(targets)
+        self._unready = unready
+        self._interval_s, self._timeout_s = interval_s, timeout_s
+        self._stopping = threading.Event()
+        self._marking = threading.Lock()
+        self._threads = [
+            threading.Thread(
+                target=self._run, args=(each,), name=f"health {each.name}", daemon=True
+            )
+            for each in self.targets
+        ]
+
+    def start(self) -> None:
+        """Start to ask."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """Ask no more; a thread ends with the answer that it waits for."""
+        self._stopping.set()
+
+    def failure(self) -> str | None:
+        """Return what does not answer and why, or None."""
+        lost = [
+            f"{each.name} {each.faults[-1]}"
+            for each in self.targets
+            if len(each.faults) >= _FAILURES
+        ]
+        return "; ".join(lost) or None
+
+    def _run(self, target: Target) -> None:
+        while not self._stopping.wait(self._interval_s):
+            self._ask(target)
+            self._mark()
+
+    def _mark(self) -> None:
+        """Make the server ready, or not."""
+        if self._unready is None:
+            return
+        now = time.monotonic()
+        is_unready = any(
+            each.faults
+            or (each.silent_since is not None and now - each.silent_since > _LONGEST_READY_S)
+            for each in self.targets
+        )
+        with self._marking, contextlib.suppress(OSError):  # the folder goes with the server
+            if is_unready:
+                self._unready.touch()
+            else:
+                self._unready.unlink(missing_ok=True)
+
+    def _patience_s(self, target: Target) -> float:
+        if target.slowest_s is None or target.silent_since is not None or target.faults:
+            return self._timeout_s
+        return min(self._timeout_s, max(_LEAST_TIMEOUT_S, _SLOWER * target.slowest_s))
+
+    def _ask(self, target: Target) -> None:
+        """Send one request and record the outcome."""
+        patience_s, began = self._patience_s(target), time.monotonic()
+        try:
+            before, computed_s = target.advanced(), _computed_s(target)
+            target.ask(patience_s)
+        except RefusalError as error:
+            target.silent_since = None
+            target.faults.append(f"answers a canary with: {error}")
+        except NoAnswerError:
+            self._be_silent(target, began, before, computed_s)
+        else:
+            took_s = time.monotonic() - began
+            target.slowest_s = max(took_s, target.slowest_s or 0.0)
+            target.faults, target.silent_since = [], None
+
+    def _be_silent(self, target: Target, began: float, before: float, computed_s: float) -> None:
+        now = time.monotonic()
+        with contextlib.suppress(NoAnswerError, RefusalError):
+            if target.advanced() != before:
+                target.faults, target.silent_since = [], None
+                return
+        if target.silent_since is None:
+            target.silent_since = began
+        silent_s = now - target.silent_since
+        if silent_s > target.longest_s:
+            words = f"has not finished anything for {silent_s:.0f} s"
+            target.faults += [words] * _FAILURES
+        elif _computed_s(target) - computed_s < _COMPUTES * (now - began):
+            target.faults.append(f"has not answered a canary for {now - began:.0f} s")
+
+
+def _computed_s(target: Target) -> float:
+    """Return the processor time that a target's processes have used."""
+    states = map(process_state, target.processes())
+    return sum(state.cpu_s for state in states if state is not None)
+
+
+def model_targets(
+    admin: Admin, models: Sequence[str], *, root: int, hidden: int | None
+) -> list[Target]:
+    """Return a target for each model that takes a canary.
+
+    Models of sessions get none: a canary would wait behind the sessions that users keep open.
+
+    Args:
+        admin: Of the server.
+        models: Their names.
+        root: Process id above those of the server.
+        hidden: Width of an encoder's hidden states, see `probe_tensors`.
+    """
+    configs = {name: admin.config(name) for name in models}
+    return [
+        _model_target(admin, name, configs, tensors, root)
+        for name, config in configs.items()
+        if not is_interactive(config) and (tensors := probe_tensors(config, hidden=hidden))
+    ]
+
+
+def _model_target(
+    admin: Admin, name: str, configs: dict[str, Any], tensors: Sequence[Any], root: int
+) -> Target:
+    steps = [each.model_name for each in configs[name].ensemble_scheduling.step] or [name]
+    # An engine takes a request over at once, and says itself whether it advances.
+    counted = [each for each in steps if not _is_engine(configs[each])]
+
+    def ask(timeout_s: float) -> None:
+        parameters = {CANARY_PARAMETER: True}
+        try:
+            admin.ask(name, configs[name], tensors, timeout_s=timeout_s, parameters=parameters)
+        except RefusalError as error:
+            if _is_fault(error):
+                raise
+
+    return Target(
+        f"model {name}",
+        ask,
+        advanced=lambda: sum(map(admin.executed, counted)),
+        processes=lambda: _processes_of(steps, root),
+    )
+
+
+def _is_engine(config: Any) -> bool:
+    return any(key in config.parameters for key, each in PARAMETERS.items() if each.is_required)
+
+
+def _is_fault(error: RefusalError) -> bool:
+    """Return whether a refusal is the model's fault, not the request's."""
+    return error.code not in ("UNAVAILABLE", "INVALID_ARGUMENT", "NOT_FOUND") and (
+        str(error).rpartition(" ")[2] != BUSY
+    )
+
+
+def _processes_of(models: Sequence[str], root: int) -> list[int]:
+    own = [pid for pid in descendants(root) if model_of(pid) in models]
+    return [pid for each in own for pid in (each, *descendants(each))]
+
+
+def front_target(name: str, host: str, port: int, *, uses_tls: bool, pid: int) -> Target:
+    """Return a target for a process in front of the server: any answer to HTTP shows that it lives.
+
+    Args:
+        name: As it is reported.
+        host: At which this machine reaches it.
+        port: Of HTTP.
+        uses_tls: Whether it speaks TLS; its certificate may be for another name.
+        pid: Of its process.
+    """
+    context = ssl._create_unverified_context() if uses_tls else None
+
+    def ask(timeout_s: float) -> None:
+        connection = (
+            http.client.HTTPConnection(host, port, timeout=timeout_s)
+            if context is None
+            else http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+        )
+        try:
+            connection.request("GET", "/v2/health/live")
+            connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            raise NoAnswerError(str(error)) from error
+        finally:
+            connection.close()
+
+    return Target(
+        name, ask, advanced=lambda: 0.0, processes=lambda: [pid], longest_s=_LONGEST_READY_S
+    )

@@ -1,0 +1,210 @@
+"""Canaries to stand-ins: what hangs is found, and what advances or computes is left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from export_scripts.triton.model_config import parse_config
+from inference.server import health
+from inference.server.admin import Admin, NoAnswerError, RefusalError
+from inference.server.health import Health, Target, front_target, model_targets
+from inference.supervision import BUSY
+from tests.fake_triton import FakeTriton, RefusedError, served
+from tests.waiting import until
+
+INTERVAL_S = 0.05
+LEAST_S = 0.2  # in place of 5 s
+MOST_S = 0.6  # in place of 20 s
+LONGEST_READY_S = 1.0  # in place of 30 s
+LONGEST_S = 4.0  # in place of 300 s
+SLEEPS = "import time; time.sleep(600)"
+COMPUTES = "while True: pass"
+
+
+class Model:
+    """Answers while `answers` is set; `finished` counts what others asked it for."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.answers.set()
+        self.finished = 0
+        self.error: str | None = None
+        self.asked = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def ask(self, timeout_s: float) -> None:
+        self.asked += 1
+        if self.error is not None:
+            raise RefusalError("INTERNAL", self.error)
+        if not self.answers.wait(timeout_s):
+            raise NoAnswerError
+
+    def run(self, script: str) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", script])
+
+    def target(self) -> Target:
+        return Target(
+            "model m",
+            self.ask,
+            advanced=lambda: self.finished,
+            processes=lambda: [self.process.pid] if self.process else [],
+            longest_s=LONGEST_S,
+        )
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+    monkeypatch.setattr(health, "_LEAST_TIMEOUT_S", LEAST_S)
+    monkeypatch.setattr(health, "_SLOWER", 0.0)  # the least, however slow this machine is
+    monkeypatch.setattr(health, "_LONGEST_READY_S", LONGEST_READY_S)
+    made = Model()
+    yield made
+    made.answers.set()
+    if made.process is not None:
+        made.process.kill()
+        made.process.wait()
+
+
+@pytest.fixture
+def watched(model: Model, tmp_path: Path) -> Iterator[Health]:
+    watch = Health(
+        [model.target()], unready=tmp_path / "unready", interval_s=INTERVAL_S, timeout_s=MOST_S
+    )
+    watch.start()
+    until(lambda: model.asked > 1, "the first canaries")
+    yield watch
+    watch.stop()
+
+
+@pytest.mark.parametrize("script", [None, SLEEPS])
+def test_silent_model_is_not_ready_first_and_a_failure_later(
+    model: Model, watched: Health, tmp_path: Path, script: str | None
+) -> None:
+    if script:
+        model.run(script)
+        time.sleep(1)  # it has started, and computes no more
+    assert not (tmp_path / "unready").exists()
+    model.answers.clear()
+    until((tmp_path / "unready").exists, "the end of readiness")
+    until(lambda: watched.failure() is not None, "the failure")
+    assert (watched.failure() or "").startswith("model m has not answered a canary for ")
+    model.answers.set()
+    until(lambda: watched.failure() is None, "the answer")
+    until(lambda: not (tmp_path / "unready").exists(), "readiness")
+
+
+def test_stopped_process_does_not_compute(model: Model, watched: Health) -> None:
+    model.run(COMPUTES)
+    assert model.process is not None
+    model.process.send_signal(signal.SIGSTOP)
+    model.answers.clear()
+    until(lambda: watched.failure() is not None, "the failure", limit_s=LONGEST_S)
+
+
+def test_model_that_finishes_others_requests_is_busy(
+    model: Model, watched: Health, tmp_path: Path
+) -> None:
+    model.answers.clear()
+    end = time.monotonic() + 2 * LONGEST_S
+    asked = model.asked
+    while time.monotonic() < end:
+        model.finished += 1
+        time.sleep(LEAST_S / 4)
+        assert watched.failure() is None
+        assert not (tmp_path / "unready").exists()
+    assert model.asked > asked + 2
+
+
+def test_model_that_computes_is_left_alone_for_a_while_only(
+    model: Model, watched: Health, tmp_path: Path
+) -> None:
+    model.run(COMPUTES)
+    model.answers.clear()
+    began = time.monotonic()
+    until((tmp_path / "unready").exists, "the end of readiness")
+    assert time.monotonic() - began > LONGEST_READY_S
+    until(lambda: watched.failure() is not None, "the failure")
+    assert time.monotonic() - began > LONGEST_S
+    assert "has not finished anything for" in (watched.failure() or "")
+
+
+def test_two_errors_in_a_row_are_a_failure(model: Model, watched: Health) -> None:
+    model.error = "out of memory"
+    until(lambda: watched.failure() is not None, "the failure")
+    assert watched.failure() == "model m answers a canary with: out of memory"
+    model.error = None
+    until(lambda: watched.failure() is None, "the answer")
+
+
+def test_wait_grows_with_the_slowest_answer(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = model.target()
+    watch = Health([target], timeout_s=MOST_S)
+    assert watch._patience_s(target) == MOST_S  # it has not answered yet
+    watch._ask(target)
+    assert watch._patience_s(target) == LEAST_S
+    monkeypatch.setattr(health, "_SLOWER", 50.0)
+    target.slowest_s = 0.01
+    assert watch._patience_s(target) == pytest.approx(0.5)
+    target.slowest_s = 60.0
+    assert watch._patience_s(target) == MOST_S
+
+
+CONFIG = """
+name: "m" backend: "python" max_batch_size: 1
+input { name: "x" data_type: TYPE_UINT32 dims: 1 }
+"""
+DECOUPLED = "model_transaction_policy { decoupled: true }"
+
+
+def refuse_with(words: str) -> Callable[[Any], None]:
+    def infer(_: Any) -> None:
+        raise RefusedError(words)
+
+    return infer
+
+
+@pytest.mark.parametrize(("policy", "prefix"), [("", ""), (DECOUPLED, "UNAVAILABLE: ")])
+def test_busy_model_is_healthy_whether_or_not_it_streams(policy: str, prefix: str) -> None:
+    fake = FakeTriton({"m": parse_config(CONFIG + policy)}, refuse_with(prefix + BUSY))
+    with served(fake) as address:
+        admin = Admin(address)
+        (target,) = model_targets(admin, ["m"], root=os.getpid(), hidden=None)
+        target.ask(10.0)
+        assert fake.requests[0].parameters["slipway_canary"].bool_param
+        fake.infer = refuse_with("out of memory")
+        with pytest.raises(RefusalError, match="out of memory"):
+            target.ask(10.0)
+        admin.close()
+
+
+def test_front_that_accepts_and_does_not_answer_is_silent() -> None:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(503)  # any answer is one
+
+        def log_message(self, *words: object) -> None:
+            del words
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    target = front_target(
+        "the gateway", "127.0.0.1", server.server_port, uses_tls=False, pid=os.getpid()
+    )
+    with pytest.raises(NoAnswerError):
+        target.ask(0.2)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    target.ask(10.0)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(NoAnswerError):
+        target.ask(10.0)
