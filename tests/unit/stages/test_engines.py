@@ -1,0 +1,83 @@
+"""Other engines: the command of vLLM, and what is refused before a server starts."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from stages.deploy_config import OPENAI, VLLM, DeployConfig, check_deploy
+from stages.engines import vllm_command
+
+
+def test_vllm_s_options_are_passed_on_as_it_names_them() -> None:
+    options = {
+        "dtype": "bfloat16",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "lora_modules": ["a=/x", "b=/y"],
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+        "quantization": None,
+    }
+    command = vllm_command(
+        "/v/bin/vllm", name="m", tp_size=2, pp_size=1, options=options, tls=("c.pem", "k.pem")
+    )
+    assert " ".join(command) == (
+        "/v/bin/vllm serve {model} --served-model-name m --host {host} --port {port} "
+        "--tensor-parallel-size 2 --pipeline-parallel-size 1 --ssl-certfile c.pem "
+        "--ssl-keyfile k.pem --dtype bfloat16 --enforce-eager --no-enable-prefix-caching "
+        '--lora-modules a=/x b=/y --speculative-config {"method": "ngram", '
+        '"num_speculative_tokens": 3}'
+    )
+
+
+def config(folder: Path, engine: str = OPENAI) -> DeployConfig:
+    (folder / "config.json").write_text("{}")
+    return DeployConfig(
+        folder=folder,
+        repository=str(folder),
+        model_name="m",
+        engine=engine,
+        command=[sys.executable, "{model}", "{port}"],
+        executable=sys.executable,
+        http_port=0,
+    )
+
+
+def test_a_good_configuration_has_no_problems(tmp_path: Path) -> None:
+    assert check_deploy(config(tmp_path)) == []
+    assert check_deploy(replace(config(tmp_path, VLLM), serves_here=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"command": ["serve"]}, "deploy.command of deploy.engine=openai"),
+        ({"command": ["no-such-program", "{port}"], "serves_here": True}, "is not a program"),
+        ({"nodes": 2}, "serves on one node"),
+        ({"server": "pytriton"}, "deploy.server=pytriton has no effect"),
+        ({"max_request_mb": 7}, "deploy.max_request_mb"),
+        ({"folder": Path("/nowhere")}, "has no config.json"),
+    ],
+)
+def test_what_does_not_fit_is_named(changes: dict[str, object], named: str, tmp_path: Path) -> None:
+    (problem,) = check_deploy(replace(config(tmp_path), **changes))  # type: ignore[arg-type]
+    assert named in problem
+
+
+def test_options_of_vllm_that_other_keys_decide_are_refused(tmp_path: Path) -> None:
+    given = {"tensor-parallel-size": 2, "max_num_seqs": 8}
+    (problem,) = check_deploy(replace(config(tmp_path, VLLM), vllm=given))
+    assert "deploy.vllm.tensor_parallel_size is decided by export.model.tensor_model" in problem
+
+
+def test_tokens_and_tls_of_a_given_command_are_its_own(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"{'a' * 30}\n{'b' * 30}\n")
+    tokens.chmod(0o600)
+    (problem,) = check_deploy(replace(config(tmp_path), token_file=tokens))
+    assert "deploy.token_file has no effect with deploy.engine=openai" in problem
+    (problem,) = check_deploy(replace(config(tmp_path, VLLM), token_file=tokens))
+    assert "vLLM takes one" in problem
