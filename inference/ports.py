@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import random
 import socket
 from collections.abc import Mapping
 from pathlib import Path
 
+DEFAULT_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 8003}
+_LOWEST, _TRIES = 10_000, 1000  # of the ports that are picked
 _LISTEN = "0A"  # state column of /proc/net/tcp
 
 
@@ -16,15 +19,32 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def pick_free_ports(host: str, count: int) -> list[int]:
-    """Return `count` different ports that are free on `host` now."""
+    """Return `count` different ports that are free on `host` now.
+
+    They lie below the ports that the kernel gives to outgoing connections: those of ranks could
+    otherwise take a port between this choice and the start of the server that listens there.
+    """
+    wanted = list(range(_LOWEST, _first_ephemeral_port()))
+    random.shuffle(wanted)
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.socket(_family(host), socket.SOCK_STREAM))
-            for _ in range(count)
-        ]
-        for each in sockets:
-            each.bind((host, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+        # The kernel's own choice comes last, for machines whose range begins lower.
+        for port in [*wanted[:_TRIES], *[0] * count]:
+            if len(found) == count:
+                break
+            probe = stack.enter_context(socket.socket(_family(host), socket.SOCK_STREAM))
+            with contextlib.suppress(OSError):
+                probe.bind((host, port))
+                found.append(int(probe.getsockname()[1]))
+    if len(found) < count:
+        raise OSError(errno.EADDRINUSE, f"no {count} ports are free on {host}")
+    return found
+
+
+def _first_ephemeral_port() -> int:
+    """Return the lowest port of outgoing connections, ip(7)."""
+    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii")
+    return int(text.split()[0])
 
 
 def port_problem(host: str, port: int) -> str | None:

@@ -32,3 +32,9 @@ def keep_loaded() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def collect_loaded() -> None:
+    """Collect garbage, also among what `keep_loaded` exempted."""
+    gc.unfreeze()
+    gc.collect()

@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _HEARTBEAT_S = 1.0
 _LOOK_S = 0.5
 _POLL_S = 0.1
+_REFUSAL_S = 8.0  # for ranks that still start to join a launch that has failed
 _LEAVE_S = 2.0  # for an orderly shutdown in progress
 _FOREIGN_S = 10.0  # a store of this launch identifies itself at once
 JOIN_TIMEOUT_S = 240.0  # less than a server may take to load, whose failure then has this reason
@@ -125,8 +126,17 @@ class Rendezvous:
         self.store.set("settings", json.dumps({"settings": settings.to_json()}))
 
     def refuse(self, reason: str) -> None:
-        """Send every rank the reason why nothing is loaded, and close."""
+        """Send every rank the reason why nothing is loaded, and close.
+
+        Ranks that are still starting get some time to join, or they would wait for a rank 0 that
+        is gone.
+        """
         self.store.set("settings", json.dumps({"problem": reason}))
+        deadline = monotonic() + _REFUSAL_S
+        while monotonic() < deadline and not self._watch.check(
+            [f"left/{rank}" for rank in self.others]
+        ):
+            sleep(_POLL_S / 5)
         self.close(grace_s=_LEAVE_S)
 
     def device_problems(self, own: torch.device) -> dict[int, str]:

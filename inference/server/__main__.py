@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from inference.gateway.access import access_of, add_access_options
-from inference.openai.options import OpenAIOptions
+from inference.front.access import access_of, add_access_options
+from inference.front.openai.options import OpenAIOptions
 from inference.server.server import ServerStartError, TritonServer
 from inference.server.server_log import ForwardedLog
 
@@ -39,23 +39,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if problems := access_of(vars(arguments)).problems(prefix="--", joiner="-"):
         parser.error(" ".join(problems))
+    origins = OpenAIOptions(origins=arguments.openai_origin)
+    if problems := origins.problems(prefix="--openai-"):
+        parser.error(" ".join(problems))
     if arguments.openai_port is not None and arguments.engine == _FASTERTRANSFORMER:
         parser.error("--openai-port needs --engine=pytorch")
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _ask_to_stop)
     with tempfile.TemporaryDirectory(prefix="slipway-server-") as folder:
         server = _server(arguments, Path(folder) / "tritonserver.log")
-        with ForwardedLog(server.log_path):
-            try:
-                return _serve(server, arguments.ready_timeout_s)
-            except (ServerStartError, FileNotFoundError, PermissionError) as error:
-                sys.stderr.write(f"{error}\n")
-                return 1
-            except _StopRequest:
-                server.stop(drain_s=arguments.drain_s)
-                return 0
-            finally:
-                server.stop(drain_s=0)
+        return serve_until_signal(
+            server, ready_timeout_s=arguments.ready_timeout_s, drain_s=arguments.drain_s
+        )
+
+
+def serve_until_signal(server: TritonServer, *, ready_timeout_s: float, drain_s: float) -> int:
+    """Serve until SIGTERM or SIGINT, and return 0; return 1 once the server has failed.
+
+    Args:
+        server: Not started.
+        ready_timeout_s: Limit for loading.
+        drain_s: For running requests after a signal.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _ask_to_stop)
+    with ForwardedLog(server.log_path):
+        try:
+            return _serve(server, ready_timeout_s)
+        except (ServerStartError, FileNotFoundError, PermissionError) as error:
+            sys.stderr.write(f"{error}\n")
+            return 1
+        except _StopRequest:
+            server.stop(drain_s=drain_s)
+            return 0
+        finally:
+            server.stop(drain_s=0)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--openai-tokenizer", type=Path, help="its tokenizer, if not the repository's own"
+    )
+    parser.add_argument(
+        "--openai-origin", action="append", default=[], help="web page that may ask it; repeatable"
     )
     parser.add_argument(
         "--engine",
@@ -106,7 +125,9 @@ def _server(arguments: argparse.Namespace, log_path: Path) -> TritonServer:
         access=access_of(vars(arguments)),
         openai=None
         if arguments.openai_port is None
-        else OpenAIOptions(arguments.openai_port, arguments.openai_tokenizer),
+        else OpenAIOptions(
+            arguments.openai_port, arguments.openai_tokenizer, origins=arguments.openai_origin
+        ),
     )
 
 

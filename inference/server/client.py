@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from inference.decoding.rows import SessionTurn
-from inference.gateway.credentials import PLAIN, Credentials
+from inference.front.credentials import PLAIN, Credentials
 from inference.server.transport import (
     GrpcTransport,
     HttpTransport,

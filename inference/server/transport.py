@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from inference.decoding.rows import SessionTurn
-from inference.gateway.credentials import Credentials, with_token
+from inference.front.credentials import Credentials, with_token
 
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 Outputs = dict[str, "np.ndarray[Any, Any]"]

@@ -27,9 +27,8 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from inference.server import supervisor
-from inference.server.canary import Canary
 from inference.server.client import TritonClient
-from inference.server.local_http import local_answer, socket_address
+from inference.server.health import Health, front_target
 from inference.server.server import TritonServer
 from tests.conftest import ROOT
 from tests.integration.triton_process import DOUBLE, add_model, new_server, processes
@@ -139,7 +138,7 @@ def is_ready(url: str) -> bool:
 
 def process_of(server: TritonServer, model: str) -> int:
     """Return the process that runs a model."""
-    found = [pid for pid in processes(server) if supervisor._served_model(pid) == model]
+    found = [pid for pid in processes(server) if supervisor.model_of(pid) == model]
     assert len(found) == 1
     return found[0]
 
@@ -222,13 +221,11 @@ def test_stopped_process_ends_the_server(server: TritonServer, which: str) -> No
     assert "has been stopped" in (server.failure() or "")
 
 
-def test_stopped_gateway_is_a_failure(server: TritonServer) -> None:
-    assert server._gateway is not None
-    os.kill(server._gateway.pid, signal.SIGSTOP)
+def test_stopped_front_is_a_failure(server: TritonServer) -> None:
+    assert server._front is not None
+    os.kill(server._front.pid, signal.SIGSTOP)
     until(lambda: server.failure() is not None, "the notice", limit_s=STOPPED_NOTICE_S)
-    assert server.failure() == (
-        f"the gateway, process {server._gateway.pid}, has been stopped for 3 s"
-    )
+    assert server.failure() == (f"the front, process {server._front.pid}, has been stopped for 3 s")
     server.stop(drain_s=0)
 
 
@@ -242,35 +239,85 @@ def test_process_that_is_stopped_for_a_moment_does_no_harm(server: TritonServer)
     assert infer(server, "double", 1) == 200
 
 
+def watch_health(server: TritonServer, **times: float) -> Health:
+    """Have a server's models and front watched, with short waits."""
+    server.watch_answers(interval_s=0.2, **times)
+    assert server._health is not None
+    return server._health
+
+
 def test_model_that_hangs_while_it_is_idle_is_noticed_by_its_canary(tmp_path: Path) -> None:
     hang = tmp_path / "hang"
     script = HANGING.replace("HANG", repr(str(hang)))
     with new_server(add_model(tmp_path / "repository", "hanging", script), tmp_path) as server:
         server.start(timeout_s=START_S)
-        assert server._sockets is not None
-        canary = Canary(
-            server.control_address,
-            socket_address(server._sockets.metrics),
-            server.models,
-            interval_s=0.2,
-            timeout_s=5.0,
-            unready=server._sockets.unready,
-        )
-        canary.start()
-        until(lambda: "hanging" in canary._idle, "the answer to a canary")
-        assert canary.failure() is None
+        health = watch_health(server, timeout_s=5.0)
+        target = next(each for each in health.targets if each.name == "model hanging")
+        until(lambda: target.slowest_s is not None, "the answer to a canary")
+        assert server.failure() is None
         assert is_ready(server.http_url)
         hang.touch()
         until(lambda: not is_ready(server.http_url), "the end of readiness")
         with TritonClient(server.grpc_url, timeout_s=10) as client:
             assert not client.is_ready()
-        local_answer(server.control_address, "/v2/health/ready")  # so much for Triton's own answer
-        until(lambda: canary.failure() is not None, "the canary's notice")
-        assert canary.failure() == "model hanging has not answered a canary for 5 s"
+        assert server.admin.is_ready()  # so much for Triton's own answer
+        until(lambda: server.failure() is not None, "the canary's notice")
+        assert server.failure() == "model hanging has not answered a canary for 5 s"
         hang.unlink()
-        until(lambda: canary.failure() is None, "the first answer after that")
+        until(lambda: server.failure() is None, "the first answer after that")
         until(lambda: is_ready(server.http_url), "readiness after that")
-        canary.stop()
+
+
+# Each request computes for a time that the input gives, in tenths of a second.
+COMPUTING = """
+import time
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        responses = []
+        for request in requests:
+            value = request.inputs()[0].as_numpy()
+            end = time.monotonic() + value.sum() / 10
+            while time.monotonic() < end:
+                pass
+            responses.append(pb_utils.InferenceResponse([pb_utils.Tensor("y", value)]))
+        return responses
+"""
+
+
+@pytest.mark.parametrize(("count", "tenths"), [(12, 10), (2, 60)])
+def test_model_that_is_busy_for_longer_than_a_canary_waits_is_left_alone(
+    tmp_path: Path, count: int, tenths: int
+) -> None:
+    """Many requests of moderate length, and two that are longer than the wait for a canary."""
+    repository = add_model(tmp_path / "repository", "computing", COMPUTING)
+    with new_server(repository, tmp_path) as server, ThreadPoolExecutor(count) as pool:
+        server.start(timeout_s=START_S)
+        watch_health(server, timeout_s=2.0)
+        time.sleep(1)
+        answers = [pool.submit(infer, server, "computing", tenths) for _ in range(count)]
+        while not all(each.done() for each in answers):
+            assert server.failure() is None
+            assert is_ready(server.http_url)
+            time.sleep(0.2)
+        assert [each.result() for each in answers] == [200] * count
+
+
+def test_front_that_hangs_is_a_failure(server: TritonServer) -> None:
+    """Its processes exist and are not stopped, and nothing comes back from it."""
+    health = watch_health(server, timeout_s=1.0)
+    target = next(each for each in health.targets if each.name.startswith("the front"))
+    until(lambda: target.slowest_s is not None, "its first answer")
+    front = server._front
+    assert front is not None
+    mute = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
+    target.ask = front_target(
+        target.name, "127.0.0.1", mute.getsockname()[1], uses_tls=False, pid=front.pid
+    ).ask
+    until(lambda: server.failure() is not None, "the notice")
+    assert (server.failure() or "").startswith(f"{target.name} has not answered a canary for ")
+    mute.close()
 
 
 def test_segments_of_a_killed_server_are_removed_by_the_next_start(tmp_path: Path) -> None:
@@ -339,7 +386,7 @@ def test_server_without_a_stage_never_gets_ready_again_once_a_model_is_lost(
     try:
         assert infer(address, "other", 1) == 200
         running = [command.pid, *supervisor.descendants(command.pid)]
-        (stub,) = [pid for pid in running if supervisor._served_model(pid) == "double"]
+        (stub,) = [pid for pid in running if supervisor.model_of(pid) == "double"]
         os.kill(stub, signal.SIGKILL)
         until(lambda: not is_ready(address.http_url), "the end of readiness", limit_s=NOTICE_S)
         assert command.wait(NOTICE_S) == 1

@@ -24,15 +24,17 @@ from http.client import HTTPConnection, HTTPSConnection
 from pathlib import Path
 from typing import Any
 
+import brotli
 import grpc
 import numpy as np
 import pytest
 from geventhttpclient import connectionpool
 from tritonclient.grpc import service_pb2
 
-from inference.gateway.access import Access
-from inference.gateway.credentials import Credentials
-from inference.gateway.rules import SHARED_MEMORY_PREFIX
+from inference.decoding.rows import SessionTurn
+from inference.front.access import Access
+from inference.front.credentials import Credentials
+from inference.front.rules import SHARED_MEMORY_PREFIX
 from inference.server import supervisor
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
@@ -101,6 +103,32 @@ NAMING = DOUBLE.replace(
     "/triton_python_backend_shm_region_7')\n"
     "        return [",
 )
+# Adds up the values of each session.
+SUMS = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def initialize(self, args):
+        self.sums = {}
+
+    def execute(self, requests):
+        return [self.answer(request) for request in requests]
+
+    def answer(self, request):
+        session = request.correlation_id()
+        values = {each.name(): each.as_numpy() for each in request.inputs()}
+        # The batcher fills places with requests of no session.
+        begun = 0 if not session or values["START"].any() else self.sums[session]
+        self.sums[session] = begun + int(values["x"].sum())
+        y = np.array([[self.sums[session]]], np.uint32)
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", y)])
+"""
+SESSIONS = """
+sequence_batching { control_input {
+  name: "START" control { kind: CONTROL_SEQUENCE_START int32_false_true: [0, 1] }
+} }
+"""
 # A model folder that a stranger wants to have run.
 INTRUDER = """
 from pathlib import Path
@@ -172,7 +200,7 @@ def _still_answers(server: TritonServer) -> bool:
 
 
 def _log_is_quiet(server: TritonServer) -> bool:
-    """Return whether the gateway has logged no traceback of a client's error."""
+    """Return whether the front has logged no traceback of a client's error."""
     log = server.log_path.read_text()
     return "Error handling request" not in log and "Unhandled exception" not in log
 
@@ -314,6 +342,103 @@ def test_messages_beyond_the_limit_are_refused(
     assert _still_answers(server)
 
 
+def _cpu_s(server: TritonServer) -> float:
+    """Return the seconds that the front has computed."""
+    assert server._front is not None
+    fields = Path(f"/proc/{server._front.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _expanding(coding: str) -> bytes:
+    """Return a body of some kilobytes that expands to as many megabytes as the coding allows."""
+    zeros = bytes(1 << 20)
+    if coding == "br":
+        press = brotli.Compressor(quality=5)
+        return b"".join(press.process(zeros) for _ in range(512)) + press.finish()
+    body = gzip.compress(zeros * 16)
+    return gzip.compress(body) if coding == "gzip, gzip" else body
+
+
+@pytest.mark.parametrize("coding", ["br", "gzip", "gzip, gzip", "gzip, br"])
+def test_who_has_no_token_makes_nobody_decompress(
+    guarded: tuple[TritonServer, Path], coding: str
+) -> None:
+    """16 kB of them stopped every port for seconds, expanded before the token was read."""
+    server, folder = guarded
+    body = _expanding(coding)
+    assert len(body) < 20_000
+    trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
+    headers = {"Content-Encoding": coding}
+    before = _cpu_s(server)
+    for _ in range(4):
+        connection = HTTPSConnection("localhost", server.http_port, timeout=30, context=trust)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v2/models/double/infer", body, headers)
+            assert connection.getresponse().status == 401
+    assert _cpu_s(server) - before < 0.2
+
+
+def test_who_has_no_token_makes_nobody_read_a_message(guarded: tuple[TritonServer, Path]) -> None:
+    server, folder = guarded
+    trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
+    zeros = bytes(64 << 20)
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.secure_channel(f"localhost:{server.grpc_port}", trust, options=options) as channel:
+        before = _cpu_s(server)
+        for name in ("ServerLive", "ServerReady"):  # which need none
+            call = channel.unary_unary(CALLS + name)
+            assert call(zeros, timeout=30, compression=grpc.Compression.Gzip) == b"\x08\x01"
+        call = channel.unary_unary(f"{CALLS}ModelInfer")
+        with pytest.raises(grpc.RpcError) as caught:
+            call(zeros, timeout=30, compression=grpc.Compression.Gzip)
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert _cpu_s(server) - before < 0.2
+
+
+def test_a_refused_body_costs_no_more_than_its_bytes(server: TritonServer) -> None:
+    path, before = "/v2/models/double/infer", _cpu_s(server)
+    for coding, status in (("br", 415), ("gzip, gzip", 415), ("gzip", 413), ("deflate", 400)):
+        body = _expanding(coding)
+        answer = _http(server, "POST", path, body, {"Content-Encoding": coding})
+        assert answer[0] == status, answer
+    assert _cpu_s(server) - before < 0.3
+
+
+def _turn(session_id: int | str, value: int, **flags: bool) -> dict[str, Any]:
+    tensor = {"name": "x", "shape": [1, 1], "datatype": "UINT32", "data": [value]}
+    return {"inputs": [tensor], "parameters": {"sequence_id": session_id, **flags}}
+
+
+@pytest.mark.parametrize("session_id", [1, 2**63 - 5])
+def test_a_session_is_nobody_elses(guarded: tuple[TritonServer, Path], session_id: int) -> None:
+    """The sum of a session's values is its owner's, whoever guesses its number."""
+    server, folder = guarded
+    trust = ssl.create_default_context(cafile=str(folder / "cert.pem"))
+
+    def ask(token: str, value: int, **flags: bool) -> Any:
+        connection = HTTPSConnection("localhost", server.http_port, timeout=30, context=trust)
+        headers = {"Authorization": f"Bearer {token}"}
+        with contextlib.closing(connection):
+            body = json.dumps(_turn(session_id, value, **flags))
+            connection.request("POST", "/v2/models/sums/infer", body, headers)
+            answer = json.loads(connection.getresponse().read())
+            assert "outputs" in answer or not flags, answer
+            return answer
+
+    other = "0" * 40
+    assert ask(TOKEN, 5, sequence_start=True)["outputs"][0]["data"] == [5]
+    refusal = ask(other, 100)["error"]
+    assert "START" in refusal
+    assert "for this sequence to model" in refusal
+    assert ask(other, 7, sequence_start=True)["outputs"][0]["data"] == [7]
+    assert ask(TOKEN, 6)["outputs"][0]["data"] == [11]  # over a connection of its own
+    (inputs,) = [np.array([[3]], np.uint32)]
+    with _client(guarded, "grpc", "token", "cert.pem") as client:
+        turn = SessionTurn(session_id, ends=True)
+        assert client.infer("sums", {"x": inputs}, turn=turn)["y"] == [[14]]
+    assert ask(other, 1, sequence_end=True)["outputs"][0]["data"] == [8]
+
+
 def test_a_body_in_a_million_pieces_does_not_end_the_server(server: TritonServer) -> None:
     """CVE-2025-23310 of this server: it takes 16 bytes of its stack for each piece."""
     pid = processes(server)[1]
@@ -354,9 +479,9 @@ def test_no_form_of_a_request_ends_the_server(server: TritonServer) -> None:
     for path, body, headers in requests:
         status, answer = _http(server, "POST", path, body, headers)
         assert (status, b"error" in answer) == (400, True), (body[:60], answer)
-    for coding in ("gzip", "deflate", "br"):
+    for coding, refusal in (("gzip", 400), ("deflate", 400), ("br", 415), ("gzip, gzip", 415)):
         headers = {"Content-Encoding": coding}
-        assert _http(server, "POST", infer, json.dumps(INFER), headers)[0] == 400
+        assert _http(server, "POST", infer, json.dumps(INFER), headers)[0] == refusal
     headers = {"Accept-Encoding": "deflate;q=nan,gzip;q=1e999"}
     assert _http(server, "POST", infer, json.dumps(INFER), headers)[0] == 200
     assert processes(server)[1] == pid
@@ -516,6 +641,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TritonSe
         client_shared_memory=True,
     )
     repository = add_model(folder / "repo", "double", DOUBLE)
+    config = add_model(repository, "sums", SUMS) / "sums" / "config.pbtxt"
+    config.write_text(config.read_text() + SESSIONS)
     with _server(repository, folder, access) as server:
         server.start(timeout_s=240)
         yield server, folder
@@ -589,8 +716,8 @@ def test_without_the_token_only_health_is_seen(
 def test_no_process_shows_a_secret(guarded: tuple[TritonServer, Path]) -> None:
     server, folder = guarded
     secrets = [TOKEN.encode(), (folder / "key.pem").read_bytes().splitlines()[1]]
-    assert server._gateway is not None
-    for pid in (*processes(server), server._gateway.pid):
+    assert server._front is not None
+    for pid in (*processes(server), server._front.pid):
         for name in ("cmdline", "environ"):
             shown = Path(f"/proc/{pid}/{name}").read_bytes()
             assert not [each for each in secrets if each in shown]
@@ -647,17 +774,17 @@ def test_clients_share_memory_of_their_own_alone(guarded: tuple[TritonServer, Pa
         Path(f"/dev/shm{own}").unlink()
 
 
-def test_killed_gateway_is_noticed(tmp_path: Path) -> None:
+def test_killed_front_is_noticed(tmp_path: Path) -> None:
     repository = add_model(tmp_path / "repo", "double", DOUBLE)
     with _server(repository, tmp_path, Access()) as server:
         server.start(timeout_s=240)
         assert server.failure() is None
         port = f"--http-port={server.http_port}"
-        (gateway,) = [
+        (front,) = [
             pid
             for pid in descendants(os.getpid())
             if port in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
         ]
-        os.kill(gateway, signal.SIGKILL)
+        os.kill(front, signal.SIGKILL)
         until(lambda: server.failure() is not None)
-        assert "gateway" in str(server.failure())
+        assert "the front" in str(server.failure())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 
 from inference.ports import pick_free_ports, port_problem
 
@@ -25,3 +26,11 @@ def test_foreign_address_is_reported() -> None:
     problem = port_problem("192.0.2.1", 8000)
     assert problem is not None
     assert "cannot be opened on 192.0.2.1" in problem
+
+
+def test_picked_ports_are_not_those_of_outgoing_connections() -> None:
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = pick_free_ports("127.0.0.1", 4)
+    assert len(set(found)) == 4
+    assert all(port < low for port in found) or low <= 10_000
+    assert pick_free_ports("127.0.0.1", 0) == []

@@ -117,8 +117,13 @@ def _stub(tmp_path: Path) -> subprocess.Popen[bytes]:
     """Start what looks like the process of a model `gpt`."""
     script = tmp_path / "repository" / "gpt" / "1" / "model.py"
     script.parent.mkdir(parents=True, exist_ok=True)
-    script.write_text("import time; time.sleep(60)")
+    name = "open('/proc/self/comm', 'w').write('triton_python_b')"
+    script.write_text(f"import time; {name}; time.sleep(60)")
     return subprocess.Popen(["triton_python_backend_stub", str(script)], executable=sys.executable)
+
+
+def _program(process: subprocess.Popen[bytes]) -> str:
+    return getattr(supervisor.process_state(process.pid), "program", "")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -154,3 +159,28 @@ def test_model_lost_while_others_load_is_reported_once_all_have(tmp_path: Path) 
     until(lambda: not _knows(watch, process))
     watch.is_ready = True
     assert f"process {process.pid} of model gpt" in (watch.loss() or "")
+
+
+def test_model_lost_before_it_was_seen_is_reported(tmp_path: Path) -> None:
+    """The last model starts after the last scan, and ends right after readiness."""
+    watch = supervisor.ServerWatch(os.getpid())
+    assert watch.loss() is None
+    process = _stub(tmp_path)
+    until(lambda: supervisor.model_of(process.pid) == "gpt")
+    watch.is_ready = True
+    assert watch.loss() is None
+    process.kill()
+    until(lambda: "was ended by SIGKILL" in (watch.loss() or ""), limit_s=2.0)
+    process.wait(LIMIT_S)
+
+
+def test_model_that_ended_before_the_first_scan_is_reported(tmp_path: Path) -> None:
+    watch = supervisor.ServerWatch(os.getpid())
+    assert watch.loss() is None
+    process = _stub(tmp_path)
+    until(lambda: _program(process) == "triton_python_b")
+    process.kill()
+    until(lambda: getattr(supervisor.process_state(process.pid), "letter", "") == "Z")
+    watch.is_ready = True
+    until(lambda: "was ended by SIGKILL" in (watch.loss() or ""), limit_s=2.0)
+    process.wait(LIMIT_S)
