@@ -14,15 +14,12 @@ from typing import Any
 import numpy as np
 
 from inference.backend.text_tensors import pad_rows, word_list_tensor
-from inference.backend.tokenizer import Tokenizer, load_tokenizer
+from inference.backend.tokenizer import MOST_TEXT_BYTES, Tokenizer, load_tokenizer
 from inference.backend.triton_model import ModelArguments, TensorModel, Tensors
 
-# Text models answer one request after the other: one of these sizes takes some seconds, and its
-# padded tensors some hundreds of MB. A prompt of 1 MiB is longer than what any model reads.
-_MOST_TEXT_BYTES = 1 << 20
 _MOST_WORDS_BYTES = 64 << 10
 _FULL_ROWS = 4  # of this size in a request
-_MOST_TOKENS = 8 << 20
+_MOST_TOKENS = 8 << 20  # of all rows, padded to the longest
 
 
 class Preprocessing(TensorModel):
@@ -38,7 +35,7 @@ class Preprocessing(TensorModel):
 
     def turn(self, tensors: Tensors, *, continues: bool) -> dict[str, np.ndarray[Any, Any]]:
         """Return the same; what `continues` a conversation gets no start token."""
-        texts = row_texts("QUERY", tensors["QUERY"])
+        texts = self.prompts.texts("QUERY", tensors["QUERY"])
         rows = len(texts)
         words, problems = {}, []
         for source, target in (
@@ -75,7 +72,9 @@ class QueryTokenizer(TensorModel):
 
     def run(self, tensors: Tensors) -> dict[str, np.ndarray[Any, Any]]:
         """Return ids and lengths. Raises ValueError for input that is not text."""
-        ids, lengths = self.prompts.encode(row_texts("query", tensors["query"]), name="query")
+        ids, lengths = self.prompts.encode(
+            self.prompts.texts("query", tensors["query"]), name="query"
+        )
         return {"input_ids": ids, "request_input_len": lengths}
 
 
@@ -87,18 +86,29 @@ class _PromptEncoder:
         self._end_id = arguments.integer("end_id")
         self._suffix = [self._end_id] if arguments.flag("append_end_id") else []
 
+    def texts(self, name: str, tensor: np.ndarray[Any, Any]) -> list[str]:
+        """Return the texts of an input. Raises ValueError as `row_texts` does."""
+        return row_texts(name, tensor, most_bytes=self.tokenizer.most_text_bytes)
+
     def encode(
         self, texts: Sequence[str], *, name: str, special: bool = True
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Return ids padded with the end token, (B, S), and lengths, (B, 1).
 
         Raises:
-            ValueError: Some texts are empty and others are not: models accept no such batch.
+            ValueError: Some texts are empty and others are not, which models do not accept in one
+                batch; or the padded rows are too large.
         """
         rows = [self.tokenizer.encode(text, special=special) + self._suffix for text in texts]
         if any(rows) and not all(rows):
             empty = ", ".join(f"{name}[{row}]" for row, ids in enumerate(rows) if not ids)
             raise ValueError(f"{empty}: an empty text must be sent in a request of its own")
+        longest = max(map(len, rows), default=0)
+        if len(rows) * longest > _MOST_TOKENS:
+            raise ValueError(
+                f"{name}: {len(rows)} rows of up to {longest} tokens; {_MOST_TOKENS} at most in "
+                "all, padded to the longest; send fewer rows"
+            )
         return pad_rows(rows, pad_id=self._end_id)
 
 
@@ -199,7 +209,7 @@ def _tokenizer(arguments: ModelArguments) -> Tokenizer:
 
 
 def row_texts(
-    name: str, tensor: np.ndarray[Any, Any], *, most_bytes: int = _MOST_TEXT_BYTES
+    name: str, tensor: np.ndarray[Any, Any], *, most_bytes: int = MOST_TEXT_BYTES
 ) -> list[str]:
     """Return one string per row of a (B, 1) tensor of bytes.
 

@@ -21,6 +21,13 @@ from export_scripts.ft.tokenizer_files import (
 )
 
 REPLACEMENT = "\ufffd"
+# A text model answers one request after the other: a text of this size takes it some seconds, and
+# is longer than what any model reads.
+MOST_TEXT_BYTES = 1 << 20
+# WordPiece looks each beginning of a word up, from each place in it: its time grows with the square
+# of the length of words and more. 64 KiB of the longest words take a second.
+_MOST_WORDPIECE_BYTES = 1 << 16
+_LONGEST_WORD = 200  # files say 100
 # The space that SentencePiece and similar models put before a text.
 _BLANK = "\u2581"
 # Put before a word, it gives the word the tokens that it has inside a text.
@@ -33,11 +40,13 @@ class Tokenizer(Protocol):
     """Interface of a tokenizer to the text models.
 
     Attributes:
+        most_text_bytes: of a text that it encodes within seconds, whatever its words.
         special_ids: markers, not text.
         prefix_ids: the markers that `encode` puts before a text if `special`.
     """
 
     vocab_size: int
+    most_text_bytes: int
     special_ids: frozenset[int]
     prefix_ids: tuple[int, ...]
 
@@ -109,6 +118,8 @@ class ByteLevelBPE:
     `start_marker` is a token that comes before each text; None for none.
     """
 
+    most_text_bytes = MOST_TEXT_BYTES
+
     def __init__(
         self, vocab_path: Path, merges_path: Path, *, start_marker: str | None = None
     ) -> None:
@@ -160,6 +171,7 @@ class _WholeTextTokenizer:
     """
 
     vocab_size: int
+    most_text_bytes = MOST_TEXT_BYTES
     _bytes: Mapping[int, int]  # id -> byte
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
@@ -223,6 +235,14 @@ class HuggingFaceTokenizer(_WholeTextTokenizer):
 
     def __init__(self, backend: Any, *, start_marker: str | None = None) -> None:
         self._backend = backend
+        longest_word = getattr(backend.model, "max_input_chars_per_word", None)
+        if longest_word is not None:
+            self.most_text_bytes = _MOST_WORDPIECE_BYTES
+            if longest_word > _LONGEST_WORD:
+                raise ValueError(
+                    f"max_input_chars_per_word={longest_word}, with which one word can take hours; "
+                    f"set it to {_LONGEST_WORD} or less"
+                )
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()

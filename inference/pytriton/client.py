@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from inference.pytriton.signature import MAX_BATCH_SIZE
+from inference.backend.text_signature import MAX_BATCH_SIZE
 from inference.server.client import DEFAULT_URLS, TritonClient, as_tensor
 
 _POLL_S = 0.2

@@ -1,25 +1,23 @@
-"""`mpirun -n N python -m inference.pytriton.server`: serve a model with PyTriton on N ranks.
+"""`python -m inference.pytriton.server`: serve a model by name, text in and text out.
 
-Every rank is a process that the launcher starts. Rank 0 fetches and converts the model if need be,
-and answers the clients; the others wait for it, load their parts, and end when it does.
+It fetches and converts the model if need be, and serves a repository of it as `inference.server`
+does. Started by mpirun, srun or torchrun, TP x PP processes in all, each process is one rank;
+started by itself, it starts the ranks of this node.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
-from export_scripts.ft.config_ini import read_config
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
-from inference.backend.tokenizer import load_tokenizer
-from inference.engine.engine import Engine, EngineFailedError, EngineOptions
-from inference.gateway.access import access_of, add_access_options
+from inference.front.access import access_of, add_access_options
 from inference.launch_environment import (
     DEFAULT_PORT,
     LAUNCHER_VARIABLE,
@@ -27,26 +25,23 @@ from inference.launch_environment import (
     read_launch_environment,
     rendezvous_address,
 )
-from inference.process_memory import keep_loaded
+from inference.private_folder import PrivateFolder
 from inference.pytriton.model_source import Wanted, parse_model_name, prepare_weights
-from inference.pytriton.nemo_service import NemoDeployService, NemoService
-from inference.pytriton.serving import Endpoint, ServingError, serve
-from inference.pytriton.text_service import TextService
-from inference.ranks.rendezvous import Rendezvous, RendezvousError
-from inference.ranks.settings import Placement
-from inference.ranks.worker import serve_started_rank
-
-logger = logging.getLogger(__name__)
-
-SERVICES = {"text": TextService, "nemo": NemoService, "nemo-deploy": NemoDeployService}
-NEMO_NAME = "GPT"  # which the client of PyTriton's NeMo example asks for
+from inference.pytriton.repository import INTERFACES, NEMO_NAME, write_text_repository
+from inference.ranks.launched_rank import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
+from inference.ranks.launched_rank import main as serve_rank
+from inference.server.__main__ import serve_until_signal
+from inference.server.server import TritonServer
 
 _EPILOG = f"""
-Start one process for each rank, TP x PP in all, with mpirun, srun or torchrun, on one node or
-several. On several nodes they meet at MASTER_ADDR:MASTER_PORT (srun: the first node by default);
+On several nodes the ranks meet at MASTER_ADDR:MASTER_PORT (srun: the first node by default);
 --output-dir must be a folder that all of them see. {LAUNCHER_VARIABLE}=mpirun|slurm|torchrun|
 torch|pmi selects the launcher whose variables count where several are set.
 """
+_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002}
+_READY_S = 3600.0
+_DRAIN_S = 25.0
+_ENGINE = ("device", "max_seq_len", "max_lanes", "kv_cache_bytes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,27 +51,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = read_launch_environment(os.environ)
     except ValueError as error:
         return _refused(str(error))
-    logging.basicConfig(
-        level=logging.INFO if place.rank == 0 else logging.WARNING,
-        format=f"%(asctime)s rank {place.rank} %(levelname)s %(message)s",
-        force=True,
-    )
     if problem := _count_problem(arguments, place):
         # Rank 0 reports it for all: a launcher might end it first if another rank failed.
         return _refused(problem) if place.rank == 0 else 0
-    signal.signal(signal.SIGTERM, _interrupt)
+    if place.world_size > 1:
+        host, port = rendezvous_address(
+            place, os.environ, host=arguments.master_addr, port=arguments.master_port
+        )
+        key_file = arguments.output_dir.absolute() / f".rendezvous-{port}.key"
+        os.environ |= {RENDEZVOUS_VARIABLE: f"{host}:{port}", KEY_FILE_VARIABLE: str(key_file)}
+    if place.rank > 0:
+        return serve_rank()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s rank 0 %(levelname)s %(message)s")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    status, reason = 1, "the server has ended; its output has the reason"
     try:
-        return _lead(arguments, place) if place.rank == 0 else _follow(arguments, place)
-    except (ValueError, OSError, RendezvousError, ServingError, EngineFailedError) as error:
+        status = _lead(arguments)
+    except (ValueError, OSError) as error:
+        reason = str(error)
         sys.stderr.write(f"error: {error}\n")
-        return 1
     except KeyboardInterrupt:
-        return 130
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end has begun
-    raise KeyboardInterrupt
+        status, reason = 130, "it was interrupted"
+    if status:
+        _call_off(place, reason)
+    return status
 
 
 def _refused(problem: str) -> int:
@@ -89,43 +87,36 @@ def _count_problem(arguments: argparse.Namespace, place: LaunchEnvironment) -> s
     tp, pp = arguments.tp, arguments.pp
     if min(tp, pp) < 1:
         return f"--tp={tp} and --pp={pp} must be at least 1"
-    if tp * pp == place.world_size:
+    if place.launcher == "none" or tp * pp == place.world_size:
         return None
     started = f"{place.world_size} {'was' if place.world_size == 1 else 'were'} started"
-    by = "" if place.launcher == "none" else f" by {place.launcher}"
     return (
-        f"--tp={tp} x --pp={pp} = {tp * pp} ranks need as many processes, {started}{by}; start "
-        f"them with `mpirun -n {tp * pp}` (or `srun -n {tp * pp}`), or change --tp and --pp, and "
-        "let CUDA_VISIBLE_DEVICES show one GPU for each rank"
+        f"--tp={tp} x --pp={pp} = {tp * pp} ranks need as many processes, {started} by "
+        f"{place.launcher}; start them with `mpirun -n {tp * pp}` (or `srun -n {tp * pp}`), or "
+        "change --tp and --pp, and let CUDA_VISIBLE_DEVICES show one GPU for each rank"
     )
 
 
-def _lead(arguments: argparse.Namespace, place: LaunchEnvironment) -> int:
-    if arguments.lib_path:
-        logger.info("--lib-path has no effect: this project's own engine runs the model")
+def _lead(arguments: argparse.Namespace) -> int:
     name = parse_model_name(arguments.model)
-    endpoint = Endpoint(
-        name=arguments.model_name or (NEMO_NAME if arguments.interface == "nemo" else name.key),
-        host=arguments.host,
-        http_port=arguments.http_port,
-        grpc_port=arguments.grpc_port,
-        metrics_port=arguments.metrics_port,
-        instances=arguments.instances,
-        merge_requests=arguments.merge_requests,
-        access=access_of(vars(arguments)),
-        sockets=arguments.sockets,
-    )
-    options = _engine_options(arguments)
-    host, port = _rendezvous_address(arguments, place)
-    rendezvous = None
-    if place.world_size > 1:
-        key_file = _key_file(arguments, port)
-        rendezvous = Rendezvous(
-            place, host, port, key_file=key_file, timeout_s=options.rank_timeout_s
-        )
+    access = access_of(vars(arguments))
+    if problems := access.problems(prefix="--", joiner="-"):
+        raise ValueError("\n".join(problems))
+    folder = PrivateFolder("pytriton")
     try:
-        endpoint.check()
-        ft_dir = prepare_weights(
+        server = TritonServer(
+            folder.path / "repository",
+            http_port=arguments.http_port,
+            grpc_port=arguments.grpc_port,
+            metrics_port=arguments.metrics_port,
+            host=arguments.host,
+            log_path=folder.path / "tritonserver.log",
+            port_keys={name: f"--{name}-port" for name in _PORTS},
+            access=access,
+        )
+        if problems := server.port_problems():
+            raise ValueError("\n".join(problems))
+        weights = prepare_weights(
             Wanted(
                 name=name,
                 output_dir=arguments.output_dir,
@@ -137,69 +128,32 @@ def _lead(arguments: argparse.Namespace, place: LaunchEnvironment) -> int:
                 merges_path=arguments.merges_file,
             )
         )
-        _load_and_serve(arguments, ft_dir.resolve(), options, endpoint, rendezvous)
-    except BaseException as error:
-        if rendezvous is not None:
-            rendezvous.refuse(str(error) or "it was interrupted")
-        raise
-    return 0
-
-
-def _load_and_serve(
-    arguments: argparse.Namespace,
-    ft_dir: Path,
-    options: EngineOptions,
-    endpoint: Endpoint,
-    rendezvous: Rendezvous | None,
-) -> None:
-    tokenizer = load_tokenizer(ft_dir)
-    _, config = read_config(ft_dir)
-    engine = Engine(
-        ft_dir,
-        Placement(
+        write_text_repository(
+            folder.path / "repository",
+            weights,
+            name=arguments.model_name or (NEMO_NAME if arguments.interface == "nemo" else name.key),
+            interface=arguments.interface,
             tp_size=arguments.tp,
             pp_size=arguments.pp,
-            data_type=arguments.data_type or config.weight_data_type,
-            device=arguments.device,
-        ),
-        options=options,
-        rendezvous=rendezvous,
-    )
-    logger.info("loading %s", ft_dir)
-    tasks = [task.task_name for task in config.tasks]
-    with engine:
-        keep_loaded()
-        serve(endpoint, engine, SERVICES[arguments.interface](engine, tokenizer, tasks))
+            data_type=arguments.data_type,
+            parameters={key: getattr(arguments, key) for key in _ENGINE},
+        )
+        return serve_until_signal(server, ready_timeout_s=_READY_S, drain_s=_DRAIN_S)
+    finally:
+        folder.remove()
 
 
-def _follow(arguments: argparse.Namespace, place: LaunchEnvironment) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is rank 0's affair
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    host, port = _rendezvous_address(arguments, place)
-    timeout_s = _engine_options(arguments).rank_timeout_s
-    key_file = _key_file(arguments, port)
-    return serve_started_rank(place, host, port, key_file=key_file, timeout_s=timeout_s)
+def _call_off(place: LaunchEnvironment, reason: str) -> None:
+    """Send the other ranks, which wait for the model, the reason why there is none."""
+    from inference.ranks.launched_rank import open_rendezvous
+    from inference.ranks.rendezvous import RendezvousError
+    from inference.ranks.settings import RANK_TIMEOUT_S
 
-
-def _key_file(arguments: argparse.Namespace, port: int) -> Path:
-    """Return where rank 0 leaves the key of the launch: a folder that all ranks see."""
-    folder: Path = arguments.output_dir
-    return folder.absolute() / f".rendezvous-{port}.key"
-
-
-def _rendezvous_address(arguments: argparse.Namespace, place: LaunchEnvironment) -> tuple[str, int]:
-    return rendezvous_address(
-        place, os.environ, host=arguments.master_addr, port=arguments.master_port
-    )
-
-
-def _engine_options(arguments: argparse.Namespace) -> EngineOptions:
-    given = {
-        "max_lanes": arguments.max_lanes,
-        "max_seq_len": arguments.max_seq_len,
-        "kv_cache_bytes": arguments.kv_cache_bytes,
-    }
-    return EngineOptions(**{name: value for name, value in given.items() if value is not None})
+    if place.world_size > 1:
+        with contextlib.suppress(RendezvousError):  # the model has opened it, and has ended
+            rendezvous = open_rendezvous(place.world_size, timeout_s=RANK_TIMEOUT_S)
+            assert rendezvous is not None
+            rendezvous.refuse(reason)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -217,21 +171,15 @@ def _parser() -> argparse.ArgumentParser:
         help="where converted models are kept (default ft_models)")  # fmt: skip
     add("--model-name", help="name of the served model (default: MODEL, with _ for other than "
         f"letters and digits; with --interface nemo {NEMO_NAME})")  # fmt: skip
-    add("--interface", choices=tuple(SERVICES), default="text",
+    add("--interface", choices=tuple(INTERFACES), default="text",
         help="inputs and outputs of the model: text (default), nemo, those of PyTriton's NeMo "
         "example and its client, or nemo-deploy, those of NeMo's NemoQueryLLM")  # fmt: skip
     add("--overwrite", action="store_true", help="convert again what is there already")
     add("--vocab-file", type=Path, help="vocabulary in place of the model's own")
     add("--merges-file", type=Path, help="merges in place of the model's own")
     add("--lib-path", type=Path, help="accepted for FasterTransformer's scripts, has no effect")
-    _add_engine(parser.add_argument_group("engine"))
-    _add_server(parser.add_argument_group("server"))
-    add_access_options(parser)
-    return parser
-
-
-def _add_engine(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
+    add("--instances", type=int, help="accepted for PyTriton's, has no effect: requests run "
+        "together, up to --max-lanes sequences")  # fmt: skip
     add("--weight-data-type", choices=WEIGHT_DATA_TYPES, help="type of stored weights (fp32)")
     add("--data-type", choices=WEIGHT_DATA_TYPES,
         help="type to compute in (default: that of the stored weights)")  # fmt: skip
@@ -244,25 +192,13 @@ def _add_engine(group: argparse._ArgumentGroup) -> None:
         "with srun the first node); rank 0 listens at this address alone")  # fmt: skip
     add("--master-port", type=int, help="port where the ranks meet (default MASTER_PORT, else "
         f"{DEFAULT_PORT}); two runs on one node need two")  # fmt: skip
-
-
-def _add_server(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    plain = Endpoint("")
-    add("--host", default=plain.host,
+    add("--host", default="0.0.0.0",
         help="address to listen at; by default all interfaces (0.0.0.0), as PyTriton does; give "
         "127.0.0.1 to serve this machine alone, or a --token-file")  # fmt: skip
-    add("--http-port", type=int, default=plain.http_port, help="default 8000; 0 takes a free one")
-    add("--grpc-port", type=int, default=plain.grpc_port, help="default 8001; 0 takes a free one")
-    add("--metrics-port", type=int, default=plain.metrics_port, help="default 8002; 0: a free one")
-    add("--instances", type=int, default=plain.instances,
-        help="client requests worked on at the same time, each of up to 128 prompts (default 8); "
-        "each takes a helper process of some 25 MB")  # fmt: skip
-    add("--merge-requests", action="store_true",
-        help="let requests that wait become one: more throughput from many small requests, but "
-        "one that is refused has the others of its batch refused, too")  # fmt: skip
-    add("--sockets", type=Path, help="folder for the sockets of the server's owner, to be made in "
-        "one that its owner alone can enter (default: a new one)")  # fmt: skip
+    for name, port in _PORTS.items():
+        add(f"--{name}-port", type=int, default=port, help=f"default {port}; 0 takes a free one")
+    add_access_options(parser)
+    return parser
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -221,3 +222,36 @@ def test_parameters_that_are_no_numbers_stop_the_load(arguments: dict[str, str])
         _loaded(Postprocessing(), arguments, end_id="x")
     with pytest.raises(ValueError, match="parameter answer_only=2 must be 0 or 1"):
         _loaded(Postprocessing(), arguments, answer_only="2")
+
+
+def _word_pieces(arguments: dict[str, str], *, longest_word: int) -> None:
+    """Replace the tokenizer by WordPiece, which knows a single letter."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordPiece
+    from tokenizers.pre_tokenizers import BertPreTokenizer
+
+    vocab = {"[UNK]": 0, "a": 1, "##a": 2, "b": 3}
+    backend = Tokenizer(WordPiece(vocab, unk_token="[UNK]", max_input_chars_per_word=longest_word))
+    backend.pre_tokenizer = BertPreTokenizer()
+    backend.save(str(Path(arguments["model_repository"]) / "1" / "tokenizer.json"))
+
+
+def test_words_that_take_quadratic_time_are_bounded(arguments: dict[str, str]) -> None:
+    _word_pieces(arguments, longest_word=100)
+    model = _loaded(QueryTokenizer(), arguments, tokenizer_type="hf", end_id="0")
+    hostile = ("a" * 100 + " ") * 648  # the most that a text may have
+    began = time.monotonic()
+    lengths = model.run({"query": _column(hostile)})["request_input_len"]
+    assert time.monotonic() - began < 20  # 0.8 s on a quiet machine
+    assert lengths.tolist() == [[64800]]
+    with pytest.raises(ValueError, match=r"query\[0\]: 65550 bytes; 65536 at most"):
+        model.run({"query": _column(hostile + "a" * 102)})
+    _word_pieces(arguments, longest_word=10**6)
+    with pytest.raises(ValueError, match="max_input_chars_per_word=1000000"):
+        _loaded(QueryTokenizer(), arguments, tokenizer_type="hf", end_id="0")
+
+
+def test_rows_that_are_padded_to_a_long_one_are_bounded(arguments: dict[str, str]) -> None:
+    model = _loaded(QueryTokenizer(), arguments)
+    with pytest.raises(ValueError, match="query: 9 rows of up to 1048576 tokens; 8388608 at most"):
+        model.run({"query": _column("a" * (1 << 20), *"bcdefghi")})

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
+from inference.backend.nemo_service import NemoDeployService, NemoService
+from inference.backend.text_service import TextService
+from inference.backend.text_signature import NEMO_INPUTS, NEMO_OUTPUTS
 from inference.backend.tokenizer import Tokenizer, load_tokenizer
 from inference.decoding.request import RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions
-from inference.pytriton.nemo_service import NemoDeployService, NemoService
-from inference.pytriton.serving import pytriton_tensors
-from inference.pytriton.signature import NEMO_INPUTS, NEMO_OUTPUTS
-from inference.pytriton.text_service import TextService
 from inference.ranks.settings import Placement
+from tests.text_requests import infer
 from tests.tiny_t5_tuning import write_prompts
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 
@@ -68,15 +68,8 @@ def sentences(outputs: dict[str, Any]) -> list[str]:
     return [text.decode() for text in outputs["sentences"][:, 0]]
 
 
-def test_pytriton_takes_the_types_of_the_tensors() -> None:
-    found = {tensor.name: tensor.dtype for tensor in pytriton_tensors(NEMO_INPUTS)}
-    assert found["prompts"] is np.bytes_
-    assert found["use_greedy"] is np.bool_  # PyTriton knows no bool
-    assert found["top_k"] is np.int32
-
-
 def test_outputs_are_those_of_the_interface(service: NemoService) -> None:
-    (outputs,) = service.infer([request(["in the end", "a"], max_length=4, add_BOS=True)])
+    (outputs,) = infer(service, [request(["in the end", "a"], max_length=4, add_BOS=True)])
     assert list(outputs) == [tensor.name for tensor in NEMO_OUTPUTS]
     assert outputs["sentences"].shape == (2, 1)
     rows, one, width = outputs["token_ids"].shape
@@ -89,15 +82,16 @@ def test_greedy_answer_is_that_of_the_text_interface(
     service: NemoService, engine: Engine, tokenizer: Tokenizer
 ) -> None:
     prompt = "the end of"
-    (outputs,) = service.infer([request([prompt], max_length=6, add_BOS=False, top_p=0.3)])
+    (outputs,) = infer(service, [request([prompt], max_length=6, add_BOS=False, top_p=0.3)])
     plain = TextService(engine, tokenizer)
-    (expected,) = plain.infer(
+    (expected,) = infer(
+        plain,
         [
             {
                 "prompts": np.array([[prompt.encode()]], object),
                 "request_output_len": np.array([[6]], np.uint32),
             }
-        ]
+        ],
     )
     assert sentences(outputs) == [expected["sentences"][0, 0, 0].decode()]
 
@@ -105,7 +99,7 @@ def test_greedy_answer_is_that_of_the_text_interface(
 def test_start_token_goes_in_front_and_is_not_part_of_the_text(
     service: NemoService, engine: Engine, tokenizer: Tokenizer
 ) -> None:
-    (outputs,) = service.infer([request(["the end"], max_length=2)])  # add_BOS by default
+    (outputs,) = infer(service, [request(["the end"], max_length=2)])  # add_BOS by default
     prompt = [engine.limits.start_id, *tokenizer.encode("the end")]
     assert outputs["token_ids"][0, 0, : len(prompt)].tolist() == prompt
     assert sentences(outputs)[0].startswith("the end")
@@ -113,7 +107,7 @@ def test_start_token_goes_in_front_and_is_not_part_of_the_text(
 
 def test_answer_ends_with_an_end_string(service: NemoService, tokenizer: Tokenizer) -> None:
     plain = request(["the end"], max_length=8, add_BOS=False)
-    (outputs,) = service.infer([plain])
+    (outputs,) = infer(service, [plain])
     prompt = len(tokenizer.encode("the end"))
     answer = outputs["token_ids"][0, 0, prompt:].tolist()
     # A token that its own text gives.
@@ -122,13 +116,13 @@ def test_answer_ends_with_an_end_string(service: NemoService, tokenizer: Tokeniz
     )
     text = tokenizer.decode(answer[place : place + 1])
     strings = np.array([[[text.encode(), b""]]], object)
-    (ended,) = service.infer([plain | {"end_strings": strings}])
+    (ended,) = infer(service, [plain | {"end_strings": strings}])
     assert ended["token_ids"][0, 0, prompt:].tolist() == answer[: answer.index(answer[place]) + 1]
 
 
 def test_minimum_length_holds_the_end_token_back(service: NemoService) -> None:
     options = {"use_greedy": False, "top_k": 0, "top_p": 1.0, "add_BOS": False}
-    (outputs,) = service.infer([request(["a"] * 8, max_length=12, min_length=12, **options)])
+    (outputs,) = infer(service, [request(["a"] * 8, max_length=12, min_length=12, **options)])
     assert len({*sentences(outputs)}) > 1, "sampled rows have seeds of their own"
     end_id = service._engine.limits.end_id
     assert (outputs["token_ids"] == end_id).sum() == 0
@@ -137,7 +131,7 @@ def test_minimum_length_holds_the_end_token_back(service: NemoService) -> None:
 def test_a_task_puts_its_virtual_tokens_in_front(
     service: NemoService, engine: Engine, tokenizer: Tokenizer
 ) -> None:
-    (outputs,) = service.infer([request(["the end"], task="squad", max_length=4, add_BOS=False)])
+    (outputs,) = infer(service, [request(["the end"], task="squad", max_length=4, add_BOS=False)])
     text, first = tokenizer.encode("the end"), engine.limits.virtual_start_id
     ids = [first, first + 1, first + 2, *text]
     (row,) = engine.generate(
@@ -161,7 +155,7 @@ def test_log_probabilities_and_offsets_are_of_every_token(
 ) -> None:
     asked = request(["the end of", "a"], max_length=3, add_BOS=False)
     asked["compute_logprob"] = np.array([[True], [False]])
-    (outputs,) = service.infer([asked])
+    (outputs,) = infer(service, [asked])
     scores, ids = outputs["logprob"][:, 0], outputs["token_ids"][0, 0].tolist()
     text = TextService(engine, tokenizer)._submit(
         0, ids[:-1], {"request_output_len": np.array([[1]], np.uint32),
@@ -184,37 +178,39 @@ def test_nemos_query_clients_are_answered_as_the_example(
 ) -> None:
     deployed = NemoDeployService(engine, tokenizer, ["squad"])
     prompts = np.array([[b"the end"], [b"a"]])
-    (expected,) = service.infer([request(["the end", "a"], max_length=12)])
+    (expected,) = infer(service, [request(["the end", "a"], max_length=12)])
     wide = {"max_output_len": np.full((2, 1), 12)}
-    (plain,) = deployed.infer([{"prompts": prompts, **wide}])
+    (plain,) = infer(deployed, [{"prompts": prompts, **wide}])
     assert sentences(plain) == sentences(expected)
     # Some options of NemoQueryLLM's own example.
     zero = {"top_k": np.full((2, 1), 1), "top_p": np.zeros((2, 1), np.float32)}
     zero |= {"temperature": np.zeros((2, 1), np.float32)}
-    (again,) = deployed.infer([{"prompts": prompts, **wide, **zero}])
+    (again,) = infer(deployed, [{"prompts": prompts, **wide, **zero}])
     assert sentences(again) == sentences(expected)
     seeded = {"top_k": np.full((2, 1), 50), "random_seed": np.full((2, 1), 7)}
-    (one,), (two,) = (deployed.infer([{"prompts": prompts, **wide, **seeded}]) for _ in range(2))
+    (one,), (two,) = (infer(deployed, [{"prompts": prompts, **wide, **seeded}]) for _ in range(2))
     assert sentences(one) == sentences(two)
     answer = expected["token_ids"][0, 0, 1 + len(tokenizer.encode("the end")) :].tolist()
     bad = next(
         text for each in answer if tokenizer.encode(text := tokenizer.decode([each])) == [each]
     )
     banned = {"bad_words_list": np.array([[bad.encode()], [b""]])}
-    (other,) = deployed.infer([{"prompts": prompts, **wide, **banned}])
+    (other,) = infer(deployed, [{"prompts": prompts, **wide, **banned}])
     assert sentences(other)[0] != sentences(expected)[0]
     task = {"task_id": np.full((2, 1), b"squad"), "add_BOS": np.zeros((2, 1), np.bool_)}
-    (tuned,) = deployed.infer([{"prompts": prompts, **wide, **task}])
-    (same,) = service.infer([request(["the end", "a"], task="squad", max_length=12, add_BOS=False)])
+    (tuned,) = infer(deployed, [{"prompts": prompts, **wide, **task}])
+    (same,) = infer(
+        service, [request(["the end", "a"], task="squad", max_length=12, add_BOS=False)]
+    )
     assert sentences(tuned) == sentences(same)
     with pytest.raises(RequestError, match="no_repeat_ngram_size is not computed here; send 0"):
-        deployed.infer([{"prompts": prompts, "no_repeat_ngram_size": np.full((2, 1), 2.0)}])
+        infer(deployed, [{"prompts": prompts, "no_repeat_ngram_size": np.full((2, 1), 2.0)}])
 
 
 def test_all_problems_are_named_at_once(service: NemoService) -> None:
     wrong = request(["a"], task="boolq", max_length=0, top_k=-1, all_probs=True)
     with pytest.raises(RequestError) as caught:
-        service.infer([wrong])
+        infer(service, [wrong])
     assert caught.value.problems == [
         f"max_length[0]=0 must be in [1, {POSITIONS - 1}]",
         "tasks[0]='boolq': the model has no such task; use text_generation or squad",
@@ -222,4 +218,4 @@ def test_all_problems_are_named_at_once(service: NemoService) -> None:
         "all_probs is not computed here; send false",
     ]
     with pytest.raises(RequestError, match="virtual tokens are not scored"):
-        service.infer([request(["a"], task="squad", compute_logprob=True)])
+        infer(service, [request(["a"], task="squad", compute_logprob=True)])

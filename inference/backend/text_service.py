@@ -1,4 +1,4 @@
-"""Text in, text out: what PyTriton calls for each batch of requests."""
+"""Text in, text out, on an engine: the rows of a request, and its outputs once they are done."""
 
 # Shapes: B rows of a request, K beams
 
@@ -11,13 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from export_scripts.triton.signature import TensorSignature
 from inference.backend.text_models import row_texts
 from inference.backend.tokenizer import Tokenizer
 from inference.decoding.request import RequestError, parse_request
 from inference.decoding.rows import RowResult
 from inference.engine.engine import Engine, GenerationResult
-from inference.pytriton.signature import INPUTS, OUTPUTS
 
 Tensors = Mapping[str, "np.ndarray[Any, Any]"]
 
@@ -36,9 +34,6 @@ class QueuedRow:
 class TextService:
     """Answers requests with an engine; safe to call from several threads."""
 
-    inputs: Sequence[TensorSignature] = INPUTS
-    outputs: Sequence[TensorSignature] = OUTPUTS
-
     def __init__(self, engine: Engine, tokenizer: Tokenizer, tasks: Sequence[str] = ()) -> None:
         """Take a running engine, its tokenizer, and the names of its prompt tables."""
         self._engine = engine
@@ -49,26 +44,14 @@ class TextService:
         longest = engine.capacity.max_len
         self.max_seq_len = min(longest, limits.max_pos_seq_len or longest)
 
-    def infer(self, requests: Sequence[Tensors]) -> list[dict[str, np.ndarray[Any, Any]]]:
-        """Return the outputs of each request.
+    def begin(self, request: Tensors) -> list[QueuedRow]:
+        """Queue the rows of a request, each by itself, so that none waits for a longer one.
 
         Raises:
-            RequestError: A request is wrong; PyTriton then answers all of this call with it.
+            RequestError: The request is wrong.
             EngineBusyError: Too many rows wait.
-            EngineFailedError: The engine has failed. PyTriton's own PyTritonUnrecoverableError
-                would keep the server, which ends then, waiting for this request for 20 s.
+            EngineFailedError: The engine has failed.
         """
-        begun: list[list[QueuedRow]] = []
-        try:
-            begun.extend(self._begin(request) for request in requests)
-            return [self._outputs(rows) for rows in begun]
-        except BaseException:
-            for row in (row for rows in begun for row in rows):
-                self._engine.cancel(row.future)
-            raise
-
-    def _begin(self, request: Tensors) -> list[QueuedRow]:
-        """Queue the rows of a request, each by itself, so that none waits for a longer one."""
         rows: list[QueuedRow] = []
         try:
             for b, (ids, options) in enumerate(self._read(request)):
@@ -81,7 +64,7 @@ class TextService:
 
     def _read(self, request: Tensors) -> list[RowRead]:
         """Return the tokens and the options of each row. Raises RequestError."""
-        texts = row_texts("prompts", request["prompts"])
+        texts = row_texts("prompts", request["prompts"], most_bytes=self._tokenizer.most_text_bytes)
         output_lens = column(request, "request_output_len", len(texts))
         beam_widths = column(request, "beam_width", len(texts), default=1)
         problems = self.length_problems("request_output_len", output_lens)
@@ -124,7 +107,8 @@ class TextService:
         except RequestError as error:
             raise RequestError([f"prompts[{b}]: {each}" for each in error.problems]) from None
 
-    def _outputs(self, rows: Sequence[QueuedRow]) -> dict[str, np.ndarray[Any, Any]]:
+    def answer(self, rows: Sequence[QueuedRow]) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the outputs of a request whose rows are done."""
         results = [row.future.result().rows[0] for row in rows]
         texts = [self._sentences(row, result) for row, result in zip(rows, results, strict=True)]
         tokens = [

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, convert
+from inference.backend.text_service import TextService
 from inference.backend.tokenizer import load_tokenizer
 from inference.decoding.request import RequestError
 from inference.engine.engine import Engine, EngineOptions
 from inference.engine.errors import EngineFailedError
-from inference.pytriton.text_service import TextService
 from inference.ranks.settings import Placement
+from tests.text_requests import infer
 from tests.tiny_text_gpt2 import write_tiny_gpt2
 from tests.waiting import until
 
@@ -50,7 +51,7 @@ def sentences(outputs: dict[str, Any]) -> list[list[str]]:
 
 
 def test_shapes_and_types_are_those_of_the_interface(service: TextService) -> None:
-    (outputs,) = service.infer([request(["in the end", "a"], [4, 9], beams=3)])
+    (outputs,) = infer(service, [request(["in the end", "a"], [4, 9], beams=3)])
     assert {name: (value.dtype.str, value.shape) for name, value in outputs.items()} == {
         "sentences": ("|O", (2, 3, 1)),
         "sequence_length": ("<i8", (2, 3)),
@@ -63,7 +64,7 @@ def test_a_sentence_is_the_prompt_and_its_answer_and_is_counted_in_characters(
     service: TextService,
 ) -> None:
     prompt = "the Straße"
-    (outputs,) = service.infer([request([prompt], [5])])
+    (outputs,) = infer(service, [request([prompt], [5])])
     ((text,),) = sentences(outputs)
     assert text.startswith(prompt)
     assert outputs["sequence_length"].tolist() == [[len(text)]]
@@ -78,9 +79,9 @@ def load_tokenizer_of(service: TextService) -> Any:
 
 def test_every_row_has_its_own_number_of_tokens(service: TextService) -> None:
     prompts = ["the a", "the a", "s"]
-    (together,) = service.infer([request(prompts, [2, 7, 30])])
+    (together,) = infer(service, [request(prompts, [2, 7, 30])])
     alone = [
-        service.infer([request([prompt], [length])])[0]
+        infer(service, [request([prompt], [length])])[0]
         for prompt, length in zip(prompts, [2, 7, 30], strict=True)
     ]
     assert sentences(together) == [sentences(each)[0] for each in alone]
@@ -89,8 +90,8 @@ def test_every_row_has_its_own_number_of_tokens(service: TextService) -> None:
 
 def test_requests_of_one_call_are_answered_apart(service: TextService) -> None:
     first, second = request(["the"], [3]), request(["in", "on"], [6, 2], beams=2)
-    together = service.infer([first, second])
-    apart = [*service.infer([first]), *service.infer([second])]
+    together = infer(service, [first, second])
+    apart = [*infer(service, [first]), *infer(service, [second])]
     for outputs, alone in zip(together, apart, strict=True):
         assert sentences(outputs) == sentences(alone)
         # The order of summation follows the number of rows: the last digits of fp32.
@@ -99,13 +100,13 @@ def test_requests_of_one_call_are_answered_apart(service: TextService) -> None:
 
 def test_long_prompts_are_cut_to_leave_room_for_the_answer(service: TextService) -> None:
     long, output_len = "x" * 200, 20
-    (outputs,) = service.infer([request([long, "x"], [output_len, POSITIONS - 1])])
+    (outputs,) = infer(service, [request([long, "x"], [output_len, POSITIONS - 1])])
     assert sentences(outputs)[0][0].startswith("x" * (POSITIONS - output_len))
     assert outputs["sequence_tokens"][:, 0].tolist() == [POSITIONS, POSITIONS]
 
 
 def test_empty_prompt_is_answered(service: TextService) -> None:
-    (outputs,) = service.infer([request([""], [4])])
+    (outputs,) = infer(service, [request([""], [4])])
     assert outputs["sequence_tokens"].tolist() == [[4]]
 
 
@@ -135,13 +136,13 @@ def test_markers_are_not_part_of_the_text(service: TextService) -> None:
 )
 def test_wrong_requests_are_refused(service: TextService, bad: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        service.infer([bad])
+        infer(service, [bad])
 
 
 def test_a_refused_request_leaves_no_work_behind(service: TextService) -> None:
     good = request(["the"] * 3, [40] * 3)
     with pytest.raises(RequestError):
-        service.infer([good, request(["a"], [0])])
+        infer(service, [good, request(["a"], [0])])
     until(lambda: service._engine.free_slots == 6, "the end of the first request's work")
 
 
@@ -150,4 +151,4 @@ def test_a_failed_engine_is_the_answer(ft_dir: Path) -> None:
     with engine:
         service = TextService(engine, load_tokenizer(ft_dir))
     with pytest.raises(EngineFailedError, match="the engine was stopped"):
-        service.infer([request(["a"], [1])])
+        infer(service, [request(["a"], [1])])

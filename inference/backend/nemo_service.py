@@ -14,12 +14,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from inference.backend.text_models import row_texts
+from inference.backend.text_service import QueuedRow, RowRead, Tensors, TextService, column
 from inference.backend.text_tensors import word_list_tensor
 from inference.decoding.prompts import TASK_IDS
 from inference.decoding.request import RequestError
 from inference.decoding.rows import P_TUNING
-from inference.pytriton.signature import NEMO_DEPLOY_INPUTS, NEMO_INPUTS, NEMO_OUTPUTS
-from inference.pytriton.text_service import QueuedRow, RowRead, Tensors, TextService, column
 
 TASK = "text_generation"
 # NeMo's (nemo/collections/nlp/modules/common/text_generation_utils.py).
@@ -52,12 +51,9 @@ _WORD_LISTS = {"end_strings": "stop_words_list", "bad_words_list": "bad_words_li
 class NemoService(TextService):
     """Answers requests of NeMo's clients. Without a seed, samples differ between requests."""
 
-    inputs = NEMO_INPUTS
-    outputs = NEMO_OUTPUTS
-
     def _read(self, request: Tensors) -> list[RowRead]:
         """Return the tokens and the options of each row. Raises RequestError."""
-        texts = row_texts("prompts", request["prompts"])
+        texts = row_texts("prompts", request["prompts"], most_bytes=self._tokenizer.most_text_bytes)
         rows = len(texts)
         given: dict[str, list[Any]] = {
             name: column(request, name, rows, default=default)
@@ -134,7 +130,8 @@ class NemoService(TextService):
         first = self._engine.limits.virtual_start_id
         return replace(row, prompt_ids=[each for each in ids if each < first])
 
-    def _outputs(self, rows: Sequence[QueuedRow]) -> dict[str, np.ndarray[Any, Any]]:
+    def answer(self, rows: Sequence[QueuedRow]) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the outputs of a request whose rows are done."""
         end_id = self._engine.limits.end_id
         results = [row.future.result().rows[0] for row in rows]
         sequences = [
@@ -172,7 +169,6 @@ class NemoDeployService(NemoService):
     then asks for a sample.
     """
 
-    inputs = NEMO_DEPLOY_INPUTS
     _RENAMED: ClassVar = {
         "max_output_len": "max_length",
         "min_output_len": "min_length",
