@@ -18,7 +18,7 @@ import numpy as np
 from inference.decoding.candidates import Candidates, GroupKey
 from inference.decoding.hypotheses import Hypothesis, HypothesisPool, best_first, length_divisor
 from inference.decoding.processors import LogitRules
-from inference.decoding.rows import FinishReason, RowRequest, RowResult
+from inference.decoding.rows import FinishReason, PromptScores, RowRequest, RowResult
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import banned_ids, ends_with
 
@@ -52,7 +52,7 @@ class BeamRow:
         self.lengths = np.zeros(self.slots, np.int64)
         self.reasons: list[FinishReason | None] = [None] * self.slots
         self._vocab_size = vocab_size
-        self._offset = 0.0
+        self.prompt = PromptScores()
         self._tail = max((len(word) for word in o.bad_words + o.stop_words), default=0)
         self._penalised = o.repetition_penalty != 1 or o.presence_penalty != 0
         prompt = np.unique(np.asarray(request.context_ids, np.int64))
@@ -72,10 +72,6 @@ class BeamRow:
         """Return what this step's selection needs: twice K extensions of each beam."""
         del device
         return GroupKey("beam", 2 * self.slots, True)
-
-    def add_log_prob(self, log_prob: float) -> None:
-        """Add what does not come from a generated token to the score of every beam."""
-        self._offset += log_prob
 
     def rules(self) -> list[LogitRules]:
         """Return what to do to the logits of each running slot in this step."""
@@ -181,7 +177,7 @@ class BeamRow:
         with_log_probs = self.options.return_log_probs
         return RowResult(
             output_ids=tuple(h.tokens for h in beams),
-            cum_log_probs=tuple(self._offset + h.cum_log_prob for h in beams),
+            cum_log_probs=tuple(self.prompt.log_prob + h.cum_log_prob for h in beams),
             output_log_probs=tuple(h.log_probs for h in beams) if with_log_probs else (),
             finish_reasons=tuple(h.reason for h in beams),
         )

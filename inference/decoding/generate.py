@@ -16,13 +16,8 @@ import torch
 
 from inference.decoding.beam_search import BeamRow, PooledBeamRow
 from inference.decoding.candidates import Candidates, GroupKey, fetch, select
-from inference.decoding.processors import (
-    context_log_prob,
-    pick_slots,
-    process_logits,
-    token_scores,
-)
-from inference.decoding.rows import RowRequest, RowResult, RowStep
+from inference.decoding.processors import pick_slots, process_logits, token_scores
+from inference.decoding.rows import PromptScores, RowRequest, RowResult, RowStep
 from inference.decoding.sampling import Draw, Penalty, SamplingRow, choose
 from inference.decoding.tensor_fields import Array
 
@@ -180,32 +175,9 @@ class BatchDecoder:
         """Return whether a row has any tokens yet."""
         return self._rows[handle].generated > 0
 
-    def score_prompt(
-        self, handle: int, logits: torch.Tensor, next_ids: Sequence[int], *, first: int
-    ) -> None:
-        """Score tokens of a row's prompt in the ways that the row asked for.
-
-        Args:
-            handle: The row.
-            logits: (T, V), unprocessed, of the T places before those of `next_ids`.
-            next_ids: Tokens of the prompt, T of them.
-            first: The place of the first of them in the prompt.
-        """
-        vocab_size = self.config.vocab_size
-        score = context_log_prob(logits, next_ids, vocab_size=vocab_size)
-        self.add_context_log_prob(handle, score)
-        row = self._rows[handle]
-        if isinstance(row, SamplingRow) and (top := row.options.num_prompt_log_probs):
-            found = token_scores(logits, next_ids, top=top, vocab_size=vocab_size)
-            # A row that gave way in the middle of its prompt scores a part of it again.
-            row.prompt_scores.update(enumerate(found, first))
-
-    def add_context_log_prob(self, handle: int, log_prob: float) -> None:
-        """Add the score of a row's prompt to its `cum_log_probs`, where the row asked for it."""
-        row = self._rows[handle]
-        options = row.options
-        if options.return_log_probs and options.return_context_cum_log_probs:
-            row.add_log_prob(log_prob)
+    def set_prompt_scores(self, handle: int, scores: PromptScores) -> None:
+        """Let a row's results hold the scores of its prompt, which `cum_log_probs` include."""
+        self._rows[handle].prompt = scores
 
     def result(self, handle: int) -> RowResult:
         """Return the result of a row so far; asking does not change the row."""

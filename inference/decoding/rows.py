@@ -160,6 +160,17 @@ class TokenScore:
 
 
 @dataclass(frozen=True)
+class PromptScores:
+    """The summed log probability of a prompt's tokens, and the score of each from the second on.
+
+    Either is empty for a row that did not ask for it.
+    """
+
+    log_prob: float = 0.0
+    tokens: tuple[TokenScore, ...] = ()
+
+
+@dataclass(frozen=True)
 class RowResult:
     """The K hypotheses of one row, best first; only generated tokens, the end token included.
 

@@ -20,7 +20,7 @@ from inference.decoding.candidates import Candidates, GroupKey, top_candidates
 from inference.decoding.nucleus import DescendingMass, draw_from_prefix
 from inference.decoding.processors import LOWEST, LogitRules, temperature_factor
 from inference.decoding.random import Xorwow
-from inference.decoding.rows import FinishReason, RowRequest, RowResult, TokenScore
+from inference.decoding.rows import FinishReason, PromptScores, RowRequest, RowResult, TokenScore
 from inference.decoding.tensor_fields import Array
 from inference.decoding.word_lists import banned_ids, ends_with
 
@@ -96,7 +96,7 @@ class SamplingRow:
         self._full_len = len(self._history) + request.output_len
         self._log_probs: list[float] = []
         self.scores: list[TokenScore] = []
-        self.prompt_scores: dict[int, TokenScore] = {}  # by place in the prompt
+        self.prompt = PromptScores()
         self._generator = Xorwow(o.random_seed)
         self.uniform = 1.0
         self.top_p = o.top_p
@@ -199,10 +199,6 @@ class SamplingRow:
         banned = banned_ids((), self.options.bad_words, self._vocab_size)
         return np.concatenate((seen, ~np.asarray(banned, np.int64)))
 
-    def add_log_prob(self, log_prob: float) -> None:
-        """Add what does not come from a generated token to the row's score."""
-        self.cum_log_prob += log_prob
-
     def commit(self, choice: Choice) -> None:
         """Append a token and decide whether the row ends."""
         token, o = choice.token, self.options
@@ -239,11 +235,11 @@ class SamplingRow:
         """Return the row so far."""
         return RowResult(
             output_ids=(tuple(self._history[len(self.request.context_ids) :]),),
-            cum_log_probs=(self.cum_log_prob,),
+            cum_log_probs=(self.prompt.log_prob + self.cum_log_prob,),
             output_log_probs=(tuple(self._log_probs),) if self.options.return_log_probs else (),
             finish_reasons=(self.reason,),
             scores=tuple(self.scores),
-            prompt_scores=tuple(self.prompt_scores[place] for place in sorted(self.prompt_scores)),
+            prompt_scores=self.prompt.tokens,
         )
 
 

@@ -58,7 +58,7 @@ class EngineBase(ABC):
         logger.info("ready: %s", self.describe())
 
     def stop(self) -> None:
-        """Fail the requests in flight and end every rank."""
+        """Fail the requests in flight, end every rank, and give all memory back."""
         self._loop.stop()
 
     def healthy(self) -> str | None:

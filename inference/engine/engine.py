@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -40,6 +40,7 @@ from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.load import EngineLoad
 from inference.engine.loop import EngineLoop
 from inference.engine.options import EngineOptions
+from inference.engine.prompt_outputs import PromptOutputs
 from inference.engine.running import (
     GenerationResult,
     GenerationStep,
@@ -113,7 +114,6 @@ class Engine(EngineBase):
         )
         self._table_rows, table_size = _table_rows(self.config)
         self._embedding_base = self.architecture.vocab_size + table_size
-        self._scheduler: Scheduler | None = None
         self._loop: EngineLoop[RunningRequest] = EngineLoop(
             self._settings,
             self.options,
@@ -130,13 +130,19 @@ class Engine(EngineBase):
     @property
     def free_slots(self) -> int:
         """Sequences that could join now."""
-        return self._scheduler.free_slots if self._scheduler is not None else 0
+        scheduler = self._scheduler
+        return scheduler.free_slots if scheduler is not None else 0
 
     def load(self) -> EngineLoad:
         """Return how much waits and runs; may be called from any thread."""
-        if self._scheduler is None:
+        scheduler = self._scheduler
+        if scheduler is None:
             return super().load()
-        return replace(self._scheduler.load(), waiting=self.queued_rows)
+        return replace(scheduler.load(), waiting=self.queued_rows)
+
+    @property
+    def _scheduler(self) -> Scheduler | None:
+        return cast("Scheduler | None", self._loop.scheduler)
 
     def submit(
         self,
@@ -217,7 +223,7 @@ class Engine(EngineBase):
             raise RequestError(problems)
         future: Future[torch.Tensor] = Future()
         running = self._running(request, future)
-        running.waiting[0].logits = []
+        running.waiting[0].prompt_outputs = PromptOutputs(row.options, keeps_logits=True)
         self._loop.queue(running)
         return future.result()[:, : self.limits.vocab_size]
 
@@ -249,7 +255,7 @@ class Engine(EngineBase):
         )
         on_gpu = self.capacity.device == "cuda"
         size = _GPU_CHUNK if on_gpu else {}
-        self._scheduler = Scheduler(
+        return Scheduler(
             decoder,
             slots=self.capacity.slots,
             embedding_base=self._embedding_base,
@@ -260,7 +266,6 @@ class Engine(EngineBase):
             encoder_layers=_encoder_layers(self.architecture),
             session_idle_s=self.options.session_idle_s,
         )
-        return self._scheduler
 
     def _block_pool(self) -> BlockPool | None:
         capacity = self.capacity

@@ -19,6 +19,7 @@ import torch
 from inference.engine.errors import EngineBusyError, EngineFailedError
 from inference.engine.options import EngineOptions
 from inference.engine.queued_request import QueuedRequest
+from inference.process_memory import collect_loaded
 from inference.ranks.base import StepResult
 from inference.ranks.plan import StepPlan
 from inference.ranks.rank_group import RankError, RankGroup
@@ -31,6 +32,7 @@ _HEARTBEAT_S = 1.0  # between pings of idle ranks
 _WATCH_S = 0.1
 _LOOK_S = 1.0  # a connection breaks a moment before the process at its other end has ended
 _RESTART_PAUSE_S = 1.0
+_STOPPED = "the engine was stopped"
 
 RequestT = TypeVar("RequestT", bound=QueuedRequest)
 RequestT_co = TypeVar("RequestT_co", bound=QueuedRequest, covariant=True)
@@ -152,7 +154,7 @@ class EngineLoop(Generic[RequestT]):
         self._failure: str | None = "the engine is not started"
         self._ready = threading.Event()
         self._ranks: RankGroup | None = None
-        self._scheduler: LoopScheduler[RequestT] | None = None
+        self.scheduler: LoopScheduler[RequestT] | None = None  # while ranks run
         self._last_finished = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
@@ -179,7 +181,7 @@ class EngineLoop(Generic[RequestT]):
             self._wake.notify_all()
         if self._thread.is_alive():
             self._thread.join(self._options.rank_timeout_s)
-        self._fail("the engine was stopped")
+        self._fail(_STOPPED)
         if self._thread.is_alive():
             # This ends: a single rank's work does, and every wait among ranks has a limit.
             self._thread.join()
@@ -221,20 +223,11 @@ class EngineLoop(Generic[RequestT]):
     def _run(self) -> None:
         """Start the ranks and serve until stopped; after a failure restart if configured."""
         while True:
-            ranks = RankGroup(
-                self._settings,
-                start_timeout_s=self._options.start_timeout_s,
-                rendezvous=self._rendezvous,
-            )
-            try:
-                self._ranks = ranks
-                self._begin(ranks)
-                self._serve(ranks)
-            except Exception as error:  # any failure ends the ranks, and is their reason
-                if not isinstance(error, RankError):
-                    logger.exception("the engine failed")
-                self._fail(_reason(ranks, error))
-            ranks.end(grace_s=0)
+            self._run_ranks()
+            # Nothing refers to the ranks any more; new ones, or others, need their memory.
+            collect_loaded()
+            if self._settings.device == "cuda":
+                torch.cuda.empty_cache()
             started = self._ready.is_set()
             self._ready.set()
             if self._stopping or not started or not self._options.restart_failed_ranks:
@@ -242,16 +235,34 @@ class EngineLoop(Generic[RequestT]):
             logger.warning("starting the ranks again after: %s", self._failure)
             sleep(_RESTART_PAUSE_S)
 
+    def _run_ranks(self) -> None:
+        """Start the ranks, serve, and end them."""
+        ranks = self._ranks = RankGroup(
+            self._settings,
+            start_timeout_s=self._options.start_timeout_s,
+            rendezvous=self._rendezvous,
+        )
+        try:
+            self._begin(ranks)
+            self._serve(ranks)
+            self._fail(self._failure or _STOPPED)
+        except Exception as error:  # any failure ends the ranks, and is their reason
+            if not isinstance(error, RankError):
+                logger.exception("the engine failed")
+            self._fail(_reason(ranks, error))
+        ranks.end(grace_s=0)
+        self._ranks = self.scheduler = None
+
     def _begin(self, ranks: RankGroup) -> None:
         ranks.start()
-        self._scheduler = self._make_scheduler()
+        self.scheduler = self._make_scheduler()
         ranks.run(*self._warm_up)
         with self._wake:
             self._failure = None
         self._ready.set()
 
     def _serve(self, ranks: RankGroup) -> None:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         assert scheduler is not None
         under_way: _Launched[RequestT] | None = None
         while True:
@@ -314,6 +325,7 @@ class EngineLoop(Generic[RequestT]):
     ) -> None:
         """Answer a step's requests with an error."""
         logger.error("a step failed", exc_info=error)
+        error = error.with_traceback(None)  # whose frames would keep the model alive
         for owner in step.owners:
             owner.fail(error)
             if owner in scheduler.requests:
@@ -337,11 +349,12 @@ class EngineLoop(Generic[RequestT]):
             self._inbox.clear()
             self._queued_rows = 0
             self._wake.notify_all()
-        running = self._scheduler.requests if self._scheduler is not None else []
+        scheduler, ranks = self.scheduler, self._ranks  # another thread may end both
+        running = scheduler.requests if scheduler is not None else []
         for request in [*waiting, *running]:
             request.fail(EngineFailedError(reason))
-        if self._ranks is not None:
-            self._ranks.end(grace_s=0)
+        if ranks is not None:
+            ranks.end(grace_s=0)
 
 
 def _reason(ranks: RankGroup, error: Exception) -> str:

@@ -20,7 +20,7 @@ class EngineOptions:
         kv_cache_bytes: Memory for keys and values on each rank; None for a share of what is free.
         sharing_engines: Engines that divide what is free on the same devices, this one included.
         kv_block_tokens: Tokens of a block of the cache, 0 for blocks of whole sequences; None for
-            these on CPU, where attention reads them fastest, and 16 on CUDA.
+            these on CPU, where attention reads them fastest, and 64 on CUDA.
         share_prefixes: Whether equal beginnings of prompts are computed once, where the cache has
             blocks of a few tokens.
         max_queued_rows: Rows that may wait for slots before requests are refused.

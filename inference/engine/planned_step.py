@@ -126,10 +126,11 @@ def lay_out(
         penalties=choices.penalties,
         marks=choices.marks,
         with_logits=with_logits or choices.slots is None,
-        has_virtual=any(row.has_virtual for row in begun)
-        or any(each.row.has_virtual for each in prompts),
+        # A chunk need not hold any of the rows that its request sent.
+        has_virtual=bool(sent)
+        or any(row.has_table for row in (*begun, *(each.row for each in prompts))),
         embedding_rows=len(sent),
-        pool=any(each.row.wants_pooled for each in prompts),
+        pool=any(each.row.prompt_outputs.wants_pooled for each in prompts),
         encoder_rows=tuple(
             EncoderRow(row.encoder_len, tuple(row.slots), row.request.ia3_task) for row in begun
         ),

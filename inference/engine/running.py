@@ -8,8 +8,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from inference.decoding.request import GenerationRequest, RowRequest
 from inference.decoding.rows import (
     P_TUNING,
@@ -21,6 +19,7 @@ from inference.decoding.rows import (
 )
 from inference.decoding.tensor_fields import Array
 from inference.engine.load import RequestTimes
+from inference.engine.prompt_outputs import PromptOutputs
 from inference.engine.queued_request import QueuedRequest
 
 
@@ -108,7 +107,7 @@ class RunningRow:
     index: int
     request: RowRequest
     prompt: list[int]
-    has_virtual: bool
+    has_table: bool  # of loaded virtual tokens
     embeddings: Array | None  # (rows, hidden) fp32
     encoder_ids: list[int] | None = None  # of an encoder-decoder, whose prompt is the start id
     is_encoded: bool = True
@@ -126,13 +125,12 @@ class RunningRow:
     rank_chooses: bool = False  # whether ranks can choose its tokens
     lacks_marks: bool = True  # whether ranks must mark ids in its slot before they choose
     prompt_tokens: int = 0  # of `prompt`, without those that a preempted row had generated
-    pooled: torch.Tensor | None = None  # (hidden,) sum over the prompt
     prefix_task: int | None = None
-    logits: list[torch.Tensor] | None = None  # of all prompt tokens, for a probe
     is_released: bool = False  # has ended, or its client has left
     wipe: bool = False  # the cache holds values that are not finite
 
     def __post_init__(self) -> None:
+        self.prompt_outputs = PromptOutputs(self.request.options)
         # The end id, which may not be chosen before min_length tokens.
         self.end_id = self.request.options.end_id
         self.min_length = self.request.options.min_length
@@ -165,30 +163,12 @@ class RunningRow:
         return self.cached >= self.prompt_len
 
     @property
-    def wants_prompt_logits(self) -> bool:
-        """Return whether the logits of every prompt token are needed."""
-        options = self.request.options
-        wanted = options.return_log_probs and options.return_context_cum_log_probs
-        wanted = wanted or options.num_prompt_log_probs > 0
-        return self.logits is not None or (wanted and not self.resumes)
-
-    @property
-    def wants_pooled(self) -> bool:
-        """Return whether the sum of the prompt's hidden states is needed."""
-        return self.request.options.return_context_embeddings and not self.resumes
-
-    @property
     def can_share(self) -> bool:
         """Return whether its prompt is nothing but tokens, and nothing is wanted of them."""
-        if self.wants_prompt_logits or self.wants_pooled:
+        if self.prompt_outputs.wants_logits or self.prompt_outputs.wants_pooled:
             return False
         # Not by ==: embeddings are an array.
         return all(each is None for each in (self.embeddings, self.prefix_task, self.encoder_ids))
-
-    @property
-    def resumes(self) -> bool:
-        """Return whether the row was preempted, and computes its generated tokens again."""
-        return len(self.prompt) > self.prompt_tokens
 
     @property
     def prefix_len(self) -> int:
@@ -209,6 +189,7 @@ class RunningRow:
         self.is_encoded = self.encoder_ids is None
         self.slots, self.next_ids, self.lacks_marks = [], (), True
         self.beginnings, self.remembered = [], 0
+        self.prompt_outputs.restart()
 
 
 @dataclass(eq=False)
@@ -271,7 +252,7 @@ def make_row(
         row.prefix_task, row.cached = prompt.task_id, prompt.length
         return row
     row = _row(owner, index, request, ids, encoder_decoder=encoder_decoder)
-    row.has_virtual = any(not 0 <= i < vocab_size for i in ids)
+    row.has_table = any(i >= vocab_size for i in ids)
     row.embeddings = prompt.embedding
     return row
 
@@ -279,7 +260,7 @@ def make_row(
 def _row(
     owner: RunningRequest, index: int, request: RowRequest, ids: list[int], *, encoder_decoder: bool
 ) -> RunningRow:
-    row = RunningRow(owner, index, request, ids, has_virtual=False, embeddings=None)
+    row = RunningRow(owner, index, request, ids, has_table=False, embeddings=None)
     if encoder_decoder:
         row.encoder_ids, row.is_encoded = ids, False
         row.prompt = list(request.context_ids)

@@ -282,11 +282,23 @@ class Scheduler:
             work.row.owner.times.note_token(now)
 
     def _take_prompt(self, work: RowWork, number: int, result: StepResult, outputs: slice) -> None:
-        """Store the results of a step for a chunk of a prompt."""
-        if work.row.wants_pooled and result.pooled is not None:
-            _add_pooled(work.row, result.pooled[number])
-        if work.row.wants_prompt_logits:
-            self._score_prompt(work, result.logits[outputs])
+        """Gather what a chunk of a prompt gives; the last chunk makes it final."""
+        row, gathered = work.row, work.row.prompt_outputs
+        if gathered.is_final:
+            return
+        if gathered.wants_pooled and result.pooled is not None:
+            gathered.add_pooled(result.pooled[number])
+        if gathered.wants_logits:
+            first = work.first + 1  # the token that the first row of logits predicts
+            next_ids = row.prompt[first : first + len(work.ids)]
+            vocab_size = self._decoder.config.vocab_size
+            gathered.add_logits(result.logits[outputs], next_ids, vocab_size=vocab_size)
+        if work.first + len(work.ids) == row.prompt_len:
+            gathered.commit()
+            if gathered.pooled is not None:
+                row.owner.pooled[row.index] = gathered.pooled.cpu().numpy()
+            if row.handle is not None:
+                self._decoder.set_prompt_scores(row.handle, gathered.scores)
 
     def _admit(self) -> None:
         """Give slots to waiting rows: fewest running rows first, then in order of arrival."""
@@ -403,7 +415,8 @@ class Scheduler:
         """Take the shared blocks of a row's prompt."""
         row.cached = self._blocks.share(row.slots[0], row.beginnings)
         row.remembered = row.cached // self._blocks.block_tokens
-        self.shared_tokens += row.cached
+        if row.handle is None:  # others than itself, before it was preempted, have computed them
+            self.shared_tokens += row.cached
 
     def _remember_beginning(self, row: RunningRow) -> None:
         """Register the full blocks of a row's prompt for sharing."""
@@ -455,7 +468,7 @@ class Scheduler:
 
     def _activate(self, row: RunningRow) -> None:
         """Activate a row that has its slots."""
-        if row.logits is None and row.handle is None:
+        if row.handle is None and not row.prompt_outputs.keeps_logits:
             row.handle = self._decoder.add(row.request)
             row.rank_chooses = self._decoder.rank_chooses(row.handle)
             self._begun_tokens += len(row.request.input_ids)
@@ -481,17 +494,6 @@ class Scheduler:
             )
         )
         self.drop(request)
-
-    def _score_prompt(self, work: RowWork, logits: torch.Tensor) -> None:
-        """Keep or score the logits (n, V) of the prompt tokens that were just computed."""
-        row = work.row
-        if row.logits is not None:
-            row.logits.append(logits)
-            return
-        first = work.first + 1  # the token that the first row of logits predicts
-        following = row.prompt[first : first + len(logits)]
-        if following and row.handle is not None:
-            self._decoder.score_prompt(row.handle, logits[: len(following)], following, first=first)
 
     def _choose(
         self, outputs: Sequence[tuple[RowWork, int]], logits: torch.Tensor
@@ -613,16 +615,11 @@ class Scheduler:
                 request.succeed(
                     GenerationResult(request.request, rows, tuple(request.pooled), request.times)
                 )
-            elif (probe := request.active[:1]) and probe[0].logits is not None:
-                self._answer_probe(request, probe[0])
+            elif request.active and (logits := request.active[0].prompt_outputs.logits) is not None:
+                request.succeed(logits)
+                self.drop(request)
             elif request.on_step is not None and request in grown:
                 self._report(request)
-
-    def _answer_probe(self, request: RunningRequest, row: RunningRow) -> None:
-        if row.is_prefilled:
-            assert row.logits is not None
-            request.succeed(torch.cat(row.logits))
-            self.drop(request)
 
     def _report(self, request: RunningRequest) -> None:
         rows = list(request.results)
@@ -658,7 +655,9 @@ def _parents(row: RunningRow, step: RowStep) -> dict[int, int]:
 def _needs_logits(work: RowWork) -> bool:
     """Return whether the host needs some of the logits of a row's work."""
     row = work.row
-    return (work.samples and not row.rank_chooses) or (work.is_prompt and row.wants_prompt_logits)
+    if work.is_prompt and row.prompt_outputs.wants_logits:
+        return True
+    return work.samples and not row.rank_chooses
 
 
 def _decode(row: RunningRow) -> list[RowWork]:
@@ -687,8 +686,3 @@ def _may_start(row: RunningRow) -> bool:
     """Return whether a row's encoder output is available, in lock step that of all rows."""
     fellows = row.owner.active if row.owner.lock_step else [row]
     return all(fellow.is_encoded for fellow in fellows)
-
-
-def _add_pooled(row: RunningRow, pooled: torch.Tensor) -> None:
-    row.pooled = pooled if row.pooled is None else row.pooled + pooled
-    row.owner.pooled[row.index] = row.pooled.cpu().numpy()

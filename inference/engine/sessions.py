@@ -214,6 +214,7 @@ def _next_problems(request: GenerationRequest) -> list[str]:
             row.options.return_context_cum_log_probs for row in rows
         ),
         "is_return_context_embeddings": any(row.options.return_context_embeddings for row in rows),
+        "num_prompt_log_probs": any(row.options.num_prompt_log_probs for row in rows),
     }
     problems += [
         f"{name}: looks at the whole prompt, most of which a continuation does not compute again; "

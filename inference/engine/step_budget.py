@@ -80,14 +80,14 @@ def _piece(row: RunningRow, room: int, *, fellows_are_behind: bool) -> RowWork |
     if row.memory_len is not None:
         # Later tokens see less of the beginning: in a full slot each token displaces another.
         count = min(count, max(row.memory_len - row.held, 1))
-    if row.wants_prompt_logits:
+    if row.prompt_outputs.wants_logits:
         count = min(count, _MOST_LOGITS)
     if count <= 0:
         return None
     ids = row.prompt[row.cached : row.cached + count]
     last = row.cached + count == row.prompt_len and row.handle is not None
     outputs = range(count - 1 if last else count, count)
-    if row.wants_prompt_logits:
+    if row.prompt_outputs.wants_logits:
         outputs = range(count)
     return RowWork(row, row.slots[0], ids, outputs, samples=last, first=row.cached, is_prompt=True)
 

@@ -1,6 +1,6 @@
 """A server under many clients and arbitrary requests: right answers, flat memory, no restart.
 
-The model is trivial: what is tried is tritonserver, its gateway and the clients.
+The model is trivial: what is tried is tritonserver, its front and the clients.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
 
 
 def everything(server: TritonServer) -> list[int]:
-    """Return the processes of a server and of its gateway."""
-    assert server._gateway is not None
-    return [*processes(server), server._gateway.pid]
+    """Return the processes of a server and of its front."""
+    assert server._front is not None
+    return [*processes(server), server._front.pid]
 
 
 def resident_bytes(server: TritonServer) -> int:

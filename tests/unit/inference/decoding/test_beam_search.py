@@ -11,7 +11,7 @@ import torch
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import RowRequest
-from inference.decoding.rows import RowResult
+from inference.decoding.rows import PromptScores, RowResult
 
 END = 0
 
@@ -173,7 +173,7 @@ def test_context_score_is_added_to_every_beam() -> None:
     handle = decoder.add(row)
     decoder.step([handle], torch.zeros(2, 6))
     before = decoder.result(handle).cum_log_probs
-    decoder.add_context_log_prob(handle, -3.0)
+    decoder.set_prompt_scores(handle, PromptScores(-3.0))
     assert decoder.result(handle).cum_log_probs == tuple(value - 3.0 for value in before)
 
 

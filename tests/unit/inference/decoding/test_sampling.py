@@ -15,7 +15,7 @@ from inference.decoding.options import RowOptions
 from inference.decoding.processors import ALIGNMENT, LogitRules, process_logits
 from inference.decoding.random import Xorwow
 from inference.decoding.request import RowRequest
-from inference.decoding.rows import RowResult
+from inference.decoding.rows import PromptScores, RowResult
 
 VOCAB = 52
 END = 51
@@ -188,14 +188,11 @@ def test_no_log_probs_unless_asked() -> None:
     assert run(request(), favouring(7)).output_log_probs == ()
 
 
-def test_context_score_starts_the_sum_where_asked() -> None:
-    flags = {"return_log_probs": True, "return_context_cum_log_probs": True}
-    for options, expected in ((flags, -2.5), ({"return_log_probs": True}, 0.0), ({}, 0.0)):
-        decoder = BatchDecoder(DecodingConfig(VOCAB))
-        handle = decoder.add(request(**options))
-        decoder.add_context_log_prob(handle, -2.0)
-        decoder.add_context_log_prob(handle, -0.5)
-        assert decoder.result(handle).cum_log_probs == (expected,)
+def test_the_score_of_the_prompt_starts_the_sum() -> None:
+    decoder = BatchDecoder(DecodingConfig(VOCAB))
+    handle = decoder.add(request(return_log_probs=True))
+    decoder.set_prompt_scores(handle, PromptScores(-2.5))
+    assert decoder.result(handle).cum_log_probs == (-2.5,)
 
 
 def drawn(probabilities: list[float], *, count: int = 2000, **options: Any) -> np.ndarray:

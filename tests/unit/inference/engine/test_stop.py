@@ -1,0 +1,77 @@
+"""A stopped engine keeps no memory of its model, even while the engine itself is referred to."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from inference.decoding.request import parse_request
+from inference.engine.engine import Engine, EngineFailedError, SessionTurn
+from inference.process_memory import keep_loaded
+from inference.ranks.settings import Placement
+from tests.ft_folders import write_gpt
+from tests.waiting import until
+
+LONG = 60
+
+
+def request_of(engine: Engine, **options: int) -> Any:
+    values = {"input_lengths": 3, "request_output_len": LONG, "end_id": 0, **options}
+    tensors = {name: np.array([[value]], np.uint32) for name, value in values.items()}
+    return parse_request({"input_ids": np.array([[5, 3, 9]]), **tensors}, engine.limits)
+
+
+def tensors_of(engine: Engine) -> Iterator[torch.Tensor]:
+    """Yield every tensor that is reachable from an engine."""
+    seen, waiting = set(), [engine]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, type) or type(each).__name__ == "module":
+            continue
+        seen.add(id(each))
+        if isinstance(each, torch.Tensor):
+            yield each
+        elif not (callable(each) and hasattr(each, "__globals__")):
+            waiting += gc.get_referents(each)
+        else:  # a function refers to all of its module by its globals
+            waiting += [cell.cell_contents for cell in each.__closure__ or ()]
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("how", ["stopped", "a step failed"])
+def test_no_tensor_outlives_the_stop(
+    how: str, tp_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(write_gpt(tmp_path, tp_size=tp_size), Placement(tp_size=tp_size, device="cpu"))
+    engine.start()
+    keep_loaded()  # as servers do, which exempts what is loaded from collections of garbage
+    start = request_of(engine, session_len=LONG + 10, request_output_len=2)
+    engine.generate(start, turn=SessionTurn(1, starts=True))
+    found = [weakref.ref(tensor) for tensor in tensors_of(engine)]
+    assert len(found) > 20
+    if how == "a step failed":
+        # pytest keeps logged exceptions, whose frames hold the model.
+        monkeypatch.setattr("inference.engine.loop.logger.disabled", True)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "inference.decoding.generate.BatchDecoder.step",
+                lambda *_: (_ for _ in ()).throw(RuntimeError("broken")),
+            )
+            future = engine.submit(request_of(engine))
+            with pytest.raises(RuntimeError, match="broken"):
+                future.result()
+    frames: list[Any] = []
+    future = engine.submit(request_of(engine), on_step=frames.append)
+    until(lambda: len(frames) > 0)
+    engine.stop()
+    with pytest.raises(EngineFailedError, match="stopped"):
+        future.result()
+    left = [tensor for ref in found if (tensor := ref()) is not None]
+    assert not left, f"{len(left)} of {len(found)}: {[list(each.shape) for each in left[:5]]}"
