@@ -14,7 +14,12 @@ from inference.model.weights import RankWeights
 from inference.parallel.epilogue import gemm_activation
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.layout import undivided
-from inference.parallel.linear import AllReduce, ColumnParallelLinear, RowParallelLinear
+from inference.parallel.linear import (
+    AllReduce,
+    ColumnParallelLinear,
+    GatedColumnParallelLinear,
+    RowParallelLinear,
+)
 
 
 def load_decoder(
@@ -256,11 +261,13 @@ class _Loader:
         *,
         gated: bool = False,
     ) -> MLP:
-        return MLP(
-            self.parts.column(prefix + "dense_h_to_4h", activation=self._activation),
-            self.parts.row_with(prefix + "dense_4h_to_h", out_bias, reduce),
-            linear_up=self.parts.column(prefix + "dense_h_to_4h_2") if gated else None,
-        )
+        name, activation = prefix + "dense_h_to_4h", self._activation
+        up: ColumnParallelLinear | GatedColumnParallelLinear
+        if gated:
+            up = self.parts.gated_column(name, name + "_2", activation=activation)
+        else:
+            up = self.parts.column(name, activation=activation)
+        return MLP(up, self.parts.row_with(prefix + "dense_4h_to_h", out_bias, reduce))
 
     def _adapter(self, prefix: str) -> MLP | None:
         if not self.architecture.adapter_inter_size:

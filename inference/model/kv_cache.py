@@ -127,6 +127,10 @@ class KVCache:
         """Return all keys and values of a local layer, (blocks, H, S, D) views."""
         return self._layers[layer][:, 0], self._layers[layer][:, 1]
 
+    def rows(self, layer: int) -> torch.Tensor:
+        """Return a local layer as rows of one token's key or value of a head: (rows, D)."""
+        return self._rows[layer]
+
     def token_rows(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the rows of tokens' keys and values, for `write`: (N * 2 * H,)."""
         size = self.shape.block_tokens

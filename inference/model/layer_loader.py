@@ -14,6 +14,7 @@ from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import (
     AllReduce,
     ColumnParallelLinear,
+    GatedColumnParallelLinear,
     RowParallelLinear,
     VocabEmbedding,
     VocabParallelHead,
@@ -54,6 +55,18 @@ class LayerLoader:
         return ColumnParallelLinear(
             torch.cat(matrices, dim=1) if len(matrices) > 1 else matrices[0],
             torch.cat(present) if present else None,
+            activation=activation,
+            options=self._gemm,
+        )
+
+    def gated_column(
+        self, gate: str, linear: str, *, activation: GemmActivation
+    ) -> GatedColumnParallelLinear:
+        """Return the two column-parallel linears of a gated MLP, the activated one first."""
+        weights = self.weights
+        return GatedColumnParallelLinear(
+            (weights.matrix(f"{gate}.weight"), weights.matrix(f"{linear}.weight")),
+            (weights.optional(f"{gate}.bias"), weights.optional(f"{linear}.bias")),
             activation=activation,
             options=self._gemm,
         )

@@ -17,7 +17,12 @@ from inference.model.cached_attention import attend_cached
 from inference.model.rotary import Angles, RotaryTable
 from inference.model.step import Step
 from inference.parallel.gpu_kernels import has_gpu_kernels
-from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear, VocabEmbedding
+from inference.parallel.linear import (
+    ColumnParallelLinear,
+    GatedColumnParallelLinear,
+    RowParallelLinear,
+    VocabEmbedding,
+)
 
 
 class Normalise(Protocol):
@@ -163,26 +168,18 @@ class Attention:
 
 
 class MLP:
-    """Two linears with an activation between; gated: act(x W1) * (x W3) before W2."""
+    """Two linears with an activation between, which may be gated."""
 
     def __init__(
-        self,
-        up: ColumnParallelLinear,
-        down: RowParallelLinear,
-        *,
-        linear_up: ColumnParallelLinear | None = None,
+        self, up: ColumnParallelLinear | GatedColumnParallelLinear, down: RowParallelLinear
     ) -> None:
-        """Take the activated linear, the output linear, and for gated models the linear half."""
+        """Take the activated linear and the output linear."""
         self._up = up
         self._down = down
-        self._linear_up = linear_up
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
-        inner = self._up(x)
-        if self._linear_up is not None:
-            inner.mul_(self._linear_up(x))
-        return self._down(inner, residual)
+        return self._down(self._up(x), residual)
 
 
 class JointHalves(Attention):

@@ -19,7 +19,11 @@ from inference.model.kv_cache import KVCache
 from inference.model.layers import Normalise
 from inference.model.ragged import RaggedRows, RowMasks, attend, attend_with_weights
 from inference.model.step import Step
-from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear
+from inference.parallel.linear import (
+    ColumnParallelLinear,
+    GatedColumnParallelLinear,
+    RowParallelLinear,
+)
 
 
 @dataclass(frozen=True)
@@ -144,10 +148,9 @@ class CrossAttention:
 
 @dataclass(frozen=True)
 class T5MLP:
-    """Two linears with an activation between; gated: act(x Wi) * (x Wi2) before Wo."""
+    """Two linears with an activation between, which may be gated."""
 
-    wi: ColumnParallelLinear  # with its activation
-    wi2: ColumnParallelLinear | None
+    wi: ColumnParallelLinear | GatedColumnParallelLinear  # with its activation
     wo: RowParallelLinear
     scalers: torch.Tensor | None  # (tasks + 1, F)
 
@@ -155,10 +158,7 @@ class T5MLP:
         self, x: torch.Tensor, *, tasks: torch.Tensor | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E)."""
-        inner = self.wi(x)
-        if self.wi2 is not None:
-            inner = inner * self.wi2(x)
-        return self.wo(_scaled(inner, self.scalers, tasks), residual)
+        return self.wo(_scaled(self.wi(x), self.scalers, tasks), residual)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,12 @@ from inference.model.weights import RankWeights
 from inference.parallel.epilogue import gemm_activation
 from inference.parallel.gemm_options import GemmOptions
 from inference.parallel.layout import undivided
-from inference.parallel.linear import AllReduce, VocabParallelHead
+from inference.parallel.linear import (
+    AllReduce,
+    ColumnParallelLinear,
+    GatedColumnParallelLinear,
+    VocabParallelHead,
+)
 
 
 def check_t5(architecture: EncoderDecoderArchitecture, tp_size: int) -> None:
@@ -151,9 +156,13 @@ class T5Loader:
     def _mlp(self, name: str) -> T5MLP:
         choice = self._architecture
         activation = gemm_activation(choice.activation, exact_gelu=choice.exact_gelu)
+        wi: ColumnParallelLinear | GatedColumnParallelLinear
+        if choice.gated:
+            wi = self._parts.gated_column(f"{name}.wi", f"{name}.wi2", activation=activation)
+        else:
+            wi = self._parts.column(f"{name}.wi", activation=activation)
         return T5MLP(
-            wi=self._parts.column(f"{name}.wi", activation=activation),
-            wi2=self._parts.column(f"{name}.wi2") if choice.gated else None,
+            wi=wi,
             wo=self._parts.row(f"{name}.wo"),
             scalers=self._table(name),
         )

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -61,6 +62,31 @@ def make_gemm(
     if gemm_cpu.has_onednn(weight.dtype):
         return gemm_cpu.OneDnnGemm(weight, bias, activation)
     return _PlainGemm(weight, bias, activation)
+
+
+def make_gated_gemm(
+    weights: tuple[torch.Tensor, torch.Tensor],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    *,
+    activation: GemmActivation,
+    options: GemmOptions = PLAIN_GEMM,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the product activation(x W + b) * (x V + c) for `weights` W, V (I, O) each.
+
+    GPUs take both as one, whose outputs alternate.
+    """
+    gate, linear = weights
+    if gate.device.type != "cpu" and gate.dtype.itemsize == 2 and has_gpu_kernels():
+        from inference.parallel.gemm_cuda import CudaGemm, CudaRoundedGemm
+
+        kind = CudaRoundedGemm if options.int8 or options.fp8 else CudaGemm
+        given = [gate.new_zeros(gate.shape[1]) if b is None else b.flatten() for b in biases]
+        bias = None if biases == (None, None) else torch.stack(given, dim=1).flatten()
+        weight = torch.stack(weights, dim=2).flatten(1)
+        return kind(weight, bias, activation, 0, options, gated=True)
+    up = make_gemm(gate, biases[0], activation=activation, options=options)
+    other = make_gemm(linear, biases[1], options=options)
+    return lambda x: up(x).mul_(other(x))
 
 
 def _gpu_gemm(

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from inference.parallel.epilogue import GemmActivation
-from inference.parallel.gemm import make_gemm
+from inference.parallel.gemm import make_gated_gemm, make_gemm
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 
 
@@ -53,6 +53,25 @@ class ColumnParallelLinear:
         return self._gemm(x)
 
 
+class GatedColumnParallelLinear:
+    """The first two linears of a gated MLP, act(x W) * (x V), divided as those of one."""
+
+    def __init__(
+        self,
+        weights: tuple[torch.Tensor, torch.Tensor],
+        biases: tuple[torch.Tensor | None, torch.Tensor | None],
+        *,
+        activation: GemmActivation,
+        options: GemmOptions = PLAIN_GEMM,
+    ) -> None:
+        """Take this rank's `weights` W and V, (in, out/T) each, and `biases` (out/T)."""
+        self._gemm = make_gated_gemm(weights, biases, activation=activation, options=options)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (N, out/T) for x (N, in)."""
+        return self._gemm(x)
+
+
 class RowParallelLinear:
     """A linear whose inputs are divided: the ranks' products are summed by one all-reduce.
 
@@ -74,7 +93,10 @@ class RowParallelLinear:
         self._gemm = make_gemm(weight, bias if reduce is None else None, options=options)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """Return x W + bias + residual, (N, out), for x (N, in/T)."""
+        """Return x W + bias + residual, (N, out), for x (N, in/T).
+
+        `residual` may be overwritten.
+        """
         if self._reduce is None:
             return self._gemm(x, residual)
         return self._reduce(self._gemm(x), bias=self._bias, residual=residual)

@@ -315,3 +315,16 @@ def test_sampled_tokens_equal_those_of_the_cpu(name: str, tmp_path: Path) -> Non
         # A row whose logits the host needs takes the whole step's to the host.
         mixed = GenerationRequest((scored, *rows[1:8]), padded_len=9)
         assert [row.output_ids for row in cuda.generate(mixed).rows] == expected[:8]
+
+
+def test_a_stopped_engine_gives_its_memory_back(tmp_path: Path) -> None:
+    ft_dir = write_random(*MODELS[next(iter(MODELS))], tmp_path)
+    options = EngineOptions()
+    free = []
+    for _ in range(2):  # the first also loads what kernels and libraries keep
+        with Engine(ft_dir, Placement(device="cuda", data_type="fp16"), options=options) as engine:
+            engine.generate(make_request([20]))
+            running = torch.cuda.mem_get_info()[0]
+        free.append(torch.cuda.mem_get_info()[0])
+        assert free[-1] - running > engine.capacity.cache_bytes
+    assert abs(free[0] - free[1]) < 64 << 20

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from inference.model.step import AttentionRules, attention_bias
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 
-BLOCK, SLOTS, MAX_LEN = 16, 9, 400
+SLOTS, MAX_LEN = 9, 400
 # One unit in the last place of values from 4 to 8 in fp16 and bf16; 40 of fp32, in which sums run
 # over up to 301 keys, whose scores are sums of up to 256 products.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -38,17 +39,18 @@ class Sequences:
         device: torch.device,
         rotated: int = 0,
         interleaved: bool = False,
+        block: int = 64,
     ) -> None:
         self.query_heads, kv_heads, size = heads
         self.segments, self.rules, self.interleaved = np.array(segments), rules, interleaved
-        blocks = SLOTS * -(-MAX_LEN // BLOCK)
-        shape = CacheShape(2, SLOTS, kv_heads, MAX_LEN, size, block_tokens=BLOCK, blocks=blocks)
+        blocks = SLOTS * -(-MAX_LEN // block)
+        shape = CacheShape(2, SLOTS, kv_heads, MAX_LEN, size, block_tokens=block, blocks=blocks)
         self.cache = KVCache(shape, dtype=dtype, device=device)
         order = iter(np.random.default_rng(1).permutation(blocks).tolist())
         entries = [
             (slot, nth, next(order))
             for slot, cached, new in segments
-            for nth in range(-(-(cached + new) // BLOCK))
+            for nth in range(-(-(cached + new) // block))
         ]
         self.cache.update([], entries)
         count = sum(new for _, _, new in segments)
@@ -135,14 +137,28 @@ SINGLE = [(3, 0, 1), (0, 300, 1), (5, 33, 1), (1, 15, 1), (8, 16, 1), (2, 31, 1)
 @pytest.mark.parametrize("segments", [MIXED, SINGLE], ids=["mixed", "single"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("heads", [(4, 4, 8), (6, 2, 64), (7, 1, 80), (2, 2, 256)], ids=str)
+@pytest.mark.parametrize("block", [16, 64])  # a tile of tokens lies in several, or in one
 def test_sequences_of_all_lengths(
+    block: int,
     heads: tuple[int, int, int],
     dtype: torch.dtype,
     segments: list[tuple[int, int, int]],
     device: torch.device,
 ) -> None:
     torch.manual_seed(0)
-    check(Sequences(segments, heads=heads, rules=AttentionRules(), dtype=dtype, device=device))
+    rules = AttentionRules()
+    check(Sequences(segments, heads=heads, rules=rules, dtype=dtype, device=device, block=block))
+
+
+def test_values_left_in_a_block_are_not_seen(device: torch.device) -> None:
+    torch.manual_seed(0)
+    kind: dict[str, Any] = {"heads": (4, 2, 64), "dtype": torch.float16, "device": device}
+    for segments in ([(0, 70, 30), (1, 5, 1)], [(0, 70, 1), (1, 5, 1)]):
+        sequences = Sequences(segments, rules=AttentionRules(), **kind)
+        for layer in range(2):
+            rows = sequences.cache.rows(layer)
+            rows.masked_fill_(rows == 0, float("nan"))  # no token was stored there
+        check(sequences)
 
 
 # With many heads: more programs than fill a GPU take the kernel of tiles, or that of even shares.
@@ -151,7 +167,9 @@ MANY = [(slot, 7 * slot, 1) for slot in range(SLOTS)]
 
 @pytest.mark.parametrize("segments", [MIXED, SINGLE, MANY], ids=["mixed", "single", "many"])
 @pytest.mark.parametrize("kind", ["plain", "slopes", "window", "table", "halves", "pairs"])
-@pytest.mark.parametrize(("group", "dtype"), [(2, torch.float32), (1, torch.float16)], ids=str)
+@pytest.mark.parametrize(
+    ("group", "dtype"), [(2, torch.float32), (2, torch.float16), (1, torch.float16)], ids=str
+)
 def test_biases_windows_and_turned_keys(
     group: int,
     dtype: torch.dtype,
@@ -193,6 +211,18 @@ def test_cached_tokens_are_attended_without_new_keys(device: torch.device) -> No
         attention = paged_attention(places, rules=rules, group=1, device=device)
         y = attention(whole.qkv[: len(places), :4], whole.cache, layer=1)
         torch.testing.assert_close(y, expected[: len(places)], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("shared", [232448, 166912, 101376, 65536])  # H200, A100, L4, T4
+@pytest.mark.parametrize("row_bytes", [256, 512, 1024])
+def test_tiles_fit_the_shared_memory(row_bytes: int, shared: int) -> None:
+    from inference.model.gpu.attention import fitting
+
+    wanted = {"TOKENS": 64, "num_stages": 3, "num_warps": 4}
+    room = shared - 32 * row_bytes  # next to the queries: 64 rows, half of a key and value each
+    fitted = fitting(wanted, room, row_bytes=row_bytes)
+    assert fitted["TOKENS"] * fitted["num_stages"] * row_bytes < room
+    assert (fitted == wanted) == (192 * row_bytes + 2048 <= room)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 8, 16, 32, 128])

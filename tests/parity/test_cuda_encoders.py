@@ -120,7 +120,9 @@ def test_t5_tokens_of_requests_that_arrive_while_others_run_equal_those_of_the_c
     model = MODELS["relative"]
     folder = t5_folder(tmp_path, model)
     block_bytes = 16 * 2 * model.decoder_layers * model.inner * 4
-    few = EngineOptions(max_lanes=6, max_seq_len=64, kv_cache_bytes=14 * block_bytes)
+    few = EngineOptions(
+        max_lanes=6, max_seq_len=64, kv_block_tokens=16, kv_cache_bytes=14 * block_bytes
+    )
     with (
         Engine(folder, Placement(device="cpu"), options=EngineOptions(max_seq_len=64)) as cpu,
         Engine(folder, Placement(device="cuda"), options=few) as cuda,

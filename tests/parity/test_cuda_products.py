@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from inference.parallel.epilogue import GemmActivation, finish
-from inference.parallel.gemm import make_gemm
+from inference.parallel.gemm import make_gated_gemm, make_gemm
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.int8 import quantise
 
@@ -76,6 +76,38 @@ def test_products_equal_those_of_single_precision(
 
     check(0)
     check(20)
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
+@pytest.mark.parametrize("rows", [1, 5, 20, 150])
+@pytest.mark.parametrize("outputs", [35, 64, 8192])
+@pytest.mark.parametrize("form", FORMS)
+def test_gated_products_equal_those_of_single_precision(
+    form: GemmOptions, outputs: int, rows: int, activation: GemmActivation
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(rows, 272, dtype=torch.float16)
+    gate, linear = (torch.randn(2, 272, outputs) / 16).half().unbind()
+    biases = torch.randn(2, outputs, dtype=torch.float16).unbind()
+    taken, (wide, other) = x.float(), (gate.float(), linear.float())
+    if form.int8:
+        rounded = [quantise(weight) for weight in (gate, linear)]
+        wide, other = ((numbers.float() * scale[:, None]).t() for numbers, scale in rounded)
+    elif form.fp8:
+        wide, other = (rounded_fp8(weight.t()).t() for weight in (wide, other))
+        taken = rounded_fp8(taken)
+    expected = finish(taken @ wide + biases[0].float(), activation=activation)
+    expected *= taken @ other + biases[1].float()
+    gemm = make_gated_gemm(
+        (gate.cuda(), linear.cuda()),
+        (biases[0].cuda(), biases[1].cuda()),
+        activation=activation,
+        options=form,
+    )
+    # Two factors of up to 4, each rounded as in the test above.
+    rounding = 0.4 if form.fp8 else 1.6e-2
+    y = gemm(x.cuda()).float().cpu()
+    torch.testing.assert_close(y, expected, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

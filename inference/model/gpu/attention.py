@@ -1,10 +1,12 @@
-"""Attention of new tokens over the cached blocks of their sequences, in Triton's language.
+"""Attention of new tokens over the cached blocks of their sequences, by Triton's kernels.
 
 A launch serves the sequences of a step together, whatever their lengths: in each layer one stores
-the new keys and values and rotates the queries, one attends for prompts, one for single tokens. The
-last divides all cached tokens evenly among its programs: none waits for the longest sequence. In a
-step of single tokens alone it also rotates and stores the new keys and values. Few sequences take a
-kernel of their own, because at batch 1 a step is bound by launches, not by bandwidth.
+the new keys and values and rotates the queries, one attends for prompts (flash attention), one for
+single tokens (flash decoding). The last divides all cached tokens evenly among its programs: none
+waits for the longest sequence. In a step of single tokens alone it also rotates and stores the new
+keys and values. Few sequences whose heads share no keys take a kernel of their own, because at
+batch 1 a step is bound by launches, not by bandwidth.
+
 Import this module only where Triton is installed.
 """
 
@@ -19,19 +21,26 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
+from inference.model.gpu.attention_kernels import (
+    attend_one_token,
+    flash_attend_prompts,
+    flash_decode_evenly,
+    flash_decode_grouped,
+    store_new_tokens,
+)
 from inference.model.kv_cache import KVCache
 from inference.model.rotary import Angles
 from inference.model.step import AttentionRules
 from inference.parallel.launch_cuda import (
+    has_tma,
     launch_options,
-    let_next_begin,
     multiprocessors,
-    wait_for_earlier,
+    shared_bytes,
+    tile_descriptor,
 )
 
-# Cached values of one head that a program of `_attend_one` holds at once; more do not fit its
+# Cached values of one head that a program of `attend_one_token` holds at once; more do not fit its
 # registers.
 _HELD_VALUES = 8192
 # The same where each multiprocessor has one program or none: most contexts then are read in one
@@ -44,608 +53,39 @@ _PROGRAMS = 512
 _MOST_PARTS = 64
 # Query rows of a tile, (token, head of the group) each: what a tensor core multiplies at least.
 LEAST_ROWS = 16
-# Ways of reading the cache for single tokens, by head size. 64 sequences of GPT-J-6B, of 192 tokens
-# each, take 63 us of a layer this way, and 69 with 32 tokens and 4 warps; reading takes 46.
-_SINGLE_TILES: dict[int, dict[str, int]] = {
-    64: {"TOKENS": 32, "num_stages": 2, "num_warps": 2},
-    256: {"TOKENS": 16, "num_stages": 4, "num_warps": 2},
-}
-# The same for prompts. Two programs must fit a multiprocessor: 8 prompts of 512 tokens take 140 us
-# of a layer with 32 heads of 128, and 268 in one program of 64 tokens and 8 warps.
+# Ways of reading the cache for prompts, by head size, in tiles of 64 query rows. Causal attention
+# of 8000 tokens on an H200 takes 1.11 ms with 32 query and 8 key heads of 128 (472 TFLOP/s; cuDNN
+# 0.87, torch's varlen attention 1.65, FlexAttention 1.51), 0.70 ms with 32 heads of 64 (cuDNN
+# 0.59). Tiles of 128 rows gain 5% there and lose 20% with prompts of 1000 tokens. cuDNN plans each
+# new length for 40 ms, in which a short prompt would be computed many times.
 _PROMPT_TILES: dict[int, dict[str, int]] = {
-    128: {"TOKENS": 32, "num_stages": 2, "num_warps": 4, "maxnreg": 128},
-    256: {"TOKENS": 16, "num_stages": 3, "num_warps": 4},
+    64: {"TOKENS": 64, "num_stages": 2, "num_warps": 4},
+    128: {"TOKENS": 64, "num_stages": 3, "num_warps": 4},
+    256: {"TOKENS": 64, "num_stages": 2, "num_warps": 4},
 }
-# Cached values that a program of `_attend_evenly` reads at once, and programs of a multiprocessor.
-# A program is one warp, which has no other to wait for. 256 sequences of GPT-J-6B, of 32 to 700
-# tokens, take 386 us of a layer, and 495 with one program for each head; reading takes 356.
+# Way of reading it for single tokens whose query heads share keys, programs of a multiprocessor,
+# and about the most parts of a head. 48 sequences of 4000 tokens with 12 query and 2 key heads of
+# 128 take 59 us of a layer (one program for each head: 428), 48 of 2000 to 6000 with 32 and 8 heads
+# 190; reading takes 45 and 179.
+_DECODE_TILE: dict[str, int] = {
+    "TOKENS": 64,
+    "MOST_PARTS": 32,
+    "programs": 4,
+    "num_stages": 2,
+    "num_warps": 2,
+}
+_OTHER_SHARED_BYTES = 2048  # barriers, and what reductions exchange
+_JOINED_VALUES = 8192  # of parts that a program joins at once
+# Cached values that a program of `flash_decode_evenly` reads at once, and programs of a
+# multiprocessor. A program is one warp, which has no other to wait for. 256 sequences of GPT-J-6B,
+# of 32 to 700 tokens, take 386 us of a layer, and 495 with one program for each head; reading takes
+# 356.
 _EVEN_VALUES = 1024
 _EVEN_PROGRAMS = 12
 _EVEN_REGISTERS = 168  # of a thread; all programs must fit the 65,536 of a multiprocessor
-# Values of all queries from which on even shares are faster than `_attend_one`.
+# Values of all queries from which on even shares are faster than `attend_one_token`.
 _LEAST_EVEN = 16384
 _LEAST_EVEN_ROWS = 256  # one kernel serves all steps of fewer
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _turned(  # type: ignore[no-untyped-def]
-    at,
-    inside,
-    cos_at,
-    sin_at,
-    d,
-    R: tl.constexpr,  # noqa: N803 - constants of the kernel
-    INTERLEAVED: tl.constexpr,  # noqa: N803
-):
-    """Return heads' values at `at` + `d`, the first R dimensions of each rotated.
-
-    `at`, `cos_at` and `sin_at` point to the beginnings of heads and of their tokens' angles, and
-    broadcast with the dimensions `d`.
-    """
-    x = tl.load(at + d, mask=inside, other=0.0)
-    if R > 0:
-        if INTERLEAVED:
-            partner = d ^ 1
-            sign = tl.where((d & 1) == 0, -1.0, 1.0)
-        else:
-            partner = tl.where(d < R // 2, d + R // 2, d - R // 2)
-            sign = tl.where(d < R // 2, -1.0, 1.0)
-        turns = d < R
-        other = tl.load(at + tl.where(turns, partner, d), mask=inside, other=0.0)
-        cos = tl.load(cos_at + d, mask=inside & turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_at + d, mask=inside & turns, other=0.0).to(tl.float32)
-        x = (x.to(tl.float32) * cos + sign * other.to(tl.float32) * sin).to(x.dtype)
-    return x
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _store(  # type: ignore[no-untyped-def]
-    query_at,
-    key_at,
-    value_at,
-    token_stride,
-    cos_at,
-    sin_at,
-    keys_at,
-    values_at,
-    block_stride,
-    head_stride,
-    tables_at,
-    table_width,
-    slots_at,
-    places_at,
-    H: tl.constexpr,  # noqa: N803
-    K: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    QUERIES: tl.constexpr,  # noqa: N803 - a power of two, at least H
-    PAIRS: tl.constexpr,  # noqa: N803 - a power of two, at least R / 2
-    HEADS: tl.constexpr,  # noqa: N803 - a power of two, at least K
-    WIDTH: tl.constexpr,  # noqa: N803 - a power of two, at least D
-    BLOCK: tl.constexpr,  # noqa: N803 - tokens of a block
-    INTERLEAVED: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
-):
-    """Store the rotated keys and the values of one token; rotate its queries where they lie."""
-    let_next_begin(EARLY)
-    token = tl.program_id(0)
-    head = tl.arange(0, HEADS)[:, None]
-    d = tl.arange(0, WIDTH)[None, :]
-    inside = (head < K) & (d < D)
-    wait_for_earlier(EARLY)
-    slot, place = tl.load(slots_at + token), tl.load(places_at + token)
-    block = tl.load(tables_at + slot * table_width + place // BLOCK).to(tl.int64)
-    target = block * block_stride + head * head_stride + (place % BLOCK) * D + d
-    source = token.to(tl.int64) * token_stride + head * D
-    angle = token * R
-    key = _turned(key_at + source, inside, cos_at + angle, sin_at + angle, d, R, INTERLEAVED)
-    tl.store(keys_at + target, key, mask=inside)
-    value = tl.load(value_at + source + d, mask=inside, other=0.0)
-    tl.store(values_at + target, value, mask=inside)
-    if R > 0:
-        # Both of a pair are read before either is written.
-        query = tl.arange(0, QUERIES)[:, None]
-        pair = tl.arange(0, PAIRS)[None, :]
-        turns = pair < R // 2
-        inside = (query < H) & turns
-        one = 2 * pair if INTERLEAVED else pair
-        other = one + 1 if INTERLEAVED else one + R // 2
-        at = query_at + token.to(tl.int64) * token_stride + query * D
-        x = tl.load(at + one, mask=inside, other=0.0).to(tl.float32)
-        y = tl.load(at + other, mask=inside, other=0.0).to(tl.float32)
-        cos = tl.load(cos_at + angle + one, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_at + angle + one, mask=turns, other=0.0).to(tl.float32)
-        tl.store(at + one, (x * cos - y * sin).to(query_at.dtype.element_ty), mask=inside)
-        cos = tl.load(cos_at + angle + other, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_at + angle + other, mask=turns, other=0.0).to(tl.float32)
-        tl.store(at + other, (y * cos + x * sin).to(query_at.dtype.element_ty), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _cache_new(  # type: ignore[no-untyped-def]
-    key_at,
-    value_at,
-    cos_at,
-    sin_at,
-    keys_at,
-    values_at,
-    table_at,
-    place,
-    stores,
-    d,
-    block_stride,
-    D: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    INTERLEAVED: tl.constexpr,  # noqa: N803
-):
-    """Return one head's new key, rotated, and value; the cache receives them if `stores`."""
-    key = _turned(key_at, d < D, cos_at, sin_at, d, R, INTERLEAVED)
-    value = tl.load(value_at + d, mask=d < D, other=0.0)
-    if stores:
-        block = tl.load(table_at + place // BLOCK).to(tl.int64)
-        cell = block * block_stride + (place % BLOCK) * D + d
-        tl.store(keys_at + cell, key, mask=d < D)
-        tl.store(values_at + cell, value, mask=d < D)
-    return key, value
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend_tile(  # type: ignore[no-untyped-def]
-    query_at,
-    key_at,
-    value_at,
-    token_stride,
-    cos_at,
-    sin_at,
-    keys_at,
-    values_at,
-    block_stride,
-    head_stride,
-    tables_at,
-    table_width,
-    slots_at,
-    places_at,
-    rows_at,
-    counts_at,
-    bias_at,
-    y_at,
-    y_stride,
-    scale,
-    G: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803 - a power of two, at least G
-    ROWS: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803 - cached ones that are read at once
-    INTERLEAVED: tl.constexpr,  # noqa: N803
-    NEW: tl.constexpr,  # noqa: N803 - whether the new key and value are stored and seen
-    WINDOW: tl.constexpr,  # noqa: N803 - 0 for none
-    HAS_SLOPES: tl.constexpr,  # noqa: N803
-    TABLE: tl.constexpr,  # noqa: N803 - T, 0 for none
-    EARLY: tl.constexpr,  # noqa: N803
-):
-    """Some new tokens of one sequence, with all query heads of one key/value head.
-
-    With NEW each tile is one token, whose key and value are not in the cache yet.
-    """
-    let_next_begin(EARLY)
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, ROWS)
-    token, head = row // GROUP, kv_head * G + row % GROUP
-    d = tl.arange(0, WIDTH)
-    wait_for_earlier(EARLY)
-    count = tl.load(counts_at + tile)
-    if count == 0:  # a graph has more tiles than most steps
-        return
-    slot, place = tl.load(slots_at + tile), tl.load(places_at + tile)
-    first_row = tl.load(rows_at + tile).to(tl.int64)
-    real = (token < count) & (row % GROUP < G)
-    inside = real[:, None] & (d < D)[None, :]
-    at = query_at + (first_row + token)[:, None] * token_stride + head[:, None] * D
-    angle = (first_row + token)[:, None] * R
-    query = _turned(at, inside, cos_at + angle, sin_at + angle, d[None, :], R, INTERLEAVED)
-    if HAS_SLOPES:
-        slope = tl.load(bias_at + head, mask=real, other=0.0)
-    position, stop = place + token, place + count
-    begin = 0
-    if WINDOW > 0:
-        # Tokens are read by the same tiles wherever the query's own tile begins.
-        begin = tl.maximum(0, place + 1 - WINDOW) // TOKENS * TOKENS
-    # The softmax is summed up as tokens come: the largest score so far, and sums relative to it.
-    largest = tl.full((ROWS,), -1e30, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    mixed = tl.zeros((ROWS, WIDTH), tl.float32)
-    if NEW:
-        own = first_row * token_stride + kv_head * D
-        turn = first_row * R
-        key, value = _cache_new(
-            *(key_at + own, value_at + own, cos_at + turn, sin_at + turn),
-            *(keys_at + kv_head * head_stride, values_at + kv_head * head_stride),
-            *(tables_at + slot * table_width, place, True, d, block_stride),
-            *(D, R, BLOCK, INTERLEAVED),
-        )
-        largest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
-        if TABLE > 0:
-            largest += tl.load(bias_at + head * TABLE, mask=real, other=0.0).to(tl.float32)
-        total += 1.0
-        mixed += value.to(tl.float32)[None, :]
-        stop = place
-    for start in range(begin, stop, TOKENS):
-        cached = start + tl.arange(0, TOKENS)
-        block = tl.load(
-            tables_at + slot * table_width + cached // BLOCK, mask=cached < stop, other=0
-        ).to(tl.int64)
-        source = block * block_stride + kv_head * head_stride + (cached % BLOCK) * D
-        there = (cached < stop)[:, None] & (d < D)[None, :]
-        keys = tl.load(keys_at + source[:, None] + d[None, :], mask=there, other=0.0)
-        score = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        distance = position[:, None] - cached[None, :]
-        seen = distance > 0 if NEW else distance >= 0
-        if WINDOW > 0:
-            seen &= distance < WINDOW
-        if HAS_SLOPES:
-            score -= slope[:, None] * distance.to(tl.float32)
-        if TABLE > 0:
-            entry = head[:, None] * TABLE + tl.minimum(distance, TABLE - 1)
-            score += tl.load(bias_at + entry, mask=seen & real[:, None], other=0.0).to(tl.float32)
-        new_largest = tl.maximum(largest, tl.max(tl.where(seen, score, -1e30), 1))
-        shrink = tl.exp(largest - new_largest)
-        weight = tl.where(seen, tl.exp(score - new_largest[:, None]), 0.0)
-        total = total * shrink + tl.sum(weight, 1)
-        values = tl.load(values_at + source[:, None] + d[None, :], mask=there, other=0.0)
-        mixed = mixed * shrink[:, None]
-        mixed = tl.dot(weight.to(values.dtype), values, mixed, input_precision="ieee")
-        largest = new_largest
-    at = y_at + (first_row + token)[:, None] * y_stride + head[:, None] * D + d[None, :]
-    tl.store(at, (mixed / total[:, None]).to(y_at.dtype.element_ty), mask=inside)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _cached(  # type: ignore[no-untyped-def]
-    keys_at,
-    values_at,
-    table_at,
-    token,
-    stop,
-    d,
-    block_stride,
-    D: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-):
-    """Return one head's keys and values of cached tokens, zeros from `stop` on."""
-    block = tl.load(table_at + token // BLOCK, mask=token < stop, other=0).to(tl.int64)
-    cell = (block * block_stride + (token % BLOCK) * D)[:, None] + d[None, :]
-    inside = (token < stop)[:, None] & (d < D)[None, :]
-    keys = tl.load(keys_at + cell, mask=inside, other=0.0)
-    return keys, tl.load(values_at + cell, mask=inside, other=0.0)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _scores(  # type: ignore[no-untyped-def]
-    query,
-    keys,
-    token,
-    place,
-    stop,
-    bias_at,
-    slope,
-    head,
-    HAS_SLOPES: tl.constexpr,  # noqa: N803
-    TABLE: tl.constexpr,  # noqa: N803
-):
-    """Return one query's scores of cached tokens, with the bias of their distance, in fp32."""
-    score = tl.sum(keys.to(tl.float32) * query[None, :], 1)
-    if HAS_SLOPES:
-        score -= slope * (place - token).to(tl.float32)
-    if TABLE > 0:
-        distance = tl.minimum(place - token, TABLE - 1)
-        bias = tl.load(bias_at + head * TABLE + distance, mask=token < stop, other=0.0)
-        score += bias.to(tl.float32)
-    return score
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _attend_one(  # type: ignore[no-untyped-def]
-    query_at,
-    key_at,
-    value_at,
-    token_stride,
-    cos_at,
-    sin_at,
-    keys_at,
-    values_at,
-    block_stride,
-    head_stride,
-    tables_at,
-    table_width,
-    slots_at,
-    places_at,
-    bias_at,
-    parts_at,
-    sums_at,
-    tickets_at,
-    y_at,
-    y_stride,
-    scale,
-    H: tl.constexpr,  # noqa: N803
-    K: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
-    PARTS: tl.constexpr,  # noqa: N803 - most programs that share a head's tokens
-    INTERLEAVED: tl.constexpr,  # noqa: N803
-    NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
-    WINDOW: tl.constexpr,  # noqa: N803
-    HAS_SLOPES: tl.constexpr,  # noqa: N803
-    TABLE: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
-):
-    """One part of one head's tokens; the last part that ends puts all of them together."""
-    let_next_begin(EARLY)
-    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kv_head = head // (H // K)
-    d = tl.arange(0, WIDTH)
-    slot = tl.load(slots_at + row)
-    place = tl.load(places_at + row)  # of the query
-    cached = place if NEW else place + 1  # tokens that come from the cache
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(0, place + 1 - WINDOW)
-    tiles = tl.cdiv(cached - first, TOKENS)
-    share = tl.cdiv(tiles, PARTS)  # tiles of a part
-    parts = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
-    if part < parts:
-        begin = first + part * share * TOKENS
-        stop = tl.minimum(begin + share * TOKENS, cached)
-        table_at = tables_at + slot * table_width
-        keys_at += kv_head * head_stride
-        values_at += kv_head * head_stride
-        token = begin + tl.arange(0, TOKENS)
-        keys, values = _cached(keys_at, values_at, table_at, token, stop, d, block_stride, D, BLOCK)
-        wait_for_earlier(EARLY)
-        cos_at += row * R
-        sin_at += row * R
-        at = query_at + row * token_stride + head * D
-        query = _turned(at, d < D, cos_at, sin_at, d, R, INTERLEAVED).to(tl.float32) * scale
-        slope = 0.0
-        if HAS_SLOPES:
-            slope = tl.load(bias_at + head)
-        largest, total = -1e30, 0.0
-        mixed = tl.zeros((WIDTH,), tl.float32)
-        if NEW:  # noqa: SIM102 - known when the kernel is compiled
-            if part == 0:
-                own = row * token_stride + kv_head * D
-                key, value = _cache_new(
-                    *(key_at + own, value_at + own, cos_at, sin_at, keys_at, values_at, table_at),
-                    *(place, head % (H // K) == 0, d, block_stride, D, R, BLOCK, INTERLEAVED),
-                )
-                largest = tl.sum(query * key.to(tl.float32), 0)
-                if TABLE > 0:
-                    largest += tl.load(bias_at + head * TABLE).to(tl.float32)
-                total = 1.0
-                mixed = value.to(tl.float32)
-        for start in range(begin, stop, TOKENS):
-            if start > begin:
-                token = start + tl.arange(0, TOKENS)
-                keys, values = _cached(
-                    keys_at, values_at, table_at, token, stop, d, block_stride, D, BLOCK
-                )
-            score = _scores(
-                query, keys, token, place, stop, bias_at, slope, head, HAS_SLOPES, TABLE
-            )
-            score = tl.where(token < stop, score, -1e30)
-            new_largest = tl.maximum(largest, tl.max(score, 0))
-            shrink = tl.exp(largest - new_largest)
-            weight = tl.exp(score - new_largest)
-            total = total * shrink + tl.sum(weight, 0)
-            mixed = mixed * shrink + tl.sum(weight[:, None] * values.to(tl.float32), 0)
-            largest = new_largest
-        y_at += row * y_stride + head * D
-        if parts == 1:
-            tl.store(y_at + d, (mixed / total).to(y_at.dtype.element_ty), mask=d < D)
-        else:
-            mine = (row * H + head) * PARTS
-            tl.store(parts_at + (mine + part) * D + d, mixed, mask=d < D)
-            tl.store(sums_at + (mine + part) * 2, largest)
-            tl.store(sums_at + (mine + part) * 2 + 1, total)
-            tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
-            if tl.atomic_add(tickets_at + row * H + head, 1) == parts - 1:
-                tl.debug_barrier()
-                every = tl.arange(0, PARTS)
-                best = tl.load(sums_at + (mine + every) * 2, mask=every < parts, other=-1e30)
-                sums = tl.load(sums_at + (mine + every) * 2 + 1, mask=every < parts, other=0.0)
-                weights = tl.exp(best - tl.max(best, 0))
-                all_mixed = tl.load(
-                    parts_at + (mine + every)[:, None] * D + d[None, :],
-                    mask=(every < parts)[:, None] & (d < D)[None, :],
-                    other=0.0,
-                )
-                y = tl.sum(all_mixed * weights[:, None], 0) / tl.sum(sums * weights, 0)
-                tl.store(y_at + d, y.to(y_at.dtype.element_ty), mask=d < D)
-                tl.store(tickets_at + row * H + head, 0)
-
-
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
-def _attend_evenly(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
-    query_at,
-    key_at,
-    value_at,
-    token_stride,
-    cos_at,
-    sin_at,
-    keys_at,
-    values_at,
-    block_stride,
-    head_stride,
-    tables_at,
-    table_width,
-    slots_at,
-    places_at,
-    rows_at,
-    counts_at,
-    count,
-    bias_at,
-    parts_at,
-    sums_at,
-    tickets_at,
-    y_at,
-    y_stride,
-    scale,
-    H: tl.constexpr,  # noqa: N803
-    D: tl.constexpr,  # noqa: N803
-    R: tl.constexpr,  # noqa: N803
-    WIDTH: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
-    TOKENS: tl.constexpr,  # noqa: N803
-    ROWS: tl.constexpr,  # noqa: N803 - a power of two, at least `count`
-    INTERLEAVED: tl.constexpr,  # noqa: N803
-    NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
-    FIXED: tl.constexpr,  # noqa: N803 - see `PagedAttention`
-    WINDOW: tl.constexpr,  # noqa: N803
-    HAS_SLOPES: tl.constexpr,  # noqa: N803
-    TABLE: tl.constexpr,  # noqa: N803
-    EARLY: tl.constexpr,  # noqa: N803
-):
-    """An equal share of all single tokens' heads; who ends a head's last part joins its parts.
-
-    The heads of all tokens lie end to end, cut into tiles of cached tokens; a program takes as many
-    neighbouring tiles as any other. A tile's tokens have a softmax each, which are joined where
-    the program leaves the head: until then no thread needs another's result.
-    """
-    let_next_begin(EARLY)
-    if not FIXED:
-        wait_for_earlier(EARLY)
-    program = tl.program_id(0)
-    d = tl.arange(0, WIDTH)
-    nth = tl.arange(0, TOKENS)
-    rows = tl.arange(0, ROWS)
-    there = (rows < count) & (tl.load(counts_at + rows, mask=rows < count, other=0) > 0)
-    places = tl.load(places_at + rows, mask=there, other=0).to(tl.int32)
-    read = places if NEW else places + 1
-    if WINDOW > 0:
-        read -= tl.maximum(0, places + 1 - WINDOW) // TOKENS * TOKENS
-    tiles = tl.where(there, tl.maximum(tl.cdiv(read, TOKENS), 1), 0) * H
-    ends = tl.cumsum(tiles, 0)  # of each token's tiles
-    all_tiles = tl.max(ends, 0)
-    share = tl.cdiv(all_tiles, tl.num_programs(0))
-    tile = program * share
-    last_tile = tl.minimum(tile + share, all_tiles)
-    while tile < last_tile:
-        nth_row = tl.sum((ends <= tile).to(tl.int32), 0)
-        row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
-        row_end = tl.min(tl.where(ends > tile, ends, all_tiles), 0)
-        head_tiles = (row_end - row_begin) // H
-        head = (tile - row_begin) // head_tiles
-        head_begin = row_begin + head * head_tiles
-        head_end = head_begin + head_tiles
-        first_program = head_begin // share
-        parts = (head_end - 1) // share - first_program + 1
-        row = tl.load(rows_at + nth_row).to(tl.int64)
-        slot = tl.load(slots_at + nth_row)
-        place = tl.load(places_at + nth_row).to(tl.int32)  # of the query
-        cached = place if NEW else place + 1  # tokens that come from the cache
-        first = 0
-        if WINDOW > 0:
-            first = tl.maximum(0, place + 1 - WINDOW) // TOKENS * TOKENS
-        begin = first + (tile - head_begin) * TOKENS
-        stop = tl.minimum(first + (tl.minimum(last_tile, head_end) - head_begin) * TOKENS, cached)
-        table_at = tables_at + slot * table_width
-        head_keys_at = keys_at + head * head_stride
-        head_values_at = values_at + head * head_stride
-        token = begin + nth
-        keys, values = _cached(
-            head_keys_at, head_values_at, table_at, token, stop, d, block_stride, D, BLOCK
-        )
-        if FIXED:
-            wait_for_earlier(EARLY)
-        turn = row * R
-        at = query_at + row * token_stride + head * D
-        query = _turned(at, d < D, cos_at + turn, sin_at + turn, d, R, INTERLEAVED)
-        query = query.to(tl.float32) * scale
-        slope = 0.0
-        if HAS_SLOPES:
-            slope = tl.load(bias_at + head)
-        largest = tl.full((TOKENS,), -1e30, tl.float32)
-        total = tl.zeros((TOKENS,), tl.float32)
-        mixed = tl.zeros((TOKENS, WIDTH), tl.float32)
-        if NEW:  # noqa: SIM102 - known when the kernel is compiled
-            if tile == head_begin:
-                own = row * token_stride + head * D
-                key, value = _cache_new(
-                    *(key_at + own, value_at + own, cos_at + turn, sin_at + turn),
-                    *(head_keys_at, head_values_at, table_at, place, True, d, block_stride),
-                    *(D, R, BLOCK, INTERLEAVED),
-                )
-                score = tl.sum(query * key.to(tl.float32), 0)
-                if TABLE > 0:
-                    score += tl.load(bias_at + head * TABLE).to(tl.float32)
-                largest = tl.where(nth == 0, score, largest)
-                total = tl.where(nth == 0, 1.0, total)
-                mixed = tl.where((nth == 0)[:, None], value.to(tl.float32)[None, :], mixed)
-        for start in range(begin, stop, TOKENS):
-            token = start + nth
-            next_keys, next_values = _cached(
-                head_keys_at,
-                head_values_at,
-                table_at,
-                token + TOKENS,
-                stop,
-                d,
-                block_stride,
-                D,
-                BLOCK,
-            )
-            score = _scores(
-                query, keys, token, place, stop, bias_at, slope, head, HAS_SLOPES, TABLE
-            )
-            seen = token < stop
-            if WINDOW > 0:
-                seen &= place - token < WINDOW
-            new_largest = tl.maximum(largest, tl.where(seen, score, -1e30))
-            shrink = tl.exp(largest - new_largest)
-            weight = tl.where(seen, tl.exp(score - new_largest), 0.0)
-            total = total * shrink + weight
-            mixed = mixed * shrink[:, None] + weight[:, None] * values.to(tl.float32)
-            largest = new_largest
-            keys, values = next_keys, next_values
-        best = tl.max(largest, 0)
-        factor = tl.exp(largest - best)
-        one_total = tl.sum(total * factor, 0)
-        one_mixed = tl.sum(mixed * factor[:, None], 0)
-        target_at = y_at + row * y_stride + head * D
-        if parts == 1:
-            tl.store(target_at + d, (one_mixed / one_total).to(y_at.dtype.element_ty), mask=d < D)
-        else:
-            # A program has at most two heads that it shares: that of its first tile, and a later.
-            mine = 2 * program + (tile == head_begin).to(tl.int32)
-            tl.store(parts_at + mine * D + d, one_mixed, mask=d < D)
-            tl.store(sums_at + mine * 2, best)
-            tl.store(sums_at + mine * 2 + 1, one_total)
-            tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
-            if tl.atomic_add(tickets_at + nth_row * H + head, 1) == parts - 1:
-                tl.debug_barrier()
-                mine = 2 * first_program + 1
-                best = tl.load(sums_at + mine * 2)
-                one_total = tl.load(sums_at + mine * 2 + 1)
-                one_mixed = tl.load(parts_at + mine * D + d, mask=d < D, other=0.0)
-                for other in range(first_program + 1, first_program + parts):
-                    others_best = tl.load(sums_at + other * 4)
-                    new_best = tl.maximum(best, others_best)
-                    shrink, grow = tl.exp(best - new_best), tl.exp(others_best - new_best)
-                    one_total = one_total * shrink + tl.load(sums_at + other * 4 + 1) * grow
-                    part = tl.load(parts_at + 2 * other * D + d, mask=d < D, other=0.0)
-                    one_mixed = one_mixed * shrink + part * grow
-                    best = new_best
-                tl.store(
-                    target_at + d, (one_mixed / one_total).to(y_at.dtype.element_ty), mask=d < D
-                )
-                tl.store(tickets_at + nth_row * H + head, 0)
-        tile = tl.minimum(last_tile, head_end)
 
 
 @dataclass(frozen=True)
@@ -704,17 +144,20 @@ class PagedAttention:
         launch = _Launch(self, query, cache, layer, angles, interleaved, scale, y)
         if self.single and not self.rules.batch_invariant:
             evenly = launch.can_share and query.numel() >= _LEAST_EVEN
-            if not evenly and count * H <= _most_programs(D):
+            one_each = cache.shape.kv_head_num == H
+            if one_each and not evenly and count * H <= _most_programs(D):
                 launch.one_token_each(new)
                 return y
         elif new is not None:
             launch.store(new)
             launch, new = replace(launch, angles=None), None
         for tiles in self.tiles:
-            if launch.can_share and tiles.size == 1:
+            if tiles.size > 1 or self.rules.batch_invariant:
+                launch.attend_prompts(tiles)
+            elif launch.can_share:
                 launch.attend_evenly(tiles, new)
             else:
-                launch.attend(tiles, new)
+                launch.decode_grouped(tiles, new)
         return y
 
 
@@ -784,7 +227,7 @@ class _Launch:
         keys, values = self._new_or_any(new)
         H, K = self.query.shape[1], keys.shape[1]  # noqa: N806
         heads = triton.next_power_of_2(K)
-        _store[(len(keys),)](
+        store_new_tokens[(len(keys),)](
             *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
             *(self.step.slots, self.step.places),
             H=H,
@@ -796,33 +239,79 @@ class _Launch:
             **constants,
         )
 
-    def attend(self, tiles: Tiles, new: tuple[torch.Tensor, torch.Tensor] | None) -> None:
-        """Attend for the queries of some tiles, which are one token each where `new` is given."""
+    def attend_prompts(self, tiles: Tiles) -> None:
+        """Attend for the queries of some tiles, whose keys and values are all in the cache."""
+        K = self.cache.shape.kv_head_num  # noqa: N806
+        group = self.query.shape[1] // K
         constants = self._constants()
-        group = self.query.shape[1] // self.cache.shape.kv_head_num
-        padded = triton.next_power_of_2(group)
-        rows = max(LEAST_ROWS, tiles.size * padded)
+        del constants["R"], constants["INTERLEAVED"]  # the queries are rotated
+        rows = max(LEAST_ROWS, triton.next_power_of_2(tiles.size * group))
+        width, item_bytes = constants["WIDTH"], self.query.dtype.itemsize
+        options = _prompt_options(rows, width, item_bytes)
+        if self.query.is_cuda:
+            room = shared_bytes(self.query.device) - rows * width * item_bytes
+            options = fitting(options, room, row_bytes=2 * width * item_bytes)
+        described, cache = self._cache_rows(options["TOKENS"], width)
         bias, choices = self._bias()
-        keys, values = self._new_or_any(new)
-        _attend_tile[(len(tiles.slots), self.cache.shape.kv_head_num)](
-            *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
+        flash_attend_prompts[(len(tiles.slots), K)](
+            *(self.query, self.query.stride(0), cache, *self._stored()[1:]),
             *(tiles.slots, tiles.places, tiles.rows, tiles.counts),
             *(bias, self.y, self.y.stride(0), self._factor),
             G=group,
-            GROUP=padded,
+            K=K,
             ROWS=rows,
+            TMA=described,
+            **options,
+            **choices,
+            **constants,
+        )
+
+    def _cache_rows(self, tokens: int, width: int) -> tuple[bool, Any]:
+        """Return whether the layer's cache can be read by TMA, and its descriptor or its keys."""
+        keys, _ = self.cache.blocks(self.layer)
+        block, size = self.cache.shape.block_tokens, self.cache.shape.size_per_head
+        if not has_tma(self.query) or block % tokens or size * keys.element_size() % 16:
+            return False, keys
+        return True, tile_descriptor(self.cache.rows(self.layer), tokens, width)
+
+    def decode_grouped(self, tiles: Tiles, new: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        """Attend for tiles of one token each; new keys and values, if any, are stored first."""
+        constants = self._constants()
+        K, device, width = self.cache.shape.kv_head_num, self.query.device, constants["WIDTH"]  # noqa: N806
+        count, group = len(tiles.slots), self.query.shape[1] // K
+        heads = triton.next_power_of_2(group)
+        options = dict(_decode_options(width, self.query.dtype.itemsize))
+        programs = multiprocessors(device) * options.pop("programs")
+        mixed = torch.empty(programs, 2, heads, width, device=device)
+        sums = torch.empty(programs, 2, 2, heads, device=device)
+        described, cache = self._cache_rows(options["TOKENS"], width)
+        bias, choices = self._bias()
+        keys, values = self._new_or_any(new)
+        flash_decode_grouped[(programs,)](
+            *(self.query, keys, values, self.query.stride(0), *self._angles()),
+            *(cache, *self._stored(), tiles.slots, tiles.places, tiles.rows, tiles.counts, count),
+            *(bias, mixed, sums, _tickets(device, triton.next_power_of_2(count * K))),
+            *(self.y, self.y.stride(0), self._factor),
+            G=group,
+            K=K,
+            GROUP=max(LEAST_ROWS, heads),
+            HEADS=heads,
+            JOINED=max(_JOINED_VALUES // (heads * width), 1),
+            ROWS=max(triton.next_power_of_2(count), _LEAST_EVEN_ROWS),
             NEW=new is not None,
-            **_tile_options(rows, constants["WIDTH"], self.query.dtype.itemsize),
+            FIXED=self.step.single,
+            TMA=described,
+            **options,
             **choices,
             **constants,
         )
 
     @property
     def can_share(self) -> bool:
-        """Whether `_attend_evenly` serves single tokens of this layer.
+        """Whether `flash_decode_evenly` serves single tokens of this layer.
 
-        It reads the keys and values of each query head, so heads that share theirs are left to
-        `_attend_tile`.
+        It reads the keys and values of each query head; those that share them are left to
+        `flash_decode_grouped`.
         """
         one_each = self.query.shape[1] == self.cache.shape.kv_head_num
         invariant = self.step.rules.batch_invariant
@@ -839,7 +328,7 @@ class _Launch:
         tickets = _tickets(device, triton.next_power_of_2(count * H))
         bias, choices = self._bias()
         keys, values = self._new_or_any(new)
-        _attend_evenly[(programs,)](
+        flash_decode_evenly[(programs,)](
             *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
             *(tiles.slots, tiles.places, tiles.rows, tiles.counts, count),
             *(bias, mixed, sums, tickets),
@@ -867,12 +356,11 @@ class _Launch:
         tickets = _tickets(self.query.device, triton.next_power_of_2(count * H))
         bias, choices = self._bias()
         keys, values = self._new_or_any(new)
-        _attend_one[(count, H, parts)](
+        attend_one_token[(count, H, parts)](
             *(self.query, keys, values, self.query.stride(0), *self._angles(), *self._stored()),
             *(self.step.slots, self.step.places, bias, mixed, sums, tickets),
             *(self.y, self.y.stride(0), self._factor),
             H=H,
-            K=self.cache.shape.kv_head_num,
             TOKENS=tokens,
             PARTS=parts,
             NEW=new is not None,
@@ -889,7 +377,7 @@ def _tickets(device: torch.device, count: int) -> torch.Tensor:
 
 
 def _most_programs(head_size: int) -> int:
-    """Return up to how many pairs of a sequence and a head `_attend_one` is the faster kernel."""
+    """Return the most pairs of a sequence and a head for which `attend_one_token` is faster."""
     return 1024 if head_size <= 64 else _PROGRAMS - 1
 
 
@@ -899,13 +387,35 @@ def _parts(length: int, tokens: int, programs: int) -> int:
     return 1 << (max(most, 1).bit_length() - 1)
 
 
-def _tile_options(rows: int, width: int, item_bytes: int) -> dict[str, int]:
-    """Return a tile's way of reading the cache: tokens at once, loads in flight, warps."""
-    tokens = 32 if width > 128 else 64
+def _prompt_options(rows: int, width: int, item_bytes: int) -> dict[str, int]:
+    """Return how a tile of queries reads the cache: tokens at once, loads in flight, warps."""
     if item_bytes == 4:
-        return {"TOKENS": tokens // 2, "num_stages": 1, "num_warps": 4}
-    if rows == LEAST_ROWS:
-        return _SINGLE_TILES.get(width, {"TOKENS": tokens, "num_stages": 3, "num_warps": 4})
-    return _PROMPT_TILES.get(
-        width, {"TOKENS": tokens, "num_stages": 2, "num_warps": 8 if width > 64 else 4}
-    )
+        return {"TOKENS": 16, "num_stages": 1, "num_warps": 4 if rows < 64 else 8}
+    if rows < 64 or width > 256:  # those of batch-invariant steps, or too wide for large tiles
+        return {"TOKENS": 32 if width > 128 else 64, "num_stages": 3, "num_warps": 4}
+    return _PROMPT_TILES[max(width, 64)]
+
+
+def fitting(options: dict[str, int], room: int, *, row_bytes: int) -> dict[str, int]:
+    """Return the options with fewer loads in flight, or fewer tokens of each, if `room` is short.
+
+    Args:
+        options: From `_prompt_options`.
+        room: Bytes of shared memory for keys and values.
+        row_bytes: Of a token's key and value.
+    """
+    tokens, stages = options["TOKENS"], options["num_stages"]
+    room -= _OTHER_SHARED_BYTES
+    while tokens * stages * row_bytes > room and tokens > LEAST_ROWS:
+        tokens, stages = (tokens, stages - 1) if stages > 1 else (tokens // 2, stages)
+    return options | {"TOKENS": tokens, "num_stages": stages}
+
+
+def _decode_options(width: int, item_bytes: int) -> dict[str, int]:
+    """Return how a program of `flash_decode_grouped` reads the cache.
+
+    `programs` are those of a multiprocessor.
+    """
+    if item_bytes == 4:
+        return _DECODE_TILE | {"TOKENS": 16, "num_stages": 1}
+    return _DECODE_TILE | ({"TOKENS": 32} if width > 128 else {})

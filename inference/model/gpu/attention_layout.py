@@ -13,7 +13,6 @@ from functools import cache
 
 import numpy as np
 import torch
-import triton
 
 from inference.model.gpu.attention import LEAST_ROWS, PagedAttention, Tiles
 from inference.model.kv_cache import Array, on_device
@@ -128,13 +127,12 @@ def _rows_of_one(count: int, device: torch.device) -> tuple[torch.Tensor, torch.
 def tile_sizes(group: int, rules: AttentionRules) -> tuple[int, int]:
     """Return the tokens of a tile for single tokens and for prompts, `group` query heads each.
 
-    Tiles of single tokens have one where a kernel that divides them evenly can take them.
+    Those of batch-invariant steps are equal: a token's result depends on the tile's size.
     """
-    padded = triton.next_power_of_2(group)
-    least = max(LEAST_ROWS // padded, 1)
     if rules.batch_invariant:
+        least = max(LEAST_ROWS // group, 1)
         return least, least
-    return 1 if group == 1 else least, max(_PROMPT_ROWS // padded, 1)
+    return 1, max(_PROMPT_ROWS // group, 1)
 
 
 def _cut(segments: Array, rows: Array, sizes: tuple[int, int], room: int | None) -> Iterator[Array]:
@@ -154,4 +152,6 @@ def _cut(segments: Array, rows: Array, sizes: tuple[int, int], room: int | None)
         of = np.repeat(np.arange(len(tiles)), tiles)
         first = (np.arange(len(of)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * size
         left = np.minimum(counts[of] - first, size)
-        yield np.stack((slots[of], places[of] + first, rows[mine][of] + first, left))
+        cut = np.stack((slots[of], places[of] + first, rows[mine][of] + first, left))
+        # Those that read most begin first: none ends long after the others.
+        yield cut[:, np.argsort(-cut[1], kind="stable")]

@@ -1,0 +1,841 @@
+"""Kernels of attention over the cached blocks of sequences, in Triton's language.
+
+`attention` launches them. Import this module only where Triton is installed.
+"""
+
+# Shapes: N new tokens, B sequences, H local query heads, K local key/value heads, G query heads of
+#         a key/value head, D head size, R rotated dimensions, T entries of a bias table
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from inference.parallel.launch_cuda import let_next_begin, wait_for_earlier
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turned(  # type: ignore[no-untyped-def]
+    at,
+    inside,
+    cos_at,
+    sin_at,
+    d,
+    R: tl.constexpr,  # noqa: N803 - constants of the kernel
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+):
+    """Return heads' values at `at` + `d`, the first R dimensions of each rotated.
+
+    `at`, `cos_at` and `sin_at` point to the beginnings of heads and of their tokens' angles, and
+    broadcast with the dimensions `d`.
+    """
+    x = tl.load(at + d, mask=inside, other=0.0)
+    if R > 0:
+        if INTERLEAVED:
+            partner = d ^ 1
+            sign = tl.where((d & 1) == 0, -1.0, 1.0)
+        else:
+            partner = tl.where(d < R // 2, d + R // 2, d - R // 2)
+            sign = tl.where(d < R // 2, -1.0, 1.0)
+        turns = d < R
+        other = tl.load(at + tl.where(turns, partner, d), mask=inside, other=0.0)
+        cos = tl.load(cos_at + d, mask=inside & turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_at + d, mask=inside & turns, other=0.0).to(tl.float32)
+        x = (x.to(tl.float32) * cos + sign * other.to(tl.float32) * sin).to(x.dtype)
+    return x
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def store_new_tokens(  # type: ignore[no-untyped-def]
+    query_at,
+    key_at,
+    value_at,
+    token_stride,
+    cos_at,
+    sin_at,
+    keys_at,
+    values_at,
+    block_stride,
+    head_stride,
+    tables_at,
+    table_width,
+    slots_at,
+    places_at,
+    H: tl.constexpr,  # noqa: N803
+    K: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,  # noqa: N803
+    QUERIES: tl.constexpr,  # noqa: N803 - a power of two, at least H
+    PAIRS: tl.constexpr,  # noqa: N803 - a power of two, at least R / 2
+    HEADS: tl.constexpr,  # noqa: N803 - a power of two, at least K
+    WIDTH: tl.constexpr,  # noqa: N803 - a power of two, at least D
+    BLOCK: tl.constexpr,  # noqa: N803 - tokens of a block
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    """Store the rotated keys and the values of one token; rotate its queries where they lie."""
+    let_next_begin(EARLY)
+    token = tl.program_id(0)
+    head = tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, WIDTH)[None, :]
+    inside = (head < K) & (d < D)
+    wait_for_earlier(EARLY)
+    slot, place = tl.load(slots_at + token), tl.load(places_at + token)
+    block = tl.load(tables_at + slot * table_width + place // BLOCK).to(tl.int64)
+    target = block * block_stride + head * head_stride + (place % BLOCK) * D + d
+    source = token.to(tl.int64) * token_stride + head * D
+    angle = token * R
+    key = _turned(key_at + source, inside, cos_at + angle, sin_at + angle, d, R, INTERLEAVED)
+    tl.store(keys_at + target, key, mask=inside)
+    value = tl.load(value_at + source + d, mask=inside, other=0.0)
+    tl.store(values_at + target, value, mask=inside)
+    if R > 0:
+        # Both of a pair are read before either is written.
+        query = tl.arange(0, QUERIES)[:, None]
+        pair = tl.arange(0, PAIRS)[None, :]
+        turns = pair < R // 2
+        inside = (query < H) & turns
+        one = 2 * pair if INTERLEAVED else pair
+        other = one + 1 if INTERLEAVED else one + R // 2
+        at = query_at + token.to(tl.int64) * token_stride + query * D
+        x = tl.load(at + one, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(at + other, mask=inside, other=0.0).to(tl.float32)
+        cos = tl.load(cos_at + angle + one, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_at + angle + one, mask=turns, other=0.0).to(tl.float32)
+        tl.store(at + one, (x * cos - y * sin).to(query_at.dtype.element_ty), mask=inside)
+        cos = tl.load(cos_at + angle + other, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_at + angle + other, mask=turns, other=0.0).to(tl.float32)
+        tl.store(at + other, (y * cos + x * sin).to(query_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cache_new(  # type: ignore[no-untyped-def]
+    key_at,
+    value_at,
+    cos_at,
+    sin_at,
+    keys_at,
+    values_at,
+    table_at,
+    place,
+    d,
+    block_stride,
+    D: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+):
+    """Return one head's new key, rotated, and value, which are stored in the cache."""
+    key = _turned(key_at, d < D, cos_at, sin_at, d, R, INTERLEAVED)
+    value = tl.load(value_at + d, mask=d < D, other=0.0)
+    block = tl.load(table_at + place // BLOCK).to(tl.int64)
+    cell = block * block_stride + (place % BLOCK) * D + d
+    tl.store(keys_at + cell, key, mask=d < D)
+    tl.store(values_at + cell, value, mask=d < D)
+    return key, value
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend_keys(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
+    largest,
+    total,
+    mixed,
+    query,
+    position,
+    begin,
+    end,
+    stop,
+    keys_at,
+    values_at,
+    kv_head,
+    block_stride,
+    head_stride,
+    table_at,
+    bias_at,
+    head,
+    slope,
+    scale,
+    K: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+    TMA: tl.constexpr,  # noqa: N803
+    WINDOW: tl.constexpr,  # noqa: N803
+    HAS_SLOPES: tl.constexpr,  # noqa: N803
+    TABLE: tl.constexpr,  # noqa: N803
+    MASKED: tl.constexpr,  # noqa: N803 - whether some queries do not see some of the tokens
+):
+    """Return the online softmax of queries (ROWS, WIDTH) with cached tokens [begin, end) added.
+
+    The state is each row's largest score so far, in units of log 2, the sum of the weights and the
+    sum of the weighted values, both relative to it. Nothing lies at `stop` and beyond. With TMA
+    `keys_at` is the descriptor of the layer's cache, as rows of one head's key or value.
+    """
+    d = tl.arange(0, WIDTH)[None, :]
+    ONE_BLOCK: tl.constexpr = BLOCK % TOKENS == 0  # noqa: N806 - TOKENS never lie in two
+    block = tl.full((), 0, tl.int32)
+    if ONE_BLOCK:
+        # One step ahead: the compiler can then load keys ahead, too.
+        block = tl.load(table_at + begin // BLOCK, mask=begin < end, other=0)
+    for start in range(begin, end, TOKENS):
+        token = start + tl.arange(0, TOKENS)
+        there = (token < stop)[:, None]
+        if TMA:
+            row = (block * (2 * K) + kv_head) * BLOCK + start % BLOCK
+            keys = keys_at.load([row, 0])
+        else:
+            if ONE_BLOCK:
+                offset = block.to(tl.int64) * block_stride + (start % BLOCK + token - start) * D
+            else:
+                each = tl.load(table_at + token // BLOCK, mask=token < stop, other=0)
+                offset = each.to(tl.int64) * block_stride + (token % BLOCK) * D
+            at = offset[:, None] + kv_head * head_stride + d
+            if MASKED:
+                keys = tl.load(keys_at + at, mask=there & (d < D), other=0.0)
+            elif WIDTH != D:
+                keys = tl.load(keys_at + at, mask=d < D, other=0.0)
+            else:
+                keys = tl.load(keys_at + at)
+        score = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * _LOG2_E)
+        distance = position[:, None] - token[None, :]
+        if HAS_SLOPES:
+            score -= (slope * _LOG2_E)[:, None] * distance.to(tl.float32)
+        if TABLE > 0:
+            entry = head[:, None] * TABLE + tl.maximum(tl.minimum(distance, TABLE - 1), 0)
+            score += tl.load(bias_at + entry).to(tl.float32) * _LOG2_E
+        if MASKED:
+            seen = (distance >= 0) & (token < stop)[None, :]
+            if WINDOW > 0:
+                seen &= distance < WINDOW
+            score = tl.where(seen, score, -1e30)
+        new_largest = tl.maximum(largest, tl.max(score, 1))
+        weight = tl.exp2(score - new_largest[:, None])
+        if MASKED and WINDOW > 0:  # a row may see none of these
+            weight = tl.where(seen, weight, 0.0)
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weight, 1)
+        if TMA:
+            values = keys_at.load([row + K * BLOCK, 0])
+            if MASKED:  # what lies there need not be finite
+                values = tl.where(there, values, 0.0)
+        elif MASKED:
+            values = tl.load(values_at + at, mask=there & (d < D), other=0.0)
+        elif WIDTH != D:
+            values = tl.load(values_at + at, mask=d < D, other=0.0)
+        else:
+            values = tl.load(values_at + at)
+        mixed = mixed * shrink[:, None]
+        mixed = tl.dot(weight.to(values.dtype), values, mixed, input_precision="ieee")
+        largest = new_largest
+        if ONE_BLOCK:
+            following = start + TOKENS
+            block = tl.load(table_at + following // BLOCK, mask=following < end, other=0)
+    return largest, total, mixed
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def flash_attend_prompts(  # type: ignore[no-untyped-def]
+    query_at,
+    token_stride,
+    keys_at,
+    values_at,
+    block_stride,
+    head_stride,
+    tables_at,
+    table_width,
+    slots_at,
+    places_at,
+    rows_at,
+    counts_at,
+    bias_at,
+    y_at,
+    y_stride,
+    scale,
+    G: tl.constexpr,  # noqa: N803
+    K: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803 - cached ones that are read at once
+    TMA: tl.constexpr,  # noqa: N803
+    WINDOW: tl.constexpr,  # noqa: N803 - 0 for none
+    HAS_SLOPES: tl.constexpr,  # noqa: N803
+    TABLE: tl.constexpr,  # noqa: N803 - T, 0 for none
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    """Flash attention of some new tokens of one sequence, all query heads of one key/value head.
+
+    Tokens whose keys all queries of the tile see are added without masks.
+    """
+    let_next_begin(EARLY)
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    token, head = row // G, kv_head * G + row % G
+    d = tl.arange(0, WIDTH)
+    wait_for_earlier(EARLY)
+    count = tl.load(counts_at + tile)
+    if count == 0:  # a graph has more tiles than most steps
+        return
+    slot, place = tl.load(slots_at + tile), tl.load(places_at + tile).to(tl.int32)
+    first_row = tl.load(rows_at + tile).to(tl.int64)
+    real = token < count
+    inside = real[:, None] & (d < D)[None, :]
+    at = query_at + (first_row + token)[:, None] * token_stride + head[:, None] * D + d[None, :]
+    query = tl.load(at, mask=inside, other=0.0)
+    slope = tl.zeros((ROWS,), tl.float32)
+    if HAS_SLOPES:
+        slope = tl.load(bias_at + head)
+    position, stop = place + token, place + count.to(tl.int32)
+    # Tokens are read by the same tiles wherever the query's own tile begins.
+    begin, all_seen = 0, 0
+    if WINDOW > 0:
+        begin = tl.maximum(0, place + 1 - WINDOW) // TOKENS * TOKENS
+        all_seen = tl.maximum(0, stop - WINDOW + TOKENS - 1) // TOKENS * TOKENS
+    end = (place + 1) // TOKENS * TOKENS
+    largest = tl.full((ROWS,), -1e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, WIDTH), tl.float32)
+    table_at = tables_at + slot * table_width
+    for phase in tl.static_range(3):
+        first, last = begin, tl.minimum(all_seen, stop)
+        if phase == 1:
+            first, last = all_seen, end
+        if phase == 2:
+            first, last = tl.maximum(end, all_seen), stop
+        if phase > 0 or WINDOW > 0:
+            largest, total, mixed = _attend_keys(
+                *(largest, total, mixed, query, position, first, last, stop),
+                *(keys_at, values_at, kv_head, block_stride, head_stride, table_at),
+                *(bias_at, head, slope, scale),
+                *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, HAS_SLOPES, TABLE, phase != 1),
+            )
+    at = y_at + (first_row + token)[:, None] * y_stride + head[:, None] * D + d[None, :]
+    tl.store(at, (mixed / total[:, None]).to(y_at.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def flash_decode_grouped(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
+    query_at,
+    key_at,
+    value_at,
+    token_stride,
+    cos_at,
+    sin_at,
+    cache_at,
+    keys_at,
+    values_at,
+    block_stride,
+    head_stride,
+    tables_at,
+    table_width,
+    slots_at,
+    places_at,
+    rows_at,
+    counts_at,
+    count,
+    bias_at,
+    parts_at,
+    sums_at,
+    tickets_at,
+    y_at,
+    y_stride,
+    scale,
+    G: tl.constexpr,  # noqa: N803
+    K: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,  # noqa: N803
+    GROUP: tl.constexpr,  # noqa: N803 - a power of two, at least G, that a tensor core multiplies
+    WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803 - a power of two, at least `count`
+    MOST_PARTS: tl.constexpr,  # noqa: N803 - of a head, about
+    HEADS: tl.constexpr,  # noqa: N803 - a power of two, at least G
+    JOINED: tl.constexpr,  # noqa: N803 - parts that are read at once
+    TMA: tl.constexpr,  # noqa: N803
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+    NEW: tl.constexpr,  # noqa: N803 - whether the new key and value are stored and seen
+    FIXED: tl.constexpr,  # noqa: N803 - see `PagedAttention`
+    WINDOW: tl.constexpr,  # noqa: N803
+    HAS_SLOPES: tl.constexpr,  # noqa: N803
+    TABLE: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    """Flash decoding with split keys: each key is read once for all query heads that share it.
+
+    As in `flash_decode_evenly` all tokens' heads lie end to end, in tiles of cached tokens, of
+    which each program takes an equal share; who ends a head's last part joins its parts.
+    """
+    let_next_begin(EARLY)
+    if not FIXED:
+        wait_for_earlier(EARLY)
+    program = tl.program_id(0)
+    d = tl.arange(0, WIDTH)
+    g = tl.arange(0, GROUP)
+    rows = tl.arange(0, ROWS)
+    there = (rows < count) & (tl.load(counts_at + rows, mask=rows < count, other=0) > 0)
+    places = tl.load(places_at + rows, mask=there, other=0).to(tl.int32)
+    read = places if NEW else places + 1
+    if WINDOW > 0:
+        read -= tl.maximum(0, places + 1 - WINDOW) // TOKENS * TOKENS
+    tiles = tl.where(there, tl.maximum(tl.cdiv(read, TOKENS), 1), 0)
+    ends = tl.cumsum(tiles, 0) * K  # of each token's tiles
+    all_tiles = tl.max(ends, 0)
+    share = tl.cdiv(all_tiles, tl.num_programs(0))
+    share = tl.maximum(share, tl.cdiv(tl.max(tiles, 0), MOST_PARTS))
+    tile = program * share
+    last_tile = tl.minimum(tile + share, all_tiles)
+    if FIXED:
+        wait_for_earlier(EARLY)
+    while tile < last_tile:
+        nth_row = tl.sum((ends <= tile).to(tl.int32), 0)
+        row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
+        row_end = tl.min(tl.where(ends > tile, ends, all_tiles), 0)
+        head_tiles = (row_end - row_begin) // K
+        kv_head = (tile - row_begin) // head_tiles
+        head_begin = row_begin + kv_head * head_tiles
+        head_end = head_begin + head_tiles
+        first_program = head_begin // share
+        parts = (head_end - 1) // share - first_program + 1
+        row = tl.load(rows_at + nth_row).to(tl.int64)
+        slot = tl.load(slots_at + nth_row)
+        place = tl.load(places_at + nth_row).to(tl.int32)  # of the query
+        cached = place if NEW else place + 1  # tokens that come from the cache
+        first = 0
+        if WINDOW > 0:
+            first = tl.maximum(0, place + 1 - WINDOW) // TOKENS * TOKENS
+        begin = first + (tile - head_begin) * TOKENS
+        stop = tl.minimum(first + (tl.minimum(last_tile, head_end) - head_begin) * TOKENS, cached)
+        table_at = tables_at + slot * table_width
+        head = kv_head * G + g
+        inside = (g < G)[:, None] & (d < D)[None, :]
+        turn = row * R
+        at = query_at + row * token_stride + head[:, None] * D
+        query = _turned(at, inside, cos_at + turn, sin_at + turn, d[None, :], R, INTERLEAVED)
+        slope = tl.zeros((GROUP,), tl.float32)
+        if HAS_SLOPES:
+            slope = tl.load(bias_at + head, mask=g < G, other=0.0)
+        largest = tl.full((GROUP,), -1e30, tl.float32)
+        total = tl.zeros((GROUP,), tl.float32)
+        mixed = tl.zeros((GROUP, WIDTH), tl.float32)
+        if NEW:  # noqa: SIM102 - known when the kernel is compiled
+            if tile == head_begin:
+                own = row * token_stride + kv_head * D
+                key, value = _cache_new(
+                    *(key_at + own, value_at + own, cos_at + turn, sin_at + turn),
+                    *(keys_at + kv_head * head_stride, values_at + kv_head * head_stride),
+                    *(table_at, place, d, block_stride, D, R, BLOCK, INTERLEAVED),
+                )
+                score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
+                if TABLE > 0:
+                    score += tl.load(bias_at + head * TABLE, mask=g < G, other=0.0).to(tl.float32)
+                largest = score * _LOG2_E
+                total += 1.0
+                mixed += value.to(tl.float32)[None, :]
+        position = place + tl.zeros((GROUP,), tl.int32)
+        whole = begin
+        if WINDOW == 0:
+            whole = tl.maximum(stop // TOKENS * TOKENS, begin)
+            largest, total, mixed = _attend_keys(
+                *(largest, total, mixed, query, position, begin, whole, stop),
+                *(cache_at, values_at, kv_head, block_stride, head_stride, table_at, bias_at),
+                *(tl.minimum(head, K * G - 1), slope, scale),
+                *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, HAS_SLOPES, TABLE, False),
+            )
+        if whole < stop:
+            largest, total, mixed = _attend_keys(
+                *(largest, total, mixed, query, position, whole, stop, stop),
+                *(cache_at, values_at, kv_head, block_stride, head_stride, table_at, bias_at),
+                *(tl.minimum(head, K * G - 1), slope, scale),
+                *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, HAS_SLOPES, TABLE, True),
+            )
+        target_at = y_at + row * y_stride + kv_head * G * D
+        if parts == 1:
+            y = (mixed / total[:, None]).to(y_at.dtype.element_ty)
+            tl.store(target_at + g[:, None] * D + d[None, :], y, mask=inside)
+        else:
+            # A program has at most two heads that it shares: that of its first tile, and a later.
+            mine = 2 * program + (tile == head_begin).to(tl.int32)
+            cell = mine * (HEADS * WIDTH) + g[:, None] * WIDTH + d[None, :]
+            tl.store(parts_at + cell, mixed, mask=inside)
+            tl.store(sums_at + mine * (2 * HEADS) + g, largest, mask=g < G)
+            tl.store(sums_at + mine * (2 * HEADS) + HEADS + g, total, mask=g < G)
+            tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
+            if tl.atomic_add(tickets_at + nth_row * K + kv_head, 1) == parts - 1:
+                tl.debug_barrier()
+                h = tl.arange(0, HEADS)
+                best = tl.full((HEADS,), -1e30, tl.float32)
+                all_total = tl.zeros((HEADS,), tl.float32)
+                all_mixed = tl.zeros((HEADS, WIDTH), tl.float32)
+                for first_part in range(0, parts, JOINED):
+                    nth = first_part + tl.arange(0, JOINED)
+                    other = 2 * (first_program + nth) + (nth == 0).to(tl.int32)
+                    known = (nth < parts)[:, None] & (h < G)[None, :]
+                    sum_at = sums_at + other[:, None] * (2 * HEADS) + h[None, :]
+                    place_at = other[:, None, None] * (HEADS * WIDTH) + h[None, :, None] * WIDTH
+                    each = tl.load(
+                        parts_at + place_at + d[None, None, :],
+                        mask=known[:, :, None] & (d < D)[None, None, :],
+                        other=0.0,
+                    )
+                    bests = tl.load(sum_at, mask=known, other=-1e30)
+                    totals = tl.load(sum_at + HEADS, mask=known, other=0.0)
+                    new_best = tl.maximum(best, tl.max(bests, 0))
+                    shrink_all = tl.exp2(best - new_best)
+                    grow = tl.exp2(bests - new_best[None, :])
+                    all_total = all_total * shrink_all + tl.sum(totals * grow, 0)
+                    all_mixed = all_mixed * shrink_all[:, None]
+                    all_mixed += tl.sum(each * grow[:, :, None], 0)
+                    best = new_best
+                all_y = (all_mixed / all_total[:, None]).to(y_at.dtype.element_ty)
+                within = (h < G)[:, None] & (d < D)[None, :]
+                tl.store(target_at + h[:, None] * D + d[None, :], all_y, mask=within)
+                tl.store(tickets_at + nth_row * K + kv_head, 0)
+        tile = tl.minimum(last_tile, head_end)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _cached(  # type: ignore[no-untyped-def]
+    keys_at,
+    values_at,
+    table_at,
+    token,
+    stop,
+    d,
+    block_stride,
+    D: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """Return one head's keys and values of cached tokens, zeros from `stop` on."""
+    block = tl.load(table_at + token // BLOCK, mask=token < stop, other=0).to(tl.int64)
+    cell = (block * block_stride + (token % BLOCK) * D)[:, None] + d[None, :]
+    inside = (token < stop)[:, None] & (d < D)[None, :]
+    keys = tl.load(keys_at + cell, mask=inside, other=0.0)
+    return keys, tl.load(values_at + cell, mask=inside, other=0.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    token,
+    place,
+    stop,
+    bias_at,
+    slope,
+    head,
+    HAS_SLOPES: tl.constexpr,  # noqa: N803
+    TABLE: tl.constexpr,  # noqa: N803
+):
+    """Return one query's scores of cached tokens, with the bias of their distance, in fp32."""
+    score = tl.sum(keys.to(tl.float32) * query[None, :], 1)
+    if HAS_SLOPES:
+        score -= slope * (place - token).to(tl.float32)
+    if TABLE > 0:
+        distance = tl.minimum(place - token, TABLE - 1)
+        bias = tl.load(bias_at + head * TABLE + distance, mask=token < stop, other=0.0)
+        score += bias.to(tl.float32)
+    return score
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def attend_one_token(  # type: ignore[no-untyped-def]
+    query_at,
+    key_at,
+    value_at,
+    token_stride,
+    cos_at,
+    sin_at,
+    keys_at,
+    values_at,
+    block_stride,
+    head_stride,
+    tables_at,
+    table_width,
+    slots_at,
+    places_at,
+    bias_at,
+    parts_at,
+    sums_at,
+    tickets_at,
+    y_at,
+    y_stride,
+    scale,
+    H: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+    PARTS: tl.constexpr,  # noqa: N803 - most programs that share a head's tokens
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+    NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
+    WINDOW: tl.constexpr,  # noqa: N803
+    HAS_SLOPES: tl.constexpr,  # noqa: N803
+    TABLE: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    """One part of one head's tokens; the last part that ends puts all of them together."""
+    let_next_begin(EARLY)
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    d = tl.arange(0, WIDTH)
+    slot = tl.load(slots_at + row)
+    place = tl.load(places_at + row)  # of the query
+    cached = place if NEW else place + 1  # tokens that come from the cache
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(0, place + 1 - WINDOW)
+    tiles = tl.cdiv(cached - first, TOKENS)
+    share = tl.cdiv(tiles, PARTS)  # tiles of a part
+    parts = tl.maximum(tl.cdiv(tiles, tl.maximum(share, 1)), 1)
+    if part < parts:
+        begin = first + part * share * TOKENS
+        stop = tl.minimum(begin + share * TOKENS, cached)
+        table_at = tables_at + slot * table_width
+        keys_at += head * head_stride
+        values_at += head * head_stride
+        token = begin + tl.arange(0, TOKENS)
+        keys, values = _cached(keys_at, values_at, table_at, token, stop, d, block_stride, D, BLOCK)
+        wait_for_earlier(EARLY)
+        cos_at += row * R
+        sin_at += row * R
+        at = query_at + row * token_stride + head * D
+        query = _turned(at, d < D, cos_at, sin_at, d, R, INTERLEAVED).to(tl.float32) * scale
+        slope = 0.0
+        if HAS_SLOPES:
+            slope = tl.load(bias_at + head)
+        largest, total = -1e30, 0.0
+        mixed = tl.zeros((WIDTH,), tl.float32)
+        if NEW:  # noqa: SIM102 - known when the kernel is compiled
+            if part == 0:
+                own = row * token_stride + head * D
+                key, value = _cache_new(
+                    *(key_at + own, value_at + own, cos_at, sin_at, keys_at, values_at, table_at),
+                    *(place, d, block_stride, D, R, BLOCK, INTERLEAVED),
+                )
+                largest = tl.sum(query * key.to(tl.float32), 0)
+                if TABLE > 0:
+                    largest += tl.load(bias_at + head * TABLE).to(tl.float32)
+                total = 1.0
+                mixed = value.to(tl.float32)
+        for start in range(begin, stop, TOKENS):
+            if start > begin:
+                token = start + tl.arange(0, TOKENS)
+                keys, values = _cached(
+                    keys_at, values_at, table_at, token, stop, d, block_stride, D, BLOCK
+                )
+            score = _scores(
+                query, keys, token, place, stop, bias_at, slope, head, HAS_SLOPES, TABLE
+            )
+            score = tl.where(token < stop, score, -1e30)
+            new_largest = tl.maximum(largest, tl.max(score, 0))
+            shrink = tl.exp(largest - new_largest)
+            weight = tl.exp(score - new_largest)
+            total = total * shrink + tl.sum(weight, 0)
+            mixed = mixed * shrink + tl.sum(weight[:, None] * values.to(tl.float32), 0)
+            largest = new_largest
+        y_at += row * y_stride + head * D
+        if parts == 1:
+            tl.store(y_at + d, (mixed / total).to(y_at.dtype.element_ty), mask=d < D)
+        else:
+            mine = (row * H + head) * PARTS
+            tl.store(parts_at + (mine + part) * D + d, mixed, mask=d < D)
+            tl.store(sums_at + (mine + part) * 2, largest)
+            tl.store(sums_at + (mine + part) * 2 + 1, total)
+            tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
+            if tl.atomic_add(tickets_at + row * H + head, 1) == parts - 1:
+                tl.debug_barrier()
+                every = tl.arange(0, PARTS)
+                best = tl.load(sums_at + (mine + every) * 2, mask=every < parts, other=-1e30)
+                sums = tl.load(sums_at + (mine + every) * 2 + 1, mask=every < parts, other=0.0)
+                weights = tl.exp(best - tl.max(best, 0))
+                all_mixed = tl.load(
+                    parts_at + (mine + every)[:, None] * D + d[None, :],
+                    mask=(every < parts)[:, None] & (d < D)[None, :],
+                    other=0.0,
+                )
+                y = tl.sum(all_mixed * weights[:, None], 0) / tl.sum(sums * weights, 0)
+                tl.store(y_at + d, y.to(y_at.dtype.element_ty), mask=d < D)
+                tl.store(tickets_at + row * H + head, 0)
+
+
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def flash_decode_evenly(  # type: ignore[no-untyped-def] # noqa: C901 - constants choose
+    query_at,
+    key_at,
+    value_at,
+    token_stride,
+    cos_at,
+    sin_at,
+    keys_at,
+    values_at,
+    block_stride,
+    head_stride,
+    tables_at,
+    table_width,
+    slots_at,
+    places_at,
+    rows_at,
+    counts_at,
+    count,
+    bias_at,
+    parts_at,
+    sums_at,
+    tickets_at,
+    y_at,
+    y_stride,
+    scale,
+    H: tl.constexpr,  # noqa: N803
+    D: tl.constexpr,  # noqa: N803
+    R: tl.constexpr,  # noqa: N803
+    WIDTH: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    TOKENS: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803 - a power of two, at least `count`
+    INTERLEAVED: tl.constexpr,  # noqa: N803
+    NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
+    FIXED: tl.constexpr,  # noqa: N803 - see `PagedAttention`
+    WINDOW: tl.constexpr,  # noqa: N803
+    HAS_SLOPES: tl.constexpr,  # noqa: N803
+    TABLE: tl.constexpr,  # noqa: N803
+    EARLY: tl.constexpr,  # noqa: N803
+):
+    """An equal share of all single tokens' heads; who ends a head's last part joins its parts.
+
+    The heads of all tokens lie end to end, cut into tiles of cached tokens; a program takes as many
+    neighbouring tiles as any other. A tile's tokens have a softmax each, which are joined where
+    the program leaves the head: until then no thread needs another's result.
+    """
+    let_next_begin(EARLY)
+    if not FIXED:
+        wait_for_earlier(EARLY)
+    program = tl.program_id(0)
+    d = tl.arange(0, WIDTH)
+    nth = tl.arange(0, TOKENS)
+    rows = tl.arange(0, ROWS)
+    there = (rows < count) & (tl.load(counts_at + rows, mask=rows < count, other=0) > 0)
+    places = tl.load(places_at + rows, mask=there, other=0).to(tl.int32)
+    read = places if NEW else places + 1
+    if WINDOW > 0:
+        read -= tl.maximum(0, places + 1 - WINDOW) // TOKENS * TOKENS
+    tiles = tl.where(there, tl.maximum(tl.cdiv(read, TOKENS), 1), 0) * H
+    ends = tl.cumsum(tiles, 0)  # of each token's tiles
+    all_tiles = tl.max(ends, 0)
+    share = tl.cdiv(all_tiles, tl.num_programs(0))
+    tile = program * share
+    last_tile = tl.minimum(tile + share, all_tiles)
+    while tile < last_tile:
+        nth_row = tl.sum((ends <= tile).to(tl.int32), 0)
+        row_begin = tl.max(tl.where(ends <= tile, ends, 0), 0)
+        row_end = tl.min(tl.where(ends > tile, ends, all_tiles), 0)
+        head_tiles = (row_end - row_begin) // H
+        head = (tile - row_begin) // head_tiles
+        head_begin = row_begin + head * head_tiles
+        head_end = head_begin + head_tiles
+        first_program = head_begin // share
+        parts = (head_end - 1) // share - first_program + 1
+        row = tl.load(rows_at + nth_row).to(tl.int64)
+        slot = tl.load(slots_at + nth_row)
+        place = tl.load(places_at + nth_row).to(tl.int32)  # of the query
+        cached = place if NEW else place + 1  # tokens that come from the cache
+        first = 0
+        if WINDOW > 0:
+            first = tl.maximum(0, place + 1 - WINDOW) // TOKENS * TOKENS
+        begin = first + (tile - head_begin) * TOKENS
+        stop = tl.minimum(first + (tl.minimum(last_tile, head_end) - head_begin) * TOKENS, cached)
+        table_at = tables_at + slot * table_width
+        head_keys_at = keys_at + head * head_stride
+        head_values_at = values_at + head * head_stride
+        token = begin + nth
+        keys, values = _cached(
+            head_keys_at, head_values_at, table_at, token, stop, d, block_stride, D, BLOCK
+        )
+        if FIXED:
+            wait_for_earlier(EARLY)
+        turn = row * R
+        at = query_at + row * token_stride + head * D
+        query = _turned(at, d < D, cos_at + turn, sin_at + turn, d, R, INTERLEAVED)
+        query = query.to(tl.float32) * scale
+        slope = 0.0
+        if HAS_SLOPES:
+            slope = tl.load(bias_at + head)
+        largest = tl.full((TOKENS,), -1e30, tl.float32)
+        total = tl.zeros((TOKENS,), tl.float32)
+        mixed = tl.zeros((TOKENS, WIDTH), tl.float32)
+        if NEW:  # noqa: SIM102 - known when the kernel is compiled
+            if tile == head_begin:
+                own = row * token_stride + head * D
+                key, value = _cache_new(
+                    *(key_at + own, value_at + own, cos_at + turn, sin_at + turn),
+                    *(head_keys_at, head_values_at, table_at, place, d, block_stride),
+                    *(D, R, BLOCK, INTERLEAVED),
+                )
+                score = tl.sum(query * key.to(tl.float32), 0)
+                if TABLE > 0:
+                    score += tl.load(bias_at + head * TABLE).to(tl.float32)
+                largest = tl.where(nth == 0, score, largest)
+                total = tl.where(nth == 0, 1.0, total)
+                mixed = tl.where((nth == 0)[:, None], value.to(tl.float32)[None, :], mixed)
+        for start in range(begin, stop, TOKENS):
+            token = start + nth
+            next_keys, next_values = _cached(
+                head_keys_at,
+                head_values_at,
+                table_at,
+                token + TOKENS,
+                stop,
+                d,
+                block_stride,
+                D,
+                BLOCK,
+            )
+            score = _scores(
+                query, keys, token, place, stop, bias_at, slope, head, HAS_SLOPES, TABLE
+            )
+            seen = token < stop
+            if WINDOW > 0:
+                seen &= place - token < WINDOW
+            new_largest = tl.maximum(largest, tl.where(seen, score, -1e30))
+            shrink = tl.exp(largest - new_largest)
+            weight = tl.where(seen, tl.exp(score - new_largest), 0.0)
+            total = total * shrink + weight
+            mixed = mixed * shrink[:, None] + weight[:, None] * values.to(tl.float32)
+            largest = new_largest
+            keys, values = next_keys, next_values
+        best = tl.max(largest, 0)
+        factor = tl.exp(largest - best)
+        one_total = tl.sum(total * factor, 0)
+        one_mixed = tl.sum(mixed * factor[:, None], 0)
+        target_at = y_at + row * y_stride + head * D
+        if parts == 1:
+            tl.store(target_at + d, (one_mixed / one_total).to(y_at.dtype.element_ty), mask=d < D)
+        else:
+            # A program has at most two heads that it shares: that of its first tile, and a later.
+            mine = 2 * program + (tile == head_begin).to(tl.int32)
+            tl.store(parts_at + mine * D + d, one_mixed, mask=d < D)
+            tl.store(sums_at + mine * 2, best)
+            tl.store(sums_at + mine * 2 + 1, one_total)
+            tl.debug_barrier()  # all of this program's values are stored before its ticket is drawn
+            if tl.atomic_add(tickets_at + nth_row * H + head, 1) == parts - 1:
+                tl.debug_barrier()
+                mine = 2 * first_program + 1
+                best = tl.load(sums_at + mine * 2)
+                one_total = tl.load(sums_at + mine * 2 + 1)
+                one_mixed = tl.load(parts_at + mine * D + d, mask=d < D, other=0.0)
+                for other in range(first_program + 1, first_program + parts):
+                    others_best = tl.load(sums_at + other * 4)
+                    new_best = tl.maximum(best, others_best)
+                    shrink, grow = tl.exp(best - new_best), tl.exp(others_best - new_best)
+                    one_total = one_total * shrink + tl.load(sums_at + other * 4 + 1) * grow
+                    part = tl.load(parts_at + 2 * other * D + d, mask=d < D, other=0.0)
+                    one_mixed = one_mixed * shrink + part * grow
+                    best = new_best
+                tl.store(
+                    target_at + d, (one_mixed / one_total).to(y_at.dtype.element_ty), mask=d < D
+                )
+                tl.store(tickets_at + nth_row * H + head, 0)
+        tile = tl.minimum(last_tile, head_end)
