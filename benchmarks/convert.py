@@ -34,6 +34,7 @@ from export_scripts.convert import usual_workers
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_S = 0.01
 COPY, OURS, PEER = "cp + sync", "slipway", "NVIDIA"
+LEAVING, SHARDS_LEAVING = f"{OURS}, to Hugging Face", f"{OURS}, shards to Hugging Face"
 
 
 @dataclass(frozen=True)
@@ -222,13 +223,12 @@ def copy_command(source: Path, target: Path) -> list[str]:
     return ["bash", "-c", 'cp "$0" "$1" && sync -f "$1"', str(source), str(target)]
 
 
-def our_command(source: Path, target: Path, tp: int, processes: int) -> list[str]:
-    """Return this project's conversion."""
+def our_command(source: Path, target: Path, processes: int, *form: str) -> list[str]:
+    """Return this project's conversion into a format."""
     return [
-        *(sys.executable, "-m", "export_scripts.convert"),
+        *(sys.executable, "-m", "export_scripts.convert", *form),
         *("--checkpoint-path", str(source), "--output-dir", str(target)),
-        *("--tensor-model-parallel-size", str(tp), "--weight-data-type", "fp16"),
-        *("--processes", str(processes)),
+        *("--weight-data-type", "fp16", "--processes", str(processes)),
         # The synthetic checkpoint has no tokenizer to define them.
         *("--set", "start_id=0", "--set", "end_id=0"),
     ]
@@ -245,10 +245,17 @@ def peer_command(peer: Path, source: Path, target: Path, tp: int, processes: int
 
 def commands(args: argparse.Namespace, source: Path, target: Path) -> dict[str, list[str]]:
     """Return the command of each contender."""
+    shards = ("--tensor-model-parallel-size", str(args.tp))
+    huggingface = ("--output-format", "huggingface")
+    folder, workers = args.work_dir / "shards", args.processes
     table = {
         COPY: copy_command(source, target),
-        f"{OURS}, {args.processes} workers": our_command(source, target, args.tp, args.processes),
+        f"{OURS}, {workers} workers": our_command(source, target, workers, *shards),
+        LEAVING: our_command(source, target, workers, *huggingface),
+        SHARDS_LEAVING: our_command(folder / f"{args.tp}-gpu", target, workers, *huggingface),
     }
+    if not folder.exists():
+        subprocess.run(our_command(source, folder, workers, *shards), cwd=ROOT, check=True)
     if args.peer_path:
         for processes in args.peer_processes:
             table[f"{PEER}, {processes} workers"] = peer_command(
@@ -286,6 +293,7 @@ def measure(args: argparse.Namespace, size_gb: float) -> dict[str, Result]:
     report(source, results)
     if not args.keep:
         remove(source)
+        remove(args.work_dir / "shards")
     return results
 
 
@@ -301,10 +309,13 @@ def report(source: Path, results: dict[str, Result]) -> None:
             f"{max(result.seconds):.2f} | {size_bytes / 1e6 / result.median_s:.0f} "
             f"| {result.resident_bytes / 1e6:.0f} | {result.anonymous_bytes / 1e6:.0f} |"
         )
-    ours = _fastest(results, OURS)
-    print(f"\nslipway works at {results[COPY].median_s / ours:.0%} of the speed of {COPY}")
+    for name, result in results.items():
+        if name.startswith(OURS):
+            share = results[COPY].median_s / result.median_s
+            print(f"\n{name} works at {share:.0%} of the speed of {COPY}")
     if any(name.startswith(PEER) for name in results):
         peer = _fastest(results, PEER)
+        ours = next(each.median_s for name, each in results.items() if name.startswith(OURS))
         print(f"slipway is {peer / ours:.1f} times as fast as the peer in its better setting")
 
 

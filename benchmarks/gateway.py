@@ -13,7 +13,6 @@ import statistics
 import tempfile
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2
 
-from inference.gateway.sockets import ServerSockets
 from inference.server.server import TritonServer
 
 CONFIG = """
@@ -94,8 +92,7 @@ def main() -> None:
         )  # fmt: skip
         with server:
             server.start(timeout_s=120)
-            folder = Path(urllib.parse.unquote(server.control_address)).parent
-            ways = {"direct": f"unix:{ServerSockets(folder).grpc}", "gateway": server.grpc_url}
+            ways = {"direct": server.control_address, "gateway": server.grpc_url}
             print("| clients | input | way | requests/s | median, ms | 99th, ms |")
             print("| --- | --- | --- | --- | --- | --- |")
             for clients, size_bytes in CASES:

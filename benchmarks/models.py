@@ -16,8 +16,10 @@ from export_scripts.families.gpt.layout import GPT, GPTConfig
 from export_scripts.families.gptj import GPTJ, GPTJConfig
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily
+from export_scripts.families.llama.layout import LLAMA, LlamaConfig
 from export_scripts.ft.config_ini import CONFIG_NAME, format_ini
 
+_LLAMA_POSITIONS = 16384
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -82,20 +84,27 @@ def write_bert(folder: Path, **choices: Any) -> None:
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of a decoder with random weights."""
+    """The sizes of a decoder with random weights; those from `kv_heads` on are Llama's alone."""
 
-    family: Literal["gpt", "gptj"]
+    family: Literal["gpt", "gptj", "llama"]
     hidden: int
     layers: int
     heads: int
+    kv_heads: int = 0
+    inter_size: int = 0
+    vocab_size: int = 0
+    qkv_bias: bool = False  # and one table for embedding and head, as in Qwen2
 
 
-# Those of FasterTransformer's tables.
+# Those of FasterTransformer's tables, of Llama 3 8B, and of Qwen2.5 1.5B and 0.5B.
 SIZES = {
     "gpt-350m": Size("gpt", 1024, 24, 16),
     "gpt-1.3b": Size("gpt", 2048, 24, 16),
     "gpt-6.7b": Size("gpt", 4096, 32, 32),
     "gptj-6b": Size("gptj", 4096, 28, 16),
+    "llama-8b": Size("llama", 4096, 32, 32, 8, 14336, 128256),
+    "qwen-1.5b": Size("llama", 1536, 28, 12, 2, 8960, 151936, qkv_bias=True),
+    "qwen-0.5b": Size("llama", 896, 24, 14, 2, 4864, 151936, qkv_bias=True),
 }
 
 
@@ -111,6 +120,8 @@ def sized_model(args: argparse.Namespace) -> Model:
         shape = {"n_embd": size.hidden, "n_layer": size.layers, "n_head": size.heads}
         config: Any = transformers.GPTJConfig(**shape, bos_token_id=0, eos_token_id=0)
         config.architectures = ["GPTJForCausalLM"]
+    elif size.family == "llama":
+        config = _llama_config(size)
     else:
         config = transformers.GPT2Config(
             n_embd=size.hidden, n_layer=size.layers, n_head=size.heads, n_positions=2048
@@ -118,6 +129,22 @@ def sized_model(args: argparse.Namespace) -> Model:
         config.architectures = ["GPT2LMHeadModel"]
     write_sized(size, config.vocab_size, ft_dir, args.device, tp_size=args.tp)
     return Model(ft_dir, None, config, config.vocab_size)
+
+
+def _llama_config(size: Size) -> Any:
+    kind = transformers.Qwen2Config if size.qkv_bias else transformers.LlamaConfig
+    config = kind(
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        intermediate_size=size.inter_size,
+        vocab_size=size.vocab_size,
+        max_position_embeddings=_LLAMA_POSITIONS,
+        tie_word_embeddings=size.qkv_bias,
+    )
+    config.architectures = ["Qwen2ForCausalLM" if size.qkv_bias else "LlamaForCausalLM"]
+    return config
 
 
 def write_gptj_6b(ft_dir: Path, device: str) -> None:
@@ -143,6 +170,18 @@ def write_sized(
     }
     if size.family == "gptj":
         write_shards(GPTJ, GPTJConfig(**values, rotary_embedding=64), ft_dir, device)
+    elif size.family == "llama":
+        config = LlamaConfig(
+            **(values | {"inter_size": size.inter_size}),
+            kv_head_num=size.kv_heads,
+            hidden_size=size.hidden,
+            max_pos_seq_len=_LLAMA_POSITIONS,
+            layernorm_eps=1e-5,
+            rotary_embedding=size.hidden // size.heads,
+            has_qkv_bias=size.qkv_bias,
+            tie_word_embeddings=size.qkv_bias,
+        )
+        write_shards(LLAMA, config, ft_dir, device)
     else:
         write_shards(GPT, GPTConfig(**values, max_pos_seq_len=2048), ft_dir, device)
 

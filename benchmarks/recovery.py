@@ -33,6 +33,10 @@ FAULTS = (
     ("`tritonserver` killed", ("bin/tritonserver", "--model-repository"), 9),
     ("`tritonserver` stopped", ("bin/tritonserver", "--model-repository"), 19),
     ("rank 1 stopped", ("inference.ranks.worker", "--rank"), 19),
+    ("front killed", ("-m inference.front",), 9),
+    ("front stopped", ("-m inference.front",), 19),
+    ("supervisor killed", ("supervisor.py",), 9),
+    ("supervisor stopped", ("supervisor.py",), 19),
 )
 _POLL_S = 0.02
 _LIMIT_S = 120.0
@@ -54,11 +58,15 @@ def deployed(work_dir: Path, restarts: int) -> Iterator[tuple[int, Path]]:
 
 
 def process(root: int, words: tuple[str, ...]) -> int:
-    """Return the process below `root` whose command line holds all words; not a supervisor."""
+    """Return the process below `root` whose command line holds all words.
+
+    A supervisor's holds those of the server, too, and counts only if the words name it.
+    """
     for pid in descendants(root):
         with contextlib.suppress(OSError):
             line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if all(word in line for word in words) and "supervisor.py" not in line:
+            is_wanted = ("supervisor.py" in line) == ("supervisor.py" in words)
+            if is_wanted and all(word in line for word in words):
                 return pid
     raise RuntimeError(f"no process of {' '.join(words)}")
 

@@ -7,10 +7,13 @@
 The model has random weights of the named size, or of the given sizes, which allows sizing a machine
 before a checkpoint exists. Requests are greedy, unless --top-p is given, and stop at their length
 alone. "batch N" is N requests of equal length at once; "first token" is the time until all of them
-have one token; "mixed" is requests of 32 to 512 tokens in and 16 to 256 out, the first time after
-the start and again. Arrivals are the mixed requests at random times, at the given shares of the
-rate at which they were answered at once. vLLM takes part where it can be imported, first, with
-dummy weights of the same sizes, in a process of its own; both then get shares of vLLM's rate.
+have one token; "mixed" is requests of --mixed-in tokens in and --mixed-out out, the first time
+after the start and again; --long sends long prompts at once and --prompt one alone. With --shared,
+whose requests have one beginning, prompts that are sent again are found in the cache.
+
+Arrivals are the mixed requests at random times, at the given shares of the rate at which they were
+answered at once. vLLM takes part where it can be imported, first, with dummy weights of the same
+sizes, in a process of its own; both then get shares of vLLM's rate.
 """
 
 from __future__ import annotations
@@ -31,7 +34,14 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from benchmarks.models import SIZES, Model, sized_model
-from benchmarks.workload import Request, arrival_times, equal_requests, mixed_requests
+from benchmarks.records import Record
+from benchmarks.workload import (
+    Request,
+    arrival_times,
+    equal_requests,
+    mixed_requests,
+    shared_requests,
+)
 
 _RATE = "mixed, again, rate"
 
@@ -62,7 +72,7 @@ class SlipwayServer:
         options = EngineOptions(
             max_seq_len=args.max_seq_len,
             max_lanes=args.max_sequences,
-            share_prefixes=False,  # requests are sent again, to be computed again
+            share_prefixes=bool(args.shared),  # else sent again, to be computed again
         )
         placement = Placement(
             data_type=args.data_type,
@@ -128,7 +138,7 @@ class VllmServer:
             dtype={"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}[args.data_type],
             max_model_len=args.max_seq_len,
             tensor_parallel_size=args.tp,
-            enable_prefix_caching=False,
+            enable_prefix_caching=bool(args.shared),
         )
         self._choice = {"temperature": 0} if args.top_p is None else {"top_p": args.top_p}
         self._engine = llm.llm_engine
@@ -218,7 +228,9 @@ def arriving(server: Server, requests: Sequence[Request], rate: float) -> Latenc
 def measure(server: Server, model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yield every row of the table as soon as it is measured."""
     vocab_size = model.vocab_size - 300  # ids that every contender's vocabulary has
-    mixed = mixed_requests(args.requests, vocab_size=vocab_size)
+    mixed = mixed_requests(
+        args.requests, vocab_size=vocab_size, inputs=args.mixed_in, outputs=args.mixed_out
+    )
     tokens = sum(request.output_len for request in mixed)
     rate = 0.0
     for turn in ("first time", "again"):
@@ -239,14 +251,35 @@ def measure(server: Server, model: Model, args: argparse.Namespace) -> Iterator[
         yield f"batch {batch}", f"{batch * args.output_len / total:.0f} tokens/s"
         yield f"batch {batch}, first token", f"{first * 1e3:.1f} ms"
         yield f"batch {batch}, a step", f"{step * 1e3:.3f} ms"
+    if args.long:
+        long = mixed_requests(
+            args.long, vocab_size=vocab_size, inputs=args.long_in, outputs=args.long_out
+        )
+        timed(server, long)
+        seconds = statistics.median(timed(server, long) for _ in range(args.repeats))
+        tokens = sum(len(request.prompt) for request in long)
+        yield f"{args.long} long prompts", f"{tokens / seconds:.0f} prompt tokens/s"
+    for length in args.prompt:
+        one = equal_requests(1, input_len=length, output_len=1, vocab_size=vocab_size)
+        timed(server, one)
+        seconds = statistics.median(timed(server, one) for _ in range(args.repeats))
+        yield f"a prompt of {length}", f"{seconds * 1e3:.1f} ms"
+    if args.shared:
+        sizes = {"input_len": args.input_len, "output_len": args.output_len}
+        equal = shared_requests(
+            args.shared, shared_len=args.shared_len, vocab_size=vocab_size, **sizes
+        )
+        seconds = timed(server, equal)
+        row = f"{args.shared} requests that share {args.shared_len} tokens"
+        yield row, f"{args.shared * args.output_len / seconds:.0f} tokens/s"
     for share in args.arrivals:
         found = arriving(server, mixed, share * rate)
         title = f"{share:.0%} of the mixed requests' rate"
         yield title, f"{share * rate:.1f} requests/s"
         for name, values in (("first token", found.first), ("between tokens", found.between)):
             cuts = statistics.quantiles(values, n=100)
-            text = f"{cuts[49] * 1e3:.1f} / {cuts[98] * 1e3:.1f} ms"
-            yield f"{title}, {name} p50 / p99", text
+            yield f"{title}, {name} p50", f"{cuts[49] * 1e3:.1f} ms"
+            yield f"{title}, {name} p99", f"{cuts[98] * 1e3:.1f} ms"
 
 
 def contend(
@@ -286,12 +319,21 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=128)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--requests", type=int, default=256, help="mixed ones")
+    parser.add_argument("--mixed-in", type=int, nargs=2, default=[32, 512])
+    parser.add_argument("--mixed-out", type=int, nargs=2, default=[16, 256])
+    parser.add_argument("--long", type=int, default=0, help="requests with long prompts at once")
+    parser.add_argument("--long-in", type=int, nargs=2, default=[2000, 6000])
+    parser.add_argument("--long-out", type=int, nargs=2, default=[32, 128])
+    parser.add_argument("--prompt", type=int, nargs="*", default=[], help="lengths, one at a time")
+    parser.add_argument("--shared", type=int, default=0, help="requests with one beginning")
+    parser.add_argument("--shared-len", type=int, default=1537, help="tokens of the beginning")
     parser.add_argument("--arrivals", type=float, nargs="*", default=[], help="shares of the rate")
     parser.add_argument("--rate", type=float, help="requests/s that --arrivals are shares of")
     parser.add_argument("--max-seq-len", type=int, default=1024)
     parser.add_argument("--max-sequences", type=int, help="at once, ours alone")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-vllm", action="store_true")
+    parser.add_argument("--record", type=Path, help="file for a record of the run")
     args = parser.parse_args(argv)
     if args.arrivals and not args.requests:
         parser.error("--arrivals: they are the mixed requests, of which --requests 0 sends none")
@@ -317,9 +359,14 @@ def main() -> None:
         tables[name] = results.get()
         process.join()
         args.rate = args.rate or float(tables[name][_RATE].split()[0])
-    print(f"\n| | {' | '.join(tables)} |\n|---|{'---|' * len(tables)}")
-    for row in tables["slipway"]:
-        print(f"| {row} | {' | '.join(table.get(row, '-') for table in tables.values())} |")
+    rows = {
+        row: {name: table[row] for name, table in tables.items() if row in table}
+        for row in tables["slipway"]
+    }
+    record = Record.of(rows)
+    print("\n" + record.table())
+    if args.record is not None:
+        record.write(args.record)
 
 
 if __name__ == "__main__":

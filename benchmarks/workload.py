@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -22,13 +23,30 @@ def equal_requests(
     return [Request(_prompt(draw, input_len, vocab_size), output_len) for _ in range(count)]
 
 
-def mixed_requests(count: int, *, vocab_size: int, seed: int = 7) -> list[Request]:
-    """Return requests of 32 to 512 tokens in and 16 to 256 out."""
+def mixed_requests(
+    count: int,
+    *,
+    vocab_size: int,
+    inputs: Sequence[int] = (32, 512),
+    outputs: Sequence[int] = (16, 256),
+    seed: int = 7,
+) -> list[Request]:
+    """Return requests whose tokens in and out lie between two numbers each."""
     draw = random.Random(seed)
     return [
-        Request(_prompt(draw, draw.randint(32, 512), vocab_size), draw.randint(16, 256))
+        Request(_prompt(draw, draw.randint(*inputs), vocab_size), draw.randint(*outputs))
         for _ in range(count)
     ]
+
+
+def shared_requests(
+    count: int, *, shared_len: int, input_len: int, output_len: int, vocab_size: int
+) -> list[Request]:
+    """Return requests of one length that begin with the same tokens."""
+    shared = _prompt(random.Random(5), shared_len, vocab_size)
+    sizes = {"input_len": input_len, "output_len": output_len, "vocab_size": vocab_size}
+    own = equal_requests(count, **sizes)
+    return [Request(shared + each.prompt, output_len) for each in own]
 
 
 def arrival_times(count: int, *, rate: float, seed: int = 11) -> list[float]:

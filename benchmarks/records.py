@@ -1,0 +1,166 @@
+"""Records of benchmarks: what ran where, and its rows; the comparison of two, and their tables.
+
+    python -m benchmarks.records compare OLD.json NEW.json --noise 5
+    python -m benchmarks.records tables docs/performance.md
+
+A record is a JSON file in `benchmarks/results`. `compare` names the rows that fell by more than the
+noise and then ends with 1. `tables` rewrites the tables of a document, each of which stands between
+the lines `<!-- record NAME -->` and `<!-- end -->` for the record NAME.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+RESULTS = Path(__file__).with_name("results")
+_PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm")
+_LOWER_IS_BETTER = ("s", "ms", "us")
+_TABLE = re.compile(r"(<!-- record ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+# Rows of a table, and each contender's value with its unit: "7016 tokens/s".
+Rows = Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run of a benchmark."""
+
+    command: str
+    commit: str
+    date: str  # ISO 8601, UTC
+    machine: str
+    versions: Mapping[str, str]
+    rows: Rows
+
+    @classmethod
+    def of(cls, rows: Rows) -> Record:
+        """Return the record of this process's run on this machine."""
+        return cls(
+            command=" ".join(["python -m", _module(), *sys.argv[1:]]),
+            commit=_commit(),
+            date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+            machine=_machine(),
+            versions={name: found for name in _PACKAGES if (found := _version(name))},
+            rows=rows,
+        )
+
+    @classmethod
+    def read(cls, path: Path) -> Record:
+        """Return the record in a file."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+    def write(self, path: Path) -> None:
+        """Write the record as a file."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    def table(self) -> str:
+        """Return the rows as a Markdown table, with what a reader needs to repeat them."""
+        names = list(dict.fromkeys(name for row in self.rows.values() for name in row))
+        lines = [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+        for row, values in self.rows.items():
+            lines.append(f"| {row} | {' | '.join(values.get(name, '-') for name in names)} |")
+        packages = ", ".join(f"{name} {found}" for name, found in self.versions.items())
+        source = f"Commit {self.commit}, {self.date}, {self.machine}; {packages}:\n`{self.command}`"
+        return "\n".join([*lines, "", source, ""])
+
+
+def fallen(old: Record, new: Record, *, noise: float) -> list[str]:
+    """Return the rows of both records that got worse by more than `noise`, a share, or vanished."""
+    found = []
+    for row, values in old.rows.items():
+        for name, before in values.items():
+            after = new.rows.get(row, {}).get(name)
+            if after is None:
+                found.append(f"{row}, {name}: {before}, now absent")
+                continue
+            (one, unit), (other, new_unit) = _number(before), _number(after)
+            if unit != new_unit:
+                found.append(f"{row}, {name}: {before}, now in another unit: {after}")
+                continue
+            if not min(one, other) > 0:
+                continue
+            change = one / other if unit in _LOWER_IS_BETTER else other / one
+            if change < 1 - noise:
+                found.append(f"{row}, {name}: {before}, now {after} ({change - 1:+.0%})")
+    return found
+
+
+def with_tables(text: str, results: Path = RESULTS) -> str:
+    """Return a document with its tables written from their records."""
+
+    def table(match: re.Match[str]) -> str:
+        record = Record.read(results / f"{match[2]}.json")
+        return f"{match[1]}{record.table()}{match[3]}"
+
+    return _TABLE.sub(table, text)
+
+
+def _number(text: str) -> tuple[float, str]:
+    number, _, unit = text.partition(" ")
+    return float(number), unit
+
+
+def _module() -> str:
+    specification = sys.modules["__main__"].__spec__
+    return specification.name if specification is not None else Path(sys.argv[0]).stem
+
+
+def _commit() -> str:
+    """Return the checkout's commit, marked where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    root = Path(__file__).parents[1]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def _machine() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    names = re.findall(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return f"{len(names)} cores of {names[0] if names else platform.processor()}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare two records, or write a document's tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    compare = commands.add_parser("compare")
+    compare.add_argument("old", type=Path)
+    compare.add_argument("new", type=Path)
+    compare.add_argument("--noise", type=float, default=5.0, help="percent")
+    tables = commands.add_parser("tables")
+    tables.add_argument("document", type=Path)
+    args = parser.parse_args(argv)
+    if args.command == "tables":
+        text = with_tables(args.document.read_text(encoding="utf-8"))
+        args.document.write_text(text, encoding="utf-8")
+        return 0
+    old, new = Record.read(args.old), Record.read(args.new)
+    found = fallen(old, new, noise=args.noise / 100)
+    print("\n".join(found) or f"no row fell by more than {args.noise:g} %")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Records of benchmarks: their files, their comparison, and the tables written from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import records
+from benchmarks.records import Record, fallen, with_tables
+from tests.conftest import ROOT
+
+OLD = Record(
+    command="python -m benchmarks.throughput",
+    commit="abc1234",
+    date="2026-01-31",
+    machine="1 x NVIDIA H200",
+    versions={"torch": "2.11.0"},
+    rows={
+        "batch 1": {"slipway": "100 tokens/s", "vLLM": "90 tokens/s"},
+        "first token": {"slipway": "20.0 ms"},
+    },
+)
+
+
+def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    OLD.write(tmp_path / "one.json")
+    assert Record.read(tmp_path / "one.json") == OLD
+
+
+@pytest.mark.parametrize(
+    ("row", "value", "is_worse"),
+    [
+        ("batch 1", "96 tokens/s", False),
+        ("batch 1", "94 tokens/s", True),
+        ("batch 1", "200 tokens/s", False),
+        ("first token", "20.9 ms", False),
+        ("first token", "21.2 ms", True),
+        ("first token", "10.0 ms", False),
+        ("first token", "1.0 s", True),
+    ],
+)
+def test_rows_that_fell_by_more_than_the_noise_are_named(
+    row: str, value: str, is_worse: bool
+) -> None:
+    rows = {**OLD.rows, row: {**OLD.rows[row], "slipway": value}}
+    found = fallen(OLD, replace(OLD, rows=rows), noise=0.05)
+    assert [line.partition(",")[0] for line in found] == ([row] if is_worse else [])
+
+
+def test_a_row_that_vanished_is_named() -> None:
+    rows = {"batch 1": {"slipway": "100 tokens/s"}}
+    found = fallen(OLD, replace(OLD, rows=rows), noise=0.05)
+    assert found == [
+        "batch 1, vLLM: 90 tokens/s, now absent",
+        "first token, slipway: 20.0 ms, now absent",
+    ]
+
+
+def test_the_command_ends_with_1_if_a_row_fell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    rows = {**OLD.rows, "first token": {"slipway": "30.0 ms"}}
+    OLD.write(paths[0])
+    replace(OLD, rows=rows).write(paths[1])
+    assert records.main(["compare", str(paths[0]), str(paths[0])]) == 0
+    assert records.main(["compare", str(paths[0]), str(paths[1])]) == 1
+    assert "first token, slipway: 20.0 ms, now 30.0 ms (-33%)" in capsys.readouterr().out
+
+
+def test_a_table_is_written_from_its_record(tmp_path: Path) -> None:
+    OLD.write(tmp_path / "one.json")
+    text = "Before\n<!-- record one -->\nstale\n<!-- end -->\nafter\n"
+    written = with_tables(text, tmp_path)
+    assert "| batch 1 | 100 tokens/s | 90 tokens/s |\n| first token | 20.0 ms | - |\n" in written
+    assert "Commit abc1234, 2026-01-31, 1 x NVIDIA H200; torch 2.11.0:" in written
+    assert "stale" not in written
+    assert written.startswith("Before\n")
+    assert written.endswith("\nafter\n")
+
+
+def test_the_tables_of_the_document_are_those_of_the_records() -> None:
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert "<!-- record " in text
+    assert with_tables(text) == text
