@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from export_scripts.checkpoints.base import CheckpointReader
+from export_scripts.checkpoints.bridge import is_bridge, open_bridge
 from export_scripts.checkpoints.eleuther import layer_directory, open_eleuther
 from export_scripts.checkpoints.huggingface import (
     foreign_weights,
@@ -40,6 +41,7 @@ FORMATS: dict[str, tuple[Recognise, Open]] = {
         lambda path: layer_directory(path) is not None,
         lambda path, _: open_eleuther(path),
     ),
+    "bridge": (is_bridge, lambda path, _: open_bridge(path)),
     "nemo": (is_nemo, lambda path, scratch_dir: open_nemo(path, scratch_dir=scratch_dir)),
     "megatron": (is_megatron, lambda path, _: open_megatron(path)),
 }

@@ -38,7 +38,7 @@ _WEIGHTS = (
 
 # Unsupported forms of weights -> the remedy.
 _RESAVE = "load it with a release of transformers that reads it, and save_pretrained"
-_MERGE = "merge it into its base model (peft: merge_and_unload) and save_pretrained the result"
+_MERGE = "convert its model, and name it as a LoRA checkpoint to merge"
 _FOREIGN = {
     "tf_model*.h5": f"TensorFlow weights: {_RESAVE}",
     "*.ckpt.index": f"TensorFlow weights: {_RESAVE}",
@@ -99,7 +99,7 @@ def open_huggingface(path: Path) -> TensorIndex:
     problems: list[str] = []
     for file in files:
         try:
-            found = _index_file(file)
+            found = index_tensors(file)
         except CheckpointMismatchError as error:
             problems += error.problems
             continue
@@ -163,7 +163,12 @@ def _indexed_files(index: Path) -> list[Path]:
     return [index.parent / name for name in shards]
 
 
-def _index_file(path: Path) -> dict[str, StoredTensor]:
+def index_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors or torch file by name.
+
+    Raises:
+        CheckpointMismatchError: The file is damaged or unsafe.
+    """
     if path.suffix == ".safetensors":
         return index_safetensors(path)
     tree = read_torch_file(path)

@@ -32,7 +32,7 @@ from export_scripts.checkpoints.pt_archive import read_torch_file
 from export_scripts.errors import CheckpointMismatchError
 
 FILE_NAMES = ("model_optim_rng.pt", "model_rng.pt")
-_LATEST = "latest_checkpointed_iteration.txt"
+LATEST_NAME = "latest_checkpointed_iteration.txt"
 _VOCABULARIES = ("*vocab.json", "*vocab.txt", "*.model")
 
 
@@ -41,7 +41,7 @@ def is_megatron(path: Path) -> bool:
     if path.is_file():
         return path.name in FILE_NAMES
     return path.is_dir() and (
-        bool(_rank_files(path)) or (path / _LATEST).is_file() or is_distributed(path)
+        bool(_rank_files(path)) or (path / LATEST_NAME).is_file() or is_distributed(path)
     )
 
 
@@ -53,7 +53,7 @@ def open_megatron(path: Path) -> TensorIndex:
     Raises:
         CheckpointMismatchError: The checkpoint is damaged or incomplete.
     """
-    root, remarks = _iteration_folder(path)
+    root, remarks = iteration_folder(path)
     if is_distributed(root):
         return _open_distributed(path, root, remarks)
     files = _rank_files(root)
@@ -95,10 +95,8 @@ def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> Tenso
     found = read_distributed(open_container(root))
     config = _config(found.common)
     if "args" not in found.common:
-        bridge = (root / "run_config.yaml").is_file()
         raise CheckpointMismatchError(
             f"{root} does not state its model's sizes: expected Megatron-LM's args in it"
-            + ("; Megatron Bridge wrote it: export it to Hugging Face's layout" if bridge else "")
         )
     return TensorIndex(
         format="megatron",
@@ -112,9 +110,13 @@ def _open_distributed(path: Path, root: Path, remarks: tuple[str, ...]) -> Tenso
     )
 
 
-def _iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
-    """Return the folder that holds the rank folders, following the latest-iteration file."""
-    latest = path / _LATEST
+def iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the folder of a run's last checkpoint, and a remark on the choice.
+
+    Raises:
+        CheckpointMismatchError: The latest-iteration file names a folder that does not exist.
+    """
+    latest = path / LATEST_NAME
     if not latest.is_file() or _rank_files(path):
         return path, ()
     text = read_small(latest).decode(errors="replace").strip()
@@ -122,7 +124,7 @@ def _iteration_folder(path: Path) -> tuple[Path, tuple[str, ...]]:
     name = text if text == "release" else f"iter_{int(text):07d}" if is_number else ""
     if not name or not (path / name).is_dir():
         raise CheckpointMismatchError(f"{latest} names {text[:100]!r}, which is not in {path}")
-    return path / name, (f"took {name}, which {_LATEST} names",)
+    return path / name, (f"took {name}, which {LATEST_NAME} names",)
 
 
 def _rank_files(path: Path) -> dict[RankName, Path]:

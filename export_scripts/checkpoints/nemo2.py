@@ -31,7 +31,7 @@ def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> TensorInd
     """Return the index of a NeMo 2 checkpoint.
 
     The configuration is that of its model, with the classes of both as `model_class` and
-    `config_class`.
+    `config_class`, and the settings of an adapter as `peft`.
 
     Raises:
         CheckpointMismatchError: The checkpoint is unsafe, damaged or incomplete.
@@ -54,6 +54,7 @@ def open_nemo2(container: Container, remarks: tuple[str, ...] = ()) -> TensorInd
             "model_class": _class_name(model),
             "config_class": _class_name(config),
             "tokenizer": model.get("tokenizer") or {},
+            "peft": model.get("model_transform"),
         },
         tensors=found.tensors,
         source_files=(container.path,) if container.path.is_file() else found.files,

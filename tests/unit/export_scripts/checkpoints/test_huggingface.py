@@ -125,7 +125,7 @@ def test_a_truncated_safetensors_file_names_the_tensor(tmp_path: Path) -> None:
         ("tf_model.h5", "tf_model.h5 is TensorFlow weights: load it"),
         ("model.Q4_K_M.gguf", "weights of llama.cpp"),
         ("consolidated.00.pth", "the publisher's own layout"),
-        ("adapter_model.safetensors", r"merge it into its base model \(peft"),
+        ("adapter_model.safetensors", r"convert its model, and name it"),
     ],
 )
 @pytest.mark.parametrize("configured", [True, False])

@@ -1,0 +1,230 @@
+"""Checkpoints of Megatron Bridge: weights by torch, settings as it writes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from export_scripts.checkpoints import open_checkpoint, recognise_format
+from export_scripts.families.gpt.layout import GPTConfig
+from export_scripts.families.llama.layout import LlamaConfig
+from export_scripts.ft.reader import FTReader
+from tests.tiny_distributed import write_distributed
+from tests.unit.export_scripts.checkpoints.test_distributed import (
+    Tensors,
+    classic,
+    contents,
+    converted,
+    refusal,
+    state,
+    write,
+)
+
+__all__ = ["state"]
+
+SILU = {"_target_": "torch.nn.functional.silu", "_call_": False}
+MODEL: dict[str, Any] = {
+    "_target_": "megatron.bridge.models.llama.llama_provider.Llama31ModelProvider8B",
+    "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 56, "num_attention_heads": 4,
+    "num_query_groups": 2, "kv_channels": 8, "seq_length": 40, "layernorm_epsilon": 1e-5,
+    "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False,
+    "activation_func": SILU, "gated_linear_unit": True, "rotary_base": 500000,
+    "share_embeddings_and_output_weights": False, "vocab_size": 50, "should_pad_vocab": True,
+    "tensor_model_parallel_size": 2, "window_size": None, "rope_scaling": False,
+    "attention_backend": {
+        "_target_": "megatron.core.transformer.enums.AttnBackend", "_call_": True, "_args_": [5],
+    },
+    "transformer_layer_spec": {
+        "_target_": "megatron.bridge.models.gpt_provider.default_layer_spec", "_call_": False,
+    },
+}  # fmt: skip
+# How versions since 0.6 write the same: megatron-core's own settings apart, functions by name.
+_OUTER = {"seq_length", "position_embedding_type", "rotary_base", "vocab_size", "rope_scaling",
+          "share_embeddings_and_output_weights", "should_pad_vocab"}  # fmt: skip
+
+
+def nested(model: dict[str, Any]) -> dict[str, Any]:
+    inner = {
+        key: value for key, value in model.items() if key not in _OUTER and key != "_target_"
+    } | {"activation_func": "silu", "_target_": "megatron.core...TransformerConfig"}
+    return {key: value for key, value in model.items() if key in _OUTER} | {
+        "_target_": "megatron.bridge.models.gpt.model_config.BridgeGPTModelConfig",
+        "_builder_": "megatron.bridge.models.gpt.gpt_builder.GPTModelBuilder",
+        "transformer": inner,
+    }
+
+
+def run_config(model: dict[str, Any], **sections: Any) -> str:
+    return yaml.safe_dump(
+        {
+            "_target_": "megatron.bridge.training.config.ConfigContainer",
+            "checkpoint": {"ckpt_format": "torch_dist"},
+            "model": model,
+            "tokenizer": {"tokenizer_type": "HuggingFaceTokenizer"},
+            "peft": None,
+        }
+        | sections
+    )
+
+
+def write_bridge(run: Path, state: Tensors, model: dict[str, Any] = MODEL, step: int = 7) -> Path:
+    """Write the folder of a run; return its checkpoint."""
+    folder = run / f"iter_{step:07d}"
+    write(folder, state, common={"iteration": step, "checkpoint_version": 3.0})
+    (folder / "run_config.yaml").write_text(run_config(model))
+    (folder / "tokenizer").mkdir()
+    tokens = [{"content": "<s>", "id": 50}, {"content": "</s>", "id": 51}]
+    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name in (folder / "train_state.pt", run / "latest_train_state.pt"):
+        torch.save({"step": torch.tensor(step, dtype=torch.int32), "do_train": True}, name)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["provider", "config"])
+@pytest.mark.parametrize("named", ["checkpoint", "run", "older run"])
+def test_checkpoints_become_the_classic_folder(
+    state: Tensors, tmp_path: Path, form: str, named: str
+) -> None:
+    run = tmp_path / "run"
+    source = write_bridge(run, state, MODEL if form == "provider" else nested(MODEL))
+    write_bridge(run, {name: 0 * tensor for name, tensor in state.items()}, step=3)
+    torch.save({"step": torch.tensor(7, dtype=torch.int32)}, run / "latest_train_state.pt")
+    if named == "older run":
+        (run / "latest_train_state.pt").unlink()
+        (run / "latest_checkpointed_iteration.txt").write_text("7")
+    path = source if named == "checkpoint" else run
+    assert recognise_format(path) == "bridge"
+    ft = FTReader(converted(path, tmp_path / "out", 2))
+    config = ft.config
+    assert isinstance(config, LlamaConfig)
+    assert (config.start_id, config.end_id, config.rotary_base) == (50, 51, 500000)
+    assert config.rotary_scaling_type is None
+    assert (ft.path / "tokenizer.json").is_file()
+    expected = classic(state, tmp_path, 2)
+    found = contents(ft.path)
+    assert {n for n in found if n.endswith(".bin")} == {n for n in expected if n.endswith(".bin")}
+    assert all(found[name] == data for name, data in expected.items() if name.endswith(".bin"))
+
+
+def test_positions_windows_and_types_of_other_providers_are_read(
+    state: Tensors, tmp_path: Path
+) -> None:
+    changed = MODEL | {
+        "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
+        "rope_scaling": True, "rope_scaling_factor": 32.0, "window_size": [15, 0],
+    }  # fmt: skip
+    half = {name: tensor.bfloat16() for name, tensor in state.items()}
+    config = FTReader(
+        converted(write_bridge(tmp_path / "run", half, changed), tmp_path / "out")
+    ).config
+    assert isinstance(config, LlamaConfig)
+    assert (config.rotary_scaling_type, config.rotary_factor) == ("llama3", 32)
+    assert config.rotary_original_max_position_embeddings == 8192
+    assert config.sliding_window == 16
+
+
+def test_biased_decoders_with_learned_positions_are_gpts(tmp_path: Path) -> None:
+    shapes: dict[str, tuple[int, ...]] = {
+        "embedding.word_embeddings.weight": (40, 16),
+        "embedding.position_embeddings.weight": (12, 16),
+        "decoder.final_layernorm.weight": (16,),
+        "decoder.final_layernorm.bias": (16,),
+    }
+    for name, rows, columns in (
+        ("self_attention.linear_qkv", 48, 16),
+        ("self_attention.linear_proj", 16, 16),
+        ("mlp.linear_fc1", 64, 16),
+        ("mlp.linear_fc2", 16, 64),
+    ):
+        shapes |= {
+            f"decoder.layers.{name}.weight": (1, rows, columns),
+            f"decoder.layers.{name}.bias": (1, rows),
+        }
+    for name in ("self_attention.linear_qkv", "mlp.linear_fc1"):
+        shapes |= {f"decoder.layers.{name}.layer_norm_{p}": (1, 16) for p in ("weight", "bias")}
+    folder = tmp_path / "iter_0000001"
+    torch.manual_seed(0)
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    write_distributed(folder, tensors, common={"iteration": 1})
+    model = {
+        "_target_": "megatron.bridge.models.gpt_provider.GPTProvider126M",
+        "num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 64, "num_attention_heads": 2,
+        "seq_length": 12, "add_bias_linear": True, "normalization": "LayerNorm",
+        "activation_func": {"_target_": "torch._C._nn.gelu", "_call_": False},
+        "bias_activation_fusion": False, "share_embeddings_and_output_weights": True,
+    }  # fmt: skip
+    (folder / "run_config.yaml").write_text(
+        run_config(model, tokenizer={"tokenizer_type": "NullTokenizer"})
+    )
+    given = (("start_id", "1"), ("end_id", "2"))
+    ft = FTReader(converted(folder, tmp_path / "out", given=given))
+    assert isinstance(ft.config, GPTConfig)
+    assert ft.config.exact_gelu
+    torch.testing.assert_close(
+        ft.read("model.layers.0.mlp.dense_h_to_4h.weight"),
+        tensors["decoder.layers.mlp.linear_fc1.weight"][0].T,
+        rtol=0,
+        atol=0,
+    )
+
+
+def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path: Path) -> None:
+    changed = MODEL | {
+        "_target_": "megatron.bridge.models.gemma.gemma_provider.GemmaModelProvider",
+        "qk_layernorm": True,
+        "num_moe_experts": 8,
+        "softmax_scale": 0.1,
+        "multi_latent_attention": True,
+        "transformer_layer_spec": {"_target_": "mine.my_spec", "_call_": False},
+    }
+    text = refusal(write_bridge(tmp_path / "run", state, changed), tmp_path)
+    for named in (
+        "GemmaModelProvider", "qk_layernorm", "8 experts", "softmax_scale", "my_spec",
+        "multi_latent_attention",
+    ):  # fmt: skip
+        assert named in text, text
+
+
+def test_nothing_that_the_settings_name_is_run(state: Tensors, tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    evil = {"_target_": "os.system", "_args_": [f"touch {mark}"], "_call_": True}
+    source = write_bridge(tmp_path / "run", state, MODEL | {"init_method": evil})
+    converted(source, tmp_path / "harmless")
+    settings = source / "run_config.yaml"
+    settings.write_text(f"model: !!python/object/apply:os.system ['touch {mark}']\n")
+    assert "run_config.yaml is not YAML" in refusal(source, tmp_path)
+    settings.write_text(run_config(evil))
+    assert "system" in refusal(source, tmp_path)
+    assert not mark.exists()
+
+
+def test_unfinished_runs_are_refused(state: Tensors, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    source = write_bridge(run, state)
+    (source / "metadata.json").rename(source / "kept")
+    assert "lacks metadata.json" in refusal(source, tmp_path)
+    (source / "kept").rename(source / "metadata.json")
+    (source / "run_config.yaml").write_text("model: 3\n")
+    assert "has no model" in refusal(source, tmp_path)
+    (source / "run_config.yaml").unlink()
+    assert "lacks iter_0000007/run_config.yaml" in refusal(run, tmp_path)
+    torch.save({"step": "7; ls"}, run / "latest_train_state.pt")
+    assert "does not say how many steps" in refusal(run, tmp_path)
+
+
+def test_tiktoken_s_vocabulary_is_not_taken_for_a_hugging_face_tokenizer(
+    state: Tensors, tmp_path: Path
+) -> None:
+    source = write_bridge(tmp_path / "run", state)
+    (source / "run_config.yaml").write_text(
+        run_config(MODEL, tokenizer={"tokenizer_type": "TikTokenizer"})
+    )
+    assert open_checkpoint(source).tokenizer_files() == ()
+    assert "start_id and end_id are unknown" in refusal(source, tmp_path)
