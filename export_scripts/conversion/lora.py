@@ -1,0 +1,318 @@
+"""LoRA adapters, merged into their model's weights while a checkpoint is read.
+
+A merged tensor is one more kind of piece: the readers, mappings and writers on either side of it
+do not know of adapters. Sums are made in fp32, as PEFT's `merge_and_unload` makes them for a model
+in fp32 (peft, tuners/lora/layer.py), and rounded once, to the type on disk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from export_scripts.checkpoints.base import (
+    FLOATING_TYPES,
+    CheckpointReader,
+    FileMaps,
+    Piece,
+    StoredTensor,
+    TensorIndex,
+)
+from export_scripts.conversion.adapters import Adapter, Update, open_adapter
+from export_scripts.errors import CheckpointMismatchError, first_names, listed
+
+if TYPE_CHECKING:
+    from export_scripts.numeric.arrays import Array
+
+# Ends of the names of embeddings and heads, which a model may share.
+_SHARED = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight",
+           "shared.weight", "lm_head.weight", "embed_out.weight")  # fmt: skip
+_HEADS = ("lm_head.weight", "embed_out.weight")
+# Of gated layers, the rows of each training rank are a part of the gate and a part of the other
+# half; the name of the matrix that follows shows whether a layer is gated.
+_GATED, _FOLLOWING = "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The rows or columns of a whole matrix that a piece holds: [begin, end) along an axis.
+
+    Of a gated matrix, rows are counted in each half.
+    """
+
+    axis: int
+    begin: int
+    end: int
+    is_gated: bool
+
+
+@dataclass(frozen=True)
+class MergedPiece:
+    """A training rank's piece of a matrix, with low-rank updates added in order."""
+
+    base: Piece
+    updates: tuple[Update, ...]
+    share: _Share
+
+    @property
+    def dtype(self) -> str:
+        """The type of the sum."""
+        return "fp32"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the piece."""
+        return self.base.shape
+
+    @property
+    def span_bytes(self) -> int:
+        """Bytes of the sum."""
+        return math.prod(self.shape) * 4
+
+    @property
+    def stored(self) -> tuple[StoredTensor, ...]:
+        """The stored tensors it consists of."""
+        factors = (piece for update in self.updates for piece in (*update.down, *update.up))
+        return tuple(part for piece in (self.base, *factors) for part in piece.stored)
+
+    def load(self, maps: FileMaps) -> Array:
+        """Return the sum, computed in memory."""
+        from export_scripts.numeric.arrays import to_float32
+
+        first, *others = self.updates
+        values: Array = to_float32(self.base.load(maps)) + self._delta(first, maps)
+        for update in others:
+            values += self._delta(update, maps)
+        return values
+
+    def slabs(self, axis: int | None, unit: int = 1) -> tuple[Piece, ...]:  # noqa: ARG002
+        """Return the piece itself."""
+        return (self,)
+
+    def same_bytes(self, other: Piece, maps: FileMaps) -> bool:  # noqa: ARG002
+        """Return whether both are the same sum."""
+        return self == other
+
+    def _delta(self, update: Update, maps: FileMaps) -> Array:
+        """Return this piece's share of scale * up @ down."""
+        import numpy as np
+
+        from export_scripts.numeric.arrays import to_float32
+
+        down = np.concatenate(
+            [to_float32(piece.load(maps)) for piece in update.down], update.down_axis
+        )  # (r, in)
+        parts = [to_float32(piece.load(maps)) for piece in update.up]
+        share = self.share
+        taken = slice(share.begin, share.end)
+        if share.is_gated and share.axis == 0:
+            halves = np.concatenate([part.reshape(2, -1, part.shape[1]) for part in parts], 1)
+            up = halves[:, taken].reshape(-1, down.shape[0])
+        else:
+            up = np.concatenate(parts)  # (out, r)
+            up = up[taken] if share.axis == 0 else up
+        down = down if share.axis == 0 else down[:, taken]
+        delta: Array = (up @ down) * np.float32(update.scale)
+        return delta.T if update.is_transposed else delta
+
+
+def with_adapters(
+    reader: CheckpointReader, paths: Sequence[Path], scratch_dir: Path | None
+) -> CheckpointReader:
+    """Return a checkpoint with adapters merged into it, in order; nothing is read yet.
+
+    Args:
+        reader: The model.
+        paths: The adapters.
+        scratch_dir: Where gzip archives are unpacked while the reader is in use.
+
+    Raises:
+        CheckpointMismatchError: An adapter cannot be merged; every reason is listed.
+        ValueError: A path is not an adapter.
+    """
+    if not paths:
+        return reader
+    names = _Names(reader.keys())
+    tensors = {key: tuple(reader.pieces(key)) for key in reader.keys()}  # noqa: SIM118
+    updates: dict[str, list[Update]] = {}
+    problems: list[str] = []
+    adapters: list[Adapter] = []
+    for path in paths:
+        try:
+            adapter = open_adapter(path, base=reader, scratch_dir=scratch_dir)
+        except CheckpointMismatchError as error:
+            problems += error.problems
+            continue
+        adapters.append(adapter)
+        found = _resolved(adapter, names)
+        problems += found.problems
+        problems += _tied_problems(adapter, found, reader)
+        for key, pieces in found.replaced.items():
+            problems += _replacement_problems(adapter, key, tensors[key], pieces)
+            tensors[key] = pieces
+            updates.pop(key, None)
+        for key, update in found.updates.items():
+            updates.setdefault(key, []).append(update)
+    shares: dict[str, tuple[_Share, ...]] = {}
+    for key, several in updates.items():
+        fits = [_shares(key, tensors, update) for update in several]
+        problems += [
+            f"{update.origin}: {key} is {_shapes(tensors[key])}, the adapter's factors are "
+            f"{_shapes(update.down)} and {_shapes(update.up)}; expected those of this model"
+            for update, fit in zip(several, fits, strict=True)
+            if fit is None
+        ]
+        shares[key] = fits[0] or ()
+    if problems:
+        raise CheckpointMismatchError(listed(problems))
+    for key, several in updates.items():
+        tensors[key] = tuple(
+            MergedPiece(base, tuple(several), share)
+            for base, share in zip(tensors[key], shares[key], strict=True)
+        )
+    return TensorIndex(
+        format=reader.format,
+        path=reader.path,
+        source_config=reader.config(),
+        tensors=tensors,
+        source_files=tuple(
+            dict.fromkeys((*reader.files(), *(file for each in adapters for file in each.files)))
+        ),
+        tokenizer=tuple(reader.tokenizer_files()),
+        remarks=(*reader.notes(), *(each.describe() for each in adapters)),
+        kept=(reader, *adapters),
+        is_distributed=reader.is_distributed,
+    )
+
+
+class _Names:
+    """The names of a model's tensors, found with and without what wraps the model."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._keys = frozenset(keys)
+
+    def find(self, *names: str) -> str | None:
+        """Return the only tensor that has one of the names, or one with more or less before it."""
+        for name in names:
+            if name in self._keys:
+                return name
+            found = [
+                key for key in self._keys if key.endswith(f".{name}") or name.endswith(f".{key}")
+            ]
+            if len(found) == 1:
+                return found[0]
+        return None
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    updates: Mapping[str, Update]
+    replaced: Mapping[str, tuple[Piece, ...]]
+    problems: list[str]
+
+
+def _resolved(adapter: Adapter, names: _Names) -> _Resolved:
+    """Return an adapter's updates and replacements by the model's names."""
+    problems: list[str] = []
+    unknown: list[str] = []
+
+    def find(*wanted: str) -> str | None:
+        key = names.find(*wanted)
+        if key is None:
+            unknown.append(wanted[0])
+        return key
+
+    updates = {key: each for each in adapter.updates if (key := find(*each.keys)) is not None}
+    replaced = {
+        key: pieces for name, pieces in adapter.replaced.items() if (key := find(name)) is not None
+    }
+    if unknown:
+        problems.append(
+            f"{adapter.path} changes {first_names(unknown)}, which the model does not have: "
+            "expected an adapter of this model, in its format"
+        )
+    return _Resolved(updates, replaced, problems)
+
+
+def _shapes(pieces: Sequence[Piece]) -> str:
+    return " + ".join(str(list(piece.shape)) for piece in pieces)
+
+
+def _tied_problems(adapter: Adapter, found: _Resolved, reader: CheckpointReader) -> list[str]:
+    """Return a reason if an adapter changes one of a shared embedding and head alone."""
+    has_head = any(key.endswith(_HEADS) for key in reader.keys())  # noqa: SIM118
+    if reader.format != "huggingface" or not reader.config().get(
+        "tie_word_embeddings", not has_head
+    ):
+        return []
+    changed = {*found.replaced, *(found.updates if has_head else ())}
+    return [
+        f"{adapter.path} changes {key}, which the model uses as embedding and as head: load it "
+        "with peft, merge_and_unload, and convert what save_pretrained leaves"
+        for key in sorted(changed)
+        if key.endswith(_SHARED)
+    ]
+
+
+def _replacement_problems(
+    adapter: Adapter, key: str, old: tuple[Piece, ...], new: tuple[Piece, ...]
+) -> list[str]:
+    if len(old) == len(new) and [p.shape for p in old] == [p.shape for p in new]:
+        return []
+    return [f"{adapter.path}: {key} is {_shapes(new)}, the model's is {_shapes(old)}"]
+
+
+def _shares(
+    key: str, tensors: Mapping[str, tuple[Piece, ...]], update: Update
+) -> tuple[_Share, ...] | None:
+    """Return the share of each of a matrix's pieces, or None if an update does not fit."""
+    pieces = tensors[key]
+    if any(len(p.shape) != 2 or p.dtype not in FLOATING_TYPES for p in pieces):
+        return None
+    factors = (*update.down, *update.up)
+    if any(len(p.shape) != 2 or p.dtype not in FLOATING_TYPES for p in factors):
+        return None
+    rank = _size(update.down, 0, cut=update.down_axis == 0)
+    columns = _size(update.down, 1, cut=update.down_axis == 1)
+    rows = _size(update.up, 0, cut=True)
+    if None in (rank, rows, columns) or {p.shape[1] for p in update.up} != {rank}:
+        return None
+    if update.is_transposed:
+        fits = [p.shape for p in pieces] == [(columns, rows)]
+        return (_Share(0, 0, rows or 0, is_gated=False),) if fits else None
+    for axis in (0, 1):
+        sums = (_size(pieces, 0, cut=axis == 0), _size(pieces, 1, cut=axis == 1))
+        is_gated = axis == 0 and _is_gated(key, tensors)
+        if sums == (rows, columns) and not (is_gated and _is_odd((*pieces, *update.up))):
+            sizes = [piece.shape[axis] // (1 + is_gated) for piece in pieces]
+            ends = itertools.accumulate(sizes)
+            return tuple(
+                _Share(axis, end - size, end, is_gated)
+                for size, end in zip(sizes, ends, strict=True)
+            )
+    return None
+
+
+def _size(pieces: Sequence[Piece], axis: int, *, cut: bool) -> int | None:
+    """Return the size of pieces together on an axis; None if those that must agree do not."""
+    sizes = [piece.shape[axis] for piece in pieces]
+    if cut:
+        return sum(sizes)
+    return sizes[0] if len(set(sizes)) == 1 else None
+
+
+def _is_odd(pieces: Sequence[Piece]) -> bool:
+    return any(piece.shape[0] % 2 for piece in pieces)
+
+
+def _is_gated(key: str, tensors: Mapping[str, tuple[Piece, ...]]) -> bool:
+    """Return whether a matrix holds both halves of a gated layer."""
+    if not key.endswith(_GATED):
+        return False
+    following = tensors.get(key.removesuffix(_GATED) + _FOLLOWING, ())
+    rows = sum(piece.shape[0] for piece in tensors[key])
+    return rows == 2 * sum(piece.shape[1] for piece in following if len(piece.shape) == 2)

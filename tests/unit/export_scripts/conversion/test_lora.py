@@ -1,0 +1,416 @@
+"""Adapters merged by a conversion: PEFT's against PEFT itself, NeMo's against their arithmetic."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file, save_file
+
+from export_scripts.conversion.convert import ConversionRequest, convert
+from export_scripts.errors import CheckpointMismatchError
+from tests.tiny import (
+    TinyGPT,
+    gpt_tensors,
+    nemo_config,
+    rank_folder,
+    torch_bytes,
+    write_nemo,
+    write_tar,
+)
+from tests.tiny_distributed import write_distributed
+from tests.tiny_megatron_core import CORE, core_state, write_core
+from tests.tiny_transformers import write_model
+from tests.unit.export_scripts.checkpoints.test_bridge import MODEL, run_config, write_bridge
+
+Tensors = dict[str, torch.Tensor]
+KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def shards(source: Path, out: Path, *lora: Path, kind: str = "fp32", tp_size: int = 2) -> Any:
+    """Return the files of a conversion's folder."""
+    request = ConversionRequest(source, out, tp_size, kind, lora_checkpoints=lora)
+    folder = convert(request).ft_dir
+    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
+
+
+def refusal(source: Path, out: Path, *lora: Path) -> str:
+    with pytest.raises(CheckpointMismatchError) as caught:
+        shards(source, out, *lora)
+    assert not out.exists() or list(out.iterdir()) == []
+    return str(caught.value)
+
+
+def write_peft(folder: Path, base: Path, **settings: Any) -> Path:
+    """Train nothing, but give every new parameter of an adapter a value; save it as PEFT does."""
+    torch.manual_seed(len(folder.name))
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def merge_by_peft(base: Path, folder: Path, *adapters: Path) -> Path:
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    for adapter in adapters:
+        model = peft.PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    model.save_pretrained(folder)
+    return folder
+
+
+ALL_LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+PEFT_CASES: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "attention": ("llama", {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}),
+    "every matrix": ("llama", {"r": 4, "lora_alpha": 7, "target_modules": ALL_LLAMA}),
+    "rank-stabilised": (
+        "qwen2", {"r": 3, "lora_alpha": 7, "use_rslora": True, "target_modules": ALL_LLAMA},
+    ),
+    "ranks of modules": (
+        "mistral",
+        {"r": 4, "lora_alpha": 8, "target_modules": ALL_LLAMA,
+         "rank_pattern": {"model.layers.0.self_attn.q_proj": 2, "down_proj": 6},
+         "alpha_pattern": {r"layers\.1\.mlp\.(up|gate)_proj": 3, "down_proj": 12}},
+    ),
+    "layers stored as (in, out)": (
+        "gpt2", {"r": 4, "target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True},
+    ),
+    "trained biases": ("gpt2", {"r": 2, "target_modules": ["c_attn"], "bias": "all"}),
+    "an embedding": ("gpt2", {"r": 4, "target_modules": ["wte", "c_attn"]}),
+    "a head saved whole": (
+        "llama", {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ),
+    "fused heads": (
+        "gptneox-parallel", {"r": 4, "target_modules": ["query_key_value", "dense_4h_to_h"]},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", PEFT_CASES)
+def test_a_folder_of_peft_is_merged_as_peft_merges_it(case: str, kind: str, tmp_path: Path) -> None:
+    name, settings = PEFT_CASES[case]
+    base = write_model(name, tmp_path / "base")
+    adapter = write_peft(tmp_path / "adapter", base, **settings)
+    expected = shards(merge_by_peft(base, tmp_path / "merged", adapter), tmp_path / "e", kind=kind)
+    found = shards(base, tmp_path / "f", adapter, kind=kind)
+    assert found == expected
+    assert found != shards(base, tmp_path / "g", kind=kind)
+
+
+def test_several_adapters_are_merged_in_order(tmp_path: Path) -> None:
+    base = write_model("llama", tmp_path / "base")
+    one = write_peft(tmp_path / "one", base, r=4, target_modules=["q_proj", "up_proj"])
+    head = write_peft(
+        tmp_path / "another", base, r=8, target_modules=["q_proj"], modules_to_save=["lm_head"]
+    )
+    assert shards(base, tmp_path / "f", one, head) == shards(
+        merge_by_peft(base, tmp_path / "merged", one, head), tmp_path / "e"
+    )
+
+
+def test_stored_types_of_model_and_adapter_may_differ(tmp_path: Path) -> None:
+    base = write_model("llama", tmp_path / "base")
+    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=ALL_LLAMA)
+    for folder, file in ((base, "model.safetensors"), (adapter, "adapter_model.safetensors")):
+        narrow = {name: tensor.bfloat16() for name, tensor in load_file(folder / file).items()}
+        save_file(narrow, folder / file, metadata={"format": "pt"})
+    assert shards(base, tmp_path / "f", adapter, kind="bf16") == shards(
+        merge_by_peft(base, tmp_path / "merged", adapter), tmp_path / "e", kind="bf16"
+    )
+
+
+def test_torch_files_of_peft_are_read(tmp_path: Path) -> None:
+    base = write_model("llama", tmp_path / "base")
+    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+    expected = shards(base, tmp_path / "e", adapter)
+    file = adapter / "adapter_model.safetensors"
+    torch.save(load_file(file), adapter / "adapter_model.bin")
+    file.unlink()
+    assert shards(base, tmp_path / "f", adapter) == expected
+
+
+def test_the_manifest_and_the_identity_know_the_adapters(tmp_path: Path) -> None:
+    base = write_model("llama", tmp_path / "base")
+    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+    request = ConversionRequest(base, tmp_path / "f", 2, "fp32", lora_checkpoints=(adapter,))
+    done = convert(request)
+    assert any("merged 2 low-rank updates" in remark for remark in done.remarks)
+    manifest = json.loads((tmp_path / "f" / "2-gpu.manifest.json").read_text())
+    assert [each["path"] for each in manifest["lora"]] == [str(adapter)]
+    assert convert(request).already_done
+    with pytest.raises(CheckpointMismatchError, match="another conversion"):
+        shards(base, tmp_path / "f")
+    file = adapter / "adapter_model.safetensors"
+    save_file({name: 2 * t for name, t in load_file(file).items()}, file)
+    with pytest.raises(CheckpointMismatchError, match="another conversion"):
+        convert(request)
+
+
+def edit(adapter: Path, **changes: Any) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"use_dora": True}, "use_dora = True"),
+        ({"peft_type": "IA3"}, "peft_type = 'IA3'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"),
+        ({"lora_bias": True}, "lora_bias = True"),
+        ({"layer_replication": [[0, 1], [0, 1]]}, "layer_replication"),
+        ({"of_next_year": {"a": 1}}, "of_next_year"),
+        ({"r": 16}, "are of rank 4"),
+        ({"lora_alpha": "8"}, "lora_alpha"),
+        ({"rank_pattern": {"(a+)+$": 4}}, "not a pattern of modules"),
+        ({"rank_pattern": {".*" * 30: 4}}, "not a pattern of modules"),
+        ({"rank_pattern": [4]}, "rank_pattern is not a table"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused_by_name(
+    changes: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    base = write_model("llama", tmp_path / "base")
+    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+    edit(adapter, **changes)
+    assert named in refusal(base, tmp_path / "out", adapter)
+
+
+def test_adapters_of_other_models_are_refused_all_at_once(tmp_path: Path) -> None:
+    base = write_model("llama", tmp_path / "base")
+    wide = write_model("llama", tmp_path / "wide", intermediate_size=48)
+    other = write_model("gpt2", tmp_path / "other")
+    first = write_peft(tmp_path / "first", wide, r=4, target_modules=["up_proj"])
+    second = write_peft(tmp_path / "second", other, r=4, target_modules=["c_attn"])
+    dora = write_peft(tmp_path / "dora", base, r=4, target_modules=["q_proj"], use_dora=True)
+    text = refusal(base, tmp_path / "out", first, second, dora)
+    assert "use_dora = True" in text
+    assert "up_proj.weight is [56, 24], the adapter's factors are [4, 24] and [48, 4]" in text
+    assert "c_attn.weight" in text
+    assert "which the model does not have" in text
+
+
+def test_factors_that_are_damaged_are_refused(tmp_path: Path) -> None:
+    base = write_model("llama", tmp_path / "base")
+    adapter = write_peft(tmp_path / "adapter", base, r=4, target_modules=["q_proj"])
+    file = adapter / "adapter_model.safetensors"
+    whole = load_file(file)
+    name = next(key for key in whole if key.endswith("lora_A.weight"))
+    save_file({key: tensor for key, tensor in whole.items() if key != name}, file)
+    assert "only one factor" in refusal(base, tmp_path / "out", adapter)
+    save_file(whole | {name: torch.full_like(whole[name], float("nan"))}, file)
+    assert "not a number" in refusal(base, tmp_path / "out", adapter)
+    file.write_bytes(file.read_bytes()[:-7])
+    assert "truncated" in refusal(base, tmp_path / "out", adapter)
+    file.unlink()
+    assert "has no weights" in refusal(base, tmp_path / "out", adapter)
+
+
+def test_half_of_a_shared_table_is_not_changed_alone(tmp_path: Path) -> None:
+    base = write_model("gpt2", tmp_path / "base")
+    adapter = write_peft(
+        tmp_path / "adapter", base, r=4, target_modules=["c_attn"], modules_to_save=["wte"]
+    )
+    assert "uses as embedding and as head" in refusal(base, tmp_path / "out", adapter)
+
+
+# NeMo's layers by the ends of their names -> the adapter, the axis on which ranks cut its first
+# factor, rows of its second one, columns of its first one (sizes of CORE).
+CORE_LAYERS = {
+    "self_attention.linear_qkv": ("self_attention.adapter_layer.lora_kqv_adapter", 0, 64, 24),
+    "self_attention.linear_proj": (
+        "self_attention.adapter_layer.lora_dense_attention_adapter", 1, 24, 32,
+    ),
+    "mlp.linear_fc1": ("mlp.adapter_layer.lora_hto4h_adapter", 0, 112, 24),
+    "mlp.linear_fc2": ("mlp.adapter_layer.lora_4htoh_adapter", 1, 24, 56),
+}  # fmt: skip
+RANK, ALPHA = 4, 6
+
+
+def core_factors(layer: str) -> tuple[torch.Tensor, torch.Tensor]:
+    _, _, rows, columns = CORE_LAYERS[layer]
+    return torch.randn(RANK, columns), torch.randn(rows, RANK)
+
+
+def merged_core(
+    state: Tensors, factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+) -> Tensors:
+    """Return a state of megatron-core with products added by torch."""
+    out = dict(state)
+    for name, (down, up) in factors.items():
+        out[name] = state[name] + (up @ down) * (ALPHA / RANK)
+    return out
+
+
+def all_factors(prefix: str = "model.") -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(5)
+    return {
+        f"{prefix}decoder.layers.{i}.{layer}.weight": core_factors(layer)
+        for i in range(2)
+        for layer in CORE_LAYERS
+    }
+
+
+def write_nemo_adapter(
+    path: Path,
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]],
+    *,
+    tp: int,
+    pp: int,
+    **tuning: Any,
+) -> Path:
+    """Write NeMo 1's archive of an adapter, cut over ranks as its layers are."""
+    members: dict[str, bytes] = {}
+    settings = {"adapter_dim": RANK, "alpha": ALPHA} | tuning
+    members["model_config.yaml"] = json.dumps(
+        CORE
+        | {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+        | {"peft": {"peft_scheme": "lora", "lora_tuning": settings}}
+    ).encode()
+    for t in range(tp):
+        for p in range(pp):
+            state: Tensors = {}
+            for name, (down, up) in factors.items():
+                prefix, _, rest = name.removesuffix(".weight").partition("layers.")
+                number, _, layer = rest.partition(".")
+                if int(number) * pp // 2 != p:
+                    continue
+                adapter, axis, _, _ = CORE_LAYERS[layer]
+                key = f"{prefix}layers.{int(number) % (2 // pp)}.{adapter}."
+                halves = up.reshape(2, -1, RANK) if layer == "mlp.linear_fc1" else up[None]
+                cut = halves.chunk(tp, 1)[t].reshape(-1, RANK)
+                state[f"{key}linear_in.weight"] = down.chunk(tp, axis)[t].clone()
+                state[f"{key}linear_out.weight"] = cut.clone()
+            folder = rank_folder(t, p, tp=tp, pp=pp)
+            members[f"{folder}/model_weights.ckpt".lstrip("/")] = torch_bytes(state)
+    return write_tar(path, members)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1)])
+def test_nemo_archives_of_every_training_size_are_merged(tp: int, pp: int, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    state = core_state()
+    factors = all_factors()
+    adapter = write_nemo_adapter(tmp_path / "lora.nemo", factors, tp=tp, pp=pp)
+    base = write_core(tmp_path / "base.nemo", state)
+    whole = write_core(tmp_path / "whole.nemo", merged_core(state, factors))
+    assert shards(base, tmp_path / "f", adapter) == shards(whole, tmp_path / "e")
+
+
+def cut_core(state: Tensors, tp: int) -> dict[str, bytes]:
+    """Return the weight files of a model trained on several ranks."""
+    members = {}
+    for t in range(tp):
+        part: Tensors = {}
+        for name, tensor in state.items():
+            if "linear_fc1" in name:
+                part[name] = tensor.reshape(2, -1, 24).chunk(tp, 1)[t].reshape(-1, 24).clone()
+            elif tensor.ndim == 2 and "embedding" not in name and "output" not in name:
+                axis = 1 if "linear_proj" in name or "fc2" in name else 0
+                part[name] = tensor.chunk(tp, axis)[t].clone()
+            else:
+                part[name] = tensor[t * 27 : t * 27 + 27] if tensor.ndim == 2 else tensor
+        members[f"mp_rank_{t:02d}/model_weights.ckpt"] = torch_bytes(part)
+    return members
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_the_model_may_be_cut_otherwise_than_the_adapter(tp: int, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    state = core_state()
+    factors = all_factors()
+    settings = json.dumps(CORE | {"tensor_model_parallel_size": 2}).encode()
+    base, whole = (
+        write_tar(tmp_path / f"{name}.nemo", {"model_config.yaml": settings, **cut_core(each, 2)})
+        for name, each in (("base", state), ("whole", merged_core(state, factors)))
+    )
+    adapter = write_nemo_adapter(tmp_path / "lora.nemo", factors, tp=tp, pp=1)
+    assert shards(base, tmp_path / "f", adapter) == shards(whole, tmp_path / "e")
+
+
+def test_adapters_of_the_names_before_megatron_core_are_merged(tmp_path: Path) -> None:
+    model = TinyGPT()
+    tensors = gpt_tensors(model)
+    name = next(key for key in tensors if key.endswith("1.self_attention.query_key_value.weight"))
+    down, up = torch.randn(RANK, model.hidden), torch.randn(tensors[name].shape[0], RANK)
+    block = name.removesuffix("query_key_value.weight") + "adapter_layer.lora_kqv_adapter."
+    state = {f"{block}linear_in.weight": down, f"{block}linear_out.weight": up}
+    peft_section = {"peft_scheme": "lora", "lora_tuning": {"adapter_dim": RANK}}
+    members = {
+        "model_config.yaml": json.dumps(
+            nemo_config(model) | {"peft": peft_section, "tokenizer": None}
+        ).encode(),
+        "model_weights.ckpt": torch_bytes(state),
+    }
+    adapter = write_tar(tmp_path / "lora.nemo", members)
+    base = write_nemo(tmp_path / "base.nemo", tensors, model)
+    whole = write_nemo(tmp_path / "whole.nemo", tensors | {name: tensors[name] + up @ down}, model)
+    assert shards(base, tmp_path / "f", adapter) == shards(whole, tmp_path / "e")
+
+
+def core_adapter(folder: Path, factors: Mapping[str, Any]) -> Path:
+    """Write the distributed checkpoint of an adapter: layers stacked, the gate's halves apart."""
+    tensors: Tensors = {}
+    for layer in CORE_LAYERS:
+        for side, end in enumerate(("linear_in", "linear_out")):
+            parts = [factors[f"decoder.layers.{i}.{layer}.weight"][side] for i in range(2)]
+            name = f"decoder.layers.{layer}.adapter.{end}.weight"
+            if (layer, end) == ("mlp.linear_fc1", "linear_out"):
+                for half, each in zip("wv", torch.stack(parts).chunk(2, 1), strict=True):
+                    tensors[f"{name}_{half}"] = each
+            else:
+                tensors[name] = torch.stack(parts)
+    return write_distributed(folder, tensors, common={"iteration": 3})
+
+
+def bridge_adapter(folder: Path, factors: Mapping[str, Any], **changes: Any) -> Path:
+    core_adapter(folder, factors)
+    settings = {"_target_": "megatron.bridge.peft.lora.LoRA", "dim": RANK, "alpha": ALPHA}
+    (folder / "run_config.yaml").write_text(run_config(MODEL, peft=settings | changes))
+    return folder
+
+
+def nemo2_adapter(folder: Path, factors: Mapping[str, Any], **changes: Any) -> Path:
+    core_adapter(folder / "weights", factors)
+    (folder / "context").mkdir()
+    settings = {"_target_": "nemo.collections.llm.peft.lora.LoRA", "dim": RANK, "alpha": ALPHA}
+    model = {"_target_": "LlamaModel", "config": {"num_layers": 2}}
+    text = yaml.safe_dump(model | {"model_transform": settings | changes})
+    (folder / "context" / "model.yaml").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("write", [bridge_adapter, nemo2_adapter])
+def test_distributed_adapters_are_merged(write: Callable[..., Path], tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    state = {name.removeprefix("model."): tensor for name, tensor in core_state().items()}
+    factors = all_factors("")
+    base = write_bridge(tmp_path / "base", state)
+    whole = write_bridge(tmp_path / "whole", merged_core(state, factors))
+    adapter = write(tmp_path / "iter_0000003", factors)
+    assert shards(base, tmp_path / "f", adapter) == shards(whole, tmp_path / "e")
+    assert "is an adapter" in refusal(adapter, tmp_path / "out")
+    odd = write(tmp_path / "odd", factors, _target_="megatron.bridge.peft.dora.DoRA", alpha="x")
+    text = refusal(base, tmp_path / "out", odd)
+    assert "is trained with DoRA" in text
+    assert "alpha = 'x' is not a number" in text
+
+
+def test_nemo_s_other_schemes_are_refused(tmp_path: Path) -> None:
+    base = write_core(tmp_path / "base.nemo", core_state())
+    adapter = write_nemo_adapter(
+        tmp_path / "lora.nemo", all_factors(), tp=1, pp=1, weight_tying=True
+    )
+    assert "weight_tying" in refusal(base, tmp_path / "out", adapter)
+    assert "no factors of LoRA" in refusal(base, tmp_path / "out", base)
