@@ -79,7 +79,8 @@ def add_tuning(
             )
         )
     tp_size = config.tensor_para_size
-    final, staging = (f(output_dir, tp_size) for f in (ft_directory, staging_directory))
+    final = ft_directory(output_dir, tp_size)
+    staging = staging_directory(final)
     if final.exists():
         raise ValueError(f"{final} exists; choose another --output-dir")
     shutil.rmtree(staging, ignore_errors=True)

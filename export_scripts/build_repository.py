@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--tensor-model-parallel-size", 1, "ranks that share each layer"),
         ("--pipeline-model-parallel-size", 1, "groups of layers"),
         ("--max-batch-size", 1, "most sequences of one request"),
-        ("--int8-mode", 0, "0, 1 or 2; the C++ backend's quantisation"),
+        ("--int8-mode", 0, "weight-only int8: 0 for none, 1 or 2"),
         ("--enable-custom-all-reduce", 0, "0 or 1; the C++ backend's own reduction"),
         ("--instance-count", 1, "instances of the model"),
         ("--max-queue-delay-us", None, "switch the server's batcher on, with this delay"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 from export_scripts.checkpoints.hub import cached_model
 from export_scripts.commands import ProgressLine, command_parser, parse_pair, run_command, say
 from export_scripts.conversion.convert import ConversionRequest, ConversionSummary, convert
+from export_scripts.conversion.request import MAX_SHARD_BYTES, OUTPUT_FORMATS
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 
 _MOST_WORKERS = 8
@@ -54,9 +56,16 @@ def convert_parser() -> argparse.ArgumentParser:
         help="of several checkpoints in that folder, the one of this name or pattern "
         "(default: the last)")  # fmt: skip
     add("--output-dir", type=Path, required=True, metavar="DIR",
-        help="folder in which <N>-gpu is made")  # fmt: skip
-    add("--tensor-model-parallel-size", type=int, required=True, metavar="N",
-        help="tensor-parallel ranks of inference")  # fmt: skip
+        help="folder in which <N>-gpu, or huggingface, is made")  # fmt: skip
+    add("--tensor-model-parallel-size", type=int, default=1, metavar="N",
+        help="tensor-parallel ranks of inference (default: 1)")  # fmt: skip
+    add("--output-format", choices=OUTPUT_FORMATS, default=OUTPUT_FORMATS[0],
+        help="shards for this engine and FasterTransformer's backend in <N>-gpu (default), or a "
+        "folder huggingface for transformers, vLLM, SGLang and TensorRT-LLM")  # fmt: skip
+    add("--max-shard-size", type=_bytes, default=MAX_SHARD_BYTES, metavar="SIZE",
+        dest="max_shard_bytes",
+        help="most bytes of a file of a Hugging Face folder, such as 2GB "
+        "(default: 5GB)")  # fmt: skip
     add("--weight-data-type", required=True, choices=WEIGHT_DATA_TYPES, help="type on disk")
     workers = usual_workers()
     add("--processes", type=int, default=workers, metavar="N",
@@ -73,6 +82,9 @@ def convert_parser() -> argparse.ArgumentParser:
         help="multiply the IA3 scalers into the weights instead of storing them")  # fmt: skip
     add("--adapter-checkpoint", type=Path, action="append", default=[], metavar="PATH",
         help="linear adapter archive to add")  # fmt: skip
+    add("--lora", type=Path, action="append", default=[], metavar="PATH",
+        help="LoRA adapter (PEFT, NeMo, Megatron Bridge) to merge into the weights; repeat for "
+        "more, merged in order")  # fmt: skip
     add("--activation-ranges", type=Path, metavar="FILE",
         help="activation ranges (.json or .pt): also write static int8 weights")  # fmt: skip
     add("--vocab-path", type=Path, metavar="FILE",
@@ -84,6 +96,14 @@ def convert_parser() -> argparse.ArgumentParser:
         help="accept unknown, damaged or non-finite tensors of these names")  # fmt: skip
     add("--overwrite", action="store_true", help="replace a folder that holds something else")
     return parser
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)\s*([KMGT]?)B?", text.strip(), re.IGNORECASE)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
+    size: int = int(found[1]) * 1000 ** " KMGT".index(found[2].upper() or " ")
+    return size
 
 
 def request_of(options: argparse.Namespace) -> ConversionRequest:
@@ -98,11 +118,14 @@ def request_of(options: argparse.Namespace) -> ConversionRequest:
         output_dir=options.output_dir,
         tp_size=options.tensor_model_parallel_size,
         weight_data_type=options.weight_data_type,
+        output_format=options.output_format,
+        max_shard_bytes=options.max_shard_bytes,
         processes=options.processes,
         prompt_checkpoints=tuple(options.prompt_checkpoint),
         ia3_checkpoints=tuple(options.ia3_checkpoint),
         ia3_in_place=options.ia3_in_place,
         adapter_checkpoints=tuple(options.adapter_checkpoint),
+        lora_checkpoints=tuple(options.lora),
         activation_ranges=options.activation_ranges,
         vocab_path=options.vocab_path,
         merges_path=options.merges_path,

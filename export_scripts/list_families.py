@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from export_scripts.commands import command_parser, run_command, say
-from export_scripts.families import SOURCE_MAPPINGS
+from export_scripts.families import FAMILIES, SOURCE_MAPPINGS
 from export_scripts.families.mapping.source_mapping import SourceMapping
 from export_scripts.triton.model_folders import ENGINES
 
@@ -32,7 +33,28 @@ def _support_row(mapping: SourceMapping) -> dict[str, Any]:
     }
 
 
-_COLUMNS = (
+def leaving_table() -> list[dict[str, Any]]:
+    """Return one row per family: the formats it is read from, and the models it is written as."""
+    rows = []
+    for family in FAMILIES.values():
+        mappings = [mapping for mapping in SOURCE_MAPPINGS if mapping.family is family]
+        rows.append(
+            {
+                "family": family.name,
+                "formats": [*dict.fromkeys(mapping.format for mapping in mappings), "shards"],
+                "targets": [
+                    re.split(r" \(|, or ", mapping.title.removeprefix("Hugging Face "))[0]
+                    for mapping in mappings
+                    if mapping.written is not None
+                ],
+            }
+        )
+    return rows
+
+
+Columns = Sequence[tuple[str, str]]
+_LEAVING: Columns = (("family", "family"), ("from", "formats"), ("to Hugging Face", "targets"))
+_COLUMNS: Columns = (
     ("source", "source"),
     ("format", "format"),
     ("becomes", "family"),
@@ -41,13 +63,15 @@ _COLUMNS = (
 )
 
 
-def table_text(rows: Sequence[Mapping[str, Any]], markdown: bool) -> str:
-    """Return the support table as aligned text or as Markdown."""
-    table = [[title for title, _ in _COLUMNS]]
-    table += [[_cell(row[key]) for _, key in _COLUMNS] for row in rows]
-    widths = [max(len(line[i]) for line in table) for i in range(len(_COLUMNS))]
+def table_text(
+    rows: Sequence[Mapping[str, Any]], markdown: bool, columns: Columns = _COLUMNS
+) -> str:
+    """Return a table as aligned text or as Markdown."""
+    table = [[title for title, _ in columns]]
+    table += [[_cell(row[key]) for _, key in columns] for row in rows]
+    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
     if markdown:
-        rule = ["---"] * len(_COLUMNS)
+        rule = ["---"] * len(columns)
         return "\n".join("| " + " | ".join(line) + " |" for line in [table[0], rule, *table[1:]])
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -69,11 +93,17 @@ def main(arguments: Sequence[str]) -> int:
         """,
     )
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    parser.add_argument(
+        "--leaving", action="store_true", help="list what each family is written as instead"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
     def handler(options: argparse.Namespace) -> int:
-        rows = support_table()
-        say(json.dumps(rows, indent=1) if options.json else table_text(rows, options.markdown))
+        rows, columns = support_table(), _COLUMNS
+        if options.leaving:
+            rows, columns = leaving_table(), _LEAVING
+        text = table_text(rows, options.markdown, columns)
+        say(json.dumps(rows, indent=1) if options.json else text)
         return 0
 
     return run_command(parser, handler, arguments)

@@ -113,7 +113,8 @@ def synthesize(
         ValueError: The folder exists.
     """
     tp_size = config.tensor_para_size
-    final, staging = (f(output_dir, tp_size) for f in (ft_directory, staging_directory))
+    final = ft_directory(output_dir, tp_size)
+    staging = staging_directory(final)
     if final.exists():
         raise ValueError(f"{final} exists; delete it, or choose another folder")
     shutil.rmtree(staging, ignore_errors=True)
@@ -187,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--inter-size", type=int, metavar="N", help="width of the MLP (default: 4 x hidden)")
     add("--positions", type=int, default=2048, metavar="N",
         help="longest sequence, where the family has a limit (default: 2048)")  # fmt: skip
-    add("--tensor-para-size", type=int, default=1, metavar="N",
+    add("--tensor-model-parallel-size", type=int, default=1, metavar="N",
         help="tensor-parallel ranks (default: 1)")  # fmt: skip
     add("--weight-data-type", default="fp16", choices=WEIGHT_DATA_TYPES, help="(default: fp16)")
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="given",
@@ -214,7 +215,7 @@ def main(arguments: Sequence[str]) -> int:
             inter_size=options.inter_size,
             positions=options.positions,
             weight_data_type=options.weight_data_type,
-            tensor_para_size=options.tensor_para_size,
+            tensor_para_size=options.tensor_model_parallel_size,
             given=[parse_pair(text, "--set") for text in options.given],
         )
         seed, sparse = options.seed, options.sparse

@@ -6,22 +6,27 @@ import dataclasses
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING
-
 from export_scripts.suggest import did_you_mean
+
+MISSING: Any = "???"  # OmegaConf's value of a key without one
 
 # The longest name of a file, and the longest path, that Linux takes.
 _PART_BYTES, _PATH_BYTES = 255, 4096
 # Names of models and jobs become parts of file names, with words before and after them.
 NAME_BYTES = 128
-# Resources of a node beyond which a number can only be a typing error.
-NODE_CPUS, NODE_MEMORY_GB = 4096, 65536
+# Bounds beyond which a number can only be a typing error.
+NODE_CPUS, NODE_MEMORY_GB, NODE_GPUS = 4096, 65536, 64
+TOKENS, SECONDS, PORT = 1 << 20, 30 * 24 * 3600, 65535
+INT32 = (1 << 31) - 1  # numbers of config.pbtxt
 _NAME = re.compile(r"[\w.-]*")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_PATHS = {Path: str, Path | None: str | None}  # types of fields, and of their keys
+_Record = typing.TypeVar("_Record")
 _TYPE_WORDS = {
     int: "a whole number",
     float: "a number",
@@ -114,15 +119,36 @@ class Key:
                 words.append(_TYPE_WORDS[each] + (self._range() if each in (int, float) else ""))
         return " or ".join(words)
 
+    def converted(self, value: Any) -> Any:
+        """Return a value in the key's type; what `problem` names stays as it is.
+
+        Raises:
+            ValueError: it has another type.
+        """
+        if bool in self.types or (value is None and {type(None), Any} & {*self.types}):
+            return value
+        (kind,) = (each for each in self.types if each is not type(None))
+        origin = typing.get_origin(kind)
+        if origin is None:
+            return _scalar(kind, value)
+        if not isinstance(value, origin):
+            raise ValueError(value)
+        if origin is dict:
+            kind = typing.get_args(kind)[1]
+            return {str(name): _scalar(kind, each) for name, each in value.items()}
+        (kind,) = typing.get_args(kind)
+        nested = (list, dict)
+        return [each if isinstance(each, nested) else _scalar(kind, each) for each in value]
+
     def problem(self, value: Any) -> str | None:
         """Return what is wrong with a value that has the right type, as `<key>=<value>: ...`."""
         if value is None:
-            return None if type(None) in self.types or Any in self.types else self._says(value)
+            return None if type(None) in self.types or Any in self.types else self.refusal(value)
         if bool in self.types and not isinstance(value, bool):
-            return self._says(value)
+            return self.refusal(value)
         if self.choices and not any(value == each for each in self.choices):
             hint = did_you_mean(str(value), map(shown, self.choices))
-            return self._says(value, hint=hint)
+            return self.refusal(value, hint=hint)
         values = list(value) if self.is_list else [value]
         return next((found for each in values if (found := self._entry_problem(each, value))), None)
 
@@ -136,7 +162,7 @@ class Key:
         is_number = isinstance(entry, (int, float)) and not isinstance(entry, bool)
         if self.within is not None and is_number:
             low, high = self.within
-            return None if low <= entry <= high else self._says(value)
+            return None if low <= entry <= high else self.refusal(value)
         if isinstance(entry, str):
             return self._text_problem(entry)
         return None
@@ -162,7 +188,8 @@ class Key:
             return f"{key}: longer than {_PATH_BYTES} bytes ({self.text}); give a shorter one."
         return None
 
-    def _says(self, value: Any, *, hint: str = "") -> str:
+    def refusal(self, value: Any, *, hint: str = "") -> str:
+        """Return that a value is not what the key expects."""
         return (
             f"{self.name}={shortened(shown(value))}{hint}: expected {self.expected()} "
             f"({self.text})."
@@ -172,12 +199,35 @@ class Key:
         return " from {} to {}".format(*map(_figure, self.within)) if self.within else ""
 
 
+def _scalar(kind: Any, value: Any) -> Any:
+    """Return a single value as text, a number or as it is. Raises ValueError."""
+    if kind is Any:
+        return value
+    if isinstance(value, (list, dict, type(None))):
+        raise ValueError(value)
+    if kind in (int, float) and (isinstance(value, bool) or (kind, type(value)) == (int, float)):
+        raise ValueError(value)
+    return kind(value)
+
+
+def built(root: type[_Record], values: Mapping[str, Any]) -> _Record:
+    """Return a dataclass with nested ones from nested mappings of all its fields."""
+    hints = typing.get_type_hints(root)
+
+    def made(kind: Any, value: Any) -> Any:
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return built(kind, value)
+        return Path(value) if value is not None and kind in _PATHS else value
+
+    return root(**{name: made(hints[name], value) for name, value in values.items()})
+
+
 def keys_of(root: type, prefix: str = "") -> Iterator[Key]:
     """Yield every key below a dataclass, in the order of its fields."""
     hints = typing.get_type_hints(root)
     for each in dataclasses.fields(root):
         name = f"{prefix}{each.name}"
-        kind = hints[each.name]
+        kind = _PATHS.get(hints[each.name], hints[each.name])
         if dataclasses.is_dataclass(kind):
             assert isinstance(kind, type)
             yield from keys_of(kind, f"{name}.")

@@ -16,14 +16,15 @@ from typing import TYPE_CHECKING, Any
 from export_scripts import __version__
 from export_scripts.checkpoints import recognise_format
 from export_scripts.checkpoints.base import fingerprint_files
+from export_scripts.conversion.huggingface import HuggingFacePlan, plan_huggingface
 from export_scripts.conversion.plan import ConversionPlan, plan_conversion
 from export_scripts.conversion.request import OPTION_NAMES, ConversionRequest, request_problems
+from export_scripts.conversion.validation import folder_problems
 from export_scripts.errors import CheckpointMismatchError, listed
 from export_scripts.files.disk import check_space
 from export_scripts.files.json_content import json_object
 from export_scripts.files.lock import FolderLock
 from export_scripts.files.tree import files_below
-from export_scripts.ft.validation import validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths, is_interrupted, recover
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["ConversionRequest", "ConversionSummary", "check_conversion", "convert"]
 
 Progress = Callable[[int, int], None]
+Plan = ConversionPlan | HuggingFacePlan
 
 # A gzip archive must be unpacked to be read; a quick check skips larger ones.
 _QUICK_GZIP_BYTES = 32 << 20
@@ -85,12 +87,12 @@ def check_conversion(
         return problems
     try:
         if not _too_large_to_peek(Path(request.checkpoint_path)):
-            plan_conversion(request, names=names)
+            _planned(request, names)
     except CheckpointMismatchError as error:
         return _under_key(error.problems, request, names)
     except ValueError as error:
         return _under_key(str(error).split("\n"), request, names)
-    paths = WorkPaths.of(Path(request.output_dir), request.tp_size)
+    paths = WorkPaths.of(request.folder)
     return _folder_problems(request, paths, _identity(request), names)
 
 
@@ -151,7 +153,7 @@ def convert(
     problems = request_problems(request, names)
     if problems:
         raise CheckpointMismatchError(problems)
-    paths = WorkPaths.of(Path(request.output_dir), request.tp_size)
+    paths = WorkPaths.of(request.folder)
     with FolderLock(paths.lock, paths.final) as lock:
         recover(paths)
         shutil.rmtree(paths.scratch, ignore_errors=True)  # of a killed run, maybe a finished one
@@ -163,13 +165,20 @@ def convert(
             raise CheckpointMismatchError(problems)
         try:
             paths.scratch.mkdir()
-            plan = plan_conversion(request, names=names, scratch_dir=paths.scratch)
+            plan = _planned(request, names, paths.scratch)
             if not lock.held:
                 plan = replace(plan, remarks=(*plan.remarks, _NO_LOCKS))
             written_bytes = _run(plan, paths, identity, progress)
         finally:
             shutil.rmtree(paths.scratch, ignore_errors=True)
         return _summary(paths, started, written_bytes=written_bytes)
+
+
+def _planned(
+    request: ConversionRequest, names: Mapping[str, str], scratch_dir: Path | None = None
+) -> Plan:
+    plan = plan_conversion(request, names=names, scratch_dir=scratch_dir)
+    return plan_huggingface(plan) if request.is_huggingface else plan
 
 
 def _identity(request: ConversionRequest) -> str:
@@ -179,6 +188,7 @@ def _identity(request: ConversionRequest) -> str:
         "prompts": request.prompt_checkpoints,
         "ia3": request.ia3_checkpoints,
         "adapters": request.adapter_checkpoints,
+        "lora": request.lora_checkpoints,
         "ranges": (request.activation_ranges,),
         "tokenizer": (request.vocab_path, request.merges_path),
     }
@@ -189,6 +199,7 @@ def _identity(request: ConversionRequest) -> str:
             for kind, paths in sources.items()
         },
         "tp_size": request.tp_size,
+        **({"max_shard_bytes": request.max_shard_bytes} if request.is_huggingface else {}),
         "weight_data_type": request.weight_data_type,
         "ia3_in_place": request.ia3_in_place,
         "given": sorted(request.given),
@@ -214,14 +225,19 @@ def _is_finished(paths: WorkPaths, identity: str) -> bool:
     except (OSError, ValueError):
         return False
     is_ours = manifest.get("identity") == identity
-    return is_ours and not validate_directory(paths.final, checksums=False)
+    return is_ours and not folder_problems(paths.final, checksums=False)
 
 
-def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progress | None) -> int:
+def _run(plan: Plan, paths: WorkPaths, identity: str, progress: Progress | None) -> int:
     """Execute a plan; return the bytes of weights written."""
-    from export_scripts.conversion.write import Counter, planned_bytes, write_tensors
+    from export_scripts.conversion.safetensors import shard_records, write_shards
+    from export_scripts.conversion.write import Counter, tensor_records, write_tensors
 
-    counter = Counter(progress, planned_bytes(plan))
+    write: Callable[..., list[str]] = write_tensors
+    records: Callable[..., dict[str, Any]] = tensor_records
+    if isinstance(plan, HuggingFacePlan):
+        write, records = write_shards, shard_records
+    counter = Counter(progress, plan.weight_bytes)
     with FTWriter(paths, identity) as writer:
         done = sum(int(record["size_bytes"]) for record in writer.records.values())
         problem = check_space(paths.final.parent, counter.total - done)
@@ -229,7 +245,7 @@ def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progre
             if not writer.records:
                 writer.discard()
             raise ValueError(problem)
-        problems = write_tensors(plan, writer, counter, processes=plan.request.processes)
+        problems = write(plan, writer, counter, processes=plan.source.request.processes)
         if problems:
             writer.discard()
             raise CheckpointMismatchError(listed(problems))
@@ -237,8 +253,8 @@ def _run(plan: ConversionPlan, paths: WorkPaths, identity: str, progress: Progre
             if not writer.is_done(name):
                 writer.write(name, len(data), [memoryview(data)])
         writer.flush()
-        writer.finish(_manifest(plan, writer, identity))
-    problems = validate_directory(paths.final, checksums=False)
+        writer.finish(_manifest(plan, writer, identity) | {"tensors": records(plan, writer)})
+    problems = folder_problems(paths.final, checksums=False)
     assert not problems, problems
     return _counted(counter)
 
@@ -248,10 +264,8 @@ def _counted(counter: Counter) -> int:
     return counter.written
 
 
-def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str, Any]:
-    from export_scripts.conversion.write import tensor_records
-
-    request = plan.request
+def _manifest(plan: Plan, writer: FTWriter, identity: str) -> dict[str, Any]:
+    source, request = plan.source, plan.source.request
     files = {
         name: {key: record[key] for key in ("size_bytes", "crc32", "tensor") if key in record}
         for name, record in sorted(writer.records.items())
@@ -263,16 +277,20 @@ def _manifest(plan: ConversionPlan, writer: FTWriter, identity: str) -> dict[str
         "command": sys.argv,
         "source": {
             "path": str(Path(request.checkpoint_path).absolute()),
-            "format": plan.facts.reader.format,
-            "origin": plan.mapping.name,
-            "files": [str(path.absolute()) for path in plan.facts.reader.files()],
+            "format": source.facts.reader.format,
+            "origin": source.mapping.name,
+            "files": [str(path.absolute()) for path in source.facts.reader.files()],
             "fingerprint": _source_print(Path(request.checkpoint_path)),
         },
+        "lora": [
+            {"path": str(Path(path).absolute()), "fingerprint": _source_print(Path(path))}
+            for path in request.lora_checkpoints
+        ],
         "family": plan.mapping.family.name,
         "tensor_para_size": request.tp_size,
         "weight_data_type": request.weight_data_type,
+        "format": request.output_format,
         "remarks": list(plan.remarks),
-        "tensors": tensor_records(plan, writer),
         "files": files,
     }
 

@@ -7,14 +7,17 @@ numpy is not imported.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from export_scripts.checkpoints import open_addition, open_checkpoint
-from export_scripts.checkpoints.base import TokenizerFile, json_table
+from export_scripts.checkpoints.base import CheckpointReader, TokenizerFile, json_table
 from export_scripts.checkpoints.tokenizers import check_outside_files, given_files
+from export_scripts.conversion.ft_source import FTFolder, ft_mapping, is_ft_folder, open_ft_folder
+from export_scripts.conversion.lora import with_adapters
 from export_scripts.conversion.request import MODEL_TYPES, ConversionRequest
 from export_scripts.conversion.tensor_plan import TensorPlan, plan_tensors
 from export_scripts.errors import CheckpointMismatchError
@@ -29,9 +32,10 @@ from export_scripts.families.mapping.settings import (
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.ft.config_ini import config_text
-from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.tokenizer_files import TOKENIZER_CHOICES, is_replaced, makes_tokenizer
 
+# In the names of tensors of NeMo's and Megatron Bridge's adapters.
+_ADAPTER = re.compile(r"\.adapter(_layer)?\.")
 # Keys of config.ini that the request sets.
 _ASKED_FOR = {"tensor_para_size": "tp_size", "weight_data_type": "weight_data_type"}
 
@@ -62,6 +66,20 @@ class ConversionPlan:
     source_files: tuple[Path, ...]
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
 
+    @property
+    def source(self) -> ConversionPlan:
+        """The plan of the family's tensors, which this is."""
+        return self
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weight files."""
+        tp_size, kind = self.config.tensor_para_size, self.config.weight_data_type
+        return sum(
+            item.tensor.file_bytes(tp_size, kind) * len(item.tensor.file_names(tp_size))
+            for item in self.tensors
+        )
+
 
 def plan_conversion(
     request: ConversionRequest, *, names: Mapping[str, str], scratch_dir: Path | None = None
@@ -91,7 +109,7 @@ def plan_conversion(
         mapping, facts, config, request, tp_size=1 if problems else request.tp_size
     )
     problems += tensor_problems
-    text = _config_text(config, problems)
+    text = "" if request.is_huggingface else _config_text(config, problems)
     problems += _tokenizer_problems(request, facts, names)
     if problems:
         raise CheckpointMismatchError(problems)
@@ -163,7 +181,7 @@ def _tokenizer_problems(
 ) -> list[str]:
     """Return a problem if the folder would lack the tokenizer that text models need."""
     # One may have been added by hand to an existing folder.
-    there = ft_directory(request.output_dir, request.tp_size).glob("*")
+    there = request.folder.glob("*")
     carried = [file.name for file in facts.tokenizer]
     if (
         not request.for_text
@@ -187,9 +205,12 @@ def _config_text(config: FTConfig, problems: list[str]) -> str:
 
 
 def _open(request: ConversionRequest, scratch_dir: Path | None) -> Facts:
-    reader = open_checkpoint(
-        request.checkpoint_path, scratch_dir=scratch_dir, name=request.checkpoint_name
-    )
+    path = Path(request.checkpoint_path)
+    if is_ft_folder(path):
+        reader: CheckpointReader = _open_shards(path, request)
+    else:
+        reader = open_checkpoint(path, scratch_dir=scratch_dir, name=request.checkpoint_name)
+        reader = with_adapters(reader, request.lora_checkpoints, scratch_dir)
 
     def opened(paths: Sequence[Path]) -> tuple[Any, ...]:
         return tuple(open_addition(path, base=reader, scratch_dir=scratch_dir) for path in paths)
@@ -217,6 +238,23 @@ def _open(request: ConversionRequest, scratch_dir: Path | None) -> Facts:
         activation_ranges=_read_ranges(request.activation_ranges),
         extra=extra,
     )
+
+
+def _open_shards(path: Path, request: ConversionRequest) -> FTFolder:
+    problems = []
+    if not request.is_huggingface:
+        problems.append(
+            f"{path} is a folder of shards, which becomes a Hugging Face folder alone: convert its "
+            "checkpoint, or that folder, to other shards"
+        )
+    if request.lora_checkpoints:
+        problems.append(
+            f"{path} is a folder of shards, whose names no LoRA adapter has: write it as a Hugging "
+            "Face folder first, and merge the adapters into that"
+        )
+    if problems:
+        raise CheckpointMismatchError(problems)
+    return open_ft_folder(path)
 
 
 def _read_ranges(path: Path | None) -> Mapping[str, Any] | None:
@@ -252,6 +290,8 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
     Raises:
         CheckpointMismatchError: No mapping matches it.
     """
+    if isinstance(facts.reader, FTFolder):
+        return ft_mapping(facts.reader)
     candidates = [mapping for mapping in SOURCE_MAPPINGS if mapping.format == facts.reader.format]
     fitting = [
         mapping
@@ -262,6 +302,11 @@ def find_mapping(facts: Facts, model_type: str | None = None) -> SourceMapping:
     wanted = [mapping for mapping in fitting if mapping.family.name in kinds]
     if fitting:
         return (wanted or fitting)[0]
+    if adapter := next((key for key in facts.reader.keys() if _ADAPTER.search(key)), None):  # noqa: SIM118
+        raise CheckpointMismatchError(
+            f"{facts.reader.path} is an adapter (it holds {adapter}): expected its model; an "
+            "adapter of LoRA is named next to it"
+        )
     kind = facts.config.get("model_type") or facts.config.get("target") or "unknown"
     names = sorted(facts.reader.keys())[:3]
     raise CheckpointMismatchError(

@@ -10,8 +10,14 @@ from pathlib import Path
 
 from export_scripts.checkpoints.hub import hub_advice
 from export_scripts.families import FAMILIES
+from export_scripts.ft.layout import ft_directory
 from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from export_scripts.suggest import did_you_mean
+
+# Formats of a result: shards for this engine and FT's backend, or a folder for all others.
+OUTPUT_FORMATS = ("fastertransformer", "huggingface")
+# As transformers cuts them.
+MAX_SHARD_BYTES = 5_000_000_000
 
 # Model types users type -> the families they may be.
 MODEL_TYPES: Mapping[str, tuple[str, ...]] = {"gpt3": ("gpt", "llama"), "mt5": ("t5",)}
@@ -33,6 +39,7 @@ class ConversionRequest:
         ia3_checkpoints: IA3 archives to add, one task each.
         ia3_in_place: Multiply the IA3 scalers into the weights.
         adapter_checkpoints: Linear adapter archives to add.
+        lora_checkpoints: LoRA adapters to merge into the weights, in order.
         activation_ranges: File of activation ranges, for static int8 weights.
         vocab_path: Vocabulary (or sentencepiece model) in place of the checkpoint's.
         merges_path: Merges in place of the checkpoint's.
@@ -42,6 +49,8 @@ class ConversionRequest:
         pp_size: Pipeline stages of inference; must divide the layers.
         given: (config key, value) pairs that the source lacks.
         for_text: Whether the folder must hold a tokenizer, for text models.
+        output_format: One of OUTPUT_FORMATS; a Hugging Face folder has no ranks.
+        max_shard_bytes: Most bytes of a file of a Hugging Face folder, unless one tensor has more.
     """
 
     checkpoint_path: Path
@@ -53,6 +62,7 @@ class ConversionRequest:
     ia3_checkpoints: tuple[Path, ...] = ()
     ia3_in_place: bool = False
     adapter_checkpoints: tuple[Path, ...] = ()
+    lora_checkpoints: tuple[Path, ...] = ()
     activation_ranges: Path | None = None
     vocab_path: Path | None = None
     merges_path: Path | None = None
@@ -63,6 +73,20 @@ class ConversionRequest:
     given: tuple[tuple[str, str], ...] = ()
     for_text: bool = False
     checkpoint_name: str | None = None
+    output_format: str = "fastertransformer"
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+    @property
+    def is_huggingface(self) -> bool:
+        """True if a Hugging Face folder is to be written."""
+        return self.output_format == "huggingface"
+
+    @property
+    def folder(self) -> Path:
+        """The folder to write."""
+        if self.is_huggingface:
+            return Path(self.output_dir) / "huggingface"
+        return ft_directory(Path(self.output_dir), self.tp_size)
 
     def allows(self, name: str) -> bool:
         """Return whether the user accepts a tensor that would otherwise be an error."""
@@ -82,11 +106,14 @@ OPTION_NAMES: Mapping[str, str] = {
     "prompt_checkpoints": "--prompt-checkpoint",
     "ia3_checkpoints": "--ia3-checkpoint",
     "adapter_checkpoints": "--adapter-checkpoint",
+    "lora_checkpoints": "--lora",
     "activation_ranges": "--activation-ranges",
     "vocab_path": "--vocab-path",
     "merges_path": "--merges-path",
     "given": "--set",
     "overwrite": "--overwrite",
+    "output_format": "--output-format",
+    "max_shard_bytes": "--max-shard-size",
     "for_text": "for_text",  # not an option: this command does not serve
 }
 
@@ -98,6 +125,7 @@ def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> li
         ("tp_size", request.tp_size),
         ("pp_size", request.pp_size),
         ("processes", request.processes),
+        ("max_shard_bytes", request.max_shard_bytes),
     ):
         if value < 1:
             problems.append(f"{names[key]}={value} is not a positive number")
@@ -105,6 +133,17 @@ def request_problems(request: ConversionRequest, names: Mapping[str, str]) -> li
         problems.append(
             f"{names['weight_data_type']}={request.weight_data_type} is unknown; "
             f"use {', '.join(WEIGHT_DATA_TYPES)}"
+        )
+    if request.output_format not in OUTPUT_FORMATS:
+        problems.append(
+            f"{names['output_format']}={request.output_format} is unknown"
+            f"{did_you_mean(request.output_format, OUTPUT_FORMATS)}; use "
+            + ", ".join(OUTPUT_FORMATS)
+        )
+    elif request.is_huggingface and request.tp_size != 1:
+        problems.append(
+            f"{names['tp_size']}={request.tp_size}: a Hugging Face folder has no ranks; leave this "
+            "out"
         )
     problems += [
         f"{names[key]}={path} does not exist; check the spelling, and that this machine sees it"
@@ -129,6 +168,7 @@ def _source_paths(request: ConversionRequest) -> Mapping[str, tuple[Path | None,
         "prompt_checkpoints": request.prompt_checkpoints,
         "ia3_checkpoints": request.ia3_checkpoints,
         "adapter_checkpoints": request.adapter_checkpoints,
+        "lora_checkpoints": request.lora_checkpoints,
         "activation_ranges": (request.activation_ranges,),
         "vocab_path": (request.vocab_path,),
         "merges_path": (request.merges_path,),

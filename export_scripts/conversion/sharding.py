@@ -155,11 +155,11 @@ def file_chunks(
         if split_axis >= 0:
             low, high = window[split_axis]
             window[split_axis] = (low + start, high + start)
-        _gather(out, parts, window, space)
+        gather(out, parts, window, space)
         yield raw.data, value_range(raw, data_type)
 
 
-def _gather(out: Array, parts: Parts, window: list[tuple[int, int]], space: Workspace) -> None:
+def gather(out: Array, parts: Parts, window: list[tuple[int, int]], space: Workspace) -> None:
     """Fill `out` with the window (low, high per axis) of the whole tensor."""
     offset = 0
     low, high = window[parts.axis]
@@ -181,6 +181,11 @@ def _gather(out: Array, parts: Parts, window: list[tuple[int, int]], space: Work
 
 def _copy(target: Array, source: Array, space: Workspace) -> None:
     item = source.itemsize
+    if source.ndim > 2 and item not in (source.strides[0], source.strides[-1]):
+        # The contiguous axis is an inner one, which is first or last in a part of the others.
+        for number in range(len(source)):
+            _copy(target[number], source[number], space)
+        return
     if (
         source.ndim < 2
         or source.size < _SMALL

@@ -121,7 +121,7 @@ def _shape_problems(
     if problems:
         return problems
     try:
-        parts = plan.source.build(_shapes_of(plan, facts), config)
+        parts = plan.source.build(shapes_of(plan, facts), config)
         local_fine_shape(parts, plan.tensor, tp_size)
     except (ValueError, IndexError, ZeroDivisionError) as error:
         stored = ", ".join(f"{key} {list(facts.pieces(key)[0].shape)}" for key, _ in keys)
@@ -130,7 +130,7 @@ def _shape_problems(
     return []
 
 
-def _shapes_of(plan: TensorPlan, facts: Facts) -> Get:
+def shapes_of(plan: TensorPlan, facts: Facts) -> Get:
     """Return the reader of pieces that `TensorSource.build` gets when only shapes are needed."""
     return lambda key, cut=None, unit=1: [
         ShapeTensor(slab.shape)

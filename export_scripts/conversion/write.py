@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,16 +57,6 @@ class Counter:
                 self.progress(self.done, self.total)
 
 
-def planned_bytes(plan: ConversionPlan) -> int:
-    """Return the bytes of all weight files."""
-    tp_size = plan.config.tensor_para_size
-    kind = plan.config.weight_data_type
-    return sum(
-        item.tensor.file_bytes(tp_size, kind) * len(item.tensor.file_names(tp_size))
-        for item in plan.tensors
-    )
-
-
 def write_tensors(
     plan: ConversionPlan, writer: FTWriter, counter: Counter, *, processes: int
 ) -> list[str]:
@@ -76,11 +66,12 @@ def write_tensors(
     """
     pool = concurrent.futures.ThreadPoolExecutor(processes, "convert")
     stopping = threading.Event()
-    task = _Task(plan, writer, counter, stopping)
+    values = SourceValues(plan)
+    task = _Task(plan, writer, counter, stopping, values)
     try:
         # Source order: reads go forward, and a layer's small tensors come between its large ones,
         # which keeps the disk busy.
-        ordered = sorted(plan.tensors, key=task.place)
+        ordered = sorted(plan.tensors, key=values.place)
         futures = {item.tensor.name: pool.submit(task.write, item) for item in ordered}
         done, _ = concurrent.futures.wait(
             futures.values(), return_when=concurrent.futures.FIRST_EXCEPTION
@@ -106,6 +97,49 @@ def build_parts(plan: ConversionPlan, item: TensorPlan) -> Parts:
 
 
 @dataclass(frozen=True)
+class SourceValues:
+    """The stored values that the tensors of a plan are made of."""
+
+    plan: ConversionPlan
+
+    def place(self, item: TensorPlan) -> tuple[str, int]:
+        """Return the file and offset at which a tensor begins in the source."""
+        return next(((str(stored.path), stored.offset) for _, stored in self._read(item)), ("", 0))
+
+    def _read(self, item: TensorPlan) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield (key, stored part) of everything read for a tensor; of replicas the first."""
+        for pattern, cut in item.source.reads:
+            key = pattern.format(**item.index)
+            pieces = self.plan.facts.pieces(key)
+            for piece in pieces[:1] if cut is None else pieces:
+                yield from ((key, stored) for stored in piece.stored)
+
+    def damage(self, item: TensorPlan) -> list[str]:
+        """Return a problem for everything read for a tensor that differs from its checksum."""
+        name = item.tensor.name
+        maps = self.plan.facts.maps
+        for _, piece in self._read(item):
+            maps.prefetch(piece)
+        return [
+            f"{name}: {key} in {piece.path} does not match its checksum in the archive, so it is "
+            f"damaged; copy the file again (--allow '{name}' converts it as it is)"
+            for key, piece in self._read(item)
+            if not self.plan.request.allows(name) and not maps.is_intact(piece)
+        ]
+
+    def forget(self, item: TensorPlan) -> None:
+        """Drop the source's pages, which keeps memory independent of the model's size."""
+        for _, piece in self._read(item):
+            self.plan.facts.maps.forget(piece)
+
+    def problem(self, name: str, item: TensorPlan, kind: str) -> str:
+        """Return the problem of a tensor written as infinities or NaN."""
+        problem = _value_problem(name, build_parts(self.plan, item), kind)
+        self.forget(item)
+        return problem
+
+
+@dataclass(frozen=True)
 class _Task:
     """State that all workers share."""
 
@@ -113,10 +147,7 @@ class _Task:
     writer: FTWriter
     counter: Counter
     stopping: threading.Event
-
-    def place(self, item: TensorPlan) -> tuple[str, int]:
-        """Return the file and offset at which a tensor begins in the source."""
-        return next(((str(stored.path), stored.offset) for _, stored in self._read(item)), ("", 0))
+    values: SourceValues
 
     def write(self, item: TensorPlan) -> list[str]:
         """Write the missing files of one tensor; return the problems of its values."""
@@ -138,7 +169,8 @@ class _Task:
             else:
                 missing.append((tp_rank, name))
         if missing:
-            self._check(item)
+            if damaged := self.values.damage(item):
+                return damaged
             parts = build_parts(self.plan, item)
             shape, axis = local_fine_shape(parts, item.tensor, tp_size)
             for tp_rank, name in missing:
@@ -148,44 +180,10 @@ class _Task:
                 self.writer.write(name, size, chunks, facts=facts)
                 whole.include(found)
             del parts
-            self._forget(item)
+            self.values.forget(item)
         if whole.finite or self.plan.request.allows(item.tensor.name):
             return []
-        problem = _value_problem(item.tensor.name, build_parts(self.plan, item), kind)
-        self._forget(item)
-        return [problem]
-
-    def _read(self, item: TensorPlan) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield (key, stored part) of everything read for a tensor; of replicas the first."""
-        for pattern, cut in item.source.reads:
-            key = pattern.format(**item.index)
-            pieces = self.plan.facts.pieces(key)
-            for piece in pieces[:1] if cut is None else pieces:
-                yield from ((key, stored) for stored in piece.stored)
-
-    def _check(self, item: TensorPlan) -> None:
-        """Compare the checksums of everything read for a tensor.
-
-        Raises:
-            CheckpointMismatchError: Some differ; every such source is named.
-        """
-        name = item.tensor.name
-        maps = self.plan.facts.maps
-        for _, piece in self._read(item):
-            maps.prefetch(piece)
-        damaged = [
-            f"{key} in {piece.path} does not match its checksum in the archive, so it is "
-            f"damaged; copy the file again (--allow '{name}' converts it as it is)"
-            for key, piece in self._read(item)
-            if not self.plan.request.allows(name) and not maps.is_intact(piece)
-        ]
-        if damaged:
-            raise CheckpointMismatchError(damaged)
-
-    def _forget(self, item: TensorPlan) -> None:
-        """Drop the source's pages, which keeps memory independent of the model's size."""
-        for _, piece in self._read(item):
-            self.plan.facts.maps.forget(piece)
+        return [self.values.problem(item.tensor.name, item, kind)]
 
     def _chunks(
         self, chunks: Iterator[tuple[memoryview, ValueRange]], found: ValueRange
@@ -200,9 +198,14 @@ class _Task:
 
 def _range_recorder(tensor: str, found: ValueRange) -> Callable[[], Mapping[str, Any]]:
     def record() -> Mapping[str, Any]:
-        return {"tensor": tensor, "min": repr(found.smallest), "max": repr(found.largest)}
+        return {"tensor": tensor, **range_record(found)}
 
     return record
+
+
+def range_record(found: ValueRange) -> Mapping[str, str]:
+    """Return the record of a range of values; JSON has no infinities."""
+    return {"min": repr(found.smallest), "max": repr(found.largest)}
 
 
 def recorded_range(record: Mapping[str, Any]) -> ValueRange:
@@ -249,16 +252,26 @@ def tensor_records(plan: ConversionPlan, writer: FTWriter) -> dict[str, Any]:
         whole = ValueRange()
         for name in item.tensor.file_names(plan.config.tensor_para_size):
             whole.include(recorded_range(writer.records[name]))
+        kind = item.tensor.dtype or plan.config.weight_data_type
         out[item.tensor.name] = {
-            "shape": list(item.tensor.shape),
             "split": item.tensor.split,
-            "dtype": item.tensor.dtype or plan.config.weight_data_type,
-            "source": [key.format(**item.index) for key, _ in item.source.reads],
-            "min": _json_number(whole.smallest),
-            "max": _json_number(whole.largest),
-            "abs_max": _json_number(whole.largest_magnitude),
+            **tensor_record(item, item.tensor.shape, kind, whole),
         }
     return out
+
+
+def tensor_record(
+    item: TensorPlan, shape: Sequence[int], kind: str, found: ValueRange
+) -> dict[str, Any]:
+    """Return the record of a tensor written in a shape and a type."""
+    return {
+        "shape": list(shape),
+        "dtype": kind,
+        "source": [key.format(**item.index) for key, _ in item.source.reads],
+        "min": _json_number(found.smallest),
+        "max": _json_number(found.largest),
+        "abs_max": _json_number(found.largest_magnitude),
+    }
 
 
 def _json_number(value: float) -> float | str:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from export_scripts.families.layout.architecture import EncoderArchitecture, activation_choice
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.mapping.keys import key, read_keys, written_keys
 from export_scripts.families.mapping.settings import huggingface_settings, model_name
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, TensorSource, Transpose
@@ -138,31 +139,42 @@ def _is_bert(facts: Facts) -> bool:
     return facts.config.get("model_type") == "bert"
 
 
+_KEYS = (
+    key("head_num", "num_attention_heads"),
+    key("hidden", "hidden_size"),
+    key("inter_size", "intermediate_size"),
+    key("num_layer", "num_hidden_layers"),
+    key("activation_type", "hidden_act", kind="activation", default="gelu"),
+    key("max_position_embeddings", "max_position_embeddings", default=512),
+    key("layer_norm_eps", "layer_norm_eps", kind="number", default=1e-12),
+)
+
+
 def _config(facts: Facts) -> BertConfig:
     source = facts.config
     settings = huggingface_settings(source)
     settings.expect("is_decoder", False, why="FT's BERT attends both ways")
     settings.expect("position_embedding_type", "absolute", why="FT's BERT has no position bias")
-    hidden = settings.integer("hidden_size")
-    heads = settings.integer("num_attention_heads")
-    activation, exact_gelu = settings.activation("hidden_act", default="gelu")
+    values = read_keys(settings, _KEYS)
+    hidden = values.pop("hidden")
     config = BertConfig(
+        **values | {"activation_type": values["activation_type"].lower()},
         model_name=model_name(source, "bert"),
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
-        head_num=heads,
-        size_per_head=settings.divide(hidden, heads, "hidden_size by num_attention_heads"),
-        inter_size=settings.integer("intermediate_size"),
-        num_layer=settings.integer("num_hidden_layers"),
-        activation_type=activation.lower(),
-        exact_gelu=exact_gelu,
+        size_per_head=settings.divide(
+            hidden, values["head_num"], "hidden_size by num_attention_heads"
+        ),
         position_embedding_type="absolute",
         hidden_size=hidden,
-        max_position_embeddings=settings.integer("max_position_embeddings", default=512),
-        layer_norm_eps=settings.number("layer_norm_eps", default=1e-12),
     )
     settings.finish()
     return config
+
+
+def _written(config: BertConfig, is_tied: bool) -> list[dict[str, Any]]:  # noqa: ARG001
+    keys = written_keys(_KEYS, config)
+    return [{"model_type": "bert", **keys}]
 
 
 def _weights(facts: Facts, _: BertConfig) -> Mapping[str, TensorSource]:
@@ -185,7 +197,9 @@ BERT_HUGGINGFACE = SourceMapping(
     format="huggingface",
     matches=_is_bert,
     config=_config,
+    written=_written,
     weights=_weights,
     ignored=_IGNORED,
+    carried=_IGNORED,
     prefix=_PREFIX,
 )

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from export_scripts.families.layout.decoder import PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.mapping.keys import decoder_values, key, written_decoder
 from export_scripts.families.mapping.prompts import with_prompts
 from export_scripts.families.mapping.settings import (
     Settings,
     huggingface_settings,
-    model_name,
     stored_head,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
@@ -41,14 +41,7 @@ class GPTJConfig(DecoderConfig):
 
 def gptj_architecture(config: GPTJConfig) -> DecoderArchitecture:
     """Return the decoder a GPT-J config describes."""
-    return DecoderArchitecture(
-        head_num=config.head_num,
-        kv_head_num=config.head_num,
-        size_per_head=config.size_per_head,
-        hidden=config.hidden,
-        inter_size=config.inter_size,
-        num_layer=config.num_layer,
-        vocab_size=config.vocab_size,
+    return config.decoder(
         position="rotary_interleaved",
         rotary=Rotary(dims=config.rotary_embedding),
         norm_eps=config.layernorm_eps,
@@ -93,6 +86,16 @@ def check_rotary(settings: Settings, name: str, dims: int, size_per_head: int) -
         )
 
 
+_KEYS = (
+    key("head_num", "n_head", "num_attention_heads"),
+    key("hidden", "n_embd", "hidden_size"),
+    key("inter_size", "n_inner", default=lambda known: 4 * known["hidden"]),
+    key("num_layer", "n_layer", "num_hidden_layers"),
+    key("vocab_size", "vocab_size"),
+    key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
+)
+
+
 def _config(facts: Facts) -> GPTJConfig:
     """Return the config of a Hugging Face GPT-J.
 
@@ -100,36 +103,30 @@ def _config(facts: Facts) -> GPTJConfig:
         CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
     """
     settings = huggingface_settings(facts.config)
-    hidden = settings.integer("n_embd", "hidden_size")
-    heads = settings.integer("n_head", "num_attention_heads")
-    size_per_head = settings.divide(hidden, heads, "n_embd by n_head")
     if settings.activation("activation_function", default="gelu_new") != ("Gelu", False):
         name = facts.config["activation_function"]
         settings.problems.append(
             f"config.json: activation_function = {name} cannot be represented: FT computes GPT-J "
             "with gelu_new"
         )
+    values = decoder_values(facts, settings, _KEYS, name="gptj", bos=50256, eos=50256)
     # transformers rotates whole heads where the key is null, and 64 dimensions where it is absent.
-    usual = size_per_head if "rotary_dim" in facts.config else 64
+    usual = values["size_per_head"] if "rotary_dim" in facts.config else 64
     rotary_dims = settings.integer("rotary_dim", default=usual, least=2)
-    check_rotary(settings, "rotary_dim", rotary_dims, size_per_head)
-    start_id, end_id = settings.token_ids(facts, bos=50256, eos=50256)
-    config = GPTJConfig(
-        model_name=model_name(facts.config, "gptj"),
-        head_num=heads,
-        size_per_head=size_per_head,
-        inter_size=settings.integer("n_inner", default=4 * hidden),
-        num_layer=settings.integer("n_layer", "num_hidden_layers"),
-        vocab_size=settings.integer("vocab_size"),
-        rotary_embedding=rotary_dims,
-        start_id=start_id,
-        end_id=end_id,
-        layernorm_eps=settings.number("layer_norm_epsilon", default=1e-5),
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
-    )
+    check_rotary(settings, "rotary_dim", rotary_dims, values["size_per_head"])
     settings.finish()
-    return config
+    return GPTJConfig(**values, rotary_embedding=rotary_dims)
+
+
+def _written(config: GPTJConfig, is_tied: bool) -> list[dict[str, Any]]:
+    return [
+        written_decoder("gptj", "GPTJForCausalLM", _KEYS, config)
+        | {
+            "activation_function": "gelu_new",
+            "rotary_dim": config.rotary_embedding,
+            "tie_word_embeddings": is_tied,
+        }
+    ]
 
 
 _H = "transformer.h.{layer}."
@@ -164,6 +161,8 @@ GPTJ_HUGGINGFACE = with_prompts(
         format="huggingface",
         matches=lambda facts: facts.config.get("model_type") == "gptj",
         config=_config,
+        written=_written,
+        positions="n_positions",
         weights=_weights,
         ignored=("*.attn.bias", "*.attn.masked_bias", "*.attn.embed_positions"),
         prefix="transformer.",

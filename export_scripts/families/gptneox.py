@@ -7,7 +7,7 @@ Layout: FasterTransformer, models/gptneox/GptNeoXWeight.cc and GptNeoXDecoderLay
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,16 +15,22 @@ from export_scripts.families.layout.architecture import DecoderArchitecture, Rot
 from export_scripts.families.layout.config import ini_field
 from export_scripts.families.layout.decoder import PROMPT_WEIGHTS, DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
+from export_scripts.families.mapping.keys import (
+    activation_name,
+    decoder_values,
+    key,
+    written_decoder,
+)
 from export_scripts.families.mapping.prompts import with_prompts
-from export_scripts.families.mapping.rotary import plain_rotary_dims
+from export_scripts.families.mapping.rotary import FT_BASE, plain_rotary_dims, rotary_fraction
 from export_scripts.families.mapping.settings import (
     half_precision_warnings,
     huggingface_settings,
-    model_name,
     stored_head,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
+    Adjusted,
     Compute,
     Constant,
     Copy,
@@ -61,14 +67,7 @@ class GPTNeoXConfig(DecoderConfig):
 
 def gptneox_architecture(config: GPTNeoXConfig) -> DecoderArchitecture:
     """Return the decoder a GPT-NeoX config describes."""
-    return DecoderArchitecture(
-        head_num=config.head_num,
-        kv_head_num=config.head_num,
-        size_per_head=config.size_per_head,
-        hidden=config.hidden,
-        inter_size=config.inter_size,
-        num_layer=config.num_layer,
-        vocab_size=config.vocab_size,
+    return config.decoder(
         position="rotary_half",
         rotary=Rotary(dims=config.rotary_embedding),
         norm_eps=config.layernorm_eps,
@@ -95,11 +94,38 @@ LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec(LAYER + "mlp.dense_4h_to_h.bias", ("hidden",), when=("has_sequential_residual",)),
     # Both output biases over the ranks: each rank adds it before the all-reduce.
     WeightSpec(LAYER + "mlp.attention.bias.sum", ("hidden",), when=("use_gptj_residual",)),
+    # What the sum was made of, over the ranks likewise, as NVIDIA's converter writes it.
+    *(
+        WeightSpec(f"{LAYER}{name}.bias", ("hidden",), when=("use_gptj_residual",), optional=True)
+        for name in ("attention.dense", "mlp.dense_4h_to_h")
+    ),
     WeightSpec("model.final_layernorm.weight", ("hidden",)),
     WeightSpec("model.final_layernorm.bias", ("hidden",)),
     WeightSpec("model.lm_head.weight", ("vocab_size", "hidden")),
     *PROMPT_WEIGHTS,
 )
+
+_SUM = LAYER + "mlp.attention.bias.sum"
+_SHARES = (LAYER + "attention.dense.bias", LAYER + "mlp.dense_4h_to_h.bias")
+
+
+def _whole_biases(stored: GPTNeoXConfig, names: Collection[str]) -> dict[str, TensorSource]:
+    """Return the sources of the output biases, which a folder divides by its ranks.
+
+    Where only their sum is left, it becomes the MLP's, and attention's zeros.
+    """
+    if stored.has_sequential_residual:
+        return {}
+    ranks = stored.tensor_para_size
+
+    def whole(key: str) -> TensorSource:
+        return Copy(key) if ranks == 1 else Adjusted(Copy(key), lambda part, _: part * ranks)
+
+    if all(name.format(layer=0) in names for name in _SHARES):
+        return {name: whole(name) for name in _SHARES}
+    attention, mlp = _SHARES
+    return {attention: Constant(("hidden",)), mlp: whole(_SUM)}
+
 
 GPTNEOX = ModelFamily(
     name="gptneox",
@@ -107,8 +133,7 @@ GPTNEOX = ModelFamily(
     config=GPTNeoXConfig,
     architecture=gptneox_architecture,
     layout=LAYOUT,
-    # Written by other converters next to the sum that replaces them.
-    unread=("model.layers.*.attention.dense.bias.bin", "model.layers.*.mlp.dense_4h_to_h.bias.bin"),
+    whole=_whole_biases,
 )
 
 
@@ -117,9 +142,32 @@ def divided_bias_sum(config: GPTNeoXConfig, *biases: Any) -> Any:
 
     Each is divided and rounded to the type on disk before the sum, as NVIDIA's converter does.
     """
-    kind, ranks = config.weight_data_type, config.tensor_para_size
-    shares = [rounded(rounded(bias, kind) / ranks, kind) for bias in biases]
+    shares = [_share(config, bias) for bias in biases]
+    kind = config.weight_data_type
     return functools.reduce(lambda total, share: rounded(total + share, kind), shares)
+
+
+def _share(config: GPTNeoXConfig, bias: Any) -> Any:
+    kind = config.weight_data_type
+    return rounded(rounded(bias, kind) / config.tensor_para_size, kind)
+
+
+def output_bias(config: GPTNeoXConfig, key: str) -> TensorSource:
+    """Return the source of an output bias: whole, or the share of a rank that adds it."""
+    if config.has_sequential_residual or config.tensor_para_size == 1:
+        return Copy(key)
+    return Compute(_share, (key,))
+
+
+_KEYS = (
+    key("head_num", "num_attention_heads"),
+    key("hidden", "hidden_size"),
+    key("inter_size", "intermediate_size"),
+    key("num_layer", "num_hidden_layers"),
+    key("vocab_size", "vocab_size"),
+    key("use_gptj_residual", "use_parallel_residual", kind="flag", default=True),
+    key("layernorm_eps", "layer_norm_eps", kind="number", default=1e-5),
+)
 
 
 def _config(facts: Facts) -> GPTNeoXConfig:
@@ -129,34 +177,30 @@ def _config(facts: Facts) -> GPTNeoXConfig:
         CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
     """
     settings = huggingface_settings(facts.config)
-    hidden = settings.integer("hidden_size")
-    heads = settings.integer("num_attention_heads")
-    size_per_head = settings.divide(hidden, heads, "hidden_size by num_attention_heads")
     spelling, exact_gelu = settings.activation("hidden_act", default="gelu")
     if spelling != "Gelu":
         settings.problems.append(
             f"config.json: hidden_act = {facts.config['hidden_act']} cannot be represented: FT "
             "computes GPT-NeoX with gelu"
         )
-    start_id, end_id = settings.token_ids(facts, bos=0, eos=2)
-    config = GPTNeoXConfig(
-        model_name=model_name(facts.config, "gptneox"),
-        head_num=heads,
-        size_per_head=size_per_head,
-        inter_size=settings.integer("intermediate_size"),
-        num_layer=settings.integer("num_hidden_layers"),
-        vocab_size=settings.integer("vocab_size"),
-        rotary_embedding=plain_rotary_dims(settings, size_per_head, fraction=0.25),
-        start_id=start_id,
-        end_id=end_id,
-        use_gptj_residual=settings.flag("use_parallel_residual", default=True),
-        layernorm_eps=settings.number("layer_norm_eps", default=1e-5),
-        exact_gelu=exact_gelu,
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
-    )
+    values = decoder_values(facts, settings, _KEYS, name="gptneox", bos=0, eos=2)
+    rotary_dims = plain_rotary_dims(settings, values["size_per_head"], fraction=0.25)
     settings.finish()
-    return config
+    return GPTNeoXConfig(**values, rotary_embedding=rotary_dims, exact_gelu=exact_gelu)
+
+
+def _written(config: GPTNeoXConfig, is_tied: bool) -> list[dict[str, Any]]:
+    fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
+    return [
+        written_decoder("gpt_neox", "GPTNeoXForCausalLM", _KEYS, config)
+        | {
+            "hidden_act": activation_name("Gelu", exact_gelu=config.exact_gelu),
+            "rotary_pct": fraction,
+            "rotary_emb_base": FT_BASE,
+            "attention_bias": True,
+            "tie_word_embeddings": is_tied,
+        }
+    ]
 
 
 _L = "gpt_neox.layers.{layer}."
@@ -165,7 +209,7 @@ EMBEDDING = "gpt_neox.embed_in.weight"
 HEADS = ("embed_out.weight", "lm_head.weight")
 
 
-def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSource]:
+def _weights(facts: Facts, config: GPTNeoXConfig) -> Mapping[str, TensorSource]:
     """Return each tensor's source."""
     has_bias = facts.config.get("attention_bias", True)
     mlp_out = _L + "mlp.dense_4h_to_h"
@@ -184,13 +228,13 @@ def _weights(facts: Facts, _: GPTNeoXConfig) -> Mapping[str, TensorSource]:
         LAYER + qkv + "weight": SplitQKV(_L + qkv + "weight"),
         LAYER + qkv + "bias": SplitQKV(_L + qkv + "bias") if has_bias else Constant((3, "hidden")),
         LAYER + "attention.dense.weight": Transpose(_L + "attention.dense.weight"),
-        LAYER + "attention.dense.bias": Copy(_L + "attention.dense.bias")
+        LAYER + "attention.dense.bias": output_bias(config, _L + "attention.dense.bias")
         if has_bias
         else Constant(("hidden",)),
         LAYER + "mlp.dense_h_to_4h.weight": Transpose(_L + "mlp.dense_h_to_4h.weight"),
         LAYER + "mlp.dense_h_to_4h.bias": Copy(_L + "mlp.dense_h_to_4h.bias"),
         LAYER + "mlp.dense_4h_to_h.weight": Transpose(mlp_out + ".weight"),
-        LAYER + "mlp.dense_4h_to_h.bias": Copy(mlp_out + ".bias"),
+        LAYER + "mlp.dense_4h_to_h.bias": output_bias(config, mlp_out + ".bias"),
         LAYER + "mlp.attention.bias.sum": Compute(
             divided_bias_sum, (*out_biases, mlp_out + ".bias")
         ),
@@ -205,6 +249,8 @@ GPTNEOX_HUGGINGFACE = with_prompts(
         format="huggingface",
         matches=lambda facts: facts.config.get("model_type") == "gpt_neox",
         config=_config,
+        written=_written,
+        positions="max_position_embeddings",
         weights=_weights,
         ignored=(
             "*.attention.bias",

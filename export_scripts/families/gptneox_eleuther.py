@@ -116,6 +116,12 @@ def _sum(config: GPTNeoXConfig, joined: Any) -> Any:
     return functools.reduce(operator.add, _per_rank(joined, config))
 
 
+def _output_bias(config: GPTNeoXConfig, joined: Any) -> Any:
+    """Return the sum over training ranks, or the share of an inference rank that adds it."""
+    whole = _sum(config, joined)
+    return divided_bias_sum(config, whole) if config.use_gptj_residual else whole
+
+
 def _mean(config: GPTNeoXConfig, joined: Any) -> Any:
     ranks = _per_rank(joined, config)
     return functools.reduce(operator.add, ranks) / len(ranks)
@@ -149,11 +155,11 @@ WEIGHTS: Mapping[str, TensorSource] = {
     LAYER + _QKV + "weight": SplitQKV(_L + _QKV + "weight"),
     LAYER + _QKV + "bias": SplitQKV(_L + _QKV + "bias"),
     LAYER + "attention.dense.weight": Transpose(_L + "attention.dense.weight", cut=1),
-    LAYER + "attention.dense.bias": _everywhere(_sum, _ATTENTION_BIAS),
+    LAYER + "attention.dense.bias": _everywhere(_output_bias, _ATTENTION_BIAS),
     LAYER + "mlp.dense_h_to_4h.weight": Transpose(_L + "mlp.dense_h_to_4h.weight", cut=0),
     LAYER + "mlp.dense_h_to_4h.bias": Copy(_L + "mlp.dense_h_to_4h.bias", cut=0),
     LAYER + "mlp.dense_4h_to_h.weight": Transpose(_L + "mlp.dense_4h_to_h.weight", cut=1),
-    LAYER + "mlp.dense_4h_to_h.bias": _everywhere(_sum, _MLP_BIAS),
+    LAYER + "mlp.dense_4h_to_h.bias": _everywhere(_output_bias, _MLP_BIAS),
     LAYER + "mlp.attention.bias.sum": _everywhere(_divided_sum, _ATTENTION_BIAS, _MLP_BIAS),
 }
 

@@ -31,9 +31,9 @@ def ft_directory(output_dir: Path, tp_size: int) -> Path:
     return output_dir / f"{tp_size}-gpu"
 
 
-def staging_directory(output_dir: Path, tp_size: int) -> Path:
-    """Return the hidden folder that a running conversion fills."""
-    return output_dir / f".{tp_size}-gpu.partial"
+def staging_directory(folder: Path) -> Path:
+    """Return the hidden folder that becomes `folder` when it is complete."""
+    return folder.with_name(f".{folder.name}.partial")
 
 
 def manifest_path(ft_dir: Path) -> Path:
@@ -55,5 +55,5 @@ def expected_files(family: ModelFamily, config: FTConfig, tp_size: int) -> dict[
 
 
 def tensor_table(family: ModelFamily, config: FTConfig) -> dict[str, FTTensor]:
-    """Return the tensors of a folder by name."""
-    return {tensor.name: tensor for tensor in family.tensors(config)}
+    """Return the tensors of a folder by name, optional ones too."""
+    return {tensor.name: tensor for _, _, tensor in family.expand(config)}

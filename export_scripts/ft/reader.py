@@ -32,7 +32,11 @@ class FTReader:
         self.family, self.config = read_config(self.path)
         self.tp_size = self.config.tensor_para_size
         self.weight_data_type = self.config.weight_data_type
-        self._tensors = tensor_table(self.family, self.config)
+        self._tensors = {
+            name: tensor
+            for name, tensor in tensor_table(self.family, self.config).items()
+            if not tensor.optional or (self.path / tensor.file_name()).exists()
+        }
 
     def has(self, name: str) -> bool:
         """Return whether the folder holds a tensor called `name` (the file's stem)."""

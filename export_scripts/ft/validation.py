@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,9 @@ from export_scripts.files.checksum import checksum_of
 from export_scripts.files.json_content import json_object
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.layout import EXTRA_FILES, expected_files, manifest_path
+
+# Files whose checksums are computed at a time: one reads from the disk while another is summed.
+_READERS = 4
 
 
 def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
@@ -29,7 +35,7 @@ def validate_directory(ft_dir: Path, *, checksums: bool = True) -> list[str]:
     except CheckpointMismatchError as error:
         return error.problems
     problems = _compare_files(ft_dir, family, config)
-    for name, problem in _compare_manifest(ft_dir, checksums=checksums).items():
+    for name, problem in manifest_problems(ft_dir, checksums=checksums).items():
         problems.setdefault(name, problem)  # each file's first
     return list(problems.values())
 
@@ -51,7 +57,14 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
             problems[name] = f"{name} is not a regular file"
         elif (actual := entry.stat().st_size) != size:
             problems[name] = f"{name} has {actual} bytes, expected {size}"
-    tolerated = (*EXTRA_FILES, *family.unread)
+    optional = {t.file_name(): t for _, _, t in family.expand(config) if t.optional}
+    tolerated = (*EXTRA_FILES, *family.unread, *optional)
+    problems |= {
+        name: f"{name} has {found[name].stat().st_size} bytes, expected {size}"
+        for name, tensor in optional.items()
+        if name in found
+        and found[name].stat().st_size != (size := tensor.file_bytes(1, config.weight_data_type))
+    }
     return problems | {
         name: f"{name} is not expected in a {family.name} folder of {tp_size} ranks"
         for name in sorted(found)
@@ -59,26 +72,61 @@ def _compare_files(ft_dir: Path, family: ModelFamily, config: FTConfig) -> dict[
     }
 
 
-def _compare_manifest(ft_dir: Path, *, checksums: bool) -> dict[str, str]:
-    """Return file name -> problem; a problem of the manifest itself is under its path."""
-    path = manifest_path(ft_dir)
+@dataclass(frozen=True)
+class Manifest:
+    """The record of a conversion, as far as it is read again.
+
+    Attributes:
+        files: File name -> size in bytes and CRC-32 in hexadecimal.
+        origin: Name of the mapping that made the folder.
+    """
+
+    files: Mapping[str, tuple[int, str]]
+    origin: str = ""
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a converted folder, or None if it has none.
+
+    Raises:
+        CheckpointMismatchError: It cannot be read.
+    """
+    path = manifest_path(folder)
     if not path.exists():
-        return {}
+        return None
     try:
-        files: dict[str, dict[str, Any]] = json_object(path.read_bytes(), path)["files"]
-        facts = [(name, record["size_bytes"], record["crc32"]) for name, record in files.items()]
+        table = json_object(path.read_bytes(), path)
+        files: dict[str, dict[str, Any]] = table["files"]
+        facts = {name: (int(r["size_bytes"]), str(r["crc32"])) for name, r in files.items()}
+        return Manifest(facts, str(table.get("source", {}).get("origin", "")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return {
-            str(path): f"{path} is not a readable manifest ({error!r}); delete it, or convert "
-            "again with --overwrite"
-        }
-    problems = {}
-    for name, size, checksum in facts:
-        file = ft_dir / name
+        raise CheckpointMismatchError(
+            f"{path} is not a readable manifest ({error!r}); delete it, or convert again with "
+            "--overwrite"
+        ) from error
+
+
+def manifest_problems(folder: Path, *, checksums: bool) -> dict[str, str]:
+    """Return file name -> problem; a problem of the manifest itself is under its path."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointMismatchError as error:
+        return {str(manifest_path(folder)): str(error)}
+    problems, sound = {}, {}
+    for name, (size, checksum) in manifest.files.items() if manifest else ():
+        file = folder / name
         if not file.is_file():
             problems[name] = f"{name} is missing, but the manifest records it"
         elif file.stat().st_size != size:
             problems[name] = f"{name} has {file.stat().st_size} bytes, the manifest records {size}"
-        elif checksums and checksum_of(file) != checksum:
-            problems[name] = f"{name} differs from the checksum in the manifest (crc32)"
+        else:
+            sound[name] = checksum
+    if checksums:
+        with concurrent.futures.ThreadPoolExecutor(_READERS) as pool:
+            found = pool.map(checksum_of, (folder / name for name in sound))
+            problems |= {
+                name: f"{name} differs from the checksum in the manifest (crc32)"
+                for (name, wanted), actual in zip(sound.items(), found, strict=True)
+                if actual != wanted
+            }
     return problems

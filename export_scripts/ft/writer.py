@@ -27,7 +27,7 @@ from export_scripts.files.disk import (
     sync_folder,
 )
 from export_scripts.files.write_behind import AtOnce, WriteBehind
-from export_scripts.ft.layout import ft_directory, manifest_path, staging_directory
+from export_scripts.ft.layout import manifest_path, staging_directory
 
 _TEMPORARY_SUFFIX = ".writing"
 
@@ -46,18 +46,18 @@ class WorkPaths:
     manifest: Path
 
     @classmethod
-    def of(cls, output_dir: Path, tp_size: int) -> WorkPaths:
+    def of(cls, final: Path) -> WorkPaths:
         """Return the paths for one folder."""
-        hidden = output_dir / f".{tp_size}-gpu"
+        hidden = final.with_name(f".{final.name}")
         return cls(
-            final=ft_directory(output_dir, tp_size),
-            staging=staging_directory(output_dir, tp_size),
+            final=final,
+            staging=staging_directory(final),
             journal=hidden.with_suffix(".journal"),
             lock=hidden.with_suffix(".lock"),
             replaced=hidden.with_suffix(".replaced"),
             replaced_manifest=hidden.with_suffix(".replaced.json"),
             scratch=hidden.with_suffix(".unpacked"),
-            manifest=manifest_path(ft_directory(output_dir, tp_size)),
+            manifest=manifest_path(final),
         )
 
 

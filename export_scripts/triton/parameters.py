@@ -131,7 +131,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "fp8": Parameter(FLAG, "0", "1 computes matrix products in FP8, see below"),
     "batch_invariant": Parameter(
-        FLAG, "0", "1: answers do not depend on other requests, to the bit, see below"
+        FLAG, "0", "1: on a GPU, answers do not depend on other requests, to the bit"
     ),
     "max_lanes": _engine(
         whole(1, 65536), "64 on CPU, 256 on CUDA", "most sequences that run at once"
@@ -146,7 +146,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "kv_block_tokens": _engine(
         whole(0, 1 << 20),
-        "16 on CUDA, 0 on CPU",
+        "64 on CUDA, 0 on CPU",
         "tokens of a block, 0 for blocks of whole sequences",
     ),
     "share_prefixes": _engine(FLAG, "1", "0: every prompt is computed whole"),

@@ -21,6 +21,7 @@ from export_scripts.ft.tokenizer_files import (
     TOKENIZER_KINDS,
     find_tokenizer,
 )
+from export_scripts.ft.validation import manifest_problems
 from export_scripts.suggest import did_you_mean
 from export_scripts.triton.model_folders import (
     ENGINES,
@@ -134,7 +135,8 @@ def _beyond_our_engine(request: RepositoryRequest, kind: str | None) -> Iterator
 def build_repository(request: RepositoryRequest) -> list[Path]:
     """Write the repository's models and return their folders, the ensemble last.
 
-    Files with the same bytes are left alone; rebuilding changes nothing.
+    Files with the same bytes are left alone; rebuilding changes nothing. The weights are read
+    once, to compare them with the checksums of their manifest.
 
     Raises:
         ValueError: the request or the weights do not fit (every problem is listed), or a folder
@@ -144,6 +146,10 @@ def build_repository(request: RepositoryRequest) -> list[Path]:
     problems = check_repository(request)
     family, config = read_config(request.weights_dir)
     problems += _weight_problems(request, family, config)
+    problems += [
+        f"{request.weights_dir} is damaged: {each}; convert it again with overwrite=true"
+        for each in manifest_problems(request.weights_dir, checksums=True).values()
+    ]
     model_type = served_type(request, family)
     tokenizer = None
     if request.ensemble and takes_text(model_type):

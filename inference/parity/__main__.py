@@ -27,6 +27,9 @@ def _parser() -> argparse.ArgumentParser:
             fp32, and the folder by the code that serves it, all its ranks in this process:
             embedding, attention, MLP and output of every layer, final norm and logits. The first
             layer and the first tensor that deviate are named.
+
+            A Hugging Face folder that was made of the source is computed by transformers and
+            compared likewise with the source's shards, which are made for it and removed.
             """
         ).strip(),
         epilog=textwrap.dedent(
@@ -40,7 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--checkpoint-path", type=Path, required=True, metavar="SOURCE",
         help="the source: a .nemo archive or a folder")  # fmt: skip
-    add("--ft-dir", type=Path, required=True, metavar="DIR", help="a folder such as out/1/2-gpu")
+    add("--ft-dir", type=Path, required=True, metavar="DIR",
+        help="a folder such as out/1/2-gpu, or out/1/huggingface")  # fmt: skip
     add("--data-type", choices=WEIGHT_DATA_TYPES, default="fp32",
         help="what the folder's model is computed in (default fp32)")  # fmt: skip
     add("--tolerance", type=float, metavar="X",

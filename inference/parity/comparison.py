@@ -10,6 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from export_scripts.checkpoints import open_checkpoint
+from export_scripts.checkpoints.huggingface import is_huggingface
+from export_scripts.conversion.convert import convert
+from export_scripts.conversion.ft_source import is_ft_folder
+from export_scripts.conversion.request import ConversionRequest
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.reader import FTReader
 from inference.parity.activations import (
@@ -37,7 +42,7 @@ class ParityRequest:
 
     Attributes:
         checkpoint: the source, a file or a folder.
-        ft_dir: the folder of shards.
+        ft_dir: the folder of shards, or the Hugging Face folder made of the source.
         data_type: what the folder's model is computed in; the source is computed in fp32.
         tolerance: largest relative error; None for that of the coarser of computed and stored type.
         prompt_ids: token ids to compute; none takes ids from all over the vocabulary.
@@ -124,6 +129,8 @@ def compare(request: ParityRequest) -> ParityReport:
         CheckpointMismatchError: The folder is not sound, or the source cannot become such a one.
         ValueError: The source cannot be read or computed, or a token id is out of range.
     """
+    if not is_ft_folder(request.ft_dir) and is_huggingface(request.ft_dir):
+        return _compare_huggingface(request)
     reader = FTReader(request.ft_dir)
     with tempfile.TemporaryDirectory() as scratch:
         plan = source_plan(
@@ -147,6 +154,22 @@ def compare(request: ParityRequest) -> ParityReport:
     report = dataclasses.replace(report, source=source.title)
     del source  # before the folder's model takes as much memory
     return _with_activations(report, request, reader, inputs, expected)
+
+
+def _compare_huggingface(request: ParityRequest) -> ParityReport:
+    """Return the comparison of a Hugging Face folder with the shards of its source."""
+    folder = request.ft_dir
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".parity-") as scratch:
+        shards = request.checkpoint
+        if not is_ft_folder(shards):
+            index = open_checkpoint(folder)
+            kind = next(index.pieces(key)[0].dtype for key in index.keys())  # noqa: SIM118
+            asked = ConversionRequest(
+                shards, Path(scratch), 1, kind, given=request.given, allow=("*",)
+            )
+            shards = convert(asked).ft_dir
+        report = compare(dataclasses.replace(request, checkpoint=folder, ft_dir=shards, given=()))
+    return dataclasses.replace(report, checkpoint=str(request.checkpoint), ft_dir=str(folder))
 
 
 def _with_activations(

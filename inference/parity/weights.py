@@ -117,13 +117,14 @@ def compare_weights(plan: ConversionPlan, reader: FTReader) -> WeightComparison:
     _check_sizes(present, reader, settings)
     found = [each for item in present for each in _differences(plan, item, reader)]
     planned = {item.tensor.name for item in plan.tensors}
+    needed = {item.tensor.name for item in plan.tensors if not item.tensor.optional}
     return WeightComparison(
         format=plan.facts.reader.format,
         title=plan.mapping.title,
         tensors=len(present),
         files=sum(len(item.tensor.file_names(reader.tp_size)) for item in present),
         differences=tuple(sorted(found, key=lambda each: _order(each.tensor))),
-        missing=tuple(sorted(planned - set(reader.names()), key=_order)),
+        missing=tuple(sorted(needed - set(reader.names()), key=_order)),
         not_compared=tuple(name for name in reader.names() if name not in planned),
         settings=settings,
     )
@@ -135,7 +136,7 @@ def _check_sizes(items: Sequence[TensorPlan], reader: FTReader, settings: Sequen
     Raises:
         CheckpointMismatchError: naming every tensor.
     """
-    stored = {tensor.name: tensor.shape for tensor in reader.family.tensors(reader.config)}
+    stored = {t.name: t.shape for _, _, t in reader.family.expand(reader.config)}
     problems = [
         f"{reader.path}: {item.tensor.name} has shape {list(stored[item.tensor.name])}, the "
         f"source makes it {list(item.tensor.shape)}"

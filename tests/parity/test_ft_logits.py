@@ -13,7 +13,7 @@ from export_scripts.conversion.convert import ConversionRequest, convert
 from inference.decoding.request import parse_request
 from inference.engine.engine import Engine
 from inference.ranks.settings import Placement
-from tests.conftest import SHARED
+from tests.conftest import SAMPLE_MODEL, material
 from tests.ft_folders import unpack_case
 from tests.rank_threads import logits_of
 
@@ -37,10 +37,7 @@ CASES = {
 
 
 def golden(name: str) -> Path:
-    case = SHARED / "golden" / name
-    if not case.is_dir():
-        pytest.skip(f"reference material not found at {case}; set SLIPWAY_SHARED to its folder")
-    return case
+    return material("golden", name)
 
 
 def relative_difference(logits: torch.Tensor, case: Path) -> float:
@@ -158,11 +155,9 @@ def test_converted_checkpoint_gives_recorded_logits(
 
 
 def test_sample_model_gives_recorded_logits_and_tokens(tmp_path: Path) -> None:
-    sample = SHARED / "sample_model"
-    if not sample.is_dir():
-        pytest.skip(f"reference material not found at {sample}")
+    sample = material("sample_model")
     request = ConversionRequest(
-        checkpoint_path=sample / "gpt_books_5m.nemo",
+        checkpoint_path=SAMPLE_MODEL,
         output_dir=tmp_path,
         tp_size=1,
         weight_data_type="fp16",

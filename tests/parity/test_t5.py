@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
-from tests.conftest import SHARED
+from tests.conftest import material
 from tests.ft_folders import unpack_case
 from tests.rank_threads import encoded_by, logits_by
 from tests.t5_reference import Reference
@@ -35,10 +35,7 @@ ANSWER = (2, 30, 8, 19, 4, 27)
 
 
 def golden(name: str) -> Path:
-    case = SHARED / "golden" / name
-    if not case.is_dir():
-        pytest.skip(f"reference material not found at {case}; set SLIPWAY_SHARED to its folder")
-    return case
+    return material("golden", name)
 
 
 def difference(ours: torch.Tensor, theirs: Any) -> float:

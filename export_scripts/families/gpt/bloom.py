@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
+from export_scripts.families.mapping.keys import decoder_values, key, written_decoder
 from export_scripts.families.mapping.prompts import with_prompts
-from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings, model_name
+from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, SplitQKV, TensorSource, Transpose
 
 WTE = "transformer.word_embeddings.weight"
 LM_HEAD = "lm_head.weight"
+
+
+_KEYS = (
+    key("head_num", "n_head", "num_attention_heads"),
+    key("hidden", "hidden_size", "n_embed", "n_embd"),
+    key("num_layer", "n_layer", "num_hidden_layers"),
+    key("vocab_size", "vocab_size"),
+    key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
+)
+_POST = "apply_residual_connection_post_layernorm"
 
 
 def _config(facts: Facts) -> GPTConfig:
@@ -21,31 +33,30 @@ def _config(facts: Facts) -> GPTConfig:
         CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
     """
     settings = huggingface_settings(facts.config)
-    hidden = settings.integer("hidden_size", "n_embed", "n_embd")
-    heads = settings.integer("n_head", "num_attention_heads")
-    post = settings.flag("apply_residual_connection_post_layernorm", default=False)
-    start_id, end_id = settings.token_ids(facts, bos=1, eos=2)
+    post = settings.flag(_POST, default=False)
+    values = decoder_values(facts, settings, _KEYS, name="bloom", bos=1, eos=2)
     config = GPTConfig(
-        model_name=model_name(facts.config, "bloom"),
-        head_num=heads,
-        size_per_head=settings.divide(hidden, heads, "hidden_size by n_head"),
-        inter_size=4 * hidden,
-        num_layer=settings.integer("n_layer", "num_hidden_layers"),
-        vocab_size=settings.integer("vocab_size"),
-        start_id=start_id,
-        end_id=end_id,
-        layernorm_eps=settings.number("layer_norm_epsilon", default=1e-5),
+        **values,
+        inter_size=4 * values["head_num"] * values["size_per_head"],
         layernorm_type="post_layernorm" if post else "pre_layernorm",
         model_variant="bloom-post" if post else "bloom-pre",
         has_positional_encoding=False,
         has_pre_decoder_layernorm=True,
         use_attention_linear_bias=True,
         tie_word_embeddings=head_is_tied(facts, settings, LM_HEAD, WTE, default=True),
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
     )
     settings.finish()
     return config
+
+
+def _written(config: GPTConfig, is_tied: bool) -> list[dict[str, Any]]:  # noqa: ARG001
+    return [
+        written_decoder("bloom", "BloomForCausalLM", _KEYS, config)
+        | {
+            _POST: config.model_variant == "bloom-post",
+            "tie_word_embeddings": config.tie_word_embeddings,
+        }
+    ]
 
 
 _H = "transformer.h.{layer}."
@@ -84,6 +95,7 @@ BLOOM_HUGGINGFACE = with_prompts(
         format="huggingface",
         matches=lambda facts: facts.config.get("model_type") == "bloom",
         config=_config,
+        written=_written,
         weights=lambda *_: WEIGHTS,
         copies=lambda _, config: (LM_HEAD,) if config.tie_word_embeddings else (),
         prefix="transformer.",

@@ -23,12 +23,17 @@ from export_scripts.families.mapping.megatron_traits import (
     megatron_traits,
     nemo_traits,
 )
-from export_scripts.families.mapping.nemo2_traits import nemo2_traits, unknown_model
+from export_scripts.families.mapping.nemo2_traits import bridge_traits, nemo2_traits, unknown_model
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import Copy, SplitQKV, TensorSource
 
 # Format -> reader of its configuration.
-_TRAITS = {"nemo": nemo_traits, "megatron": megatron_traits, "nemo2": nemo2_traits}
+_TRAITS = {
+    "nemo": nemo_traits,
+    "megatron": megatron_traits,
+    "nemo2": nemo2_traits,
+    "bridge": bridge_traits,
+}
 
 _CORE = "model."
 _CORE_LAYER = _CORE + "decoder.layers.{layer}."
@@ -70,7 +75,7 @@ def core_traits(facts: Facts) -> MegatronTraits:
 
 
 def _core_reasons(facts: Facts) -> list[str]:
-    return not_gpt(core_traits(facts)) + tuned_keys(facts) + unknown_model(facts.config)
+    return not_gpt(core_traits(facts)) + tuned_keys(facts) + unknown_model(facts)
 
 
 def core_is_tied(facts: Facts) -> bool:
@@ -110,9 +115,9 @@ def _core_weights(facts: Facts, config: GPTConfig) -> Mapping[str, TensorSource]
     return with_bias_and_norm(table, core_traits(facts), facts)
 
 
-def _core_mapping(name: str, title: str, source_format: str) -> SourceMapping:
+def _core_mapping(source_format: str, title: str) -> SourceMapping:
     return SourceMapping(
-        name=name,
+        name=f"{source_format}-core-gpt",
         title=title,
         family=GPT,
         format=source_format,
@@ -128,11 +133,9 @@ def _core_mapping(name: str, title: str, source_format: str) -> SourceMapping:
     )
 
 
-NEMO_CORE_GPT = _core_mapping("nemo-core-gpt", "NeMo GPT in megatron-core layout", "nemo")
-MEGATRON_CORE_GPT = _core_mapping(
-    "megatron-core-gpt", "Megatron-LM GPT in megatron-core layout", "megatron"
+GPT_CORE_MAPPINGS: tuple[SourceMapping, ...] = (
+    _core_mapping("nemo", "NeMo GPT in megatron-core layout"),
+    _core_mapping("megatron", "Megatron-LM GPT in megatron-core layout"),
+    _core_mapping("nemo2", "NeMo 2 GPT"),
+    _core_mapping("bridge", "Megatron Bridge GPT"),
 )
-NEMO2_CORE_GPT = _core_mapping("nemo2-core-gpt", "NeMo 2 GPT", "nemo2")
-
-
-GPT_CORE_MAPPINGS: tuple[SourceMapping, ...] = (NEMO_CORE_GPT, MEGATRON_CORE_GPT, NEMO2_CORE_GPT)

@@ -6,13 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
+from export_scripts.families.mapping.keys import decoder_values, key, written_decoder
 from export_scripts.families.mapping.prompts import with_prompts
-from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings, model_name
+from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, Mapped, TensorSource
+from export_scripts.families.mapping.sources import Copy, Mapped, TensorSource, View, same
 
 WTE = "transformer.wte.weight"
 LM_HEAD = "lm_head.weight"
+
+
+_KEYS = (
+    key("head_num", "n_head", "num_attention_heads"),
+    key("hidden", "n_embd", "hidden_size"),
+    key("inter_size", "n_inner", default=lambda known: 4 * known["hidden"]),
+    key("num_layer", "n_layer", "num_hidden_layers"),
+    key("vocab_size", "vocab_size"),
+    key("max_pos_seq_len", "n_positions", "max_position_embeddings"),
+    key("layernorm_eps", "layer_norm_epsilon", kind="number", default=1e-5),
+    key("activation_type", "activation_function", kind="activation", default="gelu_new"),
+)
 
 
 def _config(facts: Facts) -> GPTConfig:
@@ -26,34 +39,26 @@ def _config(facts: Facts) -> GPTConfig:
     settings.expect(
         "scale_attn_by_inverse_layer_idx", False, why="FT scales every layer's scores alike"
     )
-    hidden = settings.integer("n_embd", "hidden_size")
-    heads = settings.integer("n_head", "num_attention_heads")
-    activation, exact_gelu = settings.activation("activation_function", default="gelu_new")
-    start_id, end_id = settings.token_ids(facts, bos=50256, eos=50256)
     config = GPTConfig(
-        model_name=model_name(facts.config, "gpt"),
-        head_num=heads,
-        size_per_head=settings.divide(hidden, heads, "n_embd by n_head"),
-        inter_size=settings.integer("n_inner", default=4 * hidden),
-        num_layer=settings.integer("n_layer", "num_hidden_layers"),
-        vocab_size=settings.integer("vocab_size"),
-        max_pos_seq_len=settings.integer("n_positions", "max_position_embeddings"),
-        start_id=start_id,
-        end_id=end_id,
-        layernorm_eps=settings.number("layer_norm_epsilon", default=1e-5),
-        activation_type=activation,
-        exact_gelu=exact_gelu,
+        **decoder_values(facts, settings, _KEYS, name="gpt", bos=50256, eos=50256),
         tie_word_embeddings=head_is_tied(facts, settings, LM_HEAD, WTE, default=True),
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
     )
     settings.finish()
     return config
 
 
+def _written(config: GPTConfig, is_tied: bool) -> list[dict[str, Any]]:  # noqa: ARG001
+    model = written_decoder("gpt2", "GPT2LMHeadModel", _KEYS, config)
+    return [model | {"tie_word_embeddings": config.tie_word_embeddings}]
+
+
 def _in_thirds(columns: Any, config: GPTConfig) -> Any:
     """Return (in, 3, hidden) of (in, 3 * hidden), or (3, hidden) of a bias."""
     return columns.reshape(*columns.shape[:-1], 3, config.hidden)
+
+
+def _side_by_side(shape: tuple[int, ...]) -> View:
+    return same(shape, stored=(*shape[:-2], shape[-2] * shape[-1]))
 
 
 _H = "transformer.h.{layer}."
@@ -69,8 +74,12 @@ _NAMES = {
 WEIGHTS: Mapping[str, TensorSource] = {
     "model.wte": Copy(WTE),
     "model.wpe": Copy("transformer.wpe.weight"),
-    LAYER + "attention.query_key_value.weight": Mapped(_H + "attn.c_attn.weight", _in_thirds),
-    LAYER + "attention.query_key_value.bias": Mapped(_H + "attn.c_attn.bias", _in_thirds),
+    **{
+        f"{LAYER}attention.query_key_value.{kind}": Mapped(
+            f"{_H}attn.c_attn.{kind}", _in_thirds, view=_side_by_side
+        )
+        for kind in ("weight", "bias")
+    },
     **{
         f"{LAYER}{ours}.{kind}": Copy(f"{_H}{theirs}.{kind}")
         for ours, theirs in _NAMES.items()
@@ -89,6 +98,7 @@ GPT2_HUGGINGFACE = with_prompts(
         format="huggingface",
         matches=lambda facts: facts.config.get("model_type") == "gpt2",
         config=_config,
+        written=_written,
         weights=lambda *_: WEIGHTS,
         ignored=("*.attn.bias", "*.attn.masked_bias"),  # masks kept as buffers
         copies=lambda _, config: (LM_HEAD,) if config.tie_word_embeddings else (),

@@ -78,14 +78,7 @@ def gpt_architecture(config: GPTConfig) -> DecoderArchitecture:
     alibi = config.use_attention_linear_bias
     # BLOOM's post variant normalises first and adds the residual of what was normalised.
     bloom_post = config.model_variant == "bloom-post"
-    return DecoderArchitecture(
-        head_num=config.head_num,
-        kv_head_num=config.head_num,
-        size_per_head=config.size_per_head,
-        hidden=config.hidden,
-        inter_size=config.inter_size,
-        num_layer=config.num_layer,
-        vocab_size=config.vocab_size,
+    return config.decoder(
         position="learned" if learned else "alibi" if alibi else "none",
         max_pos_seq_len=config.max_pos_seq_len if learned else None,
         norm_eps=config.layernorm_eps,

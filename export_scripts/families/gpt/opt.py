@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.gpt.layout import GPT, HEAD, LAYER, GPTConfig
 from export_scripts.families.gpt.opt_int8 import check_ranges, int8_weights
+from export_scripts.families.mapping.keys import decoder_values, key, written_decoder
 from export_scripts.families.mapping.prompts import with_prompts
-from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings, model_name
+from export_scripts.families.mapping.settings import head_is_tied, huggingface_settings
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
 from export_scripts.families.mapping.sources import (
     Compute,
@@ -19,6 +21,8 @@ from export_scripts.families.mapping.sources import (
     StackQKV,
     TensorSource,
     Transpose,
+    View,
+    same,
 )
 from export_scripts.families.mapping.tensors import float32
 
@@ -34,6 +38,17 @@ PROJECT_OUT = "model.decoder.project_out.weight"
 LM_HEAD = "lm_head.weight"
 
 
+_KEYS = (
+    key("head_num", "num_attention_heads"),
+    key("hidden", "hidden_size"),
+    key("inter_size", "ffn_dim"),
+    key("num_layer", "num_hidden_layers"),
+    key("vocab_size", "vocab_size"),
+    key("max_pos_seq_len", "max_position_embeddings"),
+    key("activation_type", "activation_function", kind="activation", default="relu"),
+)
+
+
 def _config(facts: Facts) -> GPTConfig:
     """Return the GPT config of an OPT.
 
@@ -43,36 +58,35 @@ def _config(facts: Facts) -> GPTConfig:
         CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
     """
     settings = huggingface_settings(facts.config)
-    hidden = settings.integer("hidden_size")
-    heads = settings.integer("num_attention_heads")
     norm_before = settings.flag("do_layer_norm_before", default=True)
     removed = settings.flag("_remove_final_layer_norm", default=False)
-    activation, exact_gelu = settings.activation("activation_function", default="relu")
-    start_id, end_id = settings.token_ids(facts, bos=2, eos=2)
     config = GPTConfig(
-        model_name=model_name(facts.config, "opt"),
-        head_num=heads,
-        size_per_head=settings.divide(hidden, heads, "hidden_size by num_attention_heads"),
-        inter_size=settings.integer("ffn_dim"),
-        num_layer=settings.integer("num_hidden_layers"),
-        vocab_size=settings.integer("vocab_size"),
-        max_pos_seq_len=settings.integer("max_position_embeddings"),
-        start_id=start_id,
-        end_id=end_id,
+        **decoder_values(facts, settings, _KEYS, name="opt", bos=2, eos=2),
         layernorm_eps=LAYERNORM_EPS,
         layernorm_type="pre_layernorm" if norm_before else "post_layernorm",
-        activation_type=activation,
-        exact_gelu=exact_gelu,
         has_post_decoder_layernorm=norm_before and not removed,
         int8=facts.activation_ranges is not None,
         tie_word_embeddings=False,
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
     )
     settings.finish()
     if facts.activation_ranges is not None:
         check_ranges(facts.activation_ranges, config.num_layer)
     return config
+
+
+def _written(config: GPTConfig, is_tied: bool) -> list[dict[str, Any]]:
+    norm_before = config.layernorm_type == "pre_layernorm"
+    return [
+        written_decoder("opt", "OPTForCausalLM", _KEYS, config)
+        | {
+            "word_embed_proj_dim": config.hidden,
+            "do_layer_norm_before": norm_before,
+            "_remove_final_layer_norm": norm_before and not config.has_post_decoder_layernorm,
+            "enable_bias": True,
+            "layer_norm_elementwise_affine": True,
+            "tie_word_embeddings": is_tied,
+        }
+    ]
 
 
 def _embed_in(_: GPTConfig, table: Any, project: Any) -> Any:
@@ -87,6 +101,12 @@ def _embed_out(_: GPTConfig, table: Any, project: Any) -> Any:
 
 def _without_offset(table: Any, _: GPTConfig) -> Any:
     return table[POSITION_OFFSET:]
+
+
+def _with_offset(shape: tuple[int, ...]) -> View:
+    rows, width = shape
+    stored = (rows + POSITION_OFFSET, width)
+    return dataclasses.replace(same(shape, stored=stored), zero_rows=POSITION_OFFSET)
 
 
 _L = "model.decoder.layers.{layer}."
@@ -111,7 +131,9 @@ def _weights(facts: Facts, _: GPTConfig) -> Mapping[str, TensorSource | PerIndex
     return {
         **_embeddings(facts),
         **(int8_weights(facts.activation_ranges) if facts.activation_ranges is not None else {}),
-        "model.wpe": Mapped("model.decoder.embed_positions.weight", _without_offset),
+        "model.wpe": Mapped(
+            "model.decoder.embed_positions.weight", _without_offset, view=_with_offset
+        ),
         **{
             f"{ours}.{kind}": Copy(f"{theirs}.{kind}") if affine else _neutral(kind)
             for ours, theirs in _NORMS.items()
@@ -158,6 +180,7 @@ OPT_HUGGINGFACE = with_prompts(
         format="huggingface",
         matches=lambda facts: facts.config.get("model_type") == "opt",
         config=_config,
+        written=_written,
         weights=_weights,
         ignored=("*decoder.version",),
         copies=lambda facts, _: (LM_HEAD,) if _is_tied(facts) else (),

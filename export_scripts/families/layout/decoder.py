@@ -6,9 +6,13 @@ Prompts: FasterTransformer 5.3, models/gptj/GptJWeight.cc, kernels/unfused_atten
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from export_scripts.families.layout.architecture import DecoderArchitecture
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.families.layout.spec import WeightSpec
+
+_SIZES = ("head_num", "size_per_head", "hidden", "inter_size", "num_layer", "vocab_size")
 
 # prompt_learning_type of keys and values that precede the prompt in every layer.
 PREFIX_PROMPT = 2
@@ -31,6 +35,11 @@ class DecoderConfig(FTConfig):
     def hidden(self) -> int:
         """Width of the residual stream."""
         return self.head_num * self.size_per_head
+
+    def decoder(self, **own: Any) -> DecoderArchitecture:
+        """Return the architecture of this config's sizes with the family's own choices."""
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        return DecoderArchitecture(**{"kv_head_num": self.head_num, **sizes, **own})
 
     @property
     def has_prefix_prompts(self) -> bool:

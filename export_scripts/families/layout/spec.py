@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,14 @@ class FTTensor:
         shape: Whole shape, before any split.
         split: Axis divided among tensor-parallel ranks; None for one copy read by all.
         dtype: Type on disk when it is not the folder's weight_data_type.
+        optional: Whether folders without it are complete: no loader reads it.
     """
 
     name: str
     shape: tuple[int, ...]
     split: int | None = None
     dtype: str | None = None
+    optional: bool = False
 
     def file_name(self, tp_rank: int = 0) -> str:
         """Return the file that rank `tp_rank` reads."""
@@ -78,6 +80,7 @@ class WeightSpec:
         when: Config fields or properties that are all true (or not zero) of a model that has the
             tensor.
         dtype: Type on disk when it is not the folder's weight_data_type.
+        optional: Written although no loader reads it, so that the source can be made again.
     """
 
     name: str
@@ -86,6 +89,7 @@ class WeightSpec:
     split: int | None = None
     when: tuple[str, ...] = ()
     dtype: str | None = None
+    optional: bool = False
 
     @property
     def placeholders(self) -> tuple[str, ...]:
@@ -100,7 +104,8 @@ class WeightSpec:
         for values in itertools.product(*(config.index_values(name) for name in names)):
             index: Index = dict(zip(names, values, strict=True))
             shape = tuple(config.dim(size, index) for size in self.shape)
-            yield index, FTTensor(self.name.format(**index), shape, self.split, self.dtype)
+            name = self.name.format(**index)
+            yield index, FTTensor(name, shape, self.split, self.dtype, self.optional)
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,8 @@ class ModelFamily:
         ft_backend: Whether NVIDIA's FasterTransformer backend can serve it.
         ft_limits: Reasons that backend would compute a model of some config wrongly.
         owns: Whether a config.ini with the main section is this family's, if two share it.
+        whole: For a folder's config and the names of its tensors, the sources of those whose
+            values or shapes depend on the number of ranks (`families.mapping.sources`).
     """
 
     name: str
@@ -130,6 +137,7 @@ class ModelFamily:
     ft_backend: bool = True
     ft_limits: Callable[[Any], list[str]] = lambda _: []
     owns: Callable[[Sections], bool] = lambda _: True
+    whole: Callable[[Any, Collection[str]], Mapping[str, Any]] = lambda *_: {}
 
     def expand(self, config: FTConfig) -> Iterator[tuple[WeightSpec, Index, FTTensor]]:
         """Yield (record, index, tensor) for every tensor of the folder, in layout order."""
@@ -147,5 +155,5 @@ class ModelFamily:
         return all(cut.dim(name, {}) % tp_size == 0 for name in self.divisible)
 
     def tensors(self, config: FTConfig) -> tuple[FTTensor, ...]:
-        """Return every tensor of the folder."""
-        return tuple(tensor for _, _, tensor in self.expand(config))
+        """Return every tensor that the folder must hold."""
+        return tuple(tensor for _, _, tensor in self.expand(config) if not tensor.optional)

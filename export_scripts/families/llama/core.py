@@ -84,10 +84,9 @@ def _core_reasons(facts: Facts) -> list[str]:
         (traits.block_type != "pre_ln", f"transformer_block_type = {traits.block_type}"),
         (not traits.normalized_scores, "normalize_attention_scores = false"),
         (bool(source.get("rotary_interleaved")), "rotary_interleaved = true"),
-        (bool(source.get("multi_latent_attention")), "multi_latent_attention = true"),
     )
     return [reason for applies, reason in checks if applies] + (
-        foreign_settings(traits) + unknown_model(facts.config)
+        foreign_settings(traits) + unknown_model(facts)
     )
 
 
@@ -266,4 +265,5 @@ LLAMA_CORE_MAPPINGS: tuple[SourceMapping, ...] = (
     _core_mapping("nemo", "NeMo Llama-style decoder in megatron-core layout"),
     _core_mapping("megatron", "Megatron-LM Llama-style decoder in megatron-core layout"),
     _core_mapping("nemo2", "NeMo 2 Llama-style decoder"),
+    _core_mapping("bridge", "Megatron Bridge Llama-style decoder"),
 )

@@ -15,6 +15,13 @@ from export_scripts.families.llama.layout import (
     in_first,
     repeated_heads,
     rotary_fields,
+    written_rotary,
+)
+from export_scripts.families.mapping.keys import (
+    activation_name,
+    decoder_values,
+    key,
+    written_decoder,
 )
 from export_scripts.families.mapping.rotary import rotary_settings
 from export_scripts.families.mapping.settings import (
@@ -22,16 +29,27 @@ from export_scripts.families.mapping.settings import (
     half_precision_warnings,
     head_is_tied,
     huggingface_settings,
-    model_name,
 )
 from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
-from export_scripts.families.mapping.sources import Copy, Mapped, TensorSource, Transpose
+from export_scripts.families.mapping.sources import Copy, Mapped, TensorSource, Transpose, turned
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2")
 
 WTE = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 _HF = "model.layers.{layer}."
+
+
+_KEYS = (
+    key("head_num", "num_attention_heads"),
+    key("hidden", "hidden_size"),
+    key("kv_head_num", "num_key_value_heads", default=lambda known: known["head_num"]),
+    key("inter_size", "intermediate_size"),
+    key("num_layer", "num_hidden_layers"),
+    key("vocab_size", "vocab_size"),
+    key("max_pos_seq_len", "max_position_embeddings"),
+    key("layernorm_eps", "rms_norm_eps", kind="number", default=1e-6),
+)
 
 
 def _config(facts: Facts) -> LlamaConfig:
@@ -41,18 +59,13 @@ def _config(facts: Facts) -> LlamaConfig:
         CheckpointMismatchError: Settings are missing or cannot be represented; all are listed.
     """
     settings = huggingface_settings(facts.config)
-    hidden = settings.integer("hidden_size")
-    heads = settings.integer("num_attention_heads")
-    kv_heads = settings.integer("num_key_value_heads", default=heads)
-    settings.divide(heads, kv_heads, "num_attention_heads by num_key_value_heads")
-    if facts.config.get("head_dim") is not None:
-        size_per_head = settings.integer("head_dim")
-    else:
-        size_per_head = settings.divide(hidden, heads, "hidden_size by num_attention_heads")
     # Qwen2 has no default tokens.
     is_llama, is_qwen = (facts.config["model_type"] == kind for kind in ("llama", "qwen2"))
     ids = {} if is_qwen else {"bos": 1, "eos": 2}
-    start_id, end_id = settings.token_ids(facts, **ids)
+    name = str(facts.config["model_type"])
+    values = decoder_values(facts, settings, _KEYS, name=name, head_dim=True, **ids)
+    heads, kv_heads = values["head_num"], values["kv_head_num"]
+    settings.divide(heads, kv_heads, "num_attention_heads by num_key_value_heads")
     activation, exact_gelu = settings.activation("hidden_act", default="silu")
     rotary = rotary_settings(settings)
     if rotary.fraction != 1:
@@ -62,18 +75,8 @@ def _config(facts: Facts) -> LlamaConfig:
         )
     has_bias = is_llama and settings.flag("attention_bias", default=False)
     config = LlamaConfig(
-        model_name=model_name(facts.config, str(facts.config["model_type"])),
-        head_num=heads,
-        kv_head_num=kv_heads,
-        size_per_head=size_per_head,
-        hidden_size=hidden,
-        inter_size=settings.integer("intermediate_size"),
-        num_layer=settings.integer("num_hidden_layers"),
-        vocab_size=settings.integer("vocab_size"),
-        max_pos_seq_len=settings.integer("max_position_embeddings"),
-        start_id=start_id,
-        end_id=end_id,
-        layernorm_eps=settings.number("rms_norm_eps", default=1e-6),
+        **values,
+        hidden_size=settings.integer("hidden_size"),
         activation_type=GATED[activation.lower()],
         exact_gelu=exact_gelu,
         tie_word_embeddings=head_is_tied(facts, settings, LM_HEAD, WTE, default=False),
@@ -83,12 +86,38 @@ def _config(facts: Facts) -> LlamaConfig:
         and facts.has(f"{_HF.format(layer=0)}self_attn.o_proj.bias"),
         has_mlp_bias=is_llama and settings.flag("mlp_bias", default=False),
         sliding_window=_sliding_window(settings),
-        **rotary_fields(rotary, size_per_head),
-        weight_data_type=facts.weight_data_type,
-        tensor_para_size=facts.tp_size,
+        **rotary_fields(rotary, values["size_per_head"]),
     )
     settings.finish()
     return config
+
+
+def _written(config: LlamaConfig, is_tied: bool) -> list[dict[str, Any]]:  # noqa: ARG001
+    window = config.sliding_window
+    own = {
+        "head_dim": config.size_per_head,
+        "hidden_act": activation_name(config.activation_type, exact_gelu=config.exact_gelu),
+        "tie_word_embeddings": config.tie_word_embeddings,
+        **written_rotary(config),
+    }
+    kinds: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("Llama", {"attention_bias": config.has_qkv_bias, "mlp_bias": config.has_mlp_bias}),
+        ("Mistral", {"sliding_window": window}),
+        (
+            "Qwen2",
+            {
+                "use_sliding_window": window is not None,
+                "sliding_window": window,
+                "max_window_layers": 0,
+            },
+        ),
+    )
+    return [
+        written_decoder(kind.lower(), f"{kind}ForCausalLM", _KEYS, config) | own | further
+        for kind, further in kinds
+        # transformers gives a Llama all biases of attention or none.
+        if kind != "Llama" or config.has_qkv_bias == config.has_attention_dense_bias
+    ]
 
 
 def _sliding_window(settings: Settings) -> int | None:
@@ -141,7 +170,7 @@ def _linear(ours: str, theirs: str) -> dict[str, TensorSource]:
 
 def _projection(ours: str, theirs: str, function: Any) -> dict[str, TensorSource]:
     return {
-        f"{LAYER}{ours}.{kind}": Mapped(f"{_HF}{theirs}.{kind}", function)
+        f"{LAYER}{ours}.{kind}": Mapped(f"{_HF}{theirs}.{kind}", function, view=turned)
         for kind in ("weight", "bias")
     }
 
@@ -181,6 +210,7 @@ LLAMA_HUGGINGFACE = SourceMapping(
     format="huggingface",
     matches=lambda facts: facts.config.get("model_type") in _MODEL_TYPES,
     config=_config,
+    written=_written,
     weights=lambda *_: WEIGHTS,
     ignored=("*rotary_emb.inv_freq",),
     copies=lambda _, config: (LM_HEAD,) if config.tie_word_embeddings else (),

@@ -6,6 +6,7 @@ it can; docs/llama_layout.md describes it. NVIDIA's FasterTransformer has no Lla
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +17,8 @@ from export_scripts.families.layout.architecture import (
 )
 from export_scripts.families.layout.decoder import DecoderConfig
 from export_scripts.families.layout.spec import ModelFamily, WeightSpec
-from export_scripts.families.mapping.rotary import RotarySettings
+from export_scripts.families.mapping.rotary import RotarySettings, rotary_fraction
+from export_scripts.families.mapping.sources import Copy, Get, Parts, TensorSource
 
 LAYER = "model.layers.{layer}."
 
@@ -107,14 +109,8 @@ def llama_architecture(config: LlamaConfig) -> DecoderArchitecture:
     activation, gated = activation_choice(config.activation_type)
     if not gated:
         raise ValueError(f"activation_type = {config.activation_type}: expected a gated one")
-    return DecoderArchitecture(
-        head_num=config.head_num,
+    return config.decoder(
         kv_head_num=config.stored_kv_head_num,
-        size_per_head=config.size_per_head,
-        hidden=config.hidden,
-        inter_size=config.inter_size,
-        num_layer=config.num_layer,
-        vocab_size=config.vocab_size,
         position="rotary_half",
         max_pos_seq_len=config.max_pos_seq_len,
         rotary=Rotary(
@@ -162,6 +158,22 @@ def rotary_fields(rotary: RotarySettings, size_per_head: int) -> dict[str, Any]:
     }
 
 
+def written_rotary(config: LlamaConfig) -> dict[str, Any]:
+    """Return the rotary settings of config.json of which `rotary_fields` makes the config's."""
+    scaling = {
+        name: value
+        for name in _SCALING_FIELDS
+        if (value := getattr(config, f"rotary_{name}")) is not None
+    }
+    kind = config.rotary_scaling_type
+    fraction = rotary_fraction(config.rotary_embedding, config.size_per_head)
+    return {
+        "rope_theta": config.rotary_base,
+        **({} if fraction == 1 else {"partial_rotary_factor": fraction}),
+        "rope_scaling": None if kind is None else {"rope_type": kind, **scaling},
+    }
+
+
 def repeated_heads(heads: Any, config: LlamaConfig) -> Any:
     """Return key or value heads (k, d[, h]), each as often as the folder stores it."""
     times = config.stored_kv_head_num // config.kv_head_num
@@ -200,6 +212,31 @@ LAYOUT: tuple[WeightSpec, ...] = (
     WeightSpec("model.lm_head.weight", ("vocab_size", "hidden"), when=("untied_head",)),
 )
 
+
+@dataclass(frozen=True)
+class _FirstCopies(Copy):
+    """Key or value heads of a folder of more ranks than heads: the first rank of each head."""
+
+    copies: int = 1
+
+    def build(self, get: Get, config: Any) -> Parts:
+        """Return one piece of each head."""
+        parts = super().build(get, config)
+        return Parts(parts.axis, parts.tensors[:: self.copies])
+
+
+def _whole_heads(stored: LlamaConfig, names: Collection[str]) -> dict[str, TensorSource]:
+    """Return the sources of keys and values where several ranks have the same head."""
+    copies = stored.stored_kv_head_num // stored.kv_head_num
+    heads = (name for name in (f"{LAYER}attention.{part}." for part in ("key", "value")))
+    return {
+        name + kind: _FirstCopies(name + kind, cut=axis, copies=copies)
+        for name in heads
+        for kind, axis in (("weight", 1), ("bias", 0))
+        if copies > 1 and (name + kind).format(layer=0) in names
+    }
+
+
 LLAMA = ModelFamily(
     name="llama",
     model_type="Llama",
@@ -207,5 +244,6 @@ LLAMA = ModelFamily(
     architecture=llama_architecture,
     layout=LAYOUT,
     divisible=("head_num", "stored_kv_head_num", "inter_size"),
+    whole=_whole_heads,
     ft_backend=False,
 )

@@ -278,6 +278,11 @@ _FOREIGN = {
     "softmax_scale": "scores are divided by another number than sqrt(size_per_head)",
     "glu_linear_offset": "the linear half of the gate has an offset",
     "activation_func_clamp_value": "activations are clamped",
+    "attention_output_gate": "attention's output passes a gate",
+    "experimental_attention_variant": "attention is of another kind",
+    "linear_attention_freq": "only some layers have softmax attention",
+    "heterogeneous_block_specs": "layers differ from each other",
+    "multi_latent_attention": "keys and values are compressed",
 }
 
 

@@ -1,20 +1,37 @@
-"""Traits of a NeMo 2 decoder, from the configuration of its model.
+"""Traits of a NeMo 2 or Megatron Bridge decoder, from the configuration of its model.
 
-Key names: NVIDIA/NeMo 2, nemo/collections/llm/gpt/model/base.py; megatron-core,
+Key names: NVIDIA/NeMo 2, nemo/collections/llm/gpt/model/base.py; NVIDIA-NeMo/Megatron-Bridge,
+src/megatron/bridge/models/gpt_provider.py; megatron-core,
 megatron/core/transformer/transformer_config.py.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from export_scripts.families.mapping.megatron_traits import MegatronTraits, refuse_mistyped
+from export_scripts.families.mapping.source_mapping import Facts
 
-# Models that compute only what their configuration states; others add, for example, a scaled
-# embedding.
-KNOWN_MODELS = ("GPTModel", "LlamaModel", "MistralModel", "NemotronModel", "Qwen2Model",
-                "Starcoder2Model", "StarcoderModel")  # fmt: skip
+# The classes of a format whose models compute only what their configuration states, without the
+# size that may end a name; others add, for example, a scaled embedding.
+KNOWN_MODELS = {
+    "nemo2": ("GPTModel", "LlamaModel", "MistralModel", "NemotronModel", "Qwen2Model",
+              "Starcoder2Model", "StarcoderModel"),
+    "bridge": ("BridgeGPTModelConfig", "CodeLlamaModelProvider", "GPTModelConfig",
+               "GPTModelProvider", "GPTProvider", "Llama2ModelProvider", "Llama3ModelProvider",
+               "Llama31ModelProvider", "Llama32ModelProvider", "LlamaModelProvider",
+               "MistralModelProvider", "MistralSmall3ModelProvider", "Qwen2ModelProvider",
+               "Qwen25ModelProvider"),
+}  # fmt: skip
+_SIZE = re.compile(r"\d+(?:P\d+)?[MB]$")  # as in Qwen2ModelProvider1P5B
+
+# The functions of Megatron Bridge that build megatron-core's own layers.
+_KNOWN_LAYERS = ("default_layer_spec", "get_gpt_layer_local_spec",
+                 "get_gpt_layer_with_transformer_engine_spec", "local_layer_spec",
+                 "modelopt_transformer_layer_spec", "transformer_engine_full_layer_spec",
+                 "transformer_engine_layer_spec")  # fmt: skip
 
 # Activation functions by name -> kind; only torch's own gelu is by erf.
 _ACTIVATIONS = {
@@ -32,7 +49,22 @@ def nemo2_traits(config: Mapping[str, Any]) -> MegatronTraits:
     Raises:
         CheckpointMismatchError: A size is malformed.
     """
-    refuse_mistyped(config, "context/model.yaml")
+    # Only configurations that scale positions have a scale_factor.
+    return _traits(config, "context/model.yaml", scaled=config.get("scale_factor") is not None)
+
+
+def bridge_traits(config: Mapping[str, Any]) -> MegatronTraits:
+    """Return the traits of a Megatron Bridge provider's settings.
+
+    Raises:
+        CheckpointMismatchError: A size is malformed.
+    """
+    return _traits(config, "run_config.yaml", scaled=bool(config.get("rope_scaling")))
+
+
+def _traits(config: Mapping[str, Any], label: str, *, scaled: bool) -> MegatronTraits:
+    """Return the traits; `scaled` says whether positions are scaled as Llama 3.1's."""
+    refuse_mistyped(config, label)
     word = _function_name(config.get("activation_func")) or "gelu"
     fused = word == "gelu" and bool(config.get("bias_activation_fusion"))
     centred = "1p" if config.get("layernorm_zero_centered_gamma") else ""
@@ -64,8 +96,7 @@ def nemo2_traits(config: Mapping[str, Any]) -> MegatronTraits:
         rotary_fraction=float(config.get("rotary_percent") or 1.0),
         rotary_interpolation=config.get("seq_len_interpolation_factor"),
         project_size=0,
-        # Only configurations that scale positions have a scale_factor.
-        source={**config, "use_rope_scaling": config.get("scale_factor") is not None},
+        source={**config, "use_rope_scaling": scaled},
     )
 
 
@@ -81,12 +112,20 @@ def _function_name(value: Any) -> str:
     return str(path or "").rpartition(".")[2]
 
 
-def unknown_model(config: Mapping[str, Any]) -> list[str]:
-    """Return a reason if the computation of a class of models is unknown."""
-    name = config.get("model_class")
-    if not name or name in KNOWN_MODELS:
-        return []
-    return [
-        f"context/model.yaml is of a {name}, which may compute more than its configuration says; "
-        f"known: {', '.join(KNOWN_MODELS)}"
-    ]
+def unknown_model(facts: Facts) -> list[str]:
+    """Return every reason the computation of a class of models is unknown."""
+    name = str(facts.config.get("model_class") or "")
+    known = KNOWN_MODELS.get(facts.reader.format, ())
+    reasons = []
+    if known and name and _SIZE.sub("", name) not in known:
+        reasons.append(
+            f"its configuration is of a {name}, which may compute more than it says; known: "
+            f"{', '.join(known)}"
+        )
+    layers = _function_name(facts.config.get("transformer_layer_spec"))
+    if layers and layers not in _KNOWN_LAYERS:
+        reasons.append(
+            f"transformer_layer_spec = {layers}: layers of its own, which may compute something "
+            f"else; known: {', '.join(_KNOWN_LAYERS)}"
+        )
+    return reasons

@@ -89,6 +89,12 @@ def plain_rotary_dims(settings: Settings, size_per_head: int, *, fraction: float
     return int(size_per_head * rotary.fraction)
 
 
+def rotary_fraction(dims: int, size_per_head: int) -> float:
+    """Return the fraction of a head whose rounding down gives `dims` again."""
+    fraction = dims / size_per_head
+    return fraction if int(size_per_head * fraction) == dims else (dims + 0.5) / size_per_head
+
+
 def _scaling(kind: str, given: Settings, settings: Settings) -> dict[str, Any]:
     if kind == "default":
         return {}

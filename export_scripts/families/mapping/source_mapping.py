@@ -141,6 +141,11 @@ class SourceMapping:
         prefix: Key prefix that sources may leave out.
         accepts: Kinds of added archives: "prompt", "ia3", "adapter", "activation_ranges".
         warnings: Warnings about a model that converts, with the remedy.
+        written: Configurations in the source's own words that may describe a family's config, in
+            order of preference, and whether its head equals its embedding; a configuration holds
+            if `config` reads it back as the same architecture. None for formats not written.
+        positions: Key of the longest sequence, where the family's config has none.
+        carried: Patterns of ignored tensors that belong to the model nevertheless.
     """
 
     name: str
@@ -156,6 +161,9 @@ class SourceMapping:
     prefix: str = ""
     accepts: tuple[str, ...] = ()
     warnings: Callable[[Facts, Any], list[str]] = lambda *_: []
+    written: Callable[[Any, bool], Sequence[Mapping[str, Any]]] | None = None
+    positions: str | None = None
+    carried: tuple[str, ...] = ()
 
     def is_ignored(self, key: str) -> bool:
         """Return whether a source tensor has nothing to convert."""

@@ -4,6 +4,8 @@ An operation rearranges views and avoids arithmetic: the result is a list of par
 along one axis, which the conversion copies straight into the files. The same code runs on
 `ShapeTensor`, which has a shape and no values, so that every shape is checked before a byte is
 read. Tensors are handled through their methods only; nothing here imports numpy.
+
+Each rearrangement is followed by its inverse, `views`: the source's tensors as views of the FT one.
 """
 
 from __future__ import annotations
@@ -47,8 +49,46 @@ class Parts:
         return tuple(shape)
 
 
+@dataclass(frozen=True)
+class View:
+    """A tensor of a source as a rearrangement of an FT tensor; see `families.mapping.views`.
+
+    Attributes:
+        sizes: Axes of the FT tensor, split where the rearrangement needs it.
+        order: The axes of `sizes` in the order of the source; an axis may be left out.
+        shape: Sizes in the source: the same values in C order.
+        index: Entry taken of the axis left out.
+        zero_rows: Rows in the source before those that FT has.
+    """
+
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+    index: int = 0
+    zero_rows: int = 0
+
+
+def same(shape: Sequence[int], *, stored: Sequence[int] | None = None) -> View:
+    """Return the view of a tensor that the source stores in the same order."""
+    return View(tuple(shape), tuple(range(len(shape))), tuple(stored or shape))
+
+
+def turned(shape: Sequence[int]) -> View:
+    """Return the view of a transposed matrix, or of a vector as it is."""
+    order = tuple(reversed(range(len(shape))))
+    return View(tuple(shape), order, tuple(shape[axis] for axis in order))
+
+
 class TensorSource(Protocol):
     """The source of an FT tensor."""
+
+    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:
+        """Return the keys read as views of the FT tensor; empty if it does not hold them.
+
+        Args:
+            shape: Sizes of the FT tensor.
+            config: The config of one rank.
+        """
 
     @property
     def reads(self) -> tuple[tuple[str, int | None], ...]:
@@ -78,6 +118,18 @@ class _OneKey:
         """The one key."""
         return ((self.key, self.cut),)
 
+    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:  # noqa: ARG002
+        """Return the tensor as it is."""
+        return {self.key: same(shape)}
+
+
+class _Derived:
+    """A source whose values do not give back what they were made of."""
+
+    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:  # noqa: ARG002
+        """Return nothing."""
+        return {}
+
 
 @dataclass(frozen=True)
 class Copy(_OneKey):
@@ -104,6 +156,10 @@ class Transpose(_OneKey):
         axis = 0 if self.cut is None else 1 - self.cut
         return Parts(axis, tuple(piece.T for piece in pieces))
 
+    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:  # noqa: ARG002
+        """Return the transposed tensor."""
+        return {self.key: turned(shape)}
+
 
 @dataclass(frozen=True)
 class Mapped(_OneKey):
@@ -116,6 +172,7 @@ class Mapped(_OneKey):
         axis: Axis of the result along which the pieces follow each other.
         unit: Gives how many entries of the cut axis `function` needs together; without it, those
             of a training rank.
+        view: The inverse of `function`, from the FT shape; without it, the source is not written.
     """
 
     key: str
@@ -123,6 +180,11 @@ class Mapped(_OneKey):
     cut: int | None = None
     axis: int = 0
     unit: Callable[[Any], int] | None = None
+    view: Callable[[tuple[int, ...]], View] | None = None
+
+    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:  # noqa: ARG002
+        """Return the piece before `function`."""
+        return {} if self.view is None else {self.key: self.view(shape)}
 
     def build(self, get: Get, config: Any) -> Parts:
         """Return the mapped pieces."""
@@ -132,7 +194,7 @@ class Mapped(_OneKey):
 
 
 @dataclass(frozen=True)
-class Half:
+class Half(_Derived):
     """A half of the rows of a whole tensor, transposed if it is a weight: (2 * f[, in]).
 
     Args:
@@ -197,6 +259,16 @@ class SplitQKV(_OneKey):
         out = tuple(self._split(piece, d) for piece in _taken(found, self.cut))
         return Parts(out[0].ndim - 2, out)
 
+    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:
+        """Return the fused rows, of all parts."""
+        assert self.select is None, self.key
+        d = getattr(config, self.head_size)
+        heads = shape[-1] // d
+        sizes = (*shape[:-1], heads, d)  # ([in], k, n, d)
+        tail = len(shape) - 2
+        order = (*(tail + "knd".index(axis) for axis in self.order), *range(tail))
+        return {self.key: View(sizes, order, (shape[-2] * shape[-1], *shape[:-2]))}
+
     def _split(self, rows: Tensor, d: int) -> Tensor:
         n = rows.shape[0] // (self.parts * d)
         sizes = {"n": n, "k": self.parts, "d": d}
@@ -233,12 +305,18 @@ class StackQKV:
         wholes = [join(get(key), self.cut) for key, _ in self.reads]
         if wholes[0].ndim == 1:
             return Parts(0, tuple(whole[None] for whole in wholes))
-        turned = [whole.T if self.transposed else whole for whole in wholes]
-        return Parts(1, tuple(whole[:, None] for whole in turned))
+        matrices = (whole.T if self.transposed else whole for whole in wholes)
+        return Parts(1, tuple(matrix[:, None] for matrix in matrices))
+
+    def views(self, shape: tuple[int, ...], config: Any) -> Mapping[str, View]:  # noqa: ARG002
+        """Return each of the three."""
+        order = ((2, 0) if self.transposed else (0, 2)) if len(shape) == 3 else (1,)
+        stored = tuple(shape[axis] for axis in order)
+        return {key: View(shape, order, stored, index) for index, (key, _) in enumerate(self.reads)}
 
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(_Derived):
     """Tensors stacked on a new first axis, one per task."""
 
     keys: tuple[str, ...]
@@ -256,7 +334,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Compute:
+class Compute(_Derived):
     """`function(config, *wholes)` of gathered tensors, where values are computed.
 
     Arithmetic is the function's, in `float32`.
@@ -279,7 +357,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Adjusted:
+class Adjusted(_Derived):
     """Another source with `function(part, config)` applied to each of its parts in fp32."""
 
     source: TensorSource
@@ -305,7 +383,7 @@ class PerIndex:
 
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(_Derived):
     """A tensor the loader requires and the architecture lacks; `shape` as in the layout."""
 
     shape: tuple[str | int, ...]

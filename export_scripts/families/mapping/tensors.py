@@ -57,7 +57,7 @@ class ShapeTensor:
             shape[shape.index(-1)] = self.size // rest if rest else 0
         if math.prod(shape) != self.size:
             raise ValueError(f"{list(self.shape)} cannot be viewed as {shape}")
-        return ShapeTensor(shape)
+        return ShapeTensor(shape, fill=self.fill)
 
     def transpose(self, *axes: int) -> ShapeTensor:
         """Return the axes in another order.
@@ -67,7 +67,7 @@ class ShapeTensor:
         """
         if sorted(axes) != list(range(self.ndim)):
             raise ValueError(f"{list(self.shape)} cannot be permuted by {list(axes)}")
-        return ShapeTensor([self.shape[axis] for axis in axes])
+        return ShapeTensor([self.shape[axis] for axis in axes], fill=self.fill)
 
     def repeat(self, times: int, axis: int) -> ShapeTensor:
         """Return every entry along an axis repeated."""
@@ -88,7 +88,7 @@ class ShapeTensor:
             elif not -self.shape[axis] <= item < self.shape[axis]:
                 raise ValueError(f"axis {axis} of {list(self.shape)} has no index {item}")
             axis += 1
-        return ShapeTensor((*shape, *self.shape[axis:]))
+        return ShapeTensor((*shape, *self.shape[axis:]), fill=self.fill)
 
     def _combine(self, other: Any) -> ShapeTensor:
         if not isinstance(other, ShapeTensor):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from export_scripts.families.mapping.keys import activation_name, key, read_keys, written_keys
 from export_scripts.families.mapping.settings import (
     HUGGINGFACE_ACTIVATIONS,
     Settings,
@@ -29,7 +30,8 @@ from export_scripts.families.t5.layout import (
 _EMBEDDING = "shared.weight"
 # Copies of the embedding that a file may hold next to, or instead of, shared.weight.
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
-_MODEL_TYPES = ("t5", "mt5")
+# model_type -> how its classes begin.
+_MODEL_TYPES = {"t5": "T5", "mt5": "MT5"}
 
 # Settings that NVIDIA's converter copies and that no loader reads.
 _COPIED = ("dropout_rate", "initializer_factor", "n_positions")
@@ -89,50 +91,74 @@ def _token(settings: Settings, name: str, *, default: int) -> int:
     return default if token is None else token
 
 
+_KEYS = (
+    key("vocab_size", "vocab_size"),
+    key("d_model", "d_model", "hidden_size"),
+    key("d_kv", "d_kv", "head_dim"),
+    key("d_ff", "d_ff"),
+    key("num_heads", "num_heads", "num_attention_heads"),
+    key("num_layers", "num_layers", "num_hidden_layers"),
+    key("positions", "relative_attention_num_buckets", default=32),
+    key("relative_attention_max_distance", "relative_attention_max_distance", default=128),
+    key("layer_norm_epsilon", "layer_norm_epsilon", kind="number", default=1e-6),
+)
+_DECODER_DEPTH = key(
+    "num_decoder_layers", "num_decoder_layers", default=lambda known: known["num_layers"]
+)
+
+
 def _config(facts: Facts, *, has_decoder: bool) -> T5Config:
     source = facts.config
     settings = Settings(source)
     activation, is_gated = _feed_forward(facts)
     spelling, exact_gelu = HUGGINGFACE_ACTIVATIONS[activation]
-    layers = settings.integer("num_layers", "num_hidden_layers")
+    values = read_keys(settings, (*_KEYS, _DECODER_DEPTH) if has_decoder else _KEYS)
     pad = _token(settings, "pad_token_id", default=0)
     start = _token(settings, "decoder_start_token_id", default=pad)
     eos = _token(settings, "eos_token_id", default=1)
-    decoder: dict[str, Any] = {}
     if has_decoder:
-        decoder = {
-            "num_decoder_layers": settings.integer("num_decoder_layers", default=layers),
-            "tie_word_embeddings": _scales_logits(settings),
-        }
+        values["tie_word_embeddings"] = _scales_logits(settings)
     config = T5Config(
         name_or_path=model_name(source, "t5"),
         weight_data_type=facts.weight_data_type,
         tensor_para_size=facts.tp_size,
-        vocab_size=settings.integer("vocab_size"),
-        d_model=settings.integer("d_model", "hidden_size"),
-        d_kv=settings.integer("d_kv", "head_dim"),
-        d_ff=settings.integer("d_ff"),
-        num_heads=settings.integer("num_heads", "num_attention_heads"),
-        num_layers=layers,
         feed_forward_proj=("gated-" if is_gated else "") + spelling.lower(),
         exact_gelu=exact_gelu,
-        relative_attention_num_buckets_or_max_pos_seq_len=settings.integer(
-            "relative_attention_num_buckets", default=32
-        ),
-        relative_attention_max_distance=settings.integer(
-            "relative_attention_max_distance", default=128
-        ),
-        layer_norm_epsilon=settings.number("layer_norm_epsilon", default=1e-6),
+        relative_attention_num_buckets_or_max_pos_seq_len=values.pop("positions"),
         use_gated_activation=is_gated,
         has_lm_head=has_decoder,
         decoder_start_token_id=start,
         eos_token_id=eos,
         pad_id=pad,
         **{key: source[key] for key in _COPIED if isinstance(source.get(key), int | float)},
-        **decoder,
+        **values,
     )
     settings.finish()
     return config
+
+
+def _written(config: T5Config, is_tied: bool) -> list[dict[str, Any]]:  # noqa: ARG001
+    """Return config.json; tie_word_embeddings states that logits are scaled (`_scales_logits`)."""
+    name = activation_name(config.feed_forward_proj, exact_gelu=config.exact_gelu)
+    if config.use_gated_activation:
+        # Where a gate is stated, transformers takes gelu for gelu_new.
+        name = f"gated-{'gelu_python' if name == 'gelu' else name}"
+    is_encoder = config.is_encoder_only
+    suffix = "EncoderModel" if is_encoder else "ForConditionalGeneration"
+    return [
+        {
+            "model_type": kind,
+            "architectures": [model + suffix],
+            **written_keys(_KEYS if is_encoder else (*_KEYS, _DECODER_DEPTH), config),
+            "feed_forward_proj": name,
+            "is_encoder_decoder": not is_encoder,
+            "tie_word_embeddings": config.tie_word_embeddings,
+            "decoder_start_token_id": config.start_id,
+            "eos_token_id": config.end_id,
+            "pad_token_id": config.pad_id,
+        }
+        for kind, model in _MODEL_TYPES.items()
+    ]
 
 
 def _scales_logits(settings: Settings) -> bool:
@@ -222,6 +248,7 @@ T5_HUGGINGFACE = SourceMapping(
     format="huggingface",
     matches=_is_t5,
     config=_whole_config,
+    written=_written,
     weights=_whole_weights,
     unsupported=_reasons,
     ignored=_SHARED_IGNORED,
@@ -235,6 +262,7 @@ T5_ENCODER_HUGGINGFACE = SourceMapping(
     format="huggingface",
     matches=_is_encoder,
     config=_encoder_config,
+    written=_written,
     weights=_encoder_weights,
     unsupported=_reasons,
     ignored=(*_SHARED_IGNORED, "decoder.*", HEAD),

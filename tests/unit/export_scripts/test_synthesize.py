@@ -58,7 +58,7 @@ def test_the_command_reports_problems_and_leaves_nothing(
 ) -> None:
     sizes = ["--family", "llama", "--hidden", "32", "--layers", "1", "--heads", "4"]
     output = ["--vocab", "64", "--output-dir", str(tmp_path / "out")]
-    assert main([*sizes, *output, "--tensor-para-size", "3"]) == 1
+    assert main([*sizes, *output, "--tensor-model-parallel-size", "3"]) == 1
     assert "tensor_para_size=3 does not divide it; use 1, 2, 4" in capsys.readouterr().err
     assert main([*sizes, *output, "--set", "experts=8"]) == 1
     assert "--set experts=8: llama has no such key" in capsys.readouterr().err

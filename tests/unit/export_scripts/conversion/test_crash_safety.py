@@ -17,6 +17,7 @@ import pytest
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.files.lock import FolderLock
+from export_scripts.ft.layout import ft_directory
 from export_scripts.ft.validation import validate_directory
 from export_scripts.ft.writer import FTWriter, WorkPaths
 from tests.tiny import TinyGPT, gpt_tensors, write_nemo
@@ -69,7 +70,7 @@ def files_in(folder: Path) -> int:
 
 def killed_after(files: int, source: Path, output_dir: Path, pause_s: float) -> bool:
     """Run a conversion and kill it once some files are there; return whether it was cut off."""
-    staging = WorkPaths.of(output_dir, 3).staging
+    staging = WorkPaths.of(ft_directory(output_dir, 3)).staging
     child = started(source, output_dir)
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         if staging.is_dir() and files_in(staging) >= files:
@@ -82,7 +83,7 @@ def killed_after(files: int, source: Path, output_dir: Path, pause_s: float) -> 
 
 def test_scratch_of_a_run_killed_at_its_very_end_is_removed(source: Path, tmp_path: Path) -> None:
     convert(request(source, tmp_path))
-    scratch = WorkPaths.of(tmp_path, 3).scratch
+    scratch = WorkPaths.of(ft_directory(tmp_path, 3)).scratch
     scratch.mkdir()
     convert(request(source, tmp_path))
     assert not scratch.exists()
@@ -133,7 +134,7 @@ def test_a_file_damaged_while_interrupted_is_written_again(
 ) -> None:
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
-    staging = WorkPaths.of(tmp_path, 3).staging
+    staging = WorkPaths.of(ft_directory(tmp_path, 3)).staging
     victim = next(path for path in staging.iterdir() if path.suffix == ".bin")
     victim.write_bytes(victim.read_bytes()[:-1])
     assert contents(convert(wanted).ft_dir) == expected
@@ -144,7 +145,7 @@ def test_after_a_reboot_files_are_trusted_only_by_checksum(
 ) -> None:
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
-    paths = WorkPaths.of(tmp_path, 3)
+    paths = WorkPaths.of(ft_directory(tmp_path, 3))
     first, *rest = paths.journal.read_text().splitlines(keepends=True)
     paths.journal.write_text(
         json.dumps(json.loads(first) | {"boot": "other"}) + "\n" + "".join(rest)
@@ -159,7 +160,7 @@ def test_a_journal_line_cut_off_by_a_kill_is_ignored(
 ) -> None:
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
-    journal = WorkPaths.of(tmp_path, 3).journal
+    journal = WorkPaths.of(ft_directory(tmp_path, 3)).journal
     journal.write_bytes(journal.read_bytes()[:-30])
     assert contents(convert(wanted).ft_dir) == expected
 
@@ -169,7 +170,7 @@ def test_bytes_that_a_crash_left_in_a_journal_are_ignored(
 ) -> None:
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.6)
-    with WorkPaths.of(tmp_path, 3).journal.open("ab") as journal:
+    with WorkPaths.of(ft_directory(tmp_path, 3)).journal.open("ab") as journal:
         journal.write(b"\xff\x00\xc3\n")
     assert contents(convert(wanted).ft_dir) == expected
 
@@ -213,7 +214,7 @@ def test_a_kill_between_the_two_renames_of_an_exchange_is_repaired(
     convert(request(other, output))
     wanted = request(source, output, overwrite=True)
     interrupt(wanted, after=0.5)
-    paths = WorkPaths.of(output, 3)
+    paths = WorkPaths.of(ft_directory(output, 3))
     paths.manifest.rename(paths.replaced_manifest)
     paths.final.rename(paths.replaced)
     assert contents(convert(wanted).ft_dir) == expected
@@ -224,7 +225,7 @@ def test_a_kill_after_the_last_rename_is_recognised_as_finished(
     source: Path, tmp_path: Path
 ) -> None:
     convert(request(source, tmp_path))
-    paths = WorkPaths.of(tmp_path, 3)
+    paths = WorkPaths.of(ft_directory(tmp_path, 3))
     identity = json.loads(paths.manifest.read_text())["identity"]
     paths.journal.write_text(json.dumps({"identity": identity}) + "\n")
     assert convert(request(source, tmp_path)).already_done
@@ -245,20 +246,20 @@ def test_an_interrupted_exchange_does_not_open_the_folder_to_others(
 
 
 def test_a_second_run_to_the_same_folder_is_refused(source: Path, tmp_path: Path) -> None:
-    paths = WorkPaths.of(tmp_path, 3)
+    paths = WorkPaths.of(ft_directory(tmp_path, 3))
     with FolderLock(paths.lock, paths.final), pytest.raises(ValueError, match="another conversion"):
         convert(request(source, tmp_path))
     assert convert(request(source, tmp_path)).ft_dir.is_dir()
 
 
 def test_a_lock_left_by_a_dead_process_does_not_hold(source: Path, tmp_path: Path) -> None:
-    lock = WorkPaths.of(tmp_path, 3).lock
+    lock = WorkPaths.of(ft_directory(tmp_path, 3)).lock
     lock.write_text("999999\n")
     assert convert(request(source, tmp_path)).ft_dir.is_dir()
 
 
 def test_a_run_of_another_size_is_not_held_up(source: Path, tmp_path: Path) -> None:
-    paths = WorkPaths.of(tmp_path, 2)
+    paths = WorkPaths.of(ft_directory(tmp_path, 2))
     with FolderLock(paths.lock, paths.final):
         assert convert(request(source, tmp_path)).ft_dir.is_dir()
 
@@ -273,7 +274,7 @@ def test_too_small_a_disk_is_reported_before_writing(
 
 
 def test_a_full_disk_is_reported_and_finished_files_are_kept(tmp_path: Path) -> None:
-    paths = WorkPaths.of(tmp_path, 1)
+    paths = WorkPaths.of(ft_directory(tmp_path, 1))
 
     def full() -> Any:
         yield memoryview(b"ab")
@@ -292,7 +293,7 @@ def test_an_exception_in_a_worker_ends_the_conversion(source: Path, tmp_path: Pa
     wanted = request(source, tmp_path)
     interrupt(wanted, after=0.2)
     assert not (tmp_path / "3-gpu").exists()
-    lock = WorkPaths.of(tmp_path, 3).lock
+    lock = WorkPaths.of(ft_directory(tmp_path, 3)).lock
     assert not lock.exists()
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -11,6 +11,7 @@ import torch
 
 from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.ft.reader import FTReader
+from tests.conftest import SAMPLE_MODEL
 from tests.tiny import NEMO, TinyGPT, gpt_tensors, write_megatron, write_nemo
 
 MODEL = TinyGPT()
@@ -180,12 +181,11 @@ def test_megatron_core_checkpoints_cut_differently_agree(shared: Path, tmp_path:
     assert contents(one) == contents(two)
 
 
-def test_the_sample_model_becomes_any_size(shared: Path, tmp_path: Path) -> None:
-    source = shared / "sample_model" / "gpt_books_5m.nemo"
+def test_the_sample_model_becomes_any_size(tmp_path: Path) -> None:
     name = "model.layers.3.mlp.dense_h_to_4h.weight"
-    whole = FTReader(folder(source, tmp_path, 1, "fp16"))
+    whole = FTReader(folder(SAMPLE_MODEL, tmp_path, 1, "fp16"))
     for tp_size in (2, 4):
-        reader = FTReader(folder(source, tmp_path, tp_size, "fp16"))
+        reader = FTReader(folder(SAMPLE_MODEL, tmp_path, tp_size, "fp16"))
         parts = [reader.read(name, rank) for rank in range(tp_size)]
         assert torch.equal(torch.cat(parts, 1), whole.read(name))
         assert torch.equal(reader.read("model.wte"), whole.read("model.wte"))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.ft.validation import validate_directory
 from tests.tiny_huggingface import converted, copy_of, read_tensors
 
 LAYER = "gpt_neox.layers.0."
@@ -52,7 +53,22 @@ def test_output_biases_of_the_parallel_residual_are_one_share_of_their_sum(
     source = read_tensors(parallel)
     total = source[LAYER + "attention.dense.bias"] + source[LAYER + "mlp.dense_4h_to_h.bias"]
     torch.testing.assert_close(reader.read(BIAS_SUM) * tp_size, total)
-    assert not reader.has("model.layers.0.attention.dense.bias")
+    # Each share is kept as well, as by NVIDIA's converter, although no loader reads it.
+    for name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias"):
+        share = reader.read(f"model.layers.0.{name}")
+        torch.testing.assert_close(share * tp_size, source[LAYER + name])
+
+
+def test_a_folder_without_the_biases_that_no_loader_reads_is_complete(
+    parallel: Path, tmp_path: Path
+) -> None:
+    folder = converted(parallel, tmp_path).path
+    whole, lost = (folder / f"model.layers.{n}.attention.dense.bias.bin" for n in (0, 1))
+    (folder.parent / f"{folder.name}.manifest.json").unlink()
+    lost.unlink()
+    assert validate_directory(folder) == []
+    whole.write_bytes(b"short")
+    assert validate_directory(folder) == [f"{whole.name} has 5 bytes, expected 128"]
 
 
 def test_the_name_of_the_head_in_either_version_is_known(parallel: Path, tmp_path: Path) -> None:

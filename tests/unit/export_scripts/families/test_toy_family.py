@@ -119,4 +119,4 @@ def test_a_layout_names_fields_and_properties_of_its_config(family: ModelFamily)
         for name in (*spec.shape, *spec.when):
             assert isinstance(name, int) or name in fields or hasattr(family.config, name), spec
         assert spec.split is None or 0 <= spec.split < len(spec.shape), spec
-    assert len({spec.name for spec in family.layout}) == len(family.layout)
+    assert len({(spec.name, spec.when) for spec in family.layout}) == len(family.layout)

@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from export_scripts.conversion.convert import ConversionRequest, convert
 from export_scripts.triton.model_config import parse_config
 from export_scripts.triton.repository import (
     RepositoryRequest,
     build_repository,
     check_repository,
 )
+from tests.tiny_transformers import write_model
 
 CONFIG_INI = """[gpt]
 model_name = tiny
@@ -305,3 +307,24 @@ def test_build_killed_at_any_moment_is_finished_by_the_next(
         # Hidden files stay behind, which neither Triton nor a publication takes.
         files = {name: data for name, data in _files(repository).items() if "/." not in name}
         assert files == expected[number % 2]
+
+
+def test_a_flipped_bit_of_the_weights_ends_the_export(tmp_path: Path) -> None:
+    weights = convert(
+        ConversionRequest(
+            write_model("gpt2", tmp_path / "source"), tmp_path / "model" / "1", 2, "fp32"
+        )
+    ).ft_dir
+    request = RepositoryRequest(tmp_path / "model", 2, 1, 4, "fp16", ensemble=False)
+    victim = weights / "model.layers.1.mlp.dense_h_to_4h.weight.1.bin"
+    content = bytearray(victim.read_bytes())
+    for bit in (0, 7 + 8 * (len(content) // 2), 8 * len(content) - 1):
+        content[bit // 8] ^= 1 << bit % 8
+        victim.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"is damaged: {victim.name} differs") as error:
+            build_repository(request)
+        assert "convert it again" in str(error.value)
+        assert not list((tmp_path / "model").glob("config.pbtxt"))
+        content[bit // 8] ^= 1 << bit % 8
+    victim.write_bytes(content)
+    assert build_repository(request)

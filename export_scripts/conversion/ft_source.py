@@ -1,0 +1,126 @@
+"""An FT folder as a source: the files of its ranks are the pieces of each tensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from export_scripts.checkpoints.base import Record, StoredTensor, TensorIndex, TokenizerFile
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.spec import FTTensor, ModelFamily
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Copy, TensorSource
+from export_scripts.ft.config_ini import CONFIG_NAME, read_config
+from export_scripts.ft.layout import EXTRA_FILES
+from export_scripts.ft.validation import Manifest, read_manifest, validate_directory
+
+FT_FORMAT = "fastertransformer"
+_INT8_LEFT_OUT = (
+    "static int8 weights and their scales are left out: the weights they were made of are written"
+)
+# Of EXTRA_FILES, those of other kinds than a tokenizer's.
+_OWN_FILES = (CONFIG_NAME, "args.txt")
+
+
+@dataclass(frozen=True)
+class FTFolder(TensorIndex):
+    """The tensors of a folder, with what its config.ini describes and the mapping it came from."""
+
+    family: ModelFamily | None = None
+    ft_config: FTConfig | None = None
+    origin: str = ""
+
+
+def is_ft_folder(path: Path) -> bool:
+    """Return whether a path is a folder of shards."""
+    return (path / CONFIG_NAME).is_file()
+
+
+def open_ft_folder(path: Path) -> FTFolder:
+    """Return the index of a folder; sizes are checked now, checksums of its manifest when read.
+
+    Raises:
+        CheckpointMismatchError: The folder is not what its config.ini describes.
+    """
+    if problems := validate_directory(path, checksums=False):
+        raise CheckpointMismatchError([f"{path} cannot be read:", *problems])
+    family, config = read_config(path)
+    manifest = read_manifest(path) or Manifest({})
+    sums = {name: int(checksum, 16) for name, (_, checksum) in manifest.files.items()}
+    tensors = {
+        tensor.name: _pieces(path, tensor, config, sums)
+        for _, _, tensor in family.expand(config)
+        if not tensor.optional or (path / tensor.file_name()).exists()
+    }
+    return FTFolder(
+        format=FT_FORMAT,
+        path=path,
+        source_config={},
+        tensors=tensors,
+        source_files=(path / CONFIG_NAME, *(s.path for ps in tensors.values() for s in ps)),
+        tokenizer=tuple(
+            TokenizerFile(file.name, file)
+            for file in sorted(path.iterdir())
+            if any(fnmatch.fnmatchcase(file.name, pattern) for pattern in EXTRA_FILES)
+            and file.name not in _OWN_FILES
+        ),
+        family=family,
+        ft_config=config,
+        origin=manifest.origin,
+    )
+
+
+def _pieces(
+    path: Path, tensor: FTTensor, config: FTConfig, sums: Mapping[str, int]
+) -> tuple[StoredTensor, ...]:
+    kind, tp_size = tensor.dtype or config.weight_data_type, config.tensor_para_size
+    size, shape = tensor.file_bytes(tp_size, kind), tensor.local_shape(tp_size)
+    return tuple(
+        StoredTensor(
+            path / name,
+            0,
+            kind,
+            shape,
+            record=Record(path / name, 0, size, sums[name]) if name in sums else None,
+        )
+        for name in tensor.file_names(tp_size)
+    )
+
+
+def ft_mapping(folder: FTFolder) -> SourceMapping:
+    """Return the mapping of a folder to its own layout for other ranks and another type."""
+    family, stored = folder.family, folder.ft_config
+    assert family is not None
+    assert stored is not None
+    has_int8 = bool(getattr(stored, "int8", False))
+
+    def config(facts: Facts) -> FTConfig:
+        asked: dict[str, Any] = {
+            "tensor_para_size": facts.tp_size,
+            "weight_data_type": facts.weight_data_type,
+            **({"int8": None} if has_int8 else {}),
+        }
+        return dataclasses.replace(stored, **asked)
+
+    def weights(facts: Facts, _: FTConfig) -> Mapping[str, TensorSource]:
+        table: dict[str, TensorSource] = {
+            spec.name: Copy(spec.name, cut=spec.split) for spec in family.layout
+        }
+        return {**table, **family.whole(stored, facts.keys())}
+
+    return SourceMapping(
+        name="fastertransformer",
+        title=f"folder of {family.name} shards",
+        family=family,
+        format=FT_FORMAT,
+        matches=lambda _: True,
+        config=config,
+        weights=weights,
+        ignored=("*.int8", "*.scale", "*.scale_inter", "*.scale_out") if has_int8 else (),
+        warnings=lambda *_: [_INT8_LEFT_OUT] if has_int8 else [],
+    )

@@ -1,0 +1,394 @@
+"""The plan of a Hugging Face folder: whatever the source, by the inverse of its family's mapping.
+
+The source becomes tensors of the family as for a folder of one rank. A candidate configuration of
+each Hugging Face mapping of the family is read back by that mapping: the first that describes
+the same architecture and the same tensors holds, and what none can express is thereby named.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from export_scripts.checkpoints.base import (
+    FLOATING_TYPES,
+    SOURCE_TYPES,
+    StoredTensor,
+    TensorIndex,
+    TokenizerFile,
+    json_table,
+)
+from export_scripts.conversion.ft_source import FTFolder
+from export_scripts.conversion.plan import ConversionPlan
+from export_scripts.conversion.tensor_plan import TensorPlan, plan_tensors
+from export_scripts.errors import CheckpointMismatchError
+from export_scripts.families import SOURCE_MAPPINGS
+from export_scripts.families.layout.config import FTConfig
+from export_scripts.families.layout.spec import FTTensor
+from export_scripts.families.mapping.prompts import PROMPT_TABLE
+from export_scripts.families.mapping.source_mapping import Facts, SourceMapping
+from export_scripts.families.mapping.sources import Compute, Copy, PerIndex, View, same
+from export_scripts.ft.tokenizer_files import SETTINGS_FILE
+
+WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
+_GENERATION = "generation_config.json"
+# safetensors' names of the types written.
+_TYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+_HEADS = ("model.lm_head.weight", "lm_head.weight")
+_EMBEDDINGS = ("model.wte", "shared.weight_T")
+# Of a source's config.json: what does not hold for the new folder.
+_NOT_KEPT = ("_name_or_path", "auto_map", "dtype", "transformers_version")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+# Spellings of the longest sequence in sources whose family's config does not record it.
+_POSITIONS = ("max-position-embeddings", "seq-length", "seq")
+_USUAL_POSITIONS = 2048
+# Tokenizer file -> class of transformers that reads it.
+_TOKENIZERS = {
+    "tokenizer.json": "PreTrainedTokenizerFast",
+    "vocab.json": "GPT2Tokenizer",
+    "tokenizer.model": "LlamaTokenizer",
+    "spiece.model": "T5Tokenizer",
+    "vocab.txt": "BertTokenizer",
+}
+
+
+@dataclass(frozen=True)
+class WrittenTensor:
+    """One tensor of the folder: a view of a tensor of the family."""
+
+    key: str
+    item: TensorPlan
+    view: View
+
+    def size_bytes(self, kind: str) -> int:
+        """Return its bytes in a weight type."""
+        return StoredTensor(Path(), 0, kind, self.view.shape).span_bytes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One safetensors file: its header, then its tensors without gaps."""
+
+    name: str
+    header: bytes
+    tensors: tuple[WrittenTensor, ...]
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class HuggingFacePlan:
+    """A Hugging Face folder checked in everything but the values.
+
+    Attributes:
+        source: How the source becomes the family's tensors, on one rank.
+        mapping: The mapping whose inverse is written.
+        shards: The files of weights.
+        remarks: Warnings to report.
+        extra_files: Contents of all other files.
+    """
+
+    source: ConversionPlan
+    mapping: SourceMapping
+    shards: tuple[Shard, ...]
+    remarks: tuple[str, ...]
+    extra_files: Mapping[str, bytes]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weight files."""
+        return sum(shard.size_bytes for shard in self.shards)
+
+
+def plan_huggingface(source: ConversionPlan) -> HuggingFacePlan:
+    """Return the plan of the folder that a planned source becomes.
+
+    Raises:
+        CheckpointMismatchError: Hugging Face has no model like it; every reason is listed.
+    """
+    path, request = source.facts.reader.path, source.request
+    if kept := [
+        f"{path}: the prompt table of task {task.task_name!r} has no place in a Hugging Face "
+        f"folder; serve it from shards, or leave it out (--allow 'prompt:{task.task_name}')"
+        for task in source.config.tasks
+        if not request.allows(f"prompt:{task.task_name}")
+    ]:
+        raise CheckpointMismatchError(kept)
+    found = _chosen(source)
+    tensors = found.tensors + _carried(source, found)
+    kind = source.config.weight_data_type
+    shards = _shards(tensors, kind, source.request.max_shard_bytes)
+    files, remarks = _other_files(source, found)
+    if len(shards) > 1:
+        files[INDEX_NAME] = _index(shards)
+    return HuggingFacePlan(source, found.mapping, shards, (*source.remarks, *remarks), files)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A configuration that may describe the source, its tensors, and why it does not."""
+
+    mapping: SourceMapping
+    config: Mapping[str, Any]
+    tensors: tuple[WrittenTensor, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+def _chosen(source: ConversionPlan) -> _Candidate:
+    tried: list[_Candidate] = []
+    is_tied = _is_tied(source)
+    for mapping, config in _configurations(source, is_tied):
+        found = _tried(source, mapping, config, is_tied)
+        if not found.reasons:
+            return found
+        tried.append(found)
+    # Of the nearest; the others differ in as much.
+    nearest = min(tried, key=lambda each: len(each.reasons))
+    kind, path = nearest.config["model_type"], source.facts.reader.path
+    raise CheckpointMismatchError(
+        [
+            *(f"{path} as a Hugging Face {kind}: {reason}" for reason in nearest.reasons),
+            f"{path} has no equal in Hugging Face, of which {kind} is nearest: convert it to "
+            "shards, which express it",
+        ]
+    )
+
+
+def _configurations(
+    source: ConversionPlan, is_tied: bool
+) -> list[tuple[SourceMapping, dict[str, Any]]]:
+    """Return every configuration to try, with its mapping, the source's own first."""
+    reader, config = source.facts.reader, dict(source.facts.config)
+    is_huggingface = source.mapping.written is not None
+    origin = reader.origin if isinstance(reader, FTFolder) else source.mapping.name
+    found = []
+    for mapping in SOURCE_MAPPINGS:
+        if mapping.family is not source.mapping.family or mapping.written is None:
+            continue
+        for written in mapping.written(source.config, is_tied):
+            whole = _typed(written, source.config.weight_data_type)
+            rank = 0 if mapping.name == origin else 1
+            if is_huggingface and mapping.name == origin:
+                rank = 0 if written["model_type"] == config.get("model_type") else 1
+                whole = _with_own_settings(whole, config) if rank == 0 else whole
+            found.append((rank, mapping, whole))
+    found.sort(key=lambda each: each[0])
+    return [(mapping, written) for _, mapping, written in found]
+
+
+def _typed(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    stated = {key: value for key, value in config.items() if value is not None}
+    return stated | {"torch_dtype": SOURCE_TYPES[kind][1]}
+
+
+def _with_own_settings(written: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with whatever else the source's own states."""
+    kept = {key: value for key, value in own.items() if key not in _NOT_KEPT}
+    stated = {key: own[key] for key in _TOKENS if own.get(key) is not None}
+    return kept | dict(written) | stated
+
+
+def _is_tied(source: ConversionPlan) -> bool:
+    """Return whether the head has the values of the embedding."""
+    items = {item.tensor.name: item for item in source.tensors}
+    head, embedding = (
+        next((items[name] for name in names if name in items), None)
+        for names in (_HEADS, _EMBEDDINGS)
+    )
+    if head is None or embedding is None:
+        return head is None
+    if not (isinstance(head.source, Copy) and isinstance(embedding.source, Copy)):
+        return False
+    keys = head.source.key, embedding.source.key
+    return keys[0] == keys[1] or source.facts.same_values(*keys)
+
+
+def _tried(
+    source: ConversionPlan, mapping: SourceMapping, config: dict[str, Any], is_tied: bool
+) -> _Candidate:
+    """Return a configuration with its tensors, and where it reads back as another model."""
+    folder = source.request.folder
+    # Weights are named as in a folder that states its configuration and holds no tensor.
+    empty = TensorIndex("huggingface", folder, config, {}, ())
+    facts = Facts(reader=empty, tp_size=1, weight_data_type=source.config.weight_data_type)
+    facts = dataclasses.replace(facts, prefix=mapping.prefix)
+    tensors, reasons, homeless = _views(source, mapping, facts, is_tied)
+    kind = source.config.weight_data_type
+    pieces = {t.key: (StoredTensor(folder, 0, kind, t.view.shape),) for t in tensors}
+    facts = dataclasses.replace(facts, reader=dataclasses.replace(empty, tensors=pieces))
+    try:
+        reasons = [*mapping.unsupported(facts), *reasons]
+        back = mapping.config(facts)
+        differing = _differences(mapping, source.config, back)
+    except CheckpointMismatchError as error:
+        return _Candidate(mapping, config, reasons=(*error.problems, *reasons))
+    reasons += differing
+    if homeless and not reasons:
+        reasons = [f"it has no tensor for {', '.join(homeless)}"]
+    if not reasons:
+        _, problems = plan_tensors(mapping, facts, back, source.request, tp_size=1)
+        reasons = [problem.removeprefix(f"{folder}: ") for problem in problems]
+    return _Candidate(mapping, config, tensors, tuple(reasons))
+
+
+def _differences(mapping: SourceMapping, wanted: FTConfig, back: FTConfig) -> list[str]:
+    """Return every choice of the architecture in which two configs differ."""
+    mine, theirs = (dataclasses.asdict(mapping.family.architecture(c)) for c in (wanted, back))
+    return [
+        f"{name} is {value} in the model, and can only be {theirs[name]}"
+        for name, value in mine.items()
+        if theirs[name] != value and name not in _FREE
+    ]
+
+
+# Fields of an architecture that decide where a head is stored, not what it computes.
+_FREE = ("untied_head",)
+
+
+def _views(
+    source: ConversionPlan, mapping: SourceMapping, facts: Facts, is_tied: bool
+) -> tuple[tuple[WrittenTensor, ...], list[str], tuple[str, ...]]:
+    """Return the tensors as the mapping names them, reasons against it, and names without one."""
+    table = mapping.weights(facts, source.config)
+    own = source.facts if mapping is source.mapping else None
+    written: dict[str, WrittenTensor] = {}
+    homeless: dict[str, None] = {}
+    reasons = []
+    for (spec, index, tensor), item in zip(
+        mapping.family.expand(source.config), source.tensors, strict=True
+    ):
+        assert tensor == item.tensor
+        origin = table.get(spec.name)
+        origin = origin.choose(index) if isinstance(origin, PerIndex) else origin
+        views = {} if origin is None else origin.views(tensor.shape, source.config)
+        if not views and not isinstance(origin, Compute):
+            homeless[spec.name] = None
+        if spec.name == PROMPT_TABLE:
+            continue
+        for pattern, view in views.items():
+            key = pattern.format(**index)
+            key = (own.resolve(key) or key) if own else key
+            if key in written and not is_tied:
+                reasons.append(f"{key} would also stand for {tensor.name}, whose values differ")
+            written.setdefault(key, WrittenTensor(key, item, view))
+    return tuple(written.values()), reasons, tuple(homeless)
+
+
+def _carried(source: ConversionPlan, found: _Candidate) -> tuple[WrittenTensor, ...]:
+    """Return the tensors that belong to the model and not to the family's layout.
+
+    Raises:
+        CheckpointMismatchError: The source has none of them.
+    """
+    patterns = found.mapping.carried
+    if not patterns:
+        return ()
+    if found.mapping is not source.mapping:
+        absent = f"{patterns[0].strip('*.')}"
+        if source.request.allows(absent):
+            return ()
+        raise CheckpointMismatchError(
+            f"{source.facts.reader.path} has the layers of a {found.mapping.family.name} alone, "
+            f"without its {absent}: convert the original checkpoint, or write the layers without "
+            f"the rest (--allow {absent})"
+        )
+    facts = source.facts
+    return tuple(
+        WrittenTensor(key, TensorPlan(FTTensor(key, piece.shape), Copy(key), {}), same(piece.shape))
+        for key in facts.reader.keys()  # noqa: SIM118 - not a mapping
+        if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+        for piece in facts.pieces(key)[:1]
+        if piece.dtype in FLOATING_TYPES
+    )
+
+
+def _shards(tensors: Sequence[WrittenTensor], kind: str, max_shard_bytes: int) -> tuple[Shard, ...]:
+    groups: list[list[WrittenTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        own = tensor.size_bytes(kind)
+        if groups[-1] and size + own > max_shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += own
+    names = [WEIGHTS_NAME]
+    if len(groups) > 1:
+        names = [
+            f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            for number in range(1, len(groups) + 1)
+        ]
+    return tuple(_shard(name, group, kind) for name, group in zip(names, groups, strict=True))
+
+
+def _shard(name: str, tensors: Sequence[WrittenTensor], kind: str) -> Shard:
+    """Return a file: 8 bytes with the length of a JSON table, the table, the tensors."""
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.size_bytes(kind)
+        table[tensor.key] = {
+            "dtype": _TYPES[kind],
+            "shape": list(tensor.view.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    return Shard(name, header, tuple(tensors), len(header) + end)
+
+
+def _index(shards: Sequence[Shard]) -> bytes:
+    places = {tensor.key: shard.name for shard in shards for tensor in shard.tensors}
+    size = sum(shard.size_bytes - len(shard.header) for shard in shards)
+    return _json({"metadata": {"total_size": size}, "weight_map": places})
+
+
+def _json(table: Mapping[str, Any]) -> bytes:
+    return (json.dumps(table, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _other_files(
+    source: ConversionPlan, found: _Candidate
+) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Return configuration and tokenizer files, and remarks about them."""
+    config = dict(found.config)
+    remarks = []
+    key = found.mapping.positions
+    if key is not None and key not in config:
+        stated = (source.facts.config.get(name) for name in _POSITIONS)
+        config[key] = next((n for n in stated if isinstance(n, int)), None)
+        if config[key] is None:
+            config[key] = _USUAL_POSITIONS
+            remarks.append(
+                f"the source does not record its longest sequence: {key} of config.json is "
+                f"{_USUAL_POSITIONS}; change it there if the model was trained for another"
+            )
+    files = {"config.json": _json(config), **_tokenizer(source)}
+    tokens = {name: config[name] for name in _TOKENS if name in config}
+    if tokens and _GENERATION not in files:
+        files[_GENERATION] = _json({"_from_model_config": True, **tokens})
+    return files, tuple(remarks)
+
+
+def _tokenizer(source: ConversionPlan) -> dict[str, bytes]:
+    """Return the tokenizer's files, named as transformers looks for them."""
+    files = {_tokenizer_name(file, source): file.read() for file in source.facts.tokenizer}
+    settings = json_table(files[SETTINGS_FILE], SETTINGS_FILE) if SETTINGS_FILE in files else {}
+    kind = next((kind for name, kind in _TOKENIZERS.items() if name in files), None)
+    if kind is not None and "tokenizer_class" not in settings:
+        own = {"add_bos_token": False} if kind == "LlamaTokenizer" and not settings else {}
+        files[SETTINGS_FILE] = _json({**settings, "tokenizer_class": kind, **own})
+    return files
+
+
+def _tokenizer_name(file: TokenizerFile, source: ConversionPlan) -> str:
+    if file.name == "tokenizer.model" and source.mapping.family.name.startswith("t5"):
+        return "spiece.model"
+    return file.name

@@ -1,0 +1,160 @@
+"""The writing of safetensors shards: the tensors of a file one after the other, in whole blocks."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import math
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from export_scripts.conversion.huggingface import HuggingFacePlan, Shard, WrittenTensor
+from export_scripts.conversion.sharding import (
+    CHUNK_BYTES,
+    ValueRange,
+    gather,
+    value_range,
+    workspace,
+)
+from export_scripts.conversion.tensor_plan import shapes_of
+from export_scripts.conversion.write import (
+    Counter,
+    SourceValues,
+    build_parts,
+    range_record,
+    recorded_range,
+    tensor_record,
+)
+from export_scripts.families.mapping.sources import Parts
+from export_scripts.families.mapping.views import taken
+from export_scripts.files.disk import BLOCK_BYTES
+from export_scripts.ft.writer import FTWriter
+from export_scripts.numeric.arrays import DTYPES
+
+
+def write_shards(
+    plan: HuggingFacePlan, writer: FTWriter, counter: Counter, *, processes: int
+) -> list[str]:
+    """Write every missing shard; return the problems of the values.
+
+    Files are written in parallel, the tensors of one in order. The first exception stops all.
+    """
+    pool = concurrent.futures.ThreadPoolExecutor(processes, "convert")
+    task = _ShardTask(plan, writer, counter, SourceValues(plan.source))
+    try:
+        futures = [pool.submit(task.write, shard) for shard in plan.shards]
+        done, _ = concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        writer.flush()
+        return [problem for future in futures for problem in future.result()]
+    finally:
+        task.stopping.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def shard_records(plan: HuggingFacePlan, writer: FTWriter) -> dict[str, Any]:
+    """Return the manifest's record of each tensor."""
+    kind = plan.source.config.weight_data_type
+    return {
+        tensor.key: tensor_record(
+            tensor.item,
+            tensor.view.shape,
+            kind,
+            recorded_range(writer.records[shard.name]["tensors"][tensor.key]),
+        )
+        for shard in plan.shards
+        for tensor in shard.tensors
+    }
+
+
+@dataclass(frozen=True)
+class _ShardTask:
+    """State that all workers share."""
+
+    plan: HuggingFacePlan
+    writer: FTWriter
+    counter: Counter
+    values: SourceValues
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def write(self, shard: Shard) -> list[str]:
+        """Write one file; return the problems of its values."""
+        ranges: dict[str, ValueRange] = {}
+        damaged: list[str] = []
+        if self.writer.is_done(shard.name):
+            self.counter.add(shard.size_bytes, written=False)
+            records = self.writer.records[shard.name]["tensors"]
+            ranges = {key: recorded_range(record) for key, record in records.items()}
+        else:
+            chunks = self._chunks(shard, ranges, damaged)
+
+            def facts() -> Mapping[str, Any]:
+                return {"tensors": {key: range_record(each) for key, each in ranges.items()}}
+
+            self.writer.write(shard.name, shard.size_bytes, chunks, facts=facts)
+        kind = self.plan.source.config.weight_data_type
+        return damaged + [
+            self.values.problem(tensor.key, tensor.item, kind)
+            for tensor in shard.tensors
+            if not ranges[tensor.key].finite and not self._is_allowed(tensor)
+        ]
+
+    def _is_allowed(self, tensor: WrittenTensor) -> bool:
+        request = self.plan.source.request
+        return request.allows(tensor.key) or request.allows(tensor.item.tensor.name)
+
+    def _chunks(
+        self, shard: Shard, ranges: dict[str, ValueRange], damaged: list[str]
+    ) -> Iterator[memoryview]:
+        """Yield the file in chunks of whole blocks, and note each tensor's range and damage."""
+        kind = self.plan.source.config.weight_data_type
+        space, dtype = workspace(), DTYPES[kind]
+        # A row that begins in a chunk ends in it.
+        largest = max((self._row_bytes(tensor) for tensor in shard.tensors), default=0)
+        capacity = CHUNK_BYTES + max(largest, len(shard.header))
+        buffer = space.next_chunk(capacity)
+        filled = len(shard.header)
+        buffer[:filled] = memoryview(shard.header)
+        for tensor in shard.tensors:
+            damaged += self.values.damage(tensor.item)
+            parts = self._parts(tensor)
+            shape, found = parts.shape, ValueRange()
+            row = math.prod(shape[1:]) * dtype.itemsize
+            first = 0
+            while first < shape[0]:
+                rows = min(shape[0] - first, max(1, (CHUNK_BYTES - filled) // row))
+                raw = buffer[filled : filled + rows * row]
+                window = [(first, first + rows), *((0, size) for size in shape[1:])]
+                gather(raw.view(dtype).reshape(rows, *shape[1:]), parts, window, space)
+                found.include(value_range(raw, kind))
+                first += rows
+                filled += rows * row
+                if filled >= CHUNK_BYTES:
+                    whole = filled // BLOCK_BYTES * BLOCK_BYTES
+                    yield self._counted(buffer[:whole].data)
+                    rest = buffer[whole:filled]
+                    buffer, filled = space.next_chunk(capacity), len(rest)
+                    buffer[:filled] = rest
+            ranges[tensor.key] = found
+            del parts
+            self.values.forget(tensor.item)
+        if filled:
+            yield self._counted(buffer[:filled].data)
+
+    def _parts(self, tensor: WrittenTensor) -> Parts:
+        return taken(build_parts(self.plan.source, tensor.item), tensor.view)
+
+    def _row_bytes(self, tensor: WrittenTensor) -> int:
+        """Return the bytes of an entry of the first axis of a tensor's parts."""
+        source, item = self.plan.source, tensor.item
+        parts = item.source.build(shapes_of(item, source.facts), source.config)
+        values = math.prod(taken(parts, tensor.view).shape[1:])
+        return values * DTYPES[source.config.weight_data_type].itemsize
+
+    def _counted(self, chunk: memoryview) -> memoryview:
+        if self.stopping.is_set():
+            raise concurrent.futures.CancelledError
+        self.counter.add(len(chunk))
+        return chunk

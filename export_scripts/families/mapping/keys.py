@@ -1,0 +1,126 @@
+"""Settings of a source that a family's config has too: one table, read in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from export_scripts.families.layout.architecture import activation_choice
+from export_scripts.families.mapping.settings import HUGGINGFACE_ACTIVATIONS, Settings, model_name
+from export_scripts.families.mapping.source_mapping import Facts
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting.
+
+    Attributes:
+        field: Field or property of the config.
+        names: Spellings in the source; the first is written.
+        kind: Method of `Settings` that reads it: integer, number, flag or activation.
+        default: Value that the source's library takes for an absent key, or a function of the
+            values read so far; without one, the key is required.
+    """
+
+    field: str
+    names: tuple[str, ...]
+    kind: str = "integer"
+    default: Callable[[Mapping[str, Any]], Any] | None = None
+
+
+def key(field: str, *names: str, kind: str = "integer", **default: Any) -> Setting:
+    """Return a setting; `default` is a value, or a function of the values read before."""
+    if "default" not in default:
+        return Setting(field, names, kind)
+    usual = default["default"]
+    return Setting(field, names, kind, usual if callable(usual) else lambda _: usual)
+
+
+def read_keys(settings: Settings, keys: Sequence[Setting]) -> dict[str, Any]:
+    """Return the fields in a configuration; problems are noted in `settings`."""
+    values: dict[str, Any] = {}
+    for each in keys:
+        default = {} if each.default is None else {"default": each.default(values)}
+        found = getattr(settings, each.kind)(*each.names, **default)
+        if each.kind == "activation":
+            values[each.field], values["exact_gelu"] = found
+        else:
+            values[each.field] = found
+    return values
+
+
+def decoder_values(
+    facts: Facts,
+    settings: Settings,
+    keys: Sequence[Setting],
+    *,
+    name: str,
+    bos: int | None = None,
+    eos: int | None = None,
+    head_dim: bool = False,
+) -> dict[str, Any]:
+    """Return what every decoder's config has, from a Hugging Face configuration.
+
+    Args:
+        facts: The source.
+        settings: Its configuration, which notes problems.
+        keys: Its settings, `hidden` and `head_num` among them.
+        name: Name of the model where the source has none.
+        bos: The library's default of bos_token_id.
+        eos: The library's default of eos_token_id.
+        head_dim: Whether the library reads head_dim, the size of a head.
+    """
+    values = read_keys(settings, keys)
+    start_id, end_id = settings.token_ids(facts, bos=bos, eos=eos)
+    width, heads = (
+        next(each.names[0] for each in keys if each.field == field)
+        for field in ("hidden", "head_num")
+    )
+    hidden = values.pop("hidden")
+    if head_dim and settings.source.get("head_dim") is not None:
+        values["size_per_head"] = settings.integer("head_dim")
+    else:
+        values["size_per_head"] = settings.divide(hidden, values["head_num"], f"{width} by {heads}")
+    return {
+        **values,
+        "model_name": model_name(facts.config, name),
+        "start_id": start_id,
+        "end_id": end_id,
+        "weight_data_type": facts.weight_data_type,
+        "tensor_para_size": facts.tp_size,
+    }
+
+
+def activation_name(spelling: str, *, exact_gelu: bool) -> str:
+    """Return transformers' name of an activation of config.ini, without its gate."""
+    activation, _ = activation_choice(spelling)
+    wanted = activation, exact_gelu and activation == "gelu"
+    return next(
+        name
+        for name, (ours, exact) in HUGGINGFACE_ACTIVATIONS.items()
+        if (ours.lower(), exact) == wanted
+    )
+
+
+def written_keys(keys: Sequence[Setting], config: Any) -> dict[str, Any]:
+    """Return the configuration of which `read_keys` makes the config's values."""
+    return {
+        each.names[0]: activation_name(getattr(config, each.field), exact_gelu=config.exact_gelu)
+        if each.kind == "activation"
+        else getattr(config, each.field)
+        for each in keys
+    }
+
+
+def written_decoder(
+    model_type: str, model: str, keys: Sequence[Setting], config: Any
+) -> dict[str, Any]:
+    """Return config.json of a decoder: its class in transformers, settings and special tokens."""
+    return {
+        "model_type": model_type,
+        "architectures": [model],
+        **written_keys(keys, config),
+        "bos_token_id": config.start_id,
+        "eos_token_id": config.end_id,
+    }

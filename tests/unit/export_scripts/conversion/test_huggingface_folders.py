@@ -1,0 +1,457 @@
+"""Hugging Face folders from every kind of source: equal to the byte, loaded, refused, continued."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from export_scripts.conversion import safetensors
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.validation import folder_problems
+from inference.parity.comparison import ParityRequest, compare
+from tests.tiny import (
+    TinyGPT,
+    gpt_tensors,
+    torch_bytes,
+    write_megatron,
+    write_nemo,
+    write_tar,
+)
+from tests.tiny_distributed import megatron_common, write_distributed
+from tests.tiny_huggingface import copy_of, read_tensors
+from tests.tiny_megatron_core import core_state, write_core
+from tests.tiny_transformers import MODELS, write_model
+
+# A family's names of its sizes: heads, size of a head, MLP, layers, vocabulary.
+GPT2 = ("n_head", "n_embd", "n_inner", "n_layer", "vocab_size")
+LLAMA = (
+    "num_attention_heads", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size",
+)  # fmt: skip
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "gpt2": GPT2,
+    "gptj": GPT2,
+    "bloom": ("n_head", "hidden_size", "", "n_layer", "vocab_size"),
+    "opt": ("num_attention_heads", "hidden_size", "ffn_dim", "num_hidden_layers", "vocab_size"),
+    "bert": LLAMA,
+    "t5": ("num_heads", "d_model", "d_ff", "num_layers", "vocab_size"),
+}
+KIND = {"t5-encoder": "t5_encoder"}
+# Rows of OPT's positions that no token uses: FT does not store them.
+UNUSED_ROWS = {"model.decoder.embed_positions.weight": 2}
+
+
+def written(source: Path, output: Path, **fields: Any) -> Path:
+    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32", "processes": 2} | fields
+    request = ConversionRequest(source, output, **values)
+    return convert(request).ft_dir
+
+
+def way_out(source: Path, output: Path, **fields: Any) -> Path:
+    return written(source, output, output_format="huggingface", **fields)
+
+
+def sized(name: str, heads: int, size: int, inter: int, layers: int, vocab: int) -> dict[str, Any]:
+    base = name.split("-")[0].replace("mt5", "t5")
+    keys = SIZES.get(base, LLAMA)
+    values = (heads, heads * size, inter, layers, vocab)
+    changes = {key: value for key, value in zip(keys, values, strict=True) if key}
+    if base == "gptneox":
+        changes["rotary_pct"] = 1.0
+    if base == "gptj":
+        changes["rotary_dim"] = 2 * math.ceil(size / 4)
+    if base == "t5":
+        changes |= {"d_kv": size, "d_model": heads * size + 3}
+    if base == "opt":
+        changes |= {"word_embed_proj_dim": heads * size, "do_layer_norm_before": layers != 2}
+    if name in ("llama", "mistral", "qwen2"):
+        changes |= {"head_dim": size, "hidden_size": heads * (size + 1)}
+        changes |= {"num_key_value_heads": heads // (1 + layers % 2)}
+    if name == "llama":
+        changes |= {"attention_bias": layers == 3, "mlp_bias": layers == 2}
+    return changes
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
+@settings(
+    max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    heads=st.sampled_from([4, 8]),
+    half=st.integers(1, 5),
+    inter=st.integers(1, 9),
+    layers=st.integers(1, 3),
+    vocab=st.integers(20, 70),
+    tp_size=st.sampled_from([1, 2, 4]),
+    kind=st.sampled_from(["fp32", "fp16", "bf16"]),
+    shard=st.sampled_from([1000, 20_000, 10**9]),
+)
+def test_a_model_comes_back_from_shards_equal_to_the_byte(
+    name: str, heads: int, half: int, inter: int, layers: int, vocab: int, tp_size: int, kind: str,
+    shard: int,
+) -> None:  # fmt: skip
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        sizes = sized(name, heads, 2 * half, 4 * inter, layers, vocab)
+        original = write_model(name, folder / "original", **sizes)
+        first = {"weight_data_type": kind, "model_type": KIND.get(name)}
+        shards = written(original, folder / "shards", tp_size=tp_size, **first)
+        back = way_out(shards, folder / "back", weight_data_type=kind, max_shard_bytes=shard)
+        assert folder_problems(back) == []
+        direct = way_out(original, folder / "direct", **first)
+        expected, found = (tensors_of(each) for each in (original, back))
+        # Saved by transformers 5, which ties every mT5; unscaled logits need a head of their own.
+        extra = {"lm_head.weight"} if name == "mt5" else set()
+        assert found.keys() - extra == expected.keys()
+        for key, value in expected.items():
+            rows = UNUSED_ROWS.get(key, 0)
+            value = value.to(found[key].dtype)
+            assert torch.equal(found[key][rows:], value[rows:]), key
+        assert tensors_of(direct).keys() == found.keys()
+        assert all(torch.equal(each, found[key]) for key, each in tensors_of(direct).items())
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return read_tensors(folder)
+    from safetensors import safe_open
+
+    found = {}
+    for key, name in json.loads(index.read_text())["weight_map"].items():
+        with safe_open(folder / name, "pt") as file:
+            found[key] = file.get_tensor(key)
+    return found
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_transformers_computes_the_same_of_the_folder(name: str, tmp_path: Path) -> None:
+    original = write_model(name, tmp_path / "original")
+    source = original
+    if name != "bert":  # whose embeddings shards do not hold
+        kind = KIND.get(name)
+        source = written(original, tmp_path, tp_size=2, model_type=kind)
+    folder = way_out(source, tmp_path, model_type=KIND.get(name))
+    model_class = getattr(transformers, MODELS[name][0])
+    found, info = model_class.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    ids = torch.arange(3, 13)[None]
+    further = {"decoder_input_ids": ids[:, :4]} if name in ("t5", "mt5") else {}
+    with torch.no_grad():
+        outputs = [
+            model.eval()(ids, **further)[0]
+            for model in (found, model_class.from_pretrained(original))
+        ]
+    # OPT's narrow embedding is multiplied by its projection.
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-5 if name == "opt" else 0)
+
+
+def test_a_bert_from_shards_lacks_its_embeddings(tmp_path: Path) -> None:
+    original = write_model("bert", tmp_path / "original")
+    shards = written(original, tmp_path, tp_size=2)
+    with pytest.raises(ValueError, match="without its embeddings: convert the original"):
+        way_out(shards, tmp_path)
+    assert not (tmp_path / "huggingface").exists()
+    layers = tensors_of(way_out(shards, tmp_path, allow=("embeddings",)))
+    expected = read_tensors(original)
+    for key, value in layers.items():
+        assert torch.equal(value, expected[key.removeprefix("bert.")])
+    assert len(layers) == sum("encoder.layer" in key for key in expected)
+
+
+NO_FINAL_NORM = {"layernorm_type": "post_layernorm", "has_post_decoder_layernorm": "False"}
+NO_POSITIONS = {"has_positional_encoding": "False"}
+
+
+def edited(shards: Path, settings_: Mapping[str, str]) -> Path:
+    """Change config.ini, and remove the files that the folder then must not have."""
+    config = shards / "config.ini"
+    kept = [
+        line for line in config.read_text().splitlines() if line.split(" =")[0] not in settings_
+    ]
+    changed = [f"{key} = {value}" for key, value in settings_.items()]
+    config.write_text("\n".join([kept[0], *changed, *kept[1:]]))
+    (shards.parent / f"{shards.name}.manifest.json").unlink()
+    for name in ("model.final_layernorm.weight.bin", "model.final_layernorm.bias.bin"):
+        if "has_post_decoder_layernorm" in settings_:
+            (shards / name).unlink()
+    if "has_positional_encoding" in settings_:
+        (shards / "model.wpe.bin").unlink()
+    return shards
+
+
+def test_a_gpt_goes_to_the_model_that_is_its_equal(tmp_path: Path) -> None:
+    shards = written(write_model("gpt2", tmp_path / "original"), tmp_path)
+    folder = way_out(edited(shards, NO_FINAL_NORM), tmp_path)
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "opt"
+    assert folder_problems(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("settings_", "words"),
+    [
+        (NO_FINAL_NORM | {"layernorm_eps": "0.5"}, "norm_eps is 0.5 in the model, and can only be"),
+        (NO_POSITIONS, "position is none in the model, and can only be learned"),
+    ],
+)
+def test_settings_that_no_model_has_are_refused_and_leave_nothing(
+    settings_: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    shards = written(write_model("gpt2", tmp_path / "original"), tmp_path)
+    request = ConversionRequest(
+        edited(shards, settings_), tmp_path / "out", 1, "fp32", output_format="huggingface"
+    )
+    problems = check_conversion(request)
+    assert any(words in each for each in problems), problems
+    assert "has no equal in Hugging Face" in problems[-1]
+    with pytest.raises(ValueError, match="has no equal in Hugging Face"):
+        convert(request)
+    assert not list(tmp_path.glob("out/*"))
+
+
+def test_a_flipped_bit_of_the_shards_is_found_without_their_source(tmp_path: Path) -> None:
+    shards = written(write_model("llama", tmp_path / "original"), tmp_path, tp_size=2)
+    victim = shards / "model.layers.1.mlp.dense_4h_to_h.weight.1.bin"
+    content = bytearray(victim.read_bytes())
+    content[100] ^= 1
+    victim.write_bytes(content)
+    with pytest.raises(ValueError, match="does not match its checksum") as error:
+        way_out(shards, tmp_path)
+    assert str(victim) in str(error.value)
+    assert not (tmp_path / "huggingface").exists()
+
+
+def test_the_folder_is_validated_against_its_manifest(tmp_path: Path) -> None:
+    folder = way_out(write_model("gptj", tmp_path / "original"), tmp_path, max_shard_bytes=20_000)
+    shards = sorted(folder.glob("model-*.safetensors"))
+    assert len(shards) > 1
+    assert folder_problems(folder) == []
+    content = bytearray(shards[0].read_bytes())
+    content[-1] ^= 1
+    shards[0].write_bytes(content)
+    (problem,) = folder_problems(folder)
+    assert problem == f"{shards[0].name} differs from the checksum in the manifest (crc32)"
+    shards[1].unlink()
+    assert any(f"{shards[1].name} is missing" in each for each in folder_problems(folder))
+
+
+def test_a_finished_folder_is_kept_and_another_one_is_not_replaced(tmp_path: Path) -> None:
+    source = write_model("gpt2", tmp_path / "original")
+    request = ConversionRequest(
+        source, tmp_path, 1, weight_data_type="fp16", output_format="huggingface"
+    )
+    assert not convert(request).already_done
+    assert convert(request).already_done
+    with pytest.raises(ValueError, match="holds another conversion"):
+        way_out(source, tmp_path)
+    assert check_conversion(request) == []
+
+
+def test_values_that_fp16_lacks_leave_no_folder(tmp_path: Path) -> None:
+    source = copy_of(
+        write_model("gpt2", tmp_path / "original"),
+        tmp_path / "large",
+        tensors={"transformer.ln_f.bias": torch.full((24,), 1e6)},
+    )
+    with pytest.raises(ValueError, match=r"transformer.ln_f.bias: values up to 1e\+06"):
+        way_out(source, tmp_path, weight_data_type="fp16")
+    assert not list(tmp_path.glob("*huggingface*/*"))
+
+
+def test_shards_of_shards_are_refused(tmp_path: Path) -> None:
+    shards = written(write_model("gpt2", tmp_path / "original"), tmp_path)
+    with pytest.raises(ValueError, match="is a folder of shards, which becomes a Hugging Face"):
+        written(shards, tmp_path / "again", tp_size=2)
+
+
+def test_a_hugging_face_folder_has_no_ranks(tmp_path: Path) -> None:
+    source = write_model("gpt2", tmp_path / "original")
+    with pytest.raises(ValueError, match="--tensor-model-parallel-size=2: a Hugging Face folder"):
+        way_out(source, tmp_path, tp_size=2)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "gptneox-parallel"])
+def test_parity_compares_the_folder_with_its_source(name: str, tmp_path: Path) -> None:
+    original = write_model(name, tmp_path / "original")
+    shards = written(original, tmp_path, tp_size=2)
+    folder = way_out(shards, tmp_path)
+    for source in (original, shards):
+        report = compare(ParityRequest(source, folder))
+        assert report.equal, report
+        assert report.activations
+        assert max(each.relative for each in report.activations) < 1e-5
+    assert not list(tmp_path.glob(".parity-*"))
+
+
+def test_parity_names_the_layer_in_which_a_folder_differs(tmp_path: Path) -> None:
+    original = write_model("llama", tmp_path / "original")
+    scale = {"model.layers.1.input_layernorm.weight": torch.ones(24)}
+    changed = copy_of(way_out(original, tmp_path), tmp_path / "changed", tensors=scale)
+    report = compare(ParityRequest(original, changed))
+    assert report.first_place is not None
+    assert str(report.first_place.place).startswith("layer 1")
+    assert report.first_file is not None
+    assert report.first_file.tensor == "model.layers.1.input_layernorm.weight"
+
+
+ARGS = {
+    "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 56, "num_attention_heads": 4,
+    "group_query_attention": True, "num_query_groups": 2, "kv_channels": 8,
+    "max_position_embeddings": 40, "norm_epsilon": 1e-5, "normalization": "RMSNorm",
+    "position_embedding_type": "rope", "swiglu": True, "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True, "rotary_base": 500000,
+}  # fmt: skip
+
+
+def megatron_forms(folder: Path) -> dict[str, Path]:
+    """Return the four forms in which Megatron's checkpoints come, of one GPT and of one Llama."""
+    gpt = gpt_tensors(TinyGPT())
+    torch.manual_seed(3)
+    state = core_state()
+    bare = {name.removeprefix("model."): value for name, value in state.items()}
+    common = megatron_common(**ARGS)
+    return {
+        "nemo": write_nemo(folder / "gpt.nemo", gpt, tp=2, pp=2),
+        "megatron": write_megatron(folder / "megatron", gpt, tp=2, pp=1),
+        "core": write_core(folder / "core.nemo", state, rotary_base=500000),
+        "distributed": write_distributed(folder / "distributed", bare, common=common),
+    }
+
+
+@pytest.mark.parametrize("form", ["nemo", "megatron", "core", "distributed"])
+def test_each_of_megatrons_forms_leaves_with_what_our_engine_computes(
+    form: str, tmp_path: Path
+) -> None:
+    source = megatron_forms(tmp_path)[form]
+    ids = () if form in ("nemo", "megatron") else (("start_id", "1"), ("end_id", "2"))
+    folder = way_out(source, tmp_path / form, given=ids)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model_type"] == ("llama" if ids else "gpt2")
+    report = compare(ParityRequest(source, folder, given=ids))
+    assert report.equal, report
+    assert max(each.relative for each in report.activations) < 1e-5
+
+
+def test_forms_of_one_model_leave_as_the_same_bytes(tmp_path: Path) -> None:
+    forms = megatron_forms(tmp_path)
+    ids = (("start_id", "1"), ("end_id", "2"))
+    folders = {
+        form: way_out(source, tmp_path / form, given=() if form in ("nemo", "megatron") else ids)
+        for form, source in forms.items()
+    }
+    weights = {form: (each / "model.safetensors").read_bytes() for form, each in folders.items()}
+    assert weights["nemo"] == weights["megatron"]
+    assert weights["core"] == weights["distributed"]
+
+
+def test_scales_that_are_stored_as_their_distance_from_one_leave_whole(tmp_path: Path) -> None:
+    tensors = gpt_tensors(TinyGPT())
+    plain, folded = (
+        read_tensors(
+            way_out(
+                write_nemo(tmp_path / f"{word}.nemo", tensors, config={"normalization": word}),
+                tmp_path / word,
+            )
+        )
+        for word in ("layernorm", "layernorm1p")
+    )
+    for key, value in plain.items():
+        is_scale = key.endswith(("ln_1.weight", "ln_2.weight", "ln_f.weight"))
+        assert torch.equal(folded[key], value + 1 if is_scale else value), key
+
+
+def test_prompt_tables_are_refused_by_name_or_left_out(tmp_path: Path) -> None:
+    tensors, table = gpt_tensors(TinyGPT()), torch.ones(3, TinyGPT().hidden)
+    prompt = write_tar(
+        tmp_path / "prompt.nemo",
+        {
+            "model_config.yaml": json.dumps(
+                {"task_templates": [{"taskname": "boolq", "total_virtual_tokens": 3}]}
+            ).encode(),
+            "model_weights.ckpt": torch_bytes(
+                {"prompt_table": {"prompt_table.boolq.prompt_embeddings.weight": table}}
+            ),
+        },
+    )
+    shards = written(
+        write_nemo(tmp_path / "gpt.nemo", tensors), tmp_path, prompt_checkpoints=(prompt,)
+    )
+    with pytest.raises(ValueError, match="the prompt table of task 'boolq' has no place"):
+        way_out(shards, tmp_path)
+    folder = way_out(shards, tmp_path, allow=("prompt:*",))
+    assert not [key for key in read_tensors(folder) if "prompt" in key]
+    assert folder_problems(folder) == []
+
+
+def test_a_folder_of_another_converter_needs_neither_manifest_nor_name(tmp_path: Path) -> None:
+    shards = written(write_model("bloom", tmp_path / "original"), tmp_path, tp_size=2)
+    config = shards / "config.ini"
+    named = config.read_text().split("\n")
+    config.write_text("\n".join("model_name =" if "model_name" in x else x for x in named))
+    (tmp_path / "2-gpu.manifest.json").unlink()
+    assert json.loads((way_out(shards, tmp_path) / "config.json").read_text())["n_head"] == 4
+
+
+def wide_heads(path: Path) -> Path:
+    """Return a Llama in megatron-core's layout, whose heads are 16 kB each."""
+    shapes = {
+        "linear_qkv.weight": (2 * (2 + 2) * 64, 64), "linear_proj.weight": (64, 4 * 64),
+        "linear_fc1.weight": (112, 64), "linear_fc2.weight": (64, 56),
+        "word_embeddings.weight": (53, 64), "output_layer.weight": (53, 64),
+    }  # fmt: skip
+    torch.manual_seed(3)
+    state = {
+        name: torch.randn(shapes.get(".".join(name.split(".")[-2:]), (64,)))
+        for name in core_state()
+    }
+    return write_core(path, state, hidden_size=64, kv_channels=64)
+
+
+def test_a_head_that_begins_in_a_chunk_ends_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, ids = wide_heads(tmp_path / "core.nemo"), (("start_id", "1"), ("end_id", "2"))
+    expected = way_out(source, tmp_path / "whole", given=ids) / "model.safetensors"
+    monkeypatch.setattr(safetensors, "CHUNK_BYTES", 1 << 12)
+    monkeypatch.setattr(safetensors, "BLOCK_BYTES", 1 << 10)
+    found = way_out(source, tmp_path / "cut", given=ids) / "model.safetensors"
+    assert found.read_bytes() == expected.read_bytes()
+
+
+def test_an_interrupted_folder_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_model("gptj", tmp_path / "original")
+    options = {"max_shard_bytes": 20_000, "processes": 1}
+    expected = tensors_of(way_out(source, tmp_path / "whole", **options))
+    filled = safetensors.taken
+    calls = iter(range(30))
+
+    def taken(*arguments: Any) -> Any:
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+        return filled(*arguments)
+
+    monkeypatch.setattr(safetensors, "taken", taken)
+    with pytest.raises(KeyboardInterrupt):
+        way_out(source, tmp_path, **options)
+    assert not (tmp_path / "huggingface").exists()
+    done = len(list((tmp_path / ".huggingface.partial").glob("*.safetensors")))
+    monkeypatch.undo()
+    values: dict[str, Any] = {"tp_size": 1, "weight_data_type": "fp32"} | options
+    request = ConversionRequest(source, tmp_path, output_format="huggingface", **values)
+    summary = convert(request)
+    assert done > 0
+    assert summary.written_bytes < sum(f.stat().st_size for f in summary.ft_dir.glob("*.safe*"))
+    found = tensors_of(summary.ft_dir)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
