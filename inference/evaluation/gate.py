@@ -1,73 +1,217 @@
 """Bounds on metrics: what a release must reach, absolutely or against a stored baseline.
 
-Standard library only. Exit codes: 0 every bound holds, 3 a bound is breached; anything else
-means that the evaluation itself could not be done.
+Exit codes: 0 every bound holds, 3 a bound is breached, 5 none is, but the samples cannot show that
+all hold; anything else means that the evaluation itself could not be done.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from export_scripts.suggest import did_you_mean
 from inference.evaluation.options import Bound
+from inference.evaluation.paired_tests import (
+    ASSUMED_CHANGE,
+    POWER,
+    DropTest,
+    Pairs,
+    check_drop,
+    holm,
+    samples_needed,
+    smallest_drop,
+)
 from inference.evaluation.task import Metric
 
 EXIT_PASS = 0
 EXIT_GATE_BREACHED = 3
 EXIT_NOT_EVALUATED = 4
+EXIT_INSUFFICIENT = 5
+HELD, BREACHED, INSUFFICIENT = "held", "breached", "insufficient"
+CRITICAL, ADVISORY = "critical", "advisory"
+
+_SENTENCE = re.compile(
+    r"no (?P<word>drop|rise)(?: of more than (?P<amount>\d+(?:\.\d+)?) ?(?P<unit>points?|%)?)?"
+    r" at (?P<confidence>\d+(?:\.\d+)?) ?%"
+)
+EXAMPLE = "no drop of more than 1 point at 95 %"
 
 
 @dataclass(frozen=True)
-class Breach:
-    """A metric outside its bound.
+class Verdict:
+    """The outcome of one bound.
 
     Attributes:
-        bound: the bound in words, such as `min 0.13`.
-        limit: the number it came to.
+        bound: in words, such as `min 0.13`, or its sentence.
+        status: held, breached, or insufficient: the samples show neither.
+        tier: an advisory bound does not decide the exit status.
+        limit: the number that an absolute or unpaired bound came to.
         baseline: the baseline's value for a relative bound.
-        remedy: what to do about it, where that is known.
+        drop, low, high: how much worse than the baseline the paired samples are, and its limits,
+            each at the bound's confidence; of a perplexity, of its logarithm.
+        p_value: chance of a drop like this if the bound held; of several bounds, Holm's.
+        samples: pairs that were compared.
+        needed: samples that would decide, where they are insufficient; None where none would.
+        smallest: the smallest drop that 80 % of runs would catch, as `drop` is given.
+        note: what the bound cannot show.
+        remedy: what to do about a breach, where that is known.
     """
 
     metric: str
     value: float
     bound: str
-    limit: float
+    status: str
+    tier: str = CRITICAL
+    unit: str = "fraction"
+    higher_is_better: bool = True
+    limit: float | None = None
     baseline: float | None = None
+    drop: float | None = None
+    low: float | None = None
+    high: float | None = None
+    p_value: float | None = None
+    samples: int | None = None
+    needed: int | None = None
+    smallest: float | None = None
+    note: str = ""
     remedy: str = ""
 
+    @property
+    def text(self) -> str:
+        """The drop with its limits, or the value with its, and what follows from it."""
+        parts = [self._drop_text if self.drop is not None else f"{self.value:.6g}{self._limits}"]
+        if self.status == INSUFFICIENT and self.needed is None:
+            parts.append("no number of samples would decide, allow more")
+        elif self.status == INSUFFICIENT:
+            parts.append(f"{self.needed:,} samples would decide")
+        if self.smallest is not None:
+            parts.append(f"80 % of runs catch {self._amount(self.smallest)}")
+        return "; ".join(part for part in (*parts, self.note, self.remedy) if part)
+
     def __str__(self) -> str:
-        text = f"{self.metric} = {self.value:.6g} breaches {self.bound}"
-        if self.baseline is not None:
-            text += f" (limit {self.limit:.6g}, baseline {self.baseline:.6g})"
-        return f"{text}; {self.remedy}" if self.remedy else text
+        verb = {HELD: "holds", BREACHED: "breaches"}.get(self.status, "is insufficient for")
+        tier = " (advisory)" * (self.tier == ADVISORY)
+        text = f"{self.metric} = {self.value:.6g} {verb} {self.bound}{self._limits}{tier}"
+        if self.drop is not None:
+            return f"{text}: {self.text}"
+        return "; ".join(part for part in (text, self.note, self.remedy) if part)
+
+    @property
+    def _limits(self) -> str:
+        if self.drop is not None or self.limit is None or self.baseline is None:
+            return ""
+        return f" (limit {self.limit:.6g}, baseline {self.baseline:.6g})"
+
+    @property
+    def _drop_text(self) -> str:
+        drop, low, high = (self._amount(each or 0.0) for each in (self.drop, self.low, self.high))
+        limits = {HELD: f"at most {high}", BREACHED: f"at least {low}"}
+        word = "drop" if self.higher_is_better else "rise"
+        within = limits.get(self.status, f"between {low} and {high}")
+        return f"{word} {drop}, {within}, over {self.samples:,} samples"
+
+    def _amount(self, drop: float) -> str:
+        return amount_text(drop, self.unit)
+
+
+def amount_text(drop: float, unit: str) -> str:
+    """Return a drop as people read it: points of a fraction, percent of a perplexity."""
+    if unit == "fraction":
+        return f"{100 * drop:.3g} points"
+    return f"{100 * math.expm1(drop):.3g} %" if unit == "perplexity" else f"{drop:.4g}"
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """The gate's result: the number of bounds applied, and those breached."""
+    """The gate's result: one verdict a bound."""
 
-    checked: int = 0
-    breaches: tuple[Breach, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+
+    @property
+    def checked(self) -> int:
+        """The number of bounds that were applied."""
+        return len(self.verdicts)
+
+    @property
+    def breaches(self) -> tuple[Verdict, ...]:
+        """The bounds that were breached."""
+        return self.of(BREACHED)
+
+    def of(self, status: str) -> tuple[Verdict, ...]:
+        """Return the verdicts of one status."""
+        return tuple(each for each in self.verdicts if each.status == status)
 
     @property
     def passed(self) -> bool:
-        """Return whether every bound holds (also when there are none)."""
-        return not self.breaches
+        """Return whether every critical bound holds (also when there are none)."""
+        return self.exit_code == EXIT_PASS
 
     @property
     def exit_code(self) -> int:
         """The exit code of a command that trusts this gate."""
-        return EXIT_PASS if self.passed else EXIT_GATE_BREACHED
+        found = {each.status for each in self.verdicts if each.tier == CRITICAL}
+        if BREACHED in found:
+            return EXIT_GATE_BREACHED
+        return EXIT_INSUFFICIENT if INSUFFICIENT in found else EXIT_PASS
+
+
+@dataclass(frozen=True)
+class PairedBound:
+    """A bound's sentence, taken apart.
+
+    Attributes:
+        amount: of the drop that is allowed, in `unit`: "point", "%" of the baseline, or "", the
+            metric's own.
+        confidence: above 0.5 and below 1.
+    """
+
+    word: str
+    amount: float
+    unit: str
+    confidence: float
+
+    @classmethod
+    def parse(cls, sentence: str) -> PairedBound:
+        """Return what a sentence says. Raises ValueError if it is none."""
+        found = _SENTENCE.fullmatch(" ".join(sentence.split()))
+        confidence = 0.0 if found is None else float(found["confidence"]) / 100
+        if found is None or not 0.5 < confidence < 1:
+            raise ValueError(
+                f"{sentence!r} is not a bound; write {EXAMPLE!r} (or rise, a number in the "
+                "metric's unit, or % of the baseline; above 50 % and below 100 %)."
+            )
+        unit = (found["unit"] or "").rstrip("s")
+        return cls(found["word"], float(found["amount"] or 0.0), unit, confidence)
+
+    def margin(self, baseline: Metric) -> float:
+        """Return the drop that is allowed, on the scale on which samples are averaged.
+
+        Raises:
+            ValueError: the metric has no such unit or direction, or is not a mean over samples.
+        """
+        word = "drop" if baseline.higher_is_better else "rise"
+        if self.word != word:
+            raise ValueError(f"{baseline.name} gets worse by a {word}; write 'no {word}'.")
+        if not baseline.scale:
+            raise ValueError(f"{baseline.name} is made of all answers together; use margin.")
+        if self.unit == "point" and baseline.unit != "fraction":
+            raise ValueError(f"{baseline.name} is not measured in points; write a number or %.")
+        amount = self.amount / 100 if self.unit else self.amount
+        if baseline.scale == "exp":
+            share = amount if self.unit == "%" else amount / baseline.value
+            return math.log1p(share)
+        return amount * abs(baseline.value) if self.unit == "%" else amount
 
 
 def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
     """Return the bounds of `evaluate.gate` by metric, and what is wrong with the rest.
 
-    A bound is a mapping of its limits, as the configuration has it, or a Bound.
+    A bound is a sentence, a mapping of its limits as the configuration has it, or a Bound.
     """
     known = [each.name for each in fields(Bound)]
     bounds: dict[str, Bound] = {}
@@ -77,23 +221,39 @@ def parse_bounds(gate: Mapping[str, Any]) -> tuple[dict[str, Bound], list[str]]:
         if isinstance(limits, Bound):
             bounds[metric] = limits
             continue
+        if isinstance(limits, str):
+            limits = {"paired": limits}
         if not isinstance(limits, Mapping):
-            problems.append(f"{key}={limits} is not a bound; write {key}.min={limits}, or .max.")
+            problems.append(
+                f"{key}={limits} is not a bound; write {key}='{EXAMPLE}', {key}.min={limits}, or "
+                ".max."
+            )
             continue
         good = {}
         for name, value in limits.items():
-            if name not in known:
-                hint = did_you_mean(str(name), known)
-                problems.append(
-                    f"{key}.{name}: there is no such bound{hint}; use {', '.join(known)}."
-                )
-            elif value is not None and not _is_number(value):
-                problems.append(f"{key}.{name}={value}: expected a number.")
+            if problem := _limit_problem(str(name), value, known):
+                problems.append(f"{key}.{name}{problem}")
             else:
                 good[str(name)] = value
         if good or not limits:
             bounds[metric] = Bound(**good)
     return bounds, problems
+
+
+def _limit_problem(name: str, value: Any, known: Sequence[str]) -> str:
+    """Return what is wrong with one limit; empty where nothing is."""
+    if name not in known:
+        hint = did_you_mean(name, known)
+        return f": there is no such bound{hint}; use {', '.join(known)}."
+    if value is None:
+        return ""
+    if name != "paired":
+        return "" if _is_number(value) else f"={value}: expected a number."
+    try:
+        PairedBound.parse(str(value))
+    except ValueError as error:
+        return f": {error}"
+    return ""
 
 
 def _is_number(value: Any) -> bool:
@@ -113,7 +273,7 @@ def check_bounds(bounds: Mapping[str, Bound], *, known: Sequence[str]) -> list[s
                 f"{key} bounds a metric that is not measured; metrics of this run: {measured}."
             )
         if bound.min is None and bound.max is None and not bound.is_relative:
-            problems.append(f"{key} has no bound; set min, max, margin or sigmas.")
+            problems.append(f"{key} has no bound; set min, max, paired, margin or sigmas.")
         if bound.min is not None and bound.max is not None and bound.min > bound.max:
             problems.append(f"{key}.min={bound.min} is above {key}.max={bound.max}.")
         problems += [
@@ -129,58 +289,171 @@ def apply_gate(
     bounds: Mapping[str, Bound],
     *,
     baseline: Mapping[str, Metric] | None = None,
+    pairs: Mapping[str, Pairs] | None = None,
+    moved: Mapping[str, float] | None = None,
+    advisory: Collection[str] = (),
 ) -> GateResult:
     """Compare metrics with their bounds.
 
+    `pairs` are the samples of this run and of the baseline by metric; `moved` is how far a metric
+    depends on the server's load, which may count for or against it; bounds of the metrics
+    `advisory` do not decide.
+
     Raises:
         ValueError: a bound names a metric that was not measured, or is relative and the
-            baseline lacks that metric.
+            baseline lacks that metric or its samples.
     """
     by_name = {metric.name: metric for metric in metrics}
-    breaches: list[Breach] = []
-    checked = 0
+    relative = sum(bound.paired is not None for bound in bounds.values())
+    found: list[Verdict] = []
     for name, bound in bounds.items():
         if name not in by_name:
             measured = ", ".join(by_name) or "none"
             raise ValueError(
                 f"evaluate.gate.{name}: this metric was not measured; measured: {measured}."
             )
-        found = _absolute(by_name[name], bound)
+        metric = by_name[name]
+        own = _absolute(metric, bound)
         if bound.is_relative:
             if baseline is None or name not in baseline:
                 raise ValueError(
                     f"evaluate.gate.{name} is relative, but the baseline has no {name}; record "
                     "one with evaluate.baseline=update."
                 )
-            found.append(_relative(by_name[name], bound, baseline[name]))
-        checked += len(found)
-        breaches += [breach for breach in found if breach is not None]
-    return GateResult(checked=checked, breaches=tuple(breaches))
+            if bound.margin is not None or bound.sigmas is not None:
+                own.append(_unpaired(metric, bound, baseline[name]))
+            if bound.paired is not None:
+                if pairs is None or name not in pairs:
+                    raise ValueError(
+                        f"evaluate.gate.{name}: the baseline keeps no samples of {name}; record it "
+                        "again with evaluate.baseline=update."
+                    )
+                by_load = (moved or {}).get(name, 0.0)
+                own.append(
+                    _paired(metric, bound.paired, baseline[name], pairs[name], relative, by_load)
+                )
+        tier = ADVISORY if name in advisory else CRITICAL
+        found += [replace(each, tier=tier) for each in own]
+    return GateResult(_with_holm(found))
 
 
-def _absolute(metric: Metric, bound: Bound) -> list[Breach | None]:
-    """Return one entry per absolute bound: its breach, or None where it holds."""
-    found: list[Breach | None] = []
-    if bound.min is not None:
-        holds = metric.value >= bound.min  # false for NaN, as it should be
-        found.append(
-            None if holds else Breach(metric.name, metric.value, f"min {bound.min:g}", bound.min)
-        )
-    if bound.max is not None:
-        holds = metric.value <= bound.max
-        found.append(
-            None if holds else Breach(metric.name, metric.value, f"max {bound.max:g}", bound.max)
-        )
-    return found
+def _verdict(metric: Metric, bound: str, status: str, **others: Any) -> Verdict:
+    return Verdict(
+        metric.name,
+        metric.value,
+        bound,
+        status,
+        unit=metric.unit,
+        higher_is_better=metric.higher_is_better,
+        **others,
+    )
 
 
-def _relative(metric: Metric, bound: Bound, baseline: Metric) -> Breach | None:
-    """Return the breach of the baseline's bound, or None where it holds."""
+def _absolute(metric: Metric, bound: Bound) -> list[Verdict]:
+    """Return the verdicts of the absolute bounds; NaN breaches each."""
+    limits = [
+        (word, limit, sign * (metric.value - limit) >= 0)
+        for word, limit, sign in (("min", bound.min, 1), ("max", bound.max, -1))
+        if limit is not None
+    ]
+    return [
+        _verdict(metric, f"{word} {limit:g}", HELD if holds else BREACHED, limit=limit)
+        for word, limit, holds in limits
+    ]
+
+
+def _unpaired(metric: Metric, bound: Bound, baseline: Metric) -> Verdict:
+    """Return the verdict of a bound that takes the two runs for independent."""
     spread = math.hypot(metric.stderr, baseline.stderr)
     room = (bound.margin or 0.0) + (bound.sigmas or 0.0) * spread
     sign = 1.0 if metric.higher_is_better else -1.0
     limit = baseline.value - sign * room
-    if sign * (metric.value - limit) >= 0:
-        return None
-    words = f"baseline {'-' if metric.higher_is_better else '+'} {room:.6g}"
-    return Breach(metric.name, metric.value, words, limit, baseline.value)
+    holds = sign * (metric.value - limit) >= 0
+    note = "takes the runs for independent: samples that changed are not counted"
+    if metric.unit == "fraction" and metric.higher_is_better and limit <= 0:
+        note = "cannot be breached: a model that gets nothing right would pass"
+    return _verdict(
+        metric,
+        f"baseline {'-' if metric.higher_is_better else '+'} {room:.6g}",
+        HELD if holds else BREACHED,
+        limit=limit,
+        baseline=baseline.value,
+        note=f"{note}; use paired",
+    )
+
+
+def _paired(
+    metric: Metric, sentence: str, baseline: Metric, pairs: Pairs, bounds: int, moved: float
+) -> Verdict:
+    """Return what the samples show about a sentence; whether it is breached is left to Holm."""
+    bound = PairedBound.parse(sentence)
+    margin = bound.margin(baseline)
+    alpha = 1 - bound.confidence
+    bounded = metric.unit == "fraction"
+    check = partial(check_drop, pairs, confidence=bound.confidence, bounded=bounded)
+    test = check(margin)
+    p_breached, is_held = test.p_breached, test.p_held <= alpha
+    if moved:
+        p_breached = check(margin + moved).p_breached
+        is_held = moved < margin and check(margin - moved).p_held <= alpha
+    status = HELD if is_held else INSUFFICIENT
+    return _verdict(
+        metric,
+        sentence,
+        status,
+        baseline=baseline.value,
+        drop=test.drop,
+        low=test.low,
+        high=test.high,
+        p_value=p_breached,
+        samples=test.count,
+        needed=samples_needed(test, margin, alpha=alpha, bounded=bounded),
+        smallest=_smallest(pairs, test, margin + moved, alpha / bounds),
+        note=f"the load moves it by {amount_text(moved, metric.unit)}" if moved else "",
+    )
+
+
+def _smallest(pairs: Pairs, test: DropTest, margin: float, alpha: float) -> float | None:
+    deviation = test.deviation
+    if pairs.is_binary:  # what changed to the worse and to the better alike
+        deviation = math.sqrt(2 * min(pairs.losses, pairs.gains) / test.count)
+    return smallest_drop(test.count, deviation, margin, alpha=alpha, binary=pairs.is_binary)
+
+
+def _with_holm(verdicts: Sequence[Verdict]) -> tuple[Verdict, ...]:
+    """Return the verdicts with the p-values of all paired ones adjusted, and breaches by them."""
+    tested = [each for each in verdicts if each.p_value is not None]
+    adjusted = iter(holm([each.p_value or 0.0 for each in tested]))
+    found = []
+    for each in verdicts:
+        if each.p_value is not None:
+            p_value = next(adjusted)
+            is_breached = p_value <= 1 - PairedBound.parse(each.bound).confidence
+            each = replace(each, p_value=p_value, status=BREACHED if is_breached else each.status)
+        found.append(replace(each, needed=each.needed if each.status == INSUFFICIENT else None))
+    return tuple(found)
+
+
+def detectable(baseline: Mapping[str, Metric], bounds: Mapping[str, Bound]) -> list[str]:
+    """Return, for each paired bound, the smallest drop that 80 % of runs would catch.
+
+    As long as there is no run, healthy ones are assumed to change 2 % of the answers.
+    """
+    sentences = {name: bound.paired for name, bound in bounds.items() if bound.paired is not None}
+    lines = []
+    for name, sentence in sentences.items():
+        metric, bound = baseline[name], PairedBound.parse(sentence)
+        margin, alpha = bound.margin(metric), (1 - bound.confidence) / len(sentences)
+        # A mean's standard error gives the deviation of one sample; a perplexity's is relative.
+        one = metric.stderr * math.sqrt(metric.count)
+        one /= metric.value if metric.scale == "exp" else 1.0
+        deviation = math.sqrt(ASSUMED_CHANGE) * (1.0 if metric.is_share else one)
+        smallest = smallest_drop(
+            metric.count, deviation, margin, alpha=alpha, binary=metric.is_share
+        )
+        caught = "no drop" if smallest is None else amount_text(smallest, metric.unit)
+        lines.append(
+            f"{name}: {sentence}: {100 * POWER:.0f} % of runs over {metric.count:,} samples catch "
+            f"{caught}, if {100 * ASSUMED_CHANGE:.0f} % of the answers change without a cause"
+        )
+    return lines

@@ -14,17 +14,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from export_scripts.values import NODE_CPUS, NODE_MEMORY_GB, option
-from inference.gateway.credentials import Credentials
+from export_scripts.values import INT32, NODE_CPUS, NODE_MEMORY_GB, SECONDS, TOKENS, option
+from inference.front.credentials import Credentials
 
 REFERENCES = ("none", "huggingface")  # or a file
+OPENAI = "openai"  # the protocol
 TRACKERS = ("mlflow", "tensorboard")  # packages, and extras of this one
-LAMBADA_METRICS = ("lambada_last_word", "lambada_last_token", "lambada_perplexity")
+LAMBADA_METRICS = (
+    "lambada_last_word",
+    "lambada_last_token",
+    "lambada_perplexity",
+    "lambada_token_perplexity",
+)
 # OpenAI's preprocessing of the LAMBADA test set (CC BY 4.0): 5,153 lines {"text": ...}.
 LAMBADA_URL = "https://openaipublic.blob.core.windows.net/gpt-2/data/lambada_test.jsonl"
 LAMBADA_SHA256 = "4aa8d02cd17c719165fc8a7887fddd641f43fcafa4b1c806ca8abc31fabdb226"
 # Bounds beyond which a number can only be a typing error.
-_TOKENS, _SECONDS, _IN_FLIGHT, _INT32 = 1 << 20, 30 * 24 * 3600, 65536, (1 << 31) - 1
+_IN_FLIGHT = 65536
 _SEQUENCE = 1 << 17  # tokens of a prompt and its answer: the longest context that is served widely
 
 
@@ -51,20 +57,18 @@ class PromptOptions:
         "use the table of the task's name, or of task_id, that config.ini lists", True
     )
     length: int = option(
-        "virtual tokens ahead of every prompt; 0: those of the model's own table",
+        "virtual tokens ahead of every prompt; 0: as many as the table has",
         0,
-        within=(0, _TOKENS),
+        within=(0, TOKENS),
     )
     start_id: int = option(
-        "id of the first, prompt_learning_start_id of config.ini", 0, within=(0, _INT32)
+        "id of the first; 0: prompt_learning_start_id of config.ini", 0, within=(0, INT32)
     )
-    task_id: int | None = option(
-        "prompt table that the server has loaded", None, within=(0, _INT32)
-    )
+    task_id: int | None = option("prompt table that the server has loaded", None, within=(0, INT32))
     table_path: str | None = option(
         "prompt table to send with every request, little-endian fp32", None, path=True
     )
-    append_ids: list[int] = option("token ids after every prompt", [], within=(0, _INT32))
+    append_ids: list[int] = option("token ids after every prompt", [], within=(0, INT32))
 
 
 @dataclass
@@ -78,7 +82,7 @@ class TextTaskOptions:
     sha256: str | None = option("checksum of the download; needed with url", None)
     target_path: str | None = option("translation: the right lines", None, path=True)
     template: str | None = option("prompt with the data's fields in braces", None, lines=True)
-    output_len: int | None = option("tokens to generate", None, within=(1, _TOKENS))
+    output_len: int | None = option("tokens to generate", None, within=(1, TOKENS))
     method: str = option("how to ask", "generation", choices=("generation", "log_likelihood"))
     reference_path: str | None = option("figures of the same data to compare with", None, path=True)
     prompt: PromptOptions = field(default_factory=PromptOptions)
@@ -88,13 +92,13 @@ class TextTaskOptions:
 class IdentityOptions:
     """`evaluate.identity`: the served model against the source checkpoint's own library."""
 
-    samples: int = option("rows of random token ids", 8, within=(1, _INT32))
-    batch_size: int = option("rows of a request", 1, within=(1, _INT32))
-    input_len: int = option("tokens of the longest row", 32, within=(1, _TOKENS))
+    samples: int = option("rows of random token ids", 8, within=(1, INT32))
+    batch_size: int = option("rows of a request", 1, within=(1, INT32))
+    input_len: int = option("tokens of the longest row", 32, within=(1, TOKENS))
     min_input_len: int | None = option(
-        "tokens of the shortest row; null: half of the longest", None, within=(1, _TOKENS)
+        "tokens of the shortest row; null: half of the longest", None, within=(1, TOKENS)
     )
-    output_len: int = option("tokens of an answer", 8, within=(1, _TOKENS))
+    output_len: int = option("tokens of an answer", 8, within=(1, TOKENS))
     tolerance: float | None = option(
         "largest relative difference; null: fp32 1e-4, fp16 1e-2, bf16 8e-2, int8 0.15",
         None,
@@ -126,14 +130,11 @@ class LatencyOptions:
         "translation",
         ["32+8", "32+32"],
     )
-    batch_sizes: list[int] = option("rows of a request", [1], within=(1, _INT32))
+    batch_sizes: list[int] = option("rows of a request", [1], within=(1, INT32))
     concurrencies: list[int] = option("requests in flight", [1, 4], within=(1, _IN_FLIGHT))
-    requests: int = option("timed requests of a point", 16, within=(1, _INT32))
-    warmup: int = option("requests before those that count", 2, within=(0, _INT32))
-    max_point_s: float = option("seconds after which a point ends", 3.0, within=(0.01, _SECONDS))
-    load_generator: str = option(
-        "who sends the requests", "client", choices=("client", "perf_analyzer")
-    )
+    requests: int = option("timed requests of a point", 16, within=(1, INT32))
+    warmup: int = option("requests before those that count", 2, within=(0, INT32))
+    max_point_s: float = option("seconds after which a point ends", 3.0, within=(0.01, SECONDS))
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,8 @@ class Bound:
 
     Attributes:
         min, max: absolute limits, in the metric's unit; equality passes.
+        paired: a sentence about the samples of this run and of the baseline, such as "no drop of
+            more than 1 point at 95 %".
         margin: how much worse than the baseline the value may be, in the metric's unit.
         sigmas: further room in standard errors of the difference between the two runs; with
             `margin` null a value other than null here compares with the baseline too.
@@ -189,13 +192,14 @@ class Bound:
 
     min: float | None = None
     max: float | None = None
+    paired: str | None = None
     margin: float | None = None
     sigmas: float | None = None
 
     @property
     def is_relative(self) -> bool:
         """Return whether a baseline is needed to apply this bound."""
-        return self.margin is not None or self.sigmas is not None
+        return any(each is not None for each in (self.paired, self.margin, self.sigmas))
 
 
 @dataclass
@@ -206,17 +210,29 @@ class EvaluateSection:
     time_limit: Any = option("as in export.run")
     tasks: list[str] = option("what to measure, such as [lambada]", ["lambada"])
     server: str | None = option(
-        "host:port of a running server; null: the pipeline's, or its own", None
+        "host:port of a running server, or its URL for protocol=openai; null: the pipeline's, or "
+        "its own",
+        None,
     )
-    protocol: str = option("how to ask", "grpc", choices=("grpc", "http"))
+    protocol: str = option(
+        "how to ask: grpc or http (Triton's), or openai", "grpc", choices=("grpc", "http", OPENAI)
+    )
+    model: str | None = option(
+        "name of the model at a server of protocol=openai; null: its only one", None
+    )
+    tokenizer: str | None = option(
+        "folder of the tokenizer of a model asked by protocol=openai; null: the served one's",
+        None,
+        path=True,
+    )
     ca: str | None = option("ask with TLS, and trust these certificates, PEM", None, path=True)
     token_file: str | None = option("send the first token in this file", None, path=True)
     output_dir: str = option("where the report goes", path=True)
     concurrency: int = option("requests kept in flight", 32, within=(1, _IN_FLIGHT))
-    limit: int | None = option("ask only this many samples", None, within=(1, _INT32))
+    limit: int | None = option("ask only this many samples", None, within=(1, INT32))
     seed: int = option("seed of whatever is drawn", 1234, within=(0, (1 << 63) - 1))
     request_timeout_s: float = option(
-        "seconds after which a request has failed", 120.0, within=(0.001, _SECONDS)
+        "seconds after which a request has failed", 120.0, within=(0.001, SECONDS)
     )
     reference: str = option(
         "what to compare with: none, huggingface (the source checkpoint), or a report.json", "none"
@@ -224,7 +240,12 @@ class EvaluateSection:
     reference_data_type: str = option(
         "type in which reference=huggingface computes", "fp32", choices=("fp32", "fp16", "bf16")
     )
-    gate: dict[str, Any] = option("bounds of metrics: <metric>.min, .max, .margin, .sigmas", {})
+    gate: dict[str, Any] = option(
+        "bounds of metrics: <metric>.min, .max, or a sentence that compares each sample with the "
+        "baseline's, such as 'no drop of more than 1 point at 95 %'; also .margin, .sigmas",
+        {},
+    )
+    advisory: list[str] = option("tasks whose bounds are reported, but do not decide", [])
     baseline: str = option(
         "compare the metrics with a baseline, or record them as one",
         "none",
@@ -298,6 +319,8 @@ class EvaluationOptions(EvaluateSection):
             alone decides, or the server is another user's.
         max_batch_size: rows of a request that the server takes; None where it is another's.
         given: config.ini values that the source checkpoint does not record.
+        lacks: abilities (of task.py) that the server was found to lack.
+        left_out: what is not measured for that reason, one sentence each.
     """
 
     data_dir: Path
@@ -312,3 +335,5 @@ class EvaluationOptions(EvaluateSection):
     max_seq_len: int | None = None
     max_batch_size: int | None = None
     given: tuple[tuple[str, str], ...] = ()
+    lacks: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()

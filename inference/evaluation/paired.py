@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from inference.evaluation.paired_tests import mcnemar
 from inference.evaluation.record import Comparison, Prediction
-from inference.evaluation.statistics import Z_95, mcnemar_p_value, mean_and_stderr
+from inference.evaluation.statistics import Z_95, mean_and_stderr
 from inference.evaluation.task import Metric
 
 _MAX_SHOWN = 50
@@ -44,6 +45,8 @@ def compare_metric(
         )
     disagreeing = [index for index, ours, theirs in pairs if ours != theirs]
     mean, stderr = mean_and_stderr(differences)
+    gains = sum(math.isclose(each, 1.0) for each in differences)
+    losses = sum(math.isclose(each, -1.0) for each in differences)
     return Comparison(
         metric=metric.name,
         value=metric.value,
@@ -53,10 +56,7 @@ def compare_metric(
         high=mean + Z_95 * stderr,
         agreeing=len(pairs) - len(disagreeing),
         disagreeing=len(disagreeing),
-        p_value=mcnemar_p_value(
-            sum(math.isclose(each, 1.0) for each in differences),
-            sum(math.isclose(each, -1.0) for each in differences),
-        ),
+        p_value=min(1.0, 2 * min(mcnemar(losses, gains))),
         first_disagreements=tuple(disagreeing[:_MAX_SHOWN]),
         largest_difference=largest,
     )

@@ -225,7 +225,6 @@ class Report:
     seconds: float
     tasks: tuple[TaskReport, ...]
     latency: tuple[LatencyPoint, ...] = ()
-    load_generator: str = ""
     bounds: Mapping[str, Bound] = field(default_factory=dict)
     gate: GateResult = field(default_factory=GateResult)
     baseline: Mapping[str, Metric] = field(default_factory=dict)
@@ -245,8 +244,10 @@ class Prediction:
     """One sample as asked and answered; a line of predictions.jsonl.
 
     Attributes:
+        id: of the sample's content, by which runs are compared.
         values: per-sample quantities by name.
         reference: the reference's values of the same names, where there are any.
+        baseline: the baseline's, of those that the gate compares.
         seconds: time the sample's requests took together.
     """
 
@@ -258,6 +259,17 @@ class Prediction:
     values: Mapping[str, float]
     seconds: float
     reference: Mapping[str, float] = field(default_factory=dict)
+    baseline: Mapping[str, float] = field(default_factory=dict)
+    id: str = ""
+
+    @property
+    def changes(self) -> dict[str, tuple[float, float]]:
+        """The values that differ from the baseline's, each after the baseline's."""
+        return {
+            name: (old, self.values[name])
+            for name, old in self.baseline.items()
+            if old != self.values.get(name, old)
+        }
 
 
 def to_json(record: Any) -> dict[str, Any]:

@@ -50,6 +50,25 @@ def mean_and_stderr(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(variance / len(values))
 
 
+def ratio_and_stderr(values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """Return the sum of values over that of weights, and its standard error to first order.
+
+    With equal weights of 1 they are those of the mean.
+
+    Raises:
+        ValueError: there are no values, or no weights above 0.
+    """
+    whole = math.fsum(weights)
+    if not values or whole <= 0:
+        raise ValueError("no values to average")
+    ratio = math.fsum(values) / whole
+    count = len(values)
+    if count == 1:
+        return ratio, 0.0
+    rest = math.fsum((v - ratio * w) ** 2 for v, w in zip(values, weights, strict=True))
+    return ratio, math.sqrt(count * rest / (count - 1)) / whole
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return a percentile (0..100) with linear interpolation between the two nearest values.
 
@@ -63,21 +82,3 @@ def percentile(values: Sequence[float], percent: float) -> float:
     below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
-
-
-def mcnemar_p_value(only_first: int, only_second: int) -> float:
-    """Return the exact two-sided p-value that two runs differ only by chance.
-
-    The samples that exactly one of them got right decide (Q. McNemar, Psychometrika 12, 1947);
-    under the null hypothesis each side is equally likely. Beyond 1,000 such samples the normal
-    approximation with continuity correction is used.
-    """
-    total = only_first + only_second
-    if total == 0:
-        return 1.0
-    smaller = min(only_first, only_second)
-    if total > 1000:
-        z = max(abs(only_first - only_second) - 1, 0) / math.sqrt(total)
-        return math.erfc(z / math.sqrt(2))
-    tail = sum(math.comb(total, k) for k in range(smaller + 1))
-    return min(1.0, 2 * tail / (1 << total))

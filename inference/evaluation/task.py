@@ -6,7 +6,10 @@ sees a metric. Standard library only, so that options can be checked on a login 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import hashlib
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,6 +40,18 @@ class Sample:
         return self.targets or (self.target,)
 
 
+def sample_ids(samples: Iterable[Sample]) -> list[str]:
+    """Return an id of each sample's content; the second of equal ones ends in -2."""
+    seen: dict[str, int] = {}
+    found = []
+    for sample in samples:
+        content = json.dumps([sample.text, sample.all_targets, sample.group])
+        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+        seen[digest] = seen.get(digest, 0) + 1
+        found.append(digest if seen[digest] == 1 else f"{digest}-{seen[digest]}")
+    return found
+
+
 @dataclass(frozen=True)
 class Score:
     """The score of one sample.
@@ -60,6 +75,10 @@ class Metric:
         method: how it was measured, in one sentence.
         sample_value: the per-sample quantity that it is made of.
         from_samples: whether those quantities alone give the value; BLEU needs the texts.
+        scale: "mean" where the value is the mean of those quantities, "exp" where it is the
+            exponential of the mean's negative; empty where it is neither.
+        weight: the per-sample quantity by which that mean is weighted, such as a number of tokens.
+        group: the part of the data set that it covers; empty where it covers all.
         low, high: the ends of the 95% confidence interval.
         stderr: standard error of `value`, in its unit.
     """
@@ -76,6 +95,17 @@ class Metric:
     method: str = ""
     sample_value: str = ""
     from_samples: bool = True
+    scale: str = ""
+    weight: str = ""
+    group: str = ""
+
+    @property
+    def is_share(self) -> bool:
+        """Return whether it is a share of samples, each of which scores 0 or 1."""
+        variance = self.value * (1 - self.value) * self.count / max(1, self.count - 1)
+        return self.unit == "fraction" and math.isclose(
+            self.stderr**2 * self.count, variance, rel_tol=1e-6, abs_tol=1e-12
+        )
 
 
 @dataclass(frozen=True)
@@ -122,6 +152,10 @@ NO_WORDS = WordLists()
 
 # Contract tensors sent with the prompt, by name: one value or array, the same for every row.
 RequestTensors = Mapping[str, Any]
+
+
+# Abilities of a model that a metric may need, and that not every server has.
+TOKEN_IDS, LOG_PROBS, TENSORS = "token ids", "log probabilities", "tensors"
 
 
 class TextGenerator(Protocol):
@@ -236,6 +270,8 @@ class TaskEntry:
         only_served: whether it asks for what the source's library cannot do; it has no reference.
         bounds: those that hold without being asked for.
         remedy: what a person does about a breach, in a few words.
+        needs: the ability that each metric needs of a model, for those that need one.
+        reduced: the options with only some of the metrics; None for metrics that go together.
     """
 
     make: Callable[[EvaluationOptions], Task]
@@ -245,3 +281,5 @@ class TaskEntry:
     only_served: bool = False
     bounds: Callable[[EvaluationOptions], dict[str, Bound]] = lambda _: {}
     remedy: Callable[[EvaluationOptions], str] = lambda _: ""
+    needs: Callable[[EvaluationOptions], Mapping[str, str]] = lambda _: {}
+    reduced: Callable[[EvaluationOptions, tuple[str, ...]], EvaluationOptions] | None = None

@@ -21,7 +21,7 @@ from inference.evaluation.record import Report, RunFacts, TaskReport
 from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.run.task_run import EvaluationError
 from inference.server.server import TritonServer
-from tests.conftest import ROOT
+from tests.conftest import ROOT, material
 from tests.integration.triton_process import new_server
 
 pytestmark = pytest.mark.triton
@@ -91,7 +91,7 @@ def test_the_closest_decisions_of_lambada_equal_the_recorded_ones(
     options, shared: Path, tmp_path: Path
 ) -> None:
     """Passages whose two best logits lie next to each other change first when anything does."""
-    lines = (shared / "data" / "lambada_test.jsonl").read_text().splitlines()
+    lines = material("data", "lambada_test.jsonl").read_text().splitlines()
     recorded = json.loads((shared / "sample_model" / "lambada.json").read_text())["per_passage"]
     chosen = sorted(range(len(lines)), key=lambda index: recorded[index][2])[:200]
     data_path = tmp_path / "closest.jsonl"
@@ -125,21 +125,13 @@ def test_the_ensemble_passes_its_smoke_test(options) -> None:
     }
 
 
-@pytest.mark.parametrize("load_generator", ["client", "perf_analyzer"])
-def test_a_latency_sweep_is_measured(options, load_generator) -> None:
-    latency = LatencyOptions(
-        shapes=("16+4",),
-        batch_sizes=(2,),
-        concurrencies=(1, 2),
-        requests=4,
-        load_generator=load_generator,
-    )
+def test_a_latency_sweep_is_measured(options) -> None:
+    latency = LatencyOptions(shapes=("16+4",), batch_sizes=(2,), concurrencies=(1, 2), requests=4)
     report = evaluate(replace(options, latency=latency, limit=2), FACTS)
     assert [point.concurrency for point in report.latency] == [1, 2]
     for point in report.latency:
         assert (point.requests, point.generated) == (4, 4 * 2 * 4)
         assert point.first_token_ms > 0
-    assert report.load_generator == load_generator
 
 
 def test_a_request_that_the_server_refuses_fails_the_evaluation(options, tmp_path: Path) -> None:

@@ -45,9 +45,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model_dir = root / "repository" / name
         request = ConversionRequest(source, model_dir / "1", tp_size, weight_data_type=kind)
         weights = convert(request).ft_dir
-        if name == "damaged":
-            values = np.fromfile(weights / DAMAGED, np.float32)
-            (values + 1).tofile(weights / DAMAGED)
         build_repository(
             RepositoryRequest(
                 model_dir=model_dir,
@@ -59,6 +56,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 ensemble=False,
             )
         )
+        if name == "damaged":  # after the export, which would refuse it
+            values = np.fromfile(weights / DAMAGED, np.float32)
+            (values + 1).tofile(weights / DAMAGED)
     return root
 
 

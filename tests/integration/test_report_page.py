@@ -136,7 +136,7 @@ def test_the_report_follows_the_colour_scheme(browser: Browser, url, tmp_path, s
     assert first_pixel(tmp_path / "shot.png") == HEADER[scheme]
     # Accuracies and stages in two widths, two charts of the load, four of the sweep, and one per
     # metric over its history.
-    assert len(re.findall("<svg", page)) == 2 + 2 + 4 + 2 + 3
+    assert len(re.findall("<svg", page)) == 2 + 2 + 4 + 2 + 4
     assert len(re.findall("<tr tabindex", page)) == 4
     assert "4 of 4 samples" in page
 

@@ -272,13 +272,10 @@ def test_boolq_by_likelihood_equals_the_library_s(
     assert set(expected) == {"true", "false"}
 
 
-@pytest.mark.parametrize("load_generator", ["client", "perf_analyzer"])
 def test_tokens_of_a_streaming_model_are_timed_as_they_come(
-    load_generator: str, gpt: Source, server: TritonServer, tmp_path: Path
+    gpt: Source, server: TritonServer, tmp_path: Path
 ) -> None:
-    latency = LatencyOptions(
-        shapes=("6+9",), concurrencies=(2,), requests=4, warmup=1, load_generator=load_generator
-    )
+    latency = LatencyOptions(shapes=("6+9",), concurrencies=(2,), requests=4, warmup=1)
     asked = ask(
         replace(
             options(tmp_path, server, "boolq", BOOLQ[:2], output_len=1),
@@ -297,16 +294,11 @@ def test_tokens_of_a_streaming_model_are_timed_as_they_come(
     assert point.first_token_ms + point.per_token_ms < point.latency.max_ms
 
 
-def test_an_encoder_decoder_is_measured_by_perf_analyzer(
+def test_the_latency_of_an_encoder_decoder_is_measured(
     server: TritonServer, tmp_path: Path
 ) -> None:
     latency = LatencyOptions(
-        shapes=("6+3",),
-        batch_sizes=(2,),
-        concurrencies=(1,),
-        requests=2,
-        warmup=1,
-        load_generator="perf_analyzer",
+        shapes=("6+3",), batch_sizes=(2,), concurrencies=(1,), requests=2, warmup=1
     )
     asked = ask(
         replace(

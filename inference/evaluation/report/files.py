@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from export_scripts.files.replace import replace_file
+from inference.evaluation.gate import BREACHED, CRITICAL, HELD
 from inference.evaluation.record import Prediction, Report, TaskReport, to_json
 
 REPORT_JSON = "report.json"
@@ -20,7 +21,8 @@ REPORT_HTML = "report.html"
 METRICS_JSON = "metrics.json"
 PREDICTIONS = "predictions.jsonl"
 JUNIT = "junit.xml"
-FILE_NAMES = (REPORT_JSON, REPORT_MARKDOWN, REPORT_HTML, METRICS_JSON, PREDICTIONS, JUNIT)
+CHANGES = "changes.md"
+FILE_NAMES = (CHANGES, REPORT_JSON, REPORT_MARKDOWN, REPORT_HTML, METRICS_JSON, PREDICTIONS, JUNIT)
 
 
 def report_text(report: Report) -> str:
@@ -81,16 +83,24 @@ def junit_text(report: Report) -> str:
 
 
 def _gate_suite(root: ET.Element, report: Report) -> None:
-    if not report.bounds:
+    """Add a case for each bound; what an advisory one finds does not fail."""
+    verdicts = report.gate.verdicts
+    if not verdicts:
         return
-    failed = {breach.metric for breach in report.gate.breaches}
-    suite = _suite(root, "gate", count=len(report.bounds), failures=len(failed))
-    for name in report.bounds:
+    failed = [each for each in verdicts if each.status != HELD]
+    critical = sum(each.tier == CRITICAL for each in failed)
+    suite = _suite(root, "gate", count=len(verdicts), failures=critical)
+    suite.set("skipped", str(len(failed) - critical))
+    for each in verdicts:
+        name = f"{each.metric}: {each.bound}"
         case = ET.SubElement(suite, "testcase", classname="evaluate.gate", name=name, time="0")
-        found = [str(breach) for breach in report.gate.breaches if breach.metric == name]
-        if found:
-            failure = ET.SubElement(case, "failure", message=found[0], type="GateBreached")
-            failure.text = "\n".join(found)
+        if each.status == HELD:
+            ET.SubElement(case, "system-out").text = str(each)
+        elif each.tier == CRITICAL:
+            kind = "GateBreached" if each.status == BREACHED else "Insufficient"
+            ET.SubElement(case, "failure", message=str(each), type=kind).text = str(each)
+        else:
+            ET.SubElement(case, "skipped", message=str(each))
 
 
 def junit_error_text(message: str) -> str:

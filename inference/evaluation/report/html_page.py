@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from inference.evaluation.gate import BREACHED, HELD
 from inference.evaluation.record import Prediction, Report, RequestStatistics, TaskReport
 from inference.evaluation.report.charts import (
     accuracy_chart,
@@ -33,8 +34,10 @@ from inference.evaluation.report.formatting import (
     value_text,
 )
 from inference.evaluation.report.markdown import (
+    GATE_HEAD,
     LATENCY_HEAD,
     facts,
+    gate_rows,
     latency_note,
     latency_row,
     verdict,
@@ -240,33 +243,19 @@ def _stages(report: Report) -> str:
 
 
 def _gate(report: Report) -> str:
-    if not report.bounds:
+    if not report.gate.verdicts:
         return ""
-    breaches = {breach.metric: str(breach) for breach in report.gate.breaches}
+    kinds = {HELD: "good", BREACHED: "bad"}
     rows = []
-    for name, bound in report.bounds.items():
-        limits = [
-            f"{word} {value:g}"
-            for word, value in (
-                ("min", bound.min),
-                ("max", bound.max),
-                ("margin to the baseline", bound.margin),
-                ("sigmas", bound.sigmas),
-            )
-            if value is not None
-        ]
-        outcome = (
-            f'<span class="bad">{escape(breaches[name])}</span>'
-            if name in breaches
-            else '<span class="good">holds</span>'
-        )
-        rows.append((f"<code>{escape(name)}</code>", escape(", ".join(limits)), outcome))
+    for *cells, status, found in gate_rows(report):
+        metric, *others = map(escape, cells)
+        word = f'<b class="{kinds.get(status, "soft")}">{status}</b>'
+        rows.append((f"<code>{metric}</code>", *others, word, escape(found)))
     source = f'<p class="lead">Baseline: {escape(report.baseline_source)}.</p>\n'
-    body = table(("metric", "bound", "outcome"), rows, numbers=())
     return (
         "<h2>Gate</h2>\n"
         + (source if report.baseline_source else "")
-        + f'<div class="card scroll">{body}</div>'
+        + f'<div class="card scroll">{table(GATE_HEAD, rows, numbers=())}</div>'
     )
 
 

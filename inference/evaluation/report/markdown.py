@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from inference.evaluation.record import LatencyPoint, Report, TaskReport
+from inference.evaluation.gate import INSUFFICIENT
+from inference.evaluation.record import LatencyPoint, Prediction, Report, TaskReport
 from inference.evaluation.report.formatting import (
     SIDE_BY_SIDE_HEAD,
     difference_text,
     interval_text,
     load_text,
+    metric_title,
     milliseconds_text,
     number_text,
     seconds_text,
@@ -18,15 +20,25 @@ from inference.evaluation.report.formatting import (
     value_text,
 )
 
+GATE_HEAD = ("metric", "bound", "tier", "verdict", "found")
+_MOST_CHANGED = 20
+_MOST_TEXT = 120  # characters of a sample's end
 
-def render_markdown(report: Report) -> str:
+
+def render_changes(report: Report, predictions: Sequence[Prediction]) -> str:
+    """Return the gate's verdicts and the samples that changed, as a comment of a pull request."""
+    gate = _gate(report, predictions)
+    return f"# {report.run.name}: {verdict(report)}\n" + (f"\n{gate}\n" if gate else "")
+
+
+def render_markdown(report: Report, predictions: Sequence[Prediction]) -> str:
     """Return the report as Markdown."""
     sections = [
         _head(report),
         *(_task(task) for task in report.tasks),
         _latency(report),
         _stages(report),
-        _gate(report),
+        _gate(report, predictions),
         _environment(report),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -36,9 +48,12 @@ def verdict(report: Report) -> str:
     """Return the outcome of the gate in a few words."""
     if not report.bounds:
         return "no gate set"
-    if report.gate.passed:
-        return f"gate passed ({report.gate.checked} of {report.gate.checked} bounds hold)"
-    return f"gate breached ({len(report.gate.breaches)} of {report.gate.checked} bounds)"
+    gate = report.gate
+    if breaches := len(gate.breaches):
+        return f"gate breached ({breaches} of {gate.checked} bounds)"
+    if unknown := len(gate.of(INSUFFICIENT)):
+        return f"gate undecided ({unknown} of {gate.checked} bounds need more samples)"
+    return f"gate passed ({gate.checked} of {gate.checked} bounds hold)"
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
@@ -124,8 +139,8 @@ def _reference(task: TaskReport) -> str:
 
 
 LATENCY_HEAD = (
-    "tokens in + out", "load", "requests", "p50", "p95", "p99", "first token", "each further",
-    "tokens/s",
+    "tokens in + out", "load", "requests", "mean", "p50", "p95", "p99", "first token",
+    "each further", "tokens/s",
 )  # fmt: skip
 
 
@@ -139,6 +154,7 @@ def latency_row(point: LatencyPoint) -> tuple[str, ...]:
         shape_text(point),
         load_text(point),
         str(point.requests),
+        milliseconds_text(point.latency.mean_ms),
         milliseconds_text(point.latency.p50_ms),
         milliseconds_text(point.latency.p95_ms),
         milliseconds_text(point.latency.p99_ms),
@@ -150,7 +166,6 @@ def latency_row(point: LatencyPoint) -> tuple[str, ...]:
 
 def latency_note(report: Report) -> str:
     """Return how the sweep was measured."""
-    program = "NVIDIA's perf_analyzer" if report.load_generator == "perf_analyzer" else "Our client"
     if not any(point.output_len for point in report.latency):
         tokens = "The model is an encoder: tokens per second are those of the requests."
     elif all(point.streamed for point in report.latency):
@@ -161,7 +176,7 @@ def latency_note(report: Report) -> str:
             "one token, and the time of each further token is the rest of the median latency, "
             "divided evenly."
         )
-    return f"{program} sent each request when the one before it was answered. {tokens}"
+    return f"Each request was sent when the one before it was answered. {tokens}"
 
 
 def _latency(report: Report) -> str:
@@ -178,12 +193,48 @@ def _stages(report: Report) -> str:
     return "## Stages\n\n" + _table(("stage", "state", "took"), rows)
 
 
-def _gate(report: Report) -> str:
-    if not report.bounds:
+def gate_rows(report: Report) -> list[tuple[str, ...]]:
+    """Return the bounds and what was found, under GATE_HEAD."""
+    return [
+        (each.metric, each.bound, each.tier, each.status, each.text)
+        for each in report.gate.verdicts
+    ]
+
+
+def _gate(report: Report, predictions: Sequence[Prediction]) -> str:
+    if not report.gate.verdicts:
         return ""
-    lines = [f"- {breach}" for breach in report.gate.breaches] or ["All bounds hold."]
-    source = f"\n\nBaseline: {report.baseline_source}." if report.baseline_source else ""
-    return "## Gate\n\n" + "\n".join(lines) + source
+    parts = ["## Gate", _table(GATE_HEAD, gate_rows(report))]
+    if report.baseline_source:
+        parts.append(f"Baseline: {report.baseline_source}.")
+    changed = [each for each in predictions if each.changes]
+    # Right and wrong first, then the largest differences.
+    changed.sort(key=lambda each: -max(abs(new - old) for old, new in each.changes.values()))
+    if changed:
+        rows = [_changed_row(each) for each in changed[:_MOST_CHANGED]]
+        parts += [
+            f"{len(changed):,} of {len(predictions):,} samples score differently from the "
+            f"baseline{', the most changed first' if len(changed) > 1 else ''}:",
+            _table(("#", "passage", "expected", "answered", "changed"), rows),
+        ]
+    return "\n\n".join(parts)
+
+
+def _changed_row(each: Prediction) -> tuple[str, ...]:
+    changes = ", ".join(
+        f"{metric_title(name).lower()} {old:.4g} -> {new:.4g}"
+        for name, (old, new) in each.changes.items()
+    )
+    end = each.text[-_MOST_TEXT:]
+    text = end if end == each.text else f"...{end}"
+    return str(each.index), *map(_one_line, (text, each.target, each.answer)), changes
+
+
+def _one_line(text: str) -> str:
+    """Return data as a cell that cannot end the table or hold markup."""
+    for character in "\\`*_[]<>&@#":
+        text = text.replace(character, f"\\{character}" if character != "@" else "&#64;")
+    return " ".join(text.split())
 
 
 def _environment(report: Report) -> str:

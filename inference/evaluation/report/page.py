@@ -19,10 +19,19 @@ from typing import Any
 _ESCAPES = {ord(each): f"\\u{ord(each):04x}" for each in "<>&"}
 
 
-def page(title: str, header: str, sections: Sequence[str], *, footer: str, data: Any = None) -> str:
+def page(
+    title: str,
+    header: str,
+    sections: Sequence[str],
+    *,
+    footer: str,
+    data: Any = None,
+    reload_s: int | None = None,
+) -> str:
     """Return a whole page around its parts, which are HTML except for the title.
 
-    `data`, if any, is embedded as JSON for the page's script.
+    `data`, if any, is embedded as JSON for the page's script. A page with `reload_s` loads itself
+    again after so many seconds.
     """
     style = f"\n{_asset('report.css')}"
     script = "" if data is None else f"\n{_asset('report.js')}"
@@ -31,7 +40,8 @@ def page(title: str, header: str, sections: Sequence[str], *, footer: str, data:
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(style, script)}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n{header}"
+        + (f'<meta http-equiv="refresh" content="{reload_s}">\n' if reload_s else "")
+        + f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n{header}"
         f"<main>\n{body}\n</main>\n<footer>{footer}</footer>\n"
         + (f"{_embedded(data)}<script>{script}</script>\n" if script else "")
         + "</body>\n</html>\n"

@@ -1,19 +1,42 @@
-"""A stored baseline: the metrics of a run that later runs must not fall behind."""
+"""A stored baseline: the metrics and the scores of a run that later runs must not fall behind."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
-from inference.evaluation.record import SCHEMA_VERSION, Report, from_json, to_json
-from inference.evaluation.task import Dataset, Metric
+from inference.evaluation.gate import PairedBound
+from inference.evaluation.options import Bound
+from inference.evaluation.paired_tests import Pairs
+from inference.evaluation.record import (
+    SCHEMA_VERSION,
+    Prediction,
+    Report,
+    from_json,
+    read_predictions,
+    read_report,
+    to_json,
+)
+from inference.evaluation.report.files import PREDICTIONS
+from inference.evaluation.run.task_run import TaskRun
+from inference.evaluation.task import Dataset, Metric, Sample, sample_ids
 
 _REMEDY = "record it again with evaluate.baseline=update."
+_SHOWN_SAMPLES = 3
+
+
+@dataclass(frozen=True)
+class TaskScores:
+    """The scores of a task: `quantities` of each sample, by the id of its content."""
+
+    version: int
+    quantities: tuple[str, ...]
+    rows: Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
@@ -23,38 +46,139 @@ class Baseline:
     Attributes:
         source: where they come from, in words.
         samples: per task: SHA-256 of its data set, limit and seed of the draw.
+        scores: per task; baselines of earlier versions have none.
     """
 
     source: str
     metrics: Mapping[str, Metric]
     samples: Mapping[str, tuple[Any, ...]]
+    scores: Mapping[str, TaskScores]
 
-    @classmethod
-    def of(cls, report: Report, *, source: str) -> Baseline:
-        """Return the baseline that `report` would be."""
-        return cls(
-            source=source,
-            metrics={metric.name: metric for metric in report.metrics},
-            samples={task.name: _samples(task.dataset) for task in report.tasks},
-        )
-
-    def check(self, datasets: Mapping[str, Dataset]) -> None:
-        """Raise ValueError if it was measured on other samples than those of `datasets`."""
-        for task, dataset in datasets.items():
+    def check(self, task: str, version: int, dataset: Dataset, samples: Sequence[Sample]) -> None:
+        """Raise ValueError if it was measured on other samples, or scored by other rules."""
+        stored = self.scores.get(task)
+        if stored is None:
             mine, recorded = _samples(dataset), self.samples.get(task)
             if recorded is not None and recorded != mine:
                 raise ValueError(
                     f"the baseline ({self.source}) was measured on other samples of {task}: data "
                     f"set, limit and seed {recorded}, this run {mine}; {_REMEDY}"
                 )
+            return
+        if stored.version != version:
+            raise ValueError(
+                f"the baseline ({self.source}) was scored by version {stored.version} of {task}, "
+                f"this run by {version}; {_REMEDY}"
+            )
+        ids = dict(zip(sample_ids(samples), samples, strict=True))
+        missing = [each for each in stored.rows if each not in ids]
+        added = [sample.index for each, sample in ids.items() if each not in stored.rows]
+        if missing or added:
+            raise ValueError(
+                f"the baseline ({self.source}) was measured on other samples of {task}: "
+                f"{len(missing)} of its {len(stored.rows)} are missing or changed in this run "
+                f"({_some(missing)}), and {len(added)} of this run's {len(ids)} are not in it "
+                f"(rows {_some(added)}); {_REMEDY}"
+            )
+
+    def problems(self, bounds: Mapping[str, Bound]) -> list[str]:
+        """Return the paired bounds that cannot be applied against it."""
+        found = []
+        for name, bound in bounds.items():
+            if bound.paired is None:
+                continue
+            key = f"evaluate.gate.{name}.paired"
+            metric = self.metrics.get(name)
+            if metric is None:
+                known = ", ".join(self.metrics) or "none"
+                found.append(f"{key}: the baseline has no {name}; it has {known}; {_REMEDY}")
+            elif not any(metric.sample_value in each.quantities for each in self.scores.values()):
+                found.append(
+                    f"{key}: the baseline ({self.source}) keeps no scores of samples, as those of "
+                    f"earlier versions; {_REMEDY[:-1]}, or use margin, which compares totals."
+                )
+            else:
+                try:
+                    PairedBound.parse(bound.paired).margin(metric)
+                except ValueError as error:
+                    found.append(f"{key}={bound.paired}: {error}")
+        return found
+
+    def values(self, prediction: Prediction) -> dict[str, float]:
+        """Return the stored quantities of a sample; none where it is not known."""
+        stored = self.scores.get(prediction.task)
+        if stored is None or prediction.id not in stored.rows:
+            return {}
+        return dict(zip(stored.quantities, stored.rows[prediction.id], strict=True))
+
+    def pairs(self, run: TaskRun) -> dict[str, Pairs]:
+        """Return the scores of a run's samples next to those stored, by metric."""
+        if run.task.name not in self.scores:
+            return {}
+        stored = [self.values(each) for each in run.predictions]
+        metrics = [each for each in run.metrics if each.name in self.metrics]
+        return pairs_of(metrics, run.samples, stored, [each.values for each in run.predictions])
+
+
+def pairs_of(
+    metrics: Sequence[Metric],
+    samples: Sequence[Sample],
+    old: Sequence[Mapping[str, float]],
+    new: Sequence[Mapping[str, float]],
+) -> dict[str, Pairs]:
+    """Return the quantities of the same samples, asked twice, by the metrics that are means."""
+    found = {}
+    for metric in metrics:
+        if not metric.scale:
+            continue
+        chosen = [
+            pair
+            for sample, *pair in zip(samples, old, new, strict=True)
+            if metric.group in ("", sample.group)
+        ]
+        sign = 1.0 if metric.higher_is_better or metric.scale == "exp" else -1.0
+        scores = [
+            tuple(sign * pair[side][metric.sample_value] for pair in chosen) for side in (1, 0)
+        ]
+        weights = (
+            [tuple(pair[side][metric.weight] for pair in chosen) for side in (1, 0)]
+            if (metric.weight)
+            else []
+        )
+        found[metric.name] = Pairs(*scores, *weights)
+    return found
+
+
+def _some(values: Sequence[Any]) -> str:
+    shown = ", ".join(map(str, values[:_SHOWN_SAMPLES])) or "none"
+    return shown + ", ..." * (len(values) > _SHOWN_SAMPLES)
 
 
 def _samples(dataset: Dataset) -> tuple[Any, ...]:
     return (dataset.sha256, dataset.limit, dataset.seed)
 
 
-def write_baseline(path: Path, report: Report) -> None:
-    """Record the metrics of `report` as the baseline in `path`."""
+def scores_of(report: Report, predictions: Iterable[Prediction]) -> dict[str, TaskScores]:
+    """Return the scores that the metrics of a report are made of, by task."""
+    by_task: dict[str, list[Prediction]] = {}
+    for each in predictions:
+        by_task.setdefault(each.task, []).append(each)
+    found = {}
+    for task in report.tasks:
+        scaled = [metric for metric in task.metrics if metric.scale]
+        needed = [name for metric in scaled for name in (metric.sample_value, metric.weight)]
+        quantities = tuple(dict.fromkeys(filter(None, needed)))
+        if quantities:
+            rows = {
+                each.id: tuple(each.values[name] for name in quantities)
+                for each in by_task.get(task.name, ())
+            }
+            found[task.name] = TaskScores(task.version, quantities, rows)
+    return found
+
+
+def write_baseline(path: Path, report: Report, predictions: Iterable[Prediction]) -> None:
+    """Record the metrics of `report`, and the scores behind them, as the baseline in `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {
         "schema_version": SCHEMA_VERSION,
@@ -63,16 +187,32 @@ def write_baseline(path: Path, report: Report) -> None:
         "samples": {task.name: _samples(task.dataset) for task in report.tasks},
         "metrics": {metric.name: to_json(metric) for metric in report.metrics},
     }
-    replace_file(path, json.dumps(values, indent=1) + "\n")
+    found = scores_of(report, predictions)
+    scores = ",".join(_scores_text(name, each) for name, each in found.items())
+    head = json.dumps(values, indent=1).removesuffix("\n}")
+    replace_file(path, f'{head},\n "scores": {{{scores}\n }}\n}}\n')
+
+
+def _scores_text(task: str, scores: TaskScores) -> str:
+    """Return the scores of a task as JSON with a line for each sample."""
+    rows = ",".join(
+        f"\n   {json.dumps(key)}: {json.dumps(row)}" for key, row in scores.rows.items()
+    )
+    return (
+        f'\n  {json.dumps(task)}: {{\n   "version": {scores.version},'
+        f'\n   "quantities": {json.dumps(scores.quantities)},\n   "rows": {{{rows}\n   }}\n  }}'
+    )
 
 
 def read_baseline(path: Path) -> Baseline:
-    """Read a baseline file.
+    """Read a baseline file, or take an earlier report.json and its predictions as one.
 
     Raises:
         ValueError: the file is not a baseline of this schema.
     """
     values = json_object(path.read_bytes(), f"baseline {path}", remedy=_REMEDY)
+    if "tasks" in values:
+        return _of_report(path)
     if values.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"baseline {path} is not of schema_version {SCHEMA_VERSION}; {_REMEDY}")
     try:
@@ -80,6 +220,30 @@ def read_baseline(path: Path) -> Baseline:
             source=f"run {values['run_id']} of {values['started_at']}",
             metrics={name: from_json(Metric, each) for name, each in values["metrics"].items()},
             samples={name: tuple(each) for name, each in values["samples"].items()},
+            scores={name: _read_scores(each) for name, each in values.get("scores", {}).items()},
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a report.json, for example
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a baseline; {_REMEDY}") from error
+
+
+def _of_report(path: Path) -> Baseline:
+    """Return the baseline that a report is. Raises ValueError where its predictions are not."""
+    report = read_report(path)
+    predictions = path.with_name(PREDICTIONS)
+    if not predictions.is_file():
+        raise ValueError(f"{path} cannot be a baseline without {PREDICTIONS} next to it; {_REMEDY}")
+    return Baseline(
+        source=f"run {report.run_id} of {report.started_at}",
+        metrics={metric.name: metric for metric in report.metrics},
+        samples={task.name: _samples(task.dataset) for task in report.tasks},
+        scores=scores_of(report, read_predictions(predictions)),
+    )
+
+
+def _read_scores(values: Mapping[str, Any]) -> TaskScores:
+    """Return the scores of a task. Raises ValueError where a row is not of numbers."""
+    quantities = tuple(values["quantities"])
+    rows = {key: tuple(map(float, row)) for key, row in values["rows"].items()}
+    if any(len(row) != len(quantities) for row in rows.values()):
+        raise ValueError("a row of scores is not whole")
+    return TaskScores(int(values["version"]), quantities, rows)

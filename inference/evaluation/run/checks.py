@@ -10,7 +10,7 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from export_scripts.values import keys_of
-from inference.evaluation.gate import check_bounds, parse_bounds
+from inference.evaluation.gate import check_bounds, detectable, parse_bounds
 from inference.evaluation.options import (
     REFERENCES,
     TRACKERS,
@@ -19,10 +19,10 @@ from inference.evaluation.options import (
     EvaluationOptions,
     parse_shape,
 )
+from inference.evaluation.run.baseline import read_baseline
 from inference.evaluation.tasks import TASKS, task_entry
 from inference.evaluation.tasks.harness import PREFIX
 from inference.evaluation.tasks.served_folder import shape_problems
-from inference.gateway.credentials import PLAIN
 
 
 def check_evaluation(options: EvaluationOptions) -> list[str]:
@@ -40,11 +40,6 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
         problems.append("evaluate.tasks is empty; name at least one task, such as [lambada].")
     problems += _check_values(options)
     problems += options.credentials.problems(prefix="evaluate.", joiner="_")
-    if options.credentials != PLAIN and options.latency.load_generator == "perf_analyzer":
-        problems.append(
-            "evaluate.latency.load_generator=perf_analyzer takes neither evaluate.ca nor "
-            "evaluate.token_file; use client."
-        )
     entries = {name: entry for name in options.tasks if (entry := task_entry(name)) is not None}
     for entry in entries.values():
         problems += entry.check(options)
@@ -52,6 +47,11 @@ def check_evaluation(options: EvaluationOptions) -> list[str]:
         f"evaluate.tasks has {name}, which only a server can do; set evaluate.reference=none."
         for name, entry in entries.items()
         if entry.only_served and options.reference == "huggingface"
+    ]
+    problems += [
+        f"evaluate.advisory has {name}, which is not in evaluate.tasks; add it there."
+        for name in options.advisory
+        if name not in options.tasks
     ]
     problems += _check_latency(options)
     bounds, gate_problems = parse_bounds(options.gate)
@@ -116,13 +116,6 @@ def _check_latency(options: EvaluationOptions) -> list[str]:
         )
     wrong = [found for text in latency.shapes if (found := _shape_problem(text))]
     problems += wrong or shape_problems([parse_shape(text) for text in latency.shapes], options)
-    sent, widest = latency.requests + latency.warmup, max(latency.concurrencies, default=0)
-    if latency.load_generator == "perf_analyzer" and sent < widest:
-        problems.append(
-            f"evaluate.latency.requests={latency.requests} and warmup={latency.warmup} are fewer "
-            f"than the {widest} requests in flight of evaluate.latency.concurrencies, which "
-            "perf_analyzer refuses; raise requests."
-        )
     return problems
 
 
@@ -165,7 +158,7 @@ def _check_trackers(trackers: Sequence[str]) -> list[str]:
         if name not in TRACKERS
     ]
     problems += [
-        f"evaluate.trackers has {name}, which is not installed; install slipway[{name}]."
+        f"evaluate.trackers has {name}, which is not installed: pip install {name}."
         for name in trackers
         if name in TRACKERS and find_spec(name) is None
     ]
@@ -184,9 +177,23 @@ def _check_baseline(options: EvaluationOptions, bounds: Mapping[str, Bound]) -> 
         return []  # refused by its choices
     if options.baseline_path is None:
         return [f"evaluate.baseline={options.baseline} needs evaluate.baseline_path."]
-    if options.baseline == "compare" and not Path(options.baseline_path).is_file():
+    if options.baseline == "update":
+        return []
+    path = Path(options.baseline_path)
+    if not path.is_file():
         return [
-            f"evaluate.baseline_path={options.baseline_path} does not exist; record a baseline "
-            "first with evaluate.baseline=update."
+            f"evaluate.baseline_path={path} does not exist; record a baseline first with "
+            "evaluate.baseline=update."
         ]
-    return []
+    try:
+        return read_baseline(path).problems(bounds)
+    except ValueError as error:
+        return [f"evaluate.baseline_path: {error}"]
+
+
+def detectable_drops(options: EvaluationOptions) -> list[str]:
+    """Return what the gate of correct options could see: a line for each paired bound."""
+    if options.baseline != "compare" or options.baseline_path is None:
+        return []
+    bounds, _ = parse_bounds(options.gate)
+    return detectable(read_baseline(Path(options.baseline_path)).metrics, bounds)

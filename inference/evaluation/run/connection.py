@@ -9,22 +9,27 @@ from typing import TYPE_CHECKING
 
 from export_scripts.ft.config_ini import read_config
 from export_scripts.ft.tokenizer_files import find_tokenizer
-from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.options import OPENAI, EvaluationOptions
+from inference.evaluation.run.openai_model import open_model
 from inference.evaluation.run.requests import ServedTokenizer
 from inference.evaluation.run.served_model import ServedModel, TextCodec
 from inference.evaluation.run.task_run import EvaluationError
+from inference.evaluation.task import TextGenerator
 
 if TYPE_CHECKING:
     from inference.server.client import TritonClient
 
 
 @contextmanager
-def connect(options: EvaluationOptions) -> Iterator[ServedModel]:
+def connect(options: EvaluationOptions) -> Iterator[TextGenerator]:
     """Yield the model served at `options.url`, connected.
 
     Raises:
         EvaluationError: nothing answers there, or it is not ready.
     """
+    if options.protocol == OPENAI:
+        yield open_model(options)[0]
+        return
     from inference.backend.tokenizer import load_tokenizer
     from inference.server.client import TritonClient
 

@@ -13,7 +13,7 @@ from export_scripts.files.json_content import json_object
 from export_scripts.ft.layout import manifest_path
 
 _PACKAGES = (
-    "slipway",
+    "slipway-serving",
     "torch",
     "numpy",
     "tokenizers",

@@ -5,17 +5,19 @@ from __future__ import annotations
 import secrets
 import string
 import time
-from collections.abc import Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
-from inference.evaluation.gate import Breach, apply_gate, parse_bounds
-from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.gate import BREACHED, Verdict, apply_gate, parse_bounds
+from inference.evaluation.options import OPENAI, Bound, EvaluationOptions
 from inference.evaluation.record import (
     LatencyPoint,
     Prediction,
@@ -25,6 +27,7 @@ from inference.evaluation.record import (
     TaskReport,
 )
 from inference.evaluation.report.files import (
+    CHANGES,
     FILE_NAMES,
     JUNIT,
     REPORT_HTML,
@@ -35,9 +38,9 @@ from inference.evaluation.report.files import (
 )
 from inference.evaluation.report.history import append_run, comparable_history, read_history
 from inference.evaluation.report.html_page import render_html
-from inference.evaluation.report.markdown import render_markdown
+from inference.evaluation.report.markdown import render_changes, render_markdown
 from inference.evaluation.report.trackers import track
-from inference.evaluation.run.baseline import Baseline, write_baseline
+from inference.evaluation.run.baseline import Baseline, read_baseline, write_baseline
 from inference.evaluation.run.checks import check_evaluation
 from inference.evaluation.run.environment import describe_environment, describe_weights
 from inference.evaluation.run.latency import measure_latency
@@ -52,6 +55,7 @@ from inference.evaluation.run.reference import (
     compare_with_reference,
     with_reference_values,
 )
+from inference.evaluation.run.repeat import movement
 from inference.evaluation.run.task_run import (
     EvaluationError,
     EvaluationProgress,
@@ -59,7 +63,7 @@ from inference.evaluation.run.task_run import (
     TaskRun,
     run_task,
 )
-from inference.evaluation.task import TaskEntry, TextGenerator, generates
+from inference.evaluation.task import TaskEntry, TextGenerator
 from inference.evaluation.tasks import task_entry
 from inference.evaluation.tasks.identity import rows_of
 
@@ -86,6 +90,8 @@ def evaluate(
     """
     if problems := [*check_evaluation(options), *_check_batches(options, facts)]:
         raise ValueError("\n".join(problems))
+    if options.protocol == OPENAI and model is None:
+        options = _answerable(options)
     bounds = {k: v for entry in _entries(options) for k, v in entry.bounds(options).items()}
     bounds |= parse_bounds(options.gate)[0]
     output_dir = Path(options.output_dir)
@@ -100,6 +106,7 @@ def evaluate(
         with _model(options, model, progress) as asked:
             ask = partial(run_task, model=asked, concurrency=options.concurrency, progress=progress)
             runs = [ask(each.task, each.dataset, each.samples) for each in prepared]
+            repeats = _repeats(bounds, runs, asked)
             points = _latency(options, asked, runs, progress)
         if options.reference == "huggingface":
             prepared = with_source(options, prepared, progress)
@@ -111,14 +118,24 @@ def evaluate(
         seconds=seconds,
         tasks=tuple(map(partial(_task_report, options), runs, prepared)),
         latency=points,
-        load_generator=options.latency.load_generator if points else "",
         bounds=bounds,
         environment=describe_environment(),
     )
     history_dir = None if options.history_dir is None else Path(options.history_dir)
-    report = _with_history(_gated(report, options, baseline), history_dir)
-    _publish(options, report, runs, prepared)
+    report = replace(report, tasks=tuple(map(_with_repeat, report.tasks, repeats)))
+    moved = ChainMap(*(found for found, _ in repeats))
+    report = _with_history(_gated(report, options, baseline, runs, moved), history_dir)
+    _publish(options, report, runs, prepared, baseline)
     return report
+
+
+def _answerable(options: EvaluationOptions) -> EvaluationOptions:
+    """Return the options without what the server at `options.url` cannot answer."""
+    from inference.evaluation.run.limits import within_abilities
+    from inference.evaluation.run.openai_model import open_model
+
+    with _junit_on_failure(Path(options.output_dir)):
+        return within_abilities(options, open_model(options)[1].lacks)
 
 
 def _publish(
@@ -126,6 +143,7 @@ def _publish(
     report: Report,
     runs: Sequence[TaskRun],
     prepared: Sequence[Prepared],
+    baseline: Baseline | None,
 ) -> None:
     """Write the report, add it to the run store and send it to the trackers."""
     predictions = [
@@ -133,6 +151,8 @@ def _publish(
         for run, own in zip(runs, prepared, strict=True)
         for each in with_reference_values(run.predictions, own.reference)
     ]
+    if baseline is not None:
+        predictions = [replace(each, baseline=baseline.values(each)) for each in predictions]
     output_dir = Path(options.output_dir)
     write_report(output_dir, report, predictions)
     if options.history_dir is not None:
@@ -176,7 +196,8 @@ def _junit_on_failure(output_dir: Path) -> Iterator[None]:
 def write_report(output_dir: Path, report: Report, predictions: Sequence[Prediction]) -> None:
     """Write all files of a report."""
     pages = {
-        REPORT_MARKDOWN: render_markdown(report),
+        REPORT_MARKDOWN: render_markdown(report, predictions),
+        CHANGES: render_changes(report, predictions),
         REPORT_HTML: render_html(report, predictions),
     }
     write_files(output_dir, report, predictions, pages)
@@ -206,22 +227,14 @@ def _latency(
 ) -> tuple[LatencyPoint, ...]:
     if not options.latency.enabled:
         return ()
-    measure = partial(
-        measure_latency, model, _tokens(model, runs), options.latency, progress=progress
+    source = options.source_path
+    return measure_latency(
+        model,
+        _tokens(model, runs),
+        options.latency,
+        hidden_size=None if source is None else _hidden_size(source),
+        progress=progress,
     )
-    if options.latency.load_generator == "client":
-        source = options.source_path
-        return measure(hidden_size=None if source is None else _hidden_size(source))
-    from inference.evaluation.run.perf_analyzer import perf_analyzer
-    from inference.evaluation.run.served_model import ServedModel
-
-    if not isinstance(model, ServedModel) or not generates(model):
-        raise EvaluationError(
-            "evaluate.latency.load_generator=perf_analyzer measures generating models behind a "
-            "server; use client."
-        )
-    with perf_analyzer(options, model) as generator:
-        return measure(generator=generator)
 
 
 def _tokens(model: TextGenerator, runs: Sequence[TaskRun]) -> Iterator[Sequence[int]]:
@@ -245,6 +258,9 @@ def _task_report(options: EvaluationOptions, run: TaskRun, prepared: Prepared) -
     reference = prepared.reference
     text_model = options.ensemble_name or options.model_name
     protocol = "gRPC" if options.protocol == "grpc" else "HTTP"
+    through = f"text through {text_model}, token ids through {options.model_name}, over {protocol}"
+    if options.protocol == OPENAI:
+        through = f"completions of {options.model or 'the only model'}, over OpenAI's protocol"
     return TaskReport(
         name=run.task.name,
         version=run.task.version,
@@ -252,42 +268,75 @@ def _task_report(options: EvaluationOptions, run: TaskRun, prepared: Prepared) -
         metrics=run.metrics,
         seconds=run.requests.seconds,
         requests=run.requests,
-        through=(
-            f"text through {text_model}, token ids through {options.model_name}, over {protocol}"
-        ),
-        note=prepared.note,
+        through=through,
+        note="; ".join(filter(None, (prepared.note, *options.left_out))),
         reference=None if reference is None else compare_with_reference(run, reference),
     )
 
 
-def _gated(report: Report, options: EvaluationOptions, baseline: Baseline | None) -> Report:
+def _repeats(
+    bounds: Mapping[str, Bound], runs: Sequence[TaskRun], model: TextGenerator
+) -> list[tuple[dict[str, float], str]]:
+    """Return how far each task's figures depend on the load, where a bound compares samples."""
+    paired = {name for name, bound in bounds.items() if bound.paired is not None}
+    return [
+        movement(run, model) if paired & {metric.name for metric in run.metrics} else ({}, "")
+        for run in runs
+    ]
+
+
+def _with_repeat(task: TaskReport, repeat: tuple[dict[str, float], str]) -> TaskReport:
+    return replace(task, note=" ".join(filter(None, (task.note, repeat[1]))))
+
+
+def _gated(
+    report: Report,
+    options: EvaluationOptions,
+    baseline: Baseline | None,
+    runs: Sequence[TaskRun],
+    moved: Mapping[str, float],
+) -> Report:
     """Return the report with the gate applied.
 
     A baseline that is to be updated is recorded only when every absolute bound holds; bounds
-    relative to it hold by themselves.
+    relative to it apply to later runs.
     """
     path = None if options.baseline_path is None else Path(options.baseline_path)
-    if options.baseline == "update" and path is not None:
-        baseline = Baseline.of(report, source=f"this run, recorded in {path}")
+    updated = path if options.baseline == "update" else None
+    bounds = report.bounds
+    if updated is not None:
+        bounds = {name: Bound(min=each.min, max=each.max) for name, each in bounds.items()}
     gate = apply_gate(
-        report.metrics, report.bounds, baseline=None if baseline is None else baseline.metrics
+        report.metrics,
+        bounds,
+        baseline=None if baseline is None else baseline.metrics,
+        pairs={} if baseline is None else ChainMap(*(baseline.pairs(run) for run in runs)),
+        moved=moved,
+        advisory={
+            metric.name
+            for task in report.tasks
+            if task.name in options.advisory
+            for metric in task.metrics
+        },
     )
-    gate = replace(gate, breaches=tuple(_with_remedy(each, options) for each in gate.breaches))
-    if options.baseline == "update" and path is not None and gate.passed:
-        write_baseline(path, report)
+    gate = replace(gate, verdicts=tuple(_with_remedy(each, options) for each in gate.verdicts))
+    report = replace(report, gate=gate)
+    if updated is not None and gate.passed:
+        write_baseline(updated, report, chain(*(run.predictions for run in runs)))
+        baseline = replace(read_baseline(updated), source=f"this run, recorded in {updated}")
     if baseline is None:
-        return replace(report, gate=gate)
-    return replace(report, gate=gate, baseline=baseline.metrics, baseline_source=baseline.source)
+        return report
+    return replace(report, baseline=baseline.metrics, baseline_source=baseline.source)
 
 
 def _entries(options: EvaluationOptions) -> list[TaskEntry]:
     return [entry for name in options.tasks if (entry := task_entry(name)) is not None]
 
 
-def _with_remedy(breach: Breach, options: EvaluationOptions) -> Breach:
-    entries = _entries(options)
-    remedies = [each.remedy(options) for each in entries if breach.metric in each.metrics(options)]
-    return replace(breach, remedy=" ".join(remedies))
+def _with_remedy(verdict: Verdict, options: EvaluationOptions) -> Verdict:
+    entries = _entries(options) if verdict.status == BREACHED else []
+    remedies = [each.remedy(options) for each in entries if verdict.metric in each.metrics(options)]
+    return replace(verdict, remedy=" ".join(remedies))
 
 
 def _with_history(report: Report, history_dir: Path | None) -> Report:

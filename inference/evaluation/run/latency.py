@@ -14,9 +14,9 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import partial
 
 from inference.evaluation.options import LatencyOptions, RequestShape, parse_shape
 from inference.evaluation.record import LatencyPoint
@@ -75,38 +75,31 @@ class Answered:
     arrivals_s: Sequence[Sequence[float]] = ()
 
 
-class LoadGenerator(Protocol):
-    """Sends the requests of one point and waits for their answers."""
-
-    def send(self, load: Load) -> Answered:
-        """Return what came back; raises RequestFailedError if any request failed."""
-        ...
-
-
 def measure_latency(
     model: TextGenerator,
     tokens: Iterable[Sequence[int]],
     options: LatencyOptions,
     *,
-    generator: LoadGenerator | None = None,
+    send: Callable[[Load], Answered] | None = None,
     hidden_size: int | None = None,
     progress: ProgressCallback | None = None,
 ) -> tuple[LatencyPoint, ...]:
     """Measure every point of the options; prompts are cut from `tokens`, read as far as needed.
 
-    `hidden_size` is the width of an encoder that takes embeddings in place of token ids.
+    `send` asks one point, by default in a closed loop; `hidden_size` is the width of an encoder
+    that takes embeddings in place of token ids.
 
     Raises:
         EvaluationError: a request failed.
     """
-    sender = generator or ClosedLoop(model, options, hidden_size=hidden_size)
+    send = send or partial(_send, model, options, hidden_size)
     shapes = _shapes(model, options)
     loads = list(_loads(model, tokens, shapes, options))
     measured: dict[_Place, Answered] = {}
     for done, load in enumerate(loads):
         _report(progress, done, len(loads))
         try:
-            measured[load.place] = sender.send(load)
+            measured[load.place] = send(load)
         except RequestFailedError as error:
             raise EvaluationError(
                 f"latency of {load} could not be measured: {error}\nCheck that the model allows "
@@ -206,30 +199,18 @@ def cut_prompts(ids: Sequence[int], *, input_len: int) -> tuple[tuple[int, ...],
     return tuple(tuple(ids[start : start + input_len]) for start in range(0, last + 1, stride))
 
 
-class ClosedLoop:
-    """Our own load generator: threads that send until enough is answered or the time is up."""
-
-    def __init__(
-        self, model: TextGenerator, options: LatencyOptions, *, hidden_size: int | None = None
-    ) -> None:
-        self._model = model
-        self._options = options
-        self._hidden_size = hidden_size
-
-    def send(self, load: Load) -> Answered:
-        """Send all requests of a point after the warm-up.
-
-        Raises:
-            RequestFailedError: the first failure of any thread.
-        """
-        point = _RunningPoint(self._model, load, self._options, self._hidden_size)
-        for ticket in range(self._options.warmup):
-            point.ask(ticket)
-        return point.run()
+def _send(
+    model: TextGenerator, options: LatencyOptions, hidden_size: int | None, load: Load
+) -> Answered:
+    """Send all requests of a point after the warm-up; raises RequestFailedError if one fails."""
+    point = _RunningPoint(model, load, options, hidden_size)
+    for ticket in range(options.warmup):
+        point.ask(ticket)
+    return point.run()
 
 
 class _RunningPoint:
-    """The state that the threads of one point share."""
+    """One point: threads that send until enough is answered or the time is up."""
 
     def __init__(
         self,

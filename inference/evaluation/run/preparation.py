@@ -91,5 +91,6 @@ def stored_baseline(options: EvaluationOptions, prepared: Sequence[Prepared]) ->
     if options.baseline != "compare" or options.baseline_path is None:
         return None
     baseline = read_baseline(Path(options.baseline_path))
-    baseline.check({each.task.name: each.dataset for each in prepared})
+    for each in prepared:
+        baseline.check(each.task.name, each.task.version, each.dataset, each.samples)
     return baseline

@@ -24,7 +24,7 @@ from inference.evaluation.record import (
     read_report,
 )
 from inference.evaluation.run.task_run import TaskRun
-from inference.evaluation.task import Dataset, Score
+from inference.evaluation.task import Dataset, Metric, Score
 
 _SCHEMA_VERSION = 1
 
@@ -149,15 +149,7 @@ def with_reference_values(
 ) -> tuple[Prediction, ...]:
     """Return the predictions with the reference's values of the same samples."""
     columns = {} if reference is None else reference.per_sample
-
-    def values(prediction: Prediction) -> dict[str, float]:
-        return {
-            name: float(column[prediction.index])
-            for name, column in columns.items()
-            if name in prediction.values and prediction.index in column
-        }
-
-    return tuple(replace(each, reference=values(each)) for each in predictions)
+    return tuple(replace(each, reference=_values_of(each, columns)) for each in predictions)
 
 
 def _reference_values(run: TaskRun, reference: Reference) -> dict[str, float]:
@@ -169,14 +161,33 @@ def _reference_values(run: TaskRun, reference: Reference) -> dict[str, float]:
     """
     comparable = reference.same_samples or run.dataset.limit is None
     values = dict(reference.metrics) if comparable else {}
-    indices = [prediction.index for prediction in run.predictions]
-    needed = {metric.sample_value for metric in run.metrics}
     columns = reference.per_sample
-    if not all(name in columns and all(i in columns[name] for i in indices) for name in needed):
-        return values
-    scores = [
-        Score(values={name: float(columns[name][index]) for name in needed}, answer="")
-        for index in indices
+    known = [
+        metric.name
+        for metric in run.metrics
+        if metric.from_samples and _has_all(columns, metric, run.predictions)
     ]
-    again = run.task.metrics(run.samples, scores)
-    return {**values, **{metric.name: metric.value for metric in again if metric.from_samples}}
+    scores = [
+        Score({**each.values, **_values_of(each, columns)}, answer="") for each in run.predictions
+    ]
+    again = run.task.metrics(run.samples, scores) if known else ()
+    return {**values, **{metric.name: metric.value for metric in again if metric.name in known}}
+
+
+def _values_of(
+    prediction: Prediction, columns: Mapping[str, Mapping[int, float]]
+) -> dict[str, float]:
+    """Return the reference's values of a sample, of those quantities that the run has too."""
+    return {
+        name: float(column[prediction.index])
+        for name, column in columns.items()
+        if name in prediction.values and prediction.index in column
+    }
+
+
+def _has_all(
+    columns: Mapping[str, Mapping[int, float]], metric: Metric, predictions: Sequence[Prediction]
+) -> bool:
+    """Return whether the reference has a metric's quantities for all samples of a run."""
+    needed = [columns.get(name, {}) for name in (metric.sample_value, metric.weight) if name]
+    return all(each.index in column for each in predictions for column in needed)

@@ -15,7 +15,15 @@ from itertools import islice
 
 from inference.evaluation.record import Prediction, RequestStatistics
 from inference.evaluation.run.timing import TimedGenerator
-from inference.evaluation.task import Dataset, Metric, Sample, Score, Task, TextGenerator
+from inference.evaluation.task import (
+    Dataset,
+    Metric,
+    Sample,
+    Score,
+    Task,
+    TextGenerator,
+    sample_ids,
+)
 
 _MAX_FAILURES = 20  # failed samples after which the server counts as gone
 _SHOWN_REASONS = 3
@@ -100,8 +108,9 @@ def run_task(
             answer=score.answer,
             values=dict(score.values),
             seconds=duration,
+            id=own_id,
         )
-        for sample in samples
+        for sample, own_id in zip(samples, sample_ids(samples), strict=True)
         for score, duration in (answered[sample.index],)
     )
     return TaskRun(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+import shutil
 import urllib.request
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +22,11 @@ _TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class DataSource:
-    """A file to download, and its checksum in hexadecimal."""
+    """A file to download, its checksum in hexadecimal, and the file in it where it is a ZIP."""
 
     url: str
     sha256: str
+    member: str = ""
 
     @property
     def file_name(self) -> str:
@@ -66,6 +69,14 @@ def ensure_dataset(path: Path, *, url: str, sha256: str, key: str) -> Path:
             f"cannot download {url} ({reason}); on a machine without network place the file "
             f"(SHA-256 {sha256}) at {path}, or set {key} to where it is."
         ) from error
+    return path
+
+
+def unpacked(archive: Path, member: str) -> Path:
+    """Return a file of a ZIP, unpacked next to it under `<archive>_<file>`."""
+    path = archive.with_name(f"{archive.stem}_{Path(member).name}")
+    with zipfile.ZipFile(archive) as files, files.open(member) as source, replacing(path) as file:
+        shutil.copyfileobj(source, file)
     return path
 
 

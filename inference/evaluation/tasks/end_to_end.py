@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from inference.evaluation.options import EvaluationOptions
 from inference.evaluation.task import (
+    TENSORS,
     Dataset,
     Metric,
     Sample,
@@ -128,4 +129,5 @@ END_TO_END = TaskEntry(
     metrics=lambda _: _METRICS,
     check=_check,
     only_served=True,
+    needs=lambda _: dict.fromkeys(_METRICS, TENSORS),
 )

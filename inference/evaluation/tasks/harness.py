@@ -229,8 +229,8 @@ def _check(name: str, options: EvaluationOptions) -> list[str]:
     problems = []
     if find_spec(_PACKAGE) is None:
         problems.append(
-            f"evaluate.tasks has {name}, and lm-evaluation-harness is not installed; install "
-            "slipway[harness]."
+            f"evaluate.tasks has {name}, and lm-evaluation-harness is not installed: pip install "
+            "'lm_eval[api]' 'pyarrow<22'."
         )
     if options.openai_url is None:
         problems.append(

@@ -28,7 +28,15 @@ from typing import TYPE_CHECKING
 from export_scripts.checkpoints.jax import step_directory
 from inference.evaluation.options import Bound, EvaluationOptions, IdentityOptions
 from inference.evaluation.statistics import mean_and_stderr
-from inference.evaluation.task import Dataset, Metric, Sample, Score, TaskEntry, TextGenerator
+from inference.evaluation.task import (
+    TENSORS,
+    Dataset,
+    Metric,
+    Sample,
+    Score,
+    TaskEntry,
+    TextGenerator,
+)
 from inference.evaluation.tasks.datasets import drawn
 from inference.evaluation.tasks.metrics import accuracy_metric
 from inference.parity.tolerances import tolerance_of
@@ -207,6 +215,7 @@ IDENTITY = TaskEntry(
     metrics=lambda _: _METRICS,
     check=_check,
     only_served=True,
+    needs=lambda _: dict.fromkeys(_METRICS, TENSORS),
     bounds=_bounds,
     remedy=_remedy,
 )

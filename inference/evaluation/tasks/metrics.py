@@ -14,7 +14,7 @@ from inference.evaluation.task import Metric, Score
 
 
 def accuracy_metric(
-    name: str, scores: Sequence[Score], *, key: str, method: str, value: str = ""
+    name: str, scores: Sequence[Score], *, key: str, method: str, value: str = "", group: str = ""
 ) -> Metric:
     """Return the share of samples whose quantity `value` (`name` unless given) is 1."""
     correct = sum(score.values[value or name] == 1.0 for score in scores)
@@ -29,6 +29,8 @@ def accuracy_metric(
         count=len(scores),
         method=method,
         sample_value=value or name,
+        scale="mean",
+        group=group,
     )
 
 
@@ -45,4 +47,5 @@ def mean_metric(name: str, scores: Sequence[Score], *, key: str, method: str) ->
         count=len(scores),
         method=method,
         sample_value=name,
+        scale="mean",
     )

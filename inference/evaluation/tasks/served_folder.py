@@ -102,7 +102,9 @@ def prompt_of(task: str, given: PromptOptions, folder: Path | None) -> PromptOpt
     Raises:
         ValueError: The folder has no table of that id.
     """
-    if given.length or given.table_path is not None or not given.from_model:
+    if given.table_path is not None:
+        return _of_table(task, given, Path(given.table_path), folder)
+    if given.length or not given.from_model:
         return given
     for each in served_prompts(folder):
         is_asked = given.task_id is None and each.task_name.lower() == task
@@ -114,3 +116,21 @@ def prompt_of(task: str, given: PromptOptions, folder: Path | None) -> PromptOpt
             f"give evaluate.{task}.prompt.length and start_id, or task_id=null."
         )
     return given
+
+
+def _of_table(task: str, given: PromptOptions, table: Path, folder: Path | None) -> PromptOptions:
+    """Return the virtual tokens of a table, as many as it has rows."""
+    if folder is None or not (folder / CONFIG_NAME).is_file():
+        if not given.length:
+            raise ValueError(
+                f"evaluate.{task}.prompt.table_path={table} needs length and start_id: config.ini "
+                "of the served folder, which has the width of its rows, is not here."
+            )
+        return given
+    family, config = read_config(folder)
+    row_bytes = 4 * family.architecture(config).hidden  # fp32
+    return replace(
+        given,
+        length=given.length or table.stat().st_size // row_bytes,
+        start_id=given.start_id or config.prompt_learning_start_id or 0,
+    )

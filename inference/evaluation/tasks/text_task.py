@@ -18,6 +18,8 @@ from pathlib import Path
 from export_scripts.files.checksum import sha256_of
 from inference.evaluation.options import EvaluationOptions, TextTaskOptions
 from inference.evaluation.task import (
+    LOG_PROBS,
+    TENSORS,
     Dataset,
     Metric,
     RequestTensors,
@@ -31,6 +33,7 @@ from inference.evaluation.tasks.datasets import (
     drawn,
     ensure_dataset,
     missing_files,
+    unpacked,
 )
 from inference.evaluation.tasks.rows import Row
 from inference.evaluation.tasks.served_folder import prompt_of
@@ -122,12 +125,13 @@ class TextTask:
         source = self.kind.data_source(self.options)
         if source is None:
             raise ValueError(_without_data(self.kind))
-        return ensure_dataset(
+        path = ensure_dataset(
             self.data_dir / source.file_name,
             url=source.url,
             sha256=source.sha256,
             key=f"evaluate.{self.name}.data_path",
         )
+        return unpacked(path, source.member) if source.member else path
 
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Ask the model for one answer and score it."""
@@ -148,7 +152,7 @@ class TextTask:
             return _most_probable(sample.text, self.kind.choices, model)
         output_len = self.options.output_len or self.kind.output_len
         prompt = self.options.prompt
-        if prompt.length == 0:
+        if prompt.length == 0 and not prompt.append_ids:
             return model.complete_text(sample.text, output_len=output_len).text
         virtual = range(prompt.start_id, prompt.start_id + prompt.length)
         ids = (*virtual, *model.encode(sample.text), *prompt.append_ids)
@@ -157,6 +161,8 @@ class TextTask:
 
     def _prompt_tensors(self) -> RequestTensors:
         prompt = self.options.prompt
+        if prompt.length == 0:
+            return {}
         if prompt.table_path is None:
             return {"prompt_learning_task_name_ids": prompt.task_id or 0}
         return {
@@ -230,15 +236,22 @@ def text_entry(kind: TextTaskKind) -> TaskEntry:
             seed=options.seed,
         )
 
+    def needs(options: EvaluationOptions) -> dict[str, str]:
+        prompt = prompt_of(kind.name, own(options).prompt, options.weights_dir)
+        if own(options).method == "log_likelihood":
+            return dict.fromkeys(kind.metrics, LOG_PROBS)
+        return dict.fromkeys(kind.metrics, TENSORS) if prompt.length or prompt.append_ids else {}
+
     return TaskEntry(
         make=make,
         metrics=lambda _: kind.metrics,
-        check=lambda options: _check(kind, own(options)),
+        check=lambda options: _check(kind, own(options), options.weights_dir),
         grouped=kind.grouped,
+        needs=needs,
     )
 
 
-def _check(kind: TextTaskKind, task: TextTaskOptions) -> list[str]:
+def _check(kind: TextTaskKind, task: TextTaskOptions, folder: Path | None) -> list[str]:
     key = f"evaluate.{kind.name}"
     files = {
         "data_path": task.data_path,
@@ -266,19 +279,25 @@ def _check(kind: TextTaskKind, task: TextTaskOptions) -> list[str]:
         )
     if kind.package and find_spec(kind.package) is None:
         problems.append(
-            f"the task {kind.name} needs the package {kind.package}; install slipway[evaluate]."
+            f"the task {kind.name} needs the package {kind.package}: pip install "
+            f"{kind.package.replace('_', '-')}."
         )
-    return problems + _check_prompt(key, task)
+    return problems + _check_prompt(kind.name, task, folder)
 
 
-def _check_prompt(key: str, task: TextTaskOptions) -> list[str]:
-    prompt = task.prompt
-    if prompt.length == 0:
-        if prompt.table_path is not None:
-            return [f"{key}.prompt.length=0, but a prompt table is named; give its length."]
-        return []
-    if task.method == "log_likelihood":
-        return [f"{key}.prompt cannot be used with method=log_likelihood."]
-    if prompt.length > 0 and (prompt.task_id is None) == (prompt.table_path is None):
-        return [f"{key}.prompt needs either task_id or table_path."]
+def _check_prompt(name: str, task: TextTaskOptions, folder: Path | None) -> list[str]:
+    """Return what would be ignored of the virtual tokens, or cannot be sent."""
+    key, given = f"evaluate.{name}.prompt", task.prompt
+    if given.table_path is not None and not Path(given.table_path).is_file():
+        return []  # reported with the other files
+    try:
+        prompt = prompt_of(name, given, folder)
+    except ValueError as error:
+        return [str(error)]
+    if task.method == "log_likelihood" and (given.length or given.append_ids or given.table_path):
+        return [f"{key} cannot be used with method=log_likelihood."]
+    if prompt.length == 0 and given.start_id:
+        return [f"{key}.start_id={given.start_id} has no meaning without virtual tokens."]
+    if given.length > 0 and (given.task_id is None) == (given.table_path is None):
+        return [f"{key} needs either task_id or table_path."]
     return []

@@ -6,8 +6,18 @@ import math
 
 import pytest
 
-from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_PASS, apply_gate, check_bounds
+from inference.evaluation.gate import (
+    EXIT_GATE_BREACHED,
+    EXIT_INSUFFICIENT,
+    EXIT_PASS,
+    GateResult,
+    PairedBound,
+    apply_gate,
+    check_bounds,
+    parse_bounds,
+)
 from inference.evaluation.options import Bound
+from inference.evaluation.paired_tests import Pairs
 
 NAME = "lambada_last_word"
 
@@ -37,7 +47,9 @@ def test_a_margin_allows_so_much_less_than_the_baseline(make_metric):
     baseline = make_metric(value=0.5)
     assert breaches(make_metric(value=0.49), Bound(margin=0.0101), baseline) == []
     (reported,) = breaches(make_metric(value=0.48), Bound(margin=0.01), baseline)
-    assert reported == f"{NAME} = 0.48 breaches baseline - 0.01 (limit 0.49, baseline 0.5)"
+    assert reported.startswith(
+        f"{NAME} = 0.48 breaches baseline - 0.01 (limit 0.49, baseline 0.5); takes the runs for "
+    )
 
 
 def test_better_than_the_baseline_passes(make_metric):
@@ -47,9 +59,8 @@ def test_better_than_the_baseline_passes(make_metric):
 def test_lower_is_better_turns_the_margin_round(make_metric):
     baseline = make_metric(value=10.0, higher_is_better=False)
     worse = make_metric(value=10.6, higher_is_better=False)
-    assert breaches(worse, Bound(margin=0.5), baseline) == [
-        f"{NAME} = 10.6 breaches baseline + 0.5 (limit 10.5, baseline 10)"
-    ]
+    (reported,) = breaches(worse, Bound(margin=0.5), baseline)
+    assert reported.startswith(f"{NAME} = 10.6 breaches baseline + 0.5 (limit 10.5, baseline 10)")
     better = make_metric(value=5.0, higher_is_better=False)
     assert breaches(better, Bound(margin=0.5), baseline) == []
 
@@ -87,3 +98,128 @@ def test_bounds_that_can_never_apply_are_all_named():
         "evaluate.gate.b.min=2",
         "evaluate.gate.c.margin=-1",
     ]
+
+
+POINT = "no drop of more than 1 point at 95 %"
+
+
+def paired(metric, sentence, pairs: Pairs, *, advisory=(), **others) -> GateResult:
+    return apply_gate(
+        [metric],
+        {metric.name: Bound(paired=sentence, **others)},
+        baseline={metric.name: metric},
+        pairs={metric.name: pairs},
+        advisory=advisory,
+    )
+
+
+def answers(count: int, *, lost: int = 0, gained: int = 0) -> Pairs:
+    same = (1.0,) * (count - lost - gained)
+    return Pairs((0.0,) * lost + (1.0,) * gained + same, (1.0,) * lost + (0.0,) * gained + same)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "status", "code", "text"),
+    [
+        (answers(1000), "held", EXIT_PASS, "drop 0 points, at most 0.2"),
+        (answers(1000, lost=40), "breached", EXIT_GATE_BREACHED, "drop 4 points, at least 3"),
+        (answers(1000, lost=12), "insufficient", EXIT_INSUFFICIENT, "samples would decide"),
+        (answers(64), "insufficient", EXIT_INSUFFICIENT, "; 299 samples would decide"),
+        (answers(1000, lost=10), "insufficient", EXIT_INSUFFICIENT, "no number of samples"),
+    ],
+)
+def test_a_sentence_is_held_breached_or_needs_more_samples(make_metric, pairs, status, code, text):
+    found = paired(make_metric(scale="mean"), POINT, pairs)
+    (verdict,) = found.verdicts
+    assert (verdict.status, found.exit_code, found.passed) == (status, code, code == 0)
+    assert text in str(verdict)
+    assert "80 % of runs catch" in str(verdict)
+
+
+def test_an_advisory_bound_is_reported_and_does_not_decide(make_metric):
+    found = paired(make_metric(scale="mean"), POINT, answers(100, lost=90), advisory=[NAME])
+    assert (found.exit_code, len(found.breaches)) == (EXIT_PASS, 1)
+    assert "(advisory)" in str(found.breaches[0])
+
+
+def test_a_breach_goes_before_a_bound_that_needs_more_samples(make_metric):
+    found = paired(make_metric(value=0.4, scale="mean"), POINT, answers(64), min=0.5)
+    assert [each.status for each in found.verdicts] == ["breached", "insufficient"]
+    assert found.exit_code == EXIT_GATE_BREACHED
+
+
+def test_the_breaches_of_a_run_share_its_false_alarms(make_metric):
+    metrics = [make_metric(name=f"m_{number}", scale="mean") for number in range(10)]
+    pairs = dict.fromkeys((each.name for each in metrics), answers(1000, lost=17))
+    (alone,) = paired(metrics[0], POINT, pairs["m_0"]).verdicts
+    together = apply_gate(
+        metrics,
+        {each.name: Bound(paired=POINT) for each in metrics},
+        baseline={each.name: each for each in metrics},
+        pairs=pairs,
+    )
+    assert (alone.status, {each.status for each in together.verdicts}) == (
+        "breached",
+        {"insufficient"},
+    )
+    assert together.verdicts[0].p_value == pytest.approx(10 * alone.p_value)
+
+
+def test_a_perplexity_is_bounded_in_percent(make_metric):
+    metric = make_metric(value=50.0, scale="exp", unit="perplexity", higher_is_better=False)
+    old = [-3.0 - 0.01 * each for each in range(100)]
+    rise = "no rise of more than 1 % at 95 %"
+    for worse, status in ((0.0, "held"), (0.03, "breached")):
+        new = [each - worse - 0.0001 * (index % 7) for index, each in enumerate(old)]
+        (verdict,) = paired(metric, rise, Pairs(tuple(new), tuple(old))).verdicts
+        assert verdict.status == status
+    assert "rise 3.08 %, at least 3.0" in str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("sentence", "changes", "reported"),
+    [
+        ("no rise of more than 1 point at 95 %", {}, "gets worse by a drop"),
+        ("no drop of more than 1 point at 95 %", {"scale": ""}, "made of all answers together"),
+        ("no drop of more than 1 point at 95 %", {"unit": "BLEU"}, "not measured in points"),
+        ("at most one point", {}, "is not a bound; write 'no drop of more than 1 point at 95 %'"),
+        ("no drop at 40 %", {}, "above 50 %"),
+        ("no drop at 100 %", {}, "below 100 %"),
+    ],
+)
+def test_a_sentence_that_does_not_fit_its_metric_is_refused(
+    make_metric, sentence, changes, reported
+):
+    metric = make_metric(**{"scale": "mean", **changes})
+    with pytest.raises(ValueError, match=reported):
+        paired(metric, sentence, answers(10))
+
+
+def test_units_of_a_sentence(make_metric):
+    metric = make_metric(value=0.5, scale="mean")
+    for text, margin in (("2 points", 0.02), ("2 %", 0.01), ("0.02", 0.02)):
+        bound = PairedBound.parse(f"no drop  of more than {text} at 97.5%")
+        assert (bound.margin(metric), bound.confidence) == (pytest.approx(margin), 0.975)
+    assert PairedBound.parse("no drop at 95 %").margin(metric) == 0.0
+
+
+def test_an_unpaired_bound_that_nothing_can_breach_says_so(make_metric):
+    """The bundled passages: 7 of 64 are right, so three errors reach below nothing."""
+    kept = make_metric(value=0.109375, stderr=0.0393)
+    nothing_right = make_metric(value=0.0, stderr=0.0393)
+    found = apply_gate([nothing_right], {NAME: Bound(sigmas=3.0)}, baseline={NAME: kept})
+    assert found.passed
+    assert "a model that gets nothing right would pass; use paired" in str(found.verdicts[0])
+
+
+def test_bounds_are_read_from_sentences_and_mappings():
+    bounds, problems = parse_bounds(
+        {"a": POINT, "b": {"paired": POINT, "min": 0.1}, "c": "better", "d": {"pared": 1}, "e": 5}
+    )
+    assert bounds == {"a": Bound(paired=POINT), "b": Bound(paired=POINT, min=0.1)}
+    assert [each.partition(":")[0] for each in problems[:2]] == [
+        "evaluate.gate.c.paired",
+        "evaluate.gate.d.pared",
+    ]
+    assert "did you mean" in problems[1]
+    assert problems[2].startswith("evaluate.gate.e=5 is not a bound; write evaluate.gate.e='no dr")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from inference.evaluation.statistics import (
-    mcnemar_p_value,
     mean_and_stderr,
     percentile,
     proportion_stderr,
@@ -40,14 +39,3 @@ def test_percentile_interpolates():
     assert percentile([4.0, 1.0, 2.0, 3.0], 50) == 2.5
     assert percentile([1.0, 2.0, 3.0], 100) == 3.0
     assert percentile([7.0], 99) == 7.0
-
-
-def test_mcnemar_is_the_sign_test_of_the_disagreements():
-    assert mcnemar_p_value(0, 0) == 1.0
-    assert mcnemar_p_value(0, 5) == pytest.approx(2 / 32)
-    assert mcnemar_p_value(2, 3) == 1.0
-
-
-def test_mcnemar_of_many_disagreements_agrees_with_the_exact_test():
-    # 2 * sum(C(1001, k), k <= 481) / 2^1001
-    assert mcnemar_p_value(520, 481) == pytest.approx(0.22971, abs=5e-4)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ET
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from inference.evaluation.options import (
 )
 from inference.evaluation.record import RunFacts, StageTiming, read_predictions, read_report
 from inference.evaluation.report.files import FILE_NAMES
+from inference.evaluation.run.checks import detectable_drops
 from inference.evaluation.run.evaluator import evaluate
 from inference.evaluation.run.task_run import EvaluationError
 
@@ -201,10 +204,15 @@ def test_a_recorded_baseline_trips_the_gate_of_a_worse_run(options, model, tmp_p
     assert (breach.value, breach.baseline, breach.limit) == (0.0, 0.5, 0.4)
 
 
-def test_a_report_is_not_a_baseline(options, model, tmp_path):
+def test_a_report_with_its_predictions_is_a_baseline(options, model, tmp_path):
     evaluate(options(), FACTS, model=model)
-    asked = options(baseline="compare", baseline_path=tmp_path / "out" / "report.json")
-    with pytest.raises(ValueError, match=r"report\.json is not a baseline; record it again with"):
+    path = tmp_path / "earlier" / "report.json"
+    (tmp_path / "out").rename(path.parent)
+    gate = {"lambada_last_token": Bound(paired="no drop of more than 0 points at 95 %")}
+    asked = options(baseline="compare", baseline_path=path, gate=gate)
+    assert evaluate(asked, FACTS, model=model).gate.verdicts[0].samples == 4
+    (path.parent / "predictions.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"cannot be a baseline without predictions\.jsonl"):
         evaluate(asked, FACTS, model=model)
 
 
@@ -228,3 +236,87 @@ def test_metrics_json_has_the_harness_s_names(options, model, tmp_path):
     evaluate(options(), FACTS, model=model)
     values = json.loads((tmp_path / "out" / "metrics.json").read_text())["lambada"]
     assert {"acc", "acc_stderr", "last_token_acc", "ppl", "ppl_stderr"} <= set(values)
+
+
+RISE = "no rise of more than 1 % at 95 %"
+
+
+def recorded(options, model, tmp_path: Path) -> EvaluationOptions:
+    """Record a baseline; return options that compare with it."""
+    gate = {"lambada_token_perplexity": RISE, "lambada_last_word": {"min": 0.1}}
+    path = tmp_path / "kept" / "baseline.json"
+    found = options(gate=gate, baseline="update", baseline_path=path)
+    assert evaluate(found, FACTS, model=model).gate.checked == 1
+    return replace(found, baseline="compare")
+
+
+def test_a_run_is_compared_with_the_baseline_sample_by_sample(options, model, tmp_path):
+    compared = recorded(options, model, tmp_path)
+    (line,) = detectable_drops(compared)
+    assert line.startswith(f"lambada_token_perplexity: {RISE}: 80 % of runs over 4 samples catch ")
+    report = evaluate(compared, FACTS, model=model)
+    assert [each.status for each in report.gate.verdicts] == ["held", "held"]
+    predictions = read_predictions(tmp_path / "out" / "predictions.jsonl")
+    assert all(each.baseline == each.values and not each.changes for each in predictions)
+    assert "samples score differently" not in (tmp_path / "out" / "changes.md").read_text()
+    model.continuations = {}  # now it says nothing but "?"
+    model.log_prob = -0.7
+    report = evaluate(compared, FACTS, model=model)
+    assert [(each.metric, each.status) for each in report.gate.verdicts] == [
+        ("lambada_token_perplexity", "breached"),
+        ("lambada_last_word", "breached"),
+    ]
+    changes = (tmp_path / "out" / "changes.md").read_text()
+    assert "4 of 4 samples score differently from the baseline, the most changed first:" in changes
+    assert "last word 1 -> 0" in changes
+    suite = ET.parse(tmp_path / "out" / "junit.xml").getroot().find("testsuite[@name='gate']")
+    assert suite is not None
+    assert [case.get("name") for case in suite] == [
+        f"lambada_token_perplexity: {RISE}",
+        "lambada_last_word: min 0.1",
+    ]
+    assert suite.get("failures") == "2"
+    advisory = evaluate(replace(compared, advisory=["lambada"]), FACTS, model=model)
+    assert (advisory.gate.passed, len(advisory.gate.breaches)) == (True, 2)
+    suite = ET.parse(tmp_path / "out" / "junit.xml").getroot().find("testsuite[@name='gate']")
+    assert suite is not None
+    assert (suite.get("failures"), suite.get("skipped")) == ("0", "2")
+
+
+def test_a_baseline_of_an_earlier_version_says_what_it_cannot_show(options, model, tmp_path):
+    compared = recorded(options, model, tmp_path)
+    values = json.loads(compared.baseline_path.read_text())
+    del values["scores"]
+    compared.baseline_path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"keeps no scores of samples, .* or use margin"):
+        evaluate(compared, FACTS, model=model)
+    margin = replace(compared, gate={"lambada_token_perplexity": {"margin": 0.5}})
+    (verdict,) = evaluate(margin, FACTS, model=model).gate.verdicts
+    assert verdict.status == "held"
+    assert "samples that changed are not counted; use paired" in verdict.note
+
+
+def test_a_run_says_how_far_the_load_moves_it_and_the_gate_allows_for_that(
+    options, model, tmp_path
+):
+    compared = recorded(options, model, tmp_path)
+    report = evaluate(compared, FACTS, model=model)
+    assert report.tasks[0].note == "4 samples asked again, one at a time, gave the same digits."
+    exact = model._log_prob
+    asked = Counter()
+
+    def loaded(text: str) -> float:  # the second answer is 0.5 % of a nat a token better
+        asked[text] += 1
+        return exact(text) * (0.99 if asked[text] > 1 else 1.0)
+
+    model._log_prob = loaded
+    report = evaluate(compared, FACTS, model=model)
+    assert "gave other digits for 4, which moves" in report.tasks[0].note
+    assert "lambada_token_perplexity by 0.501 %" in report.tasks[0].note
+    (verdict, _) = report.gate.verdicts
+    assert (verdict.status, verdict.note) == ("held", "the load moves it by 0.501 %")
+    tight = replace(
+        compared, gate={"lambada_token_perplexity": "no rise of more than 0.25 % at 95 %"}
+    )
+    asked.clear()
+    assert evaluate(tight, FACTS, model=model).gate.exit_code == 5

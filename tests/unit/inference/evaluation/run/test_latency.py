@@ -54,18 +54,16 @@ def test_the_first_token_is_measured_once_and_not_listed_unless_asked_for(model)
     assert len(model.requests) == 3 * 5
 
 
-class Clock:
-    """A load generator whose requests take 10 ms, and 2 ms more for each further token."""
-
-    def send(self, load: Load) -> Answered:
-        tokens = load.shape.output_len
-        seconds = 0.010 + 0.002 * (tokens - 1)
-        return Answered([seconds] * 4, 4 * tokens * load.batch_size, 4 * seconds)
+def ticking(load: Load) -> Answered:
+    """Requests that take 10 ms, and 2 ms more for each further token."""
+    tokens = load.shape.output_len
+    seconds = 0.010 + 0.002 * (tokens - 1)
+    return Answered([seconds] * 4, 4 * tokens * load.batch_size, 4 * seconds)
 
 
 def test_further_tokens_share_the_rest_of_the_latency(model):
     options = LatencyOptions(shapes=("6+1", "6+11"), batch_sizes=(3,), concurrencies=(1,))
-    one, eleven = measure_latency(model, map(model.encode, TEXTS), options, generator=Clock())
+    one, eleven = measure_latency(model, map(model.encode, TEXTS), options, send=ticking)
     assert (one.first_token_ms, one.per_token_ms) == (pytest.approx(10.0), None)
     assert eleven.first_token_ms == pytest.approx(10.0)
     assert eleven.per_token_ms == pytest.approx(2.0)
@@ -73,21 +71,17 @@ def test_further_tokens_share_the_rest_of_the_latency(model):
     assert eleven.tokens_per_s == pytest.approx(3 * 11 / 0.030)
 
 
-class StreamingClock:
-    """A load generator whose tokens come after 10 ms, and then one every 3 ms."""
-
-    def send(self, load: Load) -> Answered:
-        arrivals_s = [[0.010 + 0.003 * token for token in range(load.shape.output_len)]] * 4
-        ends_s = [each[-1] for each in arrivals_s]
-        return Answered(ends_s, 4 * load.shape.output_len, sum(ends_s), arrivals_s)
+def streaming(load: Load) -> Answered:
+    """Tokens that come after 10 ms, and then one every 3 ms."""
+    arrivals_s = [[0.010 + 0.003 * token for token in range(load.shape.output_len)]] * 4
+    ends_s = [each[-1] for each in arrivals_s]
+    return Answered(ends_s, 4 * load.shape.output_len, sum(ends_s), arrivals_s)
 
 
 def test_tokens_of_a_stream_are_timed_as_they_come(fake_model):
     options = LatencyOptions(shapes=("6+1", "6+5"), concurrencies=(1,))
     model = fake_model(streams=True)
-    one, five = measure_latency(
-        model, map(model.encode, TEXTS), options, generator=StreamingClock()
-    )
+    one, five = measure_latency(model, map(model.encode, TEXTS), options, send=streaming)
     assert (one.first_token_ms, one.per_token_ms) == (pytest.approx(10.0), None)
     assert (five.first_token_ms, five.first_token_p95_ms) == (pytest.approx(10.0),) * 2
     assert five.per_token_ms == pytest.approx(3.0)
@@ -142,9 +136,7 @@ def test_an_encoder_is_measured_by_the_tokens_in(model):
         "input_ids": [(10, 11, 12), (11, 12, 13)],
         "sequence_length": [[3], [3]],
     }
-    (point,) = measure_latency(
-        model, [range(30)], replace(options, shapes=("5+8",)), generator=Clock()
-    )
+    (point,) = measure_latency(model, [range(30)], replace(options, shapes=("5+8",)), send=ticking)
     assert (point.first_token_ms, point.per_token_ms) == (None, None)
     assert point.tokens_per_s == pytest.approx(2 * 5 / (point.latency.p50_ms / 1000))
 

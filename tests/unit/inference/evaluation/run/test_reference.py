@@ -113,19 +113,71 @@ def test_invalid_references_are_refused(tmp_path, content, reported):
         read_reference(path, task="lambada")
 
 
-def test_a_baseline_reads_back(report, tmp_path):
+def stored(report, found: TaskRun | None, tmp_path: Path) -> Baseline:
     path = tmp_path / "kept" / "baseline.json"
-    write_baseline(path, report)
-    found = read_baseline(path)
-    assert found.metrics == {metric.name: metric for metric in report.metrics}
-    assert found.source == f"run {report.run_id} of {report.started_at}"
-    found.check({task.name: task.dataset for task in report.tasks})
+    if found is None:
+        write_baseline(path, report, ())
+        return read_baseline(path)
+    (task,) = report.tasks
+    own = replace(task, metrics=found.metrics, dataset=found.dataset)
+    write_baseline(path, replace(report, tasks=(own,)), found.predictions)
+    return read_baseline(path)
 
 
-def test_a_baseline_of_other_samples_is_refused(report):
+def test_a_baseline_reads_back(report, passages, model, tmp_path):
+    found = run(passages, model)
+    baseline = stored(report, found, tmp_path)
+    assert baseline.metrics == {metric.name: metric for metric in found.metrics}
+    assert baseline.source == f"run {report.run_id} of {report.started_at}"
+    baseline.check("lambada", found.task.version, found.dataset, found.samples)
+    for each in found.predictions:
+        assert baseline.values(each) == each.values
+
+
+def test_a_baseline_without_scores_of_other_samples_is_refused(report, tmp_path):
     limited = replace(report.tasks[0].dataset, limit=10, seed=1)
     with pytest.raises(ValueError, match="was measured on other samples of lambada"):
-        Baseline.of(report, source="x").check({"lambada": limited})
+        stored(report, None, tmp_path).check("lambada", 1, limited, ())
+
+
+def test_samples_are_known_by_their_content_not_by_their_place(report, passages, model, tmp_path):
+    found = run(passages, model)
+    baseline = stored(report, found, tmp_path)
+    lines = passages.read_text().splitlines(keepends=True)
+    passages.write_text("".join(reversed(lines)))
+    again = run(passages, model)
+    assert again.dataset.sha256 != found.dataset.sha256
+    baseline.check("lambada", 1, again.dataset, again.samples)
+    assert [baseline.values(each) for each in again.predictions] == [
+        each.values for each in reversed(found.predictions)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "reported"),
+    [
+        (lambda lines: lines[1:], "1 of its 4 are missing or changed in this run"),
+        (lambda lines: [*lines, lines[0]], "0 of its 4 are missing .* 1 of this run's 5 are not"),
+        (
+            lambda lines: [lines[0].replace("lamp", "fire"), *lines[1:]],
+            r"1 of its 4 are missing or changed .* 1 of this run's 4 are not in it \(rows 0\)",
+        ),
+    ],
+)
+def test_samples_that_are_missing_or_changed_are_an_error(
+    report, passages, model, tmp_path, change, reported
+):
+    baseline = stored(report, run(passages, model), tmp_path)
+    passages.write_text("".join(change(passages.read_text().splitlines(keepends=True))))
+    again = run(passages, model)
+    with pytest.raises(ValueError, match=reported):
+        baseline.check("lambada", 1, again.dataset, again.samples)
+
+
+def test_scores_by_other_rules_are_an_error(report, passages, model, tmp_path):
+    found = run(passages, model)
+    with pytest.raises(ValueError, match="was scored by version 1 of lambada, this run by 2"):
+        stored(report, found, tmp_path).check("lambada", 2, found.dataset, found.samples)
 
 
 def test_invalid_baselines_are_refused(tmp_path):

@@ -23,6 +23,7 @@ def test_metrics_and_predictions_cover_all_samples_in_order(passages, model):
         "lambada_last_word": 0.25,
         "lambada_last_token": 0.5,
         "lambada_perplexity": pytest.approx(2.718281828459045 ** ((2 + 3 + 2 + 2) * 0.5 / 4)),
+        "lambada_token_perplexity": pytest.approx(2.718281828459045**0.5),
     }
 
 

@@ -155,7 +155,7 @@ def test_an_unknown_task_of_the_harness_is_reported(
 def test_what_is_missing_is_reported_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("inference.evaluation.tasks.harness.find_spec", lambda _: None)
     found = check_evaluation(options(harness=HarnessOptions(include_path="/nowhere")))
-    assert any("install slipway[harness]" in problem for problem in found)
+    assert any("pip install 'lm_eval[api]'" in problem for problem in found)
     assert any("deploy.openai.enabled=true" in problem for problem in found)
     assert any("evaluate.harness.include_path=/nowhere" in problem for problem in found)
 
@@ -173,4 +173,4 @@ def test_a_task_that_sends_its_own_requests_has_a_page_without_charts_of_load(
     assert "Harness:x" in page
     assert "Latency under this load" not in page
     assert "Latency under this load" in render_html(report, [])
-    assert "harness_x_perplexity" in render_markdown(replace(report, tasks=(own,)))
+    assert "harness_x_perplexity" in render_markdown(replace(report, tasks=(own,)), ())

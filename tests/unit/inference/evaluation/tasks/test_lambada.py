@@ -92,7 +92,11 @@ def test_a_word_of_one_token_is_asked_for_once(fake_model, answer, right):
 
 def test_word_log_probability_leaves_the_context_out(fake_model):
     score = task(metrics=("lambada_perplexity",)).score(SAMPLE, fake_model())
-    assert score.values == {"lambada_word_log_prob": pytest.approx(-1.0)}  # two tokens of -0.5
+    assert score.values == {
+        "lambada_word_log_prob": pytest.approx(-1.0),  # two tokens of -0.5
+        "lambada_log_prob": pytest.approx(-4.0),
+        "lambada_tokens": 8.0,
+    }
 
 
 def test_the_context_is_scored_with_the_answer_where_both_are_asked_for(fake_model):

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import struct
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from export_scripts.families.layout.config import PromptTask
+from export_scripts.files.checksum import sha256_of
 from inference.evaluation.options import EvaluationOptions, PromptOptions, TextTaskOptions
 from inference.evaluation.run.task_run import TaskRun, run_task
 from inference.evaluation.task import Sample
 from inference.evaluation.tasks import TASKS
+from inference.evaluation.tasks.datasets import DataSource
 from inference.evaluation.tasks.rows import squad_rows, translation_rows
 from inference.evaluation.tasks.scores import (
     corpus_bleu,
@@ -22,8 +26,10 @@ from inference.evaluation.tasks.scores import (
     rouge,
     token_f1,
 )
+from inference.evaluation.tasks.served_folder import prompt_of
 from inference.evaluation.tasks.text_task import TextTask, read_table
 from inference.evaluation.tasks.text_tasks import TEXT_TASKS
+from tests.conftest import material
 from tests.fake_model import VIRTUAL_ID
 from tests.ft_folders import write_gpt
 
@@ -151,7 +157,7 @@ def test_missing_data_is_fetched_where_a_place_is_known(tmp_path, monkeypatch):
     assert asked == [(tmp_path / "dev.jsonl", own.url, own.sha256)]
 
 
-@pytest.mark.parametrize("name", sorted(set(TEXT_TASKS) - {"squad"}))
+@pytest.mark.parametrize("name", sorted(set(TEXT_TASKS) - {"boolq", "squad"}))
 def test_data_that_has_no_fixed_place_is_described(tmp_path, name):
     options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path)
     (problem,) = TASKS[name].check(options)
@@ -329,14 +335,15 @@ def test_a_template_that_cannot_be_filled_in_is_reported_before_the_start(tmp_pa
     assert problem.startswith("evaluate.boolq.template is not")
 
 
-def test_shared_test_sets_have_the_known_sizes(shared):
-    boolq = TextTaskOptions(data_path=shared / "data" / "boolq_test.jsonl")
+def test_shared_test_sets_have_the_known_sizes():
+    data = material("data")
+    boolq = TextTaskOptions(data_path=data / "boolq_test.jsonl")
     dataset, samples = TextTask(TEXT_TASKS["boolq"], boolq).prepare()
     assert dataset.total == 2770
     assert sum(sample.target == "true" for sample in samples) == 1719
     wmt = TextTaskOptions(
-        data_path=shared / "data" / "wmt" / "test.en",
-        target_path=shared / "data" / "wmt" / "test.de",
+        data_path=data / "wmt" / "test.en",
+        target_path=data / "wmt" / "test.de",
     )
     dataset, samples = TextTask(TEXT_TASKS["translation"], wmt).prepare()
     assert dataset.total == 3004
@@ -379,3 +386,85 @@ def test_a_summary_is_cut_to_four_sentences():
 def test_all_right_answers_count():
     assert Sample(0, "q", "a", targets=("a", "b")).all_targets == ("a", "b")
     assert Sample(0, "q", "a").all_targets == ("a",)
+
+
+def test_ids_after_a_prompt_need_no_virtual_tokens(tmp_path, fake_model):
+    model = fake_model({"Ice floats. does ice sink": ("fal", "se")})
+    ids = []
+    ask = model.complete_ids
+    model.complete_ids = lambda given, **options: ids.append(given) or ask(given, **options)
+    prompt = PromptOptions(append_ids=(VIRTUAL_ID + 7,))
+    found = run("boolq", model, data_path=lines(tmp_path / "boolq.jsonl", BOOLQ[0]), prompt=prompt)
+    assert ids[0] == (*model.encode("Ice floats. does ice sink"), VIRTUAL_ID + 7)
+    assert model.tensors == [{}]
+    assert values(found) == {"boolq_accuracy": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "method", "reported"),
+    [
+        (PromptOptions(start_id=7), "generation", "start_id=7 has no meaning without virtual"),
+        (PromptOptions(append_ids=(3,)), "log_likelihood", "cannot be used with method=log_like"),
+        (PromptOptions(length=2, start_id=7), "generation", "needs either task_id or table_path"),
+    ],
+)
+def test_options_of_virtual_tokens_that_would_be_ignored_are_refused(
+    tmp_path, prompt, method, reported
+):
+    data = lines(tmp_path / "boolq.jsonl", BOOLQ[0])
+    boolq = TextTaskOptions(data_path=data, prompt=prompt, method=method)
+    options = EvaluationOptions(output_dir=tmp_path, data_dir=tmp_path, boolq=boolq)
+    (problem,) = TASKS["boolq"].check(options)
+    assert reported in problem
+
+
+def test_boolq_comes_from_its_archive_once(tmp_path):
+    """The published archive by its sum; a changed one leaves nothing."""
+    archive = tmp_path / "served" / "BoolQ.zip"
+    archive.parent.mkdir()
+    row = {"passage": "Ice floats. ", "question": "does ice sink", "label": False, "idx": 0}
+    with zipfile.ZipFile(archive, "w") as files:
+        files.writestr("BoolQ/val.jsonl", json.dumps(row) + "\n")
+    source = DataSource(archive.as_uri(), sha256_of(archive), "BoolQ/val.jsonl")
+    assert TEXT_TASKS["boolq"].source.member == source.member
+    kind = replace(TEXT_TASKS["boolq"], source=source)
+    for _ in range(2):  # downloaded, and at hand
+        task = TextTask(kind, TextTaskOptions(), data_dir=tmp_path / "data")
+        dataset, (sample,) = task.prepare()
+        assert (sample.text, sample.target) == ("Ice floats. does ice sink", "false")
+        assert dataset.name == "BoolQ_val.jsonl"
+        archive.unlink(missing_ok=True)
+    changed = replace(kind, source=replace(source, sha256="0" * 64))
+    with pytest.raises(ValueError, match="expected 0000"):
+        TextTask(changed, TextTaskOptions(), data_dir=tmp_path / "data").prepare()
+
+
+def test_a_table_says_how_many_virtual_tokens_it_has(tmp_path):
+    folder = tmp_path / "1-gpu"
+    folder.mkdir()
+    shape = {**GPT_CONFIG, "prompt_learning_start_id": "50"}
+    (folder / "config.ini").write_text(
+        "[gpt]\n" + "".join(f"{name} = {value}\n" for name, value in shape.items())
+    )
+    table = tmp_path / "table.bin"
+    table.write_bytes(bytes(4 * 8 * 3))  # three rows of eight values
+    found = prompt_of("boolq", PromptOptions(table_path=table), folder)
+    assert (found.length, found.start_id) == (3, 50)
+    with pytest.raises(ValueError, match=r"needs length and start_id: config\.ini of the served"):
+        prompt_of("boolq", PromptOptions(table_path=table), None)
+
+
+GPT_CONFIG = {
+    "weight_data_type": "fp32",
+    "tensor_para_size": "1",
+    "model_name": "gpt",
+    "head_num": "2",
+    "size_per_head": "4",
+    "inter_size": "16",
+    "num_layer": "1",
+    "vocab_size": "50",
+    "start_id": "0",
+    "end_id": "0",
+    "max_pos_seq_len": "16",
+    "has_adapters": "False",
+}

@@ -1,0 +1,405 @@
+"""Tests of a drop between two runs over the same samples, and their power.
+
+A drop is oriented so that positive is worse. Two hypotheses are tested against a margin: that the
+drop is at most the margin (rejected: breached), and that it is at least that (rejected: held).
+
+Scores of 0 and 1 are tested exactly. With the margin 0 that is McNemar's test. With another it is
+the unconditional test ordered by the score statistic (T. Tango, Statistics in Medicine 17, 1998):
+the largest tail over the unknown rate of changed answers, enumerated. Other scores are tested by
+Student's t on each sample's influence on the metric and by a bootstrap; the weaker of both counts.
+"""
+
+# Shapes: N samples, R resamples
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+POWER = 0.8  # share of runs in which the smallest detectable drop is caught
+# What is assumed of two healthy runs before the second was made: this share of answers differs, and
+# other scores correlate with 1 minus half of it.
+ASSUMED_CHANGE = 0.02
+_NORMAL = NormalDist()
+_RESAMPLES = 5000
+_CHUNK_VALUES = 1 << 22  # drawn at a time
+_WINDOW = 6.0  # standard deviations of a count that are enumerated; beyond lie 2e-9
+_MOST_GAINS = 100.0  # expected gains up to which tails are enumerated; beyond, they are normal
+_TIE = 1e-9
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The scores of the same samples in two runs.
+
+    Attributes:
+        new, old: the score of each sample, higher is better.
+        new_weights, old_weights: its weight in the metric, such as the tokens of a text.
+    """
+
+    new: tuple[float, ...]
+    old: tuple[float, ...]
+    new_weights: tuple[float, ...] = ()
+    old_weights: tuple[float, ...] = ()
+
+    @property
+    def is_binary(self) -> bool:
+        """Return whether every score is 0 or 1, and each sample counts the same."""
+        return not self.new_weights and {*self.new, *self.old} <= {0.0, 1.0}
+
+    @property
+    def losses(self) -> int:
+        """Return the samples that became worse."""
+        return sum(new < old for new, old in zip(self.new, self.old, strict=True))
+
+    @property
+    def gains(self) -> int:
+        """Return the samples that became better."""
+        return sum(new > old for new, old in zip(self.new, self.old, strict=True))
+
+
+@dataclass(frozen=True)
+class DropTest:
+    """The drop between two runs, and what the samples show of it.
+
+    Attributes:
+        p_breached: chance of as large a drop if the true one were the margin.
+        p_held: chance of as small a drop if the true one were the margin.
+        low, high: the drop's limits, each with the confidence that was asked for.
+        deviation: of one sample's drop.
+    """
+
+    drop: float
+    p_breached: float
+    p_held: float
+    low: float
+    high: float
+    count: int
+    deviation: float
+
+
+def check_drop(pairs: Pairs, margin: float, *, confidence: float, bounded: bool = True) -> DropTest:
+    """Test a drop against a margin, 0 or more; `bounded` scores lie between 0 and 1."""
+    if pairs.is_binary:
+        return _check_binary(pairs, margin, 1 - confidence)
+    return _check_mean(pairs, margin, 1 - confidence, bounded=bounded)
+
+
+def samples_needed(test: DropTest, margin: float, *, alpha: float, bounded: bool) -> int | None:
+    """Return how many samples would decide with the power `POWER`, at the drop that was seen.
+
+    None where no number would: the drop equals the margin.
+    """
+    distance = abs(margin - test.drop)
+    if distance < _TIE:
+        return None
+    both = _NORMAL.inv_cdf(1 - alpha) + _NORMAL.inv_cdf(POWER)
+    found = (both * test.deviation / distance) ** 2
+    if bounded and test.drop < margin < 1:  # no change was seen so far: as rare ones may be
+        found = max(found, math.log(alpha) / math.log1p(-margin))
+    return max(test.count + 1, math.ceil(found)) if found < 1e9 else None
+
+
+def smallest_drop(
+    count: int, deviation: float, margin: float, *, alpha: float, binary: bool
+) -> float | None:
+    """Return the smallest drop that is found to exceed `margin` in `POWER` of all runs.
+
+    `deviation` is that of one sample's drop where nothing is wrong. None where even the loss of
+    every answer would be missed.
+    """
+    if not binary:
+        if count < 2:
+            return None
+        both = _t_quantile(1 - alpha, count - 1) + _NORMAL.inv_cdf(POWER)
+        return margin + both * deviation / math.sqrt(count)
+    caught = partial(_power, count, margin, alpha, deviation**2)
+    if caught(1.0) < POWER:
+        return None
+    return _root(lambda drop: caught(drop) - POWER, margin, 1.0)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return p-values adjusted for their number (S. Holm, Scand. J. of Statistics 6, 1979)."""
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted = [1.0] * len(p_values)
+    largest = 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(order) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def mcnemar(losses: int, gains: int) -> tuple[float, float]:
+    """Return the exact chances of at least, and of at most, so many losses among the changed.
+
+    Where nothing changed for the worse on the whole, a changed answer is a loss half of the time
+    (Q. McNemar, Psychometrika 12, 1947).
+    """
+    import numpy as np
+
+    total = losses + gains
+    logs = _log_factorials(total)
+    ks = np.arange(total + 1)
+    chances = np.exp(logs[total] - logs[ks] - logs[total - ks] - total * math.log(2))
+    return (
+        min(1.0, float(chances[losses:].sum())),
+        min(1.0, float(chances[: losses + 1].sum())),
+    )
+
+
+def _check_binary(pairs: Pairs, margin: float, alpha: float) -> DropTest:
+    losses, gains, count = pairs.losses, pairs.gains, len(pairs.new)
+    drop = (losses - gains) / count
+    breached, held = _exact(losses, gains, count, margin)
+    far = _NORMAL.inv_cdf(1 - alpha)
+    # Tango's limits, on the side of the margin on which the exact test is.
+    low = _root(lambda tried: far - _signed_score(losses, gains, count, tried), -1.0, drop)
+    high = _root(lambda tried: -far - _signed_score(losses, gains, count, tried), drop, 1.0)
+    return DropTest(
+        drop=drop,
+        p_breached=breached,
+        p_held=held,
+        low=max(low, margin) if breached <= alpha else min(low, margin),
+        high=min(high, margin) if held <= alpha else max(high, margin),
+        count=count,
+        deviation=math.sqrt(max(0.0, (losses + gains) / count - drop * drop)),
+    )
+
+
+def _signed_score(losses: int, gains: int, count: int, margin: float) -> float:
+    """Return the score of one table at any margin."""
+    import numpy as np
+
+    if margin < 0:
+        return -_signed_score(gains, losses, count, -margin)
+    return float(_score(np.array([losses]), np.array([gains]), count, margin)[0])
+
+
+def _exact(losses: int, gains: int, count: int, margin: float) -> tuple[float, float]:
+    """Return the p-values of breached and held."""
+    if margin == 0:
+        return mcnemar(losses, gains)
+    if margin >= 1:
+        return 1.0, 0.0
+    import numpy as np
+
+    seen = _signed_score(losses, gains, count, margin)
+    above, below = 1 - _NORMAL.cdf(seen), _NORMAL.cdf(seen)
+    if gains <= _MOST_GAINS:
+        above = below = 0.0
+    for scores, cumulative in _null(count, margin):
+        at_least = np.searchsorted(scores, seen - _TIE, side="left")
+        up_to = np.searchsorted(scores, seen + _TIE, side="right")
+        above = max(above, float(1 - cumulative[at_least]))
+        below = max(below, float(cumulative[up_to]))
+    return min(1.0, above), min(1.0, below)
+
+
+def _score(losses: Any, gains: Any, count: int, margin: float) -> Floats:
+    """Return Tango's statistic of tables: how far the drop is above the margin, in its errors."""
+    import numpy as np
+
+    changed = losses + gains
+    linear = changed + margin * (losses - gains) - 2 * count * margin
+    root = np.sqrt(linear**2 + 8 * count * gains * margin * (1 - margin))
+    rate = (linear + root) / (4 * count)  # of gains, the likeliest at a drop of `margin`
+    variance = count * (2 * rate + margin - margin**2)
+    found: Floats = (losses - gains - count * margin) / np.sqrt(np.maximum(variance, 1e-300))
+    return found
+
+
+@lru_cache(maxsize=64)
+def _null(count: int, margin: float) -> list[tuple[Floats, Floats]]:
+    """Return the score's distribution at a drop of `margin`, for each of a range of rates of gains.
+
+    Each is the sorted scores of all tables, and the chance of less than each, then 1.
+    """
+    import numpy as np
+
+    most = min((1 - margin) / 2, _MOST_GAINS / count)
+    rates = [*np.geomspace(0.02 / count, most, 25), *np.linspace(0, most, 40)]
+    found = []
+    for rate in rates:
+        losses, gains, chances = _tables(count, rate + margin, rate)
+        scores = _score(losses, gains, count, margin)
+        order = np.argsort(scores)
+        found.append((scores[order], np.concatenate([[0.0], np.cumsum(chances[order])])))
+    return found
+
+
+def _tables(count: int, lost: float, gained: float) -> tuple[Any, Any, Floats]:
+    """Return the tables of losses and gains that are not too rare, and their chances."""
+    import numpy as np
+
+    def window(rate: float) -> Any:
+        width = _WINDOW * math.sqrt(count * rate * (1 - rate)) + _WINDOW * (rate > 0)
+        middle = count * rate
+        return np.arange(
+            max(0, math.floor(middle - width)), min(count, math.ceil(middle + width)) + 1
+        )
+
+    losses, gains = (each.ravel() for each in np.meshgrid(window(lost), window(gained)))
+    same = count - losses - gains
+    losses, gains, same = losses[same >= 0], gains[same >= 0], same[same >= 0]
+    logs = _log_factorials(count)
+    chances = logs[count] - logs[losses] - logs[gains] - logs[same]
+    for number, rate in ((losses, lost), (gains, gained), (same, 1 - lost - gained)):
+        chances = chances + np.where(number > 0, number * math.log(max(rate, 1e-300)), 0.0)
+    return losses, gains, np.exp(chances)
+
+
+@lru_cache(maxsize=64)
+def _log_factorials(count: int) -> Floats:
+    import numpy as np
+
+    return np.concatenate([[0.0], np.cumsum(np.log(np.arange(1, count + 1, dtype=np.float64)))])
+
+
+@lru_cache(maxsize=64)
+def _critical_score(count: int, margin: float, alpha: float) -> float:
+    """Return the score from which on a drop is found to exceed the margin."""
+    import numpy as np
+
+    found = _NORMAL.inv_cdf(1 - alpha) if _MOST_GAINS / count < (1 - margin) / 2 else -math.inf
+    for scores, cumulative in _null(count, margin):
+        # The first score with a tail of alpha or less, past all that tie with the one before it.
+        first = int(np.searchsorted(-(1 - cumulative), -alpha, side="left"))
+        if first < len(scores):
+            tie = first > 0 and scores[first] - scores[first - 1] < _TIE
+            found = max(found, float(scores[first]) + (2 * _TIE if tie else 0.0))
+        else:
+            found = max(found, float(scores[-1]) + 2 * _TIE)
+    return found
+
+
+def _power(count: int, margin: float, alpha: float, changed: float, drop: float) -> float:
+    """Return the share of runs in which a true drop is found to exceed the margin.
+
+    `changed` is the share of answers that change without any drop, as many to the better.
+    """
+    gained = max(0.0, min(changed / 2, (1 - drop) / 2))
+    losses, gains, chances = _tables(count, min(1.0, gained + drop), gained)
+    if margin:
+        caught = _score(losses, gains, count, margin) >= _critical_score(count, margin, alpha)
+    else:
+        caught = losses >= _critical_losses(count, alpha)[losses + gains]
+    return float(chances[caught].sum())
+
+
+@lru_cache(maxsize=64)
+def _critical_losses(count: int, alpha: float) -> Any:
+    """Return, by the number of changed answers, the losses from which on McNemar's test rejects."""
+    import numpy as np
+
+    found = np.empty(count + 1, np.int64)
+    losses = 0
+    for changed in range(count + 1):  # grows by at most one with each more
+        while losses <= changed and mcnemar(losses, changed - losses)[0] > alpha:
+            losses += 1
+        found[changed] = losses
+    return found
+
+
+def _check_mean(pairs: Pairs, margin: float, alpha: float, *, bounded: bool) -> DropTest:
+    import numpy as np
+
+    new, old = (np.asarray(each, np.float64) for each in (pairs.new, pairs.old))
+    ones = np.ones(len(new))
+    heavy = np.asarray(pairs.new_weights or ones, np.float64)
+    before = np.asarray(pairs.old_weights or ones, np.float64)
+    ratio_new, ratio_old = new.sum() / heavy.sum(), old.sum() / before.sum()
+    drop = float(ratio_old - ratio_new)
+    # Each sample's influence on the drop; of plain means, its own difference less the drop.
+    influence = (old - ratio_old * before) / before.mean() - (
+        new - ratio_new * heavy
+    ) / heavy.mean()
+    count = len(influence)
+    deviation = float(influence.std(ddof=1)) if count > 1 else math.inf
+    error = deviation / math.sqrt(count)
+    resampled = _bootstrap(new, heavy, old, before)
+
+    def tails(tried: float) -> tuple[float, float]:
+        t = (drop - tried) / error if error else math.copysign(math.inf, drop - tried)
+        t = 0.0 if drop == tried or math.isinf(error) else t
+        breached = max(_t_tail(t, count - 1), (1 + int((resampled <= tried).sum())) / _DRAWS)
+        held = max(_t_tail(-t, count - 1), (1 + int((resampled >= tried).sum())) / _DRAWS)
+        if bounded and 0 < tried < 1:  # the loss of rare samples may not have been drawn
+            held = max(held, (1 - tried) ** count)
+        return min(1.0, breached), min(1.0, held)
+
+    breached, held = tails(margin)
+    spread = 0.0 if math.isinf(error) else _t_quantile(1 - alpha, count - 1) * error
+    low, high = np.quantile(resampled, [alpha, 1 - alpha])
+    return DropTest(
+        drop=drop,
+        p_breached=breached,
+        p_held=held,
+        low=min(float(low), drop - spread) if count > 1 else -math.inf,
+        high=max(float(high), drop + spread) if count > 1 else math.inf,
+        count=count,
+        deviation=deviation,
+    )
+
+
+_DRAWS = _RESAMPLES + 1
+
+
+def _bootstrap(new: Floats, new_weights: Floats, old: Floats, old_weights: Floats) -> Floats:
+    """Return the drop (R,) of samples drawn anew, always the same ones."""
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    count = len(new)
+    columns = np.stack([new, new_weights, old, old_weights])  # (4, N)
+    found: list[Any] = []
+    rows = max(1, _CHUNK_VALUES // count)
+    for start in range(0, _RESAMPLES, rows):
+        drawn = random.integers(0, count, (min(rows, _RESAMPLES - start), count))
+        sums = [column[drawn].sum(axis=1) for column in columns]
+        found.append(sums[2] / sums[3] - sums[0] / sums[1])
+    return np.concatenate(found)
+
+
+def _t_tail(t: float, freedom: int) -> float:
+    """Return the chance of more than `t` in Student's distribution.
+
+    By its normal equivalent (D. L. Wallace, Annals of Mathematical Statistics 30, 1959), within
+    0.001 from three degrees of freedom on.
+    """
+    if freedom < 1 or t == 0:
+        return 0.5
+    if math.isinf(t):
+        return 0.0 if t > 0 else 1.0
+    return 1 - _NORMAL.cdf(math.copysign(_normal_equivalent(abs(t), freedom), t))
+
+
+def _normal_equivalent(t: float, freedom: int) -> float:
+    return (8 * freedom + 1) / (8 * freedom + 3) * math.sqrt(freedom * math.log1p(t * t / freedom))
+
+
+def _t_quantile(share: float, freedom: int) -> float:
+    """Return the value that `share` (above one half) of Student's distribution stays below."""
+    normal = _NORMAL.inv_cdf(share) * (8 * freedom + 3) / (8 * freedom + 1)
+    return math.sqrt(freedom * math.expm1(normal * normal / freedom))
+
+
+def _root(function: Callable[[float], float], low: float, high: float, *, steps: int = 20) -> float:
+    """Return where a function that grows crosses zero."""
+    for _ in range(steps):
+        middle = (low + high) / 2
+        if function(middle) < 0:
+            low = middle
+        else:
+            high = middle
+    return high

@@ -1,0 +1,425 @@
+"""A model at a server of OpenAI's protocol, as tasks see it.
+
+Servers differ in what they answer, and some ignore a parameter without an error. Each ability that
+a metric needs is therefore tried once, on a short text, before the first sample.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import ssl
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.run.task_run import EvaluationError, RequestFailedError
+from inference.evaluation.task import (
+    LOG_PROBS,
+    NO_WORDS,
+    TENSORS,
+    TOKEN_IDS,
+    Completion,
+    RequestTensors,
+    WordLists,
+)
+
+if TYPE_CHECKING:
+    from inference.evaluation.run.served_model import TextCodec
+
+UNKNOWN_TOKEN = -1  # of an answer that came as text; only the number of tokens is known
+_MOST_BYTES = 64 << 20
+_SHOWN = 300
+_PROBE = "The old lighthouse stood at the end of the point"
+_GREEDY = {"temperature": 0, "n": 1}
+# Parameters of vLLM and others, which a server may refuse: its own defaults could be a model's.
+_EXTRAS = {"return_token_ids": True, "repetition_penalty": 1.0}
+
+
+class OpenAIClient:
+    """Requests to one server; a connection for each, so threads may share a client."""
+
+    def __init__(self, options: EvaluationOptions) -> None:
+        self._parts = urlsplit(base_url(options.url, uses_tls=options.credentials.uses_tls))
+        self._timeout_s = options.request_timeout_s
+        self._credentials = options.credentials
+
+    @property
+    def url(self) -> str:
+        """The server's base URL."""
+        return self._parts.geturl()
+
+    def get(self, path: str) -> Any:
+        """Return the JSON at a path below the base URL. Raises RequestFailedError."""
+        return self._json("GET", path, None)
+
+    def complete(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the answer to a request for completions. Raises RequestFailedError."""
+        answer = self._json("POST", "/completions", body)
+        if not isinstance(answer, dict) or not _choices(answer):
+            raise RequestFailedError(f"{self.url}: an answer without choices")
+        return answer
+
+    def stream(self, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """Yield the events of a streamed answer as they come. Raises RequestFailedError."""
+        connection, response = self._send("POST", "/completions", {**body, "stream": True})
+        try:
+            while line := response.readline(_MOST_BYTES):
+                if not line.startswith(b"data:"):
+                    continue
+                data = line.removeprefix(b"data:").strip()
+                if data == b"[DONE]":
+                    return
+                event = json.loads(data)
+                if not isinstance(event, dict) or "error" in event:
+                    raise RequestFailedError(f"{self.url}: {str(event)[:_SHOWN]}")
+                yield event
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise RequestFailedError(f"{self.url}: {error!r}") from error
+        finally:
+            connection.close()
+
+    def _json(self, method: str, path: str, body: Mapping[str, Any] | None) -> Any:
+        connection, response = self._send(method, path, body)
+        try:
+            data = response.read(_MOST_BYTES + 1)
+            if len(data) > _MOST_BYTES:
+                raise RequestFailedError(f"{self.url}: an answer of more than {_MOST_BYTES} bytes")
+            return json.loads(data)
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise RequestFailedError(f"{self.url}: {error!r}") from error
+        finally:
+            connection.close()
+
+    def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Return the connection and the head of an answer of status 200."""
+        connection = self._connection()
+        try:
+            headers = {"content-type": "application/json", **self._credentials.headers()}
+            data = None if body is None else json.dumps(body).encode()
+            connection.request(method, self._parts.path + path, data, headers)
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                reason = response.read(_SHOWN).decode("utf-8", "replace")
+                raise RequestFailedError(f"{self.url}{path}: {response.status}: {reason}")
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            connection.close()
+            raise RequestFailedError(f"{self.url}{path}: {error!r}") from error
+        except RequestFailedError:
+            connection.close()
+            raise
+        return connection, response
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, port = self._parts.hostname or "", self._parts.port
+        if self._parts.scheme == "https":
+            ca = self._credentials.ca
+            context = ssl.create_default_context(cafile=None if ca is None else str(ca))
+            return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=context)
+        return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
+
+
+def base_url(server: str, *, uses_tls: bool) -> str:
+    """Return the base URL of a server: as given, or of `host:port`.
+
+    Raises:
+        ValueError: It is not an address.
+    """
+    url = server if "://" in server else f"{'https' if uses_tls else 'http'}://{server}"
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
+        raise ValueError(f"{server} is not http://host:port/v1 or host:port")
+    _ = parts.port  # raises ValueError if it is none
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/') or '/v1'}"
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """The abilities of a server, as found by asking it.
+
+    Attributes:
+        extras: parameters beyond OpenAI's that it takes.
+        takes_ids: prompts may be token ids.
+        gives_ids: answers come with their token ids.
+        scores: the log probabilities of a prompt's tokens come with `echo`.
+        streams: answers come in events.
+    """
+
+    extras: Mapping[str, Any]
+    takes_ids: bool
+    gives_ids: bool
+    scores: bool
+    streams: bool
+
+    @property
+    def lacks(self) -> dict[str, str]:
+        """The abilities that metrics may need and the server lacks, with the reason."""
+        found = {TENSORS: "the protocol has no tensors"}
+        if not (self.takes_ids and self.gives_ids):
+            which = "takes" if not self.takes_ids else "returns"
+            found[TOKEN_IDS] = f"the server {which} no token ids"
+        if not self.scores:
+            found[LOG_PROBS] = "the server returns no log probabilities of prompts (echo, logprobs)"
+        return found
+
+
+def probe_abilities(client: OpenAIClient, model: str, tokenizer: TextCodec) -> Abilities:
+    """Return the abilities of a server.
+
+    Raises:
+        RequestFailedError: it does not complete a plain text.
+    """
+    plain = {"model": model, "prompt": _PROBE, "max_tokens": 3, **_GREEDY}
+    text = _text(client.complete(plain))
+    extras: Mapping[str, Any] = _EXTRAS
+    if (given := _tried(client, {**plain, **_EXTRAS})) is None or _text(given) != text:
+        extras, given = {}, None
+    gives_ids = given is not None and _answer_ids(given) is not None
+    ids = list(tokenizer.encode(_PROBE))
+    taken = _tried(client, {**plain, **extras, "prompt": ids})
+    takes_ids = taken is not None and _prompt_tokens(taken) in (None, len(ids))
+    echo = {**plain, **extras, "prompt": ids, "max_tokens": 1, "echo": True, "logprobs": 1}
+    echoed = _tried(client, echo) if takes_ids else None
+    scores = echoed is not None and _prompt_scores(echoed, len(ids)) is not None
+    try:
+        streams = sum(bool(_choices(each)) for each in client.stream({**plain, **extras})) > 1
+    except RequestFailedError:
+        streams = False
+    return Abilities(extras, takes_ids, gives_ids, scores, streams)
+
+
+def _tried(client: OpenAIClient, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return an answer, or None where a parameter is refused."""
+    try:
+        return client.complete(body)
+    except RequestFailedError:
+        return None
+
+
+def _choices(answer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    choices = answer.get("choices")
+    found = choices if isinstance(choices, list) else []
+    return [each for each in found if isinstance(each, dict)]
+
+
+def _text(answer: Mapping[str, Any], row: int = 0) -> str:
+    text = _choices(answer)[row].get("text")
+    if not isinstance(text, str):
+        raise RequestFailedError("an answer without text")
+    return text
+
+
+def _answer_ids(answer: Mapping[str, Any], row: int = 0) -> tuple[int, ...] | None:
+    ids = _choices(answer)[row].get("token_ids")
+    if not isinstance(ids, list) or not ids or any(type(each) is not int for each in ids):
+        return None
+    return tuple(ids)
+
+
+def _count(answer: Mapping[str, Any], key: str) -> int | None:
+    usage = answer.get("usage")
+    value = usage.get(key) if isinstance(usage, dict) else None
+    return value if isinstance(value, int) else None
+
+
+def _prompt_tokens(answer: Mapping[str, Any]) -> int | None:
+    return _count(answer, "prompt_tokens")
+
+
+def _prompt_scores(answer: Mapping[str, Any], count: int) -> list[float] | None:
+    """Return the log probabilities of a prompt's tokens but the first; None without them."""
+    found = _choices(answer)[0].get("logprobs")
+    values = found.get("token_logprobs") if isinstance(found, dict) else None
+    if not isinstance(values, list) or not count <= len(values) <= count + 1:
+        return None
+    scores = values[1:count]
+    if any(not isinstance(each, int | float) or not math.isfinite(each) for each in scores):
+        return None
+    return [float(each) for each in scores]
+
+
+class OpenAIModel:
+    """Meets TextGenerator over a client of OpenAI's protocol."""
+
+    def __init__(
+        self, client: OpenAIClient, model: str, tokenizer: TextCodec, abilities: Abilities
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._tokenizer = tokenizer
+        self._abilities = abilities
+
+    @property
+    def streams(self) -> bool:
+        """Return whether answers come token by token."""
+        return self._abilities.streams
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of `text`."""
+        return tuple(self._tokenizer.encode(text))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        return self._tokenizer.decode(ids)
+
+    def decode_answer(self, ids: Sequence[int]) -> str:
+        """Return the text of generated tokens."""
+        return self.decode(ids)
+
+    def complete_text(
+        self,
+        prompt: str,
+        *,
+        output_len: int,
+        score_prompt: bool = False,
+        words: WordLists = NO_WORDS,
+    ) -> Completion:
+        """Return the greedy continuation as text.
+
+        Raises:
+            RequestFailedError: the server refused, failed or did not answer in time.
+        """
+        if words != NO_WORDS:
+            raise RequestFailedError("word lists belong to Triton's ensemble.")
+        ids = self.encode(prompt)
+        answer = self._client.complete(self._body(self._prompts([ids])[0], output_len))
+        return Completion(
+            text=_text(answer),
+            generated=_count(answer, "completion_tokens") or 0,
+            context_log_prob=self.context_log_prob(ids) if score_prompt else None,
+        )
+
+    def complete_in_steps(
+        self, prompt: str, *, output_len: int
+    ) -> tuple[tuple[int, ...], Completion]:
+        """Refuse: the steps of an ensemble are Triton's."""
+        raise RequestFailedError(f"{prompt[:20]!r}, {output_len} tokens: there is no ensemble.")
+
+    def complete_ids(
+        self, input_ids: Sequence[int], *, output_len: int, tensors: RequestTensors | None = None
+    ) -> tuple[int, ...]:
+        """Return the greedy tokens after `input_ids`.
+
+        Raises:
+            RequestFailedError: the server refused, failed or returned no token ids.
+        """
+        if tensors:
+            raise RequestFailedError(f"the protocol has no tensors ({', '.join(tensors)}).")
+        answer = self._client.complete(self._body(list(input_ids), output_len))
+        if (ids := _answer_ids(answer)) is None:
+            raise RequestFailedError("the server returned no token ids.")
+        return ids
+
+    def complete_rows(
+        self,
+        rows: Sequence[Sequence[int]],
+        *,
+        output_len: int,
+        each_frame: Callable[[], None] | None = None,
+    ) -> list[tuple[int, ...]]:
+        """Return the greedy tokens after each row; UNKNOWN_TOKEN for those that came as text.
+
+        Raises:
+            RequestFailedError: the server refused, failed or did not answer in time.
+        """
+        prompts = self._prompts(rows)
+        body = self._body(prompts[0] if len(prompts) == 1 else prompts, output_len)
+        if each_frame is not None and self.streams and len(rows) == 1:
+            return [self._streamed(body, each_frame)]
+        answer = self._client.complete(body)
+        count = (_count(answer, "completion_tokens") or 0) // len(rows)
+        return [
+            _answer_ids(answer, row) or (UNKNOWN_TOKEN,) * count
+            for row in range(len(_choices(answer)))
+        ]
+
+    def _streamed(self, body: Mapping[str, Any], each_frame: Callable[[], None]) -> tuple[int, ...]:
+        ids: list[int] = []
+        frames, count = 0, None
+        usage = {"stream_options": {"include_usage": True}} if self._abilities.extras else {}
+        for event in self._client.stream({**body, **usage}):
+            if _choices(event) and (_answer_ids(event) or _choices(event)[0].get("text")):
+                each_frame()
+                frames += 1
+                ids += _answer_ids(event) or ()
+            found = _count(event, "completion_tokens")
+            count = count if found is None else found
+        if not frames:  # text of parts of characters, or none: it arrived with the end
+            each_frame()
+        return tuple(ids) or (UNKNOWN_TOKEN,) * (frames if count is None else count)
+
+    def context_log_prob(self, input_ids: Sequence[int]) -> float:
+        """Return the natural log probability of `input_ids`, the first token given.
+
+        Raises:
+            RequestFailedError: the server refused, failed or returned no log probabilities.
+        """
+        body = self._body(list(input_ids), 1) | {"echo": True, "logprobs": 1}
+        scores = _prompt_scores(self._client.complete(body), len(input_ids))
+        if scores is None:
+            raise RequestFailedError("the server returned no log probabilities of the prompt.")
+        return math.fsum(scores)
+
+    def input_names(self) -> Collection[str]:
+        """Return the inputs of a decoder that the protocol has."""
+        return ("request_output_len",)
+
+    def infer(self, tensors: RequestTensors, outputs: Sequence[str]) -> Mapping[str, Any]:
+        """Refuse: tensors are Triton's."""
+        raise RequestFailedError(f"the protocol has no tensors ({', '.join((*tensors, *outputs))})")
+
+    def _prompts(self, rows: Sequence[Sequence[int]]) -> list[Any]:
+        if self._abilities.takes_ids:
+            return [list(row) for row in rows]
+        return [self.decode(row) for row in rows]
+
+    def _body(self, prompt: Any, output_len: int) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": output_len,
+            **_GREEDY,
+            **self._abilities.extras,
+        }
+
+
+def open_model(options: EvaluationOptions) -> tuple[OpenAIModel, Abilities]:
+    """Return the model at `options.url`, and what its server can do.
+
+    Raises:
+        EvaluationError: nothing answers there, or the model or its tokenizer is unknown.
+    """
+    from inference.backend.tokenizer import load_tokenizer
+
+    client = OpenAIClient(options)
+    if options.tokenizer_dir is None:
+        raise EvaluationError(
+            "evaluate.protocol=openai needs the model's tokenizer: set evaluate.tokenizer to its "
+            "folder, such as the one that is served."
+        )
+    try:
+        model = options.model or _only_model(client)
+        tokenizer = load_tokenizer(options.tokenizer_dir)
+        abilities = probe_abilities(client, model, tokenizer)
+    except RequestFailedError as error:
+        raise EvaluationError(
+            f"no server of OpenAI's protocol completes text at {client.url}: {error}"
+        ) from error
+    return OpenAIModel(client, model, tokenizer, abilities), abilities
+
+
+def _only_model(client: OpenAIClient) -> str:
+    answer = client.get("/models")
+    data = answer.get("data") if isinstance(answer, dict) else None
+    names = [str(each.get("id")) for each in data or () if isinstance(each, dict)]
+    if len(names) != 1:
+        raise EvaluationError(
+            f"{client.url} serves {', '.join(names) or 'no model that it lists'}; name the one to "
+            "ask in evaluate.model."
+        )
+    return names[0]

@@ -1,0 +1,156 @@
+"""The bundled model's baseline catches the model broken in several ways, and not its rounding.
+
+The table of docs/evaluation.md has the figures that this test prints with -s.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from export_scripts.conversion.convert import ConversionRequest, convert
+from inference.engine.engine import Engine, Placement
+from inference.engine.options import EngineOptions
+from inference.evaluation.gate import GateResult
+from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
+from inference.evaluation.record import RunFacts
+from inference.evaluation.run.evaluator import evaluate
+from tests.conftest import ROOT
+from tests.engine_model import EngineModel
+
+MODEL = ROOT / "examples" / "gpt_books_5m"
+BASELINE = MODEL / "baseline.json"
+GATE = {
+    "lambada_token_perplexity": "no rise of more than 0.25 % at 95 %",
+    "lambada_last_token": "no drop of more than 10 points at 95 %",
+}
+HEADS, HEAD_SIZE, HIDDEN = 8, 32, 256
+
+
+def zero_a_layer(folder: Path) -> None:
+    change(folder, "model.layers.2.*.weight*.bin", np.zeros_like)
+
+
+def add_noise(folder: Path) -> None:
+    random = np.random.default_rng(0)
+    for pattern in ("*.weight.*.bin", "model.w?e.bin"):
+        change(folder, pattern, lambda w: w * random.normal(1, 0.05, w.shape).astype(w.dtype))
+
+
+def swap_heads(folder: Path) -> None:
+    """Exchange the queries of two heads of one layer."""
+
+    def swapped(weight: np.ndarray) -> np.ndarray:
+        split = weight.reshape(HIDDEN, 3, HEADS, HEAD_SIZE).copy()
+        split[:, 0, [1, 5]] = split[:, 0, [5, 1]]
+        return split.reshape(weight.shape)
+
+    change(folder, "model.layers.1.attention.query_key_value.weight.0.bin", swapped)
+
+
+def swap_words_of_the_tokenizer(folder: Path) -> None:
+    path = folder / "vocab.json"
+    vocab = json.loads(path.read_text(encoding="utf-8"))
+    vocab["Ġand"], vocab["Ġthe"] = vocab["Ġthe"], vocab["Ġand"]
+    path.write_text(json.dumps(vocab), encoding="utf-8")
+
+
+def forget_merges_of_the_tokenizer(folder: Path) -> None:
+    path = folder / "merges.txt"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text("".join(lines[: len(lines) // 2]), encoding="utf-8")
+
+
+def permute_one_matrix(folder: Path) -> None:
+    change(
+        folder,
+        "model.layers.1.mlp.dense_4h_to_h.weight.0.bin",
+        np.random.default_rng(0).permutation,
+    )
+
+
+def round_to_bf16(folder: Path) -> None:
+    """The weights of fp16, which the bundled checkpoint has, with the 8 bits of bf16."""
+
+    def rounded(weight: np.ndarray) -> np.ndarray:
+        bits = weight.astype(np.float16).astype(np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).view(np.float32)
+
+    change(folder, "*.bin", rounded)
+
+
+def round_to_fp16(folder: Path) -> None:
+    change(folder, "*.bin", lambda weight: weight.astype(np.float16).astype(np.float32))
+
+
+def leave(folder: Path) -> None:
+    del folder
+
+
+def change(folder: Path, pattern: str, function: Callable[[np.ndarray], np.ndarray]) -> None:
+    found = sorted(folder.glob(pattern))
+    assert found
+    for path in found:
+        function(np.fromfile(path, np.float32)).astype(np.float32).tofile(path)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    request = ConversionRequest(
+        checkpoint_path=MODEL / "gpt_books_5m.nemo",
+        output_dir=tmp_path_factory.mktemp("shards"),
+        tp_size=1,
+        weight_data_type="fp32",
+    )
+    return convert(request).ft_dir
+
+
+def gate_of(folder: Path, output_dir: Path) -> GateResult:
+    options = EvaluationOptions(
+        output_dir=output_dir,
+        data_dir=output_dir,
+        lambada=LambadaOptions(data_path=ROOT / "examples" / "passages.jsonl", metrics=[*GATE]),
+        latency=LatencyOptions(enabled=False),
+        concurrency=16,
+        gate=GATE,
+        baseline="compare",
+        baseline_path=BASELINE,
+    )
+    placement = Placement(data_type="fp32", device="cpu")
+    with Engine(folder, placement, options=EngineOptions(max_lanes=16)) as engine:
+        return evaluate(options, RunFacts(name="broken"), model=EngineModel(engine, folder)).gate
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        zero_a_layer,
+        add_noise,
+        swap_heads,
+        swap_words_of_the_tokenizer,
+        forget_merges_of_the_tokenizer,
+        permute_one_matrix,
+    ],
+)
+def test_a_broken_model_is_caught(broken: Callable[[Path], None], shards: Path, tmp_path: Path):
+    folder = shutil.copytree(shards, tmp_path / "1-gpu")
+    broken(folder)
+    gate = gate_of(folder, tmp_path / "out")
+    print(broken.__name__, *gate.verdicts, sep="\n    ")
+    assert gate.exit_code == 3
+    assert "lambada_token_perplexity" in {each.metric for each in gate.breaches}
+
+
+@pytest.mark.parametrize("same", [leave, round_to_fp16, round_to_bf16])
+def test_rounding_is_not_a_regression(same: Callable[[Path], None], shards: Path, tmp_path: Path):
+    folder = shutil.copytree(shards, tmp_path / "1-gpu")
+    same(folder)
+    gate = gate_of(folder, tmp_path / "out")
+    print(same.__name__, *gate.verdicts, sep="\n    ")
+    assert gate.exit_code == 0
+    assert {each.status for each in gate.verdicts} == {"held"}

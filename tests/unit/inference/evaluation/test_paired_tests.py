@@ -1,0 +1,214 @@
+"""Tests of paired samples: against other definitions, at their limits, and by simulation."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from inference.evaluation.paired_tests import (
+    ASSUMED_CHANGE,
+    Pairs,
+    check_drop,
+    holm,
+    mcnemar,
+    samples_needed,
+    smallest_drop,
+)
+
+COUNTS = st.integers(0, 60)
+SCORES = st.lists(
+    st.tuples(st.floats(0, 1, width=32), st.floats(0, 1, width=32)), min_size=8, max_size=60
+)
+
+
+def binary(count: int, losses: int, gains: int) -> Pairs:
+    same = count - losses - gains
+    return Pairs(
+        (0.0,) * losses + (1.0,) * gains + (1.0,) * same,
+        (1.0,) * losses + (0.0,) * gains + (1.0,) * same,
+    )
+
+
+@given(COUNTS, COUNTS)
+def test_mcnemar_is_the_binomial_test_of_the_changed(losses, gains):
+    more, fewer = mcnemar(losses, gains)
+    if losses + gains:
+        for found, side in ((more, "greater"), (fewer, "less")):
+            expected = stats.binomtest(losses, losses + gains, alternative=side).pvalue
+            assert found == pytest.approx(expected, rel=1e-9)
+    else:
+        assert (more, fewer) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("count", "margin"), [(5, 0.3), (9, 0.1), (12, 0.03)])
+def test_the_exact_test_is_the_largest_tail_over_all_rates(count, margin):
+    """Summed over every table, at ten times as many rates as the product looks at."""
+    tables = np.array(
+        [(b, c, count - b - c) for b in range(count + 1) for c in range(count + 1 - b)]
+    )
+    scores = np.array([tango(losses, gains, count, margin) for losses, gains, _ in tables])
+    chances = np.array(
+        [
+            stats.multinomial.pmf(tables, count, [rate + margin, rate, 1 - 2 * rate - margin])
+            for rate in np.linspace(0, (1 - margin) / 2 - 1e-9, 300)
+        ]
+    )
+    for (losses, gains, _), seen in zip(tables.tolist(), scores, strict=True):
+        found = check_drop(binary(count, losses, gains), margin, confidence=0.95)
+        above = chances[:, scores >= seen - 1e-6].sum(axis=1).max()
+        below = chances[:, scores <= seen + 1e-6].sum(axis=1).max()
+        assert found.p_breached == pytest.approx(above, abs=0.005)
+        assert found.p_held == pytest.approx(below, abs=0.005)
+
+
+def tango(losses: int, gains: int, count: int, margin: float) -> float:
+    """The score statistic, with the rate of gains found by looking at many."""
+    rates = np.linspace(1e-9, (1 - margin) / 2 - 1e-9, 20001)
+    same = count - losses - gains
+    likely = losses * np.log(rates + margin) + gains * np.log(rates)
+    rate = rates[np.argmax(likely + same * np.log(1 - 2 * rates - margin))]
+    return (losses - gains - count * margin) / math.sqrt(
+        count * (2 * rate + margin - margin * margin)
+    )
+
+
+@settings(deadline=None, max_examples=40)
+@given(SCORES)
+def test_means_are_tested_as_by_student_s_t_and_the_bootstrap_agrees(scores):
+    new, old = (np.array(column) for column in zip(*scores, strict=True))
+    found = check_drop(Pairs(tuple(new), tuple(old)), 0.0, confidence=0.95, bounded=False)
+    differences = old - new
+    assert found.drop == pytest.approx(differences.mean(), abs=1e-12)
+    if differences.std() < 1e-6:
+        return
+    expected = stats.ttest_1samp(differences, 0.0, alternative="greater").pvalue
+    assert found.p_breached >= expected - 2e-3  # the weaker of both
+    low = stats.ttest_1samp(differences, 0.0).confidence_interval(0.9).low
+    assert found.low <= low + 1e-3
+    error = differences.std(ddof=1) / math.sqrt(len(differences))
+    assert found.low > low - 1.5 * error  # the bootstrap's is no other interval
+
+
+@given(st.lists(st.floats(1e-6, 1), min_size=1, max_size=8))
+def test_holm_is_the_step_down_method(p_values):
+    found = holm(p_values)
+    rejected = set()  # by its definition: one after the other, each at the level of those left
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    for rank, index in enumerate(order):
+        if p_values[index] > 0.05 / (len(p_values) - rank):
+            break
+        rejected.add(index)
+    assert {index for index, p in enumerate(found) if p <= 0.05} == rejected
+    assert all(p >= own for p, own in zip(found, p_values, strict=True))
+
+
+def test_a_ratio_is_weighted_by_its_tokens():
+    """The jackknife, which knows nothing of influence functions, gives the same error."""
+    random = np.random.default_rng(3)
+    tokens = random.integers(20, 200, 80).astype(float)
+    old = -3 * tokens + random.normal(0, 5, 80)
+    new = old - 0.02 * tokens + random.normal(0, 1, 80)
+    found = check_drop(
+        Pairs(tuple(new), tuple(old), tuple(tokens), tuple(tokens)), 0.0, confidence=0.95
+    )
+    assert found.drop == pytest.approx((old.sum() - new.sum()) / tokens.sum())
+    left_out = np.array(
+        [np.delete(old - new, i).sum() / np.delete(tokens, i).sum() for i in range(80)]
+    )
+    error = math.sqrt(79 / 80 * ((left_out - left_out.mean()) ** 2).sum())
+    assert found.deviation / math.sqrt(80) == pytest.approx(error, rel=0.02)
+
+
+def test_equal_answers_show_as_much_as_their_number():
+    """The rule of three: after 300 samples without a loss, less than one in a hundred is lost."""
+    assert check_drop(binary(298, 0, 0), 0.01, confidence=0.95).p_held > 0.05
+    assert check_drop(binary(300, 0, 0), 0.01, confidence=0.95).p_held < 0.05
+    same = Pairs((0.25,) * 298, (0.25,) * 298)
+    assert check_drop(same, 0.01, confidence=0.95).p_held > 0.05
+    found = check_drop(binary(64, 0, 0), 0.01, confidence=0.95)
+    assert samples_needed(found, 0.01, alpha=0.05, bounded=True) == 299
+
+
+def test_one_sample_shows_nothing():
+    found = check_drop(Pairs((0.2,), (0.9,)), 0.1, confidence=0.95)
+    assert min(found.p_breached, found.p_held) >= 0.5
+    assert (found.low, found.high) == (-math.inf, math.inf)
+
+
+def old_rule(pairs: Pairs) -> bool:
+    """Breach by `sigmas: 2`: two standard errors of two independent runs."""
+    count = len(pairs.new)
+    new, old = sum(pairs.new) / count, sum(pairs.old) / count
+    errors = [rate * (1 - rate) / (count - 1) for rate in (new, old)]
+    return new < old - 2 * math.sqrt(sum(errors))
+
+
+def fixed_rule(pairs: Pairs) -> bool:
+    """Breach by a fixed tolerance of 8 points, as vLLM's evaluations of GSM8K have it."""
+    return (sum(pairs.new) - sum(pairs.old)) / len(pairs.new) < -0.08
+
+
+def ours(pairs: Pairs, margin: float) -> bool:
+    return check_drop(pairs, margin, confidence=0.95).p_breached <= 0.05
+
+
+def runs(count: int, changed: float, drop: float, number: int, seed: int) -> Counter[Pairs]:
+    """Pairs of runs of a model that gets 70 % right; `changed` of the answers flip either way."""
+    random = np.random.default_rng(seed)
+    gained = changed / 2
+    drawn = random.multinomial(count, [gained + drop, gained, 1 - changed - drop], number)
+    right = random.binomial(drawn[:, 2], 0.7)
+    return Counter(
+        Pairs(
+            (0.0,) * b + (1.0,) * (c + r) + (0.0,) * (same - r),
+            (1.0,) * b + (0.0,) * c + (1.0,) * r + (0.0,) * (same - r),
+        )
+        for (b, c, same), r in zip(drawn.tolist(), right.tolist(), strict=True)
+    )
+
+
+def share(found: Counter[Pairs], breached) -> float:
+    return sum(times for pairs, times in found.items() if breached(pairs)) / found.total()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("count", "margin"), [(64, 0.0), (64, 0.05), (500, 0.01), (500, 0.0), (1319, 0.01)]
+)
+def test_false_alarms_and_power_are_as_stated(count, margin, soak):
+    number = 1000 * soak
+    noise = 3 * math.sqrt(0.05 * 0.95 / number)  # three standard errors of the simulation
+    for changed in (0.0, ASSUMED_CHANGE, 0.1):
+        healthy = runs(count, changed, margin, number, seed=1)
+        assert share(healthy, lambda pairs: ours(pairs, margin)) <= 0.05 + noise
+    deviation = math.sqrt(ASSUMED_CHANGE)
+    drop = smallest_drop(count, deviation, margin, alpha=0.05, binary=True)
+    broken = runs(count, ASSUMED_CHANGE, drop, number, seed=2)
+    caught = share(broken, lambda pairs: ours(pairs, margin))
+    assert caught >= 0.8 - 3 * math.sqrt(0.8 * 0.2 / number)
+    # The rules that were there before catch less of the same drop, wherever it is below theirs.
+    assert share(broken, old_rule) < caught
+    if drop < 0.06:
+        assert share(broken, fixed_rule) < 0.05
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("bounded", [True, False])
+def test_means_raise_as_few_false_alarms(bounded, soak):
+    random = np.random.default_rng(5)
+    number, margin = 200 * soak, 0.02
+    alarms = holds = 0
+    for _ in range(number):
+        old = random.beta(0.5, 0.5, 100)
+        new = np.clip(old - margin + random.normal(0, 0.05, 100), 0 if bounded else -9, 9)
+        true = margin if not bounded else float((old - new).mean())
+        found = check_drop(Pairs(tuple(new), tuple(old)), true, confidence=0.95, bounded=bounded)
+        alarms += found.p_breached <= 0.05
+        holds += found.p_held <= 0.05
+    assert max(alarms, holds) <= number * 0.05 + 3 * math.sqrt(number * 0.05 * 0.95)

@@ -1,0 +1,52 @@
+"""The workflow files of examples/ci: their command is accepted as it is printed."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+
+CI = ROOT / "examples" / "ci"
+
+
+def steps(file: str) -> list[str]:
+    values: Any = yaml.safe_load((CI / file).read_text(encoding="utf-8"))
+    if file == "gitlab.yml":
+        job = values["evaluate"]
+        return [*job["script"], *job["after_script"]]
+    return [step["run"] for step in values["jobs"]["evaluate"]["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("file", ["github.yml", "gitlab.yml"])
+def test_the_command_of_a_workflow_is_accepted(file: str, tmp_path: Path) -> None:
+    (command,) = [each for each in steps(file) if "main.py" in each]
+    program, _, *arguments = shlex.split(command.replace("$PWD", str(ROOT)))
+    assert program == ".venv/bin/python"
+    here = [each for each in arguments if not each.startswith("evaluate.output_dir=")]
+    done = subprocess.run(
+        [sys.executable, "main.py", *here, f"base_results_dir={tmp_path}", "dry_run=true"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    forecasts = [each for each in done.stdout.splitlines() if each.startswith("evaluate: lambada")]
+    assert len(forecasts) == 2
+    assert all("80 % of runs over 64 samples catch" in each for each in forecasts)
+
+
+def test_both_workflows_gate_alike_and_comment_the_changes() -> None:
+    commands = [
+        next(each for each in steps(f) if "main.py" in each) for f in ("github.yml", "gitlab.yml")
+    ]
+    assert shlex.split(commands[0]) == shlex.split(commands[1])
+    for file in ("github.yml", "gitlab.yml"):
+        assert any("report/changes.md" in each and "main.py" not in each for each in steps(file))
