@@ -1,0 +1,432 @@
+"""The loop of `action=watch`: find checkpoints, start their pipelines, follow them to the end."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from export_scripts.files.replace import replace_file
+from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_INSUFFICIENT, parse_bounds
+from inference.evaluation.task import Metric
+from launcher_scripts.actions import cancel_jobs, read_job
+from launcher_scripts.configuration.compose import Composition
+from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.settings import (
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    is_dry_run,
+)
+from launcher_scripts.console import Console
+from launcher_scripts.invocation import Invocation
+from launcher_scripts.run import Run
+from launcher_scripts.trained_checkpoints import TrainedCheckpoint, find_checkpoints
+from launcher_scripts.watch_state import (
+    EVALUATED,
+    FAILED,
+    GONE,
+    PASSED_OVER,
+    RUNNING,
+    WAITING,
+    Figure,
+    Watched,
+    WatchState,
+    only_watch,
+    read_state,
+    write_state,
+)
+from stages import record
+from stages.base import fingerprint
+from stages.progress import write_json
+
+BEST_NAME, REPORT_JSON = "best.json", "report.json"
+# Where several servers may share a node, each takes ports of its own.
+_PORTS = ("deploy.http_port=0", "deploy.grpc_port=0", "deploy.metrics_port=0")
+
+
+class RefusedError(Exception):
+    """The configuration cannot run for any checkpoint; the arguments are its problems."""
+
+
+class Watch:
+    """Takes every checkpoint of a training run through the pipeline, once it is whole."""
+
+    def __init__(
+        self,
+        config: Config,
+        words: Sequence[str],
+        compose: Callable[[Sequence[str]], Composition],
+        console: Console,
+    ) -> None:
+        """Watch as `config` says; `compose` makes the configuration of further overrides."""
+        self._config = config
+        self._options = config.watch
+        self._words = words
+        self._compose = compose
+        self._console = console
+        self._run = Path(config.export.run.training_dir or "")
+        self._folder = Path(config.watch.output_dir)
+        self.state = WatchState(str(self._run))
+        self._news_at = time.time()
+        self._drawn: list[tuple[int, str, str]] = []
+
+    def check(self) -> list[str]:
+        """Return the problems that no checkpoint can mend."""
+        problems = []
+        if self._config.export.run.training_dir is None:
+            problems.append(
+                "action=watch needs the folder of the training run: set export.run.training_dir."
+            )
+        if self._config.cluster_type not in ("local", "bcm"):
+            problems.append(
+                f"action=watch does not start jobs on cluster_type={self._config.cluster_type}; "
+                "use local or bcm."
+            )
+        if self._config.cluster_type == "local" and self._options.parallel > 1:
+            problems.append(
+                f"watch.parallel={self._options.parallel}: this machine takes one pipeline at a "
+                "time; use 1."
+            )
+        return problems
+
+    def run(self) -> int:
+        """Watch until the last step, a quiet period or Ctrl-C; return the exit status.
+
+        Raises:
+            RefusedError: The configuration cannot run for any checkpoint.
+            ValueError: The folder is in use, or holds the watch of another run.
+        """
+        if is_dry_run(self._config):
+            self._look()
+            self._console.say(self.table())
+            return EXIT_OK
+        try:
+            with only_watch(self._folder):
+                self.state = read_state(self._folder, self._run)
+                return self._loop()
+        except KeyboardInterrupt:
+            self._console.say("the watch ends; the same command continues it")
+            return EXIT_INTERRUPTED
+
+    def _loop(self) -> int:
+        self._console.say(f"watching {self._run}; state and results are in {self._folder}")
+        for each in self._in_order():
+            if each.state == RUNNING:
+                self._continue(each)
+        while True:
+            self._look()
+            self._follow()
+            self._start()
+            self.keep_the_best()
+            write_state(self._folder, self.state)
+            self._draw()
+            if self._has_ended():
+                self._console.say(self.table())
+                failed = any(each.state == FAILED for each in self.state.watched.values())
+                return EXIT_FAILED if failed else EXIT_OK
+            time.sleep(self._options.poll_s)
+
+    def _draw(self) -> None:
+        """Draw the page again where a checkpoint's state has changed."""
+        known = [(each.step, each.state, each.problem) for each in self._in_order()]
+        if known != self._drawn:
+            from launcher_scripts.watch_page import PAGE_NAME, watch_page
+
+            evaluated = [each for each in self._in_order() if each.metrics]
+            metrics = {each.step: _metrics(Path(each.report)) for each in evaluated}
+            replace_file(self._folder / PAGE_NAME, watch_page(self.state, metrics))
+            self._drawn = known
+
+    def table(self) -> str:
+        """Return what is known of every checkpoint, as a table."""
+        rows = [
+            (
+                str(each.step),
+                each.state + (", best" if each.step == self.state.best else ""),
+                self._shown(each),
+                each.verdict or each.problem or "-",
+            )
+            for each in self._in_order()
+        ]
+        return self._console.table(("step", "state", self._metric() or "metric", ""), rows)
+
+    # What training has written.
+
+    def _look(self) -> None:
+        """Take note of new checkpoints, of changed ones and of those that are gone."""
+        now = time.time()
+        found = {each.step: each for each in find_checkpoints(self._run)}
+        for step, checkpoint in found.items():
+            each = self.state.watched.get(step)
+            if each is None:
+                each = Watched(step, str(checkpoint.path), checkpoint.name, since=now)
+                self.state.watched[step] = each
+                self._news_at = now
+                self._console.say(f"step {step}: found {checkpoint.label}")
+            if each.state == WAITING:
+                self._look_at(each, checkpoint, now)
+        for each in self._in_order():
+            if each.state == WAITING and each.step not in found:
+                self._end(each, GONE, "it was deleted before it was read")
+
+    def _look_at(self, each: Watched, checkpoint: TrainedCheckpoint, now: float) -> None:
+        """Find out what a checkpoint waits for; give up on it in the end."""
+        each.path, each.name = str(checkpoint.path), checkpoint.name
+        size = _size(checkpoint)
+        if size != each.size:
+            each.size, each.changed, each.refusal = size, now, ""
+        wait = each.refusal
+        if checkpoint.missing:
+            wait = f"it lacks {checkpoint.missing}"
+        elif now - each.changed < self._options.settle_s:
+            wait = "its files have just changed"
+        if wait and now - each.changed > self._options.patience_s:
+            self._end(each, PASSED_OVER, wait)
+            return
+        if wait != each.problem and wait:
+            self._console.say(f"step {each.step}: waiting, {wait}")
+        each.problem = wait
+
+    # Pipelines.
+
+    def _start(self) -> None:
+        """Start pipelines, the earliest step first, as many at a time as are allowed."""
+        for each in self._in_order():
+            running = sum(one.state == RUNNING for one in self.state.watched.values())
+            if running >= self._options.parallel:
+                return
+            if each.state == WAITING and not each.problem:
+                self._start_one(each)
+
+    def _start_one(self, each: Watched) -> None:
+        results = self._folder / f"step_{each.step:07d}"
+        overrides = [
+            *_without(
+                self._words, ("action=", "export.model.checkpoint_", "export.run.results_dir=")
+            ),
+            *_PORTS,
+            f"export.model.checkpoint_path={_quoted(each.path)}",
+            f"export.run.results_dir={_quoted(str(results))}",
+        ]
+        overrides += self._gate_overrides(results)
+        if each.name is not None:
+            overrides.append(f"export.model.checkpoint_name={_quoted(each.name)}")
+        composition = self._compose(overrides)
+        problems = list(composition.problems)
+        run = None
+        if composition.config is not None:
+            invocation = Invocation(
+                composition.config,
+                composition.resolved,
+                overrides,
+                self._console,
+                f"step {each.step}",
+                composition.notes,
+            )
+            run = invocation.prepare(problems)
+        if run is None:
+            self._refused(each, problems)
+            return
+        each.state, each.results_dir = RUNNING, str(results)
+        each.attempts += 1
+        each.jobs = list(run.jobs)
+        assert composition.config is not None
+        each.report = str(Path(composition.config.evaluate.output_dir) / REPORT_JSON)
+        model_dir = Path(composition.config.export.triton_deployment.triton_model_dir)
+        each.repository = str(model_dir.parent) if model_dir.is_relative_to(results) else ""
+        write_state(self._folder, self.state)
+        invocation.begin(run)
+        self._submit(each, run)
+
+    def _gate_overrides(self, results: Path) -> list[str]:
+        """Return the overrides by which bounds without a baseline are relative to the best."""
+        bounds, _ = parse_bounds(self._config.evaluate.gate)
+        if self._config.evaluate.baseline != "none" or not any(
+            bound.is_relative for bound in bounds.values()
+        ):
+            return []
+        best = self.state.watched.get(-1 if self.state.best is None else self.state.best)
+        path = str(results / "baseline.json") if best is None else best.report
+        use = "update" if best is None else "compare"
+        return [f"evaluate.baseline={use}", f"evaluate.baseline_path={_quoted(path)}"]
+
+    def _refused(self, each: Watched, problems: Sequence[str]) -> None:
+        """Wait for a checkpoint with problems: it may be one that is still being copied.
+
+        Raises:
+            RefusedError: No pipeline of this watch has ever started, and the checkpoint is whole:
+                the configuration is wrong.
+        """
+        source = f"export.model.checkpoint_path={each.path}"
+        has_worked = any(one.attempts for one in self.state.watched.values())
+        if not has_worked and not any(source in problem for problem in problems):
+            raise RefusedError(problems)
+        each.refusal = each.problem = "; ".join(problems)
+        self._console.say(f"step {each.step}: waiting, {each.problem}")
+
+    def _submit(self, each: Watched, run: Run) -> None:
+        if not run.launcher.in_foreground:
+            if run.submit_all() != EXIT_OK:
+                self._ended(each, "its jobs were refused")
+            return
+        if run.run_all(wait=True) == EXIT_INTERRUPTED:
+            each.state, each.attempts = WAITING, each.attempts - 1
+            write_state(self._folder, self.state)
+            raise KeyboardInterrupt
+        self._follow_one(each)
+
+    def _continue(self, each: Watched) -> None:
+        """Take up a pipeline of an earlier watch, unless that ended while it submitted the jobs."""
+        folder = Path(each.results_dir)
+        found = [read_job(folder, name) for name in each.jobs]
+        if not all(one is not None and one.job_id for one in found):
+            self._console.say(f"step {each.step}: its jobs were not all submitted")
+            cancel_jobs(folder, [one for one in found if one and one.job_id], self._console)
+            each.state, each.attempts = WAITING, each.attempts - 1
+
+    def _follow(self) -> None:
+        for each in self._in_order():
+            if each.state == RUNNING:
+                self._follow_one(each)
+
+    def _follow_one(self, each: Watched) -> None:
+        """Read how the jobs of a checkpoint stand, and its figures once they have ended."""
+        folder = Path(each.results_dir)
+        records = {name: read_job(folder, name) for name in each.jobs}
+        if not all(found is not None and found.is_final for found in records.values()):
+            return
+        last = records.get("evaluate") or list(records.values())[-1]
+        assert last is not None
+        is_judged = last.exit_code in (EXIT_GATE_BREACHED, EXIT_INSUFFICIENT)
+        breaches = last.error if is_judged else ""
+        if last.state != record.COMPLETED and not breaches:
+            causes = [f"{one.stage}: {one.error}" for one in records.values() if one and one.error]
+            self._ended(each, causes[0] if causes else "its jobs have failed")
+            return
+        each.metrics = {
+            one.name: Figure(one.value, one.low, one.high, one.higher_is_better)
+            for one in _metrics(Path(each.report))
+        }
+        self.judge(each, is_sound=not breaches)
+        self._end(each, EVALUATED, breaches)
+
+    def _ended(self, each: Watched, problem: str) -> None:
+        """Note the failure of a pipeline; start it again a bounded number of times."""
+        if not all(path.exists() for path in each.checkpoint.files()):
+            self._end(each, GONE, "it was deleted while it was read")
+        elif each.attempts > self._options.retries:
+            self._end(each, FAILED, problem)
+        else:
+            each.state = WAITING
+            self._console.say(
+                f"step {each.step}: attempt {each.attempts} of {self._options.retries + 1} failed: "
+                f"{problem}"
+            )
+
+    def _end(self, each: Watched, state: str, problem: str) -> None:
+        each.state, each.problem = state, problem
+        self._news_at = time.time()
+        shown = problem or (f"{self._metric()} {self._shown(each)}" if each.metrics else "")
+        self._console.say(": ".join(part for part in (f"step {each.step}", state, shown) if part))
+
+    # The best of them.
+
+    def judge(self, each: Watched, *, is_sound: bool) -> None:
+        """Compare a checkpoint with the best before it; a sound one can become the best."""
+        name = self._metric(each)
+        if name is None:
+            return
+        best = self.state.watched.get(-1 if self.state.best is None else self.state.best)
+        if best is not None:
+            each.verdict = _verdict(best, each, name)
+        if is_sound and (best is None or each.metrics[name].rank > best.metrics[name].rank):
+            self.state.best = each.step
+            write_json(self._folder / BEST_NAME, {"metric": name, **asdict(each)})
+
+    def _metric(self, each: Watched | None = None) -> str | None:
+        """Return the name of the figure that decides."""
+        if self._options.metric is not None:
+            return self._options.metric
+        every = [each] if each is not None else self._in_order()
+        return next((name for one in every for name in one.metrics), None)
+
+    def keep_the_best(self) -> None:
+        """Delete the shards and repositories that this watch made, but for those of the best."""
+        name = self._metric()
+        ended = [each for each in self._in_order() if each.is_final and each.repository]
+        ranked = sorted(
+            (each for each in ended if name in each.metrics),
+            key=lambda each: each.metrics[str(name)].rank,
+        )
+        kept = ranked[-self._options.keep :] if self._options.keep else []
+        for each in ended:
+            if each not in kept:
+                shutil.rmtree(each.repository, ignore_errors=True)
+                each.repository = ""
+
+    def _shown(self, each: Watched) -> str:
+        name = self._metric()
+        if name is None or name not in each.metrics:
+            return "-"
+        found = each.metrics[name]
+        return f"{found.value:.4g} ({found.low:.4g} to {found.high:.4g})"
+
+    def _in_order(self) -> list[Watched]:
+        return [self.state.watched[step] for step in sorted(self.state.watched)]
+
+    def _has_ended(self) -> bool:
+        """Return whether the last step was evaluated, or nothing has happened for long enough."""
+        if any(not each.is_final for each in self.state.watched.values()):
+            return False
+        last = self._options.until_step
+        if last is not None and any(step >= last for step in self.state.watched):
+            return True
+        idle = self._options.idle_s
+        return idle is not None and time.time() - self._news_at > idle
+
+
+def _verdict(best: Watched, each: Watched, metric: str) -> str:
+    """Return in words how a checkpoint compares with the best before it, sample by sample."""
+    from inference.evaluation.report.compare import load_comparison
+
+    try:
+        compared = load_comparison(Path(best.report), Path(each.report))
+    except (OSError, ValueError) as error:
+        return f"not comparable with step {best.step}: {error}"
+    found = next((one for one in compared.metrics if one.metric == metric), None)
+    if found is None or found.low is None or found.high is None:
+        return ""
+    sign = 1 if compared.metric(metric).higher_is_better else -1
+    low, high = sorted((sign * found.low, sign * found.high))
+    word = "better than" if low > 0 else "worse than" if high < 0 else "not distinguished from"
+    return (
+        f"{word} step {best.step}: {found.difference:+.4g} ({found.low:+.4g} to {found.high:+.4g})"
+    )
+
+
+def _metrics(report: Path) -> tuple[Metric, ...]:
+    """Return the figures of a report.json; none without a report."""
+    from inference.evaluation.record import read_report
+
+    return read_report(report).metrics if report.is_file() else ()
+
+
+def _size(checkpoint: TrainedCheckpoint) -> str:
+    """Return a text that every change of a checkpoint's files alters."""
+    try:
+        return " ".join(fingerprint(path)["sha256"] for path in checkpoint.files())
+    except OSError:  # a file goes while it is looked at
+        return ""
+
+
+def _without(words: Sequence[str], beginnings: tuple[str, ...]) -> list[str]:
+    return [each for each in words if not each.lstrip("+").startswith(beginnings)]
+
+
+def _quoted(text: str) -> str:
+    """Return a text as Hydra's grammar quotes it."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{escaped}'"

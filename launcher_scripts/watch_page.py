@@ -1,0 +1,52 @@
+"""The page of a watch: every checkpoint, and each figure over the steps with its interval."""
+
+from __future__ import annotations
+
+from html import escape
+
+from inference.evaluation.record import HistoryPoint
+from inference.evaluation.report.charts import history_chart
+from inference.evaluation.report.formatting import metric_title
+from inference.evaluation.report.page import figure, page, table
+from inference.evaluation.task import Metric
+from launcher_scripts.watch_state import Watched, WatchState
+
+PAGE_NAME = "watch.html"
+_RELOAD_S = 60
+
+
+def watch_page(state: WatchState, metrics: dict[int, tuple[Metric, ...]]) -> str:
+    """Return the page; `metrics` are those of the reports, by step."""
+    title = f"Checkpoints of {state.run}"
+    points = [
+        HistoryPoint(
+            run_id=f"step {step}",
+            name=state.run,
+            started_at=f"step {step}",
+            samples={},
+            metrics={metric.name: metric for metric in metrics[step]},
+        )
+        for step in sorted(metrics)
+    ]
+    names = dict.fromkeys(name for point in points for name in point.metrics)
+    charts = "".join(figure(metric_title(name), history_chart(points, name)) for name in names)
+    rows = [_row(state.watched[step], state, points) for step in sorted(state.watched)]
+    return page(
+        title,
+        f"<header><h1>{escape(title)}</h1></header>\n",
+        [f'<div class="cards">{charts}</div>', figure("Steps", table(_HEAD, rows, numbers=(0,)))],
+        footer=f"This page loads itself again every {_RELOAD_S} seconds.",
+        reload_s=_RELOAD_S,
+    )
+
+
+_HEAD = ("step", "state", "checkpoint", "against the best before it", "remark")
+
+
+def _row(each: Watched, state: WatchState, points: list[HistoryPoint]) -> tuple[str, ...]:
+    shown = each.state + (", best" if each.step == state.best else "")
+    if any(point.run_id == f"step {each.step}" for point in points):
+        report = f"step_{each.step:07d}/results/evaluate/report.html"
+        shown = f'<a href="{escape(report)}">{shown}</a>'
+    texts = (each.checkpoint.label, each.verdict or "-", each.problem or "-")
+    return (str(each.step), shown, *map(escape, texts))

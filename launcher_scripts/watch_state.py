@@ -1,0 +1,156 @@
+"""The state of a watch, in a file that a watch started later continues from."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from launcher_scripts.trained_checkpoints import TrainedCheckpoint
+from stages.progress import DamagedFileError, read_json, write_json
+
+STATE_NAME = "watch.json"
+
+# States of a checkpoint, in the order of its life; the last four are final.
+WAITING, RUNNING = "waiting", "running"
+EVALUATED, FAILED, PASSED_OVER, GONE = "evaluated", "failed", "passed over", "gone"
+FINAL_STATES = (EVALUATED, FAILED, PASSED_OVER, GONE)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A metric of a report with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
+    higher_is_better: bool
+
+    @property
+    def rank(self) -> float:
+        """The value, larger for a better checkpoint."""
+        return self.value if self.higher_is_better else -self.value
+
+
+@dataclass
+class Watched:
+    """A checkpoint that a watch has seen.
+
+    Attributes:
+        path, name: as in `TrainedCheckpoint`.
+        since: when the watch first saw it, in seconds of the epoch.
+        changed: when its files last changed, as far as the watch has seen.
+        size: its files as the watch last saw them, in a form that any change alters.
+        attempts: how often its pipeline was started.
+        problem: what it waits for, or why it failed.
+        refusal: why its pipeline could not start with its files as they are.
+        results_dir: folder of its pipeline; empty before the first start.
+        repository: folder of shards and repository that the pipeline made, until it is deleted.
+        jobs: stages that were submitted.
+        metrics: the figures of its report, by name.
+        verdict: the comparison with the best checkpoint before it.
+    """
+
+    step: int
+    path: str
+    name: str | None = None
+    state: str = WAITING
+    since: float = 0.0
+    changed: float = 0.0
+    size: str = ""
+    attempts: int = 0
+    problem: str = ""
+    refusal: str = ""
+    results_dir: str = ""
+    repository: str = ""
+    jobs: list[str] = field(default_factory=list)
+    metrics: dict[str, Figure] = field(default_factory=dict)
+    report: str = ""
+    verdict: str = ""
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether nothing more happens with it."""
+        return self.state in FINAL_STATES
+
+    @property
+    def checkpoint(self) -> TrainedCheckpoint:
+        """The checkpoint, as it was found."""
+        return TrainedCheckpoint(self.step, Path(self.path), self.name)
+
+
+@dataclass
+class WatchState:
+    """All checkpoints that a watch has seen, by step, and the best of them."""
+
+    run: str
+    watched: dict[int, Watched] = field(default_factory=dict)
+    best: int | None = None
+
+
+def read_state(folder: Path, run: Path) -> WatchState:
+    """Return the state that a watch left in `folder`, or an empty one.
+
+    Raises:
+        DamagedFileError: the file does not hold a state.
+        ValueError: another training run was watched there.
+    """
+    path = folder / STATE_NAME
+    values = read_json(path)
+    if values is None:
+        return WatchState(str(run))
+    known = {each.name for each in fields(Watched)}
+    try:
+        found = WatchState(
+            str(values["run"]),
+            {
+                int(each["step"]): _watched({k: v for k, v in each.items() if k in known})
+                for each in values["watched"]
+            },
+            values["best"],
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedFileError(path, "it does not hold the state of a watch") from error
+    if found.run != str(run):
+        raise ValueError(
+            f"watch.output_dir={folder} holds the watch of {found.run}, not of {run}; choose "
+            "another folder."
+        )
+    return found
+
+
+def _watched(values: dict[str, Any]) -> Watched:
+    figures = {name: Figure(**each) for name, each in values.pop("metrics").items()}
+    return Watched(**values, metrics=figures)
+
+
+def write_state(folder: Path, state: WatchState) -> None:
+    """Replace the state in `folder`."""
+    watched = [asdict(state.watched[step]) for step in sorted(state.watched)]
+    write_json(folder / STATE_NAME, {"run": state.run, "best": state.best, "watched": watched})
+
+
+@contextmanager
+def only_watch(folder: Path) -> Iterator[None]:
+    """Hold `folder` for one watch.
+
+    Raises:
+        ValueError: another process watches there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder / ".watch.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"watch.output_dir={folder} is in use: another action=watch runs there; wait for "
+                "its end, or choose another folder."
+            ) from None
+        yield
+    finally:
+        os.close(lock)

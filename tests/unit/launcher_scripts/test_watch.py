@@ -1,0 +1,138 @@
+"""`action=watch`: every checkpoint once, in order; torn and deleted ones do not stop the others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher_scripts.main import main
+from launcher_scripts.watch import Watch
+from launcher_scripts.watch_state import Figure, Watched, WatchState, read_state
+from tests.conftest import ROOT
+
+SAMPLE = ROOT / "examples" / "gpt_books_5m" / "gpt_books_5m.nemo"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "a run's" / "checkpoints"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def arrive(run: Path, step: int) -> Path:
+    path = run / f"gpt--step={step}.nemo"
+    partial = run.parent / "partial"
+    shutil.copyfile(SAMPLE, partial)
+    return partial.rename(path)
+
+
+def words(tmp_path: Path, *more: str) -> list[str]:
+    return [
+        "action=watch", "export=gpt3/sample", "stages=[convert]", "watch.settle_s=0",
+        "watch.poll_s=0.05", "watch.patience_s=0.5", "watch.idle_s=0",
+        f"base_results_dir={tmp_path}", f'export.run.training_dir="{tmp_path}/a run\'s"', *more,
+    ]  # fmt: skip
+
+
+def watch(tmp_path: Path, *more: str) -> tuple[int, dict[int, Watched]]:
+    status = main(words(tmp_path, *more))
+    (state,) = (tmp_path / "gpt_books_5m").glob("watch_*/watch.json")
+    return status, read_state(state.parent, tmp_path / "a run's").watched
+
+
+def test_checkpoints_are_converted_in_order_and_only_once(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrive(run, 20)
+    arrive(run, 10)
+    status, watched = watch(tmp_path, "watch.keep=0")
+    assert status == 0
+    assert [each.state for each in watched.values()] == ["evaluated"] * 2
+    shown = capsys.readouterr().out
+    assert shown.index("step_0000010/convert") < shown.index("step_0000020/convert")
+    assert not list(tmp_path.rglob("*-gpu"))
+    assert list(tmp_path.rglob("convert/job.json"))
+    arrive(run, 30)
+    status, watched = watch(tmp_path)
+    assert [each.attempts for each in watched.values()] == [1, 1, 1]
+
+
+def test_torn_and_deleted_checkpoints_are_passed_over(tmp_path: Path, run: Path) -> None:
+    torn = arrive(run, 10)
+    torn.write_bytes(torn.read_bytes()[:3_000_000])
+    arrive(run, 20)
+    status, watched = watch(tmp_path)
+    assert status == 0
+    assert [each.state for each in watched.values()] == ["passed over", "evaluated"]
+    assert "truncated or damaged" in watched[10].problem
+
+    (state,) = (tmp_path / "gpt_books_5m").glob("watch_*/watch.json")
+    values = json.loads(state.read_text())
+    values["watched"].append({**values["watched"][1], "step": 30, "state": "waiting"})
+    values["watched"][2]["path"] = str(run / "gone.nemo")
+    state.write_text(json.dumps(values))
+    assert watch(tmp_path)[1][30].state == "gone"
+
+
+def test_failed_pipelines_are_started_again_a_bounded_number_of_times(
+    tmp_path: Path, run: Path
+) -> None:
+    arrive(run, 10)
+    status, watched = watch(tmp_path, "+env_vars.PYTHONHOME=/nowhere", "watch.retries=1")
+    assert status == 1
+    assert (watched[10].state, watched[10].attempts) == ("failed", 2)
+
+
+def test_wrong_configuration_is_refused_before_anything_is_waited_for(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrive(run, 10)
+    assert main(words(tmp_path, "export.model.tensor_model_parallel_size=3")) == 2
+    assert "export.model.tensor_model_parallel_size=3" in capsys.readouterr().err
+    assert main(["action=watch", "export=gpt3/sample", "export.run.training_dir=null"]) == 2
+    assert "export.run.training_dir" in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_what_is_there_and_starts_nothing(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arrive(run, 10)
+    assert main(words(tmp_path, "dry_run=true")) == 0
+    assert "10    waiting" in capsys.readouterr().out
+    assert not (tmp_path / "gpt_books_5m").exists()
+
+
+def judged(tmp_path: Path, values: list[float], *more: str, **changes: Any) -> WatchState:
+    """Return the state after evaluations that found `values`."""
+    from launcher_scripts.configuration.compose import compose_config
+    from launcher_scripts.console import Console
+
+    words = ["export=gpt3/sample", f"base_results_dir={tmp_path}", *more]
+    config = compose_config(words).config
+    assert config is not None
+    made = Watch(config, words, compose_config, Console())
+    for step, value in enumerate(values):
+        figure = Figure(value, value - 0.1, value + 0.1, **{"higher_is_better": True, **changes})
+        repository = tmp_path / str(step)
+        repository.mkdir()
+        each = Watched(step, "", state="evaluated", metrics={"acc": figure})
+        each.repository = str(repository)
+        made.state.watched[step] = each
+        made.judge(each, is_sound=value < 0.9)
+    made.keep_the_best()
+    return made.state
+
+
+@pytest.mark.parametrize(("higher", "best"), [(True, 1), (False, 0)])
+def test_the_best_sound_checkpoint_is_named_and_its_repository_kept(
+    tmp_path: Path, higher: bool, best: int
+) -> None:
+    state = judged(tmp_path, [0.2, 0.5, 0.4, 0.95], higher_is_better=higher)
+    assert state.best == best
+    named = json.loads(next(tmp_path.rglob("best.json")).read_text())
+    assert (named["step"], named["metric"]) == (best, "acc")
