@@ -49,7 +49,7 @@ def look_after(config: Config, console: Console) -> int:
 
 def _look_into(found: Path, action: str, console: Console) -> int:
     """Run `action` on the jobs of one results folder."""
-    records = [each for each in (_read(found, name) for name in STAGES) if each is not None]
+    records = [each for each in (read_job(found, name) for name in STAGES) if each is not None]
     if not records:
         console.say(f"run_dir={found} holds no jobs; give a folder with <stage>/job.json in it.")
         return EXIT_USAGE
@@ -86,7 +86,7 @@ def _run_dirs(config: Config) -> list[Path]:
         raise DamagedFileError(path, "it names no results folder") from error
 
 
-def _read(results_dir: Path, stage: str) -> record.JobRecord | None:
+def read_job(results_dir: Path, stage: str) -> record.JobRecord | None:
     """Return a job's record, corrected from the scheduler or from this machine's processes."""
     path = results_dir / stage / record.RECORD_NAME
     found = record.read_record(path)
@@ -158,13 +158,13 @@ def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) 
         log = Path(each.log)
         positions = dict.fromkeys((log, log.with_suffix(".err")), 0)
         while True:
-            has_ended = (_read(results_dir, each.stage) or each).is_final
+            has_ended = (read_job(results_dir, each.stage) or each).is_final
             for path in positions:
                 positions[path] = _print_from(path, positions[path], console)
             if has_ended:
                 break
             time.sleep(_POLL_S)
-    return _exit_status(_read(results_dir, each.stage) or each for each in records)
+    return _exit_status(read_job(results_dir, each.stage) or each for each in records)
 
 
 def _print_from(path: Path, position: int, console: Console) -> int:
@@ -177,7 +177,7 @@ def _print_from(path: Path, position: int, console: Console) -> int:
         return log.tell()
 
 
-def _cancel(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
+def cancel_jobs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
     """End every job that has not ended, the last of the chain first."""
     running = [each for each in records if not each.is_final]
     if not running:
@@ -191,7 +191,7 @@ def _cancel(results_dir: Path, records: list[record.JobRecord], console: Console
             console.say(f"cancelling {each.stage} (job {each.job_id})")
             asked.append(each)
     deadline = time.monotonic() + _CANCEL_S
-    while not all((_read(results_dir, each.stage) or each).is_final for each in asked):
+    while not all((read_job(results_dir, each.stage) or each).is_final for each in asked):
         if time.monotonic() > deadline:
             console.say(f"some jobs have not ended within {_CANCEL_S:g} s; see action=status")
             return EXIT_FAILED
@@ -211,7 +211,7 @@ def _cancel_one(found: record.JobRecord, results_dir: Path) -> str:
     return ""
 
 
-_ACTIONS = {"status": _status, "logs": _logs, "cancel": _cancel}
+_ACTIONS = {"status": _status, "logs": _logs, "cancel": cancel_jobs}
 
 
 def _row(found: record.JobRecord) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The text of `--help`: usage, examples, and every key with its meaning."""
+"""The texts of `--help`, which fits on a screen, and of `--help all`, with every key."""
 
 from __future__ import annotations
 
@@ -6,37 +6,39 @@ import textwrap
 
 from launcher_scripts.configuration.diagnosis import files_of_group
 from launcher_scripts.configuration.schema import GROUPS, keys
+from launcher_scripts.configuration.settings import PROGRAM
 
 _USAGE = """\
 Slipway takes a trained language-model checkpoint to a served, measured Triton endpoint.
 
-usage: python main.py [group=file ...] [key=value ...] [options]
+usage: PROGRAM [group=file ...] [key=value ...] [options]
 
-stages (in this order; missing prerequisites run first)
+stages (in this order; missing prerequisites run first, finished work is skipped)
   convert     checkpoint -> FasterTransformer shards        <triton_model_dir>/1/<TP>-gpu
+              (convert.format=huggingface: for others)      <triton_model_dir>/1/huggingface
   export      shards -> Triton repository                   config.pbtxt of every model
   deploy      repository -> running server, until Ctrl-C    deploy/endpoint.json
   evaluate    server -> accuracy, latency, report           results/evaluate/report.html
-  Work that is already finished is recognised and skipped.
 
 examples
-  python main.py export=gpt3/sample                         everything, with the bundled model
-  python main.py 'stages=[export]' export.run.model_train_name=gpt3_5b \\
+  PROGRAM export=gpt3/sample                            everything, with the bundled model
+  PROGRAM export=gpt3/sample dry_run=true               show every job; start nothing
+  PROGRAM 'stages=[export]' export.run.model_train_name=gpt3_5b \\
       export.model.checkpoint_path=/models/gpt3_5b.nemo \\
-      export.model.tensor_model_parallel_size=4             a repository from a checkpoint
-  python main.py export=gpt3/sample 'stages=[deploy]'       a server, until Ctrl-C
-  python main.py export=gpt3/sample dry_run=true            show every job; start nothing
-  python main.py --config-path FOLDER --config-name FILE    repeat a saved *_config.yaml
-  python main.py action=status                              the last run; also logs and cancel
-  python main.py export=gpt3/sample --multirun \\
-      export.model.tensor_model_parallel_size=1,2           one run for each value, compared
+      export.model.tensor_model_parallel_size=4         a repository from a checkpoint
+  PROGRAM export=gpt3/sample 'stages=[deploy]'          a server, until Ctrl-C
+  PROGRAM action=status                                 the last run; also logs and cancel
+  PROGRAM action=watch export.run.training_dir=/runs/a  each checkpoint, while training runs
 
 options
-  --cfg job [--resolve]    print the configuration (--package export: a part of it)
+  --help all               every key, with its meaning, and the files to choose from
+  --cfg job [--resolve]    the configuration (--package export: a part of it)
+  --multirun key=1,2       one run for each value, compared
   --config-dir DIR         look for further configuration files here
-  --config-path, --config-name    another root of the configuration
+  --config-path FOLDER --config-name FILE    another root; a saved *_config.yaml repeats its run
   --hydra-help             Hydra's own options
   debug=true               show tracebacks
+  --version                this project's version
 
 exit status
   0 done   1 a stage failed   2 the configuration is wrong, nothing was started
@@ -44,9 +46,10 @@ exit status
 """
 
 
-def help_text() -> str:
-    """Return the whole help."""
-    return "\n".join([_USAGE, _groups(), _keys()])
+def help_text(*, everything: bool) -> str:
+    """Return usage and examples; with `everything` also the files to choose and all keys."""
+    usage = _USAGE.replace("PROGRAM", PROGRAM)
+    return "\n".join([usage, _groups(), _keys()]) if everything else usage
 
 
 def _groups() -> str:

@@ -109,7 +109,9 @@ def note_submission(job: Job, text: str) -> None:
 
 
 def git_revision(checkout: Path) -> str:
-    """Return the commit of the checkout, marked when it has changes; empty outside of git."""
+    """Return the commit of the checkout, marked when it has changes; empty without one."""
+    if not (checkout / ".git").exists():
+        return ""  # an installed package may lie inside another project's checkout
     command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)

@@ -11,8 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[1]
-if str(CHECKOUT) not in sys.path:  # started as launcher_scripts/main.py
-    sys.path.insert(0, str(CHECKOUT))
+# Started as launcher_scripts/main.py, or installed next to another distribution's `inference`.
+sys.path.insert(0, str(CHECKOUT))
 
 if missing := [name for name in ("hydra", "submitit", "yaml") if find_spec(name) is None]:
     sys.exit(
@@ -20,6 +20,7 @@ if missing := [name for name in ("hydra", "submitit", "yaml") if find_spec(name)
         f"use {CHECKOUT / '.venv' / 'bin' / 'python'}"
     )
 
+from export_scripts import __version__  # noqa: E402
 from launcher_scripts.configuration.arguments import (  # noqa: E402
     SHELL_COMPLETION,
     Arguments,
@@ -70,12 +71,15 @@ def _speak_utf8() -> None:
 
 def _run(words: Sequence[str]) -> int:
     """Run a command line, given as its words, and return the exit status."""
-    arguments = read_arguments(words)
     console = Console()
+    if "--version" in words:
+        console.say(f"slipway-serving {__version__}")
+        return EXIT_OK
+    arguments = read_arguments(words)
     if arguments.wants_help:
         from launcher_scripts.help import help_text
 
-        console.say(help_text())
+        console.write(help_text(everything="all" in words))
         return EXIT_OK
     if SHELL_COMPLETION in arguments.hydra_flags:
         return _answer_by_hydra(arguments)  # its words, such as install=bash, are not overrides
@@ -87,6 +91,8 @@ def _run(words: Sequence[str]) -> int:
         return _report(problems) if problems else _answer_by_hydra(arguments)
     if composition.config is None:
         return _report(problems)
+    if composition.config.action == "watch" and not problems:
+        return _watch(arguments, composition.config, console)
     if composition.config.action != "run" and not problems:
         from launcher_scripts.actions import look_after
 
@@ -138,6 +144,21 @@ def _sweep(arguments: Arguments, words: Sequence[str], console: Console) -> int:
         label = f"{each.label}: " if len(wanted) > 1 and each.values else ""
         problems += [f"{label}{text}" for text in found]
     return _report(problems) if problems else run_all(invocations, outcomes, console)
+
+
+def _watch(arguments: Arguments, config: Config, console: Console) -> int:
+    """Evaluate every checkpoint of a training run, as it is written."""
+    from launcher_scripts.watch import RefusedError, Watch
+
+    watch = Watch(config, arguments.overrides, functools.partial(_compose, arguments), console)
+    if problems := watch.check():
+        return _report(problems)
+    try:
+        return watch.run()
+    except RefusedError as error:
+        return _report(error.args[0])
+    except ValueError as error:
+        return _report([str(error)])
 
 
 def _other_replica(config: Config) -> int:

@@ -14,7 +14,7 @@ from launcher_scripts.stage_table import STAGE_TABLE, Context, build_stage
 from stages import STAGES
 from stages.base import Finding, Stage, Standing
 from stages.convert import ConvertStage
-from stages.deploy_config import is_store_url
+from stages.deploy_config import OPENAI, VLLM, is_store_url
 
 # Names that the NeMo launcher gives to the same work.
 STAGE_ALIASES = {"conversion": "convert", "evaluation": "evaluate"}
@@ -139,7 +139,8 @@ def _without_time_limits(config: Config) -> Config:
     """Return the configuration with time limits of a day, which the other checks can read."""
     copied = copy.deepcopy(config)
     for row in STAGE_TABLE.values():
-        operator.attrgetter(row.settings)(copied).time_limit = "1-00:00:00"
+        section = operator.attrgetter(row.settings)(copied)
+        object.__setattr__(section, "time_limit", "1-00:00:00")  # some sections are frozen
     return copied
 
 
@@ -155,7 +156,10 @@ def _with_needs(
     if stage is None:
         return []
     needed = STAGE_TABLE[name].needs
-    if needed is None or needed in requested or not _uses_export(name, config):
+    uses = _uses_export(name, config)
+    if _serves_folder(config) and name in ("deploy", "evaluate"):
+        needed, uses = "convert", config.deploy.repository is None and not config.evaluate.server
+    if needed is None or needed in requested or not uses:
         return [(stage, None)]
     before = [
         (each, needed_by or name)
@@ -165,8 +169,15 @@ def _with_needs(
     return [*missing, (stage, None)]
 
 
+def _serves_folder(config: Config) -> bool:
+    """Return whether another engine serves a Hugging Face folder; nothing is exported then."""
+    return config.deploy.engine in (VLLM, OPENAI)
+
+
 def _uses_export(name: str, config: Config) -> bool:
     """Return whether a stage works on the export of this pipeline."""
+    if _serves_folder(config) and name in ("deploy", "evaluate"):
+        return False
     if name == "evaluate" and config.evaluate.server is not None:
         return False
     if name == "deploy" and config.cluster_type == "kubernetes":

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from launcher_scripts import job_folder
 from launcher_scripts.configuration.settings import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK
+from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.console import Console
 from launcher_scripts.launchers.base import (
     AFTER_START,
@@ -56,9 +57,14 @@ class Run:
     def render(self) -> None:
         """Write and print every job's script and configuration; start nothing."""
         ids: dict[str, str] = {}
+        rows = []
         for number, (name, job) in enumerate(self.jobs.items()):
             ids[name] = str(_FIRST_DRY_ID + number)
-            script = self.launcher.render(job, self._dependencies(name, ids))
+            after = self._dependencies(name, ids)
+            rows.append(
+                (f"{name} ({ids[name]})", *_requested(job), ", ".join(map(str, after)) or "-")
+            )
+            script = self.launcher.render(job, after)
             written = job_folder.write_job_files(job, script, script_name=self.launcher.script_name)
             for path in written:
                 if path != job.whole_config_path:
@@ -67,8 +73,13 @@ class Run:
                 self.console.say(f"to start it: kubectl apply -f {shlex.quote(str(written[-1]))}")
         if self.launcher.only_renders:
             return
+        header = ("job", "nodes", "GPUs", "time", "depends on")
+        self.console.say(self.console.table(header, rows))
+        for stage in (each.stage for each in self.planned if each.name in self.jobs):
+            for forecast in stage.forecasts():
+                self.console.say(f"{stage.name}: {forecast}")
         count = "one job" if len(self.jobs) == 1 else f"{len(self.jobs)} jobs"
-        self.console.say(f"dry run: {count} written, nothing started")
+        self.console.say(f"\ndry run: {count} written, nothing started")
 
     def run_all(self, *, wait: bool) -> int:
         """Start every job and return the exit status.
@@ -278,6 +289,13 @@ class Run:
                 self.console.say(
                     f"{handle.job.stage.name}: job {handle.job_id} does not end; see action=status"
                 )
+
+
+def _requested(job: Job) -> tuple[str, str, str]:
+    """Return the nodes, GPUs in all and time limit that a job requests."""
+    asked = job.stage.resources()
+    gpus = "-" if asked.gpus_per_node is None else str(asked.gpus_per_node * asked.nodes)
+    return str(asked.nodes), gpus, slurm_notation(asked.time_limit_min)
 
 
 def _exit_status(handle: JobHandle, state: str) -> int:

@@ -1,13 +1,14 @@
-"""Composition of the configuration with Hydra, which reports all problems at once."""
+"""Composition of the configuration: Hydra merges files, then plain data is checked and built.
+
+Every problem is reported at once. A wrong override is left out, and the rest is composed.
+"""
 
 from __future__ import annotations
 
-import copy
 import functools
-import itertools
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,28 +16,29 @@ from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import AnyNode, DictConfig, Node, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from export_scripts.suggest import closest
-from export_scripts.values import Key
+from export_scripts.values import MISSING, Key, built
 from launcher_scripts.configuration.diagnosis import (
     KEYS,
     InvalidValueError,
-    check_names,
+    check_name,
     diagnose,
     first_line,
+    is_free,
     objection,
+    unknown_keys,
 )
 from launcher_scripts.configuration.nemo_root import CONFIG_NAME, read_root
 from launcher_scripts.configuration.schema import GROUPS, Config
-from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR
+from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR, IS_INSTALLED
 
 
 @dataclass(frozen=True)
@@ -63,26 +65,18 @@ _OBJECTIONS = (HydraException, OmegaConfBaseException, ValueError, yaml.YAMLErro
 
 @functools.cache
 def register() -> None:
-    """Make the schema and the resolvers known to Hydra and OmegaConf."""
-    ConfigStore.instance().store(name="schema", node=schema())
+    """Make the defaults of keys and the resolvers known to Hydra and OmegaConf."""
+    values: dict[str, Any] = {}
+    for key in KEYS.values():
+        _put(values, key.name, key.default)
+    ConfigStore.instance().store(name="schema", node=values)
     for name, function in _RESOLVERS.items():
         OmegaConf.register_new_resolver(name, function, replace=True)
 
 
-def schema() -> DictConfig:
-    """Return the schema as OmegaConf checks it.
-
-    OmegaConf takes 2 and "on" for true. Truth values keep their spelling here, and `Key` refuses
-    such ones.
-    """
-    made: DictConfig = OmegaConf.structured(Config)
-    for key in KEYS.values():
-        if bool in key.types:
-            parent, leaf = _parent(made, key.name), key.name.rpartition(".")[2]
-            old = parent._get_node(leaf)
-            assert isinstance(old, Node)
-            parent.__dict__["_content"][leaf] = AnyNode(old._value(), key=leaf, parent=parent)
-    return made
+def _is_installed(scripts: str) -> bool:
+    """Return whether launcher_scripts is the installed package's, where nothing is written."""
+    return IS_INSTALLED and Path(scripts) == CHECKOUT / "launcher_scripts"
 
 
 # multiply, divide_ceil and divide_floor are the names that configurations of the NeMo launcher use.
@@ -91,6 +85,7 @@ _RESOLVERS: dict[str, Callable[..., Any]] = {
     "divide_ceil": lambda x, y: int(-(-x // y)),
     "divide_floor": lambda x, y: int(x // y),
     "checkout": lambda: str(CHECKOUT),
+    "work_dir": lambda scripts: str(Path.cwd()) if _is_installed(scripts) else scripts,
     "server_host": lambda cluster: "127.0.0.1" if cluster == "local" else "0.0.0.0",
 }
 
@@ -102,7 +97,11 @@ def compose_config(
     config_name: str = CONFIG_NAME,
     extra_dir: Path | None = None,
 ) -> Composition:
-    """Return the configuration; wrong overrides are reported and left out."""
+    """Return the configuration; wrong overrides are reported and left out.
+
+    Where a requested file is missing the configuration is None: checks of the default file in its
+    place would mislead.
+    """
     register()
     path = config_dir / f"{config_name.removesuffix('.yaml')}.yaml"
     if not path.is_file():
@@ -114,24 +113,31 @@ def compose_config(
     overrides, foreign = root.without_foreign(overrides)
     folders = [*filter(None, [extra_dir]), *root.searched]
     searched = ",".join(f"file://{each}" for each in folders)
-    composer = _Composer(root.name, [f"hydra.searchpath=[{searched}]"] if searched else [])
-    notes = _about_other_stages(path, [*root.foreign, *foreign])
+    always = [f"hydra.searchpath=[{searched}]"] if searched else []
+    choices = [each for each in overrides if _is_for_hydra(each)]
+    problems: list[str] = []
     with _hydra(config_dir):
-        config, problems = composer.compose_what_works(overrides)
-        if config is None:
-            return Composition(None, problems=tuple(problems))
-        problems += [_missing_text(key) for key in KEYS.values() if _is_missing(config, key.name)]
-        if any(_is_missing(config, name) for name in KEYS):
-            return Composition(None, problems=tuple(problems))
         try:
-            resolved = OmegaConf.to_container(config, resolve=True)
-            built = OmegaConf.to_object(config)
-        except OmegaConfBaseException as error:
-            return Composition(None, problems=(*problems, first_line(error)))
-    assert isinstance(built, Config)
-    assert isinstance(resolved, dict)
-    plain = {str(key): value for key, value in resolved.items()}
-    return Composition(built, plain, tuple(problems), notes)
+            config = _merged(root.name, [*always, *choices])
+            has_files = True
+        except _OBJECTIONS:
+            try:
+                config = _merged(root.name, always)
+            except _OBJECTIONS as error:
+                text = f"the configuration files are unusable: {objection(error)}."
+                return Composition(None, problems=(text,))
+            has_files = False
+            for each in choices:
+                problems += _objections(root.name, always, each)
+        for each in overrides:
+            if not _is_for_hydra(each):
+                problems += _override(config, each)
+        resolved, more = _resolved(config)
+    problems += [*unknown_keys(config), *more]
+    notes = _about_other_stages(path, [*root.foreign, *foreign])
+    if more or not has_files:
+        return Composition(None, problems=tuple(problems))
+    return Composition(built(Config, resolved), resolved, tuple(problems), notes)
 
 
 def _about_other_stages(path: Path, foreign: Sequence[str]) -> tuple[str, ...]:
@@ -140,168 +146,119 @@ def _about_other_stages(path: Path, foreign: Sequence[str]) -> tuple[str, ...]:
     return (f"{path}: not part of this pipeline: {', '.join(names)}",) if names else ()
 
 
-class _Composer:
-    """Composes one root repeatedly, with different overrides."""
+def _is_for_hydra(override: str) -> bool:
+    """Return whether an override chooses a file, or was meant to, or is about Hydra itself."""
+    name = override.partition("=")[0].lstrip("+~")
+    return (
+        name in GROUPS
+        or name.startswith(("hydra.", "hydra/"))
+        or (name not in KEYS and closest(name, GROUPS) is not None)
+    )
 
-    def __init__(self, config_name: str, always: Sequence[str]) -> None:
-        self._name = config_name
-        self._always = list(always)
 
-    def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Return the typed configuration. Raises the errors of Hydra, OmegaConf and the schema."""
-        config = self._typed(overrides)
-        _check(config)
-        return config
+def _merged(name: str, choices: Sequence[str]) -> DictConfig:
+    """Return the files of a root as untyped data. Raises the errors of Hydra and OmegaConf."""
+    for each in choices:
+        check_name(each)
+    config = compose(name, overrides=list(choices), return_hydra_config=True)
+    HydraConfig.instance().set_config(config)
+    values = OmegaConf.to_container(config)
+    assert isinstance(values, dict)
+    del values["hydra"]
+    # A saved configuration does not name the schema, whose defaults it may lack.
+    defaults = ConfigStore.instance().load("schema.yaml").node
+    made = OmegaConf.merge(OmegaConf.to_container(defaults), values)
+    assert isinstance(made, DictConfig)
+    return made
 
-    def compose_what_works(self, overrides: Sequence[str]) -> tuple[DictConfig | None, list[str]]:
-        """Return the configuration without the overrides that are wrong, and their problems.
 
-        If a requested file is missing, the configuration is None: checks of the default file in its
-        place would mislead.
-        """
-        try:
-            return self.compose(overrides), []
-        except _OBJECTIONS:
-            pass
-        try:
-            self.compose([])
-        except InvalidValueError as error:
-            return None, list(error.problems)
-        except _OBJECTIONS as error:
-            return None, [f"the configuration files are unusable: {objection(error)}."]
-        problems: list[str] = []
-        # A file is chosen before its keys are set, as Hydra does it.
-        chosen = list(filter(_is_group_choice, overrides))
-        files = [each for each in chosen if not self._objections(each, problems)]
-        config = self._typed(files)
-        for override in itertools.filterfalse(_is_group_choice, overrides):
-            problems += _override(config, override)
-        try:
-            _check(config)
-        except InvalidValueError as error:
-            problems += error.problems
-            return None, problems
-        return config if files == chosen else None, problems
-
-    def _objections(self, choice: str, problems: list[str]) -> bool:
-        """Return whether a file cannot be chosen; adds the reason to `problems`."""
-        try:
-            self._typed([choice])
-        except _OBJECTIONS as error:
-            problems += diagnose(choice, error)
-            return True
-        return False
-
-    def _typed(self, overrides: Sequence[str]) -> DictConfig:
-        """Return the configuration with its schema, its values not yet checked."""
-        check_names(overrides)
-        config = compose(
-            self._name, overrides=[*self._always, *overrides], return_hydra_config=True
-        )
-        HydraConfig.instance().set_config(config)
-        with open_dict(config):
-            del config["hydra"]
-        if OmegaConf.get_type(config) is Config:
-            return config
-        # A saved configuration does not name the schema.
-        typed = OmegaConf.merge(schema(), OmegaConf.to_container(config))
-        assert isinstance(typed, DictConfig)
-        return typed
+def _objections(name: str, always: Sequence[str], choice: str) -> list[str]:
+    """Return why a file cannot be chosen, empty if it can."""
+    try:
+        _merged(name, [*always, choice])
+    except _OBJECTIONS as error:
+        return diagnose(choice, error)
+    return []
 
 
 def _override(config: DictConfig, override: str) -> list[str]:
     """Apply an override as Hydra does; return its problems if it is left out."""
-    put_back = _nothing
     try:
-        check_names([override])
+        check_name(override)
         parsed = OverridesParser.create().parse_override(override)
+        name, value = parsed.key_or_group, parsed.value()
         if parsed.is_sweep_override():
             raise HydraException(override)
-        put_back = _restorer(config, parsed.key_or_group)
-        ConfigLoaderImpl._apply_overrides_to_config([parsed], config)
-        _check(config, below=parsed.key_or_group)
+        if parsed.is_delete():
+            if OmegaConf.select(config, name) is None:
+                raise HydraException(override)
+            parent, _, leaf = name.rpartition(".")
+            del OmegaConf.select(config, parent)[leaf]
+        elif name not in KEYS:
+            if not is_free(name):
+                raise HydraException(override)
+            OmegaConf.update(config, name, value, force_add=True)
+        else:
+            if not _refers(value):
+                value = _checked(KEYS[name], value)
+            OmegaConf.update(config, name, value)
     except _OBJECTIONS as error:
-        put_back()
         return diagnose(override, error)
     return []
 
 
-def _nothing() -> None:
-    """Restore nothing: nothing was changed."""
+def _refers(value: Any) -> bool:
+    """Return whether a value is only known once other keys are."""
+    return isinstance(value, str) and "${" in value
 
 
-def _restorer(config: DictConfig, name: str) -> Callable[[], None]:
-    """Return a function that restores the present value of a key, or of the mapping it joins."""
-    parent, leaf = config, name
-    for part in name.split("."):
-        leaf = part
-        node = parent._get_node(part, validate_access=False)  # new names are free in some mappings
-        if not isinstance(node, DictConfig) or f"{parent._get_full_key(part)}" == name:
-            break
-        parent = node
-    content = parent.__dict__["_content"]
-    before = copy.deepcopy(content.get(leaf)) if isinstance(content, dict) else None
-
-    def put_back() -> None:
-        if before is None:
-            content.pop(leaf, None)
-        else:
-            content[leaf] = before
-
-    return put_back
-
-
-def _check(config: DictConfig, *, below: str = "") -> None:
-    """Make paths absolute. Raises InvalidValueError with every problem of the values.
-
-    With `below`, only this key, or the keys of this section, are checked.
-    """
-    keys = [key for key in KEYS.values() if not below or f"{key.name}.".startswith(f"{below}.")]
-    if problems := list(_problems(config, keys)) or list(_make_absolute(config, keys)):
-        raise InvalidValueError(*problems)
-
-
-def _problems(config: DictConfig, keys: Iterable[Key]) -> Iterator[str]:
-    """Yield the problems of the values, except of keys that only refer to another key."""
-    for key in keys:
+def _resolved(config: DictConfig) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of all keys as plain data, and every problem of theirs."""
+    resolved: dict[str, Any] = {}
+    problems = []
+    for key in KEYS.values():
         parent, leaf = _parent(config, key.name), key.name.rpartition(".")[2]
-        if OmegaConf.is_missing(parent, leaf):
+        if parent is None:
+            continue  # the section has a value in its place, which is reported as unknown
+        raw = OmegaConf.to_container(parent).get(leaf)  # type: ignore[union-attr]
+        if raw == MISSING:
+            problems.append(f"{key.name} is not set ({key.text}); give it as {key.name}=<value>.")
             continue
         try:
             value = OmegaConf.select(config, key.name)
-        except OmegaConfBaseException:
-            continue  # an interpolation of a missing key, which is reported there
-        if _repeats_another(parent, leaf):
-            continue
-        if found := key.problem(value):
-            yield found
-
-
-def _repeats_another(parent: DictConfig, leaf: str) -> bool:
-    """Return whether a value only refers to another key, which has the same problem."""
-    node = parent._get_node(leaf)
-    text = node._value() if isinstance(node, Node) else None
-    return isinstance(text, str) and _REFERENCE.fullmatch(text) is not None
-
-
-def _make_absolute(config: DictConfig, keys: Iterable[Key]) -> Iterator[str]:
-    """Make paths independent of the command's working directory; yield their problems."""
-    for key in keys:
-        parent, leaf = _parent(config, key.name), key.name.rpartition(".")[2]
-        if (
-            not key.is_path
-            or OmegaConf.is_missing(parent, leaf)
-            or OmegaConf.is_interpolation(parent, leaf)
-            or not parent[leaf]
-        ):
-            continue
-        try:
-            if key.is_list:
-                parent[leaf] = [_absolute(each, key.name) for each in parent[leaf]]
-            else:
-                parent[leaf] = _absolute(parent[leaf], key.name)
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+            _put(resolved, key.name, _checked(key, value))
+        except InterpolationToMissingValueError:
+            continue  # the missing key is reported
+        except OmegaConfBaseException as error:
+            text = first_line(error)
+            if not any(each.endswith(text.partition(": ")[2]) for each in problems):
+                problems.append(text)  # once for all keys that refer to this one
         except InvalidValueError as error:
-            yield from error.problems
+            # A value that only refers to another key has the same problem.
+            if not (isinstance(raw, str) and _REFERENCE.fullmatch(raw)):
+                problems += error.problems
+        except ValueError:
+            problems.append(key.refusal(value))
+    return resolved, problems
+
+
+def _checked(key: Key, value: Any) -> Any:
+    """Return a value in the type of its key, a path absolute.
+
+    Raises:
+        InvalidValueError: the value is refused.
+        ValueError: it has another type.
+    """
+    value = key.converted(value)
+    if found := key.problem(value):
+        raise InvalidValueError(found)
+    if not key.is_path or not value:
+        return value
+    if key.is_list:
+        return [_absolute(each, key.name) for each in value]
+    return _absolute(value, key.name)
 
 
 def _absolute(text: str, key: str) -> str:
@@ -322,27 +279,18 @@ def _absolute(text: str, key: str) -> str:
     return str(path.resolve() if ".." in path.parts else path)
 
 
-def _parent(config: DictConfig, name: str) -> DictConfig:
-    parent = OmegaConf.select(config, name.rpartition(".")[0]) if "." in name else config
-    assert isinstance(parent, DictConfig)
-    return parent
+def _parent(config: DictConfig, name: str) -> DictConfig | None:
+    """Return the section of a key; None if a value takes its place."""
+    found = OmegaConf.select(config, name.rpartition(".")[0]) if "." in name else config
+    return found if isinstance(found, DictConfig) else None
 
 
-def _is_missing(config: DictConfig, name: str) -> bool:
-    """Return whether the key itself, not a key that it refers to, lacks a value."""
-    return OmegaConf.is_missing(_parent(config, name), name.rpartition(".")[2]) and not (
-        OmegaConf.is_interpolation(_parent(config, name), name.rpartition(".")[2])
-    )
-
-
-def _missing_text(key: Key) -> str:
-    return f"{key.name} is not set ({key.text}); give it as {key.name}=<value>."
-
-
-def _is_group_choice(override: str) -> bool:
-    """Return whether an override chooses a file, or was meant to."""
-    name = override.partition("=")[0].lstrip("+~")
-    return name in GROUPS or (name not in KEYS and closest(name, GROUPS) is not None)
+def _put(values: dict[str, Any], name: str, value: Any) -> None:
+    """Put a value under a dotted name."""
+    *sections, leaf = name.split(".")
+    for each in sections:
+        values = values.setdefault(each, {})
+    values[leaf] = value
 
 
 @contextmanager

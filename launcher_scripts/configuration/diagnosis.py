@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 
 from export_scripts.suggest import closest, did_you_mean
 from export_scripts.values import Key, shortened
@@ -36,30 +37,38 @@ def files_of_group(group: str) -> list[str]:
     return sorted(each.as_posix() for each in files)
 
 
-def check_names(overrides: Sequence[str]) -> None:
-    """Check that overrides do not add or remove keys, outside of mappings with free names.
+def check_name(override: str) -> None:
+    """Check that an override does not add or remove a key, outside of mappings with free names.
 
     Raises:
         InvalidValueError: `+` adds a key that the schema lacks, or has already; `~` removes one.
     """
-    for override in overrides:
-        sign = override[: len(override) - len(override.lstrip("+~"))]
-        name = override.partition("=")[0].lstrip("+~")
-        if not sign or _is_below_free_form(name):
-            continue
-        if sign == "++" and name in KEYS:
-            continue  # added or changed
-        if name not in KEYS and name not in GROUPS:
-            raise InvalidValueError(_unknown_key(override, name))
-        if sign == "~":
-            raise InvalidValueError(
-                f"{override}: {name} cannot be removed; give it another value, or null where "
-                "--help allows it."
-            )
+    sign = override[: len(override) - len(override.lstrip("+~"))]
+    name = override.partition("=")[0].lstrip("+~")
+    if not sign or is_free(name):
+        return
+    if sign == "++" and name in KEYS:
+        return  # added or changed
+    if name not in KEYS and name not in GROUPS:
+        raise InvalidValueError(_unknown_key(override, name))
+    if sign == "~":
         raise InvalidValueError(
-            f"{override}: {name} exists already; leave the {sign} out: "
-            f"{override.removeprefix(sign)}"
+            f"{override}: {name} cannot be removed; give it another value, or null where "
+            "--help all allows it."
         )
+    raise InvalidValueError(
+        f"{override}: {name} exists already; leave the {sign} out: {override.removeprefix(sign)}"
+    )
+
+
+def unknown_keys(values: DictConfig, prefix: str = "") -> Iterator[str]:
+    """Yield the problem of each key in the files that the schema lacks."""
+    for each, value in values.items_ex(resolve=False):
+        name = prefix + str(each)
+        if name in _SECTIONS and isinstance(value, DictConfig):
+            yield from unknown_keys(value, f"{name}.")
+        elif name not in KEYS:
+            yield _unknown_key(f"{name} (in a configuration file)", name)
 
 
 def diagnose(override: str, error: Exception) -> list[str]:
@@ -80,7 +89,7 @@ def _diagnosis(override: str, error: Exception) -> str:
         return f"{override}: the entry does not exist; null entries are left out anyway."
     if key in GROUPS and not parsed.is_sweep_override():
         return _unknown_choice(key, override.partition("=")[2])
-    if key not in KEYS and not _is_below_free_form(key):
+    if key not in KEYS and not is_free(key):
         return _unknown_key(override, key)
     if parsed.is_sweep_override():
         value = override.partition("=")[2]
@@ -120,7 +129,7 @@ def _unknown_key(override: str, key: str) -> str:
         inside = sorted(name for name in KEYS if name.startswith(f"{key}."))
         return f"{override}: {key} is a section; set one of its keys: {', '.join(inside)}."
     known = [*KEYS, *GROUPS]
-    remedy = "" if did_you_mean(key, known) else "; --help lists all keys"
+    remedy = "" if did_you_mean(key, known) else "; --help all lists the keys"
     return f"{override}: unknown key {key}{did_you_mean(key, known)}{remedy}."
 
 
@@ -144,7 +153,7 @@ def _is_entry(key: Key, value: object) -> bool:
     return has_kind and key.problem([value]) is None
 
 
-def _is_below_free_form(name: str) -> bool:
+def is_free(name: str) -> bool:
     """Return whether a key is inside a mapping with free names."""
     parents = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
     return any(each in KEYS for each in parents)

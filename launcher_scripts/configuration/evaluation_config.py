@@ -8,7 +8,7 @@ from pathlib import Path
 from export_scripts.checkpoints.hub import cached_model
 from export_scripts.triton.parameters import DEFAULT_MAX_SEQ_LEN
 from export_scripts.triton.repository import ENSEMBLE
-from inference.evaluation.options import REFERENCES, EvaluationOptions
+from inference.evaluation.options import OPENAI, REFERENCES, EvaluateSection, EvaluationOptions
 from inference.evaluation.record import RunFacts
 from launcher_scripts.configuration.export_config import has_ensemble
 from launcher_scripts.configuration.schema import Config
@@ -65,10 +65,10 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
     options = EvaluationOptions(
         **vars(section),
         data_dir=Path(config.data_dir),
-        openai_url=section.harness.url or _expected_openai_url(section.server, server),
+        openai_url=section.harness.url or _expected_openai_url(section, server),
         model_name=server.model_name,
         ensemble_name=ENSEMBLE if has_ensemble(config) else None,
-        tokenizer_dir=weights_dir,
+        tokenizer_dir=Path(section.tokenizer) if section.tokenizer else weights_dir,
         weights_dir=weights_dir,
         source_path=find_checkpoint(cached_model(Path(config.export.model.checkpoint_path))),
         types=tuple(types),
@@ -78,6 +78,17 @@ def _evaluation_options(config: Config, server: DeployConfig) -> EvaluationOptio
         else triton.max_batch_size,
         given=tuple((name, str(value)) for name, value in config.convert.given.items()),
     )
+    if server.is_other_engine and section.server is None:
+        options = replace(
+            options,
+            protocol=OPENAI,
+            model=section.model or server.model_name,
+            tokenizer_dir=Path(section.tokenizer or server.folder),
+            weights_dir=None,
+            ensemble_name=None,
+            max_seq_len=None,
+            max_batch_size=None,
+        )
     return replace(options, reference=_reference(section.reference))
 
 
@@ -111,8 +122,10 @@ def _reference(text: str) -> str:
     return text if text in REFERENCES else str(Path(text).expanduser().absolute())
 
 
-def _expected_openai_url(named: str | None, server: DeployConfig) -> str | None:
-    """Return where the pipeline's own server will speak OpenAI's protocol, as far as is known."""
-    if named is not None or server.openai is None:
+def _expected_openai_url(section: EvaluateSection, server: DeployConfig) -> str | None:
+    """Return where the server will speak OpenAI's protocol, as far as is known."""
+    if section.server is not None and section.protocol == OPENAI:
+        return section.server
+    if section.server is not None or server.endpoint is None:
         return None
-    return f"http://{server.host}:{server.openai.port}/v1"
+    return f"http://{server.host}:{server.endpoint.port}/v1"

@@ -15,15 +15,29 @@ from stages.planned_model import SIZES_KEY, PlannedModel
 
 
 def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
-    """Return the request for the conversion; `exports`: whether a repository follows."""
+    """Return the request for the conversion; `exports`: whether a repository follows.
+
+    Raises:
+        ValueError: The repository that follows cannot hold the format.
+    """
     model = config.export.model
     extra = config.convert
+    deployment = config.export.triton_deployment
+    is_huggingface = extra.format == "huggingface"
+    if exports and is_huggingface:
+        raise ValueError(
+            "convert.format=huggingface makes a folder for other engines, which a repository "
+            "cannot hold: run stages=[convert] alone, or leave convert.format=fastertransformer"
+        )
     return ConversionRequest(
         checkpoint_path=cached_model(Path(model.checkpoint_path)),
         checkpoint_name=model.checkpoint_name,
-        output_dir=Path(config.export.triton_deployment.triton_model_dir) / "1",
-        tp_size=model.tensor_model_parallel_size,
-        pp_size=config.export.triton_deployment.pipeline_model_parallel_size,
+        output_dir=Path(deployment.triton_model_dir) / "1",
+        # The ranks are the server's; a Hugging Face folder has none.
+        tp_size=1 if is_huggingface else model.tensor_model_parallel_size,
+        output_format=extra.format,
+        max_shard_bytes=extra.max_shard_bytes,
+        pp_size=1 if is_huggingface else deployment.pipeline_model_parallel_size,
         weight_data_type=model.weight_data_type,
         processes=model.processes,
         model_type=config.export.run.model_type,
@@ -31,6 +45,7 @@ def conversion_request(config: Config, *, exports: bool) -> ConversionRequest:
         ia3_checkpoints=tuple(Path(each) for each in extra.ia3_checkpoints),
         ia3_in_place=extra.ia3_in_place,
         adapter_checkpoints=tuple(Path(each) for each in extra.adapter_checkpoints),
+        lora_checkpoints=tuple(Path(each) for each in extra.lora_checkpoints),
         activation_ranges=_path(extra.activation_ranges),
         vocab_path=_path(extra.vocab_path),
         merges_path=_path(extra.merges_path),

@@ -12,18 +12,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
+from export_scripts.conversion.request import MAX_SHARD_BYTES, OUTPUT_FORMATS
 from export_scripts.families import FAMILIES
-from export_scripts.values import NODE_CPUS, NODE_MEMORY_GB, Key, keys_of, option
+from export_scripts.values import (
+    INT32,
+    NODE_CPUS,
+    NODE_GPUS,
+    NODE_MEMORY_GB,
+    SECONDS,
+    TOKENS,
+    Key,
+    keys_of,
+    option,
+)
 from inference.evaluation.options import EvaluateSection
-from inference.gateway.access import DEFAULT_MAX_REQUEST_MB
-from inference.openai.options import DEFAULT_PORT
 from launcher_scripts.configuration.cluster_section import CLUSTERS, ClusterSection
+from stages.deploy_config import DeploySection
 
 DATA_TYPES = ("fp32", "fp16", "bf16")
-# Bounds beyond which a number can only be a typing error.
-_RANKS, _NODE_GPUS = 4096, 64
-_TOKENS, _SECONDS, _PORT = 1 << 20, 30 * 24 * 3600, 65535
-_INT32 = (1 << 31) - 1  # numbers of config.pbtxt
+_RANKS = 4096  # beyond which a number can only be a typing error
 
 
 @dataclass
@@ -39,7 +46,7 @@ class RunSection:
     results_dir: str = option("folder of this export: logs, repository and report", path=True)
     model_type: str = option("kind of checkpoint: gpt3, t5, mt5, ...")
     gpus_per_node: int | None = option(
-        "GPUs for convert and export, which need none", None, within=(1, _NODE_GPUS)
+        "GPUs for convert and export, which need none", None, within=(1, NODE_GPUS)
     )
     cpus_per_task: int | None = option(
         "CPU cores for convert and export", None, within=(1, NODE_CPUS)
@@ -54,12 +61,12 @@ class SizesSection:
     """`export.model.sizes`: a model to plan for (dry_run=true) before its checkpoint is here."""
 
     family: str | None = option("its family", None, choices=tuple(FAMILIES))
-    hidden: int | None = option("width of the residual stream", None, within=(1, _TOKENS))
+    hidden: int | None = option("width of the residual stream", None, within=(1, TOKENS))
     layers: int | None = option("layers; of a T5, those of each stack", None, within=(1, 10_000))
-    heads: int | None = option("attention heads", None, within=(1, _TOKENS))
-    vocab: int = option("tokens", 51200, within=(1, _INT32))
-    inter_size: int | None = option("width of the MLP; null: 4 x hidden", None, within=(1, _INT32))
-    positions: int = option("longest sequence, where there is a limit", 2048, within=(1, _TOKENS))
+    heads: int | None = option("attention heads", None, within=(1, TOKENS))
+    vocab: int = option("tokens", 51200, within=(1, INT32))
+    inter_size: int | None = option("width of the MLP; null: 4 x hidden", None, within=(1, INT32))
+    positions: int = option("longest sequence, where there is a limit", 2048, within=(1, TOKENS))
 
 
 @dataclass
@@ -93,7 +100,7 @@ class TritonDeploymentSection:
     triton_model_dir: str = option(
         "folder of the served model; its parent is the Triton repository", path=True
     )
-    max_batch_size: int = option("largest batch that the server accepts", within=(1, _INT32))
+    max_batch_size: int = option("largest batch that the server accepts", within=(1, INT32))
     pipeline_model_parallel_size: int = option(
         "groups of layers when serving; must divide the layers", within=(1, _RANKS)
     )
@@ -128,26 +135,26 @@ class BenchmarkSection:
     input_len: int = option(
         "accepted for compatibility: see evaluate.latency.shapes",
         60,
-        within=(1, _TOKENS),
+        within=(1, TOKENS),
         ignored=True,
     )
     output_len: int = option(
         "accepted for compatibility: see evaluate.latency.shapes",
         20,
-        within=(1, _TOKENS),
+        within=(1, TOKENS),
         ignored=True,
     )
     batch_sizes: list[int] = option(
         "accepted for compatibility: see evaluate.latency.batch_sizes",
         [1, 2, 4, 8, 16, 32, 64, 128, 256],
-        within=(1, _INT32),
+        within=(1, INT32),
         ignored=True,
     )
-    triton_wait_time_s: float = option("seconds to wait for the server", 300, within=(0, _SECONDS))
+    triton_wait_time_s: float = option("seconds to wait for the server", 300, within=(0, SECONDS))
     vocab_size: int = option(
         "accepted for compatibility: prompts are real text",
         51200,
-        within=(1, _INT32),
+        within=(1, INT32),
         ignored=True,
     )
 
@@ -176,10 +183,19 @@ class ExportSection:
 class ConvertSection:
     """`convert`: options of the conversion beyond those of `export.model`."""
 
+    format: str = option(
+        "fastertransformer: shards to export and serve; huggingface: a folder for other engines",
+        OUTPUT_FORMATS[0],
+        choices=OUTPUT_FORMATS,
+    )
+    max_shard_bytes: int = option(
+        "most bytes of a file of a Hugging Face folder", MAX_SHARD_BYTES, within=(1, 1 << 50)
+    )
     prompt_checkpoints: list[str] = option("p-tuning checkpoints to add", path=True)
     ia3_checkpoints: list[str] = option("IA3 adapters to add, one task each", path=True)
     ia3_in_place: bool = option("multiply the IA3 scalers into the weights")
     adapter_checkpoints: list[str] = option("linear adapters to add", path=True)
+    lora_checkpoints: list[str] = option("LoRA adapters to merge into the weights", path=True)
     activation_ranges: str | None = option("activation ranges, for static int8 weights", path=True)
     vocab_path: str | None = option("vocabulary to use instead of the checkpoint's", path=True)
     merges_path: str | None = option("BPE merges to use instead of the checkpoint's", path=True)
@@ -188,90 +204,31 @@ class ConvertSection:
 
 
 @dataclass
-class GemmTuningSection:
-    """`deploy.gemm_tuning`: measure NVIDIA's matrix products before the server starts."""
+class WatchSection:
+    """`watch`: how action=watch follows the training run in export.run.training_dir."""
 
-    enabled: bool = option("measure; engine fastertransformer only", False)
-    batch_size: int = option("sequences in the largest request", 8, within=(1, _INT32))
-    beam_width: int = option("beams of the largest request", 1, within=(1, 1024))
-    input_len: int = option("tokens of the longest prompt", 128, within=(1, _TOKENS))
-    program_dir: str = option(
-        "folder of gpt_gemm, t5_gemm and bert_gemm", "/opt/FasterTransformer/build/bin", path=True
+    output_dir: str = option("folder of its state, its page and the results by step", path=True)
+    metric: str | None = option("figure that names the best; null: the first of the report", None)
+    parallel: int = option("pipelines at a time", 1, within=(1, 1024))
+    keep: int = option("best checkpoints whose repositories are kept", 1, within=(0, INT32))
+    retries: int = option("further attempts after a pipeline that failed", 2, within=(0, 1000))
+    poll_s: float = option("seconds between two looks", 30.0, within=(0.01, SECONDS))
+    settle_s: float = option(
+        "seconds for which a checkpoint's files must not change", 60.0, within=(0, SECONDS)
     )
-
-
-@dataclass
-class OpenAISection:
-    """`deploy.openai`: an endpoint of OpenAI's protocol next to Triton's."""
-
-    enabled: bool = option("serve it", False)
-    port: int = option("its port; 0 takes a free one", DEFAULT_PORT, within=(0, _PORT))
-    tokenizer: str | None = option(
-        "folder of the tokenizer's files; null: the repository's own", None, path=True
+    patience_s: float = option(
+        "seconds after which a checkpoint that is not whole, and does not change, is passed over",
+        3600.0,
+        within=(0, SECONDS),
     )
-
-
-@dataclass
-class DeploySection:
-    """`deploy`: the server (conf/deploy/default.yaml)."""
-
-    name: str = option("name of the job", name=True)
-    time_limit: Any = option("the server is stopped after this time; notation as in export.run")
-    engine: str = option(
-        "runtime of the model: pytorch (Slipway's engine) or fastertransformer (NVIDIA's backend)",
-        choices=("pytorch", "fastertransformer"),
+    until_step: int | None = option(
+        "end once this step is done; null: go on", None, within=(0, (1 << 63) - 1)
     )
-    server: str = option(
-        "triton (tritonserver and the repository) or pytriton (PyTriton: text in, text out)",
-        "triton",
-        choices=("triton", "pytriton"),
+    idle_s: float | None = option(
+        "end after so many seconds without a new checkpoint; null: go on",
+        None,
+        within=(0, SECONDS),
     )
-    interface: str = option(
-        "tensors of pytriton's model: text, nemo (of PyTriton's NeMo example) or nemo-deploy (of "
-        "NeMo's NemoQueryLLM)",
-        "text",
-        choices=("text", "nemo", "nemo-deploy"),
-    )
-    repository: str | None = option(
-        "serve this repository instead of the exported one; s3://bucket/prefix: export publishes "
-        "there, and the server loads from there",
-        path=True,
-    )
-    endpoint_url: str | None = option("address of an S3-compatible store; null: S3 itself", None)
-    container: str | None = option("image of the server; null: the one of `container`", None)
-    host: str = option("address to listen on; 0.0.0.0 for every interface")
-    http_port: int = option("port of HTTP requests; 0 takes a free one", within=(0, _PORT))
-    grpc_port: int = option("port of gRPC requests; 0 takes a free one", within=(0, _PORT))
-    metrics_port: int = option(
-        "port of the Prometheus metrics; 0 takes a free one", within=(0, _PORT)
-    )
-    openai: OpenAISection = field(default_factory=OpenAISection)
-    max_request_mb: int = option(
-        "largest request, in MiB", DEFAULT_MAX_REQUEST_MB, within=(1, 1 << 20)
-    )
-    tls_cert: str | None = option("certificate chain of the server, PEM", None, path=True)
-    tls_key: str | None = option("its key, PEM, of mode 600", None, path=True)
-    token_file: str | None = option(
-        "accepted tokens, one on each line, of mode 600; a request must carry one", None, path=True
-    )
-    client_shared_memory: bool = option("clients may register shared memory of their own", False)
-    ready_timeout_s: float = option("seconds until every model must be ready", within=(1, _SECONDS))
-    drain_s: float = option(
-        "seconds that running requests get to finish when the server stops", within=(0, _SECONDS)
-    )
-    max_restarts: int = option("most restarts after failures", 3, within=(0, _INT32))
-    restart_backoff_s: float = option(
-        "seconds before the second restart in a row; doubled for each further one",
-        5.0,
-        within=(0, _SECONDS),
-    )
-    gemm_tuning: GemmTuningSection = field(default_factory=GemmTuningSection)
-    keep: bool = option("keep serving after the evaluation, until Ctrl-C or the time limit")
-    gpus_per_node: int | None = option(
-        "GPUs for the server; null: as many as TP x PP needs", within=(1, _NODE_GPUS)
-    )
-    cpus_per_task: int | None = option("CPU cores for the server", within=(1, NODE_CPUS))
-    mem_gb: float | None = option("memory for the server, in GB", within=(0, NODE_MEMORY_GB))
 
 
 @dataclass
@@ -287,9 +244,10 @@ class Config:
     overwrite: bool = option("replace outputs of another configuration")
     wait: bool = option("on a cluster, follow the jobs to their end", False)
     action: str = option(
-        "what to do: run, look after jobs with status, logs or cancel, or compare evaluations",
+        "what to do: run, look after jobs with status, logs or cancel, compare evaluations, or "
+        "watch a training run and evaluate each of its checkpoints",
         "run",
-        choices=("run", "status", "logs", "cancel", "compare"),
+        choices=("run", "status", "logs", "cancel", "compare", "watch"),
     )
     runs: list[str] = option(
         "the two evaluations that action=compare compares: ids, latest, latest~1, or reports",
@@ -316,6 +274,7 @@ class Config:
     convert: ConvertSection = field(default_factory=ConvertSection)
     deploy: DeploySection = field(default_factory=DeploySection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
+    watch: WatchSection = field(default_factory=WatchSection)
 
 
 # The sections that are chosen as files.

@@ -6,16 +6,16 @@ from pathlib import Path
 
 from export_scripts.triton.object_store import StoreLocation
 from export_scripts.triton.served import ModelSizes, served_model_of
-from inference.gateway.access import Access
 from inference.gpus import visible_gpus
-from inference.openai.options import OpenAIOptions
+from launcher_scripts.configuration.export_config import conversion_request
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run
 from stages.base import Resources
 from stages.deploy_config import (
+    OPENAI,
     PYTORCH,
+    VLLM,
     DeployConfig,
-    GemmTuning,
     is_store_url,
     store_location,
 )
@@ -38,50 +38,50 @@ def server_config(config: Config) -> DeployConfig:
     sizes = _served_sizes(config)
     placement = _placement(config)
     shown = _local_gpus(config)
+    folder = Path(deploy.repository) if deploy.repository and store is None else model_dir.parent
+    name = model_dir.name
+    if deploy.engine in (VLLM, OPENAI):
+        folder = folder if deploy.repository else _converted(config)
+        # Most servers call a model by its folder.
+        name = config.export.run.model_train_name if deploy.engine == VLLM else str(folder)
     return DeployConfig(
-        repository=Path(deploy.repository)
-        if deploy.repository and store is None
-        else model_dir.parent,
-        model_name=model_dir.name,
-        is_from_elsewhere=deploy.repository is not None,
+        **vars(deploy),
+        folder=folder,
+        model_name=name,
+        max_seq_len=_max_seq_len(config),
         store=store,
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,
         instance_count=sizes.instance_count,
-        engine=deploy.engine,
-        server=deploy.server,
-        interface=deploy.interface,
-        host=deploy.host,
-        http_port=deploy.http_port,
-        grpc_port=deploy.grpc_port,
-        metrics_port=deploy.metrics_port,
-        openai=_openai(config),
-        access=_access(config),
-        ready_timeout_s=deploy.ready_timeout_s,
-        drain_s=deploy.drain_s,
         data_type=config.export.triton_deployment.data_type,
-        max_restarts=deploy.max_restarts,
-        restart_backoff_s=deploy.restart_backoff_s,
         nodes=placement.nodes if placement else 1,
         is_mpi_step=config.cluster_type == "bcm" and config.cluster.mpi is not None,
         visible_devices=_visible_devices(config, placement, shown),
         serves_here=config.cluster_type not in _STARTS_CONTAINERS and not is_dry_run(config),
         local_gpus=None if shown is None else len(shown),
-        gemm_tuning=_gemm_tuning(config),
         remarks=(placement.warning,) if placement and placement.warning else (),
     )
 
 
-def _gemm_tuning(config: Config) -> GemmTuning | None:
-    tuning = config.deploy.gemm_tuning
-    if not tuning.enabled:
-        return None
-    return GemmTuning(
-        batch_size=tuning.batch_size,
-        beam_width=tuning.beam_width,
-        input_len=tuning.input_len,
-        program_dir=Path(tuning.program_dir),
-    )
+def _converted(config: Config) -> Path:
+    """Return the Hugging Face folder that the conversion makes.
+
+    Raises:
+        ValueError: it makes shards.
+    """
+    request = conversion_request(config, exports=False)
+    if not request.is_huggingface:
+        raise ValueError(
+            f"deploy.engine={config.deploy.engine} serves a Hugging Face folder: set "
+            "convert.format=huggingface, or deploy.repository to such a folder."
+        )
+    return request.folder
+
+
+def _max_seq_len(config: Config) -> int | None:
+    """Return the stated tokens of a sequence, None for the model's own."""
+    stated = str(config.export.triton_deployment.parameters.get("max_seq_len", ""))
+    return int(stated) if stated.isdigit() else None
 
 
 def _visible_devices(
@@ -97,28 +97,6 @@ def _visible_devices(
         return ",".join(shown[:needed]) if needed < len(shown) else None
     takes_whole_nodes = config.cluster_type == "bcp" or config.cluster.exclusive
     return placement.visible_devices if placement and takes_whole_nodes else None
-
-
-def _access(config: Config) -> Access:
-    deploy = config.deploy
-    return Access(
-        max_request_mb=deploy.max_request_mb,
-        tls_cert=_path(deploy.tls_cert),
-        tls_key=_path(deploy.tls_key),
-        token_file=_path(deploy.token_file),
-        client_shared_memory=deploy.client_shared_memory,
-    )
-
-
-def _openai(config: Config) -> OpenAIOptions | None:
-    section = config.deploy.openai
-    if not section.enabled:
-        return None
-    return OpenAIOptions(port=section.port, tokenizer=_path(section.tokenizer))
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
 
 
 def _local_gpus(config: Config) -> list[str] | None:

@@ -1,4 +1,4 @@
-"""Constants of the command: its checkout, exit statuses and environment switches."""
+"""Constants of the command: its folder, exit statuses and environment switches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # a task of bcprun imports this module, perhaps without OmegaConf
     from launcher_scripts.configuration.schema import Config
 
+# A checkout, or the folder of the installed package, which is laid out alike.
 CHECKOUT = Path(__file__).resolve().parents[2]
 CONFIG_DIR = CHECKOUT / "conf"
+IS_INSTALLED = not (CHECKOUT / "pyproject.toml").is_file()
+PROGRAM = "slipway-serving" if IS_INSTALLED else "python main.py"
 
 # A stage that ran and failed may have an exit status of its own.
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130

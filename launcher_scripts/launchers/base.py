@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from stages.base import Stage
 from stages.record import RECORD_NAME, JobRecord
@@ -96,26 +97,31 @@ class JobHandle(Protocol):
         """Ask the job to end, then kill it; return when none of its processes is left."""
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """Submits jobs to one kind of cluster."""
 
-    name: str
+    name: ClassVar[str]
     # Whether jobs are part of this command and end with it; otherwise they are queued.
-    in_foreground: bool
+    in_foreground: ClassVar[bool] = True
     # End of the name of the file that `render` fills.
-    script_name: str
+    script_name: ClassVar[str] = "submission.sh"
     # Whether files are all that it makes: the user starts what they describe.
-    only_renders: bool
+    only_renders: ClassVar[bool] = False
 
+    @abstractmethod
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return every reason why the cluster cannot run these stages."""
 
     def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return remarks about this cluster, shown before the jobs start."""
+        """Return remarks about this cluster, shown before the jobs start; most have none."""
+        del stages
+        return []
 
+    @abstractmethod
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
         """Return the submission script without submitting it."""
 
+    @abstractmethod
     def submit(self, job: Job, after: Sequence[Dependency]) -> JobHandle:
         """Start or queue the job, whose files are already in place.
 

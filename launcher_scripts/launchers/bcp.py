@@ -16,12 +16,12 @@ from submitit.core.utils import pickle_load
 
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run
-from launcher_scripts.launchers.base import Dependency, Job, clean_environment
+from launcher_scripts.launchers.base import Dependency, Job, Launcher, clean_environment
 from launcher_scripts.launchers.bcp_executor import TIMED_OUT, BcpExecutor, BcpJob, task_command
-from launcher_scripts.launchers.bcp_script import MPIRUN, Tasks, is_mpi_array, job_script, runner
+from launcher_scripts.launchers.bcp_script import MPIRUN, runner
 from launcher_scripts.launchers.local import LocalHandle, new_id
 from stages import record
-from stages.base import Resources, Stage
+from stages.base import Stage
 from stages.job import LOG_LEVEL_VARIABLE, StageJob
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 
@@ -44,13 +44,10 @@ def replicas(environment: Mapping[str, str]) -> int:
     return int(size) if size.isdigit() else 1
 
 
-class BcpLauncher:
+class BcpLauncher(Launcher):
     """Runs each job on replicas of this Base Command job."""
 
     name = "bcp"
-    in_foreground = True
-    script_name = "submission.sh"
-    only_renders = False
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -73,62 +70,50 @@ class BcpLauncher:
             )
         return problems
 
-    def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return no remarks."""
-        del stages
-        return []
-
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
         """Return the script, with JOB_ID in place of the start time."""
         del after
-        nodes, per_node = self._tasks(job.stage.resources())
-        return job_script(
-            task_command(sys.executable, job.folder / "submitit" / "JOB_ID"),
-            Tasks(
-                runner=runner(self._config.cluster.bcprun) or self._config.cluster.bcprun,
-                nodes=nodes,
-                per_node=per_node,
-                timeout_min=job.stage.resources().time_limit_min,
-                no_redirect=self._config.bcp_no_redirect,
-                arguments=tuple(self._config.cluster.bcprun_args),
-                is_mpi_array=is_mpi_array(os.environ),
-            ),
-            job_id="JOB_ID",
-            exports=self._exports(job, "JOB_ID", "JOB_ID"),
-            setup=self._config.cluster.setup,
-            first=_ping(job.folder / "submitit" / "JOB_ID", nodes * per_node),
-        )
+        executor = self._executor(job, "JOB_ID", "JOB_ID")
+        return executor.script(task_command(executor.python, executor.folder), "JOB_ID")
 
     def submit(self, job: Job, after: Sequence[Dependency]) -> BcpHandle:
         """Start the job. Its dependency must be satisfied: nothing is queued."""
         del after
         job_id = new_id(job)
         mark = uuid.uuid4().hex
-        nodes, per_node = self._tasks(job.stage.resources())
-        executor = BcpExecutor(
-            job.folder / "submitit" / job_id,
-            bcprun=self._config.cluster.bcprun,
-            environment=clean_environment(os.environ),
-        )
-        log_path = job.folder / f"log-{job.name}_{job_id}.out"
-        executor.update_parameters(
-            nodes=nodes,
-            tasks_per_node=per_node,
-            timeout_min=job.stage.resources().time_limit_min,
-            job_id=job_id,
-            log_path=str(log_path),
-            exports=self._exports(job, job_id, mark),
-            setup=self._config.cluster.setup,
-            first=_ping(executor.folder, nodes * per_node),
-            no_redirect=self._config.bcp_no_redirect,
-            arguments=self._config.cluster.bcprun_args,
-        )
+        executor = self._executor(job, job_id, mark)
+        log_path = Path(executor.parameters["log_path"])
         record.update_record(job.record_path, job_id, host=os.uname().nodename, log=str(log_path))
         submitted = executor.submit(StageJob(job.stage, job.record_path))
         assert isinstance(submitted, BcpJob)
         assert submitted.process is not None
         record.update_record(job.record_path, job_id, process=submitted.process.pid)
         return BcpHandle(job, job_id, submitted, log_path, mark, submitted.process.pid)
+
+    def _executor(self, job: Job, job_id: str, mark: str) -> BcpExecutor:
+        """Return the executor of a job."""
+        config, resources = self._config, job.stage.resources()
+        # At most one task for each GPU of a node.
+        most = config.cluster.gpus_per_node or resources.tasks_per_node
+        per_node = min(resources.tasks_per_node, most)
+        executor = BcpExecutor(
+            job.folder / "submitit" / job_id,
+            bcprun=config.cluster.bcprun,
+            environment=clean_environment(os.environ),
+        )
+        executor.update_parameters(
+            nodes=resources.nodes,
+            tasks_per_node=per_node,
+            timeout_min=resources.time_limit_min,
+            job_id=job_id,
+            log_path=str(job.folder / f"log-{job.name}_{job_id}.out"),
+            exports=_exports(job, job_id, mark),
+            setup=config.cluster.setup,
+            first=_ping(executor.folder, resources.nodes * per_node),
+            no_redirect=config.bcp_no_redirect,
+            arguments=config.cluster.bcprun_args,
+        )
+        return executor
 
     def _private_places(self) -> list[str]:
         """Return the problems of folders that the other replicas do not see."""
@@ -148,16 +133,12 @@ class BcpLauncher:
             if path is not None and _PRIVATE_RESULTS in (Path(path), *Path(path).parents)
         ]
 
-    def _tasks(self, resources: Resources) -> tuple[int, int]:
-        """Return the nodes, and the tasks on each: at most one for each of its GPUs."""
-        most = self._config.cluster.gpus_per_node or resources.tasks_per_node
-        return resources.nodes, min(resources.tasks_per_node, most)
 
-    def _exports(self, job: Job, job_id: str, mark: str) -> dict[str, str]:
-        """Return the variables of every task."""
-        level = os.environ.get(LOG_LEVEL_VARIABLE)
-        levels = {} if level is None else {LOG_LEVEL_VARIABLE: level}
-        return {**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark, **levels}
+def _exports(job: Job, job_id: str, mark: str) -> dict[str, str]:
+    """Return the variables of every task."""
+    level = os.environ.get(LOG_LEVEL_VARIABLE)
+    levels = {} if level is None else {LOG_LEVEL_VARIABLE: level}
+    return {**job.environment, JOB_ID_VARIABLE: job_id, MARK_VARIABLE: mark, **levels}
 
 
 def _ping(folder: Path, tasks: int) -> str | None:

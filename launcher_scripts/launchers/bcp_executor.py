@@ -203,6 +203,11 @@ class BcpExecutor(core.PicklingExecutor):
         return task_command(self.python, self.folder)
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
+        job_id = self.parameters.get("job_id") or f"{datetime.now():%m%d_%H%M%S}_{uid}"
+        return self.script(command, job_id)
+
+    def script(self, command: str, job_id: str) -> str:
+        """Return the script that runs the shell line of one task as each of them."""
         parameters = self.parameters
         return job_script(
             command,
@@ -215,7 +220,7 @@ class BcpExecutor(core.PicklingExecutor):
                 arguments=tuple(parameters.get("arguments", ())),
                 is_mpi_array=is_mpi_array(self.environment),
             ),
-            job_id=parameters.get("job_id") or f"{datetime.now():%m%d_%H%M%S}_{uid}",
+            job_id=job_id,
             exports=parameters.get("exports", {}),
             setup=parameters.get("setup", ()),
             first=parameters.get("first"),

@@ -6,7 +6,6 @@ The placement, the server's options and its environment are those of the other c
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -14,24 +13,30 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
+import jinja2
 
+from inference.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import deploy_resources, image_of, server_config
-from launcher_scripts.launchers.base import Dependency, Job, JobHandle, SubmissionError
+from launcher_scripts.launchers.base import (
+    Dependency,
+    Job,
+    JobHandle,
+    Launcher,
+    SubmissionError,
+)
 from stages.base import Stage
 from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
+from stages.server_starts import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 
 _DATA, _SECRETS, _PRIVATE = "/data", "/run/slipway-secrets", "/run/slipway"
 _USER, _NVIDIAS_USER = 10001, 1000  # of docker/Dockerfile and docker/Dockerfile.fastertransformer
-_RENDEZVOUS_PORT = 29500
 _PROBE_S = 10
 _UNLOAD_S = 30
-_GROUP_LABEL = "leaderworkerset.sigs.k8s.io/group-index"
-_Object = dict[str, Any]
+_TEMPLATE = Path(__file__).with_name("kubernetes.yaml.j2")
 
 
-class KubernetesLauncher:
+class KubernetesLauncher(Launcher):
     """Renders the server's objects for `kubectl apply`."""
 
     name = "kubernetes"
@@ -54,17 +59,14 @@ class KubernetesLauncher:
             return []
         settings = self._config.cluster.kubernetes
         return [
-            f"{config.repository} has to be in the claim {settings.claim}, as "
+            f"{config.folder} has to be in the claim {settings.claim}, as "
             f"{settings.claim_path or 'its root'}, before the pods start"
         ]
 
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
         """Return the manifests of the server's job."""
         del after
-        objects = manifests(job.name, self._config, job.environment)
-        # Copied, so that what two pods share is written out for each, not as an alias.
-        texts = [yaml.safe_dump(json.loads(json.dumps(each)), sort_keys=False) for each in objects]
-        return "---\n".join(texts)
+        return manifests(job.name, self._config, job.environment)
 
     def submit(self, job: Job, after: Sequence[Dependency]) -> JobHandle:
         """Refuse: applying the manifests is up to the user."""
@@ -93,6 +95,11 @@ def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
             "cluster.kubernetes.claim and serve the repository in it, not deploy.repository="
             f"{config.deploy.repository}."
         )
+    if server.is_other_engine:
+        yield (
+            f"deploy.engine={server.engine}: pods run tritonserver; use the manifests of that "
+            "engine's publisher, and name its server in evaluate.server."
+        )
     if config.deploy.server == PYTRITON:
         yield "deploy.server=pytriton: pods run tritonserver; use deploy.server=triton."
     if server.nodes > 1 and server.engine == FASTERTRANSFORMER:
@@ -118,121 +125,44 @@ def _problems(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
             )
 
 
-def manifests(job_name: str, config: Config, environment: Mapping[str, str]) -> list[_Object]:
-    """Return the objects of a server: its workload and its Service."""
-    server = server_config(config)
-    name = object_name(job_name)
-    workload = (
-        _deployment(name, config, server, environment)
-        if server.nodes == 1
-        else _leader_worker_set(name, config, server, environment)
+def manifests(job_name: str, config: Config, environment: Mapping[str, str]) -> str:
+    """Return the objects of a server, its workload and its Service, as YAML."""
+    server, settings = server_config(config), config.cluster.kubernetes
+    name, options = object_name(job_name), _server_options(config, server)
+    ranks = server.tp_size * server.pp_size
+    template = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    return template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        name=name,
+        labels={"app.kubernetes.io/name": "slipway", "app.kubernetes.io/instance": name},
+        settings=settings,
+        image=image_of("deploy", config),
+        user=_NVIDIAS_USER if server.engine == FASTERTRANSFORMER else _USER,
+        environment=environment,
+        nodes=server.nodes,
+        ranks=ranks,
+        local_ranks=ranks // server.nodes,
+        options=options,
+        shell_options=shlex.join(options),
+        ports=_ports(server),
+        resources=_resources(config, server),
+        scheme="HTTPS" if settings.tls_secret else "HTTP",
+        probe_s=_PROBE_S,
+        start_failures=max(math.ceil(server.ready_timeout_s / _PROBE_S), 1),
+        grace_s=int(server.drain_s) + _UNLOAD_S,
+        secrets=_secrets(config),
+        secrets_dir=_SECRETS,
+        private_dir=_PRIVATE,
+        data_dir=_DATA,
+        rendezvous_variable=RENDEZVOUS_VARIABLE,
+        key_variable=KEY_FILE_VARIABLE,
+        is_interactive=config.export.triton_deployment.interactive,
     )
-    return [workload, _service(name, config, server)]
 
 
 def object_name(text: str) -> str:
     """Return a name as Kubernetes takes it (RFC 1123, 63 characters, letter first)."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return (name if name[:1].isalpha() else f"model-{name}")[:52].rstrip("-")
-
-
-def _metadata(name: str, config: Config) -> _Object:
-    found: _Object = {"name": name, "labels": _labels(name)}
-    if config.cluster.kubernetes.namespace:
-        found["namespace"] = config.cluster.kubernetes.namespace
-    return found
-
-
-def _labels(name: str) -> dict[str, str]:
-    return {"app.kubernetes.io/name": "slipway", "app.kubernetes.io/instance": name}
-
-
-def _deployment(
-    name: str, config: Config, server: DeployConfig, environment: Mapping[str, str]
-) -> _Object:
-    container = _container(config, server, environment)
-    container["command"] = ["python3", "-m", "inference.server"]
-    container["args"] = _server_options(config, server)
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": _metadata(name, config),
-        "spec": {
-            "replicas": config.cluster.kubernetes.replicas,
-            "selector": {"matchLabels": _labels(name)},
-            # A new server takes over once it is ready; where no GPU is left for it, Recreate.
-            "strategy": {"type": config.cluster.kubernetes.strategy},
-            "template": _pod(name, config, server, container),
-        },
-    }
-
-
-def _leader_worker_set(
-    name: str, config: Config, server: DeployConfig, environment: Mapping[str, str]
-) -> _Object:
-    """Return groups of pods, a node each, that start and end together."""
-    leader = _container(config, server, environment)
-    leader |= {"command": ["bash", "-c"], "args": [_ranks_script(name, config, server)]}
-    leader["env"] += [
-        _from_field("POD_IP", "status.podIP"),
-        _from_field("GROUP_INDEX", f"metadata.labels['{_GROUP_LABEL}']"),
-    ]
-    probes = ("startupProbe", "readinessProbe", "livenessProbe", "ports")
-    worker = {key: value for key, value in leader.items() if key not in probes}
-    leader_pod = _pod(name, config, server, leader)
-    leader_pod["metadata"]["labels"] |= {"role": "leader"}
-    worker_pod = _pod(name, config, server, worker)
-    del worker_pod["metadata"]["annotations"]
-    return {
-        "apiVersion": "leaderworkerset.x-k8s.io/v1",
-        "kind": "LeaderWorkerSet",
-        "metadata": _metadata(name, config),
-        "spec": {
-            "replicas": config.cluster.kubernetes.replicas,
-            "startupPolicy": "LeaderCreated",
-            "leaderWorkerTemplate": {
-                "size": server.nodes,
-                "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": leader_pod,
-                "workerTemplate": worker_pod,
-            },
-        },
-    }
-
-
-def _ranks_script(name: str, config: Config, server: DeployConfig) -> str:
-    """Return the shell lines of a node's pod: a process for each rank; the end of one ends all."""
-    ranks = server.tp_size * server.pp_size
-    local = ranks // server.nodes
-    options = shlex.join(_server_options(config, server))
-    return "\n".join(
-        [
-            "set -euo pipefail",
-            f"export WORLD_SIZE={ranks} LOCAL_WORLD_SIZE={local}",
-            f"export SLIPWAY_RENDEZVOUS_KEY_FILE={_DATA}/.{name}-$GROUP_INDEX.key",
-            "head=$LWS_LEADER_ADDRESS",
-            '[ "$LWS_WORKER_INDEX" -ne 0 ] || head=$POD_IP',
-            f"export SLIPWAY_RENDEZVOUS=$head:{_RENDEZVOUS_PORT}",
-            "asked=",
-            "trap 'asked=1; kill -TERM $(jobs -p) 2>/dev/null || true' TERM",
-            f"for local in $(seq 0 {local - 1}); do",
-            f"  export LOCAL_RANK=$local RANK=$((LWS_WORKER_INDEX * {local} + local))",
-            '  if [ "$RANK" -eq 0 ]; then',
-            f"    python3 -m inference.server {options} &",
-            "  else",
-            "    python3 -u -m inference.ranks.launched_rank &",
-            "  fi",
-            "done",
-            "status=0",
-            "wait -n || status=$?",
-            "kill -TERM $(jobs -p) 2>/dev/null || true",
-            "wait || true",
-            # The end that was asked for is not a failure.
-            '[ -z "$asked" ] || status=0',
-            "exit $status",
-            "",
-        ]
-    )
 
 
 def _server_options(config: Config, server: DeployConfig) -> list[str]:
@@ -247,8 +177,8 @@ def _server_options(config: Config, server: DeployConfig) -> list[str]:
         f"--drain-s={server.drain_s:g}",
     ]
     if server.engine != FASTERTRANSFORMER:
-        options.append(f"--max-request-mb={server.access.max_request_mb}")
-    if server.openai is not None and server.openai.tokenizer is not None:
+        options.append(f"--max-request-mb={server.max_request_mb}")
+    if server.openai.enabled and server.openai.tokenizer is not None:
         options.append(f"--openai-tokenizer={server.openai.tokenizer}")
     if settings.token_secret:
         options.append(f"--token-file={_PRIVATE}/tokens")
@@ -259,49 +189,15 @@ def _server_options(config: Config, server: DeployConfig) -> list[str]:
 
 def _ports(server: DeployConfig) -> dict[str, int]:
     """Return the ports of the pod; one that is free anywhere is Triton's usual one here."""
-    usual = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 8003}
-    return {name: port or usual[name] for name, port in server.ports.items()}
+    return {name: port or DEFAULT_PORTS[name] for name, port in server.ports.items()}
 
 
-def _container(config: Config, server: DeployConfig, environment: Mapping[str, str]) -> _Object:
-    settings = config.cluster.kubernetes
-    found: _Object = {
-        "name": "server",
-        "image": image_of("deploy", config),
-        "env": [{"name": name, "value": value} for name, value in environment.items()],
-        "ports": [{"name": name, "containerPort": port} for name, port in _ports(server).items()],
-        "resources": _resources(config, server),
-        "startupProbe": _probe(
-            config, "ready", failures=math.ceil(server.ready_timeout_s / _PROBE_S)
-        ),
-        "readinessProbe": _probe(config, "ready", failures=3),
-        "livenessProbe": _probe(config, "live", failures=6),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "volumeMounts": [
-            {"name": "shm", "mountPath": "/dev/shm"},
-            {"name": "tmp", "mountPath": "/tmp"},
-        ],
-    }
-    if settings.claim:
-        found["volumeMounts"].append(
-            {"name": "data", "mountPath": _DATA, "readOnly": server.nodes == 1}
-        )
-    if settings.s3_secret:
-        found["envFrom"] = [{"secretRef": {"name": settings.s3_secret}}]
-    if _secrets(config):
-        found["volumeMounts"].append({"name": "private", "mountPath": _PRIVATE, "readOnly": True})
-    return found
-
-
-def _resources(config: Config, server: DeployConfig) -> _Object:
+def _resources(config: Config, server: DeployConfig) -> dict[str, Any]:
     """Return what one pod takes: all ranks of a node share it."""
     deploy = config.deploy
     ranks = server.tp_size * server.pp_size // server.nodes
     gpus = deploy_resources(config, 0).gpus_per_node
-    limits: _Object = {config.cluster.kubernetes.gpu_resource: gpus} if gpus else {}
+    limits: dict[str, Any] = {config.cluster.kubernetes.gpu_resource: gpus} if gpus else {}
     requests = dict(limits)
     if deploy.cpus_per_task:
         per_pod = deploy.cpus_per_task * (ranks if server.nodes > 1 else 1)
@@ -311,103 +207,6 @@ def _resources(config: Config, server: DeployConfig) -> _Object:
     return {"requests": requests, "limits": limits}
 
 
-def _probe(config: Config, question: str, *, failures: int) -> _Object:
-    uses_tls = bool(config.cluster.kubernetes.tls_secret)
-    return {
-        "httpGet": {
-            "path": f"/v2/health/{question}",
-            "port": "http",
-            "scheme": "HTTPS" if uses_tls else "HTTP",
-        },
-        "periodSeconds": _PROBE_S,
-        "timeoutSeconds": 5,
-        "failureThreshold": max(failures, 1),
-    }
-
-
-def _pod(name: str, config: Config, server: DeployConfig, container: _Object) -> _Object:
-    settings = config.cluster.kubernetes
-    user = _NVIDIAS_USER if server.engine == FASTERTRANSFORMER else _USER
-    spec: _Object = {
-        "terminationGracePeriodSeconds": int(server.drain_s) + _UNLOAD_S,
-        "automountServiceAccountToken": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": user,
-            "runAsGroup": user,
-            "fsGroup": user,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "containers": [container],
-        "volumes": [
-            {"name": "shm", "emptyDir": {"medium": "Memory"}},
-            {"name": "tmp", "emptyDir": {}},
-        ],
-    }
-    if settings.claim:
-        spec["volumes"].append(
-            {"name": "data", "persistentVolumeClaim": {"claimName": settings.claim}}
-        )
-    if secrets := _secrets(config):
-        spec["initContainers"] = [_private_files(container["image"])]
-        sources = [{"secret": {"name": each}} for each in secrets]
-        spec["volumes"] += [
-            {"name": "secrets", "projected": {"sources": sources, "defaultMode": 0o440}},
-            {"name": "private", "emptyDir": {"medium": "Memory"}},
-        ]
-    if settings.node_selector:
-        spec["nodeSelector"] = dict(settings.node_selector)
-    if settings.pull_secret:
-        spec["imagePullSecrets"] = [{"name": settings.pull_secret}]
-    annotations = {
-        "prometheus.io/scrape": "true",
-        "prometheus.io/port": str(_ports(server)["metrics"]),
-        "prometheus.io/path": "/metrics",
-    }
-    return {"metadata": {"labels": _labels(name), "annotations": annotations}, "spec": spec}
-
-
 def _secrets(config: Config) -> list[str]:
     settings = config.cluster.kubernetes
     return [each for each in (settings.token_secret, settings.tls_secret) if each]
-
-
-def _private_files(image: str) -> _Object:
-    """Return what copies secrets to files that the server's user alone can read, as it asks."""
-    return {
-        "name": "secrets",
-        "image": image,
-        "command": ["sh", "-c", f"umask 077; cp -L {_SECRETS}/* {_PRIVATE}/"],
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [
-            {"name": "secrets", "mountPath": _SECRETS, "readOnly": True},
-            {"name": "private", "mountPath": _PRIVATE},
-        ],
-    }
-
-
-def _from_field(name: str, path: str) -> _Object:
-    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
-
-
-def _service(name: str, config: Config, server: DeployConfig) -> _Object:
-    selector = _labels(name)
-    if server.nodes > 1:
-        selector |= {"role": "leader"}
-    spec: _Object = {
-        "type": config.cluster.kubernetes.service_type,
-        "selector": selector,
-        "ports": [
-            {"name": each, "port": port, "targetPort": each}
-            for each, port in _ports(server).items()
-        ],
-    }
-    if config.export.triton_deployment.interactive:
-        spec["sessionAffinity"] = "ClientIP"  # a conversation is kept by one server
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(name, config),
-        "spec": spec,
-    }

@@ -21,7 +21,7 @@ from submitit.core.utils import pickle_load
 from submitit.local.local import LocalExecutor, LocalJob
 
 from launcher_scripts.configuration.settings import CHECKOUT
-from launcher_scripts.launchers.base import Dependency, Job, clean_environment
+from launcher_scripts.launchers.base import Dependency, Job, Launcher, clean_environment
 from stages import record
 from stages.base import Stage
 from stages.job import StageJob
@@ -38,13 +38,10 @@ _ASK_AGAIN_S = 1.0
 _RESULT_WAIT_S = 2.0
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Runs each job as a process of its own, with a time limit."""
 
     name = "local"
-    in_foreground = True
-    script_name = "submission.sh"
-    only_renders = False
 
     def check(self, stages: Sequence[Stage]) -> list[str]:
         """Return the problems of stages that need more than one node."""
@@ -54,11 +51,6 @@ class LocalLauncher:
             for stage in stages
             if stage.resources().nodes > 1
         ]
-
-    def notes(self, stages: Sequence[Stage]) -> list[str]:
-        """Return no remarks."""
-        del stages
-        return []
 
     def render(self, job: Job, after: Sequence[Dependency]) -> str:
         """Return a script that repeats the job by hand."""

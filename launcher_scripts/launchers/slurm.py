@@ -16,7 +16,13 @@ from submitit.core.utils import DelayedSubmission, FailedJobError, FailedSubmiss
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
 from launcher_scripts.configuration.schema import Config
-from launcher_scripts.launchers.base import Dependency, Job, SubmissionError, clean_environment
+from launcher_scripts.launchers.base import (
+    Dependency,
+    Job,
+    Launcher,
+    SubmissionError,
+    clean_environment,
+)
 from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
 from launcher_scripts.launchers.slurm_script import (
     Array,
@@ -37,13 +43,11 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.5, 5.0
 _STOP_POLL_S = 0.5
 
 
-class SlurmLauncher:
+class SlurmLauncher(Launcher):
     """Submits each job with sbatch; a chain waits by dependencies."""
 
     name = "bcm"
     in_foreground = False
-    script_name = "submission.sh"
-    only_renders = False
 
     def __init__(self, config: Config) -> None:
         self._config = config

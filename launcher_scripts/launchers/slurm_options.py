@@ -9,6 +9,7 @@ from typing import Any
 
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import image_of
+from launcher_scripts.configuration.settings import is_dry_run
 from stages.base import Stage
 
 _MEMORY = re.compile(r"\d+([KMGT]B?)?", re.IGNORECASE)
@@ -83,7 +84,7 @@ def _gpus(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
 def _images(config: Config, stages: Sequence[Stage]) -> Iterator[str]:
     for key, image in images_of(config, stages).items():
         if image.startswith(("/", "./")):
-            if not Path(image).is_file():
+            if not (is_dry_run(config) or Path(image).is_file()):
                 yield f"{key}={image} is not a file; give an existing image, or a registry path."
         elif image.endswith(".sqsh"):
             yield (

@@ -14,7 +14,7 @@ from launcher_scripts.configuration.server_config import image_of
 from launcher_scripts.configuration.settings import CHECKOUT, CI, MEMORY_MEASURE, is_set
 from launcher_scripts.configuration.time_limit import slurm_notation
 from launcher_scripts.launchers.base import Dependency, Job
-from stages.deploy_config import PYTORCH
+from stages.deploy_config import FASTERTRANSFORMER
 from stages.job_process import JOB_ID_VARIABLE, MARK_VARIABLE
 from stages.step import JobStep
 
@@ -212,7 +212,9 @@ def step_of(job: Job, config: Config) -> JobStep | None:
     resources = job.stage.resources()
     ranks = resources.nodes * resources.tasks_per_node
     # NVIDIA's server initializes MPI even when it is alone.
-    needs_mpi = ranks > 1 or (job.stage.name == "deploy" and config.deploy.engine != PYTORCH)
+    needs_mpi = ranks > 1 or (
+        job.stage.name == "deploy" and config.deploy.engine == FASTERTRANSFORMER
+    )
     if image is None and not arguments and not needs_mpi:
         return None
     command = ["srun", f"--nodes={resources.nodes}", f"--ntasks={ranks}"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
+from export_scripts import __version__
 from launcher_scripts import job_folder
 from launcher_scripts.actions import clock, look_after
 from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import compose_config
-from launcher_scripts.configuration.schema import Config
+from launcher_scripts.configuration.schema import Config, keys
 from launcher_scripts.console import Console
 from launcher_scripts.main import main
 from stages.record import JobRecord, read_record, write_record
@@ -411,3 +413,23 @@ def test_full_disk_is_named_in_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("the disk mounted at ")
     assert f"{tmp_path} cannot be written" in line
+
+
+def test_help_fits_on_a_screen_and_help_all_has_every_key() -> None:
+    short, long = (
+        subprocess.run(
+            [sys.executable, "main.py", *words], cwd=ROOT, capture_output=True, text=True
+        ).stdout.splitlines()
+        for words in (["--help"], ["--help", "all"])
+    )
+    assert 24 <= len(short) <= 40
+    assert max(map(len, short)) <= 100
+    assert long[: len(short)] == short
+    shown = "\n".join(long[len(short) :])
+    leaves = {key.name.rpartition(".")[2] for key in keys()}
+    assert [leaf for leaf in leaves if not re.search(rf"^    {leaf}\b", shown, re.MULTILINE)] == []
+
+
+def test_the_version_is_the_projects_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"slipway-serving {__version__}\n"

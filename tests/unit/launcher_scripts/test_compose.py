@@ -18,6 +18,7 @@ from launcher_scripts.configuration.arguments import read_arguments
 from launcher_scripts.configuration.compose import Composition, compose_config
 from launcher_scripts.configuration.diagnosis import KEYS, files_of_group
 from launcher_scripts.configuration.schema import keys as all_keys
+from launcher_scripts.configuration.server_config import server_config
 from launcher_scripts.configuration.settings import CHECKOUT, CONFIG_DIR
 from stages import convert, export
 
@@ -356,3 +357,30 @@ def test_every_key_has_a_text() -> None:
 def test_every_configuration_file_describes_itself() -> None:
     for path in CONFIG_DIR.rglob("*.yaml"):
         assert path.read_text().startswith("# "), path
+
+
+def test_wrong_keys_and_values_of_a_file_are_named_with_those_of_the_command(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "saved.yaml").write_text(
+        "export: {modl: {}, model: {processes: many, weight_data_type: fp61}}\ndeploy: 3\n"
+    )
+    found = compose_config(["dry_run=2"], config_dir=tmp_path, config_name="saved")
+    for text in (
+        "dry_run=2: expected true or false",
+        "export.modl (in a configuration file): unknown key export.modl",
+        "deploy (in a configuration file): deploy is a section",
+        "export.model.processes=many: expected a whole number",
+        "export.model.weight_data_type=fp61 (did you mean fp16?)",
+    ):
+        assert len([each for each in found.problems if each.startswith(text)]) == 1, text
+
+
+def test_the_server_takes_the_section_with_one_range_for_each_option() -> None:
+    config = compose("deploy.max_request_mb=1024", "deploy.openai.tokenizer=/t").config
+    assert config is not None
+    assert config.deploy.openai.tokenizer == Path("/t")
+    server = server_config(config)
+    assert {name: getattr(server, name) for name in vars(config.deploy)} == vars(config.deploy)
+    assert server.access.max_request_bytes == 1 << 30
+    assert "expected a whole number from 1 to 1024" in problem("deploy.max_request_mb=1025")

@@ -30,6 +30,19 @@ def test_sizes_stand_for_a_checkpoint_that_is_elsewhere(
     assert "planned without the checkpoint: gpt, 40.8 G parameters, 3.47 GB of fp16" in text
     assert "on each of 32 ranks" in text
     assert "#SBATCH --nodes=4" in text
+    table = [line.split() for line in text.splitlines()[-8:]]
+    assert table[0] == ["job", "nodes", "GPUs", "time", "depends", "on"]
+    assert table[4] == ["deploy", "(10003)", "4", "32", "1-00:00:00", "afterok:10002"]
+
+
+def test_an_image_that_only_the_cluster_has_is_planned_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("cluster=bcm", "container=/cluster/only.sqsh", f"{PIPELINE}=4", *SIZES)
+    assert plan(tmp_path, *words, "dry_run=true") == 0
+    assert "--container-image=/cluster/only.sqsh" in capsys.readouterr().out
+    assert plan(tmp_path, *words) == 2
+    assert "container=/cluster/only.sqsh is not a file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
