@@ -116,17 +116,21 @@ class Stage(Checkpointable):
         """Return every problem that can be found before the job starts."""
         raise NotImplementedError
 
+    def forecasts(self) -> list[str]:
+        """Return what can be said of the result before the job starts, for a dry run."""
+        return []
+
     def resources(self) -> Resources:
         """Return the resources that the job requests."""
         return self.job.resources
 
     def outputs(self) -> list[Path]:
         """Return the paths that exist once the stage has succeeded."""
-        raise NotImplementedError
+        return []
 
     def identity(self) -> dict[str, Any]:
         """Return the configuration keys and values that decide the outputs, in their JSON form."""
-        raise NotImplementedError
+        return {}
 
     def inputs(self) -> list[Path]:
         """Return the files and folders that the outputs are made from."""
@@ -134,7 +138,7 @@ class Stage(Checkpointable):
 
     def marker_path(self) -> Path | None:
         """Return where the marker of finished work lies; None for a stage that leaves nothing."""
-        raise NotImplementedError
+        return None
 
     def readiness_path(self) -> Path | None:
         """Return the file that appears once a stage that does not end is ready for the next."""

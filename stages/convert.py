@@ -1,4 +1,4 @@
-"""Stage `convert`: a training checkpoint becomes FasterTransformer shards."""
+"""Stage `convert`: a checkpoint becomes FasterTransformer shards, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 from export_scripts.conversion.request import ConversionRequest
 from export_scripts.errors import CheckpointMismatchError
-from export_scripts.ft.layout import ft_directory
 from stages.base import JobSettings, Stage, StageError, Summary, as_json
 from stages.planned_model import PlannedModel
 from stages.progress import Progress
@@ -28,11 +27,14 @@ KEYS: Mapping[str, str] = {
     "ia3_checkpoints": "convert.ia3_checkpoints",
     "ia3_in_place": "convert.ia3_in_place",
     "adapter_checkpoints": "convert.adapter_checkpoints",
+    "lora_checkpoints": "convert.lora_checkpoints",
     "activation_ranges": "convert.activation_ranges",
     "vocab_path": "convert.vocab_path",
     "merges_path": "convert.merges_path",
     "allow": "convert.allow",
     "given": "convert.given",
+    "output_format": "convert.format",
+    "max_shard_bytes": "convert.max_shard_bytes",
     "overwrite": "overwrite",
     "for_text": "export.triton_deployment.ensemble",
 }
@@ -43,7 +45,7 @@ _CHECKPOINT_FOLDERS = (Path("checkpoints"), Path("results", "checkpoints"))
 
 
 class ConvertStage(Stage):
-    """Writes `<triton_model_dir>/1/<TP>-gpu` from a checkpoint."""
+    """Writes `<triton_model_dir>/1/<TP>-gpu`, or `huggingface` there, from a checkpoint."""
 
     name = "convert"
     guards_inputs = True
@@ -64,8 +66,8 @@ class ConvertStage(Stage):
 
     @property
     def ft_dir(self) -> Path:
-        """The folder of shards."""
-        return ft_directory(self.request.output_dir, self.request.tp_size)
+        """The folder to write."""
+        return self.request.folder
 
     def check(self) -> list[str]:
         """Return the problems of checkpoint, sizes and destination."""
@@ -80,7 +82,7 @@ class ConvertStage(Stage):
         return check_conversion(request, names=KEYS)
 
     def outputs(self) -> list[Path]:
-        """Return the folder of shards."""
+        """Return the folder to write."""
         return [self.ft_dir]
 
     def marker_path(self) -> Path:
@@ -103,6 +105,7 @@ class ConvertStage(Stage):
             *request.prompt_checkpoints,
             *request.ia3_checkpoints,
             *request.adapter_checkpoints,
+            *request.lora_checkpoints,
             request.activation_ranges,
             request.vocab_path,
             request.merges_path,
@@ -110,10 +113,10 @@ class ConvertStage(Stage):
         return [request.checkpoint_path, *(each for each in extra if each is not None)]
 
     def damage(self) -> list[str]:
-        """Return differences between the shards on disk and the set that the loader needs."""
-        from export_scripts.ft.validation import validate_directory
+        """Return differences between the folder on disk and what describes it."""
+        from export_scripts.conversion.validation import folder_problems
 
-        problems = validate_directory(self.ft_dir, checksums=False)
+        problems = folder_problems(self.ft_dir, checksums=False)
         remedy = "set overwrite=true to convert again."
         return [f"{self.ft_dir} is damaged: {problem}; {remedy}" for problem in problems]
 

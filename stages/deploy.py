@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import time
 from pathlib import Path
-from typing import Any
 
 from inference.launch_environment import LaunchEnvironment
 from stages.base import JobSettings, Stage, StageError, Summary
@@ -57,18 +56,6 @@ class DeployStage(Stage):
         limit_s = self.job.resources.time_limit_min * 60
         return limit_s - self.config.drain_s - self.job.warning_s
 
-    def outputs(self) -> list[Path]:
-        """Return nothing: a server leaves nothing behind."""
-        return []
-
-    def identity(self) -> dict[str, Any]:
-        """Return nothing: a server is never finished earlier."""
-        return {}
-
-    def marker_path(self) -> Path | None:
-        """Return None: a server is never finished earlier."""
-        return None
-
     def readiness_path(self) -> Path:
         """Return the file that appears once the server is ready."""
         return self.endpoint_path
@@ -95,8 +82,10 @@ class DeployStage(Stage):
                 "backend over several nodes: its processes can enter MPI once in a job, so a "
                 "failure ends the job; start the stage again then"
             )
-        if self.config.gemm_tuning is not None and self.config.weights_dir.exists():
+        if self.config.gemm_tuning.enabled and self.config.weights_dir.exists():
             notes.append(f"deploy measures: {shlex.join(tuning_command(self.config))}")
+        if self.config.is_other_engine:
+            notes.append(f"deploy starts: {shlex.join(self.config.command_line)}")
         if self.config.engine == FASTERTRANSFORMER:
             notes.append(f"deploy starts: {shlex.join(self.server_command())}")
         return notes

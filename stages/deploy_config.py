@@ -1,18 +1,34 @@
-"""Configuration of a server, and its checks: engine, repository, ports and times."""
+"""The section `deploy` of the configuration, the server that it describes, and their checks."""
+
+# ruff: noqa: RUF009 - `option` returns a dataclass field, which is what belongs there
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import re
-from dataclasses import dataclass, replace
+import shutil
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from export_scripts.ft.layout import ft_directory
 from export_scripts.triton.object_store import StoreLocation, parse_location
-from inference.gateway.access import OPEN_ACCESS, Access
-from inference.openai.options import OpenAIOptions
-from inference.ports import port_problem, ports_problems
+from export_scripts.values import (
+    INT32,
+    NODE_CPUS,
+    NODE_GPUS,
+    NODE_MEMORY_GB,
+    PORT,
+    SECONDS,
+    TOKENS,
+    option,
+)
+from inference.front.access import OPEN_ACCESS, Access, access_of
+from inference.front.openai.options import OpenAIOptions
+from inference.ports import DEFAULT_PORTS, port_problem, ports_problems
+from inference.server.openai_server import PORT_FIELD
+from stages.engines import OWN_VLLM_OPTIONS, VLLM_TYPES, vllm_command
 
 PORT_KEYS = {
     "http": "deploy.http_port",
@@ -21,6 +37,7 @@ PORT_KEYS = {
     "openai": "deploy.openai.port",
 }
 PYTORCH, FASTERTRANSFORMER = "pytorch", "fastertransformer"
+VLLM, OPENAI = "vllm", "openai"  # other engines, which serve Hugging Face folders
 TRITON, PYTRITON = "triton", "pytriton"
 NEMO, NEMO_MODEL = "nemo", "GPT"  # an interface of PyTriton, and what its clients ask for
 STORE_SCHEME = "s3://"
@@ -28,101 +45,186 @@ STORE_SCHEME = "s3://"
 
 @dataclass(frozen=True)
 class GemmTuning:
-    """Measure NVIDIA's matrix products before the start, for one shape of requests.
+    """`deploy.gemm_tuning`: measure NVIDIA's matrix products before the server starts."""
 
-    Attributes:
-        batch_size, beam_width, input_len: the largest that is expected.
-        program_dir: folder of gpt_gemm, t5_gemm and bert_gemm.
-    """
-
-    batch_size: int = 8
-    beam_width: int = 1
-    input_len: int = 128
-    program_dir: Path = Path("/opt/FasterTransformer/build/bin")
+    batch_size: int = option("sequences in the largest request", 8, within=(1, INT32))
+    beam_width: int = option("beams of the largest request", 1, within=(1, 1024))
+    input_len: int = option("tokens of the longest prompt", 128, within=(1, TOKENS))
+    program_dir: Path = option(
+        "folder of gpt_gemm, t5_gemm and bert_gemm",
+        Path("/opt/FasterTransformer/build/bin"),
+        path=True,
+    )
+    enabled: bool = option("measure; engine fastertransformer only", False)
 
 
 @dataclass(frozen=True)
-class DeployConfig:
-    """A model repository, and the server for it.
+class DeploySection(Access):
+    """`deploy`: the server. Defaults that refer to other keys are in conf/deploy/default.yaml."""
+
+    name: str = option("name of the job", "deploy", name=True)
+    time_limit: Any = option(
+        "the server is stopped after this time; notation as in export.run", "1-00:00:00"
+    )
+    engine: str = option(
+        "runtime of the model: pytorch (Slipway's engine), fastertransformer (NVIDIA's backend), "
+        "vllm (vllm serve), or openai (deploy.command); the last two serve Hugging Face folders",
+        PYTORCH,
+        choices=(PYTORCH, FASTERTRANSFORMER, VLLM, OPENAI),
+    )
+    executable: str = option("program of deploy.engine=vllm, such as /venvs/vllm/bin/vllm", "vllm")
+    vllm: dict[str, Any] = option("options of vllm serve, as vLLM names them", {})
+    command: list[str] = option(
+        "command line of deploy.engine=openai; {host}, {port} and {model} are filled in", []
+    )
+    server: str = option(
+        "triton (tritonserver and the repository) or pytriton (PyTriton: text in, text out)",
+        TRITON,
+        choices=(TRITON, PYTRITON),
+    )
+    interface: str = option(
+        "tensors of pytriton's model: text, nemo (of PyTriton's NeMo example) or nemo-deploy (of "
+        "NeMo's NemoQueryLLM)",
+        "text",
+        choices=("text", NEMO, "nemo-deploy"),
+    )
+    repository: str | None = option(
+        "serve this repository (or Hugging Face folder) instead of the exported one; "
+        "s3://bucket/prefix: export publishes there, and the server loads from there",
+        None,
+        path=True,
+    )
+    endpoint_url: str | None = option("address of an S3-compatible store; null: S3 itself", None)
+    container: str | None = option("image of the server; null: the one of `container`", None)
+    host: str = option("address to listen on; 0.0.0.0 for every interface", "127.0.0.1")
+    http_port: int = option(
+        "port of HTTP requests; 0 takes a free one", DEFAULT_PORTS["http"], within=(0, PORT)
+    )
+    grpc_port: int = option(
+        "port of gRPC requests; 0 takes a free one", DEFAULT_PORTS["grpc"], within=(0, PORT)
+    )
+    metrics_port: int = option(
+        "port of the Prometheus metrics; 0 takes a free one",
+        DEFAULT_PORTS["metrics"],
+        within=(0, PORT),
+    )
+    openai: OpenAIOptions = field(default_factory=OpenAIOptions)
+    ready_timeout_s: float = option(
+        "seconds until every model must be ready", 300.0, within=(1, SECONDS)
+    )
+    drain_s: float = option(
+        "seconds that running requests get to finish when the server stops",
+        30.0,
+        within=(0, SECONDS),
+    )
+    max_restarts: int = option("most restarts after failures", 3, within=(0, INT32))
+    restart_backoff_s: float = option(
+        "seconds before the second restart in a row; doubled for each further one",
+        5.0,
+        within=(0, SECONDS),
+    )
+    gemm_tuning: GemmTuning = field(default_factory=GemmTuning)
+    keep: bool = option("keep serving after the evaluation, until Ctrl-C or the time limit", False)
+    gpus_per_node: int | None = option(
+        "GPUs for the server; null: as many as TP x PP needs", None, within=(1, NODE_GPUS)
+    )
+    cpus_per_task: int | None = option("CPU cores for the server", None, within=(1, NODE_CPUS))
+    mem_gb: float | None = option("memory for the server, in GB", None, within=(0, NODE_MEMORY_GB))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployConfig(DeploySection):
+    """The section `deploy`, and what follows for it from the rest of the configuration.
 
     Attributes:
-        repository: folder of the Triton repository.
+        folder: of the Triton repository, or the Hugging Face folder of another engine.
         model_name: the model that takes token ids.
-        is_from_elsewhere: no stage makes the repository; it has to exist already.
-        store: the place in an object store that is served instead of `repository`; None for the
-            folder.
+        store: the place in an object store that is served instead of `folder`.
         instance_count: engines of the model in the server, each on GPUs or cores of its own.
-        data_type: type of computation; only the tuning reads it.
-        server: triton, which serves the repository, or pytriton, which serves its weights.
-        interface: of pytriton: text, nemo or nemo-deploy.
-        host: address that the server listens on.
-        http_port, grpc_port, metrics_port: 0 takes a free one.
-        ready_timeout_s: the start fails when the models are not ready by then.
-        openai: the endpoint of OpenAI's protocol; None for none.
-        access: who may send requests, and how large they may be; of the pytorch engine.
-        drain_s: time that running requests get to finish when the server stops.
-        max_restarts: how often a server that has failed is started again.
-        restart_backoff_s: wait before the second restart in a row; doubled for each further one.
+        data_type: type of computation; the tuning and other engines read it.
+        max_seq_len: tokens of a sequence, for vLLM; None for the model's own.
         nodes: nodes that share the model.
         is_mpi_step: the scheduler starts the server's process so that MPI finds it.
         visible_devices: CUDA_VISIBLE_DEVICES of the server; None leaves it as it is.
         serves_here: this machine will serve; its ports can be checked beforehand.
         local_gpus: GPUs visible on this machine if it will serve; else None.
-        gemm_tuning: of the fastertransformer engine; None for none.
         remarks: to show before the start.
     """
 
-    repository: Path
+    folder: Path
     model_name: str
-    is_from_elsewhere: bool = False
     store: StoreLocation | None = None
     tp_size: int = 1
     pp_size: int = 1
     instance_count: int = 1
     data_type: str = "fp32"
-    engine: str = PYTORCH
-    server: str = TRITON
-    interface: str = "text"
-    host: str = "127.0.0.1"
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    openai: OpenAIOptions | None = None
-    access: Access = OPEN_ACCESS
-    ready_timeout_s: float = 300.0
-    drain_s: float = 30.0
-    max_restarts: int = 0
-    restart_backoff_s: float = 5.0
+    max_seq_len: int | None = None
     nodes: int = 1
     is_mpi_step: bool = False
     visible_devices: str | None = None
     serves_here: bool = False
     local_gpus: int | None = None
-    gemm_tuning: GemmTuning | None = None
     remarks: tuple[str, ...] = ()
+
+    @property
+    def is_from_elsewhere(self) -> bool:
+        """Return whether no stage makes the repository; it has to exist already."""
+        return self.repository is not None
+
+    @property
+    def access(self) -> Access:
+        """Limits of clients, which the pytorch engine has."""
+        return access_of(vars(self))
+
+    @property
+    def endpoint(self) -> OpenAIOptions | None:
+        """The endpoint of OpenAI's protocol; None for none."""
+        return self.openai if self.openai.enabled else None
+
+    @property
+    def is_other_engine(self) -> bool:
+        """Return whether the server is another engine's."""
+        return self.engine in (VLLM, OPENAI)
+
+    @property
+    def command_line(self) -> tuple[str, ...]:
+        """The command of another engine's server, with the fields of `openai_server`."""
+        if self.engine != VLLM:
+            return tuple(self.command)
+        usual = {"dtype": VLLM_TYPES[self.data_type], "max_model_len": self.max_seq_len}
+        return vllm_command(
+            self.executable,
+            name=self.model_name,
+            tp_size=self.tp_size,
+            pp_size=self.pp_size,
+            options=usual | {key.replace("-", "_"): value for key, value in self.vllm.items()},
+            tls=None if self.tls_cert is None else (str(self.tls_cert), str(self.tls_key)),
+        )
 
     @property
     def ports(self) -> dict[str, int]:
         """The ports by their names in PORT_KEYS."""
+        if self.is_other_engine:
+            return {"http": self.http_port}
         found = {"http": self.http_port, "grpc": self.grpc_port, "metrics": self.metrics_port}
-        return found if self.openai is None else {**found, "openai": self.openai.port}
+        return {**found, "openai": self.openai.port} if self.openai.enabled else found
 
     def with_ports(
         self, *, http: int = 0, grpc: int = 0, metrics: int = 0, openai: int = 0
     ) -> DeployConfig:
         """Return the same server on other ports; 0 takes a free one."""
-        options = None if self.openai is None else replace(self.openai, port=openai)
+        options = replace(self.openai, port=openai)
         return replace(self, http_port=http, grpc_port=grpc, metrics_port=metrics, openai=options)
 
     @property
     def weights_dir(self) -> Path:
         """The folder of shards, on this machine's disk."""
-        return ft_directory(self.repository / self.model_name / "1", self.tp_size)
+        return ft_directory(self.folder / self.model_name / "1", self.tp_size)
 
     @property
     def source(self) -> str:
         """The repository as tritonserver names it."""
-        return self.store.triton_url if self.store is not None else str(self.repository)
+        return self.store.triton_url if self.store is not None else str(self.folder)
 
     @property
     def may_start_again(self) -> bool:
@@ -167,6 +269,8 @@ def store_location(repository: str | None, endpoint_url: str | None) -> StoreLoc
 
 def check_deploy(config: DeployConfig) -> list[str]:
     """Return the problems of a server's configuration."""
+    if config.is_other_engine:
+        return [*_other_engine_problems(config), *_port_problems(config)]
     problems = [*_repository_problems(config), *_port_problems(config)]
     if config.engine == PYTORCH:
         problems += config.access.problems()
@@ -182,12 +286,68 @@ def check_deploy(config: DeployConfig) -> list[str]:
     world_size = config.tp_size * config.pp_size
     if config.local_gpus is not None and config.local_gpus < world_size:
         problems.append(_too_few_gpus(config, world_size))
-    if config.gemm_tuning is not None and config.engine == PYTORCH:
+    if config.gemm_tuning.enabled and config.engine == PYTORCH:
         problems.append(
             "deploy.gemm_tuning.enabled=true measures NVIDIA's kernels; it needs "
             "deploy.engine=fastertransformer."
         )
     return problems
+
+
+def _other_engine_problems(config: DeployConfig) -> list[str]:
+    """Return the problems of a server of another engine."""
+    found = config.access.problems()
+    limits = (config.access.max_request_mb, config.access.client_shared_memory)
+    without_effect = {
+        "deploy.max_request_mb and deploy.client_shared_memory": limits
+        != (OPEN_ACCESS.max_request_mb, OPEN_ACCESS.client_shared_memory),
+        "deploy.openai.enabled": config.openai.enabled,
+        "deploy.server=pytriton": config.server == PYTRITON,
+        "deploy.gemm_tuning.enabled": config.gemm_tuning.enabled,
+    }
+    if config.engine == OPENAI:
+        without_effect["deploy.tls_cert and deploy.token_file"] = (
+            config.access.tls_cert is not None or config.access.token_file is not None
+        )
+    found += [
+        f"{key} has no effect with deploy.engine={config.engine}; leave it out."
+        for key, is_set in without_effect.items()
+        if is_set
+    ]
+    given = {key.replace("-", "_") for key in config.vllm} if config.engine == VLLM else set()
+    found += [
+        f"deploy.vllm.{key} is decided by {own}; set that key."
+        for key, own in OWN_VLLM_OPTIONS.items()
+        if key in given
+    ]
+    if config.engine == VLLM and not found and len(config.access.tokens() or ()) > 1:
+        found.append(
+            f"deploy.token_file={config.access.token_file} holds several tokens; vLLM takes one "
+            "from its environment."
+        )
+    if config.is_from_elsewhere and not (config.folder / "config.json").is_file():
+        found.append(
+            f"deploy.engine={config.engine} serves a Hugging Face folder, and "
+            f"{config.source} has no config.json; give such a folder in deploy.repository."
+        )
+    if config.nodes > 1:
+        found.append(
+            f"deploy.engine={config.engine} serves on one node, and this model needs "
+            f"{config.nodes}; lower TP x PP, or start its server yourself and name it in "
+            "evaluate.server."
+        )
+    if not any(PORT_FIELD in word for word in config.command_line):
+        found.append(
+            "deploy.command of deploy.engine=openai is the server's command line, with {port} (and "
+            "{host}, {model}) where it takes them, such as "
+            "[transformers,serve,'{model}',--port,'{port}']."
+        )
+    elif config.serves_here and shutil.which(config.command_line[0]) is None:
+        found.append(
+            f"{config.command_line[0]} is not a program of this machine; install it, or give the "
+            f"path of one in deploy.{'executable' if config.engine == VLLM else 'command'}."
+        )
+    return found
 
 
 def _pytriton_problems(config: DeployConfig) -> list[str]:
@@ -210,7 +370,7 @@ def _pytriton_problems(config: DeployConfig) -> list[str]:
             f"export.triton_deployment.instance_count={config.instance_count} needs "
             "deploy.server=triton; PyTriton serves one."
         )
-    if config.openai is not None:
+    if config.openai.enabled:
         found.append(
             "deploy.openai.enabled=true needs deploy.server=triton; PyTriton serves no tokens."
         )
@@ -220,7 +380,7 @@ def _pytriton_problems(config: DeployConfig) -> list[str]:
 def _too_few_gpus(config: DeployConfig, world_size: int) -> str:
     if config.is_from_elsewhere and config.store is None:
         return (
-            f"deploy.repository={config.repository} was made for {config.tp_size} x "
+            f"deploy.repository={config.folder} was made for {config.tp_size} x "
             f"{config.pp_size} = {world_size} GPUs (tensor_para_size x pipeline_para_size), and "
             f"this machine shows {config.local_gpus}; show more with CUDA_VISIBLE_DEVICES, export "
             "it again for fewer, or add the parameter device=cpu to its config.pbtxt."
@@ -235,16 +395,16 @@ def _too_few_gpus(config: DeployConfig, world_size: int) -> str:
 
 def _repository_problems(config: DeployConfig) -> list[str]:
     is_made_here = config.store is not None or not config.is_from_elsewhere
-    if is_made_here or any(config.repository.glob("*/config.pbtxt")):
+    if is_made_here or any(config.folder.glob("*/config.pbtxt")):
         return []
     return [
-        f"deploy.repository={config.repository} holds no model (<name>/config.pbtxt); give the "
+        f"deploy.repository={config.folder} holds no model (<name>/config.pbtxt); give the "
         "folder above the models of a Triton repository, or null for the exported one."
     ]
 
 
 def _openai_problems(config: DeployConfig) -> list[str]:
-    if config.openai is None:
+    if not config.openai.enabled:
         return []
     found = []
     if config.engine == FASTERTRANSFORMER:
@@ -252,6 +412,7 @@ def _openai_problems(config: DeployConfig) -> list[str]:
             "deploy.openai.enabled=true needs deploy.engine=pytorch; the ports of NVIDIA's backend "
             "are its own server's."
         )
+    found += config.openai.problems()
     folder = config.openai.tokenizer
     if folder is not None and not folder.is_dir():
         found.append(f"deploy.openai.tokenizer={folder} is not a folder.")
@@ -273,13 +434,6 @@ def _may_be_host(text: str) -> bool:
 def _port_problems(config: DeployConfig) -> list[str]:
     names = config.ports
     ports = {PORT_KEYS[name]: port for name, port in names.items()}
-    problems = [
-        f"{key}={port} is not a port; use 1 to 65535, or 0 for any free one."
-        for key, port in ports.items()
-        if not 0 <= port <= 65535
-    ]
-    if problems:
-        return problems
     chosen = [port for port in ports.values() if port]
     if len(set(chosen)) < len(chosen):
         given = ", ".join(f"{key}={port}" for key, port in ports.items())

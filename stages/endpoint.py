@@ -25,7 +25,8 @@ class ServerEndpoint:
 
     Attributes:
         host: name or address of the node that serves; with several nodes, that of rank 0.
-        http, grpc, metrics: ports.
+        http, grpc, metrics: ports; that of gRPC is 0 with an engine that has OpenAI's protocol
+            alone.
         openai: port of OpenAI's protocol; None without it.
         model, ensemble: Triton models for token ids and for text.
         ready_at: UTC, ISO 8601.
@@ -52,6 +53,8 @@ class ServerEndpoint:
     @property
     def ports(self) -> dict[str, int]:
         """The ports by name, 0 for one that there is not."""
+        if not self.grpc:
+            return {"http": self.http}
         return {
             "http": self.http,
             "grpc": self.grpc,
@@ -71,11 +74,13 @@ class ServerEndpoint:
     def __str__(self) -> str:
         scheme = "https" if self.uses_tls else "http"
         openai = f", OpenAI on {scheme}://{self.at(self.openai)}/v1" if self.openai else ""
+        if not self.grpc:
+            return f"OpenAI on {scheme}://{self.at(self.http)}/v1"
         return f"HTTP on {self.at(self.http)}, gRPC on {self.at(self.grpc)}{openai}"
 
     def forwarding(self, node: str) -> str:
         """Return the command that brings a server of `node`'s loopback to another machine."""
-        wanted = filter(None, (self.http, self.grpc, self.openai))
+        wanted = filter(None, dict.fromkeys((self.http, self.grpc, self.openai)))
         ports = " ".join(f"-L {port}:{self.at(port)}" for port in wanted)
         return f"from another machine: ssh -N {ports} {node}"
 

@@ -10,10 +10,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inference.evaluation.gate import EXIT_GATE_BREACHED, EXIT_NOT_EVALUATED
-from inference.evaluation.options import EvaluationOptions
+from inference.evaluation.gate import (
+    EXIT_GATE_BREACHED,
+    EXIT_INSUFFICIENT,
+    EXIT_NOT_EVALUATED,
+    INSUFFICIENT,
+)
+from inference.evaluation.options import OPENAI, EvaluationOptions
 from inference.evaluation.record import RunFacts, StageTiming
-from inference.evaluation.run.checks import check_evaluation
+from inference.evaluation.run.checks import check_evaluation, detectable_drops
 from stages.base import JobSettings, Stage, StageError, Summary, as_json
 from stages.deploy_config import DeployConfig, check_deploy
 from stages.endpoint import STOP_NAME, ServerEndpoint, read_endpoint, server_log
@@ -66,6 +71,12 @@ class GateBreachedError(StageError):
     exit_code = EXIT_GATE_BREACHED
 
 
+class InsufficientError(StageError):
+    """The evaluation was done, and its samples cannot show that every bound holds."""
+
+    exit_code = EXIT_INSUFFICIENT
+
+
 class EvaluateStage(Stage):
     """Writes a report about a served model."""
 
@@ -81,14 +92,21 @@ class EvaluateStage(Stage):
         """Return the problems of tasks, data, bounds and of the server to be started."""
         problems = check_evaluation(self.config.options)
         server = self.config.options.server
-        if server is not None and not _is_address(server):
+        if server is not None and not _is_address(server, self.config.options.protocol):
             problems.append(
                 f"evaluate.server={server} is not an address; write host:port, such as "
-                "127.0.0.1:8001, or null to use the pipeline's own server."
+                "127.0.0.1:8001 (for evaluate.protocol=openai also http://host:port/v1), or null "
+                "to use the pipeline's own server."
             )
+        if server is not None and self.config.options.protocol == OPENAI:
+            problems += _tokenizer_problems(self.config.options.tokenizer)
         if server is None and self.config.endpoint_path is None:
             problems += check_deploy(self.config.deploy)
         return problems
+
+    def forecasts(self) -> list[str]:
+        """Return the smallest drops that the gate would catch."""
+        return detectable_drops(self.config.options)
 
     @property
     def _output_dir(self) -> Path:
@@ -103,7 +121,9 @@ class EvaluateStage(Stage):
         if self.config.options.server:
             return []
         deploy = self.config.deploy
-        return [deploy.weights_dir, *sorted(deploy.repository.glob("*/config.pbtxt"))]
+        if deploy.is_other_engine:
+            return [deploy.folder]
+        return [deploy.weights_dir, *sorted(deploy.folder.glob("*/config.pbtxt"))]
 
     def marker_path(self) -> Path:
         """Return the marker next to the report."""
@@ -117,6 +137,7 @@ class EvaluateStage(Stage):
         return {
             **_flat(options, "evaluate"),
             "deploy.engine": self.config.deploy.engine,
+            "deploy.command": list(self.config.deploy.command_line),
         }
 
     def other_logs(self, job_id: str) -> list[Path]:
@@ -133,6 +154,7 @@ class EvaluateStage(Stage):
         Raises:
             NotEvaluatedError: the server does not answer, or the data is unavailable.
             GateBreachedError: a bound is breached; the report is complete.
+            InsufficientError: none is, but more samples are needed to show it; likewise.
         """
         if self.marker_path().exists():
             _set_aside(self._output_dir)
@@ -166,11 +188,14 @@ class EvaluateStage(Stage):
             "metrics": {metric.name: metric.value for metric in report.metrics},
             "references": references(report),
             "times": times(report),
+            "remarks": [str(each) for each in report.gate.verdicts if each.drop is not None],
             "report": str(self._output_dir / _REPORT_PAGE),
         }
         if not report.gate.passed:
-            breaches = "; ".join(str(breach) for breach in report.gate.breaches)
-            raise GateBreachedError(breaches, summary=summary)
+            breaches = report.gate.breaches
+            kind = GateBreachedError if breaches else InsufficientError
+            deciding = breaches or report.gate.of(INSUFFICIENT)
+            raise kind("; ".join(map(str, deciding)), summary=summary)
         return summary
 
     def _facts(self, ready_at: str) -> RunFacts:
@@ -224,6 +249,13 @@ class EvaluateStage(Stage):
         return f"{scheme}://{endpoint.at(endpoint.openai)}/v1"
 
     def _address(self, endpoint: ServerEndpoint) -> str:
+        if self.config.options.protocol == OPENAI:
+            if endpoint.openai is None:
+                raise NotEvaluatedError(
+                    "evaluate.protocol=openai needs a server of that protocol; set "
+                    "deploy.openai.enabled=true"
+                )
+            return endpoint.at(endpoint.openai)
         return endpoint.at(
             endpoint.http if self.config.options.protocol == "http" else endpoint.grpc
         )
@@ -255,6 +287,25 @@ def _set_aside(folder: Path) -> None:
     folder.rename(kept)
 
 
-def _is_address(text: str) -> bool:
+def _tokenizer_problems(folder: str | None) -> list[str]:
+    from export_scripts.ft.tokenizer_files import find_tokenizer
+
+    if folder is not None and find_tokenizer(Path(folder)) is not None:
+        return []
+    return [
+        f"evaluate.tokenizer={folder} holds no tokenizer; for evaluate.protocol=openai name the "
+        "folder of the served model's, with tokenizer.json or tokenizer.model."
+    ]
+
+
+def _is_address(text: str, protocol: str) -> bool:
+    if protocol == OPENAI:
+        from inference.evaluation.run.openai_model import base_url
+
+        try:
+            base_url(text, uses_tls=False)
+        except ValueError:
+            return False
+        return "://" in text or _is_address(text, "grpc")
     host, _, port = text.rpartition(":")
     return bool(host) and port.isdigit() and 0 < int(port) <= 65535

@@ -88,8 +88,7 @@ class ExportStage(Stage):
         ]
         if self.publish_to is not None and find_spec("boto3") is None:
             problems.append(
-                "deploy.repository is an object store, which needs boto3; install the extra 's3' "
-                "(pip install 'slipway[s3]')."
+                "deploy.repository is an object store, which needs boto3: pip install boto3."
             )
         return problems
 

@@ -28,12 +28,10 @@ def tuning_command(config: DeployConfig) -> list[str]:
 
     Raises:
         CheckpointMismatchError: config.ini of the weights is missing or unreadable.
-        AssertionError: the configuration turns tuning off.
     """
     from export_scripts.ft.config_ini import read_config
 
     tuning = config.gemm_tuning
-    assert tuning is not None, "tuning is off"
     family, model = read_config(config.weights_dir)
     program, sizes = _model_arguments(family.name, model)
     shape = [tuning.batch_size, tuning.beam_width, tuning.input_len]

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from inference.server.server_log import put_aside
 from stages.base import StageError
@@ -20,20 +20,20 @@ from stages.serving import serving
 
 if TYPE_CHECKING:
     from inference.server.server import TritonServer
+    from stages.serving import AnyServer
 
 _POLL_S = 0.25
 # A very busy server may not answer for so long. The supervisor notices earlier if a server
 # has ended or a signal has stopped it.
 _PATIENCE_S = 30.0
 _MAX_BACKOFF_S = 300.0
-# A failure after so long is unrelated to the one before: the next start is immediate.
+# A failure after so long is unrelated to those before: they are forgotten, and the next start is
+# immediate.
 _STEADY_S = 600.0
 # Other nodes see files of this one a little later.
 _LOSS_WAIT_S = 2.0
 _NOT_NEEDED, _TIME_LIMIT, _STOPPED = "no longer needed", "time limit", "stopped"
 _RELOAD = "reload"
-# Clients that read the old address just before the new one was published may still use it.
-_HANDOVER_S = 3.0
 
 
 class _EndedError(Exception):
@@ -66,7 +66,7 @@ class Service:
             until: On the monotonic clock, when the job's time is over.
         """
         self.restarts = 0
-        self._failures = 0  # consecutive
+        self._failures = 0  # since the last sound service
         self._config = config
         self._folder = folder
         self._progress = progress
@@ -97,7 +97,7 @@ class Service:
                 reason, failure = "", str(error)
             if not failure:
                 return reason
-            if self.restarts >= self._config.max_restarts or not self._config.may_start_again:
+            if self._failures >= self._config.max_restarts or not self._config.may_start_again:
                 raise StageError(self._last_words(failure))
             self.restarts += 1
             self._failures += 1
@@ -107,7 +107,7 @@ class Service:
     def _serve_once(self) -> tuple[str, str]:
         """Serve; return why the service ended, or why the server failed."""
         with contextlib.ExitStack() as stack:
-            server, endpoint = self._start(stack, self._config)
+            server, endpoint = self._start(stack)
             self._serves = endpoint
             # Clients find the next start where they found this one.
             self._config = self._config.with_ports(**endpoint.ports)
@@ -131,23 +131,24 @@ class Service:
         return reason, failure
 
     def _start(
-        self, stack: contextlib.ExitStack, config: DeployConfig
-    ) -> tuple[TritonServer, ServerEndpoint]:
+        self, stack: contextlib.ExitStack, former: TritonServer | None = None
+    ) -> tuple[AnyServer, ServerEndpoint]:
         """Start a server for the life of the stack and publish its address."""
         server, endpoint = stack.enter_context(
             serving(
-                config,
+                self._config,
                 self._folder,
                 self._progress,
                 restarts=self.restarts,
                 check=self._check_needed,
+                former=former,
             )
         )
         write_json(self._endpoint_path, asdict(endpoint))
         return server, endpoint
 
-    def _reloaded(self, stack: contextlib.ExitStack, old: TritonServer) -> TritonServer:
-        """Have a new server take over, on other ports; return the one that serves from now on.
+    def _reloaded(self, stack: contextlib.ExitStack, old: AnyServer) -> AnyServer:
+        """Have a new server take over behind the same front; return the one that serves now.
 
         The old one answers until the new one is ready, and then finishes what it has begun. If the
         new one does not become ready, the old one stays.
@@ -157,16 +158,18 @@ class Service:
         if self._config.nodes > 1:
             sys.stderr.write("a server on several nodes cannot be reloaded; restart the stage\n")
             return old
+        if not old.can_have_a_successor():
+            sys.stderr.write(
+                "another engine's server, NVIDIA's, or one with sessions, cannot be reloaded; "
+                "restart the stage\n"
+            )
+            return old
         old.log_path = put_aside(old.log_path)
-        config = self._config.with_ports()
         try:
-            new, endpoint = self._start(stack, config)
+            new, self._serves = self._start(stack, cast("TritonServer", old))
         except (ServerStartError, StageError) as error:
             sys.stderr.write(f"not reloaded; the server goes on as it was: {error}\n")
             return old
-        self._config = config.with_ports(**endpoint.ports)
-        self._serves = endpoint
-        time.sleep(_HANDOVER_S)
         old.stop(drain_s=self._config.drain_s)
         return new
 
@@ -190,7 +193,7 @@ class Service:
             return []
         return losses(self._folder, job_id_here(), self.restarts + 1, wait_s=_LOSS_WAIT_S)
 
-    def _watch(self, server: TritonServer) -> tuple[str, str]:
+    def _watch(self, server: AnyServer) -> tuple[str, str]:
         """Block while the server serves; return why it should stop now, or why it failed."""
         began = time.monotonic()
         self._progress.update(f"serving {self._serves}")
@@ -215,7 +218,7 @@ class Service:
         wait_s = 0.0 if self._failures == 1 else min(doubled, _MAX_BACKOFF_S)
         sys.stderr.write(
             f"{failure}\nstarting the server again in {wait_s:g} s "
-            f"(restart {self.restarts} of {self._config.max_restarts})\n"
+            f"(restart {self._failures} of {self._config.max_restarts})\n"
         )
         self._progress.update(f"starting again in {wait_s:g} s")
         deadline = time.monotonic() + wait_s
@@ -235,11 +238,11 @@ class Service:
         return _TIME_LIMIT if time.monotonic() >= self._until else ""
 
     def _last_words(self, failure: str) -> str:
-        if not self.restarts:
+        if not self._failures:
             return failure
-        return f"the server failed again after {self.restarts} restarts: {failure}"
+        return f"the server failed again after {self._failures} restarts: {failure}"
 
 
-def _with_tail(failure: str, server: TritonServer) -> str:
+def _with_tail(failure: str, server: AnyServer) -> str:
     tail = "\n".join(f"  | {line}" for line in server.log_tail())
     return f"{failure}; last lines of {server.log_path}:\n{tail}"

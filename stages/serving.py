@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from inference.server.probe import ProbeError, probe
 from inference.server.server_log import put_aside
@@ -20,10 +20,11 @@ from stages.deploy_config import (
     NEMO_MODEL,
     PORT_KEYS,
     PYTRITON,
-    TRITON,
+    VLLM,
     DeployConfig,
 )
 from stages.endpoint import ServerEndpoint, server_log
+from stages.engines import TOKEN_VARIABLE
 from stages.gemm_tuning import tune
 from stages.job_process import job_id_here, node_address
 from stages.progress import Progress
@@ -31,7 +32,10 @@ from stages.record import now
 from stages.server_starts import announce_start, rendezvous_variables
 
 if TYPE_CHECKING:
+    from inference.server.openai_server import OpenAIServer
     from inference.server.server import TritonServer
+
+    AnyServer: TypeAlias = TritonServer | OpenAIServer
 
 _ENSEMBLE, _TEXT_ENCODER = "ensemble", "text_encoder"
 # Models other than the one that takes token ids.
@@ -51,12 +55,14 @@ def serving(
     *,
     restarts: int = 0,
     check: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[TritonServer, ServerEndpoint]]:
+    former: TritonServer | None = None,
+) -> Iterator[tuple[AnyServer, ServerEndpoint]]:
     """Run a server for the duration of the block and yield it, ready, with its address.
 
     It has answered a small request by then. Its log is `tritonserver-<job id>.log` in `folder`;
     those of earlier starts keep a number. `check` is called until the server is ready; an exception
-    that it raises ends the start.
+    that it raises ends the start. A `former` server keeps answering until this one is ready, which
+    then has its front and ports.
 
     Raises:
         ServerStartError: it did not become ready, or did not answer.
@@ -64,14 +70,20 @@ def serving(
     """
     job_id = job_id_here()
     environment = server_environment(config)
-    if config.gemm_tuning is not None:
+    if config.is_other_engine:
+        with _other_engine(config, folder, job_id, environment) as own:
+            progress.update("starting the server")
+            own.start(timeout_s=config.ready_timeout_s, progress=progress.update, check=check)
+            yield own, _other_endpoint(config, own, job_id, restarts)
+        return
+    if config.gemm_tuning.enabled:
         progress.update("measuring matrix products")
         tune(config, folder / "gemm", folder / "gemm.log", check=check)
     if config.nodes > 1:
         start = announce_start(folder, job_id, restarts + 1)
         environment |= rendezvous_variables(folder, start)
     environment[RESTARTS_VARIABLE] = str(restarts)
-    server = _server(config, folder, job_id, environment)
+    server = _server(config, folder, job_id, environment, former)
     with server:
         progress.update("starting the server")
         began = time.monotonic()
@@ -83,11 +95,12 @@ def serving(
             crash_retries=1 if config.nodes == 1 else 0,
         )
         endpoint = _endpoint(config, server, job_id, restarts)
-        if config.server == TRITON:  # PyTriton is ready once its model has answered
-            progress.update("sending a first request")
-            left_s = config.ready_timeout_s - (time.monotonic() - began)
-            _probe(config, server, endpoint, timeout_s=max(left_s, _LEAST_PROBE_S), check=check)
-            server.watch_answers(hidden=hidden_size(config.weights_dir))
+        progress.update("sending a first request")
+        left_s = config.ready_timeout_s - (time.monotonic() - began)
+        _probe(config, server, endpoint, timeout_s=max(left_s, _LEAST_PROBE_S), check=check)
+        if former is not None:
+            server.take_over()
+        server.watch_answers(hidden=hidden_size(config.weights_dir))
         yield server, endpoint
 
 
@@ -162,32 +175,33 @@ def _is_under_mpi(config: DeployConfig) -> bool:
 
 
 def _server(
-    config: DeployConfig, folder: Path, job_id: str, environment: dict[str, str]
+    config: DeployConfig,
+    folder: Path,
+    job_id: str,
+    environment: dict[str, str],
+    former: TritonServer | None,
 ) -> TritonServer:
     from inference.server.server import TritonServer
 
     log_path = server_log(folder, job_id)
     put_aside(log_path)
+    source = config.source
     if config.server == PYTRITON:
-        from inference.pytriton.managed_server import PytritonServer
+        from inference.pytriton.repository import write_text_repository
 
-        return PytritonServer(
+        repository = folder / "pytriton"
+        shutil.rmtree(repository, ignore_errors=True)
+        write_text_repository(
+            repository,
             config.weights_dir,
             name=NEMO_MODEL if config.interface == NEMO else config.model_name,
             interface=config.interface,
             tp_size=config.tp_size,
             pp_size=config.pp_size,
-            http_port=config.http_port,
-            grpc_port=config.grpc_port,
-            metrics_port=config.metrics_port,
-            host=config.host,
-            log_path=log_path,
-            env=environment,
-            port_keys=PORT_KEYS,
-            access=config.access,
         )
+        source = str(repository)
     return TritonServer(
-        config.source,
+        source,
         http_port=config.http_port,
         grpc_port=config.grpc_port,
         metrics_port=config.metrics_port,
@@ -197,9 +211,54 @@ def _server(
         port_keys=PORT_KEYS,
         prefix=server_prefix(config),
         access=config.access,
-        openai=config.openai,
+        openai=config.endpoint,
+        former=former,
         is_old=config.engine == FASTERTRANSFORMER,
-        work_dir=None if config.gemm_tuning is None else folder / "gemm",
+        work_dir=folder / "gemm" if config.gemm_tuning.enabled else None,
+    )
+
+
+def _other_engine(
+    config: DeployConfig, folder: Path, job_id: str, environment: dict[str, str]
+) -> OpenAIServer:
+    """Return the server of another engine; its token, if any, is in its environment."""
+    from inference.server.openai_server import OpenAIServer
+
+    log_path = server_log(folder, job_id)
+    put_aside(log_path)
+    tokens = config.access.tokens()
+    secret = {TOKEN_VARIABLE: tokens[0]} if config.engine == VLLM and tokens else {}
+    return OpenAIServer(
+        config.command_line,
+        model=config.model_name,
+        host=config.host,
+        port=config.http_port,
+        log_path=log_path,
+        env=environment | secret,
+        folder=config.folder,
+        uses_tls=config.access.tls_cert is not None,
+        headers={"authorization": f"Bearer {tokens[0]}"} if tokens else {},
+    )
+
+
+def _other_endpoint(
+    config: DeployConfig, server: OpenAIServer, job_id: str, restarts: int
+) -> ServerEndpoint:
+    listens_to_all = server.connect_host != server.host
+    return ServerEndpoint(
+        host=(node_address() if listens_to_all else None) or server.connect_host,
+        http=server.port,
+        grpc=0,
+        metrics=server.port,
+        model=config.model_name,
+        ensemble=None,
+        job_id=job_id,
+        tp=config.tp_size,
+        pp=config.pp_size,
+        ready_at=now(),
+        restarts=restarts,
+        uses_tls=config.access.tls_cert is not None,
+        openai=server.port,
     )
 
 
@@ -220,7 +279,7 @@ def _endpoint(
         ready_at=now(),
         nodes=config.nodes,
         restarts=restarts,
-        uses_tls=config.access.tls_cert is not None,
+        uses_tls=config.tls_cert is not None,
         openai=server.openai_port,
     )
 

@@ -22,7 +22,7 @@ def test_folder_is_no_place_in_a_store() -> None:
 def test_place_in_a_store_is_served_instead_of_the_folder(tmp_path: Path) -> None:
     location = store_location("s3://bucket/a/b", "http://store:9000")
     assert location == StoreLocation("bucket", "a/b", "http://store:9000")
-    config = DeployConfig(repository=tmp_path, model_name="m", store=location)
+    config = DeployConfig(folder=tmp_path, model_name="m", store=location)
     assert config.source == "s3://http://store:9000/bucket/a/b"
 
 
@@ -51,12 +51,12 @@ def write_ini(repository: Path, text: str) -> DeployConfig:
     weights.mkdir(parents=True)
     (weights / "config.ini").write_text(text)
     return DeployConfig(
-        repository=repository,
+        folder=repository,
         model_name="m",
         tp_size=2,
         data_type="fp16",
         engine="fastertransformer",
-        gemm_tuning=GemmTuning(4, 2, 60, Path("/p")),
+        gemm_tuning=GemmTuning(4, 2, 60, Path("/p"), enabled=True),
     )
 
 
@@ -98,7 +98,7 @@ def test_mpirun_starts_the_server_where_it_can_run(
     for name in programs:
         (tmp_path / name).touch(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    config = DeployConfig(tmp_path, "m", engine="fastertransformer")
+    config = DeployConfig(folder=tmp_path, model_name="m", engine="fastertransformer")
     assert server_prefix(config) == prefix
     # Without mpirun, Open MPI must not start a daemon of its own.
     alone = server_environment(config).get("OMPI_MCA_ess_singleton_isolated")
@@ -111,7 +111,7 @@ def stage_of(config: DeployConfig, folder: Path, *, limit_min: int = 60) -> Depl
 
 
 def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path: Path) -> None:
-    config = DeployConfig(tmp_path, "m")
+    config = DeployConfig(folder=tmp_path, model_name="m")
     (problem,) = stage_of(config, tmp_path, limit_min=1).check()
     assert problem.startswith("deploy.time_limit=1 minutes leave no time to serve: the last 75 s")
     assert stage_of(config, tmp_path, limit_min=2).check() == []
@@ -119,10 +119,15 @@ def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("host", ["", "a b", "127.0.0.1:80", "999.1.1.1", "[::1]", "-x", "a\n"])
 def test_what_is_neither_address_nor_host_is_refused(tmp_path: Path, host: str) -> None:
-    (problem,) = stage_of(DeployConfig(tmp_path, "m", host=host), tmp_path).check()
+    (problem,) = stage_of(
+        DeployConfig(folder=tmp_path, model_name="m", host=host), tmp_path
+    ).check()
     assert problem == f"deploy.host={host} is neither an address nor the name of a host."
     for good in ("0.0.0.0", "::1", "node-1", "a.b_c.example."):
-        assert stage_of(DeployConfig(tmp_path, "m", host=good), tmp_path).check() == []
+        assert (
+            stage_of(DeployConfig(folder=tmp_path, model_name="m", host=good), tmp_path).check()
+            == []
+        )
 
 
 @pytest.mark.parametrize(
@@ -132,6 +137,8 @@ def test_what_is_neither_address_nor_host_is_refused(tmp_path: Path, host: str) 
 def test_restarts_that_cannot_be_are_reported_beforehand(
     tmp_path: Path, engine: str, nodes: int, is_told: bool
 ) -> None:
-    config = DeployConfig(tmp_path, "m", engine=engine, nodes=nodes, max_restarts=3)
+    config = DeployConfig(
+        folder=tmp_path, model_name="m", engine=engine, nodes=nodes, max_restarts=3
+    )
     notes = "\n".join(stage_of(config, tmp_path).notes())
     assert ("deploy.max_restarts=3 has no effect" in notes) is is_told

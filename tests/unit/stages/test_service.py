@@ -12,6 +12,7 @@ import pytest
 
 from inference.server.server import ServerStartError
 from stages import service
+from stages.base import StageError
 from stages.deploy_config import DeployConfig
 from stages.endpoint import ServerEndpoint
 from stages.progress import Progress
@@ -26,6 +27,9 @@ class FakeServer:
 
     def failure(self, *, patience_s: float) -> None:
         del patience_s
+
+    def can_have_a_successor(self) -> bool:
+        return True
 
     def stop(self, *, drain_s: float) -> None:
         self.drain_s = drain_s
@@ -58,7 +62,9 @@ def test_first_start_that_crashes_is_announced_again_to_further_nodes(
         raise left.pop(0)
 
     monkeypatch.setattr(service, "serving", serving)
-    kept = new_service(tmp_path, DeployConfig(tmp_path, "m", nodes=nodes, max_restarts=3))
+    kept = new_service(
+        tmp_path, DeployConfig(folder=tmp_path, model_name="m", nodes=nodes, max_restarts=3)
+    )
     with pytest.raises(ServerStartError) as caught:
         kept.run()
     assert caught.value is failures[starts - 1]
@@ -81,7 +87,41 @@ def test_server_that_should_end_while_another_loads_finishes_its_requests(
         yield servers[-1], ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
 
     monkeypatch.setattr(service, "serving", serving)
-    kept = new_service(tmp_path, DeployConfig(tmp_path, "m", drain_s=17.0))
+    kept = new_service(tmp_path, DeployConfig(folder=tmp_path, model_name="m", drain_s=17.0))
     assert kept.run() == "no longer needed"
     assert [server.drain_s for server in servers] == [17.0]
     assert not paths["endpoint"].exists()
+
+
+@pytest.mark.parametrize(("steady_s", "starts"), [(600.0, 3), (0.0, 8)])
+def test_failures_before_sound_service_are_forgotten(
+    steady_s: float, starts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servers: list[FakeServer] = []
+
+    class Failing(FakeServer):
+        def failure(self, *, patience_s: float) -> str:  # type: ignore[override]
+            del patience_s
+            time.sleep(0.01)
+            return "it has failed"
+
+        def log_tail(self) -> list[str]:
+            return []
+
+    @contextmanager
+    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+        servers.append(Failing(tmp_path / "log"))
+        if len(servers) == 8:
+            (tmp_path / "stop").touch()
+        yield servers[-1], ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+
+    monkeypatch.setattr(service, "serving", serving)
+    monkeypatch.setattr(service, "_STEADY_S", steady_s)
+    config = DeployConfig(folder=tmp_path, model_name="m", max_restarts=2, restart_backoff_s=0.01)
+    kept = new_service(tmp_path, config)
+    if starts == 8:
+        assert kept.run() == "no longer needed"
+    else:
+        with pytest.raises(StageError, match="failed again after 2 restarts"):
+            kept.run()
+    assert len(servers) == starts

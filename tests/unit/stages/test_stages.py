@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from inference.evaluation.options import EvaluationOptions, LambadaOptions
-from inference.openai.options import OpenAIOptions
+from inference.front.openai.options import OpenAIOptions
 from stages import STAGES
 from stages.base import JobSettings, Stage, StageError, Standing, Summary
 from stages.deploy import DeployStage
@@ -72,7 +72,7 @@ def stage(tmp_path: Path) -> CopyStage:
 
 
 def server(tmp_path: Path, **changes: Any) -> DeployConfig:
-    return replace(DeployConfig(repository=tmp_path, model_name="m"), **changes)
+    return replace(DeployConfig(folder=tmp_path, model_name="m"), **changes)
 
 
 def evaluation(tmp_path: Path, *, server_url: str | None = None, **changes: Any) -> EvaluateStage:
@@ -205,17 +205,19 @@ def test_step_without_a_result_names_its_command(stage: CopyStage) -> None:
     ("changes", "text"),
     [
         ({"tp_size": 4, "pp_size": 2, "local_gpus": 4}, "need 8 GPUs, and this machine shows 4"),
-        ({"gemm_tuning": GemmTuning()}, "it needs deploy.engine=fastertransformer"),
-        ({"http_port": 70000}, "deploy.http_port=70000 is not a port"),
+        ({"gemm_tuning": GemmTuning(enabled=True)}, "it needs deploy.engine=fastertransformer"),
         ({"grpc_port": 8000}, "the ports must differ"),
-        ({"openai": OpenAIOptions(port=8001)}, "the ports must differ"),
+        ({"openai": OpenAIOptions(port=8001, enabled=True)}, "the ports must differ"),
         (
-            {"openai": OpenAIOptions(tokenizer=Path("/nowhere"))},
+            {"openai": OpenAIOptions(tokenizer=Path("/nowhere"), enabled=True)},
             "deploy.openai.tokenizer=/nowhere is not a folder",
         ),
-        ({"openai": OpenAIOptions(), "engine": "fastertransformer"}, "needs deploy.engine=pytorch"),
         (
-            {"is_from_elsewhere": True},
+            {"openai": OpenAIOptions(enabled=True), "engine": "fastertransformer"},
+            "needs deploy.engine=pytorch",
+        ),
+        (
+            {"repository": "there"},
             "holds no model (<name>/config.pbtxt); give the folder above",
         ),
         (
@@ -234,7 +236,7 @@ def test_server_configuration_is_checked(
 def test_repository_from_elsewhere_needs_no_more_than_a_model(tmp_path: Path) -> None:
     (tmp_path / "any").mkdir()
     (tmp_path / "any" / "config.pbtxt").touch()
-    assert check_deploy(server(tmp_path, is_from_elsewhere=True)) == []
+    assert check_deploy(server(tmp_path, repository="there")) == []
 
 
 def test_free_ports_may_be_asked_for_three_times(tmp_path: Path) -> None:
