@@ -71,12 +71,14 @@ def test_python_examples_run(tmp_path: Path) -> None:
     assert re.fullmatch(r"\(\((\d+, ){7}\d+\),\)", result.stdout.strip())
 
 
-def test_the_support_table_is_the_one_of_the_families() -> None:
-    document = (ROOT / "docs/conversion.md").read_text()
-    printed = run(["-m", "export_scripts.list_families", "--markdown"]).stdout.strip()
+@pytest.mark.parametrize(("page", "option"), [("conversion", ()), ("leaving", ("--leaving",))])
+def test_the_support_tables_are_those_of_the_families(page: str, option: tuple[str, ...]) -> None:
+    document = (ROOT / f"docs/{page}.md").read_text()
+    words = ["export_scripts.list_families", *option, "--markdown"]
+    printed = run(["-m", *words]).stdout.strip()
     table = re.search(r"<!-- python -m (.*?) -->\n(.*?)\n<!-- end -->", document, re.DOTALL)
     assert table is not None
-    assert table[1] == "export_scripts.list_families --markdown"
+    assert table[1] == " ".join(words)
     assert table[2] == printed
 
 
@@ -97,6 +99,18 @@ def test_files_that_are_named_exist() -> None:
     documents = [README, (ROOT / "CONTRIBUTING.md").read_text()]
     named = {path for text in documents for path in re.findall(r"`([\w./]+/[\w.]+\.\w+)`", text)}
     assert [path for path in sorted(named) if not (ROOT / path).exists()] == []
+
+
+def test_the_index_of_the_documents_is_whole() -> None:
+    linked = set(re.findall(r"\]\(([\w.]+)\)", (ROOT / "docs/README.md").read_text()))
+    assert linked == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+def test_files_that_the_architecture_names_exist() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = re.findall(r"`((?:inference|stages|export_scripts|launcher_scripts)/[\w/.]+)`", text)
+    assert named
+    assert [each for each in named if not (ROOT / each).exists()] == []
 
 
 def test_every_folder_at_the_top_is_explained() -> None:
