@@ -36,6 +36,7 @@ class FakeModel:
         self.unavailable = unavailable
         self.streams = streams
         self.reason = ""
+        self.log_prob = -0.5
         self.inputs: tuple[str, ...] = ("input_ids", "input_lengths", "request_output_len")
         self.requests: list[str] = []
         self.tensors: list[dict[str, object]] = []
@@ -117,7 +118,7 @@ class FakeModel:
         return self._log_prob(text)
 
     def _log_prob(self, text: str) -> float:
-        return self.log_probs.get(text, -0.5 * (len(self.encode(text)) - 1))
+        return self.log_probs.get(text, self.log_prob * (len(self.encode(text)) - 1))
 
     def _continue(self, context: str, count: int) -> tuple[int, ...]:
         self._request(context)

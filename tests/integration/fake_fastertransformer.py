@@ -7,13 +7,11 @@ import json
 import os
 import sys
 import time
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import json_format
-
 from export_scripts.triton.model_config import parse_config
+from tests.fake_triton import FakeTriton, RefusedError, served
 
 KNOWN = (
     *("model-repository", "http-port", "grpc-port", "metrics-port", "exit-timeout-secs"),
@@ -45,41 +43,18 @@ def main() -> int:
     print("[WARNING] gemm_config.in is not found; using default GEMM algo")
     print(os.environ.get("FAKE_SERVER_SAYS", ""), flush=True)
     configs = {
-        path.parent.name: json_format.MessageToDict(
-            parse_config(path.read_text()), preserving_proto_field_name=True
-        )
+        path.parent.name: parse_config(path.read_text())
         for path in Path(options["model-repository"]).glob("*/config.pbtxt")
     }
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            words = self.path.strip("/").split("/")  # v2/models/<name>/config
-            self.reply(200, configs[words[2]] if words[-1] == "config" else {})
+    def infer(request: Any) -> None:
+        Path(os.environ["FAKE_SERVER_TOLD"] + "-request").write_bytes(request.SerializeToString())
+        if said := os.environ.get("FAKE_SERVER_ANSWERS", ""):
+            raise RefusedError(said)
 
-        def do_POST(self) -> None:
-            size = int(self.headers["Content-Length"])
-            body = self.rfile.read(size)
-            if self.path.endswith("/infer"):
-                Path(os.environ["FAKE_SERVER_TOLD"] + "-request").write_bytes(body)
-                said = os.environ.get("FAKE_SERVER_ANSWERS", "")
-                self.reply(500 if said else 200, {"error": said} if said else {})
-                return
-            names = [{"name": name, "version": "1", "state": "READY"} for name in configs]
-            self.reply(200, names)
-
-        def reply(self, status: int, content: Any) -> None:
-            body = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *words: object) -> None:
-            del words
-
-    HTTPServer(
-        (options.get("http-address", "0.0.0.0"), int(options["http-port"])), Handler
-    ).serve_forever()
+    address = f"{options.get('grpc-address', '0.0.0.0')}:{options['grpc-port']}"
+    with served(FakeTriton(configs, infer), address):
+        time.sleep(3600)
     return 0
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -53,11 +53,6 @@ def answer(endpoint: dict[str, Any]) -> str:
         return client.generate_text(["It was"], output_len=4)[0][0]
 
 
-def listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
-
-
 def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -> None:
     path = exported / RESULTS / "deploy" / "endpoint.json"
     words_here = ("stages=[deploy]", "deploy.max_restarts=2", "deploy.restart_backoff_s=0.2")
@@ -88,56 +83,85 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -
 
 def test_new_server_takes_over_without_being_missed(tmp_path: Path) -> None:
     path = tmp_path / RESULTS / "deploy" / "endpoint.json"
-    answers: list[tuple[int, str]] = []
-    outlived: list[int] = []  # frames that came after the new one's address
+    streamed: list[str] = []
+    outlived: list[int] = []  # frames that came after the new server was published
+    kept: list[int] = []  # statuses of requests over connections that stay open
     over = threading.Event()
 
-    def ask_all_the_while() -> None:
+    def stream_all_the_while() -> None:
         while not over.is_set():
             endpoint = json.loads(path.read_text())
-            answers.append((endpoint["grpc"], stream(endpoint)))
+            pieces = []
+            with TritonClient(f"127.0.0.1:{endpoint['grpc']}", timeout_s=240) as client:
+                for piece in client.stream_text("It was", output_len=LONG):
+                    pieces.append(piece)
+                    if json.loads(path.read_text())["ready_at"] != endpoint["ready_at"]:
+                        outlived.append(len(pieces))
+            streamed.append("".join(pieces))
 
-    def stream(endpoint: dict[str, Any]) -> str:
-        pieces = []
-        with TritonClient(f"127.0.0.1:{endpoint['grpc']}", timeout_s=240) as client:
-            for piece in client.stream_text("It was", output_len=LONG):
-                pieces.append(piece)
-                if json.loads(path.read_text())["grpc"] != endpoint["grpc"]:
-                    outlived.append(len(pieces))
-        return "".join(pieces)
+    def ask_over_one_connection(port: int, target: str, body: dict[str, Any]) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
+        connection.connect()
+        own = connection.sock
+        while not over.wait(0.02):
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", target, json.dumps(body), headers)
+            answer = connection.getresponse()
+            answer.read()
+            kept.append(answer.status)
+            assert connection.sock is own, "the connection was closed"
+
+    def servers() -> list[int]:
+        wanted = ("bin/tritonserver", "--model-repository")
+        found = processes_of(tmp_path).items()
+        return [
+            pid
+            for pid, line in found
+            if all(word in line for word in wanted) and "supervisor.py" not in line
+        ]
 
     streaming = ("export.triton_deployment.decoupled=true", "stages=[export,deploy]")
-    command = start(*words(tmp_path, *streaming))
+    openai = ("deploy.openai.enabled=true", "deploy.openai.port=0")
+    command = start(*words(tmp_path, *streaming, *openai))
     try:
         first = endpoint_of(path, command)
-        with ThreadPoolExecutor(2) as pool:
-            asking = [pool.submit(ask_all_the_while) for _ in range(2)]
+        (old,) = servers()
+        text = {"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": ["It was"]}
+        count = {"name": "REQUEST_OUTPUT_LEN", "datatype": "UINT32", "shape": [1, 1], "data": [2]}
+        infer = ("/v2/models/preprocessing/infer", {"inputs": [text, count]})
+        prompt = {"model": "fastertransformer", "prompt": "It was", "max_tokens": 2}
+        with ThreadPoolExecutor(4) as pool:
+            asking = [pool.submit(stream_all_the_while) for _ in range(2)]
+            asking.append(pool.submit(ask_over_one_connection, first["http"], *infer))
+            asking.append(
+                pool.submit(ask_over_one_connection, first["openai"], "/v1/completions", prompt)
+            )
 
-            def failed() -> bool:
+            def ended() -> bool:
                 return any(each.done() for each in asking)
 
             try:
+                until(lambda: ended() or len(streamed) > 1, "the first answers", limit_s=TAKEOVER_S)
                 (path.parent / "reload_requested").touch()
                 until(
-                    lambda: failed() or len({port for port, _ in answers}) == 2,
-                    "an answer",
-                    limit_s=TAKEOVER_S,
+                    lambda: ended() or old not in servers(), "the old one's end", limit_s=TAKEOVER_S
                 )
-                until(
-                    lambda: failed() or not listens(first["grpc"]),
-                    "the old one's end",
-                    limit_s=TAKEOVER_S,
-                )
+                count_now = len(streamed)
+                until(lambda: ended() or len(streamed) > count_now + 1, "answers of the new one")
             finally:
                 over.set()
             for each in asking:
                 each.result()
+        second = json.loads(path.read_text())
     finally:
         command.send_signal(signal.SIGINT)
-        text = finish(command)
-    assert command.returncode == 0, text
-    assert len({port for port, _ in answers}) == 2  # both have answered, and no request was refused
-    assert len({text for _, text in answers}) == 1  # whole: all streams give the same text
+        printed = finish(command)
+    assert command.returncode == 0, printed
+    ports = ("http", "grpc", "metrics", "openai")
+    assert [first[name] for name in ports] == [second[name] for name in ports]
+    assert second["ready_at"] != first["ready_at"]
+    assert set(kept) == {200}
+    assert len(set(streamed)) == 1  # whole: all streams give the same text
     assert outlived, "no stream was under way when the new server took over"
 
 
@@ -170,7 +194,12 @@ def test_time_that_is_over_before_the_server_is_ready_is_a_failure(
 ) -> None:
     repository = exported / RESULTS / "model_repo"
     config = DeployConfig(
-        repository, "fastertransformer", tp_size=2, http_port=0, grpc_port=0, metrics_port=0
+        folder=repository,
+        model_name="fastertransformer",
+        tp_size=2,
+        http_port=0,
+        grpc_port=0,
+        metrics_port=0,
     )
     service = Service(
         config,
@@ -190,7 +219,7 @@ def test_time_that_is_over_before_the_server_is_ready_is_a_failure(
 def test_repository_is_published_and_served_from_an_object_store(
     store_endpoint: str, tmp_path: Path
 ) -> None:
-    boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install 'slipway[s3]'")
+    boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install boto3")
     secret = "only-for-this-test"
     environment = {
         "AWS_ACCESS_KEY_ID": secret,

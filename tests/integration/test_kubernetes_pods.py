@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from inference.ports import pick_free_ports
-from inference.server.local_http import local_answer
+from inference.server.client import TritonClient
 from launcher_scripts.main import main
 from tests.integration.command import ROOT
 from tests.waiting import until
@@ -81,11 +81,8 @@ def test_pods_of_two_nodes_serve_one_model_and_end_together(tmp_path: Path) -> N
         def is_ready() -> bool:
             ended = [each for each in pods if each.poll() is not None]
             assert not ended, ended[0].stdout.read()  # type: ignore[union-attr]
-            try:
-                local_answer(f"127.0.0.1:{ports[0]}", "/v2/health/ready")
-            except OSError:
-                return False
-            return True
+            with TritonClient(f"127.0.0.1:{ports[0]}", protocol="http") as client:
+                return client.is_ready()
 
         until(is_ready, "a model whose ranks are in two pods", limit_s=120)
         # As the controller ends a group; its pods' shells pass the signal on.

@@ -21,9 +21,9 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
 from inference.backend.tokenizer import load_tokenizer
-from inference.gateway.access import Access
-from inference.gateway.credentials import Credentials
-from inference.openai.options import OpenAIOptions
+from inference.front.access import Access
+from inference.front.credentials import Credentials
+from inference.front.openai.options import OpenAIOptions
 from inference.server.client import TritonClient
 from inference.server.server import TritonServer
 from tests.conftest import ROOT
@@ -260,11 +260,11 @@ def test_health_is_the_servers(server: TritonServer) -> None:
 
 def test_the_end_of_the_endpoint_is_a_failure_of_the_server(server: TritonServer) -> None:
     assert server.failure() is None
-    own = [pid for pid in children(os.getpid()) if b"inference.openai" in command_line(pid)]
+    own = [pid for pid in children(os.getpid()) if b"inference.front" in command_line(pid)]
     (pid,) = own
     os.kill(pid, signal.SIGKILL)
-    until(lambda: server.failure() is not None, "the loss of the endpoint")
-    assert "the OpenAI endpoint ended with status -9" in (server.failure() or "")
+    until(lambda: server.failure() is not None, "the loss of the front")
+    assert "the front, which clients reach, ended with status -9" in (server.failure() or "")
 
 
 def children(pid: int) -> list[int]:

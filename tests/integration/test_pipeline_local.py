@@ -57,6 +57,22 @@ def test_export_alone_builds_a_complete_repository(tmp_path: Path) -> None:
     assert (repository / "fastertransformer" / "1" / "1-gpu" / "config.ini").is_file()
 
 
+def test_a_hugging_face_folder_for_other_engines_is_one_option_of_the_stage(tmp_path: Path) -> None:
+    option = "convert.format=huggingface"
+    status, text = run(tmp_path, "stages=[convert]", option)
+    assert status == 0, text
+    folder = weights(tmp_path).with_name("huggingface")
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["model_type"], config["torch_dtype"]) == ("gpt2", "float16")
+    assert (folder / "model.safetensors").is_file()
+    assert (folder / "tokenizer_config.json").is_file()
+    status, text = run(tmp_path, "stages=[convert]", option)
+    assert (status, "finished earlier" in text) == (0, True), text
+    status, text = run(tmp_path, "stages=[export]", option)
+    assert status == 2
+    assert "which a repository cannot hold: run stages=[convert] alone" in text
+
+
 def test_job_folder_has_everything_that_users_of_the_launcher_expect(tmp_path: Path) -> None:
     status, text = run(tmp_path, "stages=[convert]", "+env_vars.NOTE=a b")
     assert status == 0, text

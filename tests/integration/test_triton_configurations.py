@@ -6,18 +6,16 @@ backend is its approval of everything else.
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
 
 from export_scripts.triton.repository import RepositoryRequest, build_repository
 from inference.server.installation import find_triton
-from inference.server.local_http import local_opener
 from inference.server.server import TritonServer
 from tests.ft_folders import unpack_case
 from tests.integration.triton_process import DOUBLE, add_model
@@ -59,11 +57,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
 
 def _load(server: TritonServer, name: str) -> str:
     """Ask the server as its owner to load a model and return its complaint."""
-    url = f"http://{server.control_address}/v2/repository/models/{name}/load"
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        local_opener().open(urllib.request.Request(url, data=b"{}"), timeout=30)
-    reason: str = json.loads(caught.value.read())["error"]
-    return reason
+    client = InferenceServerClient(server.control_address)
+    with pytest.raises(InferenceServerException) as caught:
+        client.load_model(name)
+    client.close()
+    return str(caught.value.message())
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -20,8 +20,8 @@ from tests.integration.triton_process import DOUBLE, add_model, new_server
 
 pytestmark = [pytest.mark.s3, pytest.mark.triton]
 
-boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install 'slipway[s3]'")
-pytest.importorskip("moto", reason="needs moto: pip install 'slipway[dev]'")
+boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install boto3")
+pytest.importorskip("moto", reason="needs moto: pip install 'moto[s3]'")
 
 BUCKET = "models"
 

@@ -213,7 +213,7 @@ def test_killed_owner_takes_the_whole_server_along(tmp_path: Path) -> None:
     owner.wait()
     owner.stdout.close()
     until(lambda: not [pid for pid in running if lives(pid)])
-    until(lambda: not Path(sockets).exists(), "the end of the gateway")
+    until(lambda: not Path(sockets).exists(), "the end of the front")
 
 
 def test_crash_of_the_server_is_noticed_and_its_stub_ends(tmp_path: Path) -> None:

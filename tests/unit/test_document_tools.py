@@ -25,7 +25,17 @@ from tests.tiny_t5_tuning import write_prompts
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docker/README.md"]
 # docker is on few machines that run the tests; these are options of its command-line reference.
-DOCKER_RUN = {"--rm", "--init", "--gpus", "--shm-size", "--user", "--publish", "--volume", "--env"}
+DOCKER_RUN = {
+    "--rm",
+    "--init",
+    "--gpus",
+    "--shm-size",
+    "--ulimit",
+    "--user",
+    "--publish",
+    "--volume",
+    "--env",
+}
 DOCKER_BUILD = {"--file", "--tag", "--build-arg"}
 DOCKER_SWITCHES = {"--rm", "--init"}
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from inference.openai import parameters
-from inference.openai.errors import ApiError
-from inference.openai.options import DEFAULT_PORT
+from inference.front.openai.errors import ApiError
+from inference.front.openai.options import DEFAULT_PORT
+from inference.front.openai.requests import ChatRequest, CompletionRequest, read_request
 from tests.conftest import ROOT
 
 TEXT = (ROOT / "docs" / "openai.md").read_text()
@@ -37,7 +37,7 @@ def test_the_harness_is_asked_for_by_its_extra(tmp_path: Path) -> None:
     if find_spec("lm_eval") is None:
         problems = [line for line in done.stderr.splitlines() if line.startswith("  - ")]
         assert len(problems) == 2, done.stderr
-        assert all("install slipway[harness]" in line for line in problems)
+        assert all("pip install 'lm_eval[api]'" in line for line in problems)
     else:
         assert done.returncode == 0, done.stdout + done.stderr
 
@@ -51,6 +51,6 @@ def test_the_fields_are_those_that_requests_may_have() -> None:
     }
     chat = {"messages", "top_logprobs"}
     for name in named:
-        parse = parameters.parse_chat if name in chat else parameters.parse_completion
+        kind = ChatRequest if name in chat else CompletionRequest
         with pytest.raises(ApiError, match=rf"\b{name}: (?!is not a field)"):
-            parse({name: object()})
+            read_request(kind, {name: object()})

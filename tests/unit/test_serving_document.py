@@ -34,7 +34,7 @@ ROWS = {
 # Paths of the reader's, by checkpoints of the reference material.
 STAND_INS = {
     "/models/gptj": "gptj_hf/tiny/source",
-    "/models/t5.nemo": "t5_nemo/train_tp1_pp1_absolute_bias/source",
+    "/models/t5.nemo": "t5_nemo/train_tp2_pp1_relative_geglu_nobias/source",
     "/models/bert": "bert/tiny/source",
 }
 
