@@ -11,6 +11,7 @@ from pathlib import Path
 
 DEFAULT_PORTS = {"http": 8000, "grpc": 8001, "metrics": 8002, "openai": 8003}
 _LOWEST, _TRIES = 10_000, 1000  # of the ports that are picked
+_CONNECT_S = 1.0
 _LISTEN = "0A"  # state column of /proc/net/tcp
 
 
@@ -62,6 +63,14 @@ def port_problem(host: str, port: int) -> str | None:
                 return "may not be opened by this user (ports below 1024 are reserved)"
             return f"cannot be opened on {host}: {error.strerror}"
     return None
+
+
+def accepts_connections(address: str | tuple[str, int]) -> bool:
+    """Return whether somebody listens at a Unix socket or at (host, port)."""
+    family = socket.AF_UNIX if isinstance(address, str) else _family(address[0])
+    with socket.socket(family, socket.SOCK_STREAM) as client:
+        client.settimeout(_CONNECT_S)
+        return client.connect_ex(address) == 0
 
 
 def ports_problems(host: str, ports: Mapping[str, int], *, keys: Mapping[str, str]) -> list[str]:

@@ -19,7 +19,7 @@ from inference.front.access import OPEN_ACCESS, Access
 from inference.front.openai.options import OpenAIOptions
 from inference.front.sockets import ServerSockets, new_sockets
 from inference.plain_path import PlainFolder
-from inference.ports import pick_free_ports, ports_problems
+from inference.ports import accepts_connections, pick_free_ports, ports_problems
 from inference.server import supervisor
 from inference.server.admin import Admin, ModelStatus, RefusalError, is_interactive
 from inference.server.health import INTERVAL_S, TIMEOUT_S, Health, front_target, model_targets
@@ -544,7 +544,7 @@ class TritonServer:
             log.failures += [f"model {each.name}: {each.reason}" for each in failed]
             if failed or any(each.state != "READY" for each in statuses):
                 return False
-            if not self.admin.is_ready():
+            if not self.admin.is_ready() or not self._listens():
                 return False
         except (OSError, RefusalError):
             self._close_admin()  # after a refused connection gRPC waits, for seconds
@@ -557,6 +557,15 @@ class TritonServer:
             return False
         self.models = tuple(sorted(each.name for each in statuses))
         return True
+
+    def _listens(self) -> bool:
+        """Return whether HTTP and metrics are there too; gRPC listens before them."""
+        addresses: list[str | tuple[str, int]]
+        if self._sockets is None:
+            addresses = [(self.connect_host, self._ports[name]) for name in ("http", "metrics")]
+        else:
+            addresses = [str(self._sockets.http), str(self._sockets.metrics)]
+        return all(map(accepts_connections, addresses))
 
     def _fail(self, summary: str, log: ServerLog, *, is_crash: bool = False) -> None:
         unique = list(dict.fromkeys(log.failures)) or errors_of(last_lines(self.log_path, 200))

@@ -133,7 +133,7 @@ class ServerWatch:
         self._models: dict[int, str] = {}  # of the processes that run one
         self._stopped: dict[int, float] = {}  # since when
         self._ended: set[tuple[int, int]] = set()  # with their start times
-        self._scanned_ready = False
+        self._scanned_ready = self._looked_ready = False
         self._scanned = self._looked = float("-inf")
 
     def loss(self) -> str | None:
@@ -150,6 +150,8 @@ class ServerWatch:
                 model = self._models.get(pid, "")
                 if reason := self._look(pid, now):
                     self._losses.setdefault(model, reason)
+            # What ended between the last look at a loading server and this one had its successor.
+            self._looked_ready = self.is_ready
         return next(iter(self._losses.values()), None) if self.is_ready else None
 
     def _scan(self) -> None:
@@ -190,7 +192,7 @@ class ServerWatch:
         """Forget a process that has ended; return its exit if it was that of a model."""
         name, is_model = self._name(pid), pid in self._models
         self._ended.add((pid, self._started[pid]))
-        is_replaced = not self.is_ready and self._has_later(pid)
+        is_replaced = not self._looked_ready and self._has_later(pid)
         is_same = state is not None and state.started == self._started[pid]
         how = _how_ended(state.exit_code) if state is not None and is_same else "has ended"
         for known in (self._started, self._models, self._stopped):

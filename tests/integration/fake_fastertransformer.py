@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -53,7 +55,11 @@ def main() -> int:
             raise RefusedError(said)
 
     address = f"{options.get('grpc-address', '0.0.0.0')}:{options['grpc-port']}"
-    with served(FakeTriton(configs, infer), address):
+    with served(FakeTriton(configs, infer), address), contextlib.ExitStack() as stack:
+        for name in ("http", "metrics"):  # they accept, and nothing here asks them
+            host = options.get(f"{name}-address", "0.0.0.0")
+            port = int(options[f"{name}-port"])
+            stack.enter_context(socket.create_server((host, port)))
         time.sleep(3600)
     return 0
 

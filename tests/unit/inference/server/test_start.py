@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from inference.front.sockets import ServerSockets
+from inference.server.admin import Admin, ModelStatus
 from inference.server.server import ServerStartError, TritonServer
+from inference.server.server_log import ServerLog
 from tests.conftest import ROOT
-from tests.integration.triton_process import DOUBLE, add_model
+from tests.integration.triton_process import DOUBLE, add_model, new_server
 
 STAND_IN = ROOT / "tests" / "integration" / "fake_fastertransformer.py"
 THROWN = "terminate called after throwing an instance of 'boost::interprocess::lock_exception'"
@@ -92,3 +98,28 @@ def test_program_that_cannot_serve_fails_with_its_reason(
     assert starts.count == count
     assert any(reason in each for each in caught.value.reasons)
     assert caught.value.is_crash == (does == ABORT)
+
+
+class _ReadyByGrpc:
+    """Says of every model that it is ready, as gRPC does before HTTP listens."""
+
+    def models(self) -> list[ModelStatus]:
+        return [ModelStatus("double", "READY", "")]
+
+    def is_ready(self) -> bool:
+        return True
+
+
+def test_a_server_is_not_ready_before_all_its_protocols_listen(tmp_path: Path) -> None:
+    server = new_server(add_model(tmp_path / "repository", "double", DOUBLE), tmp_path)
+    server._sockets = sockets = ServerSockets(tmp_path)
+    server._admin = cast("Admin", _ReadyByGrpc())
+    sockets.listening.touch()
+    log = ServerLog(server.log_path, ["double"])
+    with contextlib.ExitStack() as stack:
+        for path in (sockets.http, sockets.metrics):
+            assert not server._is_ready(log)
+            listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            listener.bind(str(path))
+            listener.listen()
+        assert server._is_ready(log)

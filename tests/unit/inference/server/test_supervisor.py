@@ -151,6 +151,24 @@ def test_process_that_completed_a_configuration_is_not_missed(tmp_path: Path) ->
     until(lambda: f"process {second.pid} of model gpt" in (watch.loss() or ""))
 
 
+def test_a_configuration_completed_just_before_readiness_is_not_missed(tmp_path: Path) -> None:
+    watch = supervisor.ServerWatch(os.getpid())
+    first = _stub(tmp_path)
+    until(lambda: _knows(watch, first))
+    _end(first)
+    second = _stub(tmp_path)
+    try:
+        until(lambda: supervisor.model_of(second.pid) == "gpt")
+        watch.is_ready = True  # and nothing was looked at since the first one ended
+        assert watch.loss() is None
+        watch._looked = float("-inf")
+        assert watch.loss() is None
+    finally:
+        _end(second)
+    watch._looked = float("-inf")
+    assert f"process {second.pid} of model gpt" in (watch.loss() or "")
+
+
 def test_model_lost_while_others_load_is_reported_once_all_have(tmp_path: Path) -> None:
     watch = supervisor.ServerWatch(os.getpid())
     process = _stub(tmp_path)
