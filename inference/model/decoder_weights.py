@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
@@ -79,8 +81,23 @@ def check_decoder(architecture: DecoderArchitecture, tp_size: int) -> None:
         or architecture.residual != "sequential"
     ):
         problems.append("adapters are supported with layernorm_type=pre_layernorm only")
+    plain = {field.name: field.default for field in fields(architecture)}
+    problems += [
+        f"{name} = {getattr(architecture, name)} is not supported"
+        for name in _NOT_YET
+        if getattr(architecture, name) != plain[name]
+    ]
+    if architecture.activation == "relu2":
+        problems.append("activation = relu2 is not supported")
     if problems:
         raise ValueError("\n".join(problems))
+
+
+_NOT_YET = (
+    *("local_rotary", "rotary_layers", "norm_one_plus", "input_norms", "output_norms"),
+    *("query_key_norm", "sliding_layers", "attention_scale", "attention_softcap"),
+    *("logit_softcap", "logit_scale", "embedding_scale", "residual_scale"),
+)
 
 
 class _Loader:

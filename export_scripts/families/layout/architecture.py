@@ -12,18 +12,21 @@ from typing import Literal
 Position = Literal["learned", "alibi", "rotary_interleaved", "rotary_half", "none"]
 Norm = Literal["layernorm", "rmsnorm"]
 # gelu is the tanh approximation, as in FasterTransformer for every family, unless exact_gelu.
-Activation = Literal["gelu", "relu", "silu"]
+# relu2 is squared ReLU.
+Activation = Literal["gelu", "relu", "relu2", "silu"]
 # parallel: x + attention(norm1(x)) + mlp(norm2(x)); parallel_shared: one norm feeds both.
 Residual = Literal["sequential", "parallel", "parallel_shared"]
 
 _ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
     "gelu": ("gelu", False),
     "relu": ("relu", False),
+    "relu2": ("relu2", False),
     "silu": ("silu", False),
     "geglu": ("gelu", True),
     "gated-gelu": ("gelu", True),
     "reglu": ("relu", True),
     "gated-relu": ("relu", True),
+    "gated-relu2": ("relu2", True),
     "siglu": ("silu", True),
     "gated-silu": ("silu", True),
 }
@@ -48,8 +51,8 @@ class Rotary:
     """Rotary position embedding of a decoder.
 
     `dims` of each head are rotated; `scaling` holds the parameters of its `type` ("linear",
-    "dynamic", "llama3" or "yarn") under the names Hugging Face gives them, as text; it is empty
-    for plain rotary.
+    "dynamic", "llama3", "yarn" or "longrope") under the names Hugging Face gives them, as text,
+    lists with commas; it is empty for plain rotary. The attention_factor of longrope is given.
     """
 
     dims: int
@@ -71,8 +74,15 @@ class DecoderArchitecture:
     position: Position
     max_pos_seq_len: int | None = None  # None: no limit from a table
     rotary: Rotary | None = None
+    local_rotary: Rotary | None = None  # of the layers with a sliding window; None: `rotary`
+    rotary_layers: tuple[bool, ...] | None = None  # whether each layer rotates; None: all
     norm: Norm = "layernorm"
     norm_eps: float = 1e-6
+    norm_one_plus: bool = False  # the stored scale is the distance from 1
+    input_norms: bool = True  # attention and MLP read normalised input
+    output_norms: bool = False  # their outputs are normalised before they join the residual
+    # RMSNorm of queries and keys before rotary: over each head, or over all heads together.
+    query_key_norm: Literal["head", "all"] | None = None
     norm_before: bool = True  # False: normalise after the residual (post_layernorm)
     residual_from_norm: bool = False  # the residual adds the normalised input, not the input
     residual: Residual = "sequential"
@@ -87,7 +97,14 @@ class DecoderArchitecture:
     untied_head: bool = False
     head_bias: bool = False
     adapter_inter_size: int = 0  # 0: no adapters after attention and MLP
-    sliding_window: int | None = None
+    sliding_window: int | None = None  # positions seen by a query, its own included
+    sliding_layers: tuple[bool, ...] | None = None  # whether each layer has it; None: all
+    attention_scale: float | None = None  # on q.k; None: 1 / sqrt(size_per_head)
+    attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    logit_softcap: float | None = None  # likewise the logits, after their scale
+    logit_scale: float = 1.0
+    embedding_scale: float = 1.0  # on the embeddings of tokens
+    residual_scale: float = 1.0  # on what attention and MLP add to the residual
 
 
 @dataclass(frozen=True, kw_only=True)
