@@ -87,8 +87,6 @@ def check_decoder(architecture: DecoderArchitecture, tp_size: int) -> None:
         for name in _NOT_YET
         if getattr(architecture, name) != plain[name]
     ]
-    if architecture.activation == "relu2":
-        problems.append("activation = relu2 is not supported")
     if problems:
         raise ValueError("\n".join(problems))
 

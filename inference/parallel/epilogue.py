@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from export_scripts.families.layout.architecture import Activation
 
-GemmActivation = Literal["gelu_tanh", "gelu_erf", "relu", "silu"]
+GemmActivation = Literal["gelu_tanh", "gelu_erf", "relu", "relu2", "silu"]
 
 
 def gemm_activation(activation: Activation, *, exact_gelu: bool = False) -> GemmActivation:
@@ -23,6 +23,8 @@ def activate(x: torch.Tensor, activation: GemmActivation) -> torch.Tensor:
     """Return the activation of `x`, which may be overwritten."""
     if activation == "relu":
         return functional.relu_(x)
+    if activation == "relu2":
+        return functional.relu_(x).square_()
     if activation == "silu":
         return functional.silu(x, inplace=True)
     return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")

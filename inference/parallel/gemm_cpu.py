@@ -39,6 +39,7 @@ _POST_OPS: dict[GemmActivation | None, tuple[str, str]] = {
     "gelu_tanh": ("gelu", "tanh"),
     "gelu_erf": ("gelu", "none"),
     "relu": ("relu", ""),
+    "relu2": ("relu", ""),  # and squared afterwards
     "silu": ("swish", ""),
 }
 
@@ -90,6 +91,7 @@ class OneDnnGemm:
         _use_huge_pages(self.weight)
         self.bias = bias
         self.attribute, self.algorithm = _POST_OPS[activation]
+        self._squared = activation == "relu2"
         self._unary = torch.ops.mkldnn._linear_pointwise.default
         self._binary = torch.ops.mkldnn._linear_pointwise.binary
 
@@ -102,6 +104,7 @@ class OneDnnGemm:
         y: torch.Tensor
         if residual is None:
             y = self._unary(x, self.weight, self.bias, self.attribute, [], self.algorithm)
+            y = y.square_() if self._squared else y
         else:
             assert self.attribute == "none", "a residual is added to a plain product"
             y = self._binary(x, residual, self.weight, self.bias, "add")

@@ -37,6 +37,7 @@ _ACTIVATIONS: dict[GemmActivation | None, int] = {
     "gelu_tanh": 1,
     "gelu_erf": 2,
     "relu": 3,
+    "relu2": 5,
     "silu": 4,
 }
 
@@ -89,6 +90,9 @@ def _activated(y, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def] # n
         y = tl.maximum(y, 0.0)
     if ACTIVATION == 4:
         y = y * tl.sigmoid(y)
+    if ACTIVATION == 5:
+        y = tl.maximum(y, 0.0)
+        y *= y
     return y
 
 

@@ -31,7 +31,7 @@ def rounded_fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu_erf", "relu", "silu"])
+@pytest.mark.parametrize("activation", [None, "gelu_tanh", "gelu_erf", "relu", "relu2", "silu"])
 @pytest.mark.parametrize("inputs", [48, 2512])  # less and more than one tile
 # A kernel for one, one for some, and libraries.
 @pytest.mark.parametrize(("rows", "outputs"), [(1, 51), (5, 51), (20, 51), (150, 51), (150, 64)])
@@ -78,7 +78,7 @@ def test_products_equal_those_of_single_precision(
     check(20)
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2", "silu"])
 @pytest.mark.parametrize("rows", [1, 5, 20, 150])
 @pytest.mark.parametrize("outputs", [35, 64, 8192])
 @pytest.mark.parametrize("form", FORMS)

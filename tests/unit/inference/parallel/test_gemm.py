@@ -16,6 +16,7 @@ ACTIVATIONS = {
     "gelu_tanh": lambda y: functional.gelu(y, approximate="tanh"),
     "gelu_erf": functional.gelu,
     "relu": functional.relu,
+    "relu2": lambda y: functional.relu(y).square(),
     "silu": functional.silu,
 }
 
