@@ -66,7 +66,7 @@ def port_problem(host: str, port: int) -> str | None:
 
 
 def accepts_connections(address: str | tuple[str, int]) -> bool:
-    """Return whether somebody listens at a Unix socket or at (host, port)."""
+    """Return whether another process listens at a Unix socket or at (host, port)."""
     family = socket.AF_UNIX if isinstance(address, str) else _family(address[0])
     with socket.socket(family, socket.SOCK_STREAM) as client:
         client.settimeout(_CONNECT_S)
