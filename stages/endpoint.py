@@ -117,4 +117,4 @@ def withdraw(path: Path, job_id: str) -> None:
 
 def server_log(folder: Path, job_id: str) -> Path:
     """Return the path of a server's log."""
-    return folder / f"tritonserver-{job_id}.log"
+    return folder / f"server-{job_id}.log"

@@ -59,7 +59,7 @@ def serving(
 ) -> Iterator[tuple[AnyServer, ServerEndpoint]]:
     """Run a server for the duration of the block and yield it, ready, with its address.
 
-    It has answered a small request by then. Its log is `tritonserver-<job id>.log` in `folder`;
+    It has answered a small request by then. Its log is `server-<job id>.log` in `folder`;
     those of earlier starts keep a number. `check` is called until the server is ready; an exception
     that it raises ends the start. A `former` server keeps answering until this one is ready, which
     then has its front and ports.

@@ -77,7 +77,7 @@ def test_crashed_server_is_replaced_until_the_count_is_used_up(exported: Path) -
     assert "the server failed again after 2 restarts: " in reported
     assert "rank 1: was ended by SIGKILL" in reported
     assert not path.exists()
-    logs = list(path.parent.glob(f"tritonserver-{third['job_id']}*.log"))
+    logs = list(path.parent.glob(f"server-{third['job_id']}*.log"))
     assert len(logs) == 3  # one for each start
 
 
@@ -184,7 +184,7 @@ def test_server_that_is_still_loading_ends_when_it_is_asked_to(exported: Path, b
     else:
         assert record["state"] == "cancelled", text
     # It has never been ready.
-    log = (folder / f"tritonserver-{record['job_id']}.log").read_text()
+    log = (folder / f"server-{record['job_id']}.log").read_text()
     assert "successfully loaded 'ensemble'" not in log
     assert not (folder / "endpoint.json").exists()
 

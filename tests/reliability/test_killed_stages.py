@@ -25,7 +25,7 @@ MOMENTS = (
     "convert/progress.json",
     "export/progress.json",
     "deploy/progress.json",
-    "deploy/tritonserver-*.log",
+    "deploy/server-*.log",
     "deploy/endpoint.json",
     "evaluate/progress.json",
     "results/evaluate/report.json",
