@@ -207,7 +207,7 @@ def bare_loop(
     """Return the model and the best token of each row in a loop, without the engine."""
     from inference.model.step import Segment
     from inference.ranks.decoder_rank import DecoderRank
-    from inference.ranks.plan import StepPlan, pack_plan, unpack_plan
+    from inference.ranks.plan import StepPlan
     from inference.ranks.settings import RankSettings
 
     rank = DecoderRank(
@@ -225,7 +225,7 @@ def bare_loop(
     step_times: list[float] = []
 
     def best(segments: tuple[Segment, ...], ids: Sequence[int], outputs: Sequence[int]) -> Any:
-        result = rank.run(unpack_plan(pack_plan(StepPlan(ids, segments, outputs))))
+        result = rank.run(StepPlan(ids, segments, outputs))
         assert result is not None
         if device == "cpu":  # numpy's argmax is many times as fast as torch's
             return result.logits.numpy().argmax(-1).tolist()

@@ -133,7 +133,7 @@ def slipway_encoder(ft_dir: Path, data_type: str, device: str) -> Program:
 def slipway_layers(ft_dir: Path, data_type: str, device: str) -> Program:
     """Return a rank of this project with an encoder, its inputs and outputs on the device."""
     from inference.ranks.encoder_rank import EncoderRank
-    from inference.ranks.plan import EncoderRow, StepPlan, pack_plan, unpack_plan
+    from inference.ranks.plan import EncoderRow, StepPlan
     from inference.ranks.settings import RankSettings
 
     rank = EncoderRank(
@@ -156,7 +156,7 @@ def slipway_layers(ft_dir: Path, data_type: str, device: str) -> Program:
         rows = tuple(EncoderRow(len(row)) for row in prompts)
         plan = StepPlan([], (), [], embedding_rows=tokens, encoder_rows=rows)
         states = _states(tokens, rank.architecture.hidden, device=device, dtype=dtype)
-        result = rank.run(unpack_plan(pack_plan(plan)), states)
+        result = rank.run(plan, states)
         assert result is not None
         return _waited_for(result.hidden)
 

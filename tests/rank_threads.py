@@ -14,7 +14,7 @@ from inference.model.step import Segment
 from inference.parallel.groups import RankGroups
 from inference.ranks.base import RankBase
 from inference.ranks.loader import make_rank
-from inference.ranks.plan import EncoderRow, StepPlan, pack_plan, unpack_plan
+from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.settings import RankSettings
 
 _TIMEOUT_S = 60.0
@@ -78,7 +78,7 @@ def logits_of(
                 output_rows=range(count),
             )
             start += count
-            result = rank.run(unpack_plan(pack_plan(plan)))
+            result = rank.run(plan)
             if result is not None:
                 parts.append(result.logits[:, : rank.architecture.vocab_size])
         return torch.cat(parts) if parts else None
@@ -103,7 +103,7 @@ def encoded_by(
     )
 
     def work(rank: RankBase) -> torch.Tensor | None:
-        result = rank.run(unpack_plan(pack_plan(plan)))
+        result = rank.run(plan)
         return None if result is None else result.hidden
 
     hidden = on_ranks(ft_dir, work, encoder_only=True, **settings)
@@ -135,7 +135,7 @@ def logits_by(
                 encoder_rows=(EncoderRow(len(prompt), (1,), task),) if first else (),
                 encoder_ids=list(prompt) if first else [],
             )
-            result = rank.run(unpack_plan(pack_plan(plan)))
+            result = rank.run(plan)
             if result is not None:
                 parts.append(result.logits[:, :vocab_size])
         return parts
@@ -157,7 +157,7 @@ def states_by(
     )
 
     def work(rank: RankBase) -> torch.Tensor | None:
-        result = rank.run(unpack_plan(pack_plan(plan)), inputs.clone())
+        result = rank.run(plan, inputs.clone())
         return None if result is None else result.hidden
 
     hidden = on_ranks(ft_dir, work, **settings)

@@ -20,8 +20,10 @@ from inference.parallel.shared_memory import SharedMemoryGroup, open_group
 if TYPE_CHECKING:
     from inference.parallel.peer_cuda import PeerSums
 
-# Integers of a plan that travel in the first message; longer plans need a second.
-_PACKET = 256
+# Bytes that travel in the first transfer of a message, its length included; longer messages need a
+# second one.
+_PACKET = 4096
+_LENGTH_BYTES = 4
 
 
 class _Group(Protocol):
@@ -236,24 +238,25 @@ class RankGroups:
             group.recv([parts[-1]], rank, 0).wait()
         return parts
 
-    def send_plan(self, plan: torch.Tensor) -> None:
-        """Send a plan from rank 0 to every rank. `plan` is int32 and its length its item 1."""
-        packet = torch.zeros(_PACKET, dtype=torch.int32)
-        packet[: min(len(plan), _PACKET)] = plan[:_PACKET]
-        self._broadcast(packet)
-        if len(plan) > _PACKET:
-            self._broadcast(plan)
+    def send_message(self, message: bytes) -> None:
+        """Send a message from rank 0 to every rank."""
+        whole = bytearray(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
+        rest = whole[_PACKET:]
+        self._broadcast(torch.frombuffer(whole[:_PACKET].ljust(_PACKET), dtype=torch.uint8))
+        if rest:
+            self._broadcast(torch.frombuffer(rest, dtype=torch.uint8))
 
-    def receive_plan(self) -> torch.Tensor:
-        """Return the next plan of rank 0."""
-        packet = torch.empty(_PACKET, dtype=torch.int32)
+    def receive_message(self) -> bytes:
+        """Return the next message of rank 0."""
+        packet = torch.empty(_PACKET, dtype=torch.uint8)
         self._broadcast(packet)
-        length = int(packet[1])
-        if length <= _PACKET:
-            return packet[:length]
-        plan = torch.empty(length, dtype=torch.int32)
-        self._broadcast(plan)
-        return plan
+        whole = packet.numpy().tobytes()
+        end = _LENGTH_BYTES + int.from_bytes(whole[:_LENGTH_BYTES], "little")
+        if end > _PACKET:
+            rest = torch.empty(end - _PACKET, dtype=torch.uint8)
+            self._broadcast(rest)
+            whole += rest.numpy().tobytes()
+        return whole[_LENGTH_BYTES:end]
 
     def share(self, x: torch.Tensor) -> torch.Tensor:
         """Broadcast rank 0's CPU tensor; the other ranks pass one of its shape."""

@@ -22,7 +22,7 @@ from inference.parallel.groups import RankGroups
 from inference.parallel.layout import ParallelLayout
 from inference.parallel.linear import AllReduce
 from inference.ranks.device import compute_dtype, matrix_dtype, rank_device
-from inference.ranks.plan import ReceivedPlan
+from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class RankBase(ABC):
             self._groups.close()
 
     @abstractmethod
-    def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
+    def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step; rank 0 gets the result.
 
         Args:
@@ -146,7 +146,7 @@ class RankBase(ABC):
         return TokenFeed(slots, self.device, vocab=vocab, vocab_size=vocab_size, gather=gather)
 
     def _graph_result(
-        self, graph: DecodeGraph, plan: ReceivedPlan, vocab_size: int
+        self, graph: DecodeGraph, plan: StepPlan, vocab_size: int
     ) -> StepResult | None:
         """Return on rank 0 what a graph computed for the sequences of a plan."""
         count = len(plan.segments)
@@ -164,7 +164,7 @@ class RankBase(ABC):
     def _result(
         self,
         part: torch.Tensor | None,
-        plan: ReceivedPlan,
+        plan: StepPlan,
         *,
         vocab_size: int,
         pooled: torch.Tensor | None = None,
@@ -181,7 +181,7 @@ class RankBase(ABC):
         if plan.choices is None or not count:
             return self._logits_result(part, count, vocab_size, pooled)
         assert part is not None, "stages of a pipeline choose no tokens"
-        slots, forbidden = on_device(np.ascontiguousarray(plan.choices, np.int64), self.device)
+        slots, forbidden = on_device(np.array(plan.choices, np.int64).T.copy(), self.device)
         slots = torch.where(slots < 0, self._feed.unread, slots)
         chosen = self._choose(part, slots, forbidden, plan)
         return self._chosen_result(chosen, part, plan, vocab_size, pooled)
@@ -191,13 +191,13 @@ class RankBase(ABC):
         part: torch.Tensor,
         slots: torch.Tensor,
         forbidden: torch.Tensor,
-        plan: ReceivedPlan,
+        plan: StepPlan,
     ) -> torch.Tensor:
         """Return the tokens that a plan lets the ranks choose, see `TokenFeed.choose`."""
         for slot, ids in plan.marks:
-            self._feed.mark(slot, ids)
+            self._feed.mark(slot, np.array(ids, np.int64))
         draws, penalties = (
-            None if numbers is None else on_device(numbers, self.device)
+            None if numbers is None else on_device(np.array(numbers, np.float32), self.device)
             for numbers in (plan.draws, plan.penalties)
         )
         return self._feed.choose(part, slots, forbidden, draws, penalties)
@@ -206,7 +206,7 @@ class RankBase(ABC):
         self,
         chosen: torch.Tensor,
         part: torch.Tensor,
-        plan: ReceivedPlan,
+        plan: StepPlan,
         vocab_size: int,
         pooled: torch.Tensor | None = None,
     ) -> StepResult | None:

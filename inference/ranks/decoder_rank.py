@@ -21,7 +21,7 @@ from inference.model.weights import RankWeights
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import gemm_options, layer_parameters, on_gpu
-from inference.ranks.plan import ReceivedPlan
+from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class DecoderRank(RankBase):
                 nowhere = torch.tensor([[self._feed.unread], [-1]], device=self.device)
                 self._feed.choose(logits, *nowhere)
 
-    def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
+    def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step, see `RankBase`."""
         with torch.inference_mode():
             embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
@@ -124,12 +124,13 @@ class DecoderRank(RankBase):
             )
 
     def _layers(
-        self, plan: ReceivedPlan, embeddings: torch.Tensor | None
+        self, plan: StepPlan, embeddings: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], list[Step]]:
         """Return the last layer's output of each micro-batch, nothing before the last stage."""
         graphs = self._prompt_graphs
         if graphs is not None and not plan.has_virtual and graphs.hold(len(plan.ids)):
-            x, step = graphs.run(plan.ids.numpy(), plan.segments, plan.output_rows.numpy())
+            ids, outputs = (np.array(each, np.int64) for each in (plan.ids, plan.output_rows))
+            x, step = graphs.run(ids, plan.segments, outputs)
             return [x], [step]
         steps = self._micro_batches(plan, embeddings)
         return run_stage(self.model, steps, layout=self.layout, groups=self._groups), steps
@@ -139,7 +140,7 @@ class DecoderRank(RankBase):
         self._graphs = self._prompt_graphs = None  # they contain sums over the connection
         super().close()
 
-    def _decode(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
+    def _decode(self, graphs: DecodeGraphs, plan: StepPlan) -> StepResult | None:
         """Run a step of one token for each sequence."""
         graph = graphs.graph(len(plan.segments))
         numbers = np.empty((5, len(plan.segments)), np.int64)
@@ -147,7 +148,7 @@ class DecoderRank(RankBase):
         numbers[1] = [segment.slot for segment in plan.segments]
         numbers[2] = [segment.start for segment in plan.segments]
         numbers[3] = numbers[2] + [segment.forgotten for segment in plan.segments]
-        numbers[4] = -1 if plan.choices is None else plan.choices[1]
+        numbers[4] = -1 if plan.choices is None else [banned for _, banned in plan.choices]
         graph.fill(numbers)
         self._run_graph(graph)
         return self._graph_result(graph, plan, self.architecture.vocab_size)
@@ -190,9 +191,11 @@ class DecoderRank(RankBase):
             embeddings=embeddings,
         )
 
-    def _micro_batches(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> list[Step]:
+    def _micro_batches(self, plan: StepPlan, embeddings: torch.Tensor | None) -> list[Step]:
         parts = min(self.layout.pp_size, max(1, len(plan.ids) // _MICRO_BATCH_TOKENS))
-        outputs = plan.output_rows
+        ids, outputs = (
+            torch.tensor(each, dtype=torch.int64) for each in (plan.ids, plan.output_rows)
+        )
         steps, first = [], 0
         for segments in split_segments(plan.segments, parts):
             stop = first + sum(segment.count for segment in segments)
@@ -200,7 +203,7 @@ class DecoderRank(RankBase):
             if parts > 1:
                 mine = outputs[(outputs >= first) & (outputs < stop)] - first
             step = self._step(
-                plan.ids[first:stop],
+                ids[first:stop],
                 segments,
                 mine,
                 has_virtual=plan.has_virtual,
@@ -218,7 +221,7 @@ class DecoderRank(RankBase):
             return None
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
-    def _pooled(self, hidden: Sequence[torch.Tensor], plan: ReceivedPlan) -> torch.Tensor | None:
+    def _pooled(self, hidden: Sequence[torch.Tensor], plan: StepPlan) -> torch.Tensor | None:
         """Return on rank 0 the sum of each segment's last hidden states, (segments, E) fp32."""
         sums = None
         if hidden:
@@ -230,7 +233,7 @@ class DecoderRank(RankBase):
         return self._first_rank_copy(sums, room)
 
 
-def is_plain_decoding(plan: ReceivedPlan) -> bool:
+def is_plain_decoding(plan: StepPlan) -> bool:
     """Return whether a step is one real token per sequence, the logits of all of them wanted."""
     return (
         len(plan.output_rows) == len(plan.segments) == len(plan.ids)

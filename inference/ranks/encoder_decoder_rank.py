@@ -36,7 +36,7 @@ from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import gemm_options, has_row_kernels, layer_parameters, on_gpu
 from inference.ranks.encoder_pass import EncoderPass
-from inference.ranks.plan import EncoderRow, ReceivedPlan
+from inference.ranks.plan import EncoderRow, StepPlan
 from inference.ranks.settings import RankSettings
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class EncoderDecoderRank(RankBase):
         if self.layout.is_last_stage:
             self.model.logits(x[:1])
 
-    def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
+    def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step, see `RankBase`."""
         with torch.inference_mode():
             embeddings = self._share(embeddings, plan.embedding_rows, self.architecture.hidden)
@@ -148,13 +148,13 @@ class EncoderDecoderRank(RankBase):
         self._graphs = self._encoder_graphs = None  # they contain sums over the connection
         super().close()
 
-    def _begin(self, plan: ReceivedPlan, embeddings: torch.Tensor | None) -> None:
+    def _begin(self, plan: StepPlan, embeddings: torch.Tensor | None) -> None:
         """Start a pass of new rows; it replaces one whose requests were cancelled."""
         counts = [row.count for row in plan.encoder_rows]
         rows = ragged_rows(counts, self.device, tiled=self._tiled)
         tasks = [self._task_of(row) for row in plan.encoder_rows]
         batch = EncoderBatch(
-            on_device(plan.encoder_ids.numpy(), self.device),
+            on_device(np.array(plan.encoder_ids, np.int64), self.device),
             rows,
             tasks=rows.per_token(tasks) if any(t != self._no_task for t in tasks) else None,
             has_virtual=plan.has_virtual,
@@ -208,7 +208,7 @@ class EncoderDecoderRank(RankBase):
             sent.wait()
         return output
 
-    def _run_recorded(self, graphs: DecodeGraphs, plan: ReceivedPlan) -> StepResult | None:
+    def _run_recorded(self, graphs: DecodeGraphs, plan: StepPlan) -> StepResult | None:
         """Run a step of one token for each sequence."""
         encoded = [self._encoded[segment.slot] for segment in plan.segments]
         graph = graphs.graph(len(encoded))
@@ -219,14 +219,17 @@ class EncoderDecoderRank(RankBase):
         numbers[3] = [each.slot for each in encoded]
         numbers[4] = [each.length - 1 for each in encoded]
         numbers[5] = [each.task for each in encoded]
-        numbers[6] = -1 if plan.choices is None else plan.choices[1]
+        numbers[6] = -1 if plan.choices is None else [banned for _, banned in plan.choices]
         graph.fill(numbers)
         self._run_graph(graph)
         return self._graph_result(graph, plan, self.architecture.vocab_size)
 
-    def _decode(self, plan: ReceivedPlan) -> torch.Tensor | None:
+    def _decode(self, plan: StepPlan) -> torch.Tensor | None:
         """Return this rank's slice of the logits of the decoder's step, (n, V / T or more)."""
-        inputs = self._decoder_step(plan.ids, plan.segments, plan.output_rows)
+        ids, outputs = (
+            torch.tensor(each, dtype=torch.int64) for each in (plan.ids, plan.output_rows)
+        )
+        inputs = self._decoder_step(ids, plan.segments, outputs)
         stage = _DecoderStage(self.model)
         hidden = run_stage(stage, [inputs], layout=self.layout, groups=self._groups)
         if not hidden or not len(plan.output_rows):
@@ -306,7 +309,7 @@ class EncoderDecoderRank(RankBase):
         return torch.cat(stages, dim=1)
 
 
-def _is_decoding(plan: ReceivedPlan) -> bool:
+def _is_decoding(plan: StepPlan) -> bool:
     """Return whether a step has one token for each sequence, the logits of all of them wanted."""
     return 0 < len(plan.output_rows) == len(plan.segments) == len(plan.ids)
 

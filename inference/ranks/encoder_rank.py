@@ -15,7 +15,7 @@ from inference.model.ragged import RaggedRows, padded_rows, ragged_rows
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.device import has_row_kernels, layer_parameters
-from inference.ranks.plan import ReceivedPlan
+from inference.ranks.plan import StepPlan
 from inference.ranks.settings import RankSettings
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class EncoderRank(RankBase):
         self._graphs = None  # they contain sums over the connection
         super().close()
 
-    def run(self, plan: ReceivedPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
+    def run(self, plan: StepPlan, embeddings: torch.Tensor | None = None) -> StepResult | None:
         """Run one step; rank 0 gets the hidden states of all rows' tokens.
 
         Args:

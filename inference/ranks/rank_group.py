@@ -13,7 +13,7 @@ from inference.parallel.groups import RankGroups
 from inference.ranks.base import RankBase, StepResult
 from inference.ranks.loader import make_rank
 from inference.ranks.node_store import NodeStore
-from inference.ranks.plan import Command, StepPlan, pack_command, pack_plan, received, unpack_plan
+from inference.ranks.plan import Command, StepPlan, pack_message
 from inference.ranks.processes import RankProcesses
 from inference.ranks.rendezvous import Rendezvous
 from inference.ranks.settings import RankSettings
@@ -132,12 +132,9 @@ class RankGroup:
     def run(self, plan: StepPlan, embeddings: torch.Tensor | None) -> StepResult:
         """Run one step on all ranks."""
         self._busy_since = monotonic()
-        if self._groups is None:
-            result = self.rank.run(received(plan), embeddings)
-        else:
-            packed = pack_plan(plan)
-            self._groups.send_plan(packed)
-            result = self.rank.run(unpack_plan(packed), embeddings)
+        if self._groups is not None:
+            self._groups.send_message(pack_message(plan))
+        result = self.rank.run(plan, embeddings)
         self._busy_since = None
         assert result is not None
         return result
@@ -153,7 +150,7 @@ class RankGroup:
         if self._groups is None:
             return
         self._busy_since = monotonic()
-        self._groups.send_plan(pack_command(Command.PING))
+        self._groups.send_message(pack_message(Command.PING))
         self.rank.ping()
         self._busy_since = None
 
@@ -185,7 +182,7 @@ class RankGroup:
         """Stop the other ranks, and wait until they have ended."""
         if self._groups is not None:
             try:
-                self._groups.send_plan(pack_command(Command.STOP))
+                self._groups.send_message(pack_message(Command.STOP))
                 self.rank.close()
             except RuntimeError as error:  # a rank that is gone already
                 logger.warning("stopping ranks: %s", error)

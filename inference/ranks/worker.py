@@ -24,7 +24,7 @@ from inference.parallel.groups import RankGroups
 from inference.process_memory import keep_loaded
 from inference.ranks.loader import make_rank
 from inference.ranks.node_store import join_node_store
-from inference.ranks.plan import Command, command_of, unpack_plan
+from inference.ranks.plan import Command, StepPlan, unpack_message
 from inference.ranks.rendezvous import Follower, RendezvousError, device_name
 from inference.ranks.settings import RankSettings
 from inference.ranks.startup import report_failure, report_reached, wait_for_go
@@ -128,15 +128,14 @@ def _serve(settings: RankSettings, store: Store) -> None:
     keep_loaded()
     logger.info("ready")
     while True:
-        packed = groups.receive_plan()
-        command = command_of(packed)
-        if command == Command.STOP:
-            rank.close()
-            return
-        if command == Command.PING:
+        message = unpack_message(groups.receive_message())
+        if isinstance(message, StepPlan):
+            rank.run(message)
+        elif message == Command.PING:
             rank.ping()
         else:
-            rank.run(unpack_plan(packed))
+            rank.close()
+            return
 
 
 if __name__ == "__main__":

@@ -546,7 +546,7 @@ def test_a_rank_that_chooses_feeds_its_next_step(ft_dir: Path) -> None:
     """The plan names no token that only the rank knows."""
     from inference.model.step import Segment
     from inference.model.token_feed import NEWEST
-    from inference.ranks.plan import StepPlan, received
+    from inference.ranks.plan import StepPlan
     from tests.rank_threads import on_ranks
 
     prompt = [3, 11, 2]
@@ -566,7 +566,7 @@ def test_a_rank_that_chooses_feeds_its_next_step(ft_dir: Path) -> None:
                 choices=[(1, found[0] if step == 4 else -1)],
                 with_logits=step == 3,
             )
-            result = rank.run(received(plan))
+            result = rank.run(plan)
             assert result is not None
             assert len(result.logits) == plan.with_logits
             assert result.chosen is not None

@@ -15,7 +15,7 @@ from inference.decoding.request import RequestError, parse_request
 from inference.engine.engine import Engine, EngineOptions, SessionTurn
 from inference.model.step import Segment
 from inference.ranks.decoder_rank import DecoderRank
-from inference.ranks.plan import StepPlan, pack_plan, unpack_plan
+from inference.ranks.plan import StepPlan
 from inference.ranks.settings import Placement, RankSettings
 from tests.ft_folders import gpt_config, write_gpt, write_random
 
@@ -38,7 +38,7 @@ def cached(ft_dir: Path, tokens: list[int]) -> torch.Tensor:
     settings = RankSettings(ft_dir=str(ft_dir), rank=0, device="cpu", slots=1, max_len=8, threads=1)
     rank = DecoderRank(settings)
     plan = StepPlan(tokens, (Segment(0, 0, len(tokens)),), [len(tokens) - 1])
-    assert rank.run(unpack_plan(pack_plan(plan))) is not None
+    assert rank.run(plan) is not None
     layers = range(rank.cache.shape.num_layer)
     parts = [torch.stack(rank.cache.read(i, 0, 1, len(tokens))) for i in layers]
     return torch.stack(parts)[:, :, 0]  # one slot
