@@ -12,6 +12,10 @@ from dataclasses import dataclass
 # Selects a row of the table below when the variables of several launchers are set.
 LAUNCHER_VARIABLE = "SLIPWAY_LAUNCHER"
 DEFAULT_PORT = 29500  # torch's launchers use it too
+# `host:port` of the rendezvous of ranks that a launcher started, on the first node.
+RENDEZVOUS_VARIABLE = "SLIPWAY_RENDEZVOUS"
+# The file, seen by all nodes, in which rank 0 leaves the key of the launch.
+KEY_FILE_VARIABLE = "SLIPWAY_RENDEZVOUS_KEY_FILE"
 
 
 @dataclass(frozen=True)

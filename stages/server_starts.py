@@ -19,16 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from export_scripts.files.replace import replace_file
-from inference.launch_environment import read_launch_environment
+from inference.launch_environment import (
+    KEY_FILE_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    read_launch_environment,
+)
 from stages.base import StageError
 from stages.job_process import node_address, node_name
 from stages.progress import read_json, write_json
 
 START_NAME = "server_start.json"
-# `host:port` of the rendezvous, for the model inside the server.
-RENDEZVOUS_VARIABLE = "SLIPWAY_RENDEZVOUS"
-# The file in which rank 0 leaves the key of the launch.
-KEY_FILE_VARIABLE = "SLIPWAY_RENDEZVOUS_KEY_FILE"
 _KEY_NAME = ".rendezvous-{start.job_id}-{start.life}-{start.number}.key"
 _LOSS_NAME = "lost-{job}-{life}-{number}-rank{rank}.txt"
 _POLL_S = 0.2

@@ -26,8 +26,9 @@ from inference.backend.metrics import ModelMetrics
 from inference.backend.model_settings import ModelSettings, read_settings
 from inference.backend.triton_model import ModelArguments, error_response, with_readable_errors
 from inference.engine.errors import EngineBusyError, EngineFailedError
+from inference.launch_environment import RENDEZVOUS_VARIABLE
 from inference.process_memory import keep_loaded
-from inference.ranks.launched_rank import RENDEZVOUS_VARIABLE, open_rendezvous, started_place
+from inference.ranks.launched_rank import open_rendezvous, started_place
 from inference.ranks.processes import early_workers
 from inference.supervision import BUSY, CANARY_PARAMETER, SUPERVISED_VARIABLE
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import pickle
 import resource
 import signal
@@ -20,6 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from inference.front.guard import RequestRefusedError
+from inference.parent_process import end_with_parent
 
 _T = TypeVar("_T")
 
@@ -29,7 +29,6 @@ MEMORY_BYTES = 2 << 30  # of one process, what it has loaded included
 QUICK_BYTES = 64 << 10  # larger requests leave one process to the others
 INLINE_BYTES = 16 << 10  # takes some milliseconds to check
 _START_S = 120.0
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Workers:
@@ -151,8 +150,7 @@ def _nothing() -> None:
 
 def _work(pipe: Connection) -> None:
     """Answer calls until the other end of the pipe is closed."""
-    with contextlib.suppress(AttributeError):  # end with the front, also if that is killed
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()  # also if the front is killed
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     while True:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store, Work
 
 from inference.parallel.epilogue import finish
 from inference.parallel.gpu_kernels import has_gpu_kernels
@@ -62,7 +62,7 @@ class Sending:
 
 def _nccl(store: Store, place: int, size: int, timeout: timedelta) -> _NcclGroup:
     # Builds of torch without CUDA have no such class to import.
-    from torch._C._distributed_c10d import ProcessGroupNCCL
+    from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from time import monotonic
 
 import torch
-from torch._C._distributed_c10d import Store, Work
+from torch.distributed.distributed_c10d import Store, Work
 
 from inference.control_groups import usable_cores
 

@@ -20,7 +20,9 @@ from export_scripts.numeric.dtypes import WEIGHT_DATA_TYPES
 from inference.front.access import access_of, add_access_options
 from inference.launch_environment import (
     DEFAULT_PORT,
+    KEY_FILE_VARIABLE,
     LAUNCHER_VARIABLE,
+    RENDEZVOUS_VARIABLE,
     LaunchEnvironment,
     read_launch_environment,
     rendezvous_address,
@@ -28,7 +30,6 @@ from inference.launch_environment import (
 from inference.private_folder import PrivateFolder
 from inference.pytriton.model_source import Wanted, parse_model_name, prepare_weights
 from inference.pytriton.repository import INTERFACES, NEMO_NAME, write_text_repository
-from inference.ranks.launched_rank import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 from inference.ranks.launched_rank import main as serve_rank
 from inference.server.__main__ import serve_until_signal
 from inference.server.server import TritonServer

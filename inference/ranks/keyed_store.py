@@ -22,7 +22,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 _KEY_BYTES = _NONCE_BYTES = 32
 _DIGEST = "sha256"

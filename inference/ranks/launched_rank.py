@@ -1,7 +1,7 @@
 """Ranks that a launcher has started on several nodes.
 
 `python -m inference.ranks.launched_rank` runs one rank other than 0. Rank 0 is the model inside
-the server on the first node. SLIPWAY_RENDEZVOUS is the `host:port` of their rendezvous.
+the server on the first node.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from inference.launch_environment import LaunchEnvironment, read_launch_environment
+from inference.launch_environment import (
+    KEY_FILE_VARIABLE,
+    RENDEZVOUS_VARIABLE,
+    LaunchEnvironment,
+    read_launch_environment,
+)
 
 if TYPE_CHECKING:
     from inference.ranks.rendezvous import Rendezvous
-
-RENDEZVOUS_VARIABLE = "SLIPWAY_RENDEZVOUS"
-# The file, seen by all nodes, in which rank 0 leaves the key of the launch.
-KEY_FILE_VARIABLE = "SLIPWAY_RENDEZVOUS_KEY_FILE"
 
 
 def started_place(world_size: int) -> tuple[LaunchEnvironment, str, int, Path] | None:

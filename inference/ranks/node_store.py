@@ -9,7 +9,8 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-from torch._C._distributed_c10d import FileStore, Store
+from torch._C._distributed_c10d import FileStore
+from torch.distributed.distributed_c10d import Store
 
 from inference.private_folder import PrivateFolder
 

@@ -7,7 +7,7 @@ import threading
 from time import monotonic, perf_counter
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from inference.parallel.groups import RankGroups
 from inference.ranks.base import RankBase, StepResult

@@ -20,7 +20,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from export_scripts import __version__
 from inference.launch_environment import LaunchEnvironment

@@ -8,7 +8,7 @@ from datetime import timedelta
 from time import monotonic, sleep
 from typing import Literal, get_args
 
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 _POLL_S = 0.02
 _GO = "go"

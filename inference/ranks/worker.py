@@ -6,7 +6,6 @@ The process ends when rank 0 does.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import logging
 import os
@@ -17,10 +16,11 @@ import traceback
 from pathlib import Path
 
 import torch
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from inference.launch_environment import LaunchEnvironment
 from inference.parallel.groups import RankGroups
+from inference.parent_process import end_with_parent
 from inference.process_memory import keep_loaded
 from inference.ranks.loader import make_rank
 from inference.ranks.node_store import join_node_store
@@ -30,8 +30,6 @@ from inference.ranks.settings import RankSettings
 from inference.ranks.startup import report_failure, report_reached, wait_for_go
 
 logger = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     text = sys.stdin.buffer.readline().decode()
     if not text:
         return 0  # rank 0 ended, or has no use for this process

@@ -8,7 +8,6 @@ task reads its rank from its environment and runs the same pickled callable.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import shlex
 import signal
@@ -19,6 +18,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -27,6 +27,7 @@ from submitit.core.job_environment import JobEnvironment
 from submitit.core.utils import DelayedSubmission, JobPaths
 
 from inference.launch_environment import LaunchEnvironment, read_launch_environment
+from inference.parent_process import end_with_parent
 from launcher_scripts.launchers.bcp_script import (
     ID_VARIABLE,
     MPIRUN,
@@ -38,8 +39,6 @@ from launcher_scripts.launchers.bcp_script import (
 
 # Exit status of `timeout`, for a job that its time limit has ended.
 TIMED_OUT = 124
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class _Names(TypedDict):
@@ -247,7 +246,7 @@ class BcpExecutor(core.PicklingExecutor):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_end_with_parent if is_main else None,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM) if is_main else None,
             )
         job._set_process(process)
         return job
@@ -269,11 +268,6 @@ class BcpExecutor(core.PicklingExecutor):
 def task_command(python: str, folder: Path) -> str:
     """Return the shell line that runs the pickled callable as one task."""
     return shlex.join([python, "-u", "-m", __name__, str(folder)])
-
-
-def _end_with_parent() -> None:
-    """Make the kernel send this process SIGTERM when its parent is gone."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 
+from inference.launch_environment import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 from inference.ports import DEFAULT_PORTS
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.server_config import deploy_resources, image_of, server_config
@@ -27,7 +28,6 @@ from launcher_scripts.launchers.base import (
 )
 from stages.base import Stage
 from stages.deploy_config import FASTERTRANSFORMER, PYTRITON, DeployConfig
-from stages.server_starts import KEY_FILE_VARIABLE, RENDEZVOUS_VARIABLE
 
 _DATA, _SECRETS, _PRIVATE = "/data", "/run/slipway-secrets", "/run/slipway"
 _USER, _NVIDIAS_USER = 10001, 1000  # of docker/Dockerfile and docker/Dockerfile.fastertransformer
