@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,17 @@ _NOT_FLAGS = {"INPUT_0", "INPUT_1", "INPUT_2", "INPUT_3"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0, 1 after a failed request or 2 for wrong arguments."""
+    arguments = _parser().parse_args(argv)
+    return finished(arguments.run, arguments)
+
+
+def finished(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Run a client's command and return its status; a failure is one line with status 1."""
     from tritonclient.utils import InferenceServerException
 
-    arguments = _parser().parse_args(argv)
     accept_any_text()
     try:
-        return int(arguments.run(arguments))
+        return run(arguments)
     except (InferenceServerException, ConnectionError, socket.gaierror) as error:
         return _failed(f"{arguments.url or 'the server'}: {_server_words(error)}")
     except (ValueError, OSError) as error:
@@ -64,7 +69,7 @@ def _server_words(error: Any) -> str:
     return text
 
 
-def _say(text: str = "", end: str = "\n") -> None:
+def print_now(text: str = "", end: str = "\n") -> None:
     """Write to standard output at once, so that a stream is seen as it comes."""
     try:
         sys.stdout.write(text + end)
@@ -93,90 +98,59 @@ def option_tensors() -> list[TensorSignature]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m inference.client", description=__doc__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    generate = commands.add_parser("generate", help="text in, text out, through the ensemble")
-    _add_prompts(generate)
-    _add_generation(generate)
-    generate.set_defaults(run=_generate)
-
-    stream = commands.add_parser("stream", help="print one text while it is generated")
-    stream.add_argument("prompt", metavar="PROMPT")
-    _add_generation(stream)
-    stream.set_defaults(run=_stream)
-
-    encode = commands.add_parser("encode", help="print the token ids of texts")
-    encode.add_argument("texts", nargs="+", metavar="TEXT")
-    encode.add_argument(
-        "-m",
-        "--model",
-        default="preprocessing",
-        help="preprocessing (default), or the tokenizer of an encoder",
-    )
-    encode.set_defaults(run=_encode)
-
-    request = commands.add_parser("request", help="send the request in a JSON file")
-    request.add_argument("file", type=Path, nargs="?", metavar="FILE.json")
-    request.add_argument("--params", default="{}", help="JSON merged over the file")
-    request.add_argument(
-        "-t", "--test", action="store_true", help="fail unless each frame adds exactly one token"
-    )
-    request.set_defaults(run=_request)
-
-    health = commands.add_parser("health", help="report whether server and models are ready")
-    health.set_defaults(run=_health)
-
-    for command in (generate, stream, encode, request, health):
-        _add_connection(command)
+    of = {name: commands.add_parser(name, help=text) for name, (_, text) in _COMMANDS.items()}
+    add = of["generate"].add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="texts to continue")
+    add("--file", type=Path, help="further prompts, one on each line")
+    add("--json", action="store_true", help="print a JSON list of lists of texts")
+    add("--rows-per-request", type=int, default=1, help="prompts in one request (default 1)")
+    add("--in-flight", type=int, default=DEFAULT_IN_FLIGHT, help="requests sent at the same time")
+    of["stream"].add_argument("prompt", metavar="PROMPT")
+    _add_generation(of["generate"])
+    _add_generation(of["stream"])
+    add = of["encode"].add_argument
+    add("texts", nargs="+", metavar="TEXT")
+    add("-m", "--model", default="preprocessing",
+        help="preprocessing (default), or the tokenizer of an encoder")  # fmt: skip
+    add = of["request"].add_argument
+    add("file", type=Path, nargs="?", metavar="FILE.json")
+    add("--params", default="{}", help="JSON merged over the file")
+    add("-t", "--test", action="store_true", help="fail unless each frame adds exactly one token")
+    for name, command in of.items():
+        command.set_defaults(run=_COMMANDS[name][0])
+        add_connection_options(command)
     return parser
 
 
-def _add_connection(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-u",
-        "--url",
-        help="host:port (default localhost:8001, http 8000); https:// and grpcs:// use TLS",
-    )
-    parser.add_argument(
-        "--ca", type=Path, metavar="FILE.pem", help="use TLS, and trust these certificates alone"
-    )
-    parser.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="send the token in this file, of mode 600"
-    )
-    parser.add_argument("-i", "--protocol", choices=PROTOCOLS, default=None)
-    parser.add_argument("--timeout-s", type=float, default=None, help="limit of each request")
-
-
-def _add_prompts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="texts to continue")
-    parser.add_argument("--file", type=Path, help="further prompts, one on each line")
-    parser.add_argument("--json", action="store_true", help="print a JSON list of lists of texts")
-    parser.add_argument(
-        "--rows-per-request", type=int, default=1, help="prompts in one request (default 1)"
-    )
-    parser.add_argument(
-        "--in-flight", type=int, default=DEFAULT_IN_FLIGHT, help="requests sent at the same time"
-    )
+def add_connection_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options from which `opened_client` connects."""
+    add = parser.add_argument
+    add("-u", "--url",
+        help="host:port (default localhost:8001, http 8000); https and grpcs use TLS")  # fmt: skip
+    add("--ca", type=Path, metavar="FILE.pem", help="use TLS, and trust these certificates alone")
+    add("--token-file", type=Path, metavar="FILE", help="send the token in this file, of mode 600")
+    add("-i", "--protocol", choices=PROTOCOLS)
+    add("--timeout-s", type=float, help="limit of each request")
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-o", "--output-len", type=int, default=32, help="new tokens (default 32)")
-    parser.add_argument("-m", "--model", default="ensemble", help="the ensemble (default ensemble)")
-    parser.add_argument("--bad-words", help="words never to generate, one CSV record")
-    parser.add_argument("--stop-words", help="words that end the answer, one CSV record")
+    add = parser.add_argument
+    add("-o", "--output-len", type=int, default=32, help="new tokens (default 32)")
+    add("-m", "--model", default="ensemble", help="the ensemble (default ensemble)")
+    add("--bad-words", help="words never to generate, one CSV record")
+    add("--stop-words", help="words that end the answer, one CSV record")
     for tensor in option_tensors():
         flag = "--" + tensor.name.replace("_", "-")
         names = [flag, _SHORT[tensor.name]] if tensor.name in _SHORT else [flag]
         if tensor.dtype == "BOOL":
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(*names, action=action, default=None, help=tensor.doc)
+            add(*names, action=argparse.BooleanOptionalAction, default=None, help=tensor.doc)
         elif tensor.dtype in _PARSERS:
-            kind = _PARSERS[tensor.dtype]
-            parser.add_argument(*names, type=kind, default=None, metavar="N", help=tensor.doc)
+            add(*names, type=_PARSERS[tensor.dtype], metavar="N", help=tensor.doc)
         else:
-            parser.add_argument(*names, type=Path, metavar="FILE.npy", help=tensor.doc)
+            add(*names, type=Path, metavar="FILE.npy", help=tensor.doc)
 
 
-def _client(
+def opened_client(
     arguments: argparse.Namespace, *, default_protocol: str = "grpc", **more: Any
 ) -> TritonClient:
     """Return a connection to the server that the arguments name; a URL may name the protocol, too.
@@ -202,13 +176,8 @@ def _client(
     if address and ":" not in address.rpartition("]")[2]:
         address += ":" + DEFAULT_URLS[protocol].rpartition(":")[2]
     arguments.url = address or DEFAULT_URLS[protocol]
-    return TritonClient(
-        arguments.url,
-        protocol=protocol,
-        timeout_s=arguments.timeout_s,
-        credentials=credentials,
-        **more,
-    )
+    more |= {"timeout_s": arguments.timeout_s, "credentials": credentials}
+    return TritonClient(arguments.url, protocol=protocol, **more)
 
 
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -226,7 +195,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     if not prompts:
         raise ValueError("no prompt: give at least one PROMPT, or --file with one on each line.")
     more = {"ensemble_name": arguments.model, "max_in_flight": arguments.in_flight}
-    with _client(arguments, **more) as client:
+    with opened_client(arguments, **more) as client:
         rows = client.generate_text(
             prompts,
             output_len=arguments.output_len,
@@ -234,40 +203,40 @@ def _generate(arguments: argparse.Namespace) -> int:
             rows_per_request=arguments.rows_per_request,
         )
     if arguments.json:
-        _say(json.dumps(rows, ensure_ascii=False))
+        print_now(json.dumps(rows, ensure_ascii=False))
         return 0
     for number, texts in enumerate(rows):
         for beam, text in enumerate(texts):
             if len(rows) > 1 or len(texts) > 1:
-                _say(f"[{number}]" if len(texts) == 1 else f"[{number}, beam {beam}]")
-            _say(text)
+                print_now(f"[{number}]" if len(texts) == 1 else f"[{number}, beam {beam}]")
+            print_now(text)
     return 0
 
 
 def _stream(arguments: argparse.Namespace) -> int:
-    with _client(arguments, ensemble_name=arguments.model) as client:
+    with opened_client(arguments, ensemble_name=arguments.model) as client:
         for piece in client.stream_text(
             arguments.prompt, output_len=arguments.output_len, options=_options(arguments)
         ):
-            _say(piece, end="")
-    _say()
+            print_now(piece, end="")
+    print_now()
     return 0
 
 
 def _encode(arguments: argparse.Namespace) -> int:
-    with _client(arguments) as client:
+    with opened_client(arguments) as client:
         for ids in client.encode(arguments.texts, model=arguments.model):
-            _say(" ".join(map(str, ids)))
+            print_now(" ".join(map(str, ids)))
     return 0
 
 
 def _health(arguments: argparse.Namespace) -> int:
-    with _client(arguments) as client:
+    with opened_client(arguments) as client:
         models = client.models()
         ready = client.is_ready()
-    _say("server is ready" if ready else "server is not ready")
+    print_now("server is ready" if ready else "server is not ready")
     for model in models:
-        _say(f"{model['name']}: {model['state'] or 'not loaded'}")
+        print_now(f"{model['name']}: {model['state'] or 'not loaded'}")
     return 0 if ready else 1
 
 
@@ -287,14 +256,14 @@ def _request(arguments: argparse.Namespace) -> int:
     streams = bool(config.get("stream_api", False))
     arguments.url = arguments.url or config.get("url")
     arguments.protocol = arguments.protocol or config.get("protocol")
-    client = _client(arguments, default_protocol="grpc" if streams else "http")
+    client = opened_client(arguments, default_protocol="grpc" if streams else "http")
     model = config.get("model_name", "fastertransformer")
     with client:
         if streams:
             frames = client.stream(model, tensors, turn=turn)
             return _print_stream(frames, test=arguments.test)
         for name, value in client.infer(model, tensors, turn=turn).items():
-            _say(f"{name}:\n{value}\n")
+            print_now(f"{name}:\n{value}\n")
     return 0
 
 
@@ -322,12 +291,21 @@ def _print_stream(frames: Iterator[Mapping[str, np.ndarray[Any, Any]]], *, test:
         elapsed = time.monotonic() - started
         scores = frame.get("cum_log_probs")
         chance = "" if scores is None else f" (probability {np.exp(scores.flat[0])})"
-        _say(f"[After {elapsed:.2f}s] Partial result{chance}:\n{tokens}\n")
+        print_now(f"[After {elapsed:.2f}s] Partial result{chance}:\n{tokens}\n")
         ids = tokens.tolist()
         if test and shown is not None and ids[:-1] != shown:
             return _failed(f"a frame does not add one token: {shown} became {ids}")
         shown = ids
     return 0
+
+
+_COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int], str]] = {
+    "generate": (_generate, "text in, text out, through the ensemble"),
+    "stream": (_stream, "print one text while it is generated"),
+    "encode": (_encode, "print the token ids of texts"),
+    "request": (_request, "send the request in a JSON file"),
+    "health": (_health, "report whether server and models are ready"),
+}
 
 
 if __name__ == "__main__":

@@ -45,21 +45,17 @@ class Credentials:
             return {}
         return {"authorization": f"Bearer {read_tokens(self.token_file)[0]}"}
 
-    def grpc_arguments(self) -> dict[str, Any]:
-        """Return the arguments of tritonclient's gRPC client."""
-        if not self.uses_tls:
-            return {}
-        ca = None if self.ca is None else str(self.ca)
-        return {"ssl": True, "root_certificates": ca}
-
-    def http_arguments(self) -> dict[str, Any]:
-        """Return the arguments of tritonclient's HTTP client.
+    def client_arguments(self, protocol: str) -> dict[str, Any]:
+        """Return what tritonclient's client of a protocol, grpc or http, takes for TLS.
 
         Raises:
-            ValueError: Its library has no TLS with this Python.
+            ValueError: Its library has no TLS over HTTP with this Python.
         """
         if not self.uses_tls:
             return {}
+        ca = None if self.ca is None else str(self.ca)
+        if protocol == "grpc":
+            return {"ssl": True, "root_certificates": ca}
         from gevent.ssl import create_default_context
         from geventhttpclient import connectionpool
 
@@ -68,16 +64,7 @@ class Credentials:
                 "tritonclient has no TLS over HTTP with this Python: install geventhttpclient "
                 "2.0.12, or use gRPC (grpcs://)."
             )
-
-        ca = None if self.ca is None else str(self.ca)
         return {"ssl": True, "ssl_context_factory": lambda: create_default_context(cafile=ca)}
 
 
 PLAIN = Credentials()
-
-
-def with_token(client: Any, credentials: Credentials) -> Any:
-    """Make a client of tritonclient send the token with every request; return the client."""
-    if headers := credentials.headers():
-        client.register_plugin(lambda request: request.headers.update(headers))
-    return client

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from export_scripts.commands import ProgressLine
 from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
 from export_scripts.errors import CheckpointMismatchError
 from export_scripts.ft.config_ini import read_config
@@ -17,7 +18,6 @@ from inference.control_groups import usable_cores
 logger = logging.getLogger(__name__)
 
 _MAX_WORKERS = 8
-_TENTH = 10  # parts of a conversion that are worth a line
 # Words of this command in the converter's messages.
 _OPTION_NAMES = {
     "checkpoint_path": "--hf-model-name",
@@ -148,23 +148,10 @@ def _convert(path: Path, wanted: Wanted) -> Path:
     )
     if problems := check_conversion(request, names=_OPTION_NAMES):
         raise CheckpointMismatchError(problems)
-    summary = convert(request, progress=_Tenths(), names=_OPTION_NAMES)
+    summary = convert(request, progress=ProgressLine(), names=_OPTION_NAMES)
     for remark in summary.remarks:
         logger.warning("%s", remark)
     return summary.ft_dir
-
-
-class _Tenths:
-    """Logs a conversion ten times."""
-
-    def __init__(self) -> None:
-        self._logged = 0
-
-    def __call__(self, done: int, total: int) -> None:
-        part = done * _TENTH // max(total, 1)
-        if part > self._logged:
-            self._logged = part
-            logger.info("converted %d %% of %.2f GB", part * 100 // _TENTH, total / 1e9)
 
 
 def _download(name: ModelName, ft_dir: Path) -> Path:

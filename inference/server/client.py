@@ -6,26 +6,22 @@ Requests never go through a proxy.
 
 from __future__ import annotations
 
+import importlib
+import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import takewhile
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import numpy as np
 
 from inference.decoding.rows import SessionTurn
 from inference.front.credentials import PLAIN, Credentials
-from inference.server.transport import (
-    GrpcTransport,
-    HttpTransport,
-    Outputs,
-    Tensors,
-    TypedTensors,
-    stream_responses,
-    typed_tensor,
-)
+
+Tensors = Mapping[str, "np.ndarray[Any, Any]"]
+Outputs = dict[str, "np.ndarray[Any, Any]"]
 
 PROTOCOLS = ("grpc", "http")
 DEFAULT_URLS = {"grpc": "localhost:8001", "http": "localhost:8000"}
@@ -37,6 +33,13 @@ _ENCODERS = (
     ("query", "input_ids", "request_input_len"),
 )
 _OPTION_NAMES = {"bad_words": "INPUT_2", "stop_words": "INPUT_3"}
+# The client library takes BF16, which numpy lacks, as FP32.
+_FLOAT_TYPES: dict[str, Any] = {"FP16": np.float16, "FP32": np.float32, "BF16": np.float32}
+_GRPC_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.enable_http_proxy", 0),
+]
 
 
 class TritonClient:
@@ -76,14 +79,14 @@ class TritonClient:
         self.ensemble_name = ensemble_name
         self.timeout_s = timeout_s
         self._credentials = credentials
+        self._library = importlib.import_module(f"tritonclient.{protocol}")
+        self._is_grpc = protocol == "grpc"
+        # A connection of HTTP serves one thread at a time, a channel of gRPC any number.
+        self._held: Any = SimpleNamespace() if self._is_grpc else threading.local()
         self._places = threading.BoundedSemaphore(max_in_flight)
+        self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="triton-client")
         self._input_types: dict[str, dict[str, str]] = {}
         self._decoupled: dict[str, bool] = {}
-        self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="triton-stream")
-        transport = GrpcTransport if protocol == "grpc" else HttpTransport
-        self._transport: GrpcTransport | HttpTransport = transport(
-            self.url, timeout_s=timeout_s, max_in_flight=max_in_flight, credentials=credentials
-        )
 
     def infer(
         self,
@@ -100,8 +103,10 @@ class TritonClient:
         needs `turn`, its session.
         """
         if self.streams(model):
-            return self._last_frame(model, inputs, outputs, turn)
-        return self._transport.infer(model, self._typed(model, inputs), outputs, turn)
+            *_, last = self.stream(model, inputs, outputs=outputs, turn=turn)
+            return last
+        request = self._request(model, inputs, outputs, turn)
+        return _arrays(self._call("infer", model, **request))
 
     def infer_async(
         self, model: str, inputs: Tensors, *, outputs: Sequence[str] | None = None
@@ -109,11 +114,7 @@ class TritonClient:
         """Send one request without waiting for the answer; blocks while too many are in flight."""
         self._places.acquire()
         try:
-            if self.streams(model):
-                future = self._pool.submit(self._last_frame, model, inputs, outputs)
-            else:
-                typed = self._typed(model, inputs)
-                future = self._transport.infer_async(model, typed, outputs)
+            future = self._pool.submit(self.infer, model, inputs, outputs=outputs)
         except BaseException:
             self._places.release()
             raise
@@ -135,37 +136,92 @@ class TritonClient:
         Raises:
             ValueError: the protocol is not grpc.
         """
-        if self.protocol != "grpc":
+        if not self._is_grpc:
             raise ValueError("streaming needs protocol=grpc: HTTP carries one response a request.")
-        typed = self._typed(model, inputs)
-        return stream_responses(
-            self.url, self._credentials, self.timeout_s, model, typed, outputs, turn
+        return self._frames(model, self._request(model, inputs, outputs, turn))
+
+    def _frames(self, model: str, request: dict[str, Any]) -> Iterator[Outputs]:
+        responses: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        # A stream belongs to its client object; channels to the same address share a connection.
+        client, done = self._connected(), False
+        try:
+            client.start_stream(
+                callback=lambda result, error: responses.put((result, error)),
+                stream_timeout=self.timeout_s,
+            )
+            client.async_stream_infer(model, **request, enable_empty_final_response=True)
+            while not done:
+                result, error = responses.get()
+                if error is not None:
+                    raise error
+                message = result.get_response()
+                done = message.parameters["triton_final_response"].bool_param
+                if message.outputs:
+                    yield _arrays(result)
+        finally:
+            client.stop_stream(cancel_requests=not done)
+            client.close()
+
+    def _connected(self) -> Any:
+        """Return a new client of tritonclient, which sends the token with every request."""
+        # No time limit is None; that of HTTP is one minute by default.
+        limits = {"channel_args": _GRPC_OPTIONS} if self._is_grpc else {
+            "network_timeout": self.timeout_s
+        }  # fmt: skip
+        client = self._library.InferenceServerClient(
+            self.url, **limits, **self._credentials.client_arguments(self.protocol)
         )
+        if headers := self._credentials.headers():
+            client.register_plugin(lambda request: request.headers.update(headers))
+        return client
 
-    def _typed(self, model: str, inputs: Tensors) -> TypedTensors:
-        types = self.input_types(model)
-        return {name: typed_tensor(np.asarray(v), types.get(name)) for name, v in inputs.items()}
+    def _call(self, method: str, *args: Any, **more: Any) -> Any:
+        if not hasattr(self._held, "client"):
+            self._held.client = self._connected()
+        if self._is_grpc:
+            more["client_timeout"] = self.timeout_s
+        return getattr(self._held.client, method)(*args, **more)
 
-    def streams(self, model: str) -> bool:
-        """Return whether `model` answers in several responses, which HTTP cannot carry."""
-        if model not in self._decoupled:
-            self._decoupled[model] = self._transport.is_decoupled(model)
-        return self._decoupled[model] and self.protocol == "grpc"
+    def _described(self, method: str, *args: Any) -> Any:
+        """Return the JSON of an answer that is not a tensor's."""
+        return self._call(method, *args, **({"as_json": True} if self._is_grpc else {}))
 
-    def _last_frame(
+    def _request(
         self,
         model: str,
         inputs: Tensors,
         outputs: Sequence[str] | None,
-        turn: SessionTurn | None = None,
-    ) -> Outputs:
-        *_, last = self.stream(model, inputs, outputs=outputs, turn=turn)
-        return last
+        turn: SessionTurn | None,
+    ) -> dict[str, Any]:
+        types, tensors = self.input_types(model), []
+        for name, given in inputs.items():
+            value, dtype = _typed(np.asarray(given), types.get(name))
+            tensors.append(self._library.InferInput(name, list(value.shape), dtype))
+            tensors[-1].set_data_from_numpy(value)
+        request: dict[str, Any] = {"inputs": tensors}
+        if outputs is not None:
+            request["outputs"] = [self._library.InferRequestedOutput(name) for name in outputs]
+        if turn is not None:
+            request |= {
+                "sequence_id": turn.session_id,
+                "sequence_start": turn.starts,
+                "sequence_end": turn.ends,
+            }
+        return request
+
+    def streams(self, model: str) -> bool:
+        """Return whether `model` answers in several responses, which HTTP cannot carry."""
+        if self._is_grpc and model not in self._decoupled:
+            config = self._described("get_model_config", model)["config"]
+            policy = config.get("model_transaction_policy", {})
+            self._decoupled[model] = bool(policy.get("decoupled", False))
+        return self._is_grpc and self._decoupled[model]
 
     def input_types(self, model: str) -> Mapping[str, str]:
         """Return the inputs that `model` declares and their Triton types, which are cached."""
         if model not in self._input_types:
-            self._input_types[model] = self._transport.input_types(model)
+            declared = self._described("get_model_metadata", model).get("inputs", ())
+            self._input_types[model] = {each["name"]: each["datatype"] for each in declared}
         return self._input_types[model]
 
     def text_request(
@@ -259,21 +315,27 @@ class TritonClient:
 
     def is_ready(self, model: str | None = None) -> bool:
         """Return whether the server (or one model of it) answers and is ready."""
+        from geventhttpclient.response import HTTPParseError
         from tritonclient.utils import InferenceServerException
 
+        asked = ("is_server_ready",) if model is None else ("is_model_ready", model)
         try:
-            return self._transport.is_ready(model)
-        except (InferenceServerException, OSError):
+            return bool(self._call(*asked))
+        # The last one: an answer that is not HTTP, or is HTTP over TLS.
+        except (InferenceServerException, OSError, HTTPParseError):
             return False
 
     def models(self) -> list[dict[str, str]]:
         """Return name and state of every model in the server's repository."""
-        return self._transport.models()
+        index = self._described("get_model_repository_index")
+        found = index.get("models", ()) if self._is_grpc else index
+        return [{key: each.get(key, "") for key in ("name", "state")} for each in found]
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection; those of the pool close with their threads."""
         self._pool.shutdown()
-        self._transport.close()
+        if hasattr(self._held, "client"):
+            self._held.client.close()
 
     def __enter__(self) -> TritonClient:
         return self
@@ -285,6 +347,25 @@ class TritonClient:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _typed(value: np.ndarray[Any, Any], declared: str | None) -> tuple[np.ndarray[Any, Any], str]:
+    """Return an input and the type to send it as: its own, or for floats the declared precision."""
+    from tritonclient.utils import np_to_triton_dtype
+
+    if value.dtype.kind == "f" and declared in _FLOAT_TYPES:
+        return value.astype(_FLOAT_TYPES[declared], copy=False), declared
+    return value, np_to_triton_dtype(value.dtype)
+
+
+def _arrays(result: Any) -> Outputs:
+    response = result.get_response()  # a message of gRPC, or JSON
+    names = (
+        [each["name"] for each in response["outputs"]]
+        if isinstance(response, dict)
+        else [each.name for each in response.outputs]
+    )
+    return {name: result.as_numpy(name) for name in names}
 
 
 def as_tensor(values: Sequence[Any], dtype: str) -> np.ndarray[Any, Any]:
