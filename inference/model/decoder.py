@@ -1,4 +1,4 @@
-"""Decoder-only models: GPT, OPT, BLOOM, GPT-J, GPT-NeoX and Llama-like ones.
+"""Decoder-only models: GPT, OPT, BLOOM, GPT-J, GPT-NeoX, and today's dense ones.
 
 The architecture record states the differences; a pipeline stage holds only its layers, and only the
 linears know how tensors are divided among ranks.
@@ -8,14 +8,14 @@ linears know how tensors are divided among ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from export_scripts.families.layout.architecture import DecoderArchitecture
 from inference.model.layers import MLP, Attention, Embedding, JointHalves, Normalise
-from inference.model.rotary import Angles, RotaryTable
+from inference.model.rotary import AnglesOf, RotaryTable
 from inference.model.step import AttentionRules, Step
 from inference.parallel.linear import AllReduce, VocabParallelHead
 
@@ -25,47 +25,71 @@ class DecoderLayer:
     """One layer; `architecture.residual` says how its two halves are joined."""
 
     architecture: DecoderArchitecture
-    attention_norm: Normalise
-    mlp_norm: Normalise | None  # None: the attention's norm feeds both halves
+    attention_norm: Normalise | None  # None: attention reads the residual as it is
+    mlp_norm: Normalise | None  # None: likewise; of parallel halves, attention's norm feeds both
     attention: Attention
     mlp: MLP
     attention_adapter: MLP | None
     mlp_adapter: MLP | None
+    attention_output_norm: Normalise | None
+    mlp_output_norm: Normalise | None
     reduce: AllReduce | None  # of the parallel forms, which share one all-reduce
     bias: torch.Tensor | None  # added after it
 
-    def __call__(
-        self, x: torch.Tensor, step: Step, layer: int, angles: Angles | None
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step, layer: int, angles: AnglesOf) -> torch.Tensor:
         """Return (N, E) for x (N, E); `layer` numbers the layers of this stage."""
 
         def attend(h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
             return self.attention(h, step, layer=layer, angles=angles, residual=residual)
 
-        if self.architecture.residual != "sequential":
+        choice = self.architecture
+        if choice.residual != "sequential":
             return self._parallel(x, attend)
-        assert self.mlp_norm is not None
-        if not self.architecture.norm_before:
-            x = self.attention_norm(attend(x, x))
-            return self.mlp_norm(self.mlp(x, x))
-        if self.architecture.residual_from_norm:
-            h = self.attention_norm(x)
-            h = self.mlp_norm(attend(h, h))
+        if not choice.norm_before:
+            x = _normalised(attend(x, x), self.attention_norm)
+            return _normalised(self.mlp(x, x), self.mlp_norm)
+        if choice.residual_from_norm:
+            h = _normalised(x, self.attention_norm)
+            h = _normalised(attend(h, h), self.mlp_norm)
             return self.mlp(h, h)
-        if self.attention_adapter is None or self.mlp_adapter is None:
-            x = attend(self.attention_norm(x), x)
-            return self.mlp(self.mlp_norm(x), x)
-        x = _adapted(attend(self.attention_norm(x), None), self.attention_adapter, x)
-        return _adapted(self.mlp(self.mlp_norm(x)), self.mlp_adapter, x)
+        norm, adapter = self.attention_output_norm, self.attention_adapter
+        x = self._add(x, _normalised(x, self.attention_norm), attend, norm, adapter)
+        norm, adapter = self.mlp_output_norm, self.mlp_adapter
+        return self._add(x, _normalised(x, self.mlp_norm), self.mlp, norm, adapter)
 
-    def _parallel(
-        self, x: torch.Tensor, attend: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    def _add(
+        self,
+        x: torch.Tensor,
+        h: torch.Tensor,
+        half: _Half,
+        norm: Normalise | None,
+        adapter: MLP | None,
     ) -> torch.Tensor:
-        h = self.attention_norm(x)
+        """Return x plus a half's output for its input h, normalised, scaled or adapted."""
+        scale = self.architecture.residual_scale
+        if norm is None and adapter is None and scale == 1:
+            return half(h, x)
+        y = half(h, None)
+        if adapter is not None:
+            # The adapter sees the output before the residual.
+            # Order: FasterTransformer, models/multi_gpu_gpt/ParallelGptDecoder.cc (4c014fb).
+            return adapter(y, x + y)
+        return torch.add(x, _normalised(y, norm), alpha=scale)
+
+    def _parallel(self, x: torch.Tensor, attend: _Half) -> torch.Tensor:
+        h = _normalised(x, self.attention_norm)
         inner = h if self.mlp_norm is None else self.mlp_norm(x)
         if self.reduce is None:
             return self.mlp(inner, attend(h, x))
         return self.reduce(self.mlp(inner, attend(h, None)), bias=self.bias, residual=x)
+
+
+# Attention or MLP: an input (N, E) and a residual, which is added.
+_Half = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def _normalised(x: torch.Tensor, norm: Normalise | None) -> torch.Tensor:
+    return x if norm is None else norm(x)
 
 
 @dataclass(frozen=True)
@@ -75,17 +99,9 @@ class JointLayer:
     norm: Normalise
     halves: JointHalves
 
-    def __call__(
-        self, x: torch.Tensor, step: Step, layer: int, angles: Angles | None
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, step: Step, layer: int, angles: AnglesOf) -> torch.Tensor:
         """Return (N, E) for x (N, E); `layer` numbers the layers of this stage."""
         return self.halves(self.norm(x), step, layer=layer, angles=angles, residual=x)
-
-
-def _adapted(y: torch.Tensor, adapter: MLP, x: torch.Tensor) -> torch.Tensor:
-    """Return x + y + adapter(y): the adapter sees a half's output before the residual."""
-    # Order: FasterTransformer, models/multi_gpu_gpt/ParallelGptDecoder.cc (4c014fb).
-    return adapter(y, x + y)
 
 
 @dataclass(frozen=True)
@@ -97,7 +113,7 @@ class Head:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return (n, slice) fp32 for the last layer's output (n, E)."""
-        return self.slice(x if self.norm is None else self.norm(x))
+        return self.slice(_normalised(x, self.norm))
 
 
 class Decoder:
@@ -110,7 +126,7 @@ class Decoder:
         embedding: Embedding | None,
         layers: Sequence[DecoderLayer | JointLayer],
         head: Head | None,
-        rotary: RotaryTable | None,
+        rotary: Collection[RotaryTable],
         rules: AttentionRules,
         dtype: torch.dtype,
         device: torch.device,
@@ -138,7 +154,7 @@ class Decoder:
 
     def run_layers(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         """Return the output of this stage's last layer (N, E)."""
-        angles = self._rotary(step.positions) if self._rotary is not None else None
+        angles = {table: table(step.positions) for table in self._rotary}
         for layer, run in enumerate(self.layers):
             x = run(x, step, layer, angles)
         return x

@@ -6,10 +6,18 @@ from dataclasses import fields
 
 import torch
 
-from export_scripts.families.layout.architecture import DecoderArchitecture
+from export_scripts.families.layout.architecture import DecoderArchitecture, Rotary
 from inference.model.decoder import Decoder, DecoderLayer, Head, JointLayer
 from inference.model.layer_loader import LayerLoader
-from inference.model.layers import MLP, Attention, Embedding, JointHalves, alibi_slopes
+from inference.model.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    JointHalves,
+    Normalise,
+    QueryKeyNorm,
+    alibi_slopes,
+)
 from inference.model.rotary import RotaryTable
 from inference.model.step import AttentionRules
 from inference.model.weights import RankWeights
@@ -51,7 +59,7 @@ def load_decoder(
         embedding=loader.embedding() if layout.is_first_stage else None,
         layers=[loader.layer(layer) for layer in layout.layers(architecture.num_layer)],
         head=loader.head() if layout.is_last_stage else None,
-        rotary=loader.rotary,
+        rotary=loader.tables,
         rules=loader.rules(),
         dtype=weights.dtype,
         device=weights.device,
@@ -75,27 +83,26 @@ def check_decoder(architecture: DecoderArchitecture, tp_size: int) -> None:
     problems = undivided(tp_size, sizes)
     if not architecture.norm_before and architecture.residual != "sequential":
         problems.append("layernorm_type=post_layernorm with a parallel residual is not supported")
-    if architecture.adapter_inter_size and (
+    defaults = {field.name: field.default for field in fields(architecture)}
+    special = ("adapter_inter_size", "input_norms", "output_norms", "residual_scale")
+    given = [name for name in special if getattr(architecture, name) != defaults[name]]
+    if given and (
         not architecture.norm_before
         or architecture.residual_from_norm
         or architecture.residual != "sequential"
     ):
-        problems.append("adapters are supported with layernorm_type=pre_layernorm only")
-    plain = {field.name: field.default for field in fields(architecture)}
-    problems += [
-        f"{name} = {getattr(architecture, name)} is not supported"
-        for name in _NOT_YET
-        if getattr(architecture, name) != plain[name]
-    ]
+        problems.append(f"{', '.join(given)}: supported with layernorm_type=pre_layernorm only")
+    if architecture.adapter_inter_size and len(given) > 1:
+        problems.append(f"adapter_inter_size with {', '.join(given[1:])} is not supported")
+    if not (architecture.input_norms or architecture.output_norms):
+        problems.append("input_norms or output_norms must be set: a layer without is not supported")
+    count = architecture.num_layer
+    for name in ("sliding_layers", "rotary_layers"):
+        layers = getattr(architecture, name)
+        if layers is not None and len(layers) != count:
+            problems.append(f"{name} names {len(layers)} layers, num_layer is {count}")
     if problems:
         raise ValueError("\n".join(problems))
-
-
-_NOT_YET = (
-    *("local_rotary", "rotary_layers", "norm_one_plus", "input_norms", "output_norms"),
-    *("query_key_norm", "sliding_layers", "attention_scale", "attention_softcap"),
-    *("logit_softcap", "logit_scale", "embedding_scale", "residual_scale"),
-)
 
 
 class _Loader:
@@ -126,31 +133,42 @@ class _Loader:
             weights,
             norm=architecture.norm,
             norm_eps=architecture.norm_eps,
+            norm_one_plus=architecture.norm_one_plus,
             reduce=reduce,
             gemm=gemm,
         )
-        rotary = architecture.rotary
-        self.rotary: RotaryTable | None = None
-        if rotary is not None:
-            self.rotary = RotaryTable(
-                rotary,
-                interleaved=architecture.position == "rotary_interleaved",
-                device=weights.device,
-                dtype=weights.dtype,
-            )
+        self._rotary = self._table(architecture.rotary)
+        self._local_rotary = self._table(architecture.local_rotary) or self._rotary
+        tables = (self._rotary, self._local_rotary)
+        self.tables = {table for table in tables if table is not None}
+
+    def _table(self, rotary: Rotary | None) -> RotaryTable | None:
+        if rotary is None:
+            return None
+        return RotaryTable(
+            rotary,
+            interleaved=self.architecture.position == "rotary_interleaved",
+            device=self.weights.device,
+            dtype=self.weights.dtype,
+        )
 
     def rules(self) -> AttentionRules:
-        """Return the rules of attention, the same in every layer."""
+        """Return the rules of attention in this stage's layers."""
+        choice, layout = self.architecture, self.weights.layout
         slopes = None
-        if self.architecture.position == "alibi":
-            layout = self.weights.layout
-            heads = self.architecture.head_num // layout.tp_size
+        if choice.position == "alibi":
+            heads = self._heads[0]
             first = layout.tp_rank * heads
-            slopes = alibi_slopes(self.architecture.head_num)[first : first + heads]
-            slopes = slopes.to(self.weights.device)
+            slopes = alibi_slopes(choice.head_num)[first : first + heads].to(self.weights.device)
+        sliding = choice.sliding_layers
+        if sliding is not None:
+            sliding = tuple(sliding[layer] for layer in layout.layers(choice.num_layer))
         return AttentionRules(
             slopes,
-            self.architecture.sliding_window,
+            choice.sliding_window,
+            sliding_layers=sliding,
+            scale=choice.attention_scale,
+            softcap=choice.attention_softcap,
             batch_invariant=self.gemm.batch_invariant,
         )
 
@@ -166,6 +184,7 @@ class _Loader:
             prompts=self.parts.prompts(),
             norm=self.parts.norm(norm) if choice.pre_decoder_norm else None,
             dtype=self.weights.dtype,
+            scale=float(torch.tensor(choice.embedding_scale, dtype=self.weights.dtype)),
         )
 
     def head(self) -> Head:
@@ -176,14 +195,20 @@ class _Loader:
         norm = "model.final_layernorm"
         return Head(
             norm=self.parts.norm(norm) if choice.post_decoder_norm else None,
-            slice=self.parts.head(table, bias, choice.vocab_size),
+            slice=self.parts.head(
+                table,
+                bias,
+                choice.vocab_size,
+                scale=choice.logit_scale,
+                softcap=choice.logit_softcap,
+            ),
         )
 
     def layer(self, number: int) -> DecoderLayer | JointLayer:
         """Return the layer of global number `number`."""
         choice, prefix = self.architecture, f"model.layers.{number}."
         if self._joins_halves(prefix):
-            return self._joint_layer(prefix)
+            return self._joint_layer(number)
         shared = choice.residual == "parallel_shared"
         parallel = choice.residual != "sequential"
         attention_out, mlp_out = self._output_biases(prefix)
@@ -192,14 +217,18 @@ class _Loader:
         reduce = None if parallel else self.reduce
         return DecoderLayer(
             architecture=choice,
-            attention_norm=self.parts.norm(prefix + "input_layernorm"),
-            mlp_norm=None if shared else self.parts.norm(prefix + "post_attention_layernorm"),
-            attention=self._attention(
-                prefix + "attention.", None if late else attention_out, reduce
+            attention_norm=self._norm(prefix + "input_layernorm", choice.input_norms),
+            mlp_norm=self._norm(
+                prefix + "post_attention_layernorm", choice.input_norms and not shared
             ),
+            attention=self._attention(number, None if late else attention_out, reduce),
             mlp=self._mlp(prefix + "mlp.", None if late else mlp_out, reduce, gated=choice.gated),
             attention_adapter=self._adapter(prefix + "after_attention_adapter."),
             mlp_adapter=self._adapter(prefix + "after_ffn_adapter."),
+            attention_output_norm=self._norm(
+                prefix + "attention_output_layernorm", choice.output_norms
+            ),
+            mlp_output_norm=self._norm(prefix + "mlp_output_layernorm", choice.output_norms),
             reduce=self.reduce if parallel else None,
             bias=torch.stack(biases).sum(0) if biases else None,
         )
@@ -209,13 +238,14 @@ class _Loader:
         choice = self.architecture
         return (
             choice.residual == "parallel_shared"
-            and not (choice.gated or choice.separate_qkv)
+            and not (choice.gated or choice.separate_qkv or choice.query_key_norm)
             and not self.weights.has(prefix + "attention.query_key_value.bias")
             and self.weights.device.type != "cpu"
         )
 
-    def _joint_layer(self, prefix: str) -> JointLayer:
+    def _joint_layer(self, number: int) -> JointLayer:
         weights, (heads, kv_heads, size) = self.weights, self._heads
+        prefix = f"model.layers.{number}."
         widths = [heads * size, kv_heads * size, kv_heads * size]
         qkv = weights.matrix(prefix + "attention.query_key_value.weight")
         query, key, value = torch.split(qkv, widths, dim=1)
@@ -239,7 +269,7 @@ class _Loader:
                 options=self.gemm,
             ),
             heads=self._heads,
-            rotary=self.rotary,
+            rotary=self._rotary_of(number),
         )
         return JointLayer(self.parts.norm(prefix + "input_layernorm"), halves)
 
@@ -255,8 +285,9 @@ class _Loader:
         )
 
     def _attention(
-        self, prefix: str, out_bias: torch.Tensor | None, reduce: AllReduce | None
+        self, number: int, out_bias: torch.Tensor | None, reduce: AllReduce | None
     ) -> Attention:
+        prefix = f"model.layers.{number}.attention."
         # One linear for queries, keys and values, fused on disk or not.
         names = ["query_key_value"]
         if self.architecture.separate_qkv:
@@ -265,7 +296,32 @@ class _Loader:
             self.parts.column(*(prefix + name for name in names)),
             self.parts.row_with(prefix + "dense", out_bias, reduce),
             heads=self._heads,
-            rotary=self.rotary,
+            rotary=self._rotary_of(number),
+            norm=self._query_key_norm(prefix),
+        )
+
+    def _rotary_of(self, layer: int) -> RotaryTable | None:
+        choice = self.architecture
+        if choice.rotary_layers is not None and not choice.rotary_layers[layer]:
+            return None
+        slides = choice.sliding_layers is None or choice.sliding_layers[layer]
+        return self._local_rotary if slides and choice.sliding_window else self._rotary
+
+    def _query_key_norm(self, prefix: str) -> QueryKeyNorm | None:
+        choice = self.architecture
+        if choice.query_key_norm is None:
+            return None
+        query_heads, kv_heads, size = self._heads
+        scales = [self.parts.scale(f"{prefix}{name}_norm") for name in ("query", "key")]
+        parts = zip(scales, (query_heads, kv_heads), strict=True)
+        return QueryKeyNorm(
+            # Scales of one head serve all of them.
+            torch.cat([part.view(-1, size).expand(count, size) for part, count in parts]),
+            counts=(query_heads, kv_heads),
+            eps=choice.norm_eps,
+            whole=choice.query_key_norm == "all",
+            reduce=self.reduce,
+            tp_size=self.weights.layout.tp_size,
         )
 
     def _mlp(
@@ -283,6 +339,9 @@ class _Loader:
         else:
             up = self.parts.column(name, activation=activation)
         return MLP(up, self.parts.row_with(prefix + "dense_4h_to_h", out_bias, reduce))
+
+    def _norm(self, name: str, present: bool) -> Normalise | None:
+        return self.parts.norm(name) if present else None
 
     def _adapter(self, prefix: str) -> MLP | None:
         if not self.architecture.adapter_inter_size:

@@ -25,8 +25,6 @@ from inference.model.weights import RankWeights
 from inference.parallel.gemm_options import PLAIN_GEMM, GemmOptions
 from inference.parallel.linear import AllReduce, VocabParallelHead
 
-_SEES_ALL = AttentionRules(causal=False)
-
 # Half precision ends at 65504, which the residual stream of T5 in fp16 is known to exceed.
 _FP16_LIMIT = 64504.0
 
@@ -88,7 +86,7 @@ def make_decoder_step(
         tasks: IA3 task of each token (N,), None without IA3.
     """
     step = make_step(ids, segments, output_rows, cache=cache, rules=rules, dtype=dtype)
-    groups = attention_groups(_reading(segments, encoded), _SEES_ALL, dtype, cache)
+    groups = attention_groups(_reading(segments, encoded), rules.across, dtype, cache)
     return DecoderStep(step, EncodedSlots(groups), tasks)
 
 
@@ -144,7 +142,9 @@ class EncoderDecoder:
         if architecture.decoder is not None:
             self.decoder_layers = layout.layers(architecture.decoder.num_layer)
             self.decoder = [loader.decoder_layer(number) for number in self.decoder_layers]
-            self.rules = AttentionRules(distance_bias=loader.relative_bias("decoder"))
+            self.rules = AttentionRules(
+                distance_bias=loader.relative_bias("decoder"), scale=loader.heads.scale
+            )
             if layout.is_last_stage:
                 self.decoder_norm = loader.final_norm("decoder")
                 self._head = loader.head()

@@ -34,18 +34,28 @@ class LayerLoader:
         *,
         norm: Norm,
         norm_eps: float,
+        norm_one_plus: bool = False,
         reduce: AllReduce | None,
         gemm: GemmOptions = PLAIN_GEMM,
     ) -> None:
         self.weights = weights
         self.reduce = reduce
-        self._norm, self._norm_eps = norm, norm_eps
+        self._norm, self._norm_eps, self._one_plus = norm, norm_eps, norm_one_plus
         self._gemm = gemm
 
     def norm(self, name: str, *, kind: Norm | None = None) -> Normalise:
         """Return a norm, by default of the model's kind."""
         weight, bias = self.weights.tensor(f"{name}.weight"), self.weights.optional(f"{name}.bias")
+        if self._one_plus:
+            weight = self.scale(name)
+            bias = None if bias is None else bias.float()
         return make_norm(kind or self._norm, weight, bias, eps=self._norm_eps)
+
+    def scale(self, name: str) -> torch.Tensor:
+        """Return a norm's scale in fp32."""
+        weight = self.weights.tensor(f"{name}.weight", torch.float32)
+        # Rounded to 16 bits, a sum with 1 would lose what is stored.
+        return weight + 1 if self._one_plus else weight
 
     def column(self, *names: str, activation: GemmActivation | None = None) -> ColumnParallelLinear:
         """Return column-parallel linears as one, their outputs side by side."""
@@ -101,8 +111,19 @@ class LayerLoader:
         tables = [self.weights.tensor(name) for name in names if self.weights.has(name)]
         return torch.cat(tables) if tables else None
 
-    def head(self, name: str, bias: str | None, vocab_size: int) -> VocabParallelHead:
-        """Return the linear from hidden states to logits by the table `name` (V, E)."""
+    def head(
+        self,
+        name: str,
+        bias: str | None,
+        vocab_size: int,
+        *,
+        scale: float = 1.0,
+        softcap: float | None = None,
+    ) -> VocabParallelHead:
+        """Return the linear from hidden states to logits by the table `name` (V, E).
+
+        `scale` and `softcap` act on the logits, see `VocabParallelHead`.
+        """
         weights, layout = self.weights, self.weights.layout
         rows = layout.vocab_rows(vocab_size)
         return VocabParallelHead(
@@ -110,5 +131,7 @@ class LayerLoader:
             weights.rows(bias, rows) if bias is not None else None,
             rows=len(rows),
             width=layout.vocab_rows_per_rank(vocab_size),
+            scale=scale,
+            softcap=softcap,
             options=self._gemm,
         )

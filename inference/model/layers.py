@@ -14,10 +14,11 @@ from torch.nn import functional
 
 from export_scripts.families.layout.architecture import Norm
 from inference.model.cached_attention import attend_cached
-from inference.model.rotary import Angles, RotaryTable
+from inference.model.rotary import NO_ANGLES, AnglesOf, RotaryTable
 from inference.model.step import Step
 from inference.parallel.gpu_kernels import has_gpu_kernels
 from inference.parallel.linear import (
+    AllReduce,
     ColumnParallelLinear,
     GatedColumnParallelLinear,
     RowParallelLinear,
@@ -46,11 +47,45 @@ def make_norm(
 
     def normalise(x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         x = x if residual is None else x + residual
+        wide = x.to(weight.dtype)  # a scale is kept in fp32 where its rounding would matter
         if kind == "layernorm":
-            return functional.layer_norm(x, shape, weight, bias, eps)
-        return functional.rms_norm(x, shape, weight, eps)
+            return functional.layer_norm(wide, shape, weight, bias, eps).to(x.dtype)
+        return functional.rms_norm(wide, shape, weight, eps).to(x.dtype)
 
     return normalise
+
+
+@dataclass(frozen=True)
+class QueryKeyNorm:
+    """RMSNorm of queries and keys before their rotation, in place.
+
+    `counts` are this rank's query and key heads, `weight` (H + K, D) fp32 their scales. If `whole`,
+    the mean is that of all heads together: `reduce` sums over the `tp_size` ranks that share them.
+    """
+
+    weight: torch.Tensor
+    counts: tuple[int, int]
+    eps: float
+    whole: bool
+    reduce: AllReduce | None
+    tp_size: int
+
+    def __call__(self, heads: torch.Tensor) -> None:
+        """Normalise heads (N, H+K, D)."""
+        if not self.whole and heads.is_cuda and has_gpu_kernels():
+            from inference.model.gpu.norm import norm_heads
+
+            norm_heads(heads, weight=self.weight, eps=self.eps)
+            return
+        wide = heads.float()
+        mean = wide.square().mean(2)  # (N, H+K)
+        if self.whole:
+            queries, keys = torch.split(mean, list(self.counts), dim=1)
+            both = torch.stack((queries.mean(1), keys.mean(1)), dim=1)  # (N, 2)
+            if self.reduce is not None:
+                both = self.reduce(both) / self.tp_size
+            mean = torch.cat((both[:, :1].expand_as(queries), both[:, 1:].expand_as(keys)), dim=1)
+        heads.copy_(wide * (mean + self.eps).rsqrt().unsqueeze(2) * self.weight)
 
 
 def alibi_slopes(head_num: int) -> torch.Tensor:
@@ -74,6 +109,7 @@ class Embedding:
     prompts: torch.Tensor | None  # all loaded prompt tables, one after the other
     dtype: torch.dtype
     norm: Normalise | None = None
+    scale: float = 1.0  # on the rows of the vocabulary, rounded to `dtype`
 
     def __call__(
         self,
@@ -84,35 +120,33 @@ class Embedding:
         embeddings: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the first layer's input (N, E) for ids and positions (N,)."""
-        x = self._with_virtual(ids, embeddings) if has_virtual else self.tokens(ids, self.dtype)
+        x = self._with_virtual(ids, embeddings) if has_virtual else self._real(ids)
         if self.positions is not None:
             x = x + functional.embedding(positions, self.positions).to(self.dtype)
         return x if self.norm is None else self.norm(x)
+
+    def _real(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(ids, self.dtype)
+        return x if self.scale == 1 else x.mul_(self.scale)
 
     def _with_virtual(self, ids: torch.Tensor, embeddings: torch.Tensor | None) -> torch.Tensor:
         tables = [t.to(self.dtype) for t in (self.prompts, embeddings) if t is not None]
         rows = (ids - self.vocab_size).clamp_min(0)
         virtual = functional.embedding(rows, torch.cat(tables))  # (N, E)
-        real = self.tokens(ids.clamp_max(self.vocab_size - 1), self.dtype)
+        real = self._real(ids.clamp_max(self.vocab_size - 1))
         return torch.where((ids >= self.vocab_size).unsqueeze(1), virtual, real)
 
 
+@dataclass(frozen=True)
 class Attention:
     """Causal self-attention over the cache."""
 
-    def __init__(
-        self,
-        qkv: ColumnParallelLinear,
-        out: RowParallelLinear,
-        *,
-        heads: tuple[int, int, int],
-        rotary: RotaryTable | None,
-    ) -> None:
-        """Take the linears and this rank's (query heads, key/value heads, head size)."""
-        self._qkv = qkv
-        self._out = out
-        self._heads, self._kv_heads, self._head_size = heads
-        self._rotary = rotary
+    qkv: ColumnParallelLinear
+    out: RowParallelLinear
+    heads: tuple[int, int, int]  # this rank's query heads, its key/value heads, and their size
+    rotary: RotaryTable | None = None
+    norm: QueryKeyNorm | None = None
+    scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, H+2K, D)
 
     def __call__(
         self,
@@ -120,21 +154,33 @@ class Attention:
         step: Step,
         *,
         layer: int,
-        angles: Angles | None,
+        angles: AnglesOf = NO_ANGLES,
+        tasks: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return (N, E) for normalised x (N, E); `layer` numbers the cache's layers."""
-        H, K, D = self._heads, self._kv_heads, self._head_size  # noqa: N806 - the shape legend
-        qkv = self._qkv(x).view(-1, H + 2 * K, D)  # (N, H+2K, D)
+        """Return (N, E) for normalised x (N, E).
+
+        Args:
+            x: See above.
+            step: The tokens.
+            layer: Number among the cache's layers.
+            angles: Those of each rotary table.
+            tasks: IA3 task of each token (N,).
+            residual: Added to the result, and perhaps overwritten.
+        """
+        H, K, D = self.heads  # noqa: N806 - the shape legend
+        qkv = scaled(self.qkv(x).view(-1, H + 2 * K, D), self.scalers, tasks)  # (N, H+2K, D)
+        if self.norm is not None:
+            self.norm(qkv[:, : H + K])
         query, keys_values = qkv[:, :H], qkv[:, H:]
         if step.paged is not None:
             mixed = self.mix_paged(query, keys_values, step, layer=layer, angles=angles)
-            return self._out(mixed, residual)
-        if self._rotary is not None and angles is not None:
-            rotated = self._rotary.rotate(qkv[:, : H + K], angles)
+            return self.out(mixed, residual)
+        if self.rotary is not None:
+            rotated = self.rotary.rotate(qkv[:, : H + K], angles[self.rotary])
             query = rotated[:, :H]
             keys_values = torch.cat((rotated[:, H:], qkv[:, H + K :]), dim=1)
-        return self._out(self.mix(query, keys_values, step, layer=layer), residual)
+        return self.out(self.mix(query, keys_values, step, layer=layer), residual)
 
     def mix_paged(
         self,
@@ -143,19 +189,19 @@ class Attention:
         step: Step,
         *,
         layer: int,
-        angles: Angles | None,
+        angles: AnglesOf,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return (N, H*D) by the step's own kernels, which also rotate queries and keys."""
         assert step.paged is not None
-        K = self._kv_heads  # noqa: N806
+        K = self.heads[1]  # noqa: N806
         return step.paged(
             query,
             step.cache,
             layer=layer,
             new=(keys_values[:, :K], keys_values[:, K:]),
-            angles=angles,
-            interleaved=self._rotary is not None and self._rotary.interleaved,
+            angles=None if self.rotary is None else angles[self.rotary],
+            interleaved=self.rotary is not None and self.rotary.interleaved,
             out=out,
         )
 
@@ -167,21 +213,38 @@ class Attention:
         return attend_cached(query, step.groups, step.cache, layer)
 
 
+@dataclass(frozen=True)
 class MLP:
     """Two linears with an activation between, which may be gated."""
 
-    def __init__(
-        self, up: ColumnParallelLinear | GatedColumnParallelLinear, down: RowParallelLinear
-    ) -> None:
-        """Take the activated linear and the output linear."""
-        self._up = up
-        self._down = down
+    up: ColumnParallelLinear | GatedColumnParallelLinear  # with its activation
+    down: RowParallelLinear
+    scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, width)
 
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        *,
+        tasks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
-        return self._down(self._up(x), residual)
+        return self.down(scaled(self.up(x), self.scalers, tasks), residual)
 
 
+def scaled(
+    x: torch.Tensor, scalers: torch.Tensor | None, tasks: torch.Tensor | None
+) -> torch.Tensor:
+    """Return x (N, ...) scaled by the row of `scalers` (tasks + 1, ...) for each task (N,).
+
+    IA3 multiplies keys, values and MLP activations by a learned vector per task; a token without a
+    task takes the last row, which is all ones (Liu et al., Few-Shot Parameter-Efficient
+    Fine-Tuning, section 3.3).
+    """
+    return x if scalers is None or tasks is None else x * scalers[tasks]
+
+
+@dataclass(frozen=True)
 class JointHalves(Attention):
     """Attention and MLP of one norm's output as two products: two kernels in place of four.
 
@@ -196,22 +259,23 @@ class JointHalves(Attention):
         step: Step,
         *,
         layer: int,
-        angles: Angles | None,
+        angles: AnglesOf = NO_ANGLES,
+        tasks: torch.Tensor | None = None,  # noqa: ARG002 - no model has both
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E); `layer` numbers the cache's layers."""
-        H, K, D = self._heads, self._kv_heads, self._head_size  # noqa: N806 - the shape legend
-        wide = self._qkv(x)  # (N, 2K*D + H*D + inner)
+        H, K, D = self.heads  # noqa: N806 - the shape legend
+        wide = self.qkv(x)  # (N, 2K*D + H*D + inner)
         keys_values = wide[:, : 2 * K * D].view(-1, 2 * K, D)
         inputs = wide[:, 2 * K * D :]
         place = inputs[:, : H * D]
         query = place.view(-1, H, D)
         if step.paged is not None:
             self.mix_paged(query, keys_values, step, layer=layer, angles=angles, out=place)
-            return self._out(inputs, residual)
-        if self._rotary is not None and angles is not None:
-            query = self._rotary.rotate(query, angles)
-            keys = self._rotary.rotate(keys_values[:, :K], angles)
+            return self.out(inputs, residual)
+        if self.rotary is not None:
+            query = self.rotary.rotate(query, angles[self.rotary])
+            keys = self.rotary.rotate(keys_values[:, :K], angles[self.rotary])
             keys_values = torch.cat((keys, keys_values[:, K:]), dim=1)
         place.copy_(self.mix(query, keys_values, step, layer=layer))
-        return self._out(inputs, residual)
+        return self.out(inputs, residual)

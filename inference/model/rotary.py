@@ -24,7 +24,7 @@ class Angles:
     sin: torch.Tensor
 
 
-class RotaryTable:
+class RotaryTable:  # hashed by identity: a key of a step's angles
     """The angle of every position, computed as needed from the model's frequencies."""
 
     def __init__(
@@ -63,6 +63,11 @@ class RotaryTable:
             return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
         first, second = x.chunk(2, dim=-1)
         return torch.cat((-second, first), dim=-1)
+
+
+# The angles of a step's tokens by each of a model's tables.
+AnglesOf = Mapping[RotaryTable, Angles]
+NO_ANGLES: AnglesOf = {}
 
 
 def _frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:

@@ -43,12 +43,61 @@ def segment_numbers(segments: Sequence[Segment]) -> Array:
 
 
 @dataclass(frozen=True)
+class AttentionRules:
+    """Scores of attention in a stage's layers, and what each token sees.
+
+    A score is q.k times `scale`, capped, plus the bias of ALiBi or of a table.
+    """
+
+    alibi_slopes: torch.Tensor | None = None  # (H,) of this rank's heads
+    sliding_window: int | None = None
+    sliding_layers: tuple[bool, ...] | None = None  # whether a local layer has it; None: all
+    # (H, D): bias by distance back, the last entry for all that are farther.
+    distance_bias: torch.Tensor | None = None
+    causal: bool = True  # a token does not see those after it
+    scale: float | None = None  # None: 1 / sqrt(D)
+    softcap: float | None = None  # a score becomes cap * tanh(score / cap)
+    batch_invariant: bool = False  # the bits of a token's result do not depend on the step
+
+    @property
+    def across(self) -> AttentionRules:
+        """The rules of attention over an encoder's output, all of which is seen."""
+        return replace(self, distance_bias=None, causal=False)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The windows of the layers; `window_index` says which of them a layer has."""
+        return (
+            (self.sliding_window,) if self.sliding_layers is None else (None, self.sliding_window)
+        )
+
+    def window_index(self, layer: int) -> int:
+        """Return the place in `windows` of a local layer's window."""
+        return 0 if self.sliding_layers is None else int(self.sliding_layers[layer])
+
+    def window(self, layer: int) -> int | None:
+        """Return the positions that a query of a local layer sees, its own included."""
+        return self.windows[self.window_index(layer)]
+
+
+@dataclass(frozen=True)
+class AttentionMask:
+    """The tokens that the queries of a group see.
+
+    `bias` is added to the scores, (B or 1, H or 1, Q, S), -inf where a token may not look; None
+    lets every new token see all cached ones, or with `causal` those before it.
+    """
+
+    bias: torch.Tensor | None
+    causal: bool
+
+
+@dataclass(frozen=True)
 class AttentionGroup:
     """Slots side by side with as many new tokens each: one attention call.
 
-    `bias` is added to the scores, (B or 1, H or 1, Q, S), -inf where a token may not look; None
-    lets every new token see all `length` cached ones, or with `causal` those before it. `cached`
-    holds the keys and values (B, K, S, D) of each layer where they are views of the cache.
+    `masks` are those of the rules' windows. `cached` holds the keys and values (B, K, S, D) of each
+    layer where they are views of the cache.
     """
 
     rows: slice  # of the step's tokens
@@ -56,8 +105,8 @@ class AttentionGroup:
     slot_count: int
     new_tokens: int
     length: int
-    bias: torch.Tensor | None
-    causal: bool
+    rules: AttentionRules
+    masks: tuple[AttentionMask, ...]
     cached: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
@@ -91,25 +140,6 @@ class Step:
             return
         assert self.cache_rows is not None
         self.cache.write(layer, self.cache_rows, keys_values)
-
-
-@dataclass(frozen=True)
-class AttentionRules:
-    """Mask and bias of attention, the same in every layer."""
-
-    alibi_slopes: torch.Tensor | None = None  # (H,) of this rank's heads
-    sliding_window: int | None = None
-    # (H, D): bias by distance back, the last entry for all that are farther.
-    distance_bias: torch.Tensor | None = None
-    causal: bool = True  # a token does not see those after it
-    batch_invariant: bool = False  # the bits of a token's result do not depend on the step
-
-    @property
-    def plain(self) -> bool:
-        """True if a token sees all tokens, or all before it, without a bias."""
-        return (
-            self.alibi_slopes is None and self.sliding_window is None and self.distance_bias is None
-        )
 
 
 def make_step(
@@ -208,18 +238,42 @@ def _group(
     device: torch.device,
 ) -> AttentionGroup:
     new_tokens, length = run[0].count, max(s.stop for s in run)
-    even = all(s.stop == length for s in run)
-    causal = rules.plain and rules.causal and new_tokens > 1 and run[0].start == 0
-    bias = None
-    if not (rules.plain and even and (new_tokens == 1 or causal or not rules.causal)):
-        starts = torch.tensor([s.start for s in run], device=device)
-        bias = attention_bias(starts, new_tokens, length, rules).to(dtype)
+    # A window that holds the longest context hides nothing.
+    reach = [window if window is None or window < length else None for window in rules.windows]
+    masks = {window: _mask(run, window, rules, dtype, device) for window in dict.fromkeys(reach)}
     rows = slice(first_row, first_row + len(run) * new_tokens)
-    return AttentionGroup(rows, run[0].slot, len(run), new_tokens, length, bias, causal)
+    return AttentionGroup(
+        *(rows, run[0].slot, len(run), new_tokens, length, rules),
+        masks=tuple(masks[window] for window in reach),
+    )
+
+
+def _mask(
+    run: list[Segment],
+    window: int | None,
+    rules: AttentionRules,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionMask:
+    new_tokens, length = run[0].count, max(s.stop for s in run)
+    even = all(s.stop == length for s in run)
+    if rules.alibi_slopes is None and rules.distance_bias is None and window is None:
+        if even and (new_tokens == 1 or not rules.causal):
+            return AttentionMask(None, causal=False)
+        # Capped attention takes no flag.
+        if even and run[0].start == 0 and rules.softcap is None:
+            return AttentionMask(None, causal=True)
+    starts = torch.tensor([s.start for s in run], device=device)
+    bias = attention_bias(starts, new_tokens, length, rules, window)
+    return AttentionMask(bias.to(dtype), causal=False)
 
 
 def attention_bias(
-    starts: torch.Tensor, new_tokens: int, length: int, rules: AttentionRules
+    starts: torch.Tensor,
+    new_tokens: int,
+    length: int,
+    rules: AttentionRules,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Return the addition to the attention scores of slots with as many new tokens each.
 
@@ -229,14 +283,15 @@ def attention_bias(
         starts: Position of each slot's first new token (B,).
         new_tokens: Q.
         length: S.
-        rules: The model's.
+        rules: The model's, but for the windows.
+        window: Positions that a query sees, None for all.
     """
     device = starts.device
     queries = starts.unsqueeze(1) + torch.arange(new_tokens, device=device)  # (B, Q)
     distance = queries.unsqueeze(2) - torch.arange(length, device=device)  # (B, Q, S)
     hidden = distance < 0
-    if rules.sliding_window is not None:
-        hidden |= distance >= rules.sliding_window
+    if window is not None:
+        hidden |= distance >= window
     if rules.distance_bias is not None:
         table = rules.distance_bias.float()
         bias = table[:, distance.clamp(0, table.shape[1] - 1)].transpose(0, 1)  # (B, H, Q, S)

@@ -1,8 +1,6 @@
-"""The parts of a T5 layer: attention over rows, over the cache, over the encoder; MLP; adapters.
+"""T5 layers, and the parts that only they have: attention over rows and the encoder; adapters.
 
-IA3 multiplies keys, values and MLP activations by a learned vector per task, the rows of `scalers`;
-a token without a task takes the last row, which is all ones (Liu et al., Few-Shot
-Parameter-Efficient Fine-Tuning, section 3.3).
+`scalers` are those of IA3, see `layers.scaled`.
 """
 
 # Shapes: N tokens, E hidden, H local heads, D head size, F local MLP width
@@ -16,14 +14,10 @@ import torch
 
 from inference.model.cached_attention import EncodedSlots, attend_cached
 from inference.model.kv_cache import KVCache
-from inference.model.layers import Normalise
+from inference.model.layers import MLP, Attention, Normalise, scaled
 from inference.model.ragged import RaggedRows, RowMasks, attend, attend_with_weights
 from inference.model.step import Step
-from inference.parallel.linear import (
-    ColumnParallelLinear,
-    GatedColumnParallelLinear,
-    RowParallelLinear,
-)
+from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear
 
 
 @dataclass(frozen=True)
@@ -33,13 +27,6 @@ class Heads:
     count: int
     size: int
     scale: float
-
-
-def _scaled(
-    x: torch.Tensor, scalers: torch.Tensor | None, tasks: torch.Tensor | None
-) -> torch.Tensor:
-    """Return x (N, ...) scaled by the row of `scalers` (tasks + 1, ...) for each task (N,)."""
-    return x if scalers is None or tasks is None else x * scalers[tasks]
 
 
 @dataclass(frozen=True)
@@ -63,7 +50,7 @@ class RowAttention:
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E)."""
         qkv = self.qkv(x).view(-1, 3, self.heads.count, self.heads.size)  # (N, 3, H, D)
-        query, key, value = _scaled(qkv, self.scalers, tasks).unbind(1)
+        query, key, value = scaled(qkv, self.scalers, tasks).unbind(1)
         scale = self.heads.scale
         if weights_out is None:
             mixed = attend(query, key, value, rows=rows, masks=masks, scale=scale)
@@ -71,37 +58,6 @@ class RowAttention:
             mixed = attend_with_weights(
                 query, key, value, rows=rows, masks=masks, scale=scale, weights_out=weights_out
             )
-        return self.out(mixed, residual)
-
-
-@dataclass(frozen=True)
-class CausalAttention:
-    """Self-attention of the decoder over the tokens of each sequence."""
-
-    qkv: ColumnParallelLinear
-    out: RowParallelLinear
-    heads: Heads
-    scalers: torch.Tensor | None  # (tasks + 1, 3, H, D), ones for queries
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        step: Step,
-        *,
-        layer: int,
-        tasks: torch.Tensor | None,
-        residual: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return (N, E) for normalised x (N, E); `layer` numbers the cache's layers."""
-        qkv = self.qkv(x).view(-1, 3, self.heads.count, self.heads.size)  # (N, 3, H, D)
-        qkv = _scaled(qkv, self.scalers, tasks)
-        if step.paged is not None:
-            query, key, value = qkv.unbind(1)
-            new = (key, value)
-            mixed = step.paged(query, step.cache, layer=layer, new=new, scale=self.heads.scale)
-            return self.out(mixed, residual)
-        step.store(layer, qkv[:, 1:])
-        mixed = attend_cached(qkv[:, 0], step.groups, step.cache, layer, self.heads.scale)
         return self.out(mixed, residual)
 
 
@@ -126,7 +82,7 @@ class CrossAttention:
     ) -> None:
         """Store keys and values of encoder output (N, E) at `cache_rows`."""
         both = self.key_value(encoded).view(-1, 2, self.heads.count, self.heads.size)
-        cache.write(layer, cache_rows, _scaled(both, self.scalers, tasks))
+        cache.write(layer, cache_rows, scaled(both, self.scalers, tasks))
 
     def __call__(
         self,
@@ -140,25 +96,10 @@ class CrossAttention:
         """Return (N, E) for normalised x (N, E)."""
         query = self.query(x).view(-1, self.heads.count, self.heads.size)  # (N, H, D)
         if encoded.paged is not None:
-            mixed = encoded.paged(query, cache, layer=layer, scale=self.heads.scale)
+            mixed = encoded.paged(query, cache, layer=layer)
         else:
-            mixed = attend_cached(query, encoded.groups, cache, layer, self.heads.scale)
+            mixed = attend_cached(query, encoded.groups, cache, layer)
         return self.out(mixed, residual)
-
-
-@dataclass(frozen=True)
-class T5MLP:
-    """Two linears with an activation between, which may be gated."""
-
-    wi: ColumnParallelLinear | GatedColumnParallelLinear  # with its activation
-    wo: RowParallelLinear
-    scalers: torch.Tensor | None  # (tasks + 1, F)
-
-    def __call__(
-        self, x: torch.Tensor, *, tasks: torch.Tensor | None, residual: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return (N, E) for normalised x (N, E)."""
-        return self.wo(_scaled(self.wi(x), self.scalers, tasks), residual)
 
 
 @dataclass(frozen=True)
@@ -183,7 +124,7 @@ class T5EncoderLayer:
     attention: RowAttention
     attention_adapter: LinearAdapter | None
     mlp_norm: Normalise
-    mlp: T5MLP
+    mlp: MLP
     mlp_adapter: LinearAdapter | None
 
     def attend(
@@ -218,12 +159,12 @@ class T5DecoderLayer:
     """One decoder layer, norms before each third."""
 
     attention_norm: Normalise
-    attention: CausalAttention
+    attention: Attention
     attention_adapter: LinearAdapter | None
     cross_norm: Normalise
     cross: CrossAttention
     mlp_norm: Normalise
-    mlp: T5MLP
+    mlp: MLP
     mlp_adapter: LinearAdapter | None
 
     def attend(
@@ -251,7 +192,7 @@ class T5DecoderLayer:
 def _feed_forward(
     x: torch.Tensor,
     norm: Normalise,
-    mlp: T5MLP,
+    mlp: MLP,
     adapter: LinearAdapter | None,
     tasks: torch.Tensor | None,
 ) -> torch.Tensor:

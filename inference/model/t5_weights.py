@@ -10,11 +10,9 @@ import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.layer_loader import LayerLoader
-from inference.model.layers import Embedding, Normalise
+from inference.model.layers import MLP, Attention, Embedding, Normalise
 from inference.model.relative_position import distance_bias
 from inference.model.t5_layers import (
-    T5MLP,
-    CausalAttention,
     CrossAttention,
     Heads,
     LinearAdapter,
@@ -75,7 +73,7 @@ class T5Loader:
         stack = architecture.encoder
         scale = 1 / math.sqrt(stack.size_per_head) if architecture.scale_attention else 1.0
         heads = stack.head_num // weights.layout.tp_size
-        self._heads = Heads(heads, stack.size_per_head, scale)
+        self.heads = Heads(heads, stack.size_per_head, scale)
 
     def embedding(self) -> Embedding:
         """Return the input side of both stacks."""
@@ -118,7 +116,7 @@ class T5Loader:
             attention=RowAttention(
                 qkv=self._parts.column(f"{name}.q", f"{name}.k", f"{name}.v"),
                 out=self._parts.row(f"{name}.o"),
-                heads=self._heads,
+                heads=self.heads,
                 scalers=self._scalers(name),
             ),
             attention_adapter=self._adapter(block + "after_attention_adapter."),
@@ -133,11 +131,11 @@ class T5Loader:
         attention, cross = block + "layer.0.SelfAttention", block + "layer.1.EncDecAttention"
         return T5DecoderLayer(
             attention_norm=self._parts.norm(block + "layer.0.layer_norm"),
-            attention=CausalAttention(
+            attention=Attention(
                 qkv=self._parts.column(f"{attention}.qkv"),
                 out=self._parts.row(f"{attention}.o"),
-                heads=self._heads,
-                scalers=self._scalers(attention),
+                heads=(self.heads.count, self.heads.count, self.heads.size),
+                scalers=self._causal_scalers(attention),
             ),
             attention_adapter=self._adapter(block + "after_attention_adapter."),
             cross_norm=self._parts.norm(block + "layer.1.layer_norm"),
@@ -145,7 +143,7 @@ class T5Loader:
                 query=self._parts.column(f"{cross}.q"),
                 key_value=self._parts.column(f"{cross}.k", f"{cross}.v"),
                 out=self._parts.row(f"{cross}.o"),
-                heads=self._heads,
+                heads=self.heads,
                 scalers=self._keys_values(cross),
             ),
             mlp_norm=self._parts.norm(block + "layer.2.layer_norm"),
@@ -153,7 +151,7 @@ class T5Loader:
             mlp_adapter=self._adapter(block + "after_ffn_adapter."),
         )
 
-    def _mlp(self, name: str) -> T5MLP:
+    def _mlp(self, name: str) -> MLP:
         choice = self._architecture
         activation = gemm_activation(choice.activation, exact_gelu=choice.exact_gelu)
         wi: ColumnParallelLinear | GatedColumnParallelLinear
@@ -161,11 +159,7 @@ class T5Loader:
             wi = self._parts.gated_column(f"{name}.wi", f"{name}.wi2", activation=activation)
         else:
             wi = self._parts.column(f"{name}.wi", activation=activation)
-        return T5MLP(
-            wi=wi,
-            wo=self._parts.row(f"{name}.wo"),
-            scalers=self._table(name),
-        )
+        return MLP(wi, self._parts.row(f"{name}.wo"), scalers=self._table(name))
 
     def _adapter(self, prefix: str) -> LinearAdapter | None:
         if not self._architecture.adapter_inter_size:
@@ -182,12 +176,17 @@ class T5Loader:
         table = self._keys_values(attention)
         return None if table is None else torch.cat((torch.ones_like(table[:, :1]), table), dim=1)
 
+    def _causal_scalers(self, attention: str) -> torch.Tensor | None:
+        """Return the same with the heads side by side, (tasks + 1, 3 * H, D)."""
+        table = self._scalers(attention)
+        return None if table is None else table.flatten(1, 2)
+
     def _keys_values(self, attention: str) -> torch.Tensor | None:
         """Return the IA3 tables of keys and values, (tasks + 1, 2, H, D)."""
         key, value = self._table(f"{attention}.k"), self._table(f"{attention}.v")
         if key is None or value is None:
             return None
-        return torch.stack((key, value), dim=1).view(-1, 2, self._heads.count, self._heads.size)
+        return torch.stack((key, value), dim=1).view(-1, 2, self.heads.count, self.heads.size)
 
     def _table(self, name: str) -> torch.Tensor | None:
         """Return an IA3 table with a row of ones for no task, (tasks + 1, width)."""

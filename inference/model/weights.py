@@ -58,9 +58,9 @@ class RankWeights:
         """Return whether the model has the tensor."""
         return self.reader.has(name)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return this rank's part of a tensor in the computed type."""
-        return self._checked(name, self.reader.read(name, self.layout.tp_rank), self.dtype)
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return this rank's part of a tensor, in the computed type unless one is given."""
+        return self._checked(name, self.reader.read(name, self.layout.tp_rank), dtype or self.dtype)
 
     def optional(self, name: str) -> torch.Tensor | None:
         """Return this rank's part of a tensor that not every model has."""

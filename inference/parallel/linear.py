@@ -139,6 +139,8 @@ class VocabParallelHead:
         *,
         rows: int,
         width: int,
+        scale: float = 1.0,
+        softcap: float | None = None,
         options: GemmOptions = PLAIN_GEMM,
     ) -> None:
         """Take this rank's part.
@@ -148,6 +150,8 @@ class VocabParallelHead:
             bias: (rows,).
             rows: Tokens of this rank.
             width: Of every rank's slice, at least `rows`.
+            scale: On the logits.
+            softcap: A scaled logit becomes cap * tanh(logit / cap).
             options: Of the product.
         """
         if bias is not None:
@@ -155,14 +159,21 @@ class VocabParallelHead:
         self._gemm = make_gemm(table.t(), bias, options=options) if rows else None
         self._rows = rows
         self._width = width
+        self._scale, self._softcap = scale, softcap
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return (N, width) fp32; columns beyond the rows are the lowest finite value."""
         if self._rows == self._width:
-            assert self._gemm is not None
-            return self._gemm(x)[:, : self._rows].float()
+            return self._logits(x)
         lowest = torch.finfo(torch.float32).min
         logits = x.new_full((len(x), self._width), lowest, dtype=torch.float32)
         if self._gemm is not None:
-            logits[:, : self._rows] = self._gemm(x)[:, : self._rows]
+            logits[:, : self._rows] = self._logits(x)
         return logits
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        assert self._gemm is not None
+        y = self._gemm(x)[:, : self._rows].float()
+        if self._softcap is not None:
+            return y.mul_(self._scale / self._softcap).tanh_().mul_(self._softcap)
+        return y if self._scale == 1 else y.mul_(self._scale)

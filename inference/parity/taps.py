@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from inference.model import decoder, encoder, t5_layers
+from inference.model.layers import MLP
 from inference.parity.activations import Place
 from inference.parity.ranks import Notes
 
@@ -36,8 +37,8 @@ def tapped_decoder_layer(layer: decoder.DecoderLayer, where: str, notes: Notes) 
         )
     tapped = replace(
         layer,
-        attention=_any(_TappedAttention(layer.attention, taps[0])),
-        mlp=_any(_TappedSum(layer.mlp, taps[1])),
+        attention=replace(layer.attention, out=_sum(layer.attention.out, taps[0])),
+        mlp=replace(layer.mlp, down=_sum(layer.mlp.down, taps[1])),
     )
     return _TappedLayer(tapped, _noting(notes, Place(where)))
 
@@ -79,28 +80,24 @@ def _tapped_attention(attention: Any, place: Place, notes: Notes) -> Any:
     return replace(attention, out=_sum(attention.out, _noting(notes, place)))
 
 
-def _tapped_t5_mlp(mlp: t5_layers.T5MLP, where: str, notes: Notes) -> t5_layers.T5MLP:
+def _tapped_t5_mlp(mlp: MLP, where: str, notes: Notes) -> MLP:
     # The MLP is the layer's last part: with the residual it is the layer's output.
     note, note_total = _noting(notes, Place(where, "mlp")), _noting(notes, Place(where))
-    return replace(mlp, wo=_any(_TappedSum(mlp.wo, note, note_total)))
+    return replace(mlp, down=_sum(mlp.down, note, note_total))
 
 
 def _noting(notes: Notes, place: Place) -> _Note:
     return lambda y: notes.add(place, y)
 
 
-def _any(tapped: Any) -> Any:
-    """Return what stands in for a part of the runtime, whose type it does not have."""
-    return tapped
-
-
-def _sum(part: _Part, note: _Note) -> Any:
-    return _TappedSum(part, note)
+def _sum(part: _Part, note: _Note, note_total: _Note | None = None) -> Any:
+    """Return what stands in for a linear of the runtime, whose type it does not have."""
+    return _TappedSum(part, note, note_total)
 
 
 @dataclass(frozen=True)
 class _TappedSum:
-    """A linear or an MLP: its output is noted, and what it makes with the residual if asked for."""
+    """A linear: its output is noted, and what it makes with the residual if asked for."""
 
     inner: _Part
     note: _Note
@@ -113,21 +110,6 @@ class _TappedSum:
         if self.note_total is not None:
             self.note_total(total)
         return total
-
-
-@dataclass(frozen=True)
-class _TappedAttention:
-    """The attention of a decoder-only model, which takes more than x and the residual."""
-
-    inner: _Part
-    note: _Note
-
-    def __call__(
-        self, x: torch.Tensor, *context: Any, residual: torch.Tensor | None = None, **options: Any
-    ) -> torch.Tensor:
-        y = self.inner(x, *context, **options)
-        self.note(y)
-        return y if residual is None else y + residual
 
 
 @dataclass(frozen=True)

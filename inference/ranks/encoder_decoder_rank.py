@@ -30,7 +30,7 @@ from inference.model.encoder_decoder import (
 )
 from inference.model.kv_cache import CacheShape, KVCache, encoder_slot, on_device
 from inference.model.ragged import ragged_rows
-from inference.model.step import AttentionRules, Segment, Step
+from inference.model.step import Segment, Step
 from inference.model.token_feed import NEWEST
 from inference.parallel.pipeline import run_stage
 from inference.ranks.base import RankBase, StepResult
@@ -281,7 +281,7 @@ class EncoderDecoderRank(RankBase):
         encoded = [(self._encoded[segment.slot], segment.count) for segment in segments]
         # As if each token were the last of the encoder's: it sees all of them.
         reading = [(each.slot, each.length - 1, 1) for each, count in encoded for _ in range(count)]
-        rules = AttentionRules()
+        rules = self.model.rules.across
         return step, paged_attention(np.array(reading), rules=rules, group=1, device=self.device)
 
     def _encoder_result(self) -> StepResult | None:

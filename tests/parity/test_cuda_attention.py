@@ -21,6 +21,7 @@ from inference.model.step import AttentionRules, attention_bias
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 
 SLOTS, MAX_LEN = 9, 400
+LAYER = 1  # of two
 # One unit in the last place of values from 4 to 8 in fp16 and bf16; 40 of fp32, in which sums run
 # over up to 301 keys, whose scores are sums of up to 256 products.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -68,7 +69,7 @@ class Sequences:
         for (slot, cached, _), values in zip(segments, self.old, strict=True):
             slots = torch.full((cached,), slot, device=device)
             rows = self.cache.token_rows(slots, torch.arange(cached, device=device))
-            self.cache.write(1, rows, values)
+            self.cache.write(LAYER, rows, values)
 
     def expected(self) -> torch.Tensor:
         """Return (N, H*D) fp32 by whole sequences."""
@@ -87,9 +88,12 @@ class Sequences:
             group = self.query_heads // kv_heads
             keys, values = (part.repeat_interleave(group, dim=0) for part in (keys, values))
             starts = torch.tensor([cached], device=x.device)
-            bias = attention_bias(starts, new, cached + new, self.rules)[0]
-            scores = query @ keys.transpose(1, 2) * query.shape[2] ** -0.5 + bias
-            outputs.append((scores.softmax(-1) @ values).transpose(0, 1).flatten(1))
+            bias = attention_bias(starts, new, cached + new, self.rules, self.rules.window(LAYER))
+            scores = query @ keys.transpose(1, 2) * (self.rules.scale or query.shape[2] ** -0.5)
+            if self.rules.softcap is not None:
+                scores = self.rules.softcap * (scores / self.rules.softcap).tanh()
+            weights = (scores + bias[0]).softmax(-1)
+            outputs.append((weights @ values).transpose(0, 1).flatten(1))
         return torch.cat(outputs)
 
     def _turn(self, x: torch.Tensor) -> torch.Tensor:
@@ -116,7 +120,7 @@ class Sequences:
         return attention(
             qkv[:, : self.query_heads],
             self.cache,
-            layer=1,
+            layer=LAYER,
             new=(stored[:, :kv_heads], stored[:, kv_heads:]),
             angles=self.angles,
             interleaved=self.interleaved,
@@ -166,7 +170,21 @@ MANY = [(slot, 7 * slot, 1) for slot in range(SLOTS)]
 
 
 @pytest.mark.parametrize("segments", [MIXED, SINGLE, MANY], ids=["mixed", "single", "many"])
-@pytest.mark.parametrize("kind", ["plain", "slopes", "window", "table", "halves", "pairs"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "plain",
+        "slopes",
+        "window",
+        "window-here",
+        "window-there",
+        "capped",
+        "capped-window",
+        "table",
+        "halves",
+        "pairs",
+    ],
+)
 @pytest.mark.parametrize(
     ("group", "dtype"), [(2, torch.float32), (2, torch.float16), (1, torch.float16)], ids=str
 )
@@ -182,6 +200,10 @@ def test_biases_windows_and_turned_keys(
     rules = {
         "slopes": AttentionRules(alibi_slopes=alibi_slopes(heads).to(device)),
         "window": AttentionRules(sliding_window=9),
+        "window-here": AttentionRules(sliding_window=9, sliding_layers=(False, True)),
+        "window-there": AttentionRules(sliding_window=9, sliding_layers=(True, False)),
+        "capped": AttentionRules(scale=0.7, softcap=2.0),
+        "capped-window": AttentionRules(softcap=1.5, sliding_window=9),
         "table": AttentionRules(distance_bias=torch.randn(heads, 20, device=device)),
     }.get(kind, AttentionRules())
     rotated = {"halves": 24, "pairs": 32}.get(kind, 0)

@@ -123,7 +123,6 @@ class PagedAttention:
         new: tuple[torch.Tensor, torch.Tensor] | None = None,
         angles: Angles | None = None,
         interleaved: bool = False,
-        scale: float | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return (N, H*D) for queries (N, H, D); new keys and values are rotated and stored first.
@@ -136,12 +135,11 @@ class PagedAttention:
                 all.
             angles: Rotation of queries and keys, None for models without.
             interleaved: Whether neighbouring pairs are rotated, else the halves.
-            scale: On the scores, None for 1 / sqrt(D).
             out: Receives the result; may be the queries' own memory.
         """
         count, H, D = query.shape  # noqa: N806 - the shape legend
         y = query.new_empty(count, H * D) if out is None else out
-        launch = _Launch(self, query, cache, layer, angles, interleaved, scale, y)
+        launch = _Launch(self, query, cache, layer, angles, interleaved, y)
         if self.single and not self.rules.batch_invariant:
             evenly = launch.can_share and query.numel() >= _LEAST_EVEN
             one_each = cache.shape.kv_head_num == H
@@ -171,7 +169,6 @@ class _Launch:
     layer: int
     angles: Angles | None
     interleaved: bool
-    scale: float | None
     y: torch.Tensor
 
     def _angles(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -202,7 +199,8 @@ class _Launch:
         slopes, table = rules.alibi_slopes, rules.distance_bias
         bias = slopes if table is None else table.contiguous()
         return self.query if bias is None else bias, {
-            "WINDOW": rules.sliding_window or 0,
+            "WINDOW": rules.window(self.layer) or 0,
+            "SOFTCAP": rules.softcap or 0.0,
             "HAS_SLOPES": slopes is not None,
             "TABLE": 0 if table is None else table.shape[1],
         }
@@ -219,7 +217,8 @@ class _Launch:
 
     @property
     def _factor(self) -> float:
-        return self.query.shape[2] ** -0.5 if self.scale is None else self.scale
+        scale = self.step.rules.scale
+        return self.query.shape[2] ** -0.5 if scale is None else scale
 
     def store(self, new: tuple[torch.Tensor, torch.Tensor]) -> None:
         """Store the new keys and values, rotated, and rotate the queries in place."""

@@ -48,6 +48,14 @@ def _turned(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _capped(score, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Return SOFTCAP * tanh(score / SOFTCAP), of 0 the score itself."""
+    if SOFTCAP > 0:
+        score = SOFTCAP * (2 * tl.sigmoid(score * (2 / SOFTCAP)) - 1)
+    return score
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def store_new_tokens(  # type: ignore[no-untyped-def]
     query_at,
     key_at,
@@ -164,6 +172,7 @@ def _attend_keys(  # type: ignore[no-untyped-def] # noqa: C901 - constants choos
     TOKENS: tl.constexpr,  # noqa: N803
     TMA: tl.constexpr,  # noqa: N803
     WINDOW: tl.constexpr,  # noqa: N803
+    SOFTCAP: tl.constexpr,  # noqa: N803
     HAS_SLOPES: tl.constexpr,  # noqa: N803
     TABLE: tl.constexpr,  # noqa: N803
     MASKED: tl.constexpr,  # noqa: N803 - whether some queries do not see some of the tokens
@@ -199,7 +208,11 @@ def _attend_keys(  # type: ignore[no-untyped-def] # noqa: C901 - constants choos
                 keys = tl.load(keys_at + at, mask=d < D, other=0.0)
             else:
                 keys = tl.load(keys_at + at)
-        score = tl.dot(query, tl.trans(keys), input_precision="ieee") * (scale * _LOG2_E)
+        score = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        if SOFTCAP > 0:
+            score = _capped(score * scale, SOFTCAP) * _LOG2_E
+        else:
+            score *= scale * _LOG2_E
         distance = position[:, None] - token[None, :]
         if HAS_SLOPES:
             score -= (slope * _LOG2_E)[:, None] * distance.to(tl.float32)
@@ -263,6 +276,7 @@ def flash_attend_prompts(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,  # noqa: N803 - cached ones that are read at once
     TMA: tl.constexpr,  # noqa: N803
     WINDOW: tl.constexpr,  # noqa: N803 - 0 for none
+    SOFTCAP: tl.constexpr,  # noqa: N803 - likewise
     HAS_SLOPES: tl.constexpr,  # noqa: N803
     TABLE: tl.constexpr,  # noqa: N803 - T, 0 for none
     EARLY: tl.constexpr,  # noqa: N803
@@ -311,7 +325,7 @@ def flash_attend_prompts(  # type: ignore[no-untyped-def]
                 *(largest, total, mixed, query, position, first, last, stop),
                 *(keys_at, values_at, kv_head, block_stride, head_stride, table_at),
                 *(bias_at, head, slope, scale),
-                *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, HAS_SLOPES, TABLE, phase != 1),
+                *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, SOFTCAP, HAS_SLOPES, TABLE, phase != 1),
             )
     at = y_at + (first_row + token)[:, None] * y_stride + head[:, None] * D + d[None, :]
     tl.store(at, (mixed / total[:, None]).to(y_at.dtype.element_ty), mask=inside)
@@ -361,6 +375,7 @@ def flash_decode_grouped(  # type: ignore[no-untyped-def] # noqa: C901 - constan
     NEW: tl.constexpr,  # noqa: N803 - whether the new key and value are stored and seen
     FIXED: tl.constexpr,  # noqa: N803 - see `PagedAttention`
     WINDOW: tl.constexpr,  # noqa: N803
+    SOFTCAP: tl.constexpr,  # noqa: N803
     HAS_SLOPES: tl.constexpr,  # noqa: N803
     TABLE: tl.constexpr,  # noqa: N803
     EARLY: tl.constexpr,  # noqa: N803
@@ -431,6 +446,7 @@ def flash_decode_grouped(  # type: ignore[no-untyped-def] # noqa: C901 - constan
                     *(table_at, place, d, block_stride, D, R, BLOCK, INTERLEAVED),
                 )
                 score = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale
+                score = _capped(score, SOFTCAP)
                 if TABLE > 0:
                     score += tl.load(bias_at + head * TABLE, mask=g < G, other=0.0).to(tl.float32)
                 largest = score * _LOG2_E
@@ -444,14 +460,14 @@ def flash_decode_grouped(  # type: ignore[no-untyped-def] # noqa: C901 - constan
                 *(largest, total, mixed, query, position, begin, whole, stop),
                 *(cache_at, values_at, kv_head, block_stride, head_stride, table_at, bias_at),
                 *(tl.minimum(head, K * G - 1), slope, scale),
-                *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, HAS_SLOPES, TABLE, False),
+                *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, SOFTCAP, HAS_SLOPES, TABLE, False),
             )
         if whole < stop:
             largest, total, mixed = _attend_keys(
                 *(largest, total, mixed, query, position, whole, stop, stop),
                 *(cache_at, values_at, kv_head, block_stride, head_stride, table_at, bias_at),
                 *(tl.minimum(head, K * G - 1), slope, scale),
-                *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, HAS_SLOPES, TABLE, True),
+                *(K, D, WIDTH, BLOCK, TOKENS, TMA, WINDOW, SOFTCAP, HAS_SLOPES, TABLE, True),
             )
         target_at = y_at + row * y_stride + kv_head * G * D
         if parts == 1:
@@ -528,11 +544,12 @@ def _scores(  # type: ignore[no-untyped-def]
     bias_at,
     slope,
     head,
+    SOFTCAP: tl.constexpr,  # noqa: N803
     HAS_SLOPES: tl.constexpr,  # noqa: N803
     TABLE: tl.constexpr,  # noqa: N803
 ):
     """Return one query's scores of cached tokens, with the bias of their distance, in fp32."""
-    score = tl.sum(keys.to(tl.float32) * query[None, :], 1)
+    score = _capped(tl.sum(keys.to(tl.float32) * query[None, :], 1), SOFTCAP)
     if HAS_SLOPES:
         score -= slope * (place - token).to(tl.float32)
     if TABLE > 0:
@@ -575,6 +592,7 @@ def attend_one_token(  # type: ignore[no-untyped-def]
     INTERLEAVED: tl.constexpr,  # noqa: N803
     NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
     WINDOW: tl.constexpr,  # noqa: N803
+    SOFTCAP: tl.constexpr,  # noqa: N803
     HAS_SLOPES: tl.constexpr,  # noqa: N803
     TABLE: tl.constexpr,  # noqa: N803
     EARLY: tl.constexpr,  # noqa: N803
@@ -617,7 +635,7 @@ def attend_one_token(  # type: ignore[no-untyped-def]
                     *(key_at + own, value_at + own, cos_at, sin_at, keys_at, values_at, table_at),
                     *(place, d, block_stride, D, R, BLOCK, INTERLEAVED),
                 )
-                largest = tl.sum(query * key.to(tl.float32), 0)
+                largest = _capped(tl.sum(query * key.to(tl.float32), 0), SOFTCAP)
                 if TABLE > 0:
                     largest += tl.load(bias_at + head * TABLE).to(tl.float32)
                 total = 1.0
@@ -629,7 +647,8 @@ def attend_one_token(  # type: ignore[no-untyped-def]
                     keys_at, values_at, table_at, token, stop, d, block_stride, D, BLOCK
                 )
             score = _scores(
-                query, keys, token, place, stop, bias_at, slope, head, HAS_SLOPES, TABLE
+                *(query, keys, token, place, stop, bias_at, slope, head),
+                *(SOFTCAP, HAS_SLOPES, TABLE),
             )
             score = tl.where(token < stop, score, -1e30)
             new_largest = tl.maximum(largest, tl.max(score, 0))
@@ -700,6 +719,7 @@ def flash_decode_evenly(  # type: ignore[no-untyped-def] # noqa: C901 - constant
     NEW: tl.constexpr,  # noqa: N803 - whether a new key and value are stored and seen
     FIXED: tl.constexpr,  # noqa: N803 - see `PagedAttention`
     WINDOW: tl.constexpr,  # noqa: N803
+    SOFTCAP: tl.constexpr,  # noqa: N803
     HAS_SLOPES: tl.constexpr,  # noqa: N803
     TABLE: tl.constexpr,  # noqa: N803
     EARLY: tl.constexpr,  # noqa: N803
@@ -774,7 +794,7 @@ def flash_decode_evenly(  # type: ignore[no-untyped-def] # noqa: C901 - constant
                     *(head_keys_at, head_values_at, table_at, place, d, block_stride),
                     *(D, R, BLOCK, INTERLEAVED),
                 )
-                score = tl.sum(query * key.to(tl.float32), 0)
+                score = _capped(tl.sum(query * key.to(tl.float32), 0), SOFTCAP)
                 if TABLE > 0:
                     score += tl.load(bias_at + head * TABLE).to(tl.float32)
                 largest = tl.where(nth == 0, score, largest)
@@ -794,7 +814,8 @@ def flash_decode_evenly(  # type: ignore[no-untyped-def] # noqa: C901 - constant
                 BLOCK,
             )
             score = _scores(
-                query, keys, token, place, stop, bias_at, slope, head, HAS_SLOPES, TABLE
+                *(query, keys, token, place, stop, bias_at, slope, head),
+                *(SOFTCAP, HAS_SLOPES, TABLE),
             )
             seen = token < stop
             if WINDOW > 0:

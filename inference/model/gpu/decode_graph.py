@@ -22,7 +22,7 @@ from inference.model.encoder_decoder import DecoderStep, EncoderDecoder
 from inference.model.gpu.attention_layout import single_tokens
 from inference.model.gpu.recording import record_graph, record_sizes
 from inference.model.kv_cache import Array, KVCache, on_device
-from inference.model.step import AttentionRules, Step
+from inference.model.step import Step
 from inference.model.token_feed import TokenFeed
 from inference.parallel.layout import ParallelLayout
 
@@ -201,7 +201,7 @@ class EncoderDecoderGraphModel:
             paged=paged,
         )
         # As if each token were the last of the encoder's: it sees all of them.
-        cross = single_tokens(encoded, last, rules=AttentionRules(), group=1)
+        cross = single_tokens(encoded, last, rules=model.rules.across, group=1)
         inputs = DecoderStep(step, EncodedSlots(paged=cross), tasks if self._no_task else None)
         x = model.embed_step(inputs) if hidden is None else hidden
         x = model.run_decoder(x, inputs)

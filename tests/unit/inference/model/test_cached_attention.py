@@ -6,7 +6,7 @@ import torch
 
 from inference.model.cached_attention import attend_group
 from inference.model.kv_cache import CacheShape, KVCache
-from inference.model.step import AttentionGroup
+from inference.model.step import AttentionGroup, AttentionMask, AttentionRules
 
 H, K, D, LENGTH, SLOTS = 4, 2, 16, 6, 3
 
@@ -20,7 +20,8 @@ def test_single_bf16_queries_lose_no_more_than_the_rounding_of_their_result() ->
     cache.write(0, cache.token_rows(slots, positions.repeat(SLOTS)), stored)
     bias = torch.zeros(SLOTS, 1, 1, LENGTH, dtype=torch.bfloat16)
     bias[1, ..., -2:] = float("-inf")
-    group = AttentionGroup(slice(0, SLOTS), 0, SLOTS, 1, LENGTH, bias, causal=False)
+    masks = (AttentionMask(bias, causal=False),)
+    group = AttentionGroup(slice(0, SLOTS), 0, SLOTS, 1, LENGTH, AttentionRules(), masks)
     query = torch.randn(SLOTS, H, 1, D, generator=generator).bfloat16()
 
     mixed = attend_group(query, group, cache, 0)

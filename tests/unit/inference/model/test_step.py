@@ -8,7 +8,14 @@ from torch.nn import functional
 
 from inference.model.kv_cache import CacheShape, KVCache
 from inference.model.layers import alibi_slopes
-from inference.model.step import AttentionRules, Segment, Step, attention_bias, make_step
+from inference.model.step import (
+    AttentionMask,
+    AttentionRules,
+    Segment,
+    Step,
+    attention_bias,
+    make_step,
+)
 
 CACHE = KVCache(
     CacheShape(num_layer=1, slots=40, kv_head_num=2, max_len=2000, size_per_head=4),
@@ -38,15 +45,14 @@ def test_decoding_slots_side_by_side_share_one_call() -> None:
     step = step_of([Segment(slot, 10 + slot, 1) for slot in range(2, 6)])
     assert spans(step) == [(2, 4, 1, 16)]
     assert step.positions.tolist() == [12, 13, 14, 15]
-    bias = step.groups[0].bias
+    bias = step.groups[0].masks[0].bias
     assert bias is not None
     assert bias.isinf().sum(-1).flatten().tolist() == [3, 2, 1, 0]
 
 
 def test_slots_of_one_length_need_no_bias() -> None:
     (group,) = step_of([Segment(slot, 7, 1) for slot in range(3)]).groups
-    assert group.bias is None
-    assert not group.causal
+    assert group.masks == (AttentionMask(None, causal=False),)
 
 
 def test_a_gap_or_a_prompt_begins_another_group() -> None:
@@ -61,16 +67,29 @@ def test_very_unequal_lengths_are_not_padded() -> None:
 
 def test_a_later_chunk_sees_all_before_it() -> None:
     (group,) = step_of([Segment(0, 3, 2)]).groups
-    assert group.bias is not None
-    assert group.bias[0, 0].isinf().tolist() == [[False] * 4 + [True], [False] * 5]
+    (mask,) = group.masks
+    assert mask.bias is not None
+    assert mask.bias[0, 0].isinf().tolist() == [[False] * 4 + [True], [False] * 5]
 
 
 def test_a_sliding_window_hides_farther_tokens() -> None:
-    bias = attention_bias(torch.tensor([4]), 2, 6, AttentionRules(sliding_window=3))
+    bias = attention_bias(torch.tensor([4]), 2, 6, AttentionRules(), 3)
     assert bias[0, 0].isinf().tolist() == [
         [True, True, False, False, False, True],
         [True, True, True, False, False, False],
     ]
+
+
+def test_layers_with_and_without_a_window_have_masks_of_their_own() -> None:
+    rules = AttentionRules(sliding_window=3, sliding_layers=(True, False))
+    assert [rules.window(layer) for layer in range(2)] == [3, None]
+    (short,) = step_of([Segment(0, 2, 1)], rules).groups
+    assert short.masks == (AttentionMask(None, causal=False),) * 2  # the window hides nothing yet
+    (group,) = step_of([Segment(0, 3, 1)], rules).groups
+    every, window = (group.masks[rules.window_index(layer)] for layer in (1, 0))
+    assert every.bias is None
+    assert window.bias is not None
+    assert window.bias.flatten().isinf().tolist() == [True, False, False, False]
 
 
 def test_linear_bias_grows_with_the_distance() -> None:
