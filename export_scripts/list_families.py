@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from export_scripts.commands import command_parser, run_command, say
-from export_scripts.families import FAMILIES, SOURCE_MAPPINGS
+from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.mapping.source_mapping import SourceMapping
 from export_scripts.triton.model_folders import ENGINES
 
@@ -28,20 +28,27 @@ def _support_row(mapping: SourceMapping) -> dict[str, Any]:
         "model_type": mapping.family.model_type,
         "adds": [kind.replace("_", " ") for kind in mapping.accepts],
         "engines": [
-            name for name in ENGINES if name != "fastertransformer" or mapping.family.ft_backend
-        ],
+            name
+            for name in ENGINES
+            if mapping.family.has_shards
+            and (name != "fastertransformer" or mapping.family.ft_backend)
+        ]
+        or ["vllm"],
     }
 
 
 def leaving_table() -> list[dict[str, Any]]:
     """Return one row per family: the formats it is read from, and the models it is written as."""
     rows = []
-    for family in FAMILIES.values():
+    for family in dict.fromkeys(mapping.family for mapping in SOURCE_MAPPINGS):
         mappings = [mapping for mapping in SOURCE_MAPPINGS if mapping.family is family]
         rows.append(
             {
                 "family": family.name,
-                "formats": [*dict.fromkeys(mapping.format for mapping in mappings), "shards"],
+                "formats": [
+                    *dict.fromkeys(mapping.format for mapping in mappings),
+                    *(["shards"] if family.has_shards else []),
+                ],
                 "targets": [
                     re.split(r" \(|, or ", mapping.title.removeprefix("Hugging Face "))[0]
                     for mapping in mappings

@@ -37,6 +37,7 @@ class Save:
         folder: Where the checkpoint goes.
         tp_size: Tensor-parallel ranks that save it.
         pp_size: Pipeline stages that save it.
+        ep_size: Ranks among which the experts of a mixture are shared.
         metadata: How megatron-core names and cuts tensors.
         prefix: Of the model's names.
         with_optimizer: Also save what else training leaves: optimizer state, random states.
@@ -46,6 +47,7 @@ class Save:
     folder: str
     tp_size: int = 1
     pp_size: int = 1
+    ep_size: int = 1
     metadata: Mapping[str, bool] | None = None
     prefix: str = ""
     with_optimizer: bool = False
@@ -83,12 +85,17 @@ def codes(ranks: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
     return [process.poll() for process in ranks]
 
 
+def _member(archive: Path, name: str) -> bytes:
+    with tarfile.open(archive) as tar:
+        (info,) = (each for each in tar if each.name.removeprefix("./") == name)
+        member = tar.extractfile(info)
+        assert member is not None
+        return member.read()
+
+
 def nemo_config(archive: Path) -> dict[str, Any]:
     """Return the configuration in a .nemo archive."""
-    with tarfile.open(archive) as tar:
-        member = tar.extractfile("./model_config.yaml")
-        assert member is not None
-        config = yaml.safe_load(member)
+    config = yaml.safe_load(_member(archive, "model_config.yaml"))
     assert isinstance(config, dict)
     return config
 
@@ -96,6 +103,7 @@ def nemo_config(archive: Path) -> dict[str, Any]:
 def megatron_args(config: Mapping[str, Any], save: Save) -> argparse.Namespace:
     """Return what Megatron-LM would have called the settings of a NeMo configuration."""
     rope = config["position_embedding_type"] == "rope"
+    experts = {key: value for key, value in config.items() if key.startswith("moe_")}
     groups = config["num_query_groups"]
     return argparse.Namespace(
         num_layers=config["num_layers"],
@@ -116,14 +124,18 @@ def megatron_args(config: Mapping[str, Any], save: Save) -> argparse.Namespace:
         tensor_model_parallel_size=save.tp_size,
         pipeline_model_parallel_size=save.pp_size,
         params_dtype=torch.float32,
+        num_experts=config.get("num_moe_experts"),
+        qk_layernorm=config.get("qk_layernorm", False),
+        rotary_base=config.get("rotary_base", 10000),
+        kv_channels=config.get("kv_channels"),
+        expert_model_parallel_size=save.ep_size,
+        **experts,
     )
 
 
 def _archive_weights(archive: Path) -> dict[str, torch.Tensor]:
-    with tarfile.open(archive) as tar:
-        member = tar.extractfile("./model_weights.ckpt")
-        assert member is not None
-        state = torch.load(io.BytesIO(member.read()), weights_only=True)
+    content = _member(archive, "model_weights.ckpt")
+    state = torch.load(io.BytesIO(content), weights_only=True)
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
@@ -137,6 +149,10 @@ def _model(config: Mapping[str, Any], rows: int, save: Save) -> Any:
     gated = config["activation"] == "fast-swiglu"
     functional = torch.nn.functional
     normalization = "RMSNorm" if config["normalization"] == "rmsnorm" else "LayerNorm"
+    names = ("num_moe_experts", "qk_layernorm", "kv_channels")
+    further = {
+        key: value for key, value in config.items() if key in names or key.startswith("moe_")
+    }
     settings = TransformerConfig(
         num_layers=config["num_layers"],
         hidden_size=config["hidden_size"],
@@ -154,16 +170,24 @@ def _model(config: Mapping[str, Any], rows: int, save: Save) -> Any:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         bias_activation_fusion=False,
+        expert_model_parallel_size=save.ep_size,
+        **further,
+    )
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.get("num_moe_experts"),
+        qk_layernorm=config.get("qk_layernorm", False),
+        normalization=normalization,
     )
     return GPTModel(
         settings,
-        get_gpt_layer_local_spec(normalization=normalization),
+        spec,
         vocab_size=rows,
         max_sequence_length=config["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type=config["position_embedding_type"],
         share_embeddings_and_output_weights=config["share_embeddings_and_output_weights"],
+        rotary_base=config.get("rotary_base", 10000),
     )
 
 
@@ -188,7 +212,9 @@ def _save(save: Save, whole: Save | None) -> None:
     if torch.distributed.get_rank() == 0:
         Path(save.folder).mkdir(parents=True)
     torch.distributed.barrier()
-    parallel_state.initialize_model_parallel(save.tp_size, save.pp_size)
+    parallel_state.initialize_model_parallel(
+        save.tp_size, save.pp_size, expert_model_parallel_size=save.ep_size
+    )
     model = _model(config, weights["embedding.word_embeddings.weight"].shape[0], save)
     if whole is not None:
         wanted = {"model": model.sharded_state_dict(prefix=whole.prefix)}

@@ -55,10 +55,22 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
 }  # fmt: skip
 
+MIXTURES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "mixtral": (
+        "MixtralForCausalLM",
+        {**_LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen3-moe": (
+        "Qwen3MoeForCausalLM",
+        {**_LLAMA, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+         "norm_topk_prob": True},
+    ),
+}  # fmt: skip
+
 
 def write_model(name: str, folder: Path, **changes: Any) -> Path:
     """Save a random model whose every parameter matters: none is left at zero or one."""
-    class_name, settings = MODELS[name]
+    class_name, settings = {**MODELS, **MIXTURES}[name]
     kind = getattr(transformers, class_name)
     torch.manual_seed(1)
     model = kind(kind.config_class(**{**settings, **changes})).eval()

@@ -31,6 +31,10 @@ _OPTIMIZER = re.compile(r"^(?:chained_\d+\.)?optimizer\.")
 
 # Layers of equal shapes are stacked into one tensor along its first axis.
 _STACKED = re.compile(r"^(.*\blayers)\.(?!\d+\.)(.+)$")
+# So are the experts of a layer, in their own order: of every rank that had some.
+_EXPERTS = re.compile(r"^(.*\bmlp\.experts)\.experts\.(?!\d+\.)(.+)$")
+# megatron-core, transformer/moe/experts.py: one expert's tensor, by its number among all.
+_EXPERT = re.compile(r"(\bmlp\.experts)\.experts\.(?=\d+\.)")
 _MOST_LAYERS = 10_000
 
 # The halves of a gated projection, which some versions store apart.
@@ -121,7 +125,9 @@ def _backend(container: Container, folder: str) -> str:
 
 
 def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, ChunkedTensor]:
-    """Return the tensors by their logical names, stacked layers separated.
+    """Return the tensors by their logical names, stacked layers and experts separated.
+
+    An expert is named as in a model on one rank, `mlp.experts.local_experts.<number>`.
 
     Raises:
         CheckpointMismatchError: Two tensors have one name.
@@ -130,12 +136,11 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, Chunked
     twice: list[str] = []
     for full_name, tensor in found.items():
         name = _WRAPPERS.sub("", full_name)
-        match = _STACKED.match(name)
-        if match is None or not tensor.shape or tensor.shape[0] > _MOST_LAYERS:
-            named = {name: tensor}
-        else:
-            depth = tensor.shape[0]
-            named = {f"{match[1]}.{i}.{match[2]}": tensor.select(i) for i in range(depth)}
+        named = {
+            _EXPERT.sub(r"\1.local_experts.", expert): values
+            for layer, each in _apart(name, tensor, _STACKED, "")
+            for expert, values in _apart(layer, each, _EXPERTS, "local_experts.")
+        }
         twice += [
             f"{each} is there twice, once in {full_name}" for each in named if each in tensors
         ]
@@ -143,6 +148,16 @@ def _layers(found: Mapping[str, ChunkedTensor], where: str) -> dict[str, Chunked
     if twice:
         raise CheckpointMismatchError(listed(twice, f"{where}: "))
     return tensors
+
+
+def _apart(
+    name: str, tensor: ChunkedTensor, stacked: re.Pattern[str], kind: str
+) -> list[tuple[str, ChunkedTensor]]:
+    """Return the entries of a tensor's first axis under names of their own, if it is stacked."""
+    match = stacked.match(name)
+    if match is None or not tensor.shape or tensor.shape[0] > _MOST_LAYERS:
+        return [(name, tensor)]
+    return [(f"{match[1]}.{kind}{i}.{match[2]}", tensor.select(i)) for i in range(tensor.shape[0])]
 
 
 def _with_joined_halves(tensors: Mapping[str, ChunkedTensor]) -> dict[str, ChunkedTensor]:

@@ -151,11 +151,12 @@ def _chosen(source: ConversionPlan) -> _Candidate:
     # Of the nearest; the others differ in as much.
     nearest = min(tried, key=lambda each: len(each.reasons))
     kind, path = nearest.config["model_type"], source.facts.reader.path
+    has_shards = nearest.mapping.family.has_shards
+    remedy = ": convert it to shards, which express it" if has_shards else ""
     raise CheckpointMismatchError(
         [
             *(f"{path} as a Hugging Face {kind}: {reason}" for reason in nearest.reasons),
-            f"{path} has no equal in Hugging Face, of which {kind} is nearest: convert it to "
-            "shards, which express it",
+            f"{path} has no equal in Hugging Face, of which {kind} is nearest{remedy}",
         ]
     )
 

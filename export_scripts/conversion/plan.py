@@ -320,6 +320,12 @@ def _refused(
     request: ConversionRequest, facts: Facts, mapping: SourceMapping, names: Mapping[str, str]
 ) -> list[str]:
     problems = [f"{facts.reader.path}: {reason}" for reason in mapping.unsupported(facts)]
+    if not (mapping.family.has_shards or request.is_huggingface):
+        problems.append(
+            f"{facts.reader.path} is a mixture of experts, which has no folder of shards: write it "
+            f"as a Hugging Face folder ({names['output_format']}=huggingface) and serve that with "
+            "vLLM (deploy.engine=vllm)"
+        )
     added = {
         "prompt": request.prompt_checkpoints,
         "ia3": request.ia3_checkpoints,

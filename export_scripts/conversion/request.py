@@ -20,7 +20,10 @@ OUTPUT_FORMATS = ("fastertransformer", "huggingface")
 MAX_SHARD_BYTES = 5_000_000_000
 
 # Model types users type -> the families they may be.
-MODEL_TYPES: Mapping[str, tuple[str, ...]] = {"gpt3": ("gpt", "llama"), "mt5": ("t5",)}
+MODEL_TYPES: Mapping[str, tuple[str, ...]] = {
+    "gpt3": ("gpt", "llama", "mixture"),
+    "mt5": ("t5",),
+}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from export_scripts.families.llama.core import LLAMA_CORE_MAPPINGS
 from export_scripts.families.llama.huggingface import LLAMA_HUGGINGFACE
 from export_scripts.families.llama.layout import LLAMA
 from export_scripts.families.mapping.source_mapping import SourceMapping
+from export_scripts.families.mixture import MIXTURE_CORE_MAPPINGS, MIXTURE_HUGGINGFACE
 from export_scripts.families.t5.huggingface import T5_ENCODER_HUGGINGFACE, T5_HUGGINGFACE
 from export_scripts.families.t5.layout import T5, T5_ENCODER
 from export_scripts.families.t5.nemo import T5_NEMO
@@ -46,6 +47,8 @@ SOURCE_MAPPINGS: tuple[SourceMapping, ...] = (
     GPTNEOX_HUGGINGFACE,
     GPTNEOX_ELEUTHER,
     LLAMA_HUGGINGFACE,
+    MIXTURE_HUGGINGFACE,
+    *MIXTURE_CORE_MAPPINGS,
     *LLAMA_CORE_MAPPINGS,
     *GPT_MEGATRON_MAPPINGS,
     *GPT_CORE_MAPPINGS,

@@ -137,6 +137,7 @@ def read_config(ft_dir: Path) -> tuple[ModelFamily, FTConfig]:
     path = ft_dir / CONFIG_NAME
     try:
         sections = parse_ini(path.read_text(encoding="utf-8"))
+        _refuse_experts(sections)
         family = family_of(sections)
         _settle_tensor_para_size(sections[family.config.SECTION], ft_dir)
         files = {entry.name for entry in ft_dir.glob("*.bin")}
@@ -149,6 +150,21 @@ def read_config(ft_dir: Path) -> tuple[ModelFamily, FTConfig]:
         raise CheckpointMismatchError(
             f"{path}: {line}" for line in str(error).split("\n")
         ) from error
+
+
+def _refuse_experts(sections: Sections) -> None:
+    """Raise ValueError for a mixture of experts, as FasterTransformer's converters describe one.
+
+    examples/pytorch/gpt/utils/megatron_gpt_moe_ckpt_convert.py, and that of T5.
+    """
+    for section, keys in sections.items():
+        for key in ("expert_num", "num_experts"):
+            if keys.get(key, "0") not in ("", "0"):
+                raise ValueError(
+                    f"[{section}] {key} = {keys[key]}: mixtures of experts are not served from "
+                    "shards; write their checkpoint as a Hugging Face folder "
+                    "(convert.format=huggingface) and serve that with deploy.engine=vllm"
+                )
 
 
 def _settle_tensor_para_size(keys: dict[str, str], ft_dir: Path) -> None:

@@ -121,6 +121,8 @@ class ModelFamily:
         divisible: Config fields or properties that the tensor-parallel size must divide.
         unread: Patterns of file names that other converters write and no loader reads.
         ft_backend: Whether NVIDIA's FasterTransformer backend can serve it.
+        has_shards: Whether it has a folder of shards, which our engine serves; else it becomes a
+            Hugging Face folder alone.
         ft_limits: Reasons that backend would compute a model of some config wrongly.
         owns: Whether a config.ini with the main section is this family's, if two share it.
         whole: For a folder's config and the names of its tensors, the sources of those whose
@@ -135,6 +137,7 @@ class ModelFamily:
     divisible: tuple[str, ...] = ("head_num", "inter_size")
     unread: tuple[str, ...] = ()
     ft_backend: bool = True
+    has_shards: bool = True
     ft_limits: Callable[[Any], list[str]] = lambda _: []
     owns: Callable[[Sections], bool] = lambda _: True
     whole: Callable[[Any, Collection[str]], Mapping[str, Any]] = lambda *_: {}

@@ -42,9 +42,9 @@ from export_scripts.families.mapping.sources import (
     Transpose,
 )
 
-_CORE = "model.decoder.layers.{layer}."
-_QKV = _CORE + "self_attention.linear_qkv."
-_FC1 = _CORE + "mlp.linear_fc1."
+CORE_LAYER = "model.decoder.layers.{layer}."
+_QKV = CORE_LAYER + "self_attention.linear_qkv."
+_FC1 = CORE_LAYER + "mlp.linear_fc1."
 
 # NeMo's scale_positional_embedding and Megatron-LM's use_rope_scaling are Llama 3.1's scaling: its
 # parameters, their names in either library, and their defaults.
@@ -65,8 +65,8 @@ def _is_core_llama(facts: Facts) -> bool:
     return traits.position == "rope" and traits.normalization.startswith("rmsnorm")
 
 
-def _core_reasons(facts: Facts) -> list[str]:
-    """Return every reason the layout cannot hold a model."""
+def core_reasons(facts: Facts, *, is_mixture: bool = False) -> list[str]:
+    """Return every reason the layout, or that of its mixtures, cannot hold a model."""
     traits = core_traits(facts)
     source = traits.source
     sizes = (traits.head_num, traits.hidden, traits.inter_size, traits.num_layer)
@@ -78,8 +78,18 @@ def _core_reasons(facts: Facts) -> list[str]:
         (traits.max_positions is None, "max_position_embeddings is missing"),
         (not traits.gated, f"activation = {traits.activation}: expected a gated one"),
         (traits.activation not in GATED, f"activation = {traits.activation} is unknown"),
-        (traits.expert_num > 1, f"{traits.expert_num} experts: expected none"),
-        (traits.qk_norm, "qk_layernorm = true: normalised queries and keys are not supported"),
+        (
+            traits.qk_norm and not is_mixture,
+            "qk_layernorm = true: normalised queries and keys are not supported",
+        ),
+        (
+            is_mixture and traits.position != "rope",
+            f"position_embedding_type = {traits.position}: mixtures are written with rope alone",
+        ),
+        (
+            is_mixture and not traits.normalization.startswith("rmsnorm"),
+            f"normalization = {traits.normalization}: mixtures are written with RMSNorm alone",
+        ),
         (traits.virtual_pp > 1, "an interleaved pipeline schedule's layer order is unknown"),
         (traits.block_type != "pre_ln", f"transformer_block_type = {traits.block_type}"),
         (not traits.normalized_scores, "normalize_attention_scores = false"),
@@ -201,16 +211,22 @@ def _cut(ours: str, theirs: str, function: Any, unit: Any = None) -> dict[str, T
     }
 
 
-def _gated(facts: Facts) -> dict[str, TensorSource]:
-    """Return the activated and the linear half of the gated projection, per rank or whole."""
+def gated_sources(facts: Facts, mlp: str, projection: str) -> dict[str, TensorSource]:
+    """Return the activated and the linear half of a gated projection, per rank or whole.
+
+    Args:
+        facts: The source.
+        mlp: Name of the MLP in a layer.
+        projection: Key of the projection, without `weight` or `bias`.
+    """
     if not facts.reader.is_distributed:
         return {
-            **_cut("mlp.dense_h_to_4h", _FC1, _activated),
-            **_cut("mlp.dense_h_to_4h_2", _FC1, _linear_half),
+            **_cut(f"{mlp}dense_h_to_4h", projection, _activated),
+            **_cut(f"{mlp}dense_h_to_4h_2", projection, _linear_half),
         }
     return {
-        f"{LAYER}{ours}.{part}": Half(f"{_FC1}{part}", which)
-        for which, ours in enumerate(("mlp.dense_h_to_4h", "mlp.dense_h_to_4h_2"))
+        f"{LAYER}{mlp}{ours}.{part}": Half(f"{projection}{part}", which)
+        for which, ours in enumerate(("dense_h_to_4h", "dense_h_to_4h_2"))
         for part in ("weight", "bias")
     }
 
@@ -221,22 +237,22 @@ def weights_from_core(facts: Facts, config: LlamaConfig) -> Mapping[str, TensorS
     norms["model.final_layernorm"] = "model.decoder.final_layernorm."
     return {
         "model.wte": Copy(CORE_WTE, cut=0),
-        **{f"{ours}.weight": _core_norm(facts, f"{key}weight") for ours, key in norms.items()},
+        **{f"{ours}.weight": core_norm(facts, f"{key}weight") for ours, key in norms.items()},
         **_cut("attention.query", _QKV, _core_query, _group_rows),
         **_cut("attention.key", _QKV, _core_key, _group_rows),
         **_cut("attention.value", _QKV, _core_value, _group_rows),
         LAYER + "attention.dense.weight": Transpose(
-            _CORE + "self_attention.linear_proj.weight", cut=1
+            CORE_LAYER + "self_attention.linear_proj.weight", cut=1
         ),
-        LAYER + "attention.dense.bias": Copy(_CORE + "self_attention.linear_proj.bias"),
-        **_gated(facts),
-        LAYER + "mlp.dense_4h_to_h.weight": Transpose(_CORE + "mlp.linear_fc2.weight", cut=1),
-        LAYER + "mlp.dense_4h_to_h.bias": Copy(_CORE + "mlp.linear_fc2.bias"),
+        LAYER + "attention.dense.bias": Copy(CORE_LAYER + "self_attention.linear_proj.bias"),
+        **gated_sources(facts, "mlp.", _FC1),
+        LAYER + "mlp.dense_4h_to_h.weight": Transpose(CORE_LAYER + "mlp.linear_fc2.weight", cut=1),
+        LAYER + "mlp.dense_4h_to_h.bias": Copy(CORE_LAYER + "mlp.linear_fc2.bias"),
         "model.lm_head.weight": Copy(CORE_HEAD, cut=0),
     }
 
 
-def _core_norm(facts: Facts, key: str) -> TensorSource:
+def core_norm(facts: Facts, key: str) -> TensorSource:
     """Return a norm's scale; some models store its distance from 1."""
     traits = core_traits(facts)
     if traits.normalization.endswith("1p"):
@@ -253,7 +269,7 @@ def _core_mapping(source_format: str, title: str) -> SourceMapping:
         matches=_is_core_llama,
         config=config_from_core,
         weights=weights_from_core,
-        unsupported=_core_reasons,
+        unsupported=core_reasons,
         ignored=("*._extra_state", "*rotary_pos_emb.inv_freq"),
         copies=lambda _, config: (CORE_HEAD,) if config.tie_word_embeddings else (),
         prefix="model.",

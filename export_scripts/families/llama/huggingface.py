@@ -37,10 +37,10 @@ _MODEL_TYPES = ("llama", "mistral", "qwen2")
 
 WTE = "model.embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
-_HF = "model.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
 
 
-_KEYS = (
+KEYS = (
     key("head_num", "num_attention_heads"),
     key("hidden", "hidden_size"),
     key("kv_head_num", "num_key_value_heads", default=lambda known: known["head_num"]),
@@ -63,7 +63,7 @@ def _config(facts: Facts) -> LlamaConfig:
     is_llama, is_qwen = (facts.config["model_type"] == kind for kind in ("llama", "qwen2"))
     ids = {} if is_qwen else {"bos": 1, "eos": 2}
     name = str(facts.config["model_type"])
-    values = decoder_values(facts, settings, _KEYS, name=name, head_dim=True, **ids)
+    values = decoder_values(facts, settings, KEYS, name=name, head_dim=True, **ids)
     heads, kv_heads = values["head_num"], values["kv_head_num"]
     settings.divide(heads, kv_heads, "num_attention_heads by num_key_value_heads")
     activation, exact_gelu = settings.activation("hidden_act", default="silu")
@@ -83,7 +83,7 @@ def _config(facts: Facts) -> LlamaConfig:
         # Tensors of other biases than transformers would read are reported as unknown.
         has_qkv_bias=is_qwen or has_bias,
         has_attention_dense_bias=has_bias
-        and facts.has(f"{_HF.format(layer=0)}self_attn.o_proj.bias"),
+        and facts.has(f"{HF_LAYER.format(layer=0)}self_attn.o_proj.bias"),
         has_mlp_bias=is_llama and settings.flag("mlp_bias", default=False),
         sliding_window=_sliding_window(settings),
         **rotary_fields(rotary, values["size_per_head"]),
@@ -113,7 +113,7 @@ def _written(config: LlamaConfig, is_tied: bool) -> list[dict[str, Any]]:  # noq
         ),
     )
     return [
-        written_decoder(kind.lower(), f"{kind}ForCausalLM", _KEYS, config) | own | further
+        written_decoder(kind.lower(), f"{kind}ForCausalLM", KEYS, config) | own | further
         for kind, further in kinds
         # transformers gives a Llama all biases of attention or none.
         if kind != "Llama" or config.has_qkv_bias == config.has_attention_dense_bias
@@ -163,26 +163,26 @@ def _key_or_value(rows: Any, config: LlamaConfig) -> Any:
 
 def _linear(ours: str, theirs: str) -> dict[str, TensorSource]:
     return {
-        f"{LAYER}{ours}.weight": Transpose(f"{_HF}{theirs}.weight"),
-        f"{LAYER}{ours}.bias": Copy(f"{_HF}{theirs}.bias"),
+        f"{LAYER}{ours}.weight": Transpose(f"{HF_LAYER}{theirs}.weight"),
+        f"{LAYER}{ours}.bias": Copy(f"{HF_LAYER}{theirs}.bias"),
     }
 
 
 def _projection(ours: str, theirs: str, function: Any) -> dict[str, TensorSource]:
     return {
-        f"{LAYER}{ours}.{kind}": Mapped(f"{_HF}{theirs}.{kind}", function, view=turned)
+        f"{LAYER}{ours}.{kind}": Mapped(f"{HF_LAYER}{theirs}.{kind}", function, view=turned)
         for kind in ("weight", "bias")
     }
 
 
 WEIGHTS: Mapping[str, TensorSource] = {
     "model.wte": Copy(WTE),
-    LAYER + "input_layernorm.weight": Copy(_HF + "input_layernorm.weight"),
+    LAYER + "input_layernorm.weight": Copy(HF_LAYER + "input_layernorm.weight"),
     **_projection("attention.query", "self_attn.q_proj", _query),
     **_projection("attention.key", "self_attn.k_proj", _key_or_value),
     **_projection("attention.value", "self_attn.v_proj", _key_or_value),
     **_linear("attention.dense", "self_attn.o_proj"),
-    LAYER + "post_attention_layernorm.weight": Copy(_HF + "post_attention_layernorm.weight"),
+    LAYER + "post_attention_layernorm.weight": Copy(HF_LAYER + "post_attention_layernorm.weight"),
     **_linear("mlp.dense_h_to_4h", "mlp.gate_proj"),
     **_linear("mlp.dense_h_to_4h_2", "mlp.up_proj"),
     **_linear("mlp.dense_4h_to_h", "mlp.down_proj"),

@@ -17,15 +17,17 @@ from export_scripts.families.mapping.source_mapping import Facts
 # The classes of a format whose models compute only what their configuration states, without the
 # size that may end a name; others add, for example, a scaled embedding.
 KNOWN_MODELS = {
-    "nemo2": ("GPTModel", "LlamaModel", "MistralModel", "NemotronModel", "Qwen2Model",
-              "Starcoder2Model", "StarcoderModel"),
+    "nemo2": ("GPTModel", "LlamaModel", "MistralModel", "MixtralModel", "NemotronModel",
+              "Qwen2Model", "Qwen3Model", "Starcoder2Model", "StarcoderModel"),
     "bridge": ("BridgeGPTModelConfig", "CodeLlamaModelProvider", "GPTModelConfig",
                "GPTModelProvider", "GPTProvider", "Llama2ModelProvider", "Llama3ModelProvider",
                "Llama31ModelProvider", "Llama32ModelProvider", "LlamaModelProvider",
-               "MistralModelProvider", "MistralSmall3ModelProvider", "Qwen2ModelProvider",
-               "Qwen25ModelProvider"),
+               "MistralModelProvider", "MistralSmall3ModelProvider", "MixtralModelProvider",
+               "Qwen2ModelProvider", "Qwen25ModelProvider", "Qwen3ModelProvider",
+               "Qwen3MoEModelProvider"),
 }  # fmt: skip
-_SIZE = re.compile(r"\d+(?:P\d+)?[MB]$")  # as in Qwen2ModelProvider1P5B
+# As in Qwen2ModelProvider1P5B, MixtralModelProvider8x7B, Qwen3MoEModelProvider30B_A3B.
+_SIZE = re.compile(r"(?:\d+x)?\d+(?:P\d+)?[MB](?:_A\d+B)?$")
 
 # The functions of Megatron Bridge that build megatron-core's own layers.
 _KNOWN_LAYERS = ("default_layer_spec", "get_gpt_layer_local_spec",

@@ -186,7 +186,7 @@ def test_every_setting_that_does_not_fit_is_named(state: Tensors, tmp_path: Path
     }
     text = refusal(write_bridge(tmp_path / "run", state, changed), tmp_path)
     for named in (
-        "GemmaModelProvider", "qk_layernorm", "8 experts", "softmax_scale", "my_spec",
+        "GemmaModelProvider", "mixture of experts", "softmax_scale", "my_spec",
         "multi_latent_attention",
     ):  # fmt: skip
         assert named in text, text

@@ -82,7 +82,7 @@ def test_settings_of_megatron_core_are_carried(
     ("settings", "words"),
     [
         ({"activation": "gelu"}, "activation = gelu: expected a gated one"),
-        ({"num_moe_experts": 4}, "4 experts"),
+        ({"num_moe_experts": 4}, "mixture of experts"),
         ({"qk_layernorm": True}, "qk_layernorm = true"),
         ({"rotary_interleaved": True}, "rotary_interleaved = true"),
         ({"apply_embedding_scaling": True}, "the embedding is multiplied by sqrt(hidden_size)"),

@@ -1,0 +1,189 @@
+"""Mixtures of experts: from every form of megatron-core to what transformers computes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+
+from export_scripts.conversion.convert import ConversionRequest, check_conversion, convert
+from export_scripts.conversion.validation import folder_problems
+from export_scripts.ft.config_ini import read_config
+from tests.tiny_distributed import megatron_common, write_distributed
+from tests.tiny_mixtures import ARGS, core_mixture, with_stacked_experts
+from tests.tiny_transformers import MIXTURES, write_model
+
+Tensors = Mapping[str, torch.Tensor]
+GIVEN = (("start_id", "1"), ("end_id", "2"))
+# By the end of a name: the axis, counted from the last, that 2 ranks cut, and into how many chunks.
+CUTS = {
+    "word_embeddings.weight": (-2, 2), "linear_qkv.weight": (-2, 2), "linear_proj.weight": (-1, 2),
+    "linear_fc1.weight": (-2, 4), "linear_fc2.weight": (-1, 2),
+}  # fmt: skip
+
+
+def request(source: Path, output: Path, **fields: Any) -> ConversionRequest:
+    values: dict[str, Any] = {"output_format": "huggingface", "given": GIVEN} | fields
+    return ConversionRequest(source, output, 1, "fp32", **values)
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.float32
+    )
+    assert not any(info.values()), info
+    with torch.no_grad():
+        return model.eval()(torch.arange(3, 23)[None]).logits
+
+
+def write(folder: Path, tensors: Tensors, args: Mapping[str, Any], *, cut: bool = True) -> Path:
+    cuts = {
+        name: (tensor.ndim + axis, count)
+        for name, tensor in tensors.items()
+        for end, (axis, count) in CUTS.items()
+        if cut and name.endswith(end)
+    }
+    return write_distributed(folder, tensors, common=megatron_common(**args), cuts=cuts)
+
+
+def by_expert(state: Tensors) -> dict[str, torch.Tensor]:
+    """As megatron-core writes with `singleton_local_shards`: the halves of a gate apart, too."""
+    out = {}
+    for name, tensor in state.items():
+        name = name.replace("local_experts", "experts")
+        if "experts" in name and name.endswith("linear_fc1.weight"):
+            out[f"{name}_w"], out[f"{name}_v"] = tensor.chunk(2)
+        else:
+            out[name] = tensor
+    return out
+
+
+def stacked_layers(state: Tensors) -> dict[str, torch.Tensor]:
+    out = {name: tensor for name, tensor in state.items() if ".layers." not in name}
+    for name, tensor in state.items():
+        if ".layers.0." in name:
+            second = state[name.replace(".0.", ".1.", 1)]
+            out[name.replace(".layers.0.", ".layers.")] = torch.stack([tensor, second])
+    return out
+
+
+FORMS = {
+    "layers stacked": lambda state: stacked_layers(with_stacked_experts(state)),
+    "experts stacked": with_stacked_experts,
+    "each apart": by_expert,
+}
+
+
+@pytest.mark.parametrize("name", list(MIXTURES))
+@pytest.mark.parametrize("form", list(FORMS))
+def test_transformers_computes_the_same(name: str, form: str, tmp_path: Path) -> None:
+    original = write_model(name, tmp_path / "original")
+    source = write(tmp_path / "source", FORMS[form](core_mixture(original)), ARGS[name])
+    folder = convert(request(source, tmp_path)).ft_dir
+    assert folder_problems(folder) == []
+    torch.testing.assert_close(logits(folder), logits(original), rtol=0, atol=0)
+    again = convert(request(folder, tmp_path / "again")).ft_dir
+    torch.testing.assert_close(logits(again), logits(original), rtol=0, atol=0)
+
+
+CONFIG: Mapping[str, Any] = {
+    "num_layers": 2, "hidden_size": 24, "ffn_hidden_size": 56, "num_attention_heads": 4,
+    "num_query_groups": 2, "kv_channels": 8, "seq_length": 40, "layernorm_epsilon": 1e-6,
+    "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False,
+    "activation_func": {"_target_": "torch.nn.functional.silu", "_call_": False},
+    "gated_linear_unit": True, "share_embeddings_and_output_weights": False,
+    "num_moe_experts": 6, "moe_router_topk": 3, "moe_ffn_hidden_size": 20, "qk_layernorm": True,
+    "moe_layer_freq": 1, "rotary_base": 10000.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["nemo2", "bridge"])
+def test_nemo_2_and_bridge_state_the_same(kind: str, tmp_path: Path) -> None:
+    original = write_model("qwen3-moe", tmp_path / "original")
+    state = stacked_layers(with_stacked_experts(core_mixture(original)))
+    source = tmp_path / "source"
+    if kind == "nemo2":
+        wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+        write(source / "weights", wrapped, {}, cut=False)
+        (source / "context").mkdir()
+        model = {"_target_": "nemo.collections.llm.gpt.model.qwen3.Qwen3Model", "config": CONFIG}
+        (source / "context" / "model.yaml").write_text(yaml.safe_dump(dict(model)))
+    else:
+        write(source, state, {})
+        provider = "megatron.bridge.models.qwen.qwen_provider.Qwen3MoEModelProvider30B_A3B"
+        run = {"model": {"_target_": provider, **CONFIG}, "tokenizer": {}}
+        (source / "run_config.yaml").write_text(yaml.safe_dump(run))
+    folder = convert(request(source, tmp_path)).ft_dir
+    torch.testing.assert_close(logits(folder), logits(original), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"moe_shared_expert_intermediate_size": 12}, "moe_shared_expert_intermediate_size = 12"),
+        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function = 'sigmoid'"),
+        ({"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor = 2.5"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, "it decides the routing too"),
+        ({"moe_layer_freq": [0, 1]}, "some layers have no experts"),
+        ({"moe_router_pre_softmax": True}, "normalized_routing is False in the model"),
+        ({"add_bias_linear": True}, "experts with biases"),
+        ({"normalization": "LayerNorm"}, "written with RMSNorm alone"),
+        ({"position_embedding_type": "learned_absolute"}, "written with rope alone"),
+        ({"swiglu": False}, "expected a gated one"),
+    ],
+)
+def test_what_no_mixture_of_transformers_computes_is_refused(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    state = core_mixture(write_model("mixtral", tmp_path / "original"))
+    source = write(tmp_path / "source", with_stacked_experts(state), {**ARGS["mixtral"], **changes})
+    assert words in "\n".join(check_conversion(request(source, tmp_path / "out")))
+
+
+def test_unnormalised_routing_is_written_where_transformers_has_it(tmp_path: Path) -> None:
+    original = write_model("qwen3-moe", tmp_path / "original", norm_topk_prob=False)
+    args = {**ARGS["qwen3-moe"], "moe_router_pre_softmax": True}
+    source = write(tmp_path / "source", with_stacked_experts(core_mixture(original)), args)
+    folder = convert(request(source, tmp_path)).ft_dir
+    assert json.loads((folder / "config.json").read_text())["norm_topk_prob"] is False
+    torch.testing.assert_close(logits(folder), logits(original), rtol=0, atol=0)
+
+
+def test_routing_is_written_as_the_user_states_it(tmp_path: Path) -> None:
+    original = write_model("mixtral", tmp_path / "original")
+    args = {**ARGS["mixtral"], "moe_router_pre_softmax": True}
+    source = write(tmp_path / "source", with_stacked_experts(core_mixture(original)), args)
+    stated = (*GIVEN, ("normalized_routing", "True"))
+    folder = convert(request(source, tmp_path, given=stated)).ft_dir
+    torch.testing.assert_close(logits(folder), logits(original), rtol=0, atol=0)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    state = by_expert(core_mixture(write_model("mixtral", tmp_path / "original")))
+    del state["decoder.layers.1.mlp.experts.experts.2.linear_fc2.weight"]
+    source = write(tmp_path / "source", state, ARGS["mixtral"], cut=False)
+    (problem, *_) = check_conversion(request(source, tmp_path / "out"))
+    assert "layers.1.mlp.experts.local_experts.2.linear_fc2.weight is missing" in problem
+
+
+def test_shards_of_a_mixture_are_refused_with_the_way_that_works(tmp_path: Path) -> None:
+    original = write_model("mixtral", tmp_path / "original")
+    (problem,) = check_conversion(
+        request(original, tmp_path / "out", output_format="fastertransformer")
+    )
+    assert "--output-format=huggingface" in problem
+    assert "deploy.engine=vllm" in problem
+
+
+def test_ft_folders_of_mixtures_are_refused_with_the_way_that_works(tmp_path: Path) -> None:
+    folder = tmp_path / "1-gpu"
+    folder.mkdir()
+    (folder / "config.ini").write_text("[gpt]\nhead_num = 4\n[structure]\nexpert_num = 8\n")
+    with pytest.raises(ValueError, match=r"expert_num = 8: .*convert\.format=huggingface"):
+        read_config(folder)
