@@ -19,11 +19,11 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 import numpy as np
 import torch
+from markupsafe import Markup
 
 from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.layout.config import FTConfig
@@ -34,7 +34,7 @@ from inference.engine.capacity import available_bytes
 from inference.engine.engine import Engine, EngineOptions, Placement
 from inference.evaluation.options import RequestShape, parse_shape
 from inference.evaluation.report.formatting import milliseconds_text
-from inference.evaluation.report.page import figure, page, table
+from inference.evaluation.report.page import render_table_page
 from inference.evaluation.report.svg import Frame, dot, legend, log_ticks, polyline, text
 
 _VOCAB = 51200
@@ -141,7 +141,7 @@ def _median_ms(engine: Engine, shape: RequestShape, args: argparse.Namespace) ->
     return 1000 * statistics.median(durations)
 
 
-def chart(measured: Sequence[Measured], shapes: Sequence[RequestShape]) -> str:
+def chart(measured: Sequence[Measured], shapes: Sequence[RequestShape]) -> Markup:
     """Return latency (log) over parameters (log), a curve for each shape, as SVG."""
     frame = Frame(720, 360, top=52, left=64)
     every = [value for each in measured for value in each.latency_ms.values()]
@@ -182,13 +182,10 @@ def report(
         (each.name, *(milliseconds_text(each.latency_ms[shape]) for shape in shapes))
         for each in measured
     ]
-    sections = [
-        figure("Latency by model size", chart(measured, shapes)),
-        f'<div class="card scroll">{table(("size", *map(_name, shapes)), rows)}</div>',
-    ]
-    title = "<h1>Latency by model size</h1>"
-    header = f"<header><div>{title}<p>{escape(where)}</p></div></header>"
-    return page("Latency by model size", header, sections, footer="benchmarks.model_sizes")
+    title = "Latency by model size"
+    head = ("size", *map(_name, shapes))
+    charts = [(title, chart(measured, shapes))]
+    return render_table_page(title, charts, head, rows, lead=where, footer="benchmarks.model_sizes")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

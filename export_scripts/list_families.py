@@ -12,6 +12,7 @@ from typing import Any
 from export_scripts.commands import command_parser, run_command, say
 from export_scripts.families import SOURCE_MAPPINGS
 from export_scripts.families.mapping.source_mapping import SourceMapping
+from export_scripts.tables import markdown_table, text_table
 from export_scripts.triton.model_folders import ENGINES
 
 
@@ -74,16 +75,9 @@ def table_text(
     rows: Sequence[Mapping[str, Any]], markdown: bool, columns: Columns = _COLUMNS
 ) -> str:
     """Return a table as aligned text or as Markdown."""
-    table = [[title for title, _ in columns]]
-    table += [[_cell(row[key]) for _, key in columns] for row in rows]
-    widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
-    if markdown:
-        rule = ["---"] * len(columns)
-        return "\n".join("| " + " | ".join(line) + " |" for line in [table[0], rule, *table[1:]])
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
-    )
+    head = [title for title, _ in columns]
+    cells = [[_cell(row[key]) for _, key in columns] for row in rows]
+    return markdown_table(head, cells) if markdown else text_table(head, cells, rule=False)
 
 
 def _cell(value: str | list[str]) -> str:

@@ -7,9 +7,10 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
+from export_scripts.tables import text_table
 from stages import record
 from stages.progress import ProgressState
 
@@ -118,20 +119,6 @@ def progress_text(state: ProgressState) -> str:
     else:
         figures = f"{state.done:g} of {state.total:g} {state.unit}"
     return f"[{bar}] {share:4.0%}  {figures}  {state.phase}"
-
-
-def text_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], *, paint: Callable[[str], str] = str
-) -> str:
-    """Return rows as aligned columns under a header; `paint` receives each padded cell."""
-    lines = [header, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
-    texts = [
-        "  ".join(paint(cell.ljust(width)) for cell, width in zip(line, widths, strict=True))
-        for line in lines
-    ]
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join(text.rstrip() for text in (texts[0], rule, *texts[1:]))
 
 
 def _size(size_bytes: float) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from html import escape
+from markupsafe import Markup
 
 from inference.evaluation.record import HistoryPoint
 from inference.evaluation.report.charts import history_chart
 from inference.evaluation.report.formatting import metric_title
-from inference.evaluation.report.page import figure, page, table
+from inference.evaluation.report.page import render_table_page
 from inference.evaluation.task import Metric
 from launcher_scripts.watch_state import Watched, WatchState
 
@@ -17,7 +17,6 @@ _RELOAD_S = 60
 
 def watch_page(state: WatchState, metrics: dict[int, tuple[Metric, ...]]) -> str:
     """Return the page; `metrics` are those of the reports, by step."""
-    title = f"Checkpoints of {state.run}"
     points = [
         HistoryPoint(
             run_id=f"step {step}",
@@ -29,12 +28,12 @@ def watch_page(state: WatchState, metrics: dict[int, tuple[Metric, ...]]) -> str
         for step in sorted(metrics)
     ]
     names = dict.fromkeys(name for point in points for name in point.metrics)
-    charts = "".join(figure(metric_title(name), history_chart(points, name)) for name in names)
-    rows = [_row(state.watched[step], state, points) for step in sorted(state.watched)]
-    return page(
-        title,
-        f"<header><h1>{escape(title)}</h1></header>\n",
-        [f'<div class="cards">{charts}</div>', figure("Steps", table(_HEAD, rows, numbers=(0,)))],
+    return render_table_page(
+        f"Checkpoints of {state.run}",
+        [(metric_title(name), history_chart(points, name)) for name in names],
+        _HEAD,
+        [_row(state.watched[step], state, points) for step in sorted(state.watched)],
+        numbers=(0,),
         footer=f"This page loads itself again every {_RELOAD_S} seconds.",
         reload_s=_RELOAD_S,
     )
@@ -47,6 +46,5 @@ def _row(each: Watched, state: WatchState, points: list[HistoryPoint]) -> tuple[
     shown = each.state + (", best" if each.step == state.best else "")
     if any(point.run_id == f"step {each.step}" for point in points):
         report = f"step_{each.step:07d}/results/evaluate/report.html"
-        shown = f'<a href="{escape(report)}">{shown}</a>'
-    texts = (each.checkpoint.label, each.verdict or "-", each.problem or "-")
-    return (str(each.step), shown, *map(escape, texts))
+        shown = Markup('<a href="{}">{}</a>').format(report, shown)
+    return str(each.step), shown, each.checkpoint.label, each.verdict or "-", each.problem or "-"

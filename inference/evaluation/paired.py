@@ -1,62 +1,77 @@
-"""Paired comparison: one metric of two runs, sample by sample."""
+"""Paired comparison: the metrics of two runs, sample by sample."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from inference.evaluation.paired_tests import mcnemar
+from inference.evaluation.paired_tests import Pairs, check_drop
 from inference.evaluation.record import Comparison, Prediction
-from inference.evaluation.statistics import Z_95, mean_and_stderr
 from inference.evaluation.task import Metric
 
+Values = Mapping[str, float]  # the quantities of one sample by name
+
 _MAX_SHOWN = 50
+_ONE_SIDED = 0.975  # of each limit of a 95% interval
 
 
-def values_by_sample(predictions: Iterable[Prediction]) -> dict[str, dict[int, float]]:
-    """Return each per-sample quantity as values by sample index."""
-    columns: dict[str, dict[int, float]] = {}
-    for prediction in predictions:
-        for name, value in prediction.values.items():
-            columns.setdefault(name, {})[prediction.index] = value
-    return columns
+def pairs_of(metric: Metric, old: Sequence[Values], new: Sequence[Values]) -> Pairs | None:
+    """Return the scores of the same samples in two runs.
+
+    None where the metric is not a mean over samples, or a sample lacks its quantities.
+    """
+    names = [name for name in (metric.sample_value, metric.weight) if name]
+    if not metric.scale or not old or any(not set(names) <= each.keys() for each in (*old, *new)):
+        return None
+    sign = 1.0 if metric.higher_is_better or metric.scale == "exp" else -1.0
+    scores = [tuple(sign * each[names[0]] for each in run) for run in (new, old)]
+    weights = [tuple(each[name] for each in run) for name in names[1:] for run in (new, old)]
+    return Pairs(*scores, *weights)
 
 
 def compare_metric(
-    metric: Metric,
-    reference_value: float,
-    predictions: Sequence[Prediction],
-    column: Mapping[int, float],
+    metric: Metric, reference_value: float, found: Iterable[tuple[Prediction, Values]]
 ) -> Comparison:
-    """Compare one metric with a value, and its samples with a column of values by sample index."""
-    difference = metric.value - reference_value
-    pairs = [
-        (each.index, each.values[metric.sample_value], float(column[each.index]))
-        for each in predictions
-        if each.index in column
+    """Compare a metric with its value in another run, whose samples stand next to this one's."""
+    name = metric.sample_value
+    both = [
+        (each, values)
+        for each, values in found
+        if name in each.values and name in values and metric.group in ("", each.group)
     ]
-    if not pairs:
+    difference = metric.value - reference_value
+    if not both:
         return Comparison(metric.name, metric.value, reference_value, difference)
-    differences = [ours - theirs for _, ours, theirs in pairs]
-    largest = max(abs(each) for each in differences)
-    if metric.unit != "fraction":
-        return Comparison(
-            metric.name, metric.value, reference_value, difference, largest_difference=largest
+    low = high = p_value = None
+    if pairs := pairs_of(metric, [old for _, old in both], [new.values for new, _ in both]):
+        test = check_drop(pairs, 0.0, confidence=_ONE_SIDED, bounded=metric.unit == "fraction")
+        difference, *limits = (
+            _in_unit(metric, pairs, each) for each in (test.drop, test.low, test.high)
         )
-    disagreeing = [index for index, ours, theirs in pairs if ours != theirs]
-    mean, stderr = mean_and_stderr(differences)
-    gains = sum(math.isclose(each, 1.0) for each in differences)
-    losses = sum(math.isclose(each, -1.0) for each in differences)
+        low, high = sorted(limits)
+        p_value = min(1.0, 2 * min(test.p_breached, test.p_held))
+    disagreeing = [new.index for new, old in both if new.values[name] != old[name]]
+    is_share = metric.unit == "fraction"
     return Comparison(
         metric=metric.name,
         value=metric.value,
         reference=reference_value,
         difference=difference,
-        low=mean - Z_95 * stderr,
-        high=mean + Z_95 * stderr,
-        agreeing=len(pairs) - len(disagreeing),
-        disagreeing=len(disagreeing),
-        p_value=min(1.0, 2 * min(mcnemar(losses, gains))),
-        first_disagreements=tuple(disagreeing[:_MAX_SHOWN]),
-        largest_difference=largest,
+        low=low,
+        high=high,
+        agreeing=len(both) - len(disagreeing) if is_share else None,
+        disagreeing=len(disagreeing) if is_share else None,
+        p_value=p_value,
+        first_disagreements=tuple(disagreeing[:_MAX_SHOWN]) if is_share else (),
+        largest_difference=max(abs(new.values[name] - old[name]) for new, old in both),
     )
+
+
+def _in_unit(metric: Metric, pairs: Pairs, drop: float) -> float:
+    """Return the difference between two runs that a drop is, in the metric's unit."""
+    if metric.scale == "exp":
+        old = math.exp(
+            -math.fsum(pairs.old) / math.fsum(pairs.old_weights or [1.0] * len(pairs.old))
+        )
+        return old * math.expm1(drop)
+    return -drop if metric.higher_is_better else drop

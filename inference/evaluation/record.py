@@ -116,10 +116,10 @@ class Comparison:
     """One metric against a reference.
 
     Attributes:
-        difference: value minus reference, in the metric's unit.
-        low, high: 95% interval of the mean difference over paired samples; null without pairs.
+        difference: value minus reference over the samples of both, in the metric's unit.
+        low, high: its 95% interval over paired samples (paired_tests.py); null without pairs.
         agreeing, disagreeing: paired samples with equal and with unequal values.
-        p_value: that right-or-wrong answers differ this much by chance (McNemar's exact test).
+        p_value: chance of such a difference if there were none, from the same test.
         first_disagreements: sample indices, at most 50.
         largest_difference: over paired samples, in the unit of the per-sample quantity.
     """
@@ -249,6 +249,7 @@ class Prediction:
         reference: the reference's values of the same names, where there are any.
         baseline: the baseline's, of those that the gate compares.
         seconds: time the sample's requests took together.
+        group: the part of the data set that the sample belongs to.
     """
 
     task: str
@@ -261,6 +262,7 @@ class Prediction:
     reference: Mapping[str, float] = field(default_factory=dict)
     baseline: Mapping[str, float] = field(default_factory=dict)
     id: str = ""
+    group: str = ""
 
     @property
     def changes(self) -> dict[str, tuple[float, float]]:

@@ -18,6 +18,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
     "export_scripts.__init__": (),
     "export_scripts.errors": (),
     "export_scripts.suggest": (),
+    "export_scripts.tables": (),
     "export_scripts.wire_format": (),
     "export_scripts.values": ("export_scripts.suggest",),
     "export_scripts.numeric": (),
@@ -97,6 +98,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.files",
         "export_scripts.ft",
         "export_scripts.numeric",
+        "export_scripts.tables",
         "export_scripts.triton",
     ),
     "inference": (),  # ports, paths, the launch environment
@@ -214,7 +216,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "inference.evaluation",
         "inference.parity",
     ),
-    "inference.evaluation.report": ("export_scripts.files", "inference.evaluation"),
+    "inference.evaluation.report": (
+        "export_scripts.files",
+        "export_scripts.tables",
+        "inference.evaluation",
+    ),
     "inference.evaluation.run": (
         "export_scripts.files",
         "export_scripts.ft",
@@ -268,6 +274,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
         "export_scripts.checkpoints",
         "export_scripts.files",
         "export_scripts.suggest",
+        "export_scripts.tables",
         "inference.compare",
         "inference.evaluation",
         "inference.evaluation.report",

@@ -1,4 +1,4 @@
-"""Comparison of two runs: shared metrics, changed samples, shared points of latency."""
+"""Comparison of two runs: shared metrics, samples by their content, shared points of latency."""
 
 from __future__ import annotations
 
@@ -6,26 +6,55 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from inference.evaluation.paired import compare_metric, values_by_sample
+from inference.evaluation.paired import compare_metric
 from inference.evaluation.record import (
     Comparison,
     LatencyPoint,
     Prediction,
     Report,
+    RequestStatistics,
+    TaskReport,
     read_predictions,
     read_report,
 )
 from inference.evaluation.report.files import PREDICTIONS
 from inference.evaluation.task import Metric
 
+Pair = tuple[Prediction, Prediction]  # the same sample in the first and in the second run
+
 
 @dataclass(frozen=True)
 class ChangedSample:
-    """A sample that one run got right and the other wrong."""
+    """A sample that the two runs scored differently, by `metrics`."""
 
     first: Prediction
     second: Prediction
     metrics: tuple[str, ...]
+
+    def word(self, metric: str) -> str:
+        """What became of the sample."""
+        before, after = self.first.values[metric], self.second.values[metric]
+        if {before, after} == {0.0, 1.0}:
+            return "now right" if after > before else "now wrong"
+        return "better" if after > before else "worse"
+
+
+@dataclass(frozen=True)
+class TaskComparison:
+    """The samples and the requests of one task in two runs.
+
+    Attributes:
+        both: samples of both runs, of which `same` have the same answer.
+        only_first, only_second: samples that the other run did not ask.
+    """
+
+    name: str
+    both: int
+    only_first: int
+    only_second: int
+    same: int
+    first: RequestStatistics
+    second: RequestStatistics
 
 
 @dataclass(frozen=True)
@@ -34,6 +63,7 @@ class RunComparison:
 
     Attributes:
         metrics: those that both runs have.
+        changed: samples of both runs that a fraction scores differently.
         latency: points measured in both.
         notes: why figures may not be comparable.
     """
@@ -41,6 +71,7 @@ class RunComparison:
     first: Report
     second: Report
     metrics: tuple[Comparison, ...]
+    tasks: tuple[TaskComparison, ...]
     changed: tuple[ChangedSample, ...]
     latency: tuple[tuple[LatencyPoint, LatencyPoint], ...]
     notes: tuple[str, ...]
@@ -57,13 +88,9 @@ def load_comparison(first: Path, second: Path) -> RunComparison:
         ValueError: a file is not a report, or the runs have no metric in common.
     """
     reports = [read_report(path) for path in (first, second)]
-    predictions = [_predictions(path) for path in (first, second)]
+    paths = [path.with_name(PREDICTIONS) for path in (first, second)]
+    predictions = [read_predictions(path) if path.is_file() else [] for path in paths]
     return compare_runs(reports[0], reports[1], predictions[0], predictions[1])
-
-
-def _predictions(report_path: Path) -> list[Prediction]:
-    path = report_path.with_name(PREDICTIONS)
-    return read_predictions(path) if path.is_file() else []
 
 
 def compare_runs(
@@ -85,73 +112,66 @@ def compare_runs(
             f"{', '.join(before) or 'none'}, the second "
             f"{', '.join(metric.name for metric in second.metrics) or 'none'}."
         )
-    notes = _notes(first, second)
-    paired = {} if notes else values_by_sample(first_predictions)
+    earlier = {task.name: task for task in first.tasks}
+    tasks, notes, pairs = [], [], []
+    for task in second.tasks:
+        if task.name not in earlier:
+            continue
+        old, new = (
+            {_key(each): each for each in run if each.task == task.name}
+            for run in (first_predictions, second_predictions)
+        )
+        own = [(old[key], each) for key, each in new.items() if key in old]
+        if reason := _not_paired(earlier[task.name], task, own):
+            notes.append(f"{task.name}: {reason}; differences are not paired.")
+            continue
+        pairs += own
+        if old or new:
+            same = sum(one.answer == two.answer for one, two in own)
+            counts = (len(own), len(old) - len(own), len(new) - len(own), same)
+            requests = earlier[task.name].requests, task.requests
+            tasks.append(TaskComparison(task.name, *counts, *requests))
+    found = [(new, old.values) for old, new in pairs]
     return RunComparison(
         first=first,
         second=second,
-        metrics=tuple(
-            compare_metric(
-                metric,
-                before[metric.name].value,
-                second_predictions,
-                paired.get(metric.sample_value, {}),
-            )
-            for metric in shared
-        ),
-        changed=() if notes else _changed(shared, first_predictions, second_predictions),
+        metrics=tuple(compare_metric(each, before[each.name].value, found) for each in shared),
+        tasks=tuple(tasks),
+        changed=_changed(shared, pairs),
         latency=_shared_points(first.latency, second.latency),
-        notes=notes,
+        notes=tuple(notes),
     )
 
 
-def _notes(first: Report, second: Report) -> tuple[str, ...]:
-    """Return the tasks whose samples differ between the runs."""
-    before = {task.name: task for task in first.tasks}
-    notes = []
-    for task in second.tasks:
-        other = before.get(task.name)
-        if other is None:
-            continue
-        if other.dataset.sha256 != task.dataset.sha256:
-            notes.append(
-                f"{task.name}: the runs used other data ({other.dataset.name}, "
-                f"{task.dataset.name}); differences are not paired."
-            )
-        elif other.version != task.version:
-            notes.append(
-                f"{task.name}: the runs used versions {other.version} and {task.version} of the "
-                "task; differences are not paired."
-            )
-    return tuple(notes)
+def _key(prediction: Prediction) -> str | int:
+    return prediction.id or prediction.index  # earlier versions wrote no ids
 
 
-def _changed(
-    metrics: Sequence[Metric], first: Sequence[Prediction], second: Sequence[Prediction]
-) -> tuple[ChangedSample, ...]:
-    names = [metric.sample_value for metric in metrics if metric.unit == "fraction"]
-    before = {(each.task, each.index): each for each in first}
+def _not_paired(first: TaskReport, second: TaskReport, pairs: Sequence[Pair]) -> str:
+    """Return why a task's samples cannot be compared one by one; empty if they can."""
+    if first.version != second.version:
+        return f"the runs used versions {first.version} and {second.version} of the task"
+    is_other = first.dataset.sha256 != second.dataset.sha256
+    if is_other and not any(new.id for _, new in pairs):
+        return f"the runs used other data ({first.dataset.name}, {second.dataset.name})"
+    return ""
+
+
+def _changed(metrics: Sequence[Metric], pairs: Sequence[Pair]) -> tuple[ChangedSample, ...]:
+    fractions = dict.fromkeys(each.sample_value for each in metrics if each.unit == "fraction")
     found = []
-    for prediction in second:
-        other = before.get((prediction.task, prediction.index))
-        if other is None:
-            continue
-        differing = tuple(name for name in names if _differs(other, prediction, name))
-        if differing:
-            found.append(ChangedSample(other, prediction, differing))
+    for old, new in pairs:
+        known = [name for name in fractions if name in old.values.keys() & new.values.keys()]
+        if differing := tuple(name for name in known if old.values[name] != new.values[name]):
+            found.append(ChangedSample(old, new, differing))
     return tuple(found)
-
-
-def _differs(first: Prediction, second: Prediction, name: str) -> bool:
-    return name in first.values.keys() & second.values and first.values[name] != second.values[name]
 
 
 def _shared_points(
     first: Sequence[LatencyPoint], second: Sequence[LatencyPoint]
 ) -> tuple[tuple[LatencyPoint, LatencyPoint], ...]:
-    before = {_place(each): each for each in first}
-    return tuple((before[_place(each)], each) for each in second if _place(each) in before)
+    def load(point: LatencyPoint) -> tuple[int, ...]:
+        return (point.input_len, point.output_len, point.batch_size, point.concurrency)
 
-
-def _place(point: LatencyPoint) -> tuple[int, ...]:
-    return (point.input_len, point.output_len, point.batch_size, point.concurrency)
+    before = {load(each): each for each in first}
+    return tuple((before[load(each)], each) for each in second if load(each) in before)

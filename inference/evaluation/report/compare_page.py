@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from html import escape
+from collections.abc import Sequence
 
+from export_scripts.tables import text_table
 from inference.evaluation.record import Comparison, LatencyPoint, Report
-from inference.evaluation.report.charts import (
-    comparison_chart,
-    latency_comparison_chart,
-    responsive,
-)
-from inference.evaluation.report.compare import ChangedSample, RunComparison
+from inference.evaluation.report import charts
+from inference.evaluation.report.compare import ChangedSample, RunComparison, TaskComparison
 from inference.evaluation.report.formatting import (
     difference_text,
     load_text,
@@ -20,32 +17,38 @@ from inference.evaluation.report.formatting import (
     shape_text,
     value_text,
 )
-from inference.evaluation.report.page import page, table
+from inference.evaluation.report.page import render_page
 
-_MAX_CHANGED = 500
+_ON_PAGE, _IN_TERMINAL = 500, 14  # changed samples that are listed
+_MOST_TEXT = 32  # characters of an answer in the terminal
 _METRIC_HEAD = ("metric", "first", "second", "difference", "95% of difference", "chance")
+_TASK_HEAD = (
+    "task", "samples in both", "only first", "only second", "same answer", "p50 first",
+    "p50 second", "generated tokens/s",
+)  # fmt: skip
 _LATENCY_HEAD = ("tokens in + out", "load", "p50 first", "p50 second", "tokens/s", "change")
+_CHANGED_HEAD = ("#", "expected", "first answered", "second answered", "changed")
 
 
 def comparison_text(comparison: RunComparison) -> str:
-    """Return the comparison as a table for the terminal."""
-    rows: list[tuple[str, ...]] = [_METRIC_HEAD]
-    rows += [_metric_row(comparison, each) for each in comparison.metrics]
-    lines = [
-        f"first   {_described(comparison.first)}",
-        f"second  {_described(comparison.second)}",
-        *comparison.notes,
-        "",
-        *_columns(rows),
+    """Return the comparison as tables for the terminal."""
+    parts = [
+        f"first   {_described(comparison.first)}\nsecond  {_described(comparison.second)}",
+        "\n".join(comparison.notes),
+        _aligned(_METRIC_HEAD, [_metric_row(comparison, each) for each in comparison.metrics]),
+        _aligned(_TASK_HEAD, [_task_row(each) for each in comparison.tasks]),
+        _aligned(_LATENCY_HEAD, [_latency_row(*pair) for pair in comparison.latency]),
     ]
-    if comparison.changed:
-        lines += ["", f"{len(comparison.changed):,} samples changed between right and wrong."]
-    if comparison.latency:
-        lines += [
-            "",
-            *_columns([_LATENCY_HEAD, *(_latency_row(*pair) for pair in comparison.latency)]),
-        ]
-    return "\n".join(lines)
+    if changed := comparison.changed:
+        s = "s" * (len(changed) > 1)
+        parts.append(f"{len(changed):,} sample{s} changed between right and wrong:")
+        rows = [_changed_row(each) for each in changed[:_IN_TERMINAL]]
+        parts.append(text_table(_CHANGED_HEAD, rows, rule=False))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return text_table(head, rows, right=range(1, len(head)), rule=False) if rows else ""
 
 
 def _described(report: Report) -> str:
@@ -53,18 +56,6 @@ def _described(report: Report) -> str:
     return (
         f"{report.run_id} (TP {run.tp_size} x PP {run.pp_size}, {run.data_type or 'type unknown'})"
     )
-
-
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
-    """Return rows as lines with aligned columns, the first to the left."""
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.ljust(width) if index == 0 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _metric_row(comparison: RunComparison, each: Comparison) -> tuple[str, ...]:
@@ -82,6 +73,13 @@ def _metric_row(comparison: RunComparison, each: Comparison) -> tuple[str, ...]:
     )
 
 
+def _task_row(each: TaskComparison) -> tuple[str, ...]:
+    counts = (each.both, each.only_first, each.only_second, each.same)
+    medians = (milliseconds_text(run.latency.p50_ms) for run in (each.first, each.second))
+    speeds = " to ".join(number_text(run.tokens_per_s) for run in (each.first, each.second))
+    return each.name, *(f"{count:,}" for count in counts), *medians, speeds
+
+
 def _latency_row(first: LatencyPoint, second: LatencyPoint) -> tuple[str, ...]:
     change = second.tokens_per_s / first.tokens_per_s - 1 if first.tokens_per_s else 0.0
     return (
@@ -94,79 +92,32 @@ def _latency_row(first: LatencyPoint, second: LatencyPoint) -> tuple[str, ...]:
     )
 
 
+def _changed_row(each: ChangedSample) -> tuple[str, ...]:
+    texts = (each.second.target, each.first.answer, each.second.answer)
+    words = ", ".join(f"{metric_title(name).lower()} {each.word(name)}" for name in each.metrics)
+    return str(each.second.index), *(" ".join(t.split())[:_MOST_TEXT] for t in texts), words
+
+
 def render_comparison(comparison: RunComparison) -> str:
     """Return the comparison as one self-contained HTML page."""
-    first, second = comparison.first, comparison.second
-    notes = "".join(f'<p class="note">{escape(note)}</p>' for note in comparison.notes)
-    rows = [tuple(map(escape, _metric_row(comparison, each))) for each in comparison.metrics]
-    sections = [
-        f"<h2>Metrics</h2>{notes}",
-        _drawn(comparison),
-        f'<div class="card scroll">{table(_METRIC_HEAD, rows)}</div>',
-        _latency(comparison),
-        _changes(comparison),
+    first, second, latency = comparison.first, comparison.second, comparison.latency
+    before = {metric.name: metric for metric in first.metrics}
+    pairs = [
+        (before[metric.name], metric)
+        for metric in second.metrics
+        if metric.unit == "fraction" and metric.name in before
     ]
-    header = (
-        '<header><div><div class="brand">Slipway comparison</div>'
-        f"<h1>{escape(second.run.name)}</h1>"
-        f'<ul class="chips"><li>first <b>{escape(_described(first))}</b></li>'
-        f"<li>second <b>{escape(_described(second))}</b></li></ul></div></header>\n"
-    )
-    footer = f"{escape(first.run_id)} and {escape(second.run_id)}"
-    return page(f"{second.run.name}: comparison", header, sections, footer=footer)
-
-
-def _drawn(comparison: RunComparison) -> str:
-    fractions = [m for m in comparison.second.metrics if m.unit == "fraction"]
-    before = {metric.name: metric for metric in comparison.first.metrics}
-    pairs = [(before[metric.name], metric) for metric in fractions if metric.name in before]
-    if not pairs:
-        return ""
-    chart = responsive(lambda width: comparison_chart(pairs, width=width))
-    return f'<div class="card">{chart}</div>'
-
-
-def _latency(comparison: RunComparison) -> str:
-    if not comparison.latency:
-        return ""
-    rows = [_latency_row(*pair) for pair in comparison.latency]
-    chart = responsive(lambda width: latency_comparison_chart(comparison.latency, width=width))
-    return (
-        f'<h2>Latency</h2><p class="lead">Points that both runs measured: median of a request, '
-        f"with a line up to its 95th percentile, in milliseconds.</p>\n"
-        f'<div class="card">{chart}</div>'
-        f'<div class="card scroll">{table(_LATENCY_HEAD, rows)}</div>'
-    )
-
-
-def _changes(comparison: RunComparison) -> str:
-    if not comparison.changed:
-        return ""
-    shown = comparison.changed[:_MAX_CHANGED]
-    head = ("#", "passage", "expected", "first answered", "second answered", "changed")
-    rows = [_changed_row(each) for each in shown]
-    left_out = len(comparison.changed) - len(shown)
-    more = f" The first {len(shown)} are listed." if left_out else ""
-    return (
-        f'<h2>Changed samples</h2><p class="lead">{len(comparison.changed):,} samples that one run '
-        f"got right and the other wrong.{more}</p>"
-        f'<div class="card scroll">{table(head, rows, numbers=(0,))}</div>'
-    )
-
-
-def _changed_row(each: ChangedSample) -> tuple[str, ...]:
-    marks = ", ".join(
-        f'{metric_title(name).lower()} <b class="{kind}">{word}</b>'
-        for name in each.metrics
-        for kind, word in (
-            (("good", "now right") if each.second.values[name] else ("bad", "now wrong")),
-        )
-    )
-    return (
-        str(each.second.index),
-        escape(each.second.text),
-        escape(each.second.target),
-        escape(each.first.answer),
-        escape(each.second.answer),
-        marks,
+    return render_page(
+        "comparison.html",
+        title=f"{second.run.name}: comparison",
+        runs=(_described(first), _described(second)),
+        comparison=comparison,
+        accuracies=pairs
+        and charts.responsive(lambda width: charts.comparison_chart(pairs, width=width)),
+        metrics=(_METRIC_HEAD, [_metric_row(comparison, each) for each in comparison.metrics]),
+        tasks=(_TASK_HEAD, [_task_row(each) for each in comparison.tasks]),
+        latency_chart=latency
+        and charts.responsive(lambda width: charts.latency_comparison_chart(latency, width=width)),
+        latency=(_LATENCY_HEAD, [_latency_row(*pair) for pair in latency]),
+        most=_ON_PAGE,
     )

@@ -1,7 +1,13 @@
-"""Numbers and durations as people read them, the same in every page of a report."""
+"""Numbers, durations and rows of tables as people read them, the same in every page of a report.
+
+Functions named `..._text` and `..._title` are filters of the templates.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from inference.evaluation.gate import INSUFFICIENT
 from inference.evaluation.record import (
     Comparison,
     LatencyPoint,
@@ -12,6 +18,11 @@ from inference.evaluation.record import (
 from inference.evaluation.task import Metric
 
 SIDE_BY_SIDE_HEAD = ("", "total", "in flight", "generated tokens/s")
+GATE_HEAD = ("metric", "bound", "tier", "verdict", "found")
+LATENCY_HEAD = (
+    "tokens in + out", "load", "requests", "mean", "p50", "p95", "p99", "first token",
+    "each further", "tokens/s",
+)  # fmt: skip
 
 
 def value_text(value: float, unit: str) -> str:
@@ -67,18 +78,13 @@ def references(report: Report) -> dict[str, str]:
     }
 
 
-def side_by_side(task: TaskReport) -> list[tuple[str, ...]]:
+def side_by_side_rows(task: TaskReport) -> list[tuple[str, ...]]:
     """Return the times of the served model and of its reference, under SIDE_BY_SIDE_HEAD."""
     if task.reference is None or task.reference.requests is None:
         return []
     sides = (("served", task.requests), (task.reference.source, task.reference.requests))
     return [
-        (
-            name,
-            seconds_text(each.seconds),
-            f"{each.concurrency}",
-            number_text(each.tokens_per_s),
-        )
+        (name, seconds_text(each.seconds), str(each.concurrency), number_text(each.tokens_per_s))
         for name, each in sides
     ]
 
@@ -142,3 +148,84 @@ def load_text(point: LatencyPoint) -> str:
     """Return the load of a point: the batch where it is more than one row, and the requests."""
     batch = f"batch {point.batch_size}, " if point.batch_size > 1 else ""
     return f"{batch}{point.concurrency} in flight"
+
+
+def latency_rows(points: Iterable[LatencyPoint]) -> list[tuple[str, ...]]:
+    """Return points of the latency sweep as text, under LATENCY_HEAD."""
+    return [
+        (
+            shape_text(point),
+            load_text(point),
+            str(point.requests),
+            *(
+                "" if value is None else milliseconds_text(value)
+                for value in (
+                    point.latency.mean_ms,
+                    point.latency.p50_ms,
+                    point.latency.p95_ms,
+                    point.latency.p99_ms,
+                    point.first_token_ms,
+                    point.per_token_ms,
+                )
+            ),
+            number_text(point.tokens_per_s),
+        )
+        for point in points
+    ]
+
+
+def latency_note(report: Report) -> str:
+    """Return how the sweep was measured."""
+    if not any(point.output_len for point in report.latency):
+        tokens = "The model is an encoder: tokens per second are those of the requests."
+    elif all(point.streamed for point in report.latency):
+        tokens = "The model streams: each token was timed on arrival."
+    else:
+        tokens = (
+            "The model returns whole answers: the time to the first token is that of a request for "
+            "one token, and the time of each further token is the rest of the median latency, "
+            "divided evenly."
+        )
+    return f"Each request was sent when the one before it was answered. {tokens}"
+
+
+def verdict(report: Report) -> str:
+    """Return the outcome of the gate in a few words."""
+    if not report.bounds:
+        return "no gate set"
+    gate = report.gate
+    if breaches := len(gate.breaches):
+        return f"gate breached ({breaches} of {gate.checked} bounds)"
+    if unknown := len(gate.of(INSUFFICIENT)):
+        return f"gate undecided ({unknown} of {gate.checked} bounds need more samples)"
+    return f"gate passed ({gate.checked} of {gate.checked} bounds hold)"
+
+
+def gate_rows(report: Report) -> list[tuple[str, ...]]:
+    """Return the bounds and what was found, under GATE_HEAD."""
+    return [
+        (each.metric, each.bound, each.tier, each.status, each.text)
+        for each in report.gate.verdicts
+    ]
+
+
+def run_facts(report: Report) -> list[tuple[str, str]]:
+    """Return what was served, as names and values, without those that are not known."""
+    run = report.run
+    listed = [
+        ("run", report.run_id),
+        ("started", report.started_at),
+        ("took", seconds_text(report.seconds)),
+        ("checkpoint", run.checkpoint),
+        ("family", run.family),
+        ("engine", run.engine),
+        ("parallelism", f"TP {run.tp_size} x PP {run.pp_size}"),
+        ("weights", run.weight_data_type),
+        ("computed in", run.data_type),
+        ("int8 mode", str(run.int8_mode) if run.int8_mode else ""),
+        ("batch limit", str(run.max_batch_size or "")),
+        ("model SHA-256", run.model_sha256),
+        ("cluster", run.cluster),
+        ("git revision", run.git_revision),
+    ]
+    return [(name, value) for name, value in listed if value]

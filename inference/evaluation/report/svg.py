@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from markupsafe import Markup
+
 SERIES = 8  # colours of the style sheet
 _LEGEND_ROW = 18
 
@@ -32,8 +34,7 @@ class Scale:
         low, high = self.low, self.high
         if self.is_log:
             value, low, high = math.log(value), math.log(low), math.log(high)
-        share = (value - low) / (high - low)
-        return self.start + share * (self.end - self.start)
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
 
 
 def nice_ticks(high: float, *, low: float = 0.0, count: int = 5) -> list[float]:
@@ -123,9 +124,9 @@ class Frame:
             text((0, 11), y, kind="axis"),
         ]
 
-    def svg(self, body: Sequence[str], *, label: str) -> str:
+    def svg(self, body: Sequence[str], *, label: str) -> Markup:
         """Return the whole chart; a screen reader reads `label`."""
-        return (
+        return Markup(
             f'<svg viewBox="0 0 {_n(self.width)} {_n(self.height)}" role="img" '
             f'aria-label="{escape(label)}">{"".join(body)}</svg>'
         )
@@ -135,48 +136,49 @@ def _grid(tick: float) -> str:
     return "base" if tick == 0 else "grid"
 
 
+def _element(
+    tag: str, kind: str, *, content: str = "", hint: str = "", **attributes: str | float
+) -> str:
+    """Return an element of class `kind`; a hint is shown under the pointer."""
+    given = "".join(
+        f' {name.replace("_", "-")}="{value if isinstance(value, str) else _n(value)}"'
+        for name, value in attributes.items()
+    )
+    title = f"<title>{escape(hint)}</title>" if hint else ""
+    return f'<{tag}{given} class="{kind}">{title}{escape(content)}</{tag}>'
+
+
 def text(at: Point, content: str, *, anchor: str = "start", kind: str = "tick") -> str:
     """Return a label; `kind` is its class."""
-    place = f'x="{_n(at[0])}" y="{_n(at[1])}" text-anchor="{anchor}"'
-    return f'<text {place} class="{kind}">{escape(content)}</text>'
+    return _element("text", kind, content=content, x=at[0], y=at[1], text_anchor=anchor)
 
 
 def line(start: Point, end: Point, *, kind: str) -> str:
     """Return a straight line."""
-    (x1, y1), (x2, y2) = start, end
-    return f'<line x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}" class="{kind}"/>'
+    return _element("line", kind, x1=start[0], y1=start[1], x2=end[0], y2=end[1])
 
 
 def rectangle(
     corner: Point, width: float, height: float, *, kind: str, hint: str = "", radius: float = 0
 ) -> str:
-    """Return a rectangle by its upper left corner, with a hint shown under the pointer."""
-    place = f'x="{_n(corner[0])}" y="{_n(corner[1])}"'
-    size = f'width="{_n(max(width, 0))}" height="{_n(max(height, 0))}" rx="{_n(radius)}"'
-    return f'<rect {place} {size} class="{kind}">{_hint(hint)}</rect>'
+    """Return a rectangle by its upper left corner."""
+    x, y, width, height = *corner, max(width, 0.0), max(height, 0.0)
+    return _element("rect", kind, hint=hint, x=x, y=y, width=width, height=height, rx=radius)
 
 
 def dot(at: Point, radius: float, *, kind: str, hint: str = "") -> str:
-    """Return a filled circle with a hint shown under the pointer."""
-    place = f'cx="{_n(at[0])}" cy="{_n(at[1])}" r="{_n(radius)}"'
-    return f'<circle {place} class="{kind}">{_hint(hint)}</circle>'
-
-
-def diamond(at: Point, radius: float, *, kind: str, hint: str = "") -> str:
-    """Return a diamond with a hint shown under the pointer."""
-    x, y = at
-    corners = ((x, y - radius), (x + radius, y), (x, y + radius), (x - radius, y))
-    return polygon(corners, kind=kind, hint=hint)
+    """Return a filled circle."""
+    return _element("circle", kind, hint=hint, cx=at[0], cy=at[1], r=radius)
 
 
 def polyline(points: Sequence[Point], *, kind: str) -> str:
     """Return a line through all points."""
-    return f'<polyline points="{_joined(points)}" class="{kind}"/>'
+    return _element("polyline", kind, points=_joined(points))
 
 
 def polygon(points: Sequence[Point], *, kind: str, hint: str = "") -> str:
-    """Return a filled outline with a hint shown under the pointer."""
-    return f'<polygon points="{_joined(points)}" class="{kind}">{_hint(hint)}</polygon>'
+    """Return a filled outline."""
+    return _element("polygon", kind, hint=hint, points=_joined(points))
 
 
 def legend(frame: Frame, names: Sequence[str], *, y: float = 25) -> list[str]:
@@ -205,14 +207,9 @@ def _legend_places(frame: Frame, names: Sequence[str]) -> Iterator[tuple[float, 
         x += width
 
 
-def _hint(content: str) -> str:
-    return f"<title>{escape(content)}</title>" if content else ""
-
-
 def _joined(points: Sequence[Point]) -> str:
     return " ".join(f"{_n(x)},{_n(y)}" for x, y in points)
 
 
 def _n(value: float) -> str:
-    """Return a coordinate in few characters."""
     return f"{value:.1f}".removesuffix(".0")

@@ -12,6 +12,7 @@ from export_scripts.files.json_content import json_object
 from export_scripts.files.replace import replace_file
 from inference.evaluation.gate import PairedBound
 from inference.evaluation.options import Bound
+from inference.evaluation.paired import pairs_of
 from inference.evaluation.paired_tests import Pairs
 from inference.evaluation.record import (
     SCHEMA_VERSION,
@@ -115,38 +116,14 @@ class Baseline:
         """Return the scores of a run's samples next to those stored, by metric."""
         if run.task.name not in self.scores:
             return {}
-        stored = [self.values(each) for each in run.predictions]
-        metrics = [each for each in run.metrics if each.name in self.metrics]
-        return pairs_of(metrics, run.samples, stored, [each.values for each in run.predictions])
-
-
-def pairs_of(
-    metrics: Sequence[Metric],
-    samples: Sequence[Sample],
-    old: Sequence[Mapping[str, float]],
-    new: Sequence[Mapping[str, float]],
-) -> dict[str, Pairs]:
-    """Return the quantities of the same samples, asked twice, by the metrics that are means."""
-    found = {}
-    for metric in metrics:
-        if not metric.scale:
-            continue
-        chosen = [
-            pair
-            for sample, *pair in zip(samples, old, new, strict=True)
-            if metric.group in ("", sample.group)
-        ]
-        sign = 1.0 if metric.higher_is_better or metric.scale == "exp" else -1.0
-        scores = [
-            tuple(sign * pair[side][metric.sample_value] for pair in chosen) for side in (1, 0)
-        ]
-        weights = (
-            [tuple(pair[side][metric.weight] for pair in chosen) for side in (1, 0)]
-            if (metric.weight)
-            else []
-        )
-        found[metric.name] = Pairs(*scores, *weights)
-    return found
+        found = {}
+        for metric in run.metrics:
+            chosen = [each for each in run.predictions if metric.group in ("", each.group)]
+            old = [self.values(each) for each in chosen]
+            pairs = pairs_of(metric, old, [each.values for each in chosen])
+            if pairs is not None and metric.name in self.metrics:
+                found[metric.name] = pairs
+        return found
 
 
 def _some(values: Sequence[Any]) -> str:

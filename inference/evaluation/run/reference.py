@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from export_scripts.files.json_content import json_object
-from inference.evaluation.paired import compare_metric, values_by_sample
+from inference.evaluation.paired import Values, compare_metric
 from inference.evaluation.record import (
     Prediction,
     ReferenceComparison,
@@ -24,7 +24,7 @@ from inference.evaluation.record import (
     read_report,
 )
 from inference.evaluation.run.task_run import TaskRun
-from inference.evaluation.task import Dataset, Metric, Score
+from inference.evaluation.task import Dataset, Score
 
 _SCHEMA_VERSION = 1
 
@@ -35,7 +35,7 @@ class Reference:
 
     Attributes:
         metrics: values over the whole data set, by metric name.
-        per_sample: values by quantity and sample index.
+        per_sample: the quantities of each sample by its index.
         same_samples: whether `metrics` are over exactly the samples of the run, limit and all.
         requests: how long its answers took, where that is known.
     """
@@ -43,7 +43,7 @@ class Reference:
     source: str
     dataset_sha256: str
     metrics: Mapping[str, float]
-    per_sample: Mapping[str, Mapping[int, float]]
+    per_sample: Mapping[int, Values]
     same_samples: bool = False
     requests: RequestStatistics | None = None
 
@@ -80,14 +80,15 @@ def _from_recorded(path: Path, values: Mapping[str, Any]) -> Reference:
             "with source, dataset_sha256 and metrics."
         )
     try:
+        rows: dict[int, dict[str, float]] = {}
+        for name, column in values.get("per_sample", {}).items():
+            for index, value in enumerate(column):
+                rows.setdefault(index, {})[name] = float(value)
         return Reference(
             source=str(values["source"]),
             dataset_sha256=str(values["dataset_sha256"]),
             metrics={name: float(value) for name, value in values["metrics"].items()},
-            per_sample={
-                name: dict(enumerate(map(float, column)))
-                for name, column in values.get("per_sample", {}).items()
-            },
+            per_sample=rows,
         )
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
@@ -108,7 +109,7 @@ def _from_report(path: Path, task: str) -> Reference:
         source=f"run {report.run_id}",
         dataset_sha256=found[0].dataset.sha256,
         metrics={metric.name: metric.value for metric in found[0].metrics},
-        per_sample=values_by_sample(each for each in predictions if each.task == task),
+        per_sample={each.index: each.values for each in predictions if each.task == task},
         requests=found[0].requests,
     )
 
@@ -119,7 +120,7 @@ def reference_of(run: TaskRun, *, source: str) -> Reference:
         source=source,
         dataset_sha256=run.dataset.sha256,
         metrics={metric.name: metric.value for metric in run.metrics},
-        per_sample=values_by_sample(run.predictions),
+        per_sample={each.index: each.values for each in run.predictions},
         same_samples=True,
         requests=run.requests,
     )
@@ -128,15 +129,11 @@ def reference_of(run: TaskRun, *, source: str) -> Reference:
 def compare_with_reference(run: TaskRun, reference: Reference) -> ReferenceComparison:
     """Compare every metric, sample by sample where the reference has samples."""
     values = _reference_values(run, reference)
+    found = [(each, reference.per_sample.get(each.index, {})) for each in run.predictions]
     return ReferenceComparison(
         source=reference.source,
         metrics=tuple(
-            compare_metric(
-                metric,
-                values[metric.name],
-                run.predictions,
-                reference.per_sample.get(metric.sample_value, {}),
-            )
+            compare_metric(metric, values[metric.name], found)
             for metric in run.metrics
             if metric.name in values
         ),
@@ -148,8 +145,9 @@ def with_reference_values(
     predictions: Sequence[Prediction], reference: Reference | None
 ) -> tuple[Prediction, ...]:
     """Return the predictions with the reference's values of the same samples."""
-    columns = {} if reference is None else reference.per_sample
-    return tuple(replace(each, reference=_values_of(each, columns)) for each in predictions)
+    if reference is None:
+        return tuple(predictions)
+    return tuple(replace(each, reference=_values_of(each, reference)) for each in predictions)
 
 
 def _reference_values(run: TaskRun, reference: Reference) -> dict[str, float]:
@@ -161,33 +159,19 @@ def _reference_values(run: TaskRun, reference: Reference) -> dict[str, float]:
     """
     comparable = reference.same_samples or run.dataset.limit is None
     values = dict(reference.metrics) if comparable else {}
-    columns = reference.per_sample
+    rows = [(each, _values_of(each, reference)) for each in run.predictions]
     known = [
         metric.name
         for metric in run.metrics
-        if metric.from_samples and _has_all(columns, metric, run.predictions)
+        if metric.from_samples
+        and all({metric.sample_value, metric.weight} - {""} <= row.keys() for _, row in rows)
     ]
-    scores = [
-        Score({**each.values, **_values_of(each, columns)}, answer="") for each in run.predictions
-    ]
+    scores = [Score({**each.values, **row}, answer="") for each, row in rows]
     again = run.task.metrics(run.samples, scores) if known else ()
     return {**values, **{metric.name: metric.value for metric in again if metric.name in known}}
 
 
-def _values_of(
-    prediction: Prediction, columns: Mapping[str, Mapping[int, float]]
-) -> dict[str, float]:
+def _values_of(prediction: Prediction, reference: Reference) -> dict[str, float]:
     """Return the reference's values of a sample, of those quantities that the run has too."""
-    return {
-        name: float(column[prediction.index])
-        for name, column in columns.items()
-        if name in prediction.values and prediction.index in column
-    }
-
-
-def _has_all(
-    columns: Mapping[str, Mapping[int, float]], metric: Metric, predictions: Sequence[Prediction]
-) -> bool:
-    """Return whether the reference has a metric's quantities for all samples of a run."""
-    needed = [columns.get(name, {}) for name in (metric.sample_value, metric.weight) if name]
-    return all(each.index in column for each in predictions for column in needed)
+    row = reference.per_sample.get(prediction.index, {})
+    return {name: value for name, value in row.items() if name in prediction.values}

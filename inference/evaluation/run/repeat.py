@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from inference.evaluation.gate import amount_text
+from inference.evaluation.paired import pairs_of
 from inference.evaluation.paired_tests import check_drop
-from inference.evaluation.run.baseline import pairs_of
 from inference.evaluation.run.task_run import TaskRun
 from inference.evaluation.task import TextGenerator
 
@@ -27,11 +27,12 @@ def movement(run: TaskRun, model: TextGenerator) -> tuple[dict[str, float], str]
     if again == first:
         return {}, f"{asked} gave the same digits."
     units = {metric.name: metric.unit for metric in run.metrics}
-    moved = {
-        name: abs(check_drop(pairs, 0.0, confidence=0.95).drop)
-        for name, pairs in pairs_of(run.metrics, samples, first, again).items()
-        if not pairs.is_binary
-    }
+    moved = {}
+    for metric in run.metrics:
+        rows = [i for i, each in enumerate(samples) if metric.group in ("", each.group)]
+        pairs = pairs_of(metric, [first[i] for i in rows], [again[i] for i in rows])
+        if pairs is not None and not pairs.is_binary:
+            moved[metric.name] = abs(check_drop(pairs, 0.0, confidence=0.95).drop)
     changed = sum(one != other for one, other in zip(first, again, strict=True))
     figures = ", ".join(f"{name} by {amount_text(d, units[name])}" for name, d in moved.items())
     return moved, (

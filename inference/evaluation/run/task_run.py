@@ -109,6 +109,7 @@ def run_task(
             values=dict(score.values),
             seconds=duration,
             id=own_id,
+            group=sample.group,
         )
         for sample, own_id in zip(samples, sample_ids(samples), strict=True)
         for score, duration in (answered[sample.index],)

@@ -42,7 +42,7 @@ def test_the_last_two_runs_are_compared(results: Path, capsys) -> None:
     assert compare(results) == 0
     reported = capsys.readouterr().out
     assert ["lambada_last_word", "25.00%", "0.00%", "-25.00", "pt"] in first_words(reported)
-    assert "2 samples changed between right and wrong." in reported
+    assert "2 samples changed between right and wrong:" in reported
     assert (results / "evaluations" / "comparison.html").is_file()
 
 

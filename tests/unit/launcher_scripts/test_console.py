@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from launcher_scripts.console import Console, progress_text, text_table
+from export_scripts.tables import text_table
+from launcher_scripts.console import Console, progress_text
 from stages.progress import ProgressState
 
 GREEN = "\x1b[32mcompleted\x1b[0m"

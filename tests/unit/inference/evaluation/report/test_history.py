@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import exp
 from pathlib import Path
 
 import pytest
 
 from inference.compare import main
 from inference.evaluation.options import EvaluationOptions, LambadaOptions, LatencyOptions
-from inference.evaluation.record import LatencyPoint, RunFacts
+from inference.evaluation.record import LatencyPoint, Prediction, RunFacts
 from inference.evaluation.report.compare import compare_runs
 from inference.evaluation.report.compare_page import comparison_text, render_comparison
 from inference.evaluation.report.history import (
@@ -161,12 +162,72 @@ def test_the_comparison_is_reported_and_drawn(report, predictions):
     )
     reported = comparison_text(found)
     assert "lambada_last_word  50.00%  50.00%           0" in reported
-    assert "1 samples changed between right and wrong." in reported
+    assert "1 sample changed between right and wrong:" in reported
     assert "-20.0%" in reported
     page = render_comparison(found)
     assert "now right" in page
     assert "&lt;gate&gt;" in page
     assert "&lt;/script&gt;&lt;b&gt;&amp; the" in page
+
+
+def asked(texts, rights, *, task="lambada", group=""):
+    """Return the predictions of a run: the samples of `texts`, right where `rights` says so."""
+    return [
+        Prediction(
+            task, i, text, "lamp", str(right), {f"{task}_x": right}, 0.01, id=text, group=group
+        )
+        for i, (text, right) in enumerate(zip(texts, rights, strict=True))
+    ]
+
+
+def test_samples_are_matched_by_their_content(report, make_metric):
+    metric = make_metric("lambada_x", scale="mean")
+    run = replace(report, tasks=(replace(report.tasks[0], metrics=(metric,)),))
+    other = replace(run.tasks[0], dataset=replace(run.tasks[0].dataset, sha256="0" * 64))
+    first = asked("abcdefghijklmno", [1.0] * 15)
+    second = asked("onmlkjihgfedcbx", [0.0] * 4 + [1.0] * 11)
+    found = compare_runs(run, replace(run, tasks=(other,)), first, second)
+    (task,) = found.tasks
+    assert (task.both, task.only_first, task.only_second, task.same) == (14, 1, 1, 10)
+    assert [each.second.text for each in found.changed] == [*"onml"]
+    assert {each.word("lambada_x") for each in found.changed} == {"now wrong"}
+    (metric,) = found.metrics
+    assert metric.difference == pytest.approx(-4 / 14)
+    assert metric.low < metric.difference < metric.high < 0.05
+    assert metric.p_value == pytest.approx(2 * 0.5**4)
+    reported = comparison_text(found)
+    assert reported.count("last word now wrong") == 0
+    assert reported.count("x now wrong") == 4
+
+
+def test_each_task_and_each_group_is_compared_with_itself(report, make_metric):
+    parts = (
+        make_metric("lambada_x", scale="mean"),
+        make_metric("lambada_x_de", scale="mean", sample_value="lambada_x", group="de"),
+    )
+    boolq = make_metric("boolq_x", scale="mean")
+    tasks = (
+        replace(report.tasks[0], metrics=parts),
+        replace(report.tasks[0], name="boolq", metrics=(boolq,)),
+    )
+    run = replace(report, tasks=tasks)
+    german = asked("ab", [1.0, 1.0], group="de")
+    first = [*german, *asked("cd", [1.0, 1.0]), *asked("ef", [1.0, 0.0], task="boolq")]
+    second = [*german, *asked("cd", [0.0, 0.0]), *asked("ef", [1.0, 1.0], task="boolq")]
+    whole, group, other = compare_runs(run, run, first, second).metrics
+    assert (whole.difference, group.difference, other.difference) == (-0.5, 0.0, 0.5)
+
+
+def test_the_interval_of_a_perplexity_is_in_its_unit(report, make_metric):
+    metric = make_metric("lambada_x", 9.0, scale="exp", unit="perplexity", higher_is_better=False)
+    run = replace(report, tasks=(replace(report.tasks[0], metrics=(metric,)),))
+    texts = "abcdefghij"
+    first = asked(texts, [-2.0 - 0.01 * i for i in range(10)])
+    second = asked(texts, [-2.1 - 0.011 * i for i in range(10)])
+    (found,) = compare_runs(run, run, first, second).metrics
+    assert found.difference == pytest.approx(exp(2.1 + 0.0495) - exp(2.045))
+    assert 0 < found.low < found.difference < found.high < 1.1 * found.difference
+    assert found.agreeing is None
 
 
 def test_the_command_prints_and_writes_a_page(store, tmp_path, capsys):

@@ -19,10 +19,7 @@ from inference.evaluation.report.charts import (
     latency_comparison_chart,
     latency_histogram,
     stages_chart,
-    sweep_first_token_chart,
-    sweep_latency_chart,
-    sweep_per_token_chart,
-    sweep_throughput_chart,
+    sweep_charts,
     throughput_chart,
 )
 from inference.evaluation.report.html_page import render_html
@@ -173,14 +170,18 @@ def test_throughput_of_the_shortest_run_is_drawn():
     assert all(number >= 0 for number in numbers(throughput_chart(requests)))
 
 
+def sweep(title: str, points) -> str:
+    return dict(sweep_charts(points))[title]
+
+
 def test_sweep_charts_draw_every_point():
     points = [
         LatencyPoint(1, 32, length, flight, 4, 32, distribution([0.1, 0.3]), 50.0 * flight, 9.0)
         for length in (1, 64)
         for flight in (1, 4)
     ]
-    assert len(svg_of(sweep_latency_chart(points)).findall("circle")) == 4
-    bars = svg_of(sweep_throughput_chart(points)).findall("rect")
+    assert len(svg_of(sweep("Latency of a request", points)).findall("circle")) == 4
+    bars = svg_of(sweep("Throughput", points)).findall("rect")
     assert len(bars) == 4 + 2  # and the legend
 
 
@@ -190,8 +191,8 @@ def sweep_point(latency_s: float, *, flight: int = 1, further_ms: float | None =
 
 
 def test_times_far_apart_are_drawn_on_a_log_scale():
-    near = sweep_latency_chart([sweep_point(0.1), sweep_point(0.2, flight=4)])
-    far = sweep_latency_chart([sweep_point(0.001), sweep_point(0.9, flight=4)])
+    near = sweep("Latency of a request", [sweep_point(0.1), sweep_point(0.2, flight=4)])
+    far = sweep("Latency of a request", [sweep_point(0.001), sweep_point(0.9, flight=4)])
     assert "log scale" in far
     assert "log scale" not in near
     low, high = (float(each.get("cy")) for each in svg_of(far).findall("circle"))
@@ -201,8 +202,8 @@ def test_times_far_apart_are_drawn_on_a_log_scale():
 
 def test_points_without_further_tokens_are_left_out_of_their_chart():
     points = [sweep_point(0.1), sweep_point(0.1, flight=4, further_ms=None)]
-    assert len(svg_of(sweep_per_token_chart(points)).findall("circle")) == 1
-    assert len(svg_of(sweep_first_token_chart(points)).findall("circle")) == 2
+    assert len(svg_of(sweep("Each further token", points)).findall("circle")) == 1
+    assert len(svg_of(sweep("Time to the first token", points)).findall("circle")) == 2
 
 
 def test_a_long_legend_goes_on_in_the_next_line():

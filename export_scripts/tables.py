@@ -1,0 +1,44 @@
+"""Tables as text: aligned columns for a terminal, and Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+
+def text_table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[int] = (),
+    rule: bool = True,
+    paint: Callable[[str], str] = str,
+) -> str:
+    """Return rows as aligned columns under a head; `paint` receives each padded cell.
+
+    Args:
+        head: titles of the columns.
+        rows: cells of each row.
+        right: columns that are aligned to the right.
+        rule: whether a line is drawn below the head.
+        paint: adds what has no width, such as colours.
+    """
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    texts = [
+        "  ".join(
+            paint(cell.rjust(width) if column in right else cell.ljust(width))
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]
+    if rule:
+        texts.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(texts)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return rows as a table of Markdown, whose cells cannot end it."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
