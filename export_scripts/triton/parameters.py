@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export_scripts.suggest import did_you_mean
+from export_scripts.tables import markdown_table
 
 _DAYS_30_S = 30 * 24 * 3600.0
 # Most tokens of a sequence unless max_seq_len says otherwise; of an encoder, attention grows with
@@ -194,11 +195,10 @@ def parameter_problems(given: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def markdown_table() -> str:
+def parameters_table() -> str:
     """Return the table of docs/engine.md."""
-    lines = ["| parameter | default | takes | |", "| --- | --- | --- | --- |"]
-    lines += [
-        f"| `{name}` | {each.default} | {each.kind.words} | {each.meaning} |"
+    rows = [
+        (f"`{name}`", each.default, each.kind.words, each.meaning)
         for name, each in PARAMETERS.items()
     ]
-    return "\n".join(lines)
+    return markdown_table(("parameter", "default", "takes", ""), rows)

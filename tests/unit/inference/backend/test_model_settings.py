@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from export_scripts.triton.parameters import PARAMETERS, markdown_table
+from export_scripts.triton.parameters import PARAMETERS, parameters_table
 from inference.backend.model_settings import ModelSettings, read_settings
 from inference.backend.triton_model import ModelArguments
 from inference.engine.options import EngineOptions
@@ -103,7 +103,7 @@ def test_engine_bounds_come_from_parameters_of_their_names() -> None:
 
 
 def test_the_document_shows_the_table() -> None:
-    assert markdown_table() in (ROOT / "docs" / "engine.md").read_text()
+    assert parameters_table() in (ROOT / "docs" / "engine.md").read_text()
 
 
 def test_options_of_the_engine_are_parameters_with_the_same_defaults() -> None:
