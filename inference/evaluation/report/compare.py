@@ -32,7 +32,7 @@ class ChangedSample:
     metrics: tuple[str, ...]
 
     def word(self, metric: str) -> str:
-        """What became of the sample."""
+        """Return the change of a metric of this sample in two words."""
         before, after = self.first.values[metric], self.second.values[metric]
         if {before, after} == {0.0, 1.0}:
             return "now right" if after > before else "now wrong"
