@@ -34,9 +34,11 @@ def accuracy_metric(
     )
 
 
-def mean_metric(name: str, scores: Sequence[Score], *, key: str, method: str) -> Metric:
+def mean_metric(
+    name: str, scores: Sequence[Score], *, key: str, method: str, value: str = "", group: str = ""
+) -> Metric:
     """Return the mean of a quantity between 0 and 1, with the normal interval."""
-    mean, stderr = mean_and_stderr([score.values[name] for score in scores])
+    mean, stderr = mean_and_stderr([score.values[value or name] for score in scores])
     return Metric(
         name=name,
         key=key,
@@ -46,6 +48,7 @@ def mean_metric(name: str, scores: Sequence[Score], *, key: str, method: str) ->
         high=min(1.0, mean + Z_95 * stderr),
         count=len(scores),
         method=method,
-        sample_value=name,
+        sample_value=value or name,
         scale="mean",
+        group=group,
     )

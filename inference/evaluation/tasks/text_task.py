@@ -35,12 +35,29 @@ from inference.evaluation.tasks.datasets import (
     missing_files,
     unpacked,
 )
+from inference.evaluation.tasks.metrics import accuracy_metric, mean_metric
 from inference.evaluation.tasks.rows import Row
 from inference.evaluation.tasks.served_folder import prompt_of
 
-ScoreAnswer = Callable[[str, Sample], dict[str, float]]
-SumUp = Callable[[Sequence[Sample], Sequence[Score]], tuple[Metric, ...]]
 _P_TUNING = 3  # request_prompt_type of the contract
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One figure of an answer; the metric is its mean over all samples.
+
+    Attributes:
+        name: the metric's, behind that of its task.
+        key: its short name, as evaluation harnesses write it.
+        score: of an answer against the right ones.
+        is_share: whether each answer scores 0 or 1.
+    """
+
+    name: str
+    key: str
+    method: str
+    score: Callable[[str, Sequence[str]], float]
+    is_share: bool = True
 
 
 @dataclass(frozen=True)
@@ -49,11 +66,10 @@ class TextTaskKind:
 
     Attributes:
         read: the rows of its data files.
+        measures: of each answer.
+        corpus: metrics of all answers together, by name, in place of the measures' means.
         template: its prompt, with the row's fields in braces.
         output_len: tokens to generate.
-        score: quantities of one answer; names of metrics.
-        sum_up: metrics over all samples.
-        metrics: their names.
         grouped: whether they are summed up over each group of the data too.
         choices: the answers there are, as they follow the prompt; needed for log_likelihood.
         likelihood_template: its prompt for log_likelihood, where that differs.
@@ -64,17 +80,31 @@ class TextTaskKind:
 
     name: str
     read: Callable[[Path, TextTaskOptions], list[Row]]
+    measures: tuple[Measure, ...]
     template: str
     output_len: int
-    score: ScoreAnswer
-    sum_up: SumUp
-    metrics: tuple[str, ...]
+    corpus: Mapping[str, Callable[[Sequence[Sample], Sequence[Score]], Metric]] = field(
+        default_factory=dict
+    )
     grouped: bool = False
     choices: Mapping[str, str] = field(default_factory=dict)
     likelihood_template: str = ""
     package: str = ""
     source: DataSource | None = None
     recipe: str = ""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Names of the metrics over all samples."""
+        return tuple(self.corpus) or tuple(f"{self.name}_{each.name}" for each in self.measures)
+
+    @property
+    def without_data(self) -> str:
+        """The problem of a task that has no data file."""
+        return (
+            f"evaluate.{self.name}.data_path is needed for the task {self.name}. To get the data: "
+            f"{self.recipe}"
+        )
 
     def data_source(self, options: TextTaskOptions) -> DataSource | None:
         """Return where missing data comes from: as the options say, or the task's own place."""
@@ -109,7 +139,7 @@ class TextTask:
         path = self._data()
         template = self.options.template or self._own_template()
         rows = self.kind.read(path, self.options)
-        samples = [_sample(index, row, template, path) for index, row in enumerate(rows)]
+        samples = [self._sample(index, row, template, path) for index, row in enumerate(rows)]
         return drawn(
             samples,
             name=path.name,
@@ -119,12 +149,23 @@ class TextTask:
             seed=self.seed,
         )
 
+    def _sample(self, index: int, row: Row, template: str, path: Path) -> Sample:
+        try:
+            text = template.format_map(row.fields)
+        except KeyError as error:
+            raise ValueError(
+                f"{path}, row {index}: no field {error} for the template {template!r}; it has "
+                f"{', '.join(row.fields)}."
+            ) from None
+        group = row.group if self.kind.grouped else ""
+        return Sample(index, text, target=row.targets[0], targets=row.targets, group=group)
+
     def _data(self) -> Path:
         if self.options.data_path is not None:
             return Path(self.options.data_path)
         source = self.kind.data_source(self.options)
         if source is None:
-            raise ValueError(_without_data(self.kind))
+            raise ValueError(self.kind.without_data)
         path = ensure_dataset(
             self.data_dir / source.file_name,
             url=source.url,
@@ -136,11 +177,26 @@ class TextTask:
     def score(self, sample: Sample, model: TextGenerator) -> Score:
         """Ask the model for one answer and score it."""
         answer = self._answer(sample, model)
-        return Score(values=self.kind.score(answer, sample), answer=answer)
+        kind, targets = self.kind, sample.all_targets
+        values = {f"{kind.name}_{each.name}": each.score(answer, targets) for each in kind.measures}
+        return Score(values=values, answer=answer)
 
     def metrics(self, samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
-        """Return the task's metrics over all samples."""
-        return self.kind.sum_up(samples, scores)
+        """Return the task's metrics over all samples, then those over each group there is."""
+        if self.kind.corpus:
+            return tuple(metric(samples, scores) for metric in self.kind.corpus.values())
+        groups = ("", *sorted({sample.group for sample in samples} - {""}))
+        found = []
+        for group in groups:
+            of, end = (f", of {group}", f"_{group}") if group else ("", "")
+            pairs = zip(samples, scores, strict=True)
+            own = [score for sample, score in pairs if group in ("", sample.group)]
+            for each in self.kind.measures:
+                value = f"{self.name}_{each.name}"
+                kind = accuracy_metric if each.is_share else mean_metric
+                words = {"key": each.key + end, "method": each.method + of}
+                found.append(kind(value + end, own, value=value, group=group, **words))
+        return tuple(found)
 
     def _own_template(self) -> str:
         if self.options.method == "log_likelihood" and self.kind.likelihood_template:
@@ -187,27 +243,6 @@ def read_table(path: Path, *, rows: int) -> list[list[float]]:
         values.byteswap()
     width = len(values) // rows
     return [values[start : start + width].tolist() for start in range(0, len(values), width)]
-
-
-def _without_data(kind: TextTaskKind) -> str:
-    """Return the problem of a task without a data file."""
-    return (
-        f"evaluate.{kind.name}.data_path is needed for the task {kind.name}. To get the data: "
-        f"{kind.recipe}"
-    )
-
-
-def _sample(index: int, row: Row, template: str, path: Path) -> Sample:
-    try:
-        text = template.format_map(row.fields)
-    except KeyError as error:
-        raise ValueError(
-            f"{path}, row {index}: no field {error} for the template {template!r}; it has "
-            f"{', '.join(row.fields)}."
-        ) from None
-    return Sample(
-        index=index, text=text, target=row.targets[0], targets=row.targets, group=row.group
-    )
 
 
 def _most_probable(text: str, choices: Mapping[str, str], model: TextGenerator) -> str:
@@ -263,7 +298,7 @@ def _check(kind: TextTaskKind, task: TextTaskOptions, folder: Path | None) -> li
     if (task.url is None) != (task.sha256 is None):
         problems.append(f"{key}.url and {key}.sha256 go together; give both, or neither.")
     elif task.data_path is None and kind.data_source(task) is None:
-        problems.append(_without_data(kind))
+        problems.append(kind.without_data)
     try:
         (task.template or "").format_map(defaultdict(str))
     except (ValueError, AttributeError, LookupError) as error:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from inference.evaluation.options import TextTaskOptions
 from inference.evaluation.statistics import Z_95
 from inference.evaluation.task import Metric, Sample, Score
 from inference.evaluation.tasks.datasets import DataSource
-from inference.evaluation.tasks.metrics import accuracy_metric, mean_metric
 from inference.evaluation.tasks.rows import (
     Row,
     boolq_rows,
@@ -28,7 +27,7 @@ from inference.evaluation.tasks.scores import (
     sentence_bleu,
     token_f1,
 )
-from inference.evaluation.tasks.text_task import SumUp, TextTaskKind
+from inference.evaluation.tasks.text_task import Measure, TextTaskKind
 
 # The development set of SQuAD 1.1 (CC BY-SA 4.0), the official JSON.
 _SQUAD_URL = "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v1.1.json"
@@ -42,68 +41,22 @@ _BOOLQ = DataSource(
 )
 
 
-def _accuracy(name: str) -> SumUp:
-    """Return what sums up an accuracy, over all samples and over each group there is."""
-    method = "share of answers that equal the right one"
-
-    def sum_up(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
-        groups = sorted({sample.group for sample in samples} - {""})
-        parts = [
-            accuracy_metric(
-                f"{name}_{group}",
-                [s for sample, s in zip(samples, scores, strict=True) if sample.group == group],
-                key=f"acc_{group}",
-                method=f"{method}, of {group}",
-                value=name,
-                group=group,
-            )
-            for group in groups
-        ]
-        return (accuracy_metric(name, scores, key="acc", method=method), *parts)
-
-    return sum_up
+_ACCURACY = Measure("accuracy", "acc", "share of answers that equal the right one", equal)
 
 
-def _squad_score(answer: str, sample: Sample) -> dict[str, float]:
-    return {
-        "squad_exact_match": exact_match(answer, sample.all_targets),
-        "squad_f1": token_f1(answer, sample.all_targets),
-    }
+def _rouge(kind: str) -> Measure:
+    def score(answer: str, targets: Sequence[str]) -> float:
+        return rouge(first_sentences(answer), targets[0], kinds=(kind,))[kind]
 
-
-def _squad_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
-    del samples
-    matches = "share of answers equal to a right one without case, punctuation and articles"
-    shared = "mean F1 of the words that answer and best right answer share"
-    return (
-        accuracy_metric("squad_exact_match", scores, key="em", method=matches),
-        mean_metric("squad_f1", scores, key="f1", method=shared),
-    )
-
-
-def _rouge_score(answer: str, sample: Sample) -> dict[str, float]:
-    found = rouge(first_sentences(answer), sample.target)
-    return {f"summarization_{kind}": value for kind, value in found.items()}
-
-
-def _rouge_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
-    del samples
     method = "mean F-measure of rouge-score, of the first four sentences"
-    return tuple(
-        mean_metric(f"summarization_{kind}", scores, key=kind, method=method)
-        for kind in ROUGE_TYPES
-    )
+    return Measure(kind, kind, method, score, is_share=False)
 
 
-def _bleu_score(answer: str, sample: Sample) -> dict[str, float]:
-    return {"translation_sentence_bleu": sentence_bleu(answer, sample.target)}
-
-
-def _bleu_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[Metric, ...]:
+def _bleu(samples: Sequence[Sample], scores: Sequence[Score]) -> Metric:
     value, half = corpus_bleu(
         [score.answer for score in scores], [sample.target for sample in samples]
     )
-    metric = Metric(
+    return Metric(
         name="translation_bleu",
         key="bleu",
         value=value,
@@ -116,27 +69,11 @@ def _bleu_metrics(samples: Sequence[Sample], scores: Sequence[Score]) -> tuple[M
         sample_value="translation_sentence_bleu",
         from_samples=False,
     )
-    return (metric,)
 
 
-def _classification(
-    name: str,
-    rows: Callable[[Path], list[Row]],
-    *,
-    template: str,
-    **others: Any,
-) -> TextTaskKind:
-    """Return a task with few answers, of which one is right; its metric is the accuracy."""
-    metric = f"{name}_accuracy"
-    return TextTaskKind(
-        name=name,
-        read=lambda path, _: rows(path),
-        template=template,
-        output_len=10,
-        score=lambda answer, sample: {metric: equal(answer, sample.all_targets)},
-        sum_up=_accuracy(metric),
-        metrics=(metric,),
-        **others,
+def _translation_rows(path: Path, options: TextTaskOptions) -> list[Row]:
+    return translation_rows(
+        path, None if options.target_path is None else Path(options.target_path)
     )
 
 
@@ -150,61 +87,74 @@ def _from_hub(name: str, split: str, file: str, *, config: str = "") -> str:
 
 
 _KINDS = (
-    _classification(
+    TextTaskKind(
         "boolq",
-        boolq_rows,
+        lambda path, _: boolq_rows(path),
+        (_ACCURACY,),
         template="{passage}{question}",
+        output_len=10,
         choices={"true": " yes", "false": " no"},
         likelihood_template="{passage}\nQuestion: {question}\nAnswer:",
         source=_BOOLQ,
     ),
-    _classification(
+    TextTaskKind(
         "mnli",
-        nli_rows,
+        lambda path, _: nli_rows(path),
+        (_ACCURACY,),
         template="mnli hypothesis: {hypothesis} premise: {premise}",
+        output_len=10,
         grouped=True,
         recipe=_from_hub("nyu-mll/multi_nli", "validation_matched", "mnli.jsonl"),
     ),
-    _classification(
+    TextTaskKind(
         "xnli",
-        nli_rows,
+        lambda path, _: nli_rows(path),
+        (_ACCURACY,),
         template="xnli: premise: {premise} hypothesis: {hypothesis}",
+        output_len=10,
         grouped=True,
         recipe=_from_hub("facebook/xnli", "test", "xnli.jsonl", config="de")
         + ' (of other languages, "de" is their code; rows may name theirs in a field language)',
     ),
     TextTaskKind(
-        name="squad",
-        read=lambda path, _: squad_rows(path),
+        "squad",
+        lambda path, _: squad_rows(path),
+        (
+            Measure(
+                "exact_match",
+                "em",
+                "share of answers equal to a right one without case, punctuation and articles",
+                exact_match,
+            ),
+            Measure(
+                "f1",
+                "f1",
+                "mean F1 of the words that answer and best right answer share",
+                token_f1,
+                is_share=False,
+            ),
+        ),
         template="question: {question} context: {context}",
         output_len=32,
-        score=_squad_score,
-        sum_up=_squad_metrics,
-        metrics=("squad_exact_match", "squad_f1"),
         source=DataSource(_SQUAD_URL, _SQUAD_SHA256),
     ),
     TextTaskKind(
-        name="translation",
-        read=lambda path, options: translation_rows(
-            path, None if options.target_path is None else Path(options.target_path)
-        ),
+        "translation",
+        _translation_rows,
+        (Measure("sentence_bleu", "", "", lambda a, targets: sentence_bleu(a, targets[0])),),
+        corpus={"translation_bleu": _bleu},
         template="translate English to German: {source}",
         output_len=128,
-        score=_bleu_score,
-        sum_up=_bleu_metrics,
-        metrics=("translation_bleu",),
         package="sacrebleu",
         recipe="sacrebleu -t wmt14 -l en-de --echo src > en.txt, and with --echo ref > de.txt for "
         "evaluate.translation.target_path",
     ),
     TextTaskKind(
-        name="summarization",
-        read=lambda path, _: summarization_rows(path),
+        "summarization",
+        lambda path, _: summarization_rows(path),
+        tuple(map(_rouge, ROUGE_TYPES)),
         template="summarize: {article}",
         output_len=200,
-        score=_rouge_score,
-        sum_up=_rouge_metrics,
-        metrics=tuple(f"summarization_{kind}" for kind in ROUGE_TYPES),
         package="rouge_score",
         recipe=_from_hub("abisee/cnn_dailymail", "test", "cnn_test.jsonl", config="3.0.0"),
     ),
