@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from inference.model.rotary import position_shift
 from inference.model.step import Segment
 from inference.parallel.groups import RankGroups
 from inference.ranks.base import RankBase
@@ -71,10 +72,11 @@ def logits_of(
 
     def work(rank: Any) -> torch.Tensor | None:
         parts, start = [], 0
+        shift = position_shift(rank.architecture.rotary, len(prompt))
         for count in chunks or (len(prompt),):
             plan = StepPlan(
                 ids=list(prompt[start : start + count]),
-                segments=(Segment(1, start, count),),
+                segments=(Segment(1, start, count, shift),),
                 output_rows=range(count),
             )
             start += count

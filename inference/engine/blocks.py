@@ -226,12 +226,13 @@ class BlockPool:
             del self._remembered[beginning]
 
 
-def beginnings(tokens: Sequence[int], block_tokens: int) -> list[bytes]:
+def beginnings(tokens: Sequence[int], block_tokens: int, shift: int = 0) -> list[bytes]:
     """Return a digest of a sequence up to the end of each of its full blocks.
 
-    The digests are cryptographic: clients choose the tokens, and no two prefixes may collide.
+    `shift` is that of the sequence's positions, on which its keys depend. The digests are
+    cryptographic: clients choose the tokens, and no two prefixes may collide.
     """
-    names, digest = [], b""
+    names, digest = [], b"%d" % shift
     values = np.asarray(tokens, np.int64)
     for first in range(0, len(values) - block_tokens + 1, block_tokens):
         digest = hashlib.sha256(digest + values[first : first + block_tokens].tobytes()).digest()

@@ -265,6 +265,7 @@ class Engine(EngineBase):
             shares_prefixes=self.options.share_prefixes,
             encoder_layers=_encoder_layers(self.architecture),
             session_idle_s=self.options.session_idle_s,
+            rotary=getattr(self.architecture, "rotary", None),
         )
 
     def _block_pool(self) -> BlockPool | None:

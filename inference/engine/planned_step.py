@@ -103,7 +103,8 @@ def lay_out(
     segments: list[Segment] = []
     for each in work:
         row, count = each.row, len(each.ids)
-        segments.append(Segment(each.slot, row.cached - row.forgotten, count, row.forgotten))
+        shift = row.forgotten + row.shift
+        segments.append(Segment(each.slot, row.cached - row.forgotten, count, shift))
         if each.is_prompt:
             outputs += range(len(ids) + each.outputs.start, len(ids) + each.outputs.stop)
             ids += _with_sent(row, each.ids, sent, embedding_base)

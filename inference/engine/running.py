@@ -119,6 +119,7 @@ class RunningRow:
     is_cached: bool = False  # whether a step has run with its slots
     forgotten: int = 0  # of these, how many no longer are: the first ones
     memory_len: int | None = None  # most tokens that a slot keeps, None for all
+    shift: int = 0  # of its positions, see `rotary.position_shift`
     handle: int | None = None  # in the decoder
     next_ids: tuple[int, ...] = ()  # per slot, once it decodes; NEWEST where only ranks know it
     produced: int = 0  # tokens that were chosen, or will be in running steps

@@ -9,6 +9,7 @@ one thread and does no input or output; `decoder` chooses the tokens.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 
+from export_scripts.families.layout.architecture import Rotary
 from inference.decoding.generate import BatchDecoder
 from inference.decoding.request import RequestError
 from inference.decoding.rows import RowStep
@@ -36,6 +38,7 @@ from inference.engine.running import (
 from inference.engine.sessions import Sessions
 from inference.engine.step_budget import ChunkSize, EncoderProgress, prompt_work
 from inference.model.kv_cache import WIPE, Move, encoder_slot, prefix_source
+from inference.model.rotary import position_shift
 from inference.model.token_feed import NEWEST
 from inference.ranks.base import StepResult
 
@@ -62,6 +65,7 @@ class Scheduler:
         session_idle_s: float = 60.0,
         ranks_choose: bool = False,
         shares_prefixes: bool = False,
+        rotary: Rotary | None = None,
     ) -> None:
         """Start empty.
 
@@ -75,6 +79,7 @@ class Scheduler:
             session_idle_s: Longest pause of a session.
             ranks_choose: Whether a rank can choose tokens itself, which lets steps overlap.
             shares_prefixes: Whether equal prefixes of prompts are computed once.
+            rotary: Of the model, if any.
         """
         self._decoder = decoder
         self._slots = SlotPool(slots)
@@ -83,6 +88,8 @@ class Scheduler:
         self._chunk = chunk
         self._ranks_choose = ranks_choose
         self._shares_prefixes = shares_prefixes
+        self._rotary = rotary
+        self._shifts = position_shift(rotary, sys.maxsize) > 0
         self.shared_tokens = 0  # of prompts, how many others had computed
         self._requests: dict[RunningRequest, None] = {}  # in order of arrival
         self._cancelled: deque[RunningRequest] = deque()  # by any thread
@@ -176,6 +183,8 @@ class Scheduler:
         nothing can run before it is.
         """
         self.drop_cancelled()
+        if not self._lengthen(under_way=under_way):
+            return None
         self._admit()
         rows = [row for request in self._requests for row in request.active]
         if not self._make_room(rows, under_way=under_way):
@@ -408,7 +417,8 @@ class Scheduler:
         if not self._shares_prefixes or row.owner.turn is not None or not row.can_share:
             return 0
         if not row.beginnings:  # all of the prompt but its last token, which is computed always
-            row.beginnings = beginnings(row.prompt[:-1], self._blocks.block_tokens)
+            size = self._blocks.block_tokens
+            row.beginnings = beginnings(row.prompt[:-1], size, self._shift(row))
         return self._blocks.used(row.beginnings)
 
     def _share_beginning(self, row: RunningRow) -> None:
@@ -446,6 +456,35 @@ class Scheduler:
             row.room = self._blocks.extend(row.slots[0], row.held + 1)
         return True
 
+    def _shift(self, row: RunningRow) -> int:
+        """Return the shift of a row's positions; rows that stay have that of their longest."""
+        session = row.owner.session
+        tokens = row.prompt_len
+        if session is not None:
+            tokens = session.session_len
+        elif _stays(row.owner):
+            tokens = row.most_tokens
+        return position_shift(self._rotary, tokens)
+
+    def _lengthen(self, *, under_way: bool) -> bool:
+        """Begin rows again whose next token exceeds what their keys were rotated for.
+
+        False if the running step must be finished first, see `_make_room`.
+        """
+        requests = self._requests if self._shifts else ()
+        rows = [
+            row
+            for request in requests
+            for row in request.active
+            if not _stays(request) and _goes_on(row)
+            if row.shift != position_shift(self._rotary, row.cached + 1)
+        ]
+        if rows and under_way:
+            return False
+        for row in rows:
+            self._give_way(row)
+        return True
+
     def _give_way(self, row: RunningRow) -> None:
         """Preempt a row: free its slot and blocks; it waits, and computes its tokens again."""
         logger.debug("a row of %d tokens is preempted", row.cached)
@@ -468,6 +507,7 @@ class Scheduler:
 
     def _activate(self, row: RunningRow) -> None:
         """Activate a row that has its slots."""
+        row.shift = self._shift(row)
         if row.handle is None and not row.prompt_outputs.keeps_logits:
             row.handle = self._decoder.add(row.request)
             row.rank_chooses = self._decoder.rank_chooses(row.handle)

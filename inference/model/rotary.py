@@ -15,6 +15,23 @@ import torch
 
 from export_scripts.families.layout.architecture import Rotary
 
+# Shift of the positions of sequences that take LongRoPE's long factors.
+_LONG = 1 << 30
+
+
+def position_shift(rotary: Rotary | None, tokens: int) -> int:
+    """Return the shift of the positions of a sequence of `tokens` tokens.
+
+    LongRoPE has other factors for all positions of sequences that exceed the original length
+    (Ding et al., LongRoPE, section 3.3): these are marked by their shift. As in transformers, a
+    sequence that grows beyond that length computes its keys again; beams and conversations, which
+    cannot, have the long factors from the start if they may exceed it.
+    """
+    scaling = {} if rotary is None else dict(rotary.scaling)
+    if _kind(scaling) != "longrope":
+        return 0
+    return _LONG if tokens > _number(scaling, "original_max_position_embeddings") else 0
+
 
 @dataclass(frozen=True)
 class Angles:
@@ -36,13 +53,17 @@ class RotaryTable:  # hashed by identity: a key of a step's angles
             ValueError: The scaling is of a type this runtime does not compute.
         """
         frequencies, self._scale = _frequencies(rotary)
-        self._frequencies = frequencies.to(device)  # (R/2,)
+        self._frequencies = frequencies.to(device)  # (R/2,), of LongRoPE (2, R/2): short and long
         self.interleaved = interleaved
         self._dtype = dtype
 
     def __call__(self, positions: torch.Tensor) -> Angles:
         """Return the angles at `positions` (N,)."""
-        angles = positions.unsqueeze(1).float() * self._frequencies  # (N, R/2)
+        frequencies = self._frequencies
+        if frequencies.ndim == 2:
+            frequencies = frequencies[positions // _LONG]  # (N, R/2)
+            positions = positions % _LONG
+        angles = positions.unsqueeze(1).float() * frequencies  # (N, R/2)
         if self.interleaved:
             angles = angles.repeat_interleave(2, dim=1)  # (N, R)
         else:
@@ -71,11 +92,14 @@ NO_ANGLES: AnglesOf = {}
 
 
 def _frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
-    """Return the angle per position of each pair (R/2,), and a factor on cosine and sine."""
+    """Return the angle per position of each pair, and a factor on cosine and sine.
+
+    The angles are (R/2,), or of LongRoPE (2, R/2).
+    """
     exponents = torch.arange(0, rotary.dims, 2, dtype=torch.float32) / rotary.dims
     frequencies = 1.0 / rotary.base**exponents
     scaling = dict(rotary.scaling)
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    kind = _kind(scaling)
     # "dynamic" changes angles only beyond the trained context, which the engine does not exceed but
     # in sessions that forget.
     if kind in ("default", "dynamic"):
@@ -86,10 +110,27 @@ def _frequencies(rotary: Rotary) -> tuple[torch.Tensor, float]:
         return _llama3(frequencies, scaling), 1.0
     if kind == "yarn":
         return _yarn(frequencies, rotary, scaling)
+    if kind == "longrope":
+        factors = [_numbers(scaling, name, len(frequencies)) for name in _LONGROPE_FACTORS]
+        return frequencies / torch.tensor(factors), _number(scaling, "attention_factor")
     raise ValueError(
         f"rotary scaling of type {kind!r} is not supported; known: "
-        "default, linear, dynamic, llama3, yarn"
+        "default, linear, dynamic, llama3, yarn, longrope"
     )
+
+
+_LONGROPE_FACTORS = ("short_factor", "long_factor")
+
+
+def _kind(scaling: Mapping[str, str]) -> str:
+    return scaling.get("rope_type", scaling.get("type", "default"))
+
+
+def _numbers(scaling: Mapping[str, str], key: str, count: int) -> list[float]:
+    numbers = [_number({key: each}, key) for each in scaling.get(key, "").split(",")]
+    if len(numbers) != count:
+        raise ValueError(f"rotary scaling needs {count} numbers {key!r}, got {len(numbers)}")
+    return numbers
 
 
 def _number(scaling: Mapping[str, str], key: str, default: float | None = None) -> float:

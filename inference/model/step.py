@@ -22,13 +22,14 @@ from inference.model.padding import may_share_call
 class Segment:
     """New tokens of one sequence: `count` of them from place `start` of `slot` on.
 
-    A token's place there is its position, unless the slot has `forgotten` the first ones.
+    A token's position is its place there, shifted: by the tokens that the slot has forgotten, and
+    see `rotary.position_shift`.
     """
 
     slot: int
     start: int
     count: int
-    forgotten: int = 0
+    shift: int = 0
 
     @property
     def stop(self) -> int:
@@ -158,9 +159,9 @@ def make_step(
     direct = _direct_places(segments, cache) if ids.device.type == "cpu" else None
     rows = cache.token_rows(slots, places) if direct is None else None
     positions = places
-    if any(segment.forgotten for segment in segments):
-        forgotten = [segment.forgotten for segment in segments for _ in range(segment.count)]
-        positions = places + torch.tensor(forgotten, device=ids.device)
+    if any(segment.shift for segment in segments):
+        shifts = [segment.shift for segment in segments for _ in range(segment.count)]
+        positions = places + torch.tensor(shifts, device=ids.device)
     return Step(
         ids,
         positions,

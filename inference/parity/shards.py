@@ -29,6 +29,7 @@ from inference.model.encoder_decoder import (
 )
 from inference.model.kv_cache import CacheShape, KVCache, encoder_slot
 from inference.model.ragged import ragged_rows
+from inference.model.rotary import position_shift
 from inference.model.step import Segment, make_step
 from inference.model.weights import RankWeights
 from inference.parallel.layout import ParallelLayout
@@ -98,7 +99,7 @@ class _Rank:
         count = len(inputs.ids)
         step = make_step(
             torch.tensor(inputs.ids),
-            [Segment(0, 0, count)],
+            [Segment(0, 0, count, position_shift(architecture.rotary, count))],
             torch.arange(count),
             cache=self._cache(
                 architecture.num_layer,

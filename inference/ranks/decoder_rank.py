@@ -147,7 +147,7 @@ class DecoderRank(RankBase):
         numbers[0] = plan.ids
         numbers[1] = [segment.slot for segment in plan.segments]
         numbers[2] = [segment.start for segment in plan.segments]
-        numbers[3] = numbers[2] + [segment.forgotten for segment in plan.segments]
+        numbers[3] = numbers[2] + [segment.shift for segment in plan.segments]
         numbers[4] = -1 if plan.choices is None else [banned for _, banned in plan.choices]
         graph.fill(numbers)
         self._run_graph(graph)

@@ -100,7 +100,7 @@ def pack_message(message: StepPlan | Command) -> bytes:
     """Return a message to the ranks as `unpack_message` reads it."""
     if isinstance(message, Command):
         return _encode(message).encode()
-    segments = [(s.slot, s.start, s.count, s.forgotten) for s in message.segments]
+    segments = [(s.slot, s.start, s.count, s.shift) for s in message.segments]
     rows = [(row.count, row.slots, row.task) for row in message.encoder_rows]
     return _encode({**vars(message), "segments": segments, "encoder_rows": rows}).encode()
 

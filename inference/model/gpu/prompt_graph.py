@@ -55,7 +55,7 @@ class StepLayout:
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths of ids, forgotten tokens, slots, places, output rows, and tiles' fields."""
+        """The lengths of ids, shifts, slots, places, output rows, and tiles' fields."""
         return [self.tokens] * 5 + [count for count in self.tiles for _ in range(_TILE_FIELDS)]
 
     def split(self, buffer: Any) -> list[Any]:
@@ -129,11 +129,11 @@ class PromptGraphs:
         each = self._graphs[next(size for size in self._sizes if size >= count)]
         numbers = segment_numbers(segments)
         arrays = AttentionArrays.of(numbers, self._tile_sizes, room=each.layout.tiles[1])
-        forgotten = np.repeat([segment.forgotten for segment in segments], numbers[:, 2])
+        shifts = np.repeat([segment.shift for segment in segments], numbers[:, 2])
         packed = np.zeros(len(each.inputs), np.int32)
         parts = each.layout.split(packed)
         parts[2][:] = self._cache.scratch_slot
-        values = [ids, forgotten, arrays.slots, arrays.places, output_rows]
+        values = [ids, shifts, arrays.slots, arrays.places, output_rows]
         for tiles in arrays.tiles:
             values += list(tiles)
         for part, value in zip(parts, values, strict=True):
@@ -147,7 +147,7 @@ class PromptGraphs:
         layout = StepLayout.of(size, self._cache.shape.slots, self._tile_sizes)
         device = self._model.device
         inputs = torch.zeros(sum(layout.lengths), dtype=torch.int32, device=device)
-        ids, forgotten, slots, places, rows, *tiled = layout.split(inputs)
+        ids, shifts, slots, places, rows, *tiled = layout.split(inputs)
         slots.fill_(self._cache.scratch_slot)
         tiles = tiles_of(tiled, self._tile_sizes)
         attention = PagedAttention(slots, places, tiles, self._model.rules)
@@ -155,7 +155,7 @@ class PromptGraphs:
         def forward() -> tuple[Step, torch.Tensor]:
             step = Step(
                 ids=self._feed.ids(ids, slots),
-                positions=places + forgotten,
+                positions=places + shifts,
                 cache=self._cache,
                 output_rows=rows,
                 paged=attention,

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from export_scripts.families.layout.architecture import Rotary
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.request import GenerationRequest, RowRequest
@@ -25,7 +26,9 @@ from inference.engine.running import OnStep, RunningRequest, make_row
 from inference.engine.scheduler import Scheduler
 from inference.engine.step_budget import ChunkSize
 from inference.model.kv_cache import WIPE
+from inference.model.rotary import position_shift
 from inference.ranks.base import StepResult
+from inference.ranks.plan import StepPlan
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 from tests.unit.inference.engine.fake_ranks import FakeRanks, let_ranks_choose, next_token
@@ -51,6 +54,7 @@ class World:
         overlap: bool = False,
         encoder_layers: int = 0,
         bound_s: float = 0.1,
+        rotary: Rotary | None = None,
     ) -> None:
         decoder = BatchDecoder(DecodingConfig(vocab_size=VOCAB))
         self.pool = BlockPool(blocks=blocks, block_tokens=SIZE) if blocks else BlockPool()
@@ -64,6 +68,7 @@ class World:
             ranks_choose=overlap,
             shares_prefixes=True,
             encoder_layers=encoder_layers,
+            rotary=rotary,
         )
         self.ranks = FakeRanks(
             slots=slots,
@@ -362,6 +367,52 @@ def test_the_newest_row_is_preempted_and_the_oldest_never() -> None:
     assert output_of(newest) == answer([4, 5, 6], 40, VOCAB)
 
 
+ORIGINAL = 10
+LONGROPE = Rotary(
+    dims=2, scaling=(("type", "longrope"), ("original_max_position_embeddings", str(ORIGINAL)))
+)
+
+
+@pytest.mark.parametrize("blocks", [0, BLOCKS])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_row_that_exceeds_the_original_length_computes_its_keys_again(
+    overlap: bool, blocks: int
+) -> None:
+    world = World(overlap=overlap, blocks=blocks, rotary=LONGROPE)
+    shifts: dict[int, list[int]] = {}  # of each slot's tokens
+    run = world.ranks.run
+
+    def watched(plan: StepPlan) -> StepResult:
+        for each in plan.segments:
+            kept = [] if each.start == 0 else shifts[each.slot]
+            assert len(kept) == each.start, "keys of other positions are shared"
+            shifts[each.slot] = [*kept, *[each.shift] * each.count]
+            assert set(shifts[each.slot]) == {each.shift}
+            if each.count == 1:  # a prompt that exceeds the length has its shift from the start
+                assert each.shift == position_shift(LONGROPE, each.stop)
+        return run(plan)
+
+    world.ranks.run = watched  # type: ignore[method-assign]
+    sent = [
+        world.add([(3 * place + 7 * row) % VOCAB for place in range(count)], more, end_id=VOCAB)
+        for row, (count, more) in enumerate([(6, 3), (6, 12), (9, 2), (10, 3), (11, 4)])
+    ]
+    world.run()
+    for request in sent:
+        assert output_of(request) == world.answer(request)
+
+
+@pytest.mark.parametrize(("output_len", "is_long"), [(8, False), (9, True)])
+def test_beams_that_may_exceed_the_original_length_do_so_from_the_start(
+    output_len: int, is_long: bool
+) -> None:
+    world = World(rotary=LONGROPE)
+    world.add([1, 2, 3], output_len, beam_width=2, end_id=VOCAB)
+    step = world.scheduler.plan()
+    assert step is not None
+    assert [segment.shift > 0 for segment in step.plan.segments] == [is_long]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_equal_beginnings_are_computed_once(overlap: bool) -> None:
     header = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -546,7 +597,6 @@ def test_a_rank_that_chooses_feeds_its_next_step(ft_dir: Path) -> None:
     """The plan names no token that only the rank knows."""
     from inference.model.step import Segment
     from inference.model.token_feed import NEWEST
-    from inference.ranks.plan import StepPlan
     from tests.rank_threads import on_ranks
 
     prompt = [3, 11, 2]

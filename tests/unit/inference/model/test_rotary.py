@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from export_scripts.families.layout.architecture import Rotary
-from inference.model.rotary import RotaryTable
+from inference.model.rotary import RotaryTable, position_shift
 
 POSITIONS = torch.tensor([0, 1, 7, 100, 1000])
 
@@ -58,6 +58,37 @@ def test_angles_equal_the_library(scaling: dict[str, str], theirs: dict[str, Any
     embedding = llama.modeling_llama.LlamaRotaryEmbedding(config)
     cos, sin = embedding(torch.zeros(1), POSITIONS.unsqueeze(0))
     angles = table(Rotary(dims=16, scaling=tuple(scaling.items())))(POSITIONS)
+    torch.testing.assert_close(angles.cos[:, 0], cos[0])
+    torch.testing.assert_close(angles.sin[:, 0], sin[0])
+
+
+@pytest.mark.parametrize("length", [128, 129])
+def test_longrope_has_other_factors_beyond_the_original_length(length: int) -> None:
+    phi3 = pytest.importorskip("transformers.models.phi3")
+    short, long = ([base + n / 8 for n in range(8)] for base in (1.0, 3.0))
+    given = {"short_factor": short, "long_factor": long, "original_max_position_embeddings": 128}
+    config = phi3.Phi3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        original_max_position_embeddings=128,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **given},
+    )
+    positions = torch.tensor([0, 5, length - 1])
+    embedding = phi3.modeling_phi3.Phi3RotaryEmbedding(config)
+    cos, sin = embedding(torch.zeros(1), positions.unsqueeze(0))
+    rotary = Rotary(
+        dims=16,
+        scaling=(
+            ("type", "longrope"),
+            ("original_max_position_embeddings", "128"),
+            ("attention_factor", str(embedding.attention_scaling)),
+            ("short_factor", ",".join(map(str, short))),
+            ("long_factor", ",".join(map(str, long))),
+        ),
+    )
+    angles = table(rotary)(positions + position_shift(rotary, length))
     torch.testing.assert_close(angles.cos[:, 0], cos[0])
     torch.testing.assert_close(angles.sin[:, 0], sin[0])
 

@@ -16,7 +16,7 @@ from inference.ranks.plan import Command, EncoderRow, StepPlan, pack_message, un
 
 PLAN = StepPlan(
     ids=[5, 6, 7, 90_000],
-    segments=(Segment(0, 3, 1), Segment(4, 0, 3, forgotten=7)),
+    segments=(Segment(0, 3, 1), Segment(4, 0, 3, shift=7)),
     output_rows=[0, 3],
     moves=((1, 2, 0, 9), (-1, 3, 0, 4)),
     has_virtual=True,
