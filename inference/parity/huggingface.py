@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from export_scripts.conversion.plan import ConversionPlan
 from export_scripts.families.layout.architecture import (
     Architecture,
     DecoderArchitecture,
@@ -32,76 +32,45 @@ _ANSWER_TOKENS = 6
 
 @dataclass(frozen=True)
 class _Stack:
-    """The modules of a stack in transformers: its layers, and the last module of each part.
+    """The modules of a stack, as the layout names them.
 
     Attributes:
-        layers: the list of layers.
+        layer: prefix of a layer's modules.
         parts: part -> output projection, within a layer.
-        final_norm: norm after the last layer; None or absent in models without.
+        final_norm: norm after the last layer; absent in some models.
         name: which stack it is, of several.
     """
 
-    layers: str
+    layer: str
     parts: Mapping[str, str]
-    final_norm: str | None = None
+    final_norm: str = ""
     name: str = ""
 
 
-def _parts(attention: str, mlp: str) -> dict[str, str]:
-    return {"attention": attention, "mlp": mlp}
-
-
-_LLAMA = (_Stack("model.layers", _parts("self_attn.o_proj", "mlp.down_proj"), "model.norm"),)
+_DECODER = _Stack(
+    "model.layers.{}.",
+    {"attention": "attention.dense", "mlp": "mlp.dense_4h_to_h"},
+    "model.final_layernorm",
+)
 _T5_ENCODER = _Stack(
-    "encoder.block",
-    _parts("layer.0.SelfAttention.o", "layer.1.DenseReluDense.wo"),
+    "encoder.block.{}.layer.",
+    {"attention": "0.SelfAttention.o", "mlp": "1.DenseReluDense.wo"},
     "encoder.final_layer_norm",
     "encoder",
 )
 _T5_DECODER = _Stack(
-    "decoder.block",
+    "decoder.block.{}.layer.",
     {
-        "attention": "layer.0.SelfAttention.o",
-        "cross attention": "layer.1.EncDecAttention.o",
-        "mlp": "layer.2.DenseReluDense.wo",
+        "attention": "0.SelfAttention.o",
+        "cross attention": "1.EncDecAttention.o",
+        "mlp": "2.DenseReluDense.wo",
     },
     "decoder.final_layer_norm",
     "decoder",
 )
-_T5 = (_T5_ENCODER, _T5_DECODER)
-
-# model_type of config.json -> stacks. Names of modules: transformers, models/*/modeling_*.py (5.0).
-_STACKS: Mapping[str, tuple[_Stack, ...]] = {
-    "gpt2": (_Stack("transformer.h", _parts("attn.c_proj", "mlp.c_proj"), "transformer.ln_f"),),
-    "opt": (
-        _Stack(
-            "model.decoder.layers",
-            _parts("self_attn.out_proj", "fc2"),
-            "model.decoder.final_layer_norm",
-        ),
-    ),
-    "bloom": (
-        _Stack(
-            "transformer.h",
-            _parts("self_attention.dense", "mlp.dense_4h_to_h"),
-            "transformer.ln_f",
-        ),
-    ),
-    "gptj": (_Stack("transformer.h", _parts("attn.out_proj", "mlp.fc_out"), "transformer.ln_f"),),
-    "gpt_neox": (
-        _Stack(
-            "gpt_neox.layers",
-            _parts("attention.dense", "mlp.dense_4h_to_h"),
-            "gpt_neox.final_layer_norm",
-        ),
-    ),
-    "llama": _LLAMA,
-    "mistral": _LLAMA,
-    "qwen2": _LLAMA,
-    "t5": _T5,
-    "mt5": _T5,
-    "bert": (_Stack("encoder.layer", _parts("attention.output.dense", "output.dense")),),
-}
+_BERT = _Stack(
+    "model.encoder.layer.{}.", {"attention": "attention.output.dense", "mlp": "output.dense"}
+)
 
 
 @dataclass(frozen=True)
@@ -111,11 +80,13 @@ class HuggingFaceSource:
     Attributes:
         model: of transformers.
         architecture: what the folder's model is.
+        modules: module of the layout -> the library's.
         title: library, version and class, for people.
     """
 
     model: Any
     architecture: Architecture
+    modules: Mapping[str, str]
     title: str
 
     def default_inputs(self, ids: tuple[int, ...] = ()) -> ModelInputs:
@@ -161,35 +132,34 @@ class HuggingFaceSource:
         return noted
 
     def _stacks(self) -> tuple[_Stack, ...]:
-        stacks = _STACKS[self.model.config.model_type]
         architecture = self.architecture
-        if isinstance(architecture, EncoderDecoderArchitecture) and architecture.decoder is None:
-            return stacks[:1]
-        return stacks
+        if isinstance(architecture, DecoderArchitecture):
+            return (_DECODER,)
+        if isinstance(architecture, EncoderArchitecture):
+            return (_BERT,)
+        return (_T5_ENCODER,) if architecture.decoder is None else (_T5_ENCODER, _T5_DECODER)
 
     def _watch(self, stack: _Stack, noted: dict[Place, torch.Tensor]) -> list[Any]:
         """Begin to note a stack's embedding, layers with their parts, and final norm."""
         prefix = f"{stack.name} " if stack.name else ""
-        layers = self.model.get_submodule(stack.layers)
+        first, _, _ = self.modules[stack.layer.format(0) + stack.parts["mlp"]].partition(".0.")
+        layers = self.model.get_submodule(first)
         embedding = _noting_input(noted, Place(f"{prefix}embedding"))
         handles = [layers[0].register_forward_pre_hook(embedding, with_kwargs=True)]
         for number, layer in enumerate(layers):
             where = f"{prefix}layer {number}"
             for part, name in stack.parts.items():
                 note = _noting_output(noted, Place(where, part))
-                handles.append(layer.get_submodule(name).register_forward_hook(note))
+                module = self._module(stack.layer.format(number) + name)
+                handles.append(module.register_forward_hook(note))
             handles.append(layer.register_forward_hook(_noting_output(noted, Place(where))))
-        norm = self._final_norm(stack)
-        if norm is not None:
+        if stack.final_norm in self.modules:
             note = _noting_output(noted, Place(f"{prefix}final norm"))
-            handles.append(norm.register_forward_hook(note))
+            handles.append(self._module(stack.final_norm).register_forward_hook(note))
         return handles
 
-    def _final_norm(self, stack: _Stack) -> Any:
-        if stack.final_norm is None:
-            return None
-        parent, _, name = stack.final_norm.rpartition(".")
-        return getattr(self.model.get_submodule(parent), name, None)
+    def _module(self, ours: str) -> Any:
+        return self.model.get_submodule(self.modules[ours])
 
     def _move_biases(
         self, architecture: DecoderArchitecture, noted: dict[Place, torch.Tensor]
@@ -200,9 +170,8 @@ class HuggingFaceSource:
         """
         if architecture.residual == "sequential":
             return
-        (stack,) = self._stacks()
-        for number, layer in enumerate(self.model.get_submodule(stack.layers)):
-            bias = layer.get_submodule(stack.parts["attention"]).bias
+        for number in range(architecture.num_layer):
+            bias = self._module(f"model.layers.{number}.attention.dense").bias
             if bias is not None:
                 noted[Place(f"layer {number}", "attention")] -= bias.detach()
                 noted[Place(f"layer {number}", "mlp")] += bias.detach()
@@ -228,11 +197,11 @@ def _noting_output(noted: dict[Place, torch.Tensor], place: Place) -> _Hook:
     return hook
 
 
-def load_huggingface(path: Path, architecture: Architecture) -> HuggingFaceSource:
+def load_huggingface(plan: ConversionPlan, architecture: Architecture) -> HuggingFaceSource:
     """Load a checkpoint folder in fp32.
 
     Args:
-        path: Folder with config.json.
+        plan: How the folder becomes that of FT.
         architecture: What the FT folder's model is.
 
     Raises:
@@ -255,6 +224,7 @@ def load_huggingface(path: Path, architecture: Architecture) -> HuggingFaceSourc
         kind = (
             transformers.AutoModelForSeq2SeqLM if whole else transformers.AutoModelForTextEncoding
         )
+    path = plan.request.checkpoint_path
     # Its report of keys is checked below.
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -269,15 +239,22 @@ def load_huggingface(path: Path, architecture: Architecture) -> HuggingFaceSourc
         )
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise ValueError(f"transformers cannot load {path}: {error}") from error
-    if model.config.model_type not in _STACKS:
-        raise ValueError(
-            f"{path}: model_type {model.config.model_type!r} is not one whose layers can be "
-            f"compared; known: {', '.join(_STACKS)}"
-        )
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"{path} lacks {', '.join(missing[:5])}{', ...' * (len(missing) > 5)}, which "
             "transformers fills with random values; there is nothing to compare with"
         )
     title = f"transformers {transformers.__version__}, {type(model).__name__}"
-    return HuggingFaceSource(model.eval(), architecture, title)
+    return HuggingFaceSource(model.eval(), architecture, _modules(plan, model), title)
+
+
+def _modules(plan: ConversionPlan, model: Any) -> dict[str, str]:
+    """Return the library's module of each of the layout's, by the tensors that the plan reads."""
+    known = {name for name, _ in model.named_modules()}
+    out = {}
+    for item in plan.tensors:
+        for key, _ in item.source.reads[:1]:
+            module = key.format(**item.index).rpartition(".")[0]
+            bare = module.removeprefix(plan.mapping.prefix)
+            out[item.tensor.name.rpartition(".")[0]] = module if module in known else bare
+    return out

@@ -93,7 +93,17 @@ def load_mesh_transformer(plan: ConversionPlan) -> HuggingFaceSource:
     )
     assert not info["missing_keys"], info["missing_keys"]
     title = f"transformers {transformers.__version__}, GPTJForCausalLM of the JAX release"
-    return HuggingFaceSource(model.eval(), plan.mapping.family.architecture(config), title)
+    modules = {
+        f"model.layers.{layer}.{ours}": f"transformer.h.{layer}.{theirs}"
+        for layer in range(config.num_layer)
+        for ours, theirs in (
+            ("attention.dense", "attn.out_proj"),
+            ("mlp.dense_4h_to_h", "mlp.fc_out"),
+        )
+    }
+    modules["model.final_layernorm"] = "transformer.ln_f"
+    architecture = plan.mapping.family.architecture(config)
+    return HuggingFaceSource(model.eval(), architecture, modules, title)
 
 
 def _weights(release: _Release, layers: int) -> Iterator[tuple[str, torch.Tensor]]:

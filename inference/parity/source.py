@@ -52,7 +52,7 @@ def load_source(plan: ConversionPlan, architecture: Architecture) -> SourceModel
     """
     kind = plan.facts.reader.format
     if kind == "huggingface":
-        return load_huggingface(plan.request.checkpoint_path, architecture)
+        return load_huggingface(plan, architecture)
     if kind == "jax":
         return load_mesh_transformer(plan)
     if not is_core(plan.facts):
