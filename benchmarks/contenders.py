@@ -1,4 +1,4 @@
-"""Contenders of the benchmarks: our engine, its bare loop, transformers and CTranslate2."""
+"""Contenders of the benchmarks: our engine, transformers and CTranslate2."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
@@ -17,6 +17,8 @@ import torch
 
 from benchmarks.bandwidth import step_bytes
 from benchmarks.models import Model
+from benchmarks.program import Cell, percentile
+from export_scripts.numeric.dtypes import torch_dtype
 
 # A pause before each program: OpenMP's threads spin after their work, Intel's (CTranslate2's) for
 # 0.2 s, and would slow down the next program.
@@ -36,7 +38,7 @@ class Program:
     """
 
     name: str
-    generate: Callable[[Prompts, int], Any]
+    generate: Callable[[Prompts, int], object]
     step_times: list[float] = field(default_factory=list)
     model_times: list[float] = field(default_factory=list)
     close: Callable[[], None] = lambda: None
@@ -115,14 +117,9 @@ class StepClock:
         self._last = now
 
 
-def percentile(values: Sequence[float], percent: int) -> str:
-    """Return a percentile of seconds in ms, as text."""
-    if len(values) < 2:
-        return "-"
-    return f"{statistics.quantiles(values, n=100)[percent - 1] * 1e3:.2f}"
-
-
-def measure(table: Sequence[Contender], prompts: Prompts, output_len: int, repeats: int) -> None:
+def measure_rounds(
+    table: Sequence[Contender], prompts: Prompts, output_len: int, repeats: int
+) -> None:
     """Time every contender in turn, after one round that is not counted."""
     for each in table:
         each.generate(prompts, output_len)
@@ -133,9 +130,31 @@ def measure(table: Sequence[Contender], prompts: Prompts, output_len: int, repea
             each.generate(prompts, output_len)
 
 
-def reference(table: Sequence[Contender]) -> Contender:
-    """Return the base of comparison: the first of transformers, else the first."""
-    return next((each for each in table if each.name.startswith("transformers")), table[0])
+@contextlib.contextmanager
+def contenders(
+    makers: Sequence[Callable[[], Program]], threads: int
+) -> Iterator[Sequence[Contender]]:
+    """Start every program, and end them all."""
+    torch.set_num_threads(threads)
+    table = [Contender(make, threads=threads) for make in makers]
+    yield table
+    for each in table:
+        each.close()
+
+
+def cells(table: Sequence[Contender], title: str, tokens: int) -> Iterator[Cell]:
+    """Yield what was measured, as rows of `title`; a round has `tokens` tokens."""
+    for each in table:
+        yield title, each.name, f"{tokens / statistics.median(each.seconds):.1f} tokens/s"
+        yield f"{title}, slowest", each.name, f"{tokens / max(each.seconds):.1f} tokens/s"
+        if len(each.step_times) > 1:
+            for percent in (50, 99):
+                step = percentile(each.step_times, percent)
+                yield f"{title}, a step p{percent}", each.name, f"{step * 1e3:.2f} ms"
+        if each.model_times:
+            pairs = zip(each.step_times, each.model_times, strict=True)
+            added = statistics.median(step - model for step, model in pairs)
+            yield f"{title}, engine's part of a step", each.name, f"{added * 1e3:.3f} ms"
 
 
 def slipway(
@@ -163,15 +182,14 @@ def slipway(
     engine.start()
     step_times: list[float] = []
 
-    def generate(prompts: Prompts, tokens: int) -> Sequence[Sequence[int]]:
+    def generate(prompts: Prompts, tokens: int) -> None:
         never = engine.limits.vocab_size + 1
-        start = {"context_ids": (0,)} if encoder_decoder else {}
         rows = tuple(
             RowRequest(
                 input_ids=tuple(ids),
                 output_len=tokens,
                 options=RowOptions(start_id=0, end_id=never),
-                **start,
+                context_ids=(0,) if encoder_decoder else tuple(ids),
             )
             for ids in prompts
         )
@@ -179,12 +197,11 @@ def slipway(
             rows=rows, padded_len=max(map(len, prompts)), encoder_decoder=encoder_decoder
         )
         future = engine.submit(request, on_step=StepClock(step_times))
-        outputs = [row.output_ids[0] for row in future.result().rows]
-        del model_times[: -len(step_times)]  # of the prompts
-        return outputs
+        future.result()
+        del model_times[: len(model_times) - len(step_times)]  # of the prompts
 
-    name = _name("slipway", data_type, int8=int8)
-    read = None if encoder_decoder else _step_bytes(ft_dir, data_type, device, int8=int8)
+    name = f"slipway {'int8' if int8 else data_type}"
+    read = None if encoder_decoder else partial(step_bytes, ft_dir, data_type, device, int8)
     return Program(name, generate, step_times, model_times, close=engine.stop, step_bytes=read)
 
 
@@ -201,67 +218,11 @@ def _time_calls(owner: type, method: str, into: list[float]) -> None:
     setattr(owner, method, timed)
 
 
-def bare_loop(
-    ft_dir: Path, data_type: str, device: str, *, int8: bool, slots: int, max_len: int
-) -> Program:
-    """Return the model and the best token of each row in a loop, without the engine."""
-    from inference.model.step import Segment
-    from inference.ranks.decoder_rank import DecoderRank
-    from inference.ranks.plan import StepPlan
-    from inference.ranks.settings import RankSettings
-
-    rank = DecoderRank(
-        RankSettings(
-            ft_dir=str(ft_dir),
-            rank=0,
-            data_type=data_type,
-            device=device,
-            slots=slots,
-            max_len=max_len,
-            threads=torch.get_num_threads(),
-            int8_mode=int(int8),
-        )
-    )
-    step_times: list[float] = []
-
-    def best(segments: tuple[Segment, ...], ids: Sequence[int], outputs: Sequence[int]) -> Any:
-        result = rank.run(StepPlan(ids, segments, outputs))
-        assert result is not None
-        if device == "cpu":  # numpy's argmax is many times as fast as torch's
-            return result.logits.numpy().argmax(-1).tolist()
-        return result.logits.argmax(-1).tolist()
-
-    def generate(prompts: Prompts, tokens: int) -> None:
-        clock = StepClock(step_times)
-        counts = [len(ids) for ids in prompts]
-        segments = tuple(Segment(slot, 0, count) for slot, count in enumerate(counts))
-        ends = [sum(counts[: slot + 1]) - 1 for slot in range(len(counts))]
-        ids = best(segments, [token for row in prompts for token in row], ends)
-        clock()
-        for step in range(tokens - 1):
-            segments = tuple(Segment(slot, n + step, 1) for slot, n in enumerate(counts))
-            ids = best(segments, ids, range(len(ids)))
-            clock()
-
-    name = _name("slipway bare loop", data_type, int8=int8)
-    return Program(
-        name, generate, step_times, step_bytes=_step_bytes(ft_dir, data_type, device, int8=int8)
-    )
-
-
-def _name(program: str, data_type: str, *, int8: bool) -> str:
-    return f"{program} {'int8' if int8 else data_type}"
-
-
-def _step_bytes(ft_dir: Path, data_type: str, device: str, *, int8: bool) -> StepBytes:
-    return partial(step_bytes, ft_dir, data_type, device, int8)
-
-
 def hugging_face(model_class: Any, model: Model, data_type: str, device: str) -> Program:
     """Return transformers' own generate."""
     import transformers
 
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[data_type]
+    dtype = torch_dtype(data_type)
     if model.checkpoint is not None:
         theirs = model_class.from_pretrained(model.checkpoint, dtype=dtype).to(device)
     else:
@@ -270,18 +231,16 @@ def hugging_face(model_class: Any, model: Model, data_type: str, device: str) ->
     theirs.eval()
     step_times: list[float] = []
 
-    class Clock(transformers.LogitsProcessor):
-        def __init__(self) -> None:
-            self.clock = StepClock(step_times)
+    def generate(prompts: Prompts, tokens: int) -> None:
+        ids = torch.tensor(prompts, device=device)
+        clock = StepClock(step_times)
 
-        def __call__(self, input_ids: object, scores: object) -> object:
-            self.clock(input_ids)
+        def noted(_: object, scores: object) -> object:
+            clock()
             return scores
 
-    def generate(prompts: Prompts, tokens: int) -> Sequence[Sequence[int]]:
-        ids = torch.tensor(prompts, device=device)
         with torch.inference_mode():
-            output = theirs.generate(
+            theirs.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=tokens,
@@ -290,9 +249,8 @@ def hugging_face(model_class: Any, model: Model, data_type: str, device: str) ->
                 pad_token_id=0,
                 eos_token_id=None,
                 decoder_start_token_id=0,
-                logits_processor=transformers.LogitsProcessorList([Clock()]),
+                logits_processor=transformers.LogitsProcessorList([noted]),
             )
-        return output[:, -tokens:].tolist()
 
     return Program(f"transformers {transformers.__version__} {data_type}", generate, step_times)
 
@@ -323,15 +281,14 @@ def ctranslate(folder: Path, work_dir: Path, data_type: str, threads: int) -> Pr
         str(target), device="cpu", compute_type=kind, intra_threads=threads, inter_threads=1
     )
 
-    def generate(prompts: Prompts, tokens: int) -> Sequence[Sequence[int]]:
+    def generate(prompts: Prompts, tokens: int) -> None:
         texts = [[f"t{i}" for i in ids] for ids in prompts]
-        results = generator.generate_batch(
+        generator.generate_batch(
             texts,
             max_length=tokens,
             min_length=tokens,
             sampling_topk=1,
             include_prompt_in_result=False,
         )
-        return [result.sequences_ids[0] for result in results]
 
     return Program(f"CTranslate2 {ctranslate2.__version__} {data_type}", generate)

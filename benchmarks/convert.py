@@ -1,7 +1,7 @@
 """Conversion speed and memory, against a durable plain copy and NVIDIA's converter.
 
     python -m benchmarks.convert --work-dir DIR [--peer-path FasterTransformer] [--repeats 3]
-    python -m benchmarks.convert --work-dir DIR --memory-curve 0.1 1 3
+    python -m benchmarks.convert --work-dir DIR --size-gb 0.1 1 3
 
 A random fp16 GPT is written as a NeMo archive. Each round then times, as whole processes and in
 turn, `cp` followed by `sync -f`, this project's converter (which syncs too), and the peer's (which
@@ -12,9 +12,8 @@ them. One more run of each measures memory, since that costs time.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import io
-import json
+import re
 import shutil
 import statistics
 import subprocess
@@ -23,18 +22,17 @@ import tarfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import yaml
 
+from benchmarks.program import ROOT, Cell, run
 from export_scripts.convert import usual_workers
+from inference.server.supervisor import descendants
 
-ROOT = Path(__file__).resolve().parents[1]
-SAMPLE_S = 0.01
-COPY, OURS, PEER = "cp + sync", "slipway", "NVIDIA"
-LEAVING, SHARDS_LEAVING = f"{OURS}, to Hugging Face", f"{OURS}, shards to Hugging Face"
+_SAMPLE_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -131,70 +129,35 @@ def _add_bytes(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 class PeakMemory(threading.Thread):
     """Samples the memory of a process and its descendants until it ends.
 
-    `anonymous` is the peak of private memory; `resident` also counts mapped file pages, each once
-    (proportional set size).
+    `peak_bytes` counts mapped file pages too, each once (proportional set size).
     """
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
         self.pid = pid
-        self.resident_bytes = 0
-        self.anonymous_bytes = 0
+        self.peak_bytes = 0
         self.done = threading.Event()
 
     def run(self) -> None:
         """Sample until `done` is set."""
-        while not self.done.wait(SAMPLE_S):
-            resident = anonymous = 0
-            for pid in _descendants(self.pid):
-                facts = _rollup(pid)
-                resident += facts.get("Pss", 0)
-                anonymous += facts.get("Pss_Anon", 0) + facts.get("Pss_Shmem", 0)
-            self.resident_bytes = max(self.resident_bytes, resident)
-            self.anonymous_bytes = max(self.anonymous_bytes, anonymous)
+        while not self.done.wait(_SAMPLE_S):
+            pids = [self.pid, *descendants(self.pid)]
+            self.peak_bytes = max(self.peak_bytes, sum(map(_resident_bytes, pids)))
 
 
-def _descendants(pid: int) -> list[int]:
-    found = [pid]
-    for parent in found:
-        children = Path(f"/proc/{parent}/task")
-        try:
-            for task in children.iterdir():
-                found += [int(child) for child in (task / "children").read_text().split()]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
-
-
-def _rollup(pid: int) -> dict[str, int]:
+def _resident_bytes(pid: int) -> int:
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return {}
-    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        return 0
+    found = re.search(r"^Pss: +(\d+) kB", text, re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
-@dataclass
-class Result:
-    """The measurements of one contender."""
+def run_command(command: list[str], log: Path, *, sampled: bool = False) -> tuple[float, int]:
+    """Run a command to its end; return its seconds, and its peak memory in bytes if `sampled`.
 
-    seconds: list[float] = field(default_factory=list)
-    resident_bytes: int = 0
-    anonymous_bytes: int = 0
-
-    @property
-    def median_s(self) -> float:
-        """Median time of a run."""
-        return statistics.median(self.seconds)
-
-
-def run(command: list[str], log: Path, *, memory: Result | None = None) -> float:
-    """Run a command to its end and return its wall time in seconds.
-
-    Args:
-        command: The command.
-        log: File for its output.
-        memory: Receives its peak memory; sampling slows the process down.
+    Sampling slows the process down.
 
     Raises:
         RuntimeError: The command failed; its last lines are shown.
@@ -202,20 +165,16 @@ def run(command: list[str], log: Path, *, memory: Result | None = None) -> float
     with log.open("w") as output:
         start = time.perf_counter()
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT)
-        watch = PeakMemory(process.pid)
-        if memory is not None:
-            watch.start()
+        memory = PeakMemory(process.pid)
+        if sampled:
+            memory.start()
         status = process.wait()
         seconds = time.perf_counter() - start
-    if memory is not None:
-        watch.done.set()
-        watch.join()
-        memory.resident_bytes = max(memory.resident_bytes, watch.resident_bytes)
-        memory.anonymous_bytes = max(memory.anonymous_bytes, watch.anonymous_bytes)
+        memory.done.set()
     if status:
         tail = "\n".join(log.read_text().splitlines()[-15:])
         raise RuntimeError(f"{' '.join(command)} exited with {status}:\n{tail}")
-    return seconds
+    return seconds, memory.peak_bytes
 
 
 def copy_command(source: Path, target: Path) -> list[str]:
@@ -249,16 +208,18 @@ def commands(args: argparse.Namespace, source: Path, target: Path) -> dict[str, 
     huggingface = ("--output-format", "huggingface")
     folder, workers = args.work_dir / "shards", args.processes
     table = {
-        COPY: copy_command(source, target),
-        f"{OURS}, {workers} workers": our_command(source, target, workers, *shards),
-        LEAVING: our_command(source, target, workers, *huggingface),
-        SHARDS_LEAVING: our_command(folder / f"{args.tp}-gpu", target, workers, *huggingface),
+        "cp + sync": copy_command(source, target),
+        f"slipway, {workers} workers": our_command(source, target, workers, *shards),
+        "slipway, to Hugging Face": our_command(source, target, workers, *huggingface),
+        "slipway, shards to Hugging Face": our_command(
+            folder / f"{args.tp}-gpu", target, workers, *huggingface
+        ),
     }
     if not folder.exists():
         subprocess.run(our_command(source, folder, workers, *shards), cwd=ROOT, check=True)
     if args.peer_path:
         for processes in args.peer_processes:
-            table[f"{PEER}, {processes} workers"] = peer_command(
+            table[f"NVIDIA, {processes} workers"] = peer_command(
                 args.peer_path, source, target, args.tp, processes
             )
     return table
@@ -273,86 +234,55 @@ def remove(path: Path) -> None:
     subprocess.run(["sync", "-f", str(path.parent)], check=True)
 
 
-def measure(args: argparse.Namespace, size_gb: float) -> dict[str, Result]:
-    """Measure every contender on one checkpoint: `repeats` rounds in turn, then their memory."""
-    source = args.work_dir / f"gpt_{size_gb:g}gb.nemo"
-    if not source.exists():
-        write_checkpoint(source, shape_for(size_gb), args.training_tp)
+def measure(args: argparse.Namespace) -> Iterator[Cell]:
+    """Yield what every contender does with each size of checkpoint."""
+    for size_gb in args.size_gb:
+        source = args.work_dir / f"gpt_{size_gb:g}gb.nemo"
+        if not source.exists():
+            write_checkpoint(source, shape_for(size_gb), args.training_tp)
+        yield from measure_size(args, source)
+        if not args.keep:
+            remove(source)
+            remove(args.work_dir / "shards")
+
+
+def measure_size(args: argparse.Namespace, source: Path) -> Iterator[Cell]:
+    """Yield every contender's figures: `repeats` rounds in turn, then their memory."""
     target, log = args.work_dir / "output", args.work_dir / "last.log"
     table = commands(args, source, target)
-    results = {name: Result() for name in table}
-    for number in range(args.repeats):
+    times: dict[str, list[float]] = {name: [] for name in table}
+    for _ in range(args.repeats):
         for name, command in table.items():
             remove(target)
-            results[name].seconds.append(run(command, log))
-            print(f"round {number + 1}: {name}: {results[name].seconds[-1]:.2f} s", file=sys.stderr)
+            times[name].append(run_command(command, log)[0])
+    size_mb = source.stat().st_size / 1e6
     for name, command in table.items():
         remove(target)
-        run(command, log, memory=results[name])
+        peak_bytes = run_command(command, log, sampled=True)[1]
+        row, median = f"{name}, {size_mb / 1e3:.2f} GB", statistics.median(times[name])
+        yield row, "median", f"{median:.2f} s"
+        yield row, "slowest", f"{max(times[name]):.2f} s"
+        yield row, "rate", f"{size_mb / median:.0f} MB/s"
+        yield row, "peak memory", f"{peak_bytes / 1e6:.0f} MB"
     remove(target)
-    report(source, results)
-    if not args.keep:
-        remove(source)
-        remove(args.work_dir / "shards")
-    return results
-
-
-def report(source: Path, results: dict[str, Result]) -> None:
-    """Print the table of one checkpoint, and its ratios."""
-    size_bytes = source.stat().st_size
-    print(f"\n{source.name}: {size_bytes / 1e9:.2f} GB, fp16, whole processes, source cached")
-    print("| | median s | min..max s | MB/s | peak memory MB | of it anonymous MB |")
-    print("|---|---|---|---|---|---|")
-    for name, result in results.items():
-        print(
-            f"| {name} | {result.median_s:.2f} | {min(result.seconds):.2f}.."
-            f"{max(result.seconds):.2f} | {size_bytes / 1e6 / result.median_s:.0f} "
-            f"| {result.resident_bytes / 1e6:.0f} | {result.anonymous_bytes / 1e6:.0f} |"
-        )
-    for name, result in results.items():
-        if name.startswith(OURS):
-            share = results[COPY].median_s / result.median_s
-            print(f"\n{name} works at {share:.0%} of the speed of {COPY}")
-    if any(name.startswith(PEER) for name in results):
-        peer = _fastest(results, PEER)
-        ours = next(each.median_s for name, each in results.items() if name.startswith(OURS))
-        print(f"slipway is {peer / ours:.1f} times as fast as the peer in its better setting")
-
-
-def _fastest(results: dict[str, Result], contender: str) -> float:
-    """Return the least median time of a contender's settings."""
-    return min(result.median_s for name, result in results.items() if name.startswith(contender))
 
 
 def main() -> None:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """Run the program."""
+    number = {"type": int, "default": 2}
+    run(
+        measure,
+        __doc__,
+        work_dir={"help": "folder on the disk to measure"},
+        size_gb={"type": float, "nargs": "+", "default": [3.0], "help": "bytes of each / 1e9"},
+        training_tp=number,
+        tp={**number, "help": "inference tensor-parallel size"},
+        processes={**number, "default": usual_workers(), "help": "workers of this project"},
+        peer_path={"type": Path, "help": "checkout of FasterTransformer"},
+        peer_processes={"type": int, "nargs": "+", "default": [1, 2]},
+        repeats={"default": 3},
+        keep={"action": "store_true", "help": "keep the generated checkpoints"},
     )
-    parser.add_argument(
-        "--work-dir", type=Path, required=True, help="folder on the disk to measure"
-    )
-    parser.add_argument("--size-gb", type=float, default=3.0, help="bytes of the checkpoint / 1e9")
-    parser.add_argument("--memory-curve", type=float, nargs="+", help="several sizes instead")
-    parser.add_argument("--training-tp", type=int, default=2)
-    parser.add_argument("--tp", type=int, default=2, help="inference tensor-parallel size")
-    parser.add_argument(
-        "--processes", type=int, default=usual_workers(), help="workers of this project"
-    )
-    parser.add_argument("--peer-path", type=Path, help="checkout of FasterTransformer")
-    parser.add_argument("--peer-processes", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="also write every run there")
-    parser.add_argument("--keep", action="store_true", help="keep the generated checkpoints")
-    args = parser.parse_args()
-    args.work_dir.mkdir(parents=True, exist_ok=True)
-    results = {str(gb): measure(args, gb) for gb in args.memory_curve or [args.size_gb]}
-    if args.json:
-        plain = {
-            size: {name: dataclasses.asdict(result) for name, result in table.items()}
-            for size, table in results.items()
-        }
-        args.json.write_text(json.dumps(plain, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The gateway's cost: requests over gRPC through it, and directly to tritonserver's socket.
+"""The front's cost: requests over gRPC through it, and directly to tritonserver's socket.
 
     python -m benchmarks.gateway [--seconds 5]
 
@@ -9,11 +9,10 @@ ways carry the same bytes.
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2
 
+from benchmarks.program import Cell, percentile, run
 from inference.server.server import TritonServer
 
 CONFIG = """
@@ -74,35 +74,31 @@ def durations(address: str, clients: int, data: bytes, seconds: float) -> list[f
     return taken
 
 
-def main() -> None:
-    """Parse the command line, run and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each figure")
-    seconds = parser.parse_args().seconds
+def measure(args: argparse.Namespace) -> Iterator[Cell]:
+    """Yield the rate and the latencies of each case, directly and through the front."""
     with tempfile.TemporaryDirectory() as name:
         version = Path(name) / "repository" / "double" / "1"
         version.mkdir(parents=True)
         (version / "model.py").write_text(SCRIPT)
         (version.parent / "config.pbtxt").write_text(CONFIG)
-        server = TritonServer(
+        with TritonServer(
             version.parents[1], http_port=0, grpc_port=0, metrics_port=0,
             log_path=Path(name) / "log",
-        )  # fmt: skip
-        with server:
+        ) as server:  # fmt: skip
             server.start(timeout_s=120)
-            ways = {"direct": server.control_address, "gateway": server.grpc_url}
-            print("| clients | input | way | requests/s | median, ms | 99th, ms |")
-            print("| --- | --- | --- | --- | --- | --- |")
+            ways = {"direct": server.control_address, "front": server.grpc_url}
             for clients, size_bytes in CASES:
+                case = f"{clients} clients, {size_bytes >> 10} KiB"
                 for way, address in ways.items():
-                    taken = durations(address, clients, request(size_bytes), seconds)
-                    middle, high = statistics.median(taken), statistics.quantiles(taken, n=100)[-1]
-                    print(
-                        f"| {clients} | {size_bytes >> 10} KiB | {way} "
-                        f"| {len(taken) / seconds:.0f} | {middle * 1e3:.1f} | {high * 1e3:.1f} |"
-                    )
+                    taken = durations(address, clients, request(size_bytes), args.seconds)
+                    yield case, way, f"{len(taken) / args.seconds:.0f} requests/s"
+                    yield f"{case}, p50", way, f"{percentile(taken, 50) * 1e3:.1f} ms"
+                    yield f"{case}, p99", way, f"{percentile(taken, 99) * 1e3:.1f} ms"
+
+
+def main() -> None:
+    """Run the program."""
+    run(measure, __doc__, seconds={"type": float, "default": 5.0, "help": "for each figure"})
 
 
 if __name__ == "__main__":

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import shutil
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from markupsafe import Markup
 
+from benchmarks.program import Cell, run
 from export_scripts.families.gpt.layout import GPT
 from export_scripts.families.layout.config import FTConfig
 from export_scripts.numeric.dtypes import item_size
@@ -71,7 +70,7 @@ class Measured:
     latency_ms: Mapping[RequestShape, float]
 
 
-def measure(
+def measure_size(
     name: str, size: Size, shapes: Sequence[RequestShape], args: argparse.Namespace
 ) -> Measured:
     """Synthesize a model, ask for each shape and remove the model again."""
@@ -188,34 +187,36 @@ def report(
     return render_table_page(title, charts, head, rows, lead=where, footer="benchmarks.model_sizes")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure every size, smallest first, and write the figure."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    add = parser.add_argument
-    add("--work-dir", type=Path, required=True)
-    add("--sizes", nargs="+", choices=SIZES, help="default: those that memory has room for")
-    add("--shapes", nargs="+", type=parse_shape, default=[RequestShape(60, 20)], metavar="IN+OUT")
-    add("--tensor-para-size", type=int, default=1)
-    add("--pipeline-para-size", type=int, default=1)
-    add("--weight-data-type", default="fp16", choices=("fp32", "fp16", "bf16"))
-    add("--data-type", choices=("fp32", "fp16", "bf16"), help="default: fp16 on a GPU, else fp32")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--repeats", type=int, default=5, help="requests of each shape at most")
-    add("--seconds", type=float, default=30.0, help="after which no further request is sent")
-    args = parser.parse_args(arguments)
+def measure(args: argparse.Namespace) -> Iterator[Cell]:
+    """Yield every size, smallest first, and write the figure again after each."""
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.data_type = args.data_type or ("fp16" if args.device == "cuda" else "fp32")
-    args.work_dir.mkdir(parents=True, exist_ok=True)
-    print(f"latency of a request at batch 1, {os.cpu_count()} cores, {args.device}")
     measured: list[Measured] = []
-    path = args.work_dir / "sizes.html"
     for name in sorted(args.sizes or fitting_sizes(args) or ["126m"], key=list(SIZES).index):
-        measured.append(measure(name, SIZES[name], args.shapes, args))
-        found = measured[-1].latency_ms.items()
-        texts = [f"{_name(shape)}: {milliseconds_text(value)}" for shape, value in found]
-        print(f"{name:>6}  {'  '.join(texts)}", flush=True)
-        path.write_text(report(measured, args.shapes, args), encoding="utf-8")
-    print(f"figure: {path}")
+        measured.append(measure_size(name, SIZES[name], args.shapes, args))
+        text = report(measured, args.shapes, args)
+        (args.work_dir / "sizes.html").write_text(text, encoding="utf-8")
+        for shape, value in measured[-1].latency_ms.items():
+            yield name, _name(shape), f"{value:.1f} ms"
+
+
+def main() -> None:
+    """Run the program."""
+    types, shapes = {"choices": ("fp32", "fp16", "bf16")}, {"type": parse_shape, "nargs": "+"}
+    run(
+        measure,
+        __doc__,
+        work_dir={},
+        sizes={"nargs": "+", "choices": SIZES, "help": "default: those that memory has room for"},
+        shapes={**shapes, "default": [RequestShape(60, 20)], "metavar": "IN+OUT"},
+        tensor_para_size={"type": int, "default": 1},
+        pipeline_para_size={"type": int, "default": 1},
+        weight_data_type={**types, "default": "fp16"},
+        data_type={"help": "default: fp16 on a GPU, else fp32"},
+        device={"default": None, "help": "default: cuda where there is one"},
+        repeats={"help": "requests of each shape at most"},
+        seconds={"type": float, "default": 30.0, "help": "after which no request is sent"},
+    )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).with_name("results")
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm")
-_LOWER_IS_BETTER = ("s", "ms", "us")
+_LOWER_IS_BETTER = ("s", "ms", "us", "MB", "modules")
 _TABLE = re.compile(r"(<!-- record ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # Rows of a table, and each contender's value with its unit: "7016 tokens/s".
@@ -83,7 +83,13 @@ def fallen(old: Record, new: Record, *, noise: float) -> list[str]:
             if after is None:
                 found.append(f"{row}, {name}: {before}, now absent")
                 continue
-            (one, unit), (other, new_unit) = _number(before), _number(after)
+            if before == after:
+                continue
+            try:
+                (one, unit), (other, new_unit) = _number(before), _number(after)
+            except ValueError:
+                found.append(f"{row}, {name}: {before}, now {after}")
+                continue
             if unit != new_unit:
                 found.append(f"{row}, {name}: {before}, now in another unit: {after}")
                 continue

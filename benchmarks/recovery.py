@@ -22,7 +22,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.models import ROOT
+from benchmarks.program import ROOT, Cell, run
 from inference.server.supervisor import descendants
 
 # Fault, words of the command line of the process that it hits, signal.
@@ -119,14 +119,8 @@ def wait_for_address(path: Path, restarts: int) -> None:
     raise TimeoutError(f"{path} does not appear")
 
 
-def main() -> None:
-    """Parse the command line, run and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--work-dir", type=Path, required=True, help="keeps the repository")
-    parser.add_argument("--repeats", type=int, default=2)
-    args = parser.parse_args()
+def measure(args: argparse.Namespace) -> Iterator[Cell]:
+    """Yield the medians of both times after each fault."""
     rounds = [fault for fault in FAULTS for _ in range(args.repeats)]
     times: dict[str, list[tuple[float, float]]] = {}
     with deployed(args.work_dir, len(rounds)) as (root, path):
@@ -136,10 +130,15 @@ def main() -> None:
             victim, began = process(root, words), time.monotonic()
             os.kill(victim, which)
             times.setdefault(name, []).append(since(began, path, number + 1))
-    print("| fault | noticed, s | away, s |\n| --- | --- | --- |")
     for name, each in times.items():
         noticed, away = (statistics.median(column) for column in zip(*each, strict=True))
-        print(f"| {name} | {noticed:.1f} | {away:.1f} |")
+        yield name, "noticed", f"{noticed:.1f} s"
+        yield name, "away", f"{away:.1f} s"
+
+
+def main() -> None:
+    """Run the program."""
+    run(measure, __doc__, work_dir={"help": "keeps the repository"}, repeats={"default": 2})
 
 
 if __name__ == "__main__":

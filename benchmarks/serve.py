@@ -12,45 +12,49 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.models import ROOT, decoder_model
+from benchmarks.models import SIZES, decoder_model
+from benchmarks.program import Cell, run
+from export_scripts.triton.repository import build_repository
+from export_scripts.triton.repository_request import RepositoryRequest
+from inference.decoding.request import parse_request
+from inference.engine.engine import Engine, EngineOptions, Placement
+from inference.server.client import TritonClient
+from inference.server.server import TritonServer
 
 MODEL = "fastertransformer"
-ENGINE, SERVER = "engine in process", "through tritonserver"
 Ask = Callable[[Sequence[int]], None]
-# (way of asking, requests in flight) -> tokens/s of each round
-Rates = dict[tuple[str, int], list[float]]
 
 
-def build_repository(shards: Path, room: Mapping[str, int], args: argparse.Namespace) -> Path:
+def build(folder: Path, shards: Path, room: Mapping[str, int], args: argparse.Namespace) -> Path:
     """Return a repository with the model, whose weights it links to."""
-    folder: Path = args.work_dir / f"repository_{args.model}"
     model_dir = folder / MODEL
     (model_dir / "1").mkdir(parents=True, exist_ok=True)
     link = model_dir / "1" / shards.name
     if not link.exists():
         link.symlink_to(shards.resolve())
-    command = [
-        *(sys.executable, "-m", "export_scripts.build_repository"),
-        *(str(model_dir), "--tensor-model-parallel-size", "1"),
-        *("--max-batch-size", "64", "--data-type", args.data_type, "--no-ensemble"),
-        *("--overwrite", "--parameter", f"device={args.device}"),
-    ]
-    for name, value in room.items():
-        command += ["--parameter", f"{name}={value}"]
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    request = RepositoryRequest(
+        model_dir,
+        tp_size=1,
+        pp_size=1,
+        max_batch_size=64,
+        data_type=args.data_type,
+        ensemble=False,
+        parameters={"device": args.device} | {name: str(value) for name, value in room.items()},
+        overwrite=True,
+    )
+    build_repository(request)
     return folder
 
 
-def tensors(ids: Sequence[int], output_len: int) -> dict[str, np.ndarray]:
+def tensors(ids: Sequence[int], output_len: int) -> dict[str, np.ndarray[Any, Any]]:
     """Return one request of one row, without an end token."""
     return {
         "input_ids": np.array([ids], np.uint32),
@@ -68,83 +72,23 @@ def rate(ask: Ask, prompts: Sequence[Sequence[int]], concurrency: int, output_le
     return len(prompts) * output_len / (time.perf_counter() - start)
 
 
-def measure(
-    ways: Mapping[str, Ask], prompts: Sequence[Sequence[int]], args: argparse.Namespace
-) -> Rates:
-    """Return the rates of server and engine, measured alternately."""
-    rates: Rates = {}
-    for ask in ways.values():
-        ask(prompts[0])
-    for concurrency in args.concurrency:
-        subset = prompts if concurrency > 1 else prompts[: max(4, len(prompts) // 4)]
-        for _ in range(args.repeats):
-            for name, ask in ways.items():
-                each = rate(ask, subset, concurrency, args.output_len)
-                rates.setdefault((name, concurrency), []).append(each)
-    return rates
-
-
-def report(rates: Rates, args: argparse.Namespace) -> None:
-    """Print all rates and their ratios."""
-    print("| | in flight | tokens/s | min..max |\n|---|---|---|---|")
-    middle = {way: statistics.median(each) for way, each in rates.items()}
-    for (name, concurrency), each in rates.items():
-        rounded = f"{middle[name, concurrency]:.1f} | {min(each):.1f}..{max(each):.1f}"
-        print(f"| {name} | {concurrency} | {rounded} |")
-    fewest, most = min(args.concurrency), max(args.concurrency)
-    added = middle[ENGINE, fewest] / middle[SERVER, fewest] - 1
-    print(f"\nthe server adds {added:+.1%} to the engine's time, {fewest} in flight")
-    if fewest < most:
-        for name in (ENGINE, SERVER):
-            gain = middle[name, most] / middle[name, fewest]
-            print(f"{name}: {most} in flight give {gain:.1f} times the tokens/s of {fewest}")
-
-
-def main() -> None:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--work-dir", type=Path, required=True, help="keeps the model")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--model", choices=("gpt2", "gptj-6b"), default="gpt2")
-    parser.add_argument("--data-type", default="fp32", help="fp32, fp16 or bf16")
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16])
-    parser.add_argument("--input-len", type=int, default=32)
-    parser.add_argument("--output-len", type=int, default=32)
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args()
-
-    from inference.decoding.request import parse_request
-    from inference.engine.engine import Engine, EngineOptions, Placement
-    from inference.server.client import TritonClient
-    from inference.server.server import TritonServer
-
-    model = decoder_model(args.model, args.work_dir, args.device)
+def measure(args: argparse.Namespace) -> Iterator[Cell]:
+    """Yield the rates of server and engine, measured alternately."""
+    model = decoder_model(args.model, args.work_dir)
     # Both engines run at once: neither may take all memory.
     room = {"max_lanes": max(args.concurrency), "max_seq_len": args.input_len + args.output_len}
-    repository = build_repository(model.ft_dir, room, args)
+    repository = build(args.work_dir / f"repository_{args.model}", model.ft_dir, room, args)
     shape = (args.requests, args.input_len)
     prompts = np.random.default_rng(1).integers(1, model.vocab_size, shape).tolist()
+    placement = Placement(data_type=args.data_type, device=args.device)
     with contextlib.ExitStack() as stack:
-        options = EngineOptions(**room)
-        engine = stack.enter_context(
-            Engine(
-                model.ft_dir,
-                Placement(data_type=args.data_type, device=args.device),
-                options=options,
-            )
-        )
+        engine = stack.enter_context(Engine(model.ft_dir, placement, options=EngineOptions(**room)))
         server = stack.enter_context(
             TritonServer(
-                repository,
-                http_port=0,
-                grpc_port=0,
-                metrics_port=0,
+                repository, http_port=0, grpc_port=0, metrics_port=0,
                 log_path=args.work_dir / "tritonserver.log",
             )
-        )
+        )  # fmt: skip
         server.start(timeout_s=300)
         client = stack.enter_context(TritonClient(server.grpc_url))
 
@@ -154,7 +98,35 @@ def main() -> None:
         def ask_server(ids: Sequence[int]) -> None:
             client.infer(MODEL, tensors(ids, args.output_len))
 
-        report(measure({ENGINE: ask_engine, SERVER: ask_server}, prompts, args), args)
+        ways = {"engine in process": ask_engine, "through tritonserver": ask_server}
+        for ask in ways.values():
+            ask(prompts[0])
+        for concurrency in args.concurrency:
+            asked = prompts if concurrency > 1 else prompts[: max(4, len(prompts) // 4)]
+            rates: dict[str, list[float]] = {name: [] for name in ways}
+            for _ in range(args.repeats):
+                for name, ask in ways.items():
+                    rates[name].append(rate(ask, asked, concurrency, args.output_len))
+            for name, each in rates.items():
+                yield f"{concurrency} in flight", name, f"{statistics.median(each):.1f} tokens/s"
+                yield f"{concurrency} in flight, slowest", name, f"{min(each):.1f} tokens/s"
+
+
+def main() -> None:
+    """Run the program."""
+    run(
+        measure,
+        __doc__,
+        work_dir={},
+        device={},
+        model={"choices": ("gpt2", *SIZES), "default": "gpt2"},
+        data_type={"default": "fp32"},
+        requests={"type": int, "default": 32},
+        concurrency={"type": int, "nargs": "+", "default": [1, 16]},
+        input_len={},
+        output_len={},
+        repeats={"default": 3},
+    )
 
 
 if __name__ == "__main__":

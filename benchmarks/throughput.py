@@ -29,12 +29,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from benchmarks.models import SIZES, Model, sized_model
-from benchmarks.records import Record
+from benchmarks.models import SIZES, Model, Size, sized_model
+from benchmarks.program import Cell, run
 from benchmarks.workload import (
     Request,
     arrival_times,
@@ -58,6 +57,10 @@ class Server(Protocol):
 
     def wait(self) -> None:
         """Return once all requests are answered."""
+        ...
+
+    def close(self) -> None:
+        """End the engine."""
         ...
 
 
@@ -225,7 +228,7 @@ def arriving(server: Server, requests: Sequence[Request], rate: float) -> Latenc
     return found
 
 
-def measure(server: Server, model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def rows(server: Server, model: Model, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yield every row of the table as soon as it is measured."""
     vocab_size = model.vocab_size - 300  # ids that every contender's vocabulary has
     mixed = mixed_requests(
@@ -283,90 +286,86 @@ def measure(server: Server, model: Model, args: argparse.Namespace) -> Iterator[
 
 
 def contend(
-    make: Callable[[Model, argparse.Namespace], Any], args: argparse.Namespace, results: Any
+    make: Callable[[Model, argparse.Namespace], Server], args: argparse.Namespace, results: Any
 ) -> None:
-    """Measure one contender and send its rows; runs in a process of its own."""
-    model = sized_model(args)
+    """Measure one contender and send its rows, then None; runs in a process of its own."""
+    size = SIZES.get(args.model) or Size(args.family, args.hidden, args.layers, args.heads)
+    model = sized_model(size, args.work_dir, tp_size=args.tp)
     began = time.perf_counter()
     server = make(model, args)
-    rows = {"ready after": f"{time.perf_counter() - began:.0f} s"}
-    for row, text in measure(server, model, args):
-        print(f"{type(server).__name__}: {row}: {text}", flush=True)
-        rows[row] = text
-    results.put(rows)
+    results.put(("ready after", f"{time.perf_counter() - began:.0f} s"))
+    for row in rows(server, model, args):
+        results.put(row)
+    results.put(None)
     server.close()
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--work-dir", type=Path, required=True, help="keeps the models")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--data-type", choices=("fp16", "bf16", "fp32"), default="fp16")
-    parser.add_argument("--tp", type=int, default=1, help="GPUs")
-    parser.add_argument("--int8", action="store_true", help="matrices in 8 bits, ours alone")
-    parser.add_argument("--fp8", action="store_true", help="products in FP8, ours alone")
-    parser.add_argument("--batch-invariant", action="store_true", help="ours alone")
-    parser.add_argument("--top-p", type=float, help="sample from this nucleus, else greedy")
-    parser.add_argument("--model", choices=tuple(SIZES), help="a size by name")
-    parser.add_argument("--family", choices=("gpt", "gptj"), default="gpt")
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--heads", type=int, default=12)
-    parser.add_argument("--batch", type=int, nargs="*", default=[1, 8, 32, 64])
-    parser.add_argument("--input-len", type=int, default=128)
-    parser.add_argument("--output-len", type=int, default=128)
-    parser.add_argument("--requests", type=int, default=256, help="mixed ones")
-    parser.add_argument("--mixed-in", type=int, nargs=2, default=[32, 512])
-    parser.add_argument("--mixed-out", type=int, nargs=2, default=[16, 256])
-    parser.add_argument("--long", type=int, default=0, help="requests with long prompts at once")
-    parser.add_argument("--long-in", type=int, nargs=2, default=[2000, 6000])
-    parser.add_argument("--long-out", type=int, nargs=2, default=[32, 128])
-    parser.add_argument("--prompt", type=int, nargs="*", default=[], help="lengths, one at a time")
-    parser.add_argument("--shared", type=int, default=0, help="requests with one beginning")
-    parser.add_argument("--shared-len", type=int, default=1537, help="tokens of the beginning")
-    parser.add_argument("--arrivals", type=float, nargs="*", default=[], help="shares of the rate")
-    parser.add_argument("--rate", type=float, help="requests/s that --arrivals are shares of")
-    parser.add_argument("--max-seq-len", type=int, default=1024)
-    parser.add_argument("--max-sequences", type=int, help="at once, ours alone")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-vllm", action="store_true")
-    parser.add_argument("--record", type=Path, help="file for a record of the run")
-    args = parser.parse_args(argv)
+def measure(args: argparse.Namespace) -> Iterator[Cell]:
+    """Yield the rows of each contender."""
     if args.arrivals and not args.requests:
-        parser.error("--arrivals: they are the mixed requests, of which --requests 0 sends none")
-    return args
-
-
-def main() -> None:
-    """Run."""
-    args = parse()
+        raise SystemExit(
+            "--arrivals: they are the mixed requests, of which --requests 0 sends none"
+        )
     contenders: dict[str, Any] = {"slipway": SlipwayServer}
     if not args.no_vllm and importlib.util.find_spec("vllm") is not None:
         contenders = {"vLLM": VllmServer, **contenders}
     context = multiprocessing.get_context("spawn")
-    tables: dict[str, dict[str, str]] = {}
     for name, make in contenders.items():
         results = context.SimpleQueue()
         process = context.Process(target=partial(contend, make, args, results))
         process.start()
-        while process.is_alive() and results.empty():
-            time.sleep(0.1)
-        if results.empty():
-            raise SystemExit(f"{name} ended without a result")
-        tables[name] = results.get()
+        while True:
+            while process.is_alive() and results.empty():
+                time.sleep(0.1)
+            if results.empty():
+                raise SystemExit(f"{name} ended without a result")
+            if (row := results.get()) is None:
+                break
+            if row[0] == _RATE:
+                args.rate = args.rate or float(row[1].split()[0])
+            yield row[0], name, row[1]
         process.join()
-        args.rate = args.rate or float(tables[name][_RATE].split()[0])
-    rows = {
-        row: {name: table[row] for name, table in tables.items() if row in table}
-        for row in tables["slipway"]
-    }
-    record = Record.of(rows)
-    print("\n" + record.table())
-    if args.record is not None:
-        record.write(args.record)
+
+
+def main() -> None:
+    """Run the program."""
+    switch, count = {"action": "store_true"}, {"type": int, "default": 0}
+    span = {"type": int, "nargs": 2}
+    run(
+        measure,
+        __doc__,
+        work_dir={},
+        device={},
+        data_type={"default": "fp16"},
+        tp={},
+        int8={**switch, "help": "matrices in 8 bits, ours alone"},
+        fp8={**switch, "help": "products in FP8, ours alone"},
+        batch_invariant={**switch, "help": "ours alone"},
+        top_p={"type": float, "help": "sample from this nucleus, else greedy"},
+        model={"choices": tuple(SIZES), "help": "a size by name"},
+        family={"choices": ("gpt", "gptj"), "default": "gpt"},
+        hidden={**count, "default": 768},
+        layers={**count, "default": 12},
+        heads={**count, "default": 12},
+        batch={"nargs": "*", "default": [1, 8, 32, 64]},
+        input_len={"default": 128},
+        output_len={"default": 128},
+        requests={**count, "default": 256, "help": "mixed ones"},
+        mixed_in={**span, "default": [32, 512]},
+        mixed_out={**span, "default": [16, 256]},
+        long={**count, "help": "requests with long prompts at once"},
+        long_in={**span, "default": [2000, 6000]},
+        long_out={**span, "default": [32, 128]},
+        prompt={"type": int, "nargs": "*", "default": [], "help": "lengths, one at a time"},
+        shared={**count, "help": "requests with one beginning"},
+        shared_len={**count, "default": 1537, "help": "tokens of the beginning"},
+        arrivals={"type": float, "nargs": "*", "default": [], "help": "shares of the rate"},
+        rate={"type": float, "help": "requests/s that --arrivals are shares of"},
+        max_seq_len={**count, "default": 1024},
+        max_sequences={"type": int, "help": "at once, ours alone"},
+        repeats={"default": 3},
+        no_vllm=switch,
+    )
 
 
 if __name__ == "__main__":

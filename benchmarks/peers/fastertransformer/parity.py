@@ -33,6 +33,7 @@ from benchmarks.peers.fastertransformer.served import (
     both,
     tensors,
 )
+from benchmarks.program import Cell, run
 from inference.decoding.rows import SessionTurn
 from inference.server.client import TritonClient
 
@@ -89,27 +90,29 @@ OTHERS: dict[str, tuple[Any, Any]] = {
 MODELS = DECODERS | OTHERS
 
 
-def parity(work_dir: Path, names: Sequence[str]) -> None:
-    """Print the table."""
+def measure(args: argparse.Namespace) -> Iterator[Cell]:
+    """Yield how far both engines agree about each request, and with transformers."""
+    work_dir, names = args.work_dir, args.models
     rng = np.random.default_rng(0)
     prompts = [rng.integers(5, 30000, length).tolist() for length in (5, 12, 9, 1)]
     with ThreadPoolExecutor() as pool:
         folders = pool.map(lambda name: shards(work_dir, name), names)
         served = models(dict(zip(names, folders, strict=True)))
     with both(work_dir, served) as clients:
-        print("| model | request | tokens | apart |\n|---|---|---|---|", flush=True)
         for name in names:
             if name not in DECODERS:
                 continue
             expected = [transformers_answer(work_dir, name, prompt) for prompt in prompts]
             for engine, client in clients.items():
                 shown = [ask(client, name, tensors([prompt])) for prompt in prompts]
-                cells = [compared(*pair) for pair in zip(expected, shown, strict=True)]
-                equal = f"{sum('equal' in each for each in cells)} of {len(cells)} equal"
-                print(f"| {name} | {engine} against transformers | {equal} | |", flush=True)
+                cells = [compared(*pair)[0] for pair in zip(expected, shown, strict=True)]
+                equal = f"{cells.count('equal')} of {len(cells)} equal"
+                yield f"{name}, {engine} against transformers", "tokens", equal
         for model, case, question in questions(names, prompts):
             answers = [question(clients[each]) if each in clients else "-" for each in ENGINES]
-            print(f"| {model} | {case} | {compared(*answers)} |", flush=True)
+            tokens, apart = compared(*answers)
+            yield f"{model}, {case}", "tokens", tokens
+            yield f"{model}, {case}", "apart", apart
 
 
 def shards(work_dir: Path, name: str) -> Path:
@@ -263,14 +266,14 @@ def conversation(client: TritonClient, turns: Sequence[Sequence[int]]) -> Tensor
     return answer
 
 
-def compared(theirs: Answer, ours: Answer) -> str:
-    """Return two cells of the table: tokens, and numbers."""
+def compared(theirs: Answer, ours: Answer) -> tuple[str, str]:
+    """Return how many tokens are equal, and how far numbers are apart."""
     for engine, answer in ((THEIRS, theirs), (OURS, ours)):
         if isinstance(answer, str):
-            return f"{engine}: {answer} | "
+            return f"{engine}: {answer}", "-"
     assert not isinstance(theirs, str)
     assert not isinstance(ours, str)
-    tokens = ""
+    tokens = "-"
     if "output_ids" in theirs:
         left, right = theirs["output_ids"], ours["output_ids"]
         if left.shape != right.shape:
@@ -286,18 +289,17 @@ def compared(theirs: Answer, ours: Answer) -> str:
         for name in _NUMBERS
         if name in theirs and name in ours and theirs[name].shape == ours[name].shape
     ]
-    return f"{tokens} | {', '.join(apart)}"
+    return tokens, ", ".join(apart) or "-"
 
 
 def main() -> None:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    """Run the program."""
+    run(
+        measure,
+        __doc__,
+        work_dir={},
+        models={"choices": MODELS, "nargs": "+", "default": list(MODELS)},
     )
-    parser.add_argument("--work-dir", type=Path, required=True, help="keeps the models")
-    parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS))
-    args = parser.parse_args()
-    parity(args.work_dir.resolve(), args.models)
 
 
 if __name__ == "__main__":

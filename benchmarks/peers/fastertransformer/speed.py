@@ -11,25 +11,24 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.models import SIZES, write_sized
-from benchmarks.peers.fastertransformer.served import ENGINES, Served, Tensors, ask, both, tensors
+from benchmarks.models import SIZES, sized_model
+from benchmarks.peers.fastertransformer.served import Served, Tensors, ask, both, tensors
+from benchmarks.program import Cell, run
 from inference.server.client import TritonClient
 
 _LENGTH = 128
-_VOCAB = 50304
 
 
 def models(work_dir: Path, names: Sequence[str], tp_size: int) -> dict[str, Served]:
     """Return what is served, in fp16 and, where both engines can, in int8."""
     served = {}
     for name in names:
-        folder = work_dir / name / f"{tp_size}-gpu"
-        write_sized(SIZES[name], _VOCAB, folder, "cuda", tp_size=tp_size)
+        folder = sized_model(SIZES[name], work_dir, tp_size=tp_size).ft_dir
         served[f"{name}_fp16"] = Served(folder, "fp16", tp_size=tp_size)
         if SIZES[name].family == "gpt":
             served[f"{name}_int8"] = served[f"{name}_fp16"]._replace(is_int8=True)
@@ -37,45 +36,49 @@ def models(work_dir: Path, names: Sequence[str], tp_size: int) -> dict[str, Serv
 
 
 def seconds(client: TritonClient, model: str, inputs: Tensors) -> float:
-    """Return the time of one answer; not a number when there is none."""
+    """Return the time of one answer.
+
+    Raises:
+        RuntimeError: There is none.
+    """
     began = time.perf_counter()
     answer = ask(client, model, inputs)
     if isinstance(answer, str):
-        print(f"{model}: {answer}", flush=True)
-        return float("nan")
+        raise RuntimeError(f"{model}: {answer}")
     return time.perf_counter() - began
 
 
-def main() -> None:
-    """Parse the command line and run."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--work-dir", type=Path, required=True, help="keeps the models")
-    parser.add_argument("--models", choices=SIZES, nargs="+", default=["gpt-350m"])
-    parser.add_argument("--tp", type=int, default=1, help="GPUs")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--repeats", type=int, default=5)
-    args = parser.parse_args()
-    served = models(args.work_dir.resolve(), args.models, args.tp)
-    with both(args.work_dir.resolve() / "speed", served) as clients:
-        print(f"| model | batch | {' | '.join(ENGINES)} |\n|---|---|---|---|", flush=True)
+def measure(args: argparse.Namespace) -> Iterator[Cell]:
+    """Yield the rates of both engines with each model and batch."""
+    served = models(args.work_dir, args.models, args.tp)
+    with both(args.work_dir / "speed", served) as clients:
         for model in served:
-            for batch in args.batch_sizes:
+            for batch in args.batch:
                 ids = np.random.default_rng(1).integers(1, 50000, (batch, _LENGTH)).tolist()
                 inputs = tensors(ids, end_id=50256)
                 inputs["request_output_len"] = np.full((batch, 1), _LENGTH, np.uint32)
-                times: dict[str, list[float]] = {engine: [] for engine in ENGINES}
+                times: dict[str, list[float]] = {engine: [] for engine in clients}
                 for number in range(1 + args.repeats):
                     for engine, client in clients.items():
                         taken = seconds(client, model, inputs)
                         if number:  # the first answer of each warms up
                             times[engine].append(taken)
-                rates = [
-                    f"{batch * _LENGTH / statistics.median(each):.0f}" if each else "-"
-                    for each in times.values()
-                ]
-                print(f"| {model} | {batch} | {' | '.join(rates)} |", flush=True)
+                for engine, each in times.items():
+                    rate = batch * _LENGTH / statistics.median(each)
+                    yield f"{model}, batch {batch}", engine, f"{rate:.0f} tokens/s"
+
+
+def main() -> None:
+    """Run the program."""
+    run(
+        measure,
+        __doc__,
+        work_dir={},
+        models={"choices": SIZES, "nargs": "+", "default": ["gpt-350m"]},
+        tp={},
+        batch={"default": [1, 8, 32]},
+        repeats={},
+    )
 
 
 if __name__ == "__main__":

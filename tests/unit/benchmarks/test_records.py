@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import records
+from benchmarks.program import run
 from benchmarks.records import Record, fallen, with_tables
 from tests.conftest import ROOT
 
@@ -20,6 +23,7 @@ OLD = Record(
     rows={
         "batch 1": {"slipway": "100 tokens/s", "vLLM": "90 tokens/s"},
         "first token": {"slipway": "20.0 ms"},
+        "tokens": {"slipway": "4 of 4 equal"},
     },
 )
 
@@ -39,6 +43,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("first token", "21.2 ms", True),
         ("first token", "10.0 ms", False),
         ("first token", "1.0 s", True),
+        ("tokens", "1 of 4 equal", True),
     ],
 )
 def test_rows_that_fell_by_more_than_the_noise_are_named(
@@ -55,6 +60,7 @@ def test_a_row_that_vanished_is_named() -> None:
     assert found == [
         "batch 1, vLLM: 90 tokens/s, now absent",
         "first token, slipway: 20.0 ms, now absent",
+        "tokens, slipway: 4 of 4 equal, now absent",
     ]
 
 
@@ -83,5 +89,25 @@ def test_a_table_is_written_from_its_record(tmp_path: Path) -> None:
 
 def test_the_tables_of_the_document_are_those_of_the_records() -> None:
     text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert "<!-- record " in text
+    named = set(re.findall(r"<!-- record ([\w.-]+) -->", text))
+    assert named == {path.stem for path in records.RESULTS.glob("*.json")}
     assert with_tables(text) == text
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/performance.md"])
+def test_every_rate_that_a_document_quotes_is_in_a_record(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8").replace(",", "")
+    found = [Record.read(path) for path in records.RESULTS.glob("*.json")]
+    values = {value for each in found for row in each.rows.values() for value in row.values()}
+    quoted = set(re.findall(r"\b[\d.]+ (?:prompt tokens|tokens|requests|MB)/s", text))
+    assert quoted
+    assert quoted <= values
+
+
+def test_a_program_prints_and_records_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["one", "--batch", "4", "--record", str(tmp_path / "a.json")])
+    run(lambda args: [(f"batch {args.batch[0]}", "ours", "8 tokens/s")], "One.", batch={})
+    assert Record.read(tmp_path / "a.json").rows == {"batch 4": {"ours": "8 tokens/s"}}
+    assert "| batch 4 | 8 tokens/s |" in capsys.readouterr().out

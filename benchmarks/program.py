@@ -1,0 +1,75 @@
+"""The shared parts of the benchmarks: a table of options, and rows that are printed and recorded.
+
+python -m benchmarks.NAME --help
+python -m benchmarks.NAME ... --record benchmarks/results/NAME.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import Record
+
+ROOT = Path(__file__).resolve().parents[1]
+# Row, column, and a value with its unit: "batch 1", "slipway fp32", "64.0 tokens/s".
+Cell = tuple[str, str, str]
+
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    "work_dir": {"type": Path, "required": True, "help": "keeps the models"},
+    "device": {"choices": ("cpu", "cuda"), "default": "cpu"},
+    "batch": {"type": int, "nargs": "+", "default": [1, 8]},
+    "input_len": {"type": int, "default": 32, "help": "tokens"},
+    "output_len": {"type": int, "default": 32, "help": "tokens"},
+    "data_type": {"choices": ("fp32", "fp16", "bf16")},
+    "tp": {"type": int, "default": 1, "help": "GPUs"},
+    "repeats": {"type": int, "default": 5},
+    "threads": {"type": int, "default": os.cpu_count() or 1},
+}
+
+
+def parse(document: str | None, **options: Mapping[str, Any]) -> argparse.Namespace:
+    """Return the command line's options, `work_dir` made.
+
+    Args:
+        document: The program's docstring, its help.
+        options: Name -> arguments of `add_argument`, over those of the shared option of that name.
+    """
+    parser = argparse.ArgumentParser(
+        description=document, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, own in options.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", **{**_OPTIONS.get(name, {}), **own})
+    parser.add_argument("--record", type=Path, help="file for a record of the run")
+    args = parser.parse_args()
+    if "work_dir" in options:
+        args.work_dir.mkdir(parents=True, exist_ok=True)
+        args.work_dir = args.work_dir.resolve()
+    return args
+
+
+def run(
+    measure: Callable[[argparse.Namespace], Iterable[Cell]],
+    document: str | None,
+    **options: Mapping[str, Any],
+) -> None:
+    """Parse the command line, print each cell as it is measured, then the table."""
+    args = parse(document, **options)
+    rows: dict[str, dict[str, str]] = {}
+    for row, column, value in measure(args):
+        print(f"{row}, {column}: {value}", file=sys.stderr, flush=True)
+        rows.setdefault(row, {})[column] = value
+    record = Record.of(rows)
+    print(record.table())
+    if args.record is not None:
+        record.write(args.record)
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Return a percentile of two or more values."""
+    return statistics.quantiles(values, n=100)[percent - 1]
