@@ -1,8 +1,9 @@
 """The rules of decoding, written plainly on whole logits: an oracle for answers of the engine.
 
 Nothing of the engine is used. Logits come from `transformers`, for a whole sequence at a time.
-Sources: FasterTransformer 5.3 for the order of the rules; Marsaglia, "Xorshift RNGs", 2003, and
-cuRAND's seeding for the random numbers.
+Sources: FasterTransformer 5.3 for the order of the rules; OpenAI's API reference for the frequency
+penalty and the bias of logits; Marsaglia, "Xorshift RNGs", 2003, and cuRAND's seeding for the
+random numbers.
 """
 
 # Shapes: T tokens, V vocabulary
@@ -36,6 +37,8 @@ class Rules:
     temperature: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
     min_length: int = 0
     len_penalty: float = 0.0
     top_p_decay: float = 1.0
@@ -86,6 +89,10 @@ def processed(
     for *before, last in rules.bad_words:
         if last and history[len(history) - len(before) :] == before:
             x[last] = -np.inf
+    for token, bias in rules.logit_bias.items():
+        x[token] += bias
+    for token in answer:
+        x[token] -= rules.frequency_penalty
     if rules.temperature != 1:
         t = rules.temperature + _EPSILON
         x = x / t if divide else x * (1 / t)

@@ -60,6 +60,8 @@ def served_model(request: RepositoryRequest, model_type: str) -> ModelFolder:
     is_python = request.engine == "pytorch"
     if not is_python:
         tensors = signature.as_sent_by_fastertransformer(tensors, model_type)
+    elif is_generative(model_type):
+        tensors = signature.with_biases(tensors)
     if request.interactive:
         tensors = signature.interactive(tensors)
     elif is_python and is_generative(model_type) and model_type not in _ENCODER_DECODERS:

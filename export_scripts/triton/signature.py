@@ -286,6 +286,14 @@ def postprocessing(model: ModelSignature) -> ModelSignature:
     return ModelSignature(inputs, POSTPROCESSING.outputs)
 
 
+# Of our own engine alone.
+_BIASES = (
+    _scalar(
+        "frequency_penalty", "FP32", "added: times a token's count in the answer, off its logit"
+    ),
+    _tensor("logit_bias_ids", "INT32", (-1,), "added: tokens with a bias; -1 pads", optional=True),
+    _tensor("logit_bias", "FP32", (-1,), "added: what their logits get added", optional=True),
+)
 # Of our own engine alone, and of models with one answer to a prompt that they repeat.
 _SCORES = ModelSignature(
     inputs=(
@@ -298,6 +306,11 @@ _SCORES = ModelSignature(
         _tensor("top_token_log_probs", "FP32", (-1, -1, -1), "added: (B, 1, S+R, W)"),
     ),
 )
+
+
+def with_biases(model: ModelSignature) -> ModelSignature:
+    """Return the signature with a frequency penalty and biases of single tokens."""
+    return replace(model, inputs=(*model.inputs, *_BIASES))
 
 
 def with_scores(model: ModelSignature) -> ModelSignature:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from inference.decoding.candidates import Candidates, GroupKey
+from inference.decoding.draws import join_bias
 from inference.decoding.hypotheses import Hypothesis, HypothesisPool, best_first, length_divisor
 from inference.decoding.processors import LogitRules
 from inference.decoding.rows import FinishReason, PromptScores, RowRequest, RowResult
@@ -54,7 +55,8 @@ class BeamRow:
         self._vocab_size = vocab_size
         self.prompt = PromptScores()
         self._tail = max((len(word) for word in o.bad_words + o.stop_words), default=0)
-        self._penalised = o.repetition_penalty != 1 or o.presence_penalty != 0
+        ids, bias = zip(*o.logit_bias, strict=True) if o.logit_bias else ((), ())
+        self._logit_bias = np.asarray(ids, np.int64), np.asarray(bias, np.float32)
         prompt = np.unique(np.asarray(request.context_ids, np.int64))
         self._prompt_ids = prompt[prompt < vocab_size]  # virtual tokens have no logit
 
@@ -76,10 +78,10 @@ class BeamRow:
     def rules(self) -> list[LogitRules]:
         """Return what to do to the logits of each running slot in this step."""
         o = self.options
-        penalised = self._penalised and self.request.context_len + self.generated > 1
+        penalised = o.is_penalised and self.request.context_len + self.generated > 1
         return [
             LogitRules(
-                banned=banned_ids(self.newest(k), o.bad_words, self._vocab_size),
+                bias=self._biases(k),
                 temperature=o.temperature,
                 seen=np.concatenate([self._prompt_ids, self.tokens[k, : self.generated]])
                 if penalised
@@ -91,6 +93,14 @@ class BeamRow:
             )
             for k in self.running
         ]
+
+    def _biases(self, k: int) -> tuple[Array, Array] | None:
+        o, parts = self.options, [self._logit_bias] if self.options.logit_bias else []
+        if o.frequency_penalty:
+            ids, counts = np.unique(self.tokens[k, : self.generated], return_counts=True)
+            parts.append((ids, -np.float32(o.frequency_penalty) * counts.astype(np.float32)))
+        banned = banned_ids(self.newest(k), o.bad_words, self._vocab_size)
+        return join_bias(*parts, banned=banned)
 
     def newest(self, k: int, *extension: int) -> list[int]:
         """Return the last tokens of beam k, prompt included: as many as a word list can see."""

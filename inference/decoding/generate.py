@@ -16,9 +16,10 @@ import torch
 
 from inference.decoding.beam_search import BeamRow, PooledBeamRow
 from inference.decoding.candidates import Candidates, GroupKey, fetch, select
+from inference.decoding.draws import Draw, Marks, Penalty
 from inference.decoding.processors import pick_slots, process_logits, token_scores
 from inference.decoding.rows import PromptScores, RowRequest, RowResult, RowStep
-from inference.decoding.sampling import Draw, Penalty, SamplingRow, choose
+from inference.decoding.sampling import SamplingRow, choose
 from inference.decoding.tensor_fields import Array
 
 UNUSABLE = "the model gave logits that are not finite; no token can be chosen"
@@ -139,8 +140,8 @@ class BatchDecoder:
         assert isinstance(row, SamplingRow)
         return row.penalty(produced)
 
-    def marks(self, handle: int) -> Array:
-        """Return the ids to mark for a row of which no token is being chosen, see `StepPlan`."""
+    def marks(self, handle: int) -> Marks:
+        """Return the marks of a row of which no token is being chosen."""
         row = self._rows[handle]
         assert isinstance(row, SamplingRow)
         return row.marks()

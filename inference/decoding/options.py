@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from inference.decoding.tensor_fields import TensorFields
-from inference.decoding.word_lists import Words, read_word_lists
+from inference.decoding.word_lists import MOST_IDS, Words, read_word_lists
 
 MAX_TOP_K = 1024
 DEFAULT_TOP_P_MIN = 1e-6
 LEAST_PENALTY = 1e-30  # a logit divided by less, and by a small temperature, may overflow
 MAX_BEAM_WIDTH = 64
 MAX_LOG_PROBS = 20
+BIAS_IDS, BIAS = "logit_bias_ids", "logit_bias"
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class RowOptions:
     temperature: float = 1.0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # ids, each once, and what is added
     min_length: int = 0
     len_penalty: float = 0.0
     beam_search_diversity_rate: float = 0.0
@@ -63,9 +66,14 @@ class RowOptions:
         return self.repetition_penalty != 1 or self.presence_penalty != 0
 
     @property
+    def is_biased(self) -> bool:
+        """True when something is added to the logits of some ids."""
+        return self.frequency_penalty != 0 or bool(self.logit_bias)
+
+    @property
     def has_marks(self) -> bool:
-        """True when a rule holds for some ids and not for others: a penalty, or bad words."""
-        return self.is_penalised or bool(self.bad_words)
+        """True when a rule holds for some ids and not for others."""
+        return self.is_penalised or self.is_biased or bool(self.bad_words)
 
 
 def normalise_selection(top_k: int, top_p: float) -> tuple[int, float, list[str]]:
@@ -140,7 +148,37 @@ def _logit_columns(fields: TensorFields) -> dict[str, list[Any]]:
         "temperature": _at_least(fields, "temperature", temperatures),
         "repetition_penalty": penalties,
         "presence_penalty": fields.floats("presence_penalty", default=0.0),
+        "frequency_penalty": fields.floats("frequency_penalty", default=0.0),
+        "logit_bias": _logit_bias(fields),
     }
+
+
+def _logit_bias(fields: TensorFields) -> list[tuple[tuple[int, float], ...]]:
+    """Return each row's ids with their biases; a negative id pads a row."""
+    nothing: list[tuple[tuple[int, float], ...]] = [()] * fields.batch
+    ids, bias = (fields.tensors.get(name) for name in (BIAS_IDS, BIAS))
+    if ids is None and bias is None:
+        return nothing
+    if ids is None or bias is None:
+        fields.problems.append(f"{BIAS_IDS} and {BIAS} belong together; send both")
+        return nothing
+    if ids.ndim != 2 or len(ids) != fields.batch or bias.shape != ids.shape:
+        fields.problems.append(
+            f"{BIAS_IDS}, {BIAS}: expected shape [{fields.batch},W] of both, got "
+            f"{list(ids.shape)} and {list(bias.shape)}"
+        )
+    elif ids.dtype.kind not in "iu" or bias.dtype.kind != "f":
+        fields.problems.append(
+            f"{BIAS_IDS}, {BIAS}: expected INT32 and FP32, got {ids.dtype} and {bias.dtype}"
+        )
+    elif ids.size > MOST_IDS:
+        fields.problems.append(f"{BIAS_IDS}: {ids.size} ids; {MOST_IDS} in all rows at most")
+    elif not np.isfinite(bias).all():
+        fields.problems.append(f"{BIAS}: holds values that are not finite")
+    else:
+        rows = zip(ids.tolist(), bias.astype(np.float32).tolist(), strict=True)
+        return [tuple({i: v for i, v in zip(*row, strict=True) if i >= 0}.items()) for row in rows]
+    return nothing
 
 
 def _selection_columns(fields: TensorFields, warnings: list[str]) -> dict[str, list[Any]]:

@@ -1,7 +1,7 @@
 """Logit processors, for all slots of a step at once, and the log probability of a prompt.
 
-Order: bad words, temperature, repetition or presence penalty, minimum length. Every rule acts on
-one slot by elementwise arithmetic, whose result does not depend on the other slots, bit for bit.
+Order: as `draws` has it. Every rule acts on one slot by elementwise arithmetic, whose result does
+not depend on the other slots, bit for bit.
 """
 
 # Shapes: N slots of a step, n of them processed here, V vocabulary, X V rounded up to ALIGNMENT
@@ -27,11 +27,12 @@ _TEMPERATURE_EPSILON = np.float32(1e-6)
 class LogitRules:
     """Rules for the logits of one slot in this step.
 
-    `seen` lists the ids that `repetition_penalty` or `presence_penalty` act on; an id may occur
-    more than once. `forbidden_id` is the end id while the minimum length is not reached.
+    `bias` holds ids and what is added to their logits, as `join_bias` returns them. `seen` lists
+    the ids that `repetition_penalty` or `presence_penalty` act on; an id may occur more than once.
+    `forbidden_id` is the end id while the minimum length is not reached.
     """
 
-    banned: Sequence[int] = ()
+    bias: tuple[Array, Array] | None = None
     temperature: float = 1.0
     seen: Array | None = None
     repetition_penalty: float = 1.0
@@ -45,7 +46,7 @@ def process_logits(
 ) -> torch.Tensor:
     """Return the processed logits (n, X) of the slots, padded with -inf; `logits` is kept."""
     x = pad_vocabulary(pick_slots(logits[:, :vocab_size], slots))
-    _ban(x, rules)
+    _add_bias(x, rules)
     apply_temperature(x, rules)
     apply_penalty(x, rules)
     _forbid(x, rules, vocab_size)
@@ -110,11 +111,13 @@ def apply_penalty(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
     x[rows, ids] = torch.where(old < 0, old * r, old / r) - a
 
 
-def _ban(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
-    pairs = [(i, token) for i, r in enumerate(rules) for token in r.banned]
-    if pairs:
-        index = _to(x, np.asarray(pairs, np.int64))  # (count, 2)
-        x[index[:, 0], index[:, 1]] = -torch.inf
+def _add_bias(x: torch.Tensor, rules: Sequence[LogitRules]) -> None:
+    given = [(i, *r.bias) for i, r in enumerate(rules) if r.bias is not None]
+    if given:
+        rows, ids, bias = zip(*given, strict=True)
+        index = (np.repeat(rows, [len(each) for each in ids]), np.concatenate(ids))
+        places = tuple(_to(x, each) for each in index)
+        x.index_put_(places, _to(x, np.concatenate(bias)).to(x.dtype), accumulate=True)
 
 
 def _forbid(x: torch.Tensor, rules: Sequence[LogitRules], vocab_size: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inference.decoding.options import RowOptions, read_options
+from inference.decoding.options import BIAS, BIAS_IDS, RowOptions, read_options
 from inference.decoding.prompts import prompt_source, read_prompts
 from inference.decoding.rows import (
     P_TUNING,
@@ -53,6 +53,9 @@ _COMMON = frozenset(
         "len_penalty",
         "repetition_penalty",
         "presence_penalty",
+        "frequency_penalty",
+        BIAS_IDS,
+        BIAS,
         "min_length",
         "random_seed",
         "is_return_log_probs",
@@ -198,6 +201,13 @@ class _Parser:
     def _check_special_ids(self, options: list[RowOptions]) -> None:
         """Check ids that the request states, and a model's start id where it is fed."""
         assert self.ids is not None
+        for b, row in enumerate(options):
+            largest = max((token for token, _ in row.logit_bias), default=0)
+            if largest >= self.limits.vocab_size:
+                self.problems.append(
+                    f"{BIAS_IDS}[{b}]: {largest} outside vocabulary of size "
+                    f"{self.limits.vocab_size}"
+                )
         checked = set(self.fields.tensors)
         if self.limits.encoder_decoder or self.ids.shape[1] == 0:
             checked.add("start_id")

@@ -11,12 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from inference.decoding.candidates import Candidates, GroupKey, top_candidates
+from inference.decoding.draws import (
+    ARG_MAX,
+    Draw,
+    Marks,
+    Penalty,
+    RowBias,
+    SeenIds,
+    join_bias,
+)
 from inference.decoding.nucleus import DescendingMass, draw_from_prefix
 from inference.decoding.processors import LOWEST, LogitRules, temperature_factor
 from inference.decoding.random import Xorwow
@@ -39,43 +47,6 @@ class Choice:
     renormalized: float = 0.0
 
 
-class Draw(NamedTuple):
-    """The parameters of one draw by a rank; fp32 holds each of them exactly, but `rest`.
-
-    Attributes:
-        factor: Multiplies the logits.
-        top_k: How many of the best tokens can be drawn, 0 for all.
-        top_p: The share of these tokens' mass that can be drawn.
-        rest: Mass that is added to theirs before the share is taken.
-        whole_boundary: 1 if the token at the nucleus boundary keeps its whole mass, else 0.
-        uniform: The random number, in (0, 1].
-    """
-
-    factor: float
-    top_k: float
-    top_p: float
-    rest: float
-    whole_boundary: float
-    uniform: float
-
-
-ARG_MAX = Draw(1, 1, 1, 0, 0, 1)
-
-
-class Penalty(NamedTuple):
-    """The penalties of one choice by a rank, for the ids that are marked as seen.
-
-    Attributes:
-        repetition: Divides logits from 0 on, and multiplies those below; 0 if the row's slot has
-            no marks.
-        presence: Is subtracted then.
-    """
-
-    repetition: float
-    presence: float
-
-
-UNMARKED = Penalty(0, 0)
 _PLAIN = GroupKey("plain", 1, False)
 
 
@@ -100,7 +71,11 @@ class SamplingRow:
         self._generator = Xorwow(o.random_seed)
         self.uniform = 1.0
         self.top_p = o.top_p
-        self._seen = SeenIds(request, vocab_size=vocab_size) if o.is_penalised else None
+        self._seen = self._bias = None
+        if o.is_penalised:
+            self._seen = SeenIds(request.context_ids, request.output_len, vocab_size=vocab_size)
+        if o.is_biased:
+            self._bias = RowBias(o, request.output_len)
         is_scored = o.return_log_probs or o.num_log_probs
         self._is_bare_greedy = o.is_greedy and not (o.has_marks or is_scored)
         nucleus_stays = o.top_p_decay == 1 and o.top_p_min <= o.top_p
@@ -159,7 +134,7 @@ class SamplingRow:
         penalised = self._penalises(generated)
         return [
             LogitRules(
-                banned=banned_ids(self._history, o.bad_words, self._vocab_size),
+                bias=self._biases(self._history),
                 temperature=o.temperature,
                 seen=self._seen.ids(generated) if self._seen and penalised else None,
                 repetition_penalty=o.repetition_penalty,
@@ -186,18 +161,22 @@ class SamplingRow:
         """Return the penalty of the next draw; `produced` tokens of the row precede it."""
         o = self.options
         if not self._penalises(produced):
-            return Penalty(1, 0)
-        return Penalty(o.repetition_penalty, o.presence_penalty)
+            return Penalty(1, 0, o.frequency_penalty)
+        return Penalty(o.repetition_penalty, o.presence_penalty, o.frequency_penalty)
 
     def _penalises(self, produced: int) -> bool:
         # A lone first token has nothing before it: FasterTransformer starts at the second step.
         return self._seen is not None and self.request.context_len + produced > 1
 
-    def marks(self) -> Array:
-        """Return the ids to mark in the row's slot, see `StepPlan`."""
+    def marks(self) -> Marks:
+        """Return what a rank must know of single ids before it chooses the row's next token."""
         seen = self._seen.ids(self.generated) if self._seen else np.empty(0, np.int64)
-        banned = banned_ids((), self.options.bad_words, self._vocab_size)
-        return np.concatenate((seen, ~np.asarray(banned, np.int64)))
+        return Marks(seen, *(self._biases(()) or (np.empty(0, np.int64), np.empty(0, np.float32))))
+
+    def _biases(self, history: Sequence[int]) -> tuple[Array, Array] | None:
+        own = () if self._bias is None else (self._bias.arrays(),)
+        banned = banned_ids(history, self.options.bad_words, self._vocab_size)
+        return join_bias(*own, banned=banned)
 
     def commit(self, choice: Choice) -> None:
         """Append a token and decide whether the row ends."""
@@ -213,8 +192,9 @@ class SamplingRow:
         """Append a token; return whether the row ends."""
         history, o = self._history, self.options
         history.append(token)
-        if self._seen is not None:
-            self._seen.append(token)
+        for tokens in (self._seen, self._bias):
+            if tokens is not None:
+                tokens.append(token)
         if token == o.end_id:
             self.reason = "end"
         elif o.stop_words and ends_with(history, o.stop_words):
@@ -241,26 +221,6 @@ class SamplingRow:
             scores=tuple(self.scores),
             prompt_scores=self.prompt.tokens,
         )
-
-
-class SeenIds:
-    """The ids a penalty acts on, in one growing array: distinct prompt ids, then the answer."""
-
-    def __init__(self, request: RowRequest, *, vocab_size: int) -> None:
-        prompt = np.unique(np.asarray(request.context_ids, np.int64))
-        prompt = prompt[prompt < vocab_size]  # virtual tokens have no logit
-        self._size = len(prompt)
-        self._ids = np.concatenate([prompt, np.zeros(request.output_len, np.int64)])
-        self._prompt_size = self._size
-
-    def append(self, token: int) -> None:
-        """Add a generated token."""
-        self._ids[self._size] = token
-        self._size += 1
-
-    def ids(self, generated: int) -> Array:
-        """Return the ids of the prompt and of the first `generated` tokens."""
-        return self._ids[: self._prompt_size + generated]
 
 
 def choose(

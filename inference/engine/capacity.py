@@ -23,7 +23,7 @@ from inference.decoding.rows import P_TUNING, SOFT_PROMPT
 from inference.engine.blocks import most_blocks
 from inference.engine.options import EngineOptions
 from inference.model.kv_cache import CacheShape
-from inference.model.marks import marks_bytes
+from inference.model.token_feed import marks_bytes
 from inference.ranks.settings import Placement
 
 _CPU_SHARE = 0.25  # of the memory that is available, for keys and values

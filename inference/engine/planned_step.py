@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from inference.decoding.sampling import Draw, Penalty
+from inference.decoding.draws import Draw, Marks, Penalty
 from inference.decoding.tensor_fields import Array
 from inference.engine.running import RunningRequest, RunningRow
 from inference.model.kv_cache import Move, TableEntry
@@ -52,7 +52,7 @@ class Choices:
     slots: Sequence[tuple[int, int]] | None = None
     draws: Sequence[Draw] | None = None
     penalties: Sequence[Penalty] | None = None
-    marks: Sequence[tuple[int, Array]] = ()
+    marks: Sequence[tuple[int, Marks]] = ()
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from export_scripts.families.layout.architecture import Rotary
+from inference.decoding.draws import ARG_MAX, UNMARKED, Draw, Marks, Penalty
 from inference.decoding.generate import BatchDecoder
 from inference.decoding.request import RequestError
 from inference.decoding.rows import RowStep
-from inference.decoding.sampling import ARG_MAX, UNMARKED, Draw, Penalty
 from inference.decoding.tensor_fields import Array
 from inference.engine.blocks import BlockPool, SlotPool, beginnings, most_blocks
 from inference.engine.errors import EngineBusyError, RowError
@@ -220,7 +220,7 @@ class Scheduler:
         choices: list[tuple[int, int]] = []
         draws: list[Draw] = []
         penalties: dict[int, Penalty] = {}  # by place among the choices
-        marks: list[tuple[int, Array]] = []
+        marks: list[tuple[int, Marks]] = []
         for each in work:
             row = each.row
             chooses = each.samples and row.rank_chooses

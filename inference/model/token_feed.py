@@ -1,6 +1,7 @@
 """The newest token of each slot, chosen and kept where the model runs.
 
-The next step reads it there, which lets the host plan that step before it knows the token.
+The next step reads it there, which lets the host plan that step before it knows the token. How
+logits are changed first is the contract of `inference.decoding.draws`.
 """
 
 # Shapes: n tokens whose logits are given, V vocabulary, T ranks that share it
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from inference.model.kv_cache import Array, on_device
-from inference.model.marks import BANNED, SEEN, marks_of
 from inference.parallel.gpu_kernels import has_gpu_kernels
 
 # In place of a token id: the newest one that the slot's last step chose.
@@ -67,8 +67,9 @@ class TokenFeed:
         self._newest = torch.zeros(slots + 1, dtype=torch.int64, device=device)
         self._vocab = vocab
         self._vocab_size = len(vocab) if vocab_size is None else vocab_size
-        # Of the whole vocabulary on every rank, (slots + 1, V).
-        self._marks = torch.zeros(slots + 1, self._vocab_size, dtype=torch.uint8, device=device)
+        # Of the whole vocabulary on every rank, (slots + 1, V), see `marks_bytes`.
+        self._seen = torch.zeros(slots + 1, self._vocab_size, dtype=torch.uint8, device=device)
+        self._bias = torch.zeros(slots + 1, self._vocab_size, device=device)
         self._gather = gather
         self.unread = slots
 
@@ -76,9 +77,18 @@ class TokenFeed:
         """Return `ids` (N,) with the newest tokens of their `slots` (N,) for NEWEST."""
         return torch.where(ids == NEWEST, self._newest[slots].to(ids.dtype), ids)
 
-    def mark(self, slot: int, ids: Array) -> None:
-        """Mark the ids of a sequence that begins in a slot, see `marks_of`; drop earlier marks."""
-        self._marks[slot] = on_device(marks_of(ids, self._vocab_size), self._marks.device)
+    def mark(self, slot: int, seen: Array, ids: Array, bias: Array) -> None:
+        """Set the marks of a sequence that begins in a slot, and drop earlier ones.
+
+        Args:
+            slot: Its slot.
+            seen: (m,) int64, the ids that penalties act on; chosen ones join them.
+            ids: (k,) int64, the ids that have a bias.
+            bias: (k,) fp32. Those of one id add up; minus infinity bans it.
+        """
+        device = self._bias.device
+        self._seen[slot].zero_().index_fill_(0, on_device(seen, device), 1)
+        self._bias[slot].zero_().index_add_(0, on_device(ids, device), on_device(bias, device))
 
     def choose(
         self,
@@ -99,7 +109,7 @@ class TokenFeed:
             slots: Slot that reads it, (n,) integers; `unread` for none.
             forbidden: An id that is not chosen (n,) integers, outside the vocabulary for none.
             draws: (n, 6) fp32, see `StepPlan`; None for the best tokens.
-            penalties: (n, 2) fp32, see `StepPlan`; None without, and without draws.
+            penalties: (n, 3) fp32, see `StepPlan`; None without, and without draws.
         """
         if draws is not None:
             return self._draw(self._whole(logits), slots, forbidden, draws, penalties)
@@ -140,13 +150,16 @@ class TokenFeed:
             return drawn_tokens(
                 *(logits, slots, forbidden, draws, self._newest),
                 penalties=penalties,
-                marks=self._marks,
+                seen=self._seen,
+                bias=self._bias,
             )
         if penalties is None:
             return self._keep(draw_by_sorting(logits, forbidden, draws), slots)
-        marks = self._marks[slots.long()]
-        drawn = draw_by_sorting(logits, forbidden, draws, penalties, marks)
-        self._marks[slots.long(), drawn[:, 1].long()] = SEEN
+        at = slots.long()
+        drawn = draw_by_sorting(logits, forbidden, draws, penalties, self._seen[at], self._bias[at])
+        chosen = at, drawn[:, 1].long()
+        self._seen[chosen] = 1
+        self._bias[chosen] -= penalties[:, 2]
         return self._keep(drawn, slots)
 
     def _best(self, logits: torch.Tensor, forbidden: torch.Tensor) -> torch.Tensor:
@@ -177,18 +190,25 @@ def draw_by_sorting(
     forbidden: torch.Tensor,
     draws: torch.Tensor,
     penalties: torch.Tensor | None = None,
-    marks: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the drawn tokens of whole rows of logits (n, V), see `TokenFeed.choose`.
 
-    Rows with penalties need their `marks` (n, V).
+    Rows with penalties need the ids they have `seen` and their `bias`, both (n, V).
     """
     factor, top_k, top_p, rest, whole_boundary, uniform = draws.double().t()[:, :, None]  # (n, 1)
     places = torch.arange(logits.shape[1], device=logits.device)
-    x = logits * factor.float()
-    if penalties is not None:
-        assert marks is not None
-        x = _penalised(x, penalties, marks)
+    if penalties is None:
+        x = logits * factor.float()
+    else:
+        assert seen is not None
+        assert bias is not None
+        repetition, presence, _ = penalties.t()[:, :, None]  # (n, 1)
+        marked = repetition > 0
+        x = torch.where(marked, logits + bias, logits) * factor.float()
+        less = torch.where(x < 0, x * repetition, x / repetition) - presence
+        x = torch.where(marked & (seen > 0), less, x)
     x = torch.where(places == forbidden[:, None], _LOWEST, x)
     values, ids = x.sort(dim=-1, descending=True, stable=True)
     best = values[:, :1].contiguous()
@@ -206,11 +226,12 @@ def draw_by_sorting(
     return torch.cat((best.view(torch.int32), tokens.int()), dim=1)
 
 
-def _penalised(x: torch.Tensor, penalties: torch.Tensor, marks: torch.Tensor) -> torch.Tensor:
-    repetition, presence = penalties.t()[:, :, None]  # (n, 1)
-    marks = torch.where(repetition > 0, marks, 0)
-    less = torch.where(x < 0, x * repetition, x / repetition) - presence
-    return torch.where(marks == SEEN, less, x).masked_fill(marks == BANNED, -torch.inf)
+def marks_bytes(slots: int, vocab_size: int) -> int:
+    """Return the memory of the marks: a flag and an fp32 number for each slot and id.
+
+    One slot more serves choices that no step reads.
+    """
+    return (slots + 1) * vocab_size * 5
 
 
 def chosen_to_host(chosen: torch.Tensor) -> Chosen:

@@ -194,8 +194,13 @@ class RankBase(ABC):
         plan: StepPlan,
     ) -> torch.Tensor:
         """Return the tokens that a plan lets the ranks choose, see `TokenFeed.choose`."""
-        for slot, ids in plan.marks:
-            self._feed.mark(slot, np.array(ids, np.int64))
+        for slot, (seen, ids, bias) in plan.marks:
+            self._feed.mark(
+                slot,
+                np.asarray(seen, np.int64),
+                np.asarray(ids, np.int64),
+                np.asarray(bias, np.float32),
+            )
         draws, penalties = (
             None if numbers is None else on_device(np.array(numbers, np.float32), self.device)
             for numbers in (plan.draws, plan.penalties)

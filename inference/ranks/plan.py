@@ -53,12 +53,12 @@ class StepPlan:
         choices: For every output row the slot whose newest token is chosen from it, negative for
             none, and an id that may not be chosen, negative for none. None if the scheduler
             chooses, as it must for a pipeline.
-        draws: For every output row the six numbers of `Draw` in `inference.decoding.sampling`.
-            None if every choice is the best token.
-        penalties: For every output row the two numbers of `Penalty` there. None if no row has
+        draws: For every output row the six numbers of `Draw` in `inference.decoding.draws`. None if
+            every choice is the best token.
+        penalties: For every output row the three numbers of `Penalty` there. None if no row has
             marks; otherwise there are draws.
-        marks: Slots whose marks are set before the choice, and the ids: an id that the row has
-            seen, ~id for one that it may not choose. Ranks mark what they choose themselves.
+        marks: Slots whose marks are set before the choice, and the three arrays of `Marks` there.
+            Ranks mark what they choose themselves.
         with_logits: Whether the logits are wanted, even if some tokens are chosen from them.
         has_virtual: Whether some ids lie beyond the vocabulary.
         embedding_rows: Rows of embeddings that follow the plan, for ids beyond loaded tables.
@@ -78,7 +78,7 @@ class StepPlan:
     choices: Sequence[tuple[int, int]] | None = None
     draws: Sequence[Sequence[float]] | None = None
     penalties: Sequence[Sequence[float]] | None = None
-    marks: Sequence[tuple[int, Array]] = ()
+    marks: Sequence[tuple[int, Sequence[Array]]] = ()
     with_logits: bool = False
     has_virtual: bool = False
     embedding_rows: int = 0

@@ -102,7 +102,8 @@ def test_ranks_penalise_each_id_seen(case: Case, device: str) -> None:
     feed = TokenFeed(size, torch.device(device), vocab=range(size))
     for slot in range(size):  # which may choose one id only
         others = np.delete(np.arange(size), slot)
-        feed.mark(slot, np.concatenate((decoder.marks(handle), ~others)))
+        bans = np.full(len(others), -np.inf, np.float32)
+        feed.mark(slot, decoder.marks(handle).seen, others, bans)
     slots = torch.arange(size, device=device)
     chosen = feed.choose(
         torch.tensor([case["logits"]] * size, device=device),

@@ -197,12 +197,14 @@ def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str) -> None
     draws[:, 4] = torch.arange(rows) % 2
     forbidden = torch.randint(-1, vocab_size + 2, (rows,), generator=generator)
     slots = torch.arange(rows)
-    penalties = marks = None
+    penalties = seen = bias = None
     if kind == "marked":
-        penalties = torch.tensor([[0.0, 0.0], [1.3, 0.0], [0.7, 0.0], [1.0, 0.8]])
+        penalties = torch.tensor([[0.0, 0, 0], [1.3, 0, 0], [0.7, 0, 0.2], [1.0, 0.8, 0]])
         penalties = penalties[torch.arange(rows) % 4]
-        marks = torch.randint(3, (rows, vocab_size), generator=generator, dtype=torch.uint8)
-    feed = marked_feed(marks, rows, vocab_size)
+        seen = torch.randint(2, (rows, vocab_size), generator=generator, dtype=torch.uint8)
+        bias = torch.randn(rows, vocab_size, generator=generator)
+        bias[torch.rand(bias.shape, generator=generator) < 0.3] = -torch.inf
+    feed = marked_feed(seen, bias, rows, vocab_size)
     chosen = feed.choose(
         *(each.cuda() for each in (logits, slots, forbidden, draws)),
         None if penalties is None else penalties.cuda(),
@@ -212,7 +214,7 @@ def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str) -> None
         near = draws.clone()
         near[:, 5] = (near[:, 5] + more).clamp(1e-9, 1)
         near[:, 2] = (near[:, 2] + inside).clamp(1e-9, 1)
-        return draw_by_sorting(logits.clone(), forbidden, near, penalties, marks)
+        return draw_by_sorting(logits.clone(), forbidden, near, penalties, seen, bias)
 
     # Closer to the boundary of two tokens, or of the nucleus, the sums' rounding decides.
     exact, *near = (drawn(*by) for by in ((0, 0), (-1e-5, 0), (1e-5, 0), (0, -1e-5), (0, 1e-5)))
@@ -226,18 +228,23 @@ def test_drawn_tokens_equal_those_of_the_cpu(vocab_size: int, kind: str) -> None
     assert ids.tolist() == ours[:, 1].tolist()
     for row in range(0, rows, 50):  # alone, and so in another place
         part = slice(row, row + 1)
-        alone = marked_feed(None if marks is None else marks[part], 1, vocab_size).choose(
+        marks = (None if each is None else each[part] for each in (seen, bias))
+        alone = marked_feed(*marks, 1, vocab_size).choose(
             *(each[part].cuda() for each in (logits, torch.zeros_like(slots), forbidden, draws)),
             None if penalties is None else penalties[part].cuda(),
         )
         assert alone.tolist() == [ours[row].tolist()]
 
 
-def marked_feed(marks: torch.Tensor | None, slots: int, vocab_size: int) -> TokenFeed:
-    """Return a feed on a GPU whose slots have these marks (slots, V)."""
+def marked_feed(
+    seen: torch.Tensor | None, bias: torch.Tensor | None, slots: int, vocab_size: int
+) -> TokenFeed:
+    """Return a feed on a GPU whose slots have seen these ids and have this bias, (slots, V)."""
     feed = TokenFeed(slots, torch.device("cuda"), vocab=range(vocab_size))
-    for slot, row in enumerate([] if marks is None else marks.numpy()):
-        feed.mark(slot, np.concatenate((np.flatnonzero(row == 1), ~np.flatnonzero(row == 2))))
+    if seen is not None and bias is not None:
+        for slot in range(slots):
+            ids = np.flatnonzero(seen[slot].numpy())
+            feed.mark(slot, ids, np.arange(vocab_size), bias[slot].numpy())
     return feed
 
 
@@ -248,14 +255,15 @@ def test_tokens_that_a_gpu_has_chosen_are_penalised() -> None:
     )
     slots, nothing = torch.arange(rows), torch.full((rows,), -1)
     draws = torch.tensor([[1.0, 1, 1, 0, 0, 1]]).repeat(rows, 1)
-    penalties = torch.tensor([[0.0, 0.0], [1.3, 0.0], [1.0, 0.3]])[torch.arange(rows) % 3]
+    penalties = torch.tensor([[0.0, 0, 0], [1.3, 0, 0], [1.0, 0.3, 0.4]])[torch.arange(rows) % 3]
     feeds = [
         TokenFeed(rows, torch.device(device), vocab=range(vocab_size)) for device in ("cpu", "cuda")
     ]
     for step in range(12):
         if step in (0, 8):  # other rows take the slots
             for feed, slot in itertools.product(feeds, range(rows)):
-                feed.mark(slot, np.array([slot, 7, ~int(logits[slot].argmax())]))
+                best = np.array([int(logits[slot].argmax())])
+                feed.mark(slot, np.array([slot, 7]), best, np.float32([-np.inf]))
         expected, ours = (
             feed.choose(
                 *(each.to(device, copy=True) for each in (logits, slots, nothing, draws, penalties))

@@ -74,6 +74,7 @@ ENCODER_DECODERS = ("t5", "mt5")
 FORGETS = "llama"
 _FLOATS = (
     *("runtime_top_p", "temperature", "repetition_penalty", "presence_penalty", "len_penalty"),
+    *("frequency_penalty",),
     *("top_p_decay", "top_p_min"),
 )
 _FLAGS = (
@@ -242,12 +243,15 @@ class Run:
                 chosen["top_p_min"] = draw.choice((1e-6, 0.2))
             if "top_p_decay" in chosen or draw.random() < 0.5:
                 chosen["runtime_top_p"] = draw.choice((0.3, 0.8, 1.0))
-        if draw.random() < 0.3:
-            chosen["temperature"] = draw.choice((0.6, 1.7))
+        chosen["temperature"] = draw.choice((1.0,) * 5 + (0.6, 1.7))
         if draw.random() < 0.3:
             chosen["repetition_penalty"] = draw.choice((0.8, 1.4))
         elif draw.random() < 0.2:
             chosen["presence_penalty"] = 0.7
+        chosen["frequency_penalty"] = draw.choice((0.0, 0.0, 0.0, 0.6, 1.5, -0.4))
+        if draw.random() < 0.25:
+            ids = self.tokens(draw.randint(1, 5))
+            chosen["logit_bias"] = {token: draw.uniform(-6, 6) for token in ids}
         if draw.random() < 0.3:
             chosen["min_length"] = draw.randint(1, 6)
         if draw.random() < 0.3:
@@ -425,7 +429,7 @@ def tensors_of(rows: Sequence[Row], **session: int) -> dict[str, Array]:
         "is_return_log_probs": [row.log_probs for row in rows],
     }
     names = ("end_id", "beam_width", "runtime_top_k", "runtime_top_p", "temperature", "min_length")
-    names += ("len_penalty", "top_p_decay", "top_p_min", "random_seed")
+    names += ("len_penalty", "top_p_decay", "top_p_min", "random_seed", "frequency_penalty")
     columns |= {name: [getattr(row.rules, name) for row in rows] for name in names}
     for name, nothing in (("repetition_penalty", 1.0), ("presence_penalty", 0.0)):
         values = [getattr(row.rules, name) for row in rows]
@@ -454,6 +458,7 @@ def tensors_of(rows: Sequence[Row], **session: int) -> dict[str, Array]:
     ):
         if any(lists):
             tensors[name] = np.stack([word_list(words) for words in lists])
+    tensors |= biases([row.rules.logit_bias for row in rows])
     if rows[0].embedding is not None:
         sizes = [len(row.embedding) for row in rows if row.embedding is not None]
         table = np.zeros((len(rows), max(sizes), rows[0].embedding.shape[1]), np.float32)
@@ -464,6 +469,16 @@ def tensors_of(rows: Sequence[Row], **session: int) -> dict[str, Array]:
         tensors["request_prompt_lengths"] = np.array(sizes, np.uint32)[:, None]
         tensors["request_prompt_type"] = np.ones((len(rows), 1), np.uint32)
     return tensors
+
+
+def biases(rows: Sequence[Mapping[int, float]]) -> dict[str, Array]:
+    """Return the tensors of biases, padded to the longest row."""
+    width = max(map(len, rows))
+    ids = np.full((len(rows), width), -1, np.int32)
+    values = np.ones((len(rows), width), np.float32)
+    for b, row in enumerate(rows):
+        ids[b, : len(row)], values[b, : len(row)] = list(row), list(row.values())
+    return {"logit_bias_ids": ids, "logit_bias": values} if width else {}
 
 
 def word_list(words: Sequence[Sequence[int]], width: int = 16) -> Array:

@@ -18,9 +18,14 @@ from inference.front.openai.requests import Sampling
 # Between the seeds of a request's candidates: odd, and far from the numbers that people choose.
 _SEED_STEP = 0x9E3779B97F4A7C15
 _SCORE_INPUTS = ("num_log_probs", "num_prompt_log_probs")
+# Fields with a tensor of their name, and the values that change nothing.
+_PENALTIES = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
 # Tensors to the field of a request that needs them.
 _FIELD_OF = {
     "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "logit_bias": "logit_bias",
+    "logit_bias_ids": "logit_bias",
     "repetition_penalty": "repetition_penalty",
     "min_length": "min_tokens",
     "bad_words_list": "logit_bias",
@@ -128,12 +133,14 @@ def _choices(sampling: Sampling, count: int, seed: int) -> dict[str, Array]:
             "temperature": _column(sampling.temperature, np.float32, count),
             "random_seed": np.array(seeds, np.uint64)[:, None],
         }
-    if sampling.presence_penalty:
-        columns["presence_penalty"] = _column(sampling.presence_penalty, np.float32, count)
-    if sampling.repetition_penalty != 1:
-        columns["repetition_penalty"] = _column(sampling.repetition_penalty, np.float32, count)
+    for name, nothing in _PENALTIES.items():
+        if (value := getattr(sampling, name)) != nothing:
+            columns[name] = _column(value, np.float32, count)
     if sampling.min_tokens:
         columns["min_length"] = _column(sampling.min_tokens, np.int32, count)
+    if biases := sampling.biases:
+        columns["logit_bias_ids"] = np.tile(np.array(list(biases), np.int32), (count, 1))
+        columns["logit_bias"] = np.tile(np.array(list(biases.values()), np.float32), (count, 1))
     return columns
 
 

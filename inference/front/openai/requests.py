@@ -61,14 +61,6 @@ def _flag(*, default: bool = False) -> Any:
     return Field(default, description="true or false")
 
 
-def _only_none(value: float) -> float:
-    if value:
-        raise ValueError(
-            "must be 0: no penalty grows with the count of a token here; use presence_penalty"
-        )
-    return value
-
-
 def _stops(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
@@ -85,13 +77,10 @@ def _biases(value: Any) -> Any:
         raise ValueError(f"must be an object with at most {MOST_BIASES} token ids")
     for token, bias in value.items():
         is_id = token.isascii() and token.isdigit()
-        if not is_id or not 0 < int(token[:11]) <= _INT32:
-            raise ValueError(f"{token[:20]!r} is not a token id from 1 on")
-        if type(bias) not in (int, float) or bias not in (BAN, 0):
-            raise ValueError(
-                f"{token}: {str(bias)[:20]} is not supported; {BAN:g} bans a token, and other "
-                "biases would have no exact equal here"
-            )
+        if not is_id or int(token[:11]) > _INT32:
+            raise ValueError(f"{token[:20]!r} is not a token id")
+        if type(bias) not in (int, float) or not BAN <= bias <= -BAN:
+            raise ValueError(f"{token}: {str(bias)[:20]} is not a number from {BAN:g} to {-BAN:g}")
     return {int(token): float(bias) for token, bias in value.items()}
 
 
@@ -191,9 +180,7 @@ class Sampling(_Record):
     top_p: float = _number(1.0, 0.0, 1.0)
     seed: int | None = _whole(None, -_INT64 - 1, _INT64)
     presence_penalty: float = _number(0.0, -2.0, 2.0)
-    frequency_penalty: Annotated[
-        float, AfterValidator(lambda value: _only_none(value))
-    ] = _number(0.0, -2.0, 2.0)  # fmt: skip
+    frequency_penalty: float = _number(0.0, -2.0, 2.0)
     logit_bias: Annotated[dict[int, float], BeforeValidator(_biases)] = {}
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     max_tokens: int | None = _whole(None, 0, _INT32)
@@ -228,8 +215,14 @@ class Sampling(_Record):
 
     @property
     def banned(self) -> list[int]:
-        """Tokens that no answer has."""
-        return [token for token, bias in self.logit_bias.items() if bias == BAN]
+        """Tokens that no answer has; a word list cannot hold token 0."""
+        return [token for token, bias in self.logit_bias.items() if token and bias == BAN]
+
+    @property
+    def biases(self) -> dict[int, float]:
+        """What is added to the logits of the other tokens."""
+        banned = set(self.banned)
+        return {i: bias for i, bias in self.logit_bias.items() if bias and i not in banned}
 
     def problems(self) -> dict[str, str]:
         """See `_Record`."""

@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from inference.model.marks import BANNED, SEEN
 from inference.parallel.launch_cuda import launch_options, let_next_begin, wait_for_earlier
 
 _READ = {"IDS": 8192, "num_warps": 16}  # logits that a program reads at once
@@ -280,7 +279,8 @@ def _drawn_token(  # type: ignore[no-untyped-def]
     listed_at,
     ids_at,
     penalties_at,
-    marks_at,
+    seen_at,
+    bias_at,
     LOWEST: tl.constexpr,  # noqa: N803
     DEEPEST: tl.constexpr,  # noqa: N803
     LEAST: tl.constexpr,  # noqa: N803
@@ -288,8 +288,6 @@ def _drawn_token(  # type: ignore[no-untyped-def]
     LISTED: tl.constexpr,  # noqa: N803
     PART: tl.constexpr,  # noqa: N803
     CUTS: tl.constexpr,  # noqa: N803
-    SEEN: tl.constexpr,  # noqa: N803
-    BANNED: tl.constexpr,  # noqa: N803
     EARLY: tl.constexpr,  # noqa: N803
 ):
     let_next_begin(EARLY)
@@ -306,22 +304,25 @@ def _drawn_token(  # type: ignore[no-untyped-def]
     uniform = tl.load(draws_at + 6 * row + 5)
     slot = tl.load(slots_at + row)
     if penalties_at is not None:
-        repetition = tl.load(penalties_at + 2 * row)
-        presence = tl.load(penalties_at + 2 * row + 1)
+        repetition = tl.load(penalties_at + 3 * row)
+        presence = tl.load(penalties_at + 3 * row + 1)
         marked = tl.where(repetition > 0, count, 0)
-        marks_at += slot.to(tl.int64) * count
+        seen_at += slot.to(tl.int64) * count
+        bias_at += slot.to(tl.int64) * count
 
     best = tl.full((IDS,), float("-inf"), tl.float32)
     place = within
     spoilt = tl.zeros((IDS,), tl.int32)
     for start in range(0, count, IDS):
         here = start + within
-        x = tl.load(at + here, mask=here < count, other=float("-inf")) * factor
+        x = tl.load(at + here, mask=here < count, other=float("-inf"))
         if penalties_at is not None:
-            mark = tl.load(marks_at + here, mask=here < marked, other=0)
+            x += tl.load(bias_at + here, mask=here < marked, other=0.0)
+        x *= factor
+        if penalties_at is not None:
+            seen = tl.load(seen_at + here, mask=here < marked, other=0)
             less = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition)) - presence
-            x = tl.where(mark == SEEN, less, x)
-            x = tl.where(mark == BANNED, float("-inf"), x)
+            x = tl.where(seen > 0, less, x)
         x = tl.where(here == forbidden, LOWEST, x)
         x = tl.where(here < count, x, float("-inf"))
         tl.store(at + here, x, mask=here < count)
@@ -372,7 +373,9 @@ def _drawn_token(  # type: ignore[no-untyped-def]
     tl.store(chosen_at + 2 * row + 1, token)
     tl.store(newest_at + slot, token.to(tl.int64))
     if penalties_at is not None:
-        tl.store(marks_at + token, SEEN)
+        tl.store(seen_at + token, 1)
+        frequency = tl.load(penalties_at + 3 * row + 2)
+        tl.store(bias_at + token, tl.load(bias_at + token) - frequency)
 
 
 def drawn_tokens(
@@ -383,7 +386,8 @@ def drawn_tokens(
     newest: torch.Tensor,
     *,
     penalties: torch.Tensor | None,
-    marks: torch.Tensor,
+    seen: torch.Tensor,
+    bias: torch.Tensor,
 ) -> torch.Tensor:
     """Return the drawn token of each row as `TokenFeed.choose` does; drawn rows are overwritten.
 
@@ -393,8 +397,9 @@ def drawn_tokens(
         forbidden: (n,) integers.
         draws: (n, 6) fp32, see `StepPlan`.
         newest: Receives the tokens at `slots`.
-        penalties: (n, 2) fp32, see `StepPlan`; None without.
-        marks: (slots, V) uint8, receives the tokens as well where there are penalties.
+        penalties: (n, 3) fp32, see `StepPlan`; None without.
+        seen: (slots, V) uint8, receives the tokens as well where there are penalties.
+        bias: (slots, V) fp32, from which the frequency penalty is subtracted there.
     """
     rows, device = len(logits), logits.device
     chosen = torch.empty(rows, 2, dtype=torch.int32, device=device)
@@ -402,15 +407,13 @@ def drawn_tokens(
     _drawn_token[(rows,)](
         *(logits, logits.stride(0), logits.shape[1], forbidden.contiguous(), slots.contiguous()),
         *(draws, newest, chosen, listed, torch.empty_like(listed, dtype=torch.int32)),
-        *(penalties, marks),
+        *(penalties, seen, bias),
         LOWEST=torch.finfo(torch.float32).min,
         DEEPEST=_DEEPEST,
         LEAST=_LEAST,
         LISTED=_LISTED,
         PART=_PART,
         CUTS=_CUTS,
-        SEEN=SEEN,
-        BANNED=BANNED,
         **_READ,
         **launch_options(logits),
     )

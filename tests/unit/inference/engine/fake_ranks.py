@@ -93,8 +93,8 @@ class FakeRanks:
     def _choose(self, plan: StepPlan, logits: torch.Tensor) -> Chosen:
         choices = torch.tensor(plan.choices, dtype=torch.int64).view(-1, 2)
         assert len(choices) == len(logits)
-        for slot, ids in plan.marks:
-            self._feed.mark(slot, ids)
+        for slot, marks in plan.marks:
+            self._feed.mark(slot, *marks)
         slots, forbidden = choices.t()
         pairs = self._feed.choose(
             logits,

@@ -24,7 +24,7 @@ from inference.engine.engine import (
     EngineOptions,
     GenerationStep,
 )
-from inference.model.marks import marks_bytes
+from inference.model.token_feed import marks_bytes
 from inference.ranks.settings import Placement
 from tests.ft_folders import write_gpt
 

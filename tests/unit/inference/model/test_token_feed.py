@@ -10,12 +10,17 @@ import pytest
 import torch
 
 from inference.decoding.candidates import fetch, select
+from inference.decoding.draws import ARG_MAX, UNMARKED, Marks, Penalty
 from inference.decoding.generate import BatchDecoder, DecodingConfig
 from inference.decoding.options import RowOptions
 from inference.decoding.rows import RowRequest
-from inference.decoding.sampling import ARG_MAX, UNMARKED, Penalty
-from inference.model.marks import marks_bytes
-from inference.model.token_feed import NEWEST, TokenFeed, chosen_to_host, draw_by_sorting
+from inference.model.token_feed import (
+    NEWEST,
+    TokenFeed,
+    chosen_to_host,
+    draw_by_sorting,
+    marks_bytes,
+)
 
 CPU = torch.device("cpu")
 
@@ -36,7 +41,8 @@ def test_the_choice_equals_the_selection() -> None:
 
 
 def test_the_memory_of_marks_is_what_the_plan_of_memory_counts() -> None:
-    assert TokenFeed(5, CPU, vocab=range(64))._marks.nbytes == marks_bytes(5, 64)
+    feed = TokenFeed(5, CPU, vocab=range(64))
+    assert feed._seen.nbytes + feed._bias.nbytes == marks_bytes(5, 64)
 
 
 def test_a_forbidden_token_is_replaced_by_the_next_best() -> None:
@@ -150,6 +156,8 @@ def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
             temperature=float(rng.choice([0.5, 1.0, 2.0])),
             repetition_penalty=float(np.float32(rng.choice([0.7, 1.0, 1.3]))),
             presence_penalty=float(np.float32(rng.choice([0.0, 0.0, 0.8, -0.5]))),
+            frequency_penalty=float(np.float32(rng.choice([0.0, 0.0, 0.7, -1.1]))),
+            logit_bias=tuple(enumerate(rng.normal(0, 2, seed % 5).astype(np.float32).tolist())),
             bad_words=tuple((word,) for word in rng.integers(vocab_size, size=seed % 3).tolist()),
             random_seed=seed,
         )
@@ -165,7 +173,7 @@ def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
             slots = slots.roll(5)
         if produced in (0, 4):
             for handle, slot in zip(handles, slots.tolist(), strict=True):
-                feed.mark(slot, ours.marks(handle))
+                feed.mark(slot, *ours.marks(handle))
         penalties = torch.tensor([ours.penalty(handle, produced) for handle in handles])
         draws = torch.tensor([ours.draw(handle) for handle in handles])
         nothing = torch.full((rows,), -1)
@@ -174,16 +182,19 @@ def test_a_rank_penalises_and_bans_as_the_host_does(vocab_size: int) -> None:
         ours.take_chosen(handles, chosen)
 
 
+MARKS = Marks(np.array([6]), np.array([7]), np.float32([-np.inf]))
+
+
 def test_rows_without_marks_do_not_see_those_of_an_earlier_row() -> None:
     feed = TokenFeed(2, CPU, vocab=range(8))
-    feed.mark(0, np.array([6, ~7]))
-    feed.mark(1, np.array([6, ~7]))
+    for slot in range(2):
+        feed.mark(slot, *MARKS)
     chosen = feed.choose(
         torch.arange(8.0).repeat(2, 1),
         torch.arange(2),
         torch.full((2,), -1),
         torch.tensor([ARG_MAX, ARG_MAX]),
-        torch.tensor([UNMARKED, Penalty(2, 0)]),
+        torch.tensor([UNMARKED, Penalty(2, 0, 0)]),
     )
     assert chosen[:, 1].tolist() == [7, 5]
 
@@ -206,12 +217,13 @@ def test_ranks_that_share_the_vocabulary_draw_what_one_would(width: int) -> None
     logits = torch.randn(5, 60, generator=torch.Generator().manual_seed(2))
     slots, forbidden = torch.arange(5), torch.tensor([-1, 3, -1, 60, 7])
     draws = torch.tensor([[0.7, 0, 0.9, 0, 0, 0.3]] * 5)
-    penalties = torch.tensor([[0.0, 0.0], [1.5, 0.5]] * 2 + [[0.5, 0.0]])
-    ids = np.array([0, 3, 19, 20, 57, ~int(logits[1].argmax()), ~int(logits[4].argmax())])
+    penalties = torch.tensor([[0.0, 0.0, 0.0], [1.5, 0.5, 0.3]] * 2 + [[0.5, 0.0, 0.0]])
+    biased = np.array([int(logits[1].argmax()), int(logits[4].argmax()), 0, 59])
+    bias = np.float32([-np.inf, -np.inf, 2, 0.5])
 
     def choose(feed: TokenFeed, part: torch.Tensor) -> torch.Tensor:
         for slot in range(5):
-            feed.mark(slot, ids)
+            feed.mark(slot, np.array([0, 3, 19, 20, 57]), biased, bias)
         feed.choose(part.clone(), slots, forbidden, draws, penalties)  # marks what it chooses
         return feed.choose(part, slots, forbidden, draws, penalties)
 

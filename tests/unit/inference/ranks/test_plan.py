@@ -29,8 +29,8 @@ PLAN = StepPlan(
     choices=[(4, -1), (-1, 9)],
     with_logits=True,
     draws=[(0.3, 0, 0.9, 1e-6, 1, 2**-32), (1, 1, 1, 0, 0, 1)],
-    penalties=[(1.3, 0), (0, 0)],
-    marks=[(4, np.array([7, 90, ~5])), (0, np.array([], np.int64)), (2, np.array([~1]))],
+    penalties=[(1.3, 0, 0.5), (0, 0, 0)],
+    marks=[(4, [np.array([7, 90]), np.array([5]), np.float32([-np.inf])])],
 )
 
 

@@ -229,8 +229,8 @@ def test_all_problems_of_a_request_are_reported_in_one_error() -> None:
         wrong = {
             "temperature": 3,
             "n": 0,
-            "frequency_penalty": 1,
-            "logit_bias": {"7": 5},
+            "frequency_penalty": 3,
+            "logit_bias": {"7": 101},
             "stop": [1],
             "frobnicate": 1,
             "logprobs": 21,
@@ -259,7 +259,8 @@ def test_all_problems_of_a_request_are_reported_in_one_error() -> None:
         ({"stream": True, "best_of": 2}, "best_of: must equal n"),
         ({"logprobs": 1}, "takes no num_log_probs, which logprobs needs"),
         ({"presence_penalty": 1, "repetition_penalty": 2}, "repetition_penalty: must be 1"),
-        ({"logit_bias": {"0": -100}}, "is not a token id"),
+        ({"logit_bias": {"a": -100}}, "is not a token id"),
+        ({"frequency_penalty": 1}, "takes no frequency_penalty, which frequency_penalty needs"),
     ],
 )
 def test_what_cannot_be_done_is_refused(change: dict[str, Any], word: str) -> None:

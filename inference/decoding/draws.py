@@ -1,0 +1,127 @@
+"""The sampler's contract: the numbers by which a token is chosen from a row of logits.
+
+The host (`processors`, `sampling`), torch on a rank (`inference.model.token_feed`) and its GPU
+kernel (`inference.model.gpu.choice`) all change the logits x in this order, in fp32:
+
+1. x + bias, for the ids that have one: `logit_bias`, less the frequency penalty for each time that
+   the answer has the id; minus infinity for a banned id
+2. x * factor, by the temperature; beam search divides
+3. x * repetition below zero, else x / repetition, and then - presence, for the ids that are seen:
+   those of prompt and answer
+4. the lowest finite number, for the end id before `min_length` tokens
+
+Source: FasterTransformer 5.3 for steps 2 to 4; OpenAI's API reference for bias and frequency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from inference.decoding.options import RowOptions
+from inference.decoding.tensor_fields import Array
+
+
+class Draw(NamedTuple):
+    """The parameters of one draw by a rank; fp32 holds each of them exactly, but `rest`.
+
+    Attributes:
+        factor: Multiplies the logits.
+        top_k: How many of the best tokens can be drawn, 0 for all.
+        top_p: The share of these tokens' mass that can be drawn.
+        rest: Mass that is added to theirs before the share is taken.
+        whole_boundary: 1 if the token at the nucleus boundary keeps its whole mass, else 0.
+        uniform: The random number, in (0, 1].
+    """
+
+    factor: float
+    top_k: float
+    top_p: float
+    rest: float
+    whole_boundary: float
+    uniform: float
+
+
+ARG_MAX = Draw(1, 1, 1, 0, 0, 1)
+
+
+class Penalty(NamedTuple):
+    """The penalties of one choice by a rank; `repetition` is 0 if the row's slot has no marks.
+
+    `frequency` is subtracted from the bias of the id that is chosen.
+    """
+
+    repetition: float
+    presence: float
+    frequency: float
+
+
+UNMARKED = Penalty(0, 0, 0)
+
+
+class Marks(NamedTuple):
+    """The ids that a row has seen, and the ids with a bias and the sum of their biases (fp32)."""
+
+    seen: Array
+    ids: Array
+    bias: Array
+
+
+def join_bias(
+    *parts: tuple[Array, Array], banned: Sequence[int] = ()
+) -> tuple[Array, Array] | None:
+    """Return ids and their biases of all parts and bans; None for no ids. Those of an id add up."""
+    if banned:
+        parts = (*parts, (np.asarray(banned, np.int64), np.full(len(banned), -np.inf, np.float32)))
+    if not parts:
+        return None
+    ids, bias = zip(*parts, strict=True)
+    return np.concatenate(ids), np.concatenate(bias)
+
+
+class SeenIds:
+    """The ids a penalty acts on, in one growing array: distinct prompt ids, then the answer."""
+
+    def __init__(self, context_ids: Sequence[int], output_len: int, *, vocab_size: int) -> None:
+        prompt = np.unique(np.asarray(context_ids, np.int64))
+        prompt = prompt[prompt < vocab_size]  # virtual tokens have no logit
+        self._size = self._prompt_size = len(prompt)
+        self._ids = np.concatenate([prompt, np.zeros(output_len, np.int64)])
+
+    def append(self, token: int) -> None:
+        """Add a generated token."""
+        self._ids[self._size] = token
+        self._size += 1
+
+    def ids(self, generated: int) -> Array:
+        """Return the ids of the prompt and of the first `generated` tokens."""
+        return self._ids[: self._prompt_size + generated]
+
+
+class RowBias:
+    """The bias of a sampled row, which the frequency penalty changes token by token.
+
+    It is subtracted once for each token, as ranks do: the sums round alike.
+    """
+
+    def __init__(self, options: RowOptions, output_len: int) -> None:
+        self._frequency = np.float32(options.frequency_penalty)
+        self._place = {token: n for n, (token, _) in enumerate(options.logit_bias)}
+        room = len(self._place) + (output_len if self._frequency else 0)
+        self._ids, self._bias = np.zeros(room, np.int64), np.zeros(room, np.float32)
+        for n, (token, value) in enumerate(options.logit_bias):
+            self._ids[n], self._bias[n] = token, value
+
+    def append(self, token: int) -> None:
+        """Add a generated token."""
+        if self._frequency:
+            place = self._place.setdefault(token, len(self._place))
+            self._ids[place] = token
+            self._bias[place] -= self._frequency
+
+    def arrays(self) -> tuple[Array, Array]:
+        """Return the ids and their biases."""
+        count = len(self._place)
+        return self._ids[:count], self._bias[:count]
