@@ -220,7 +220,7 @@ class Sampling(_Record):
 
     @property
     def biases(self) -> dict[int, float]:
-        """What is added to the logits of the other tokens."""
+        """Additions to the logits of the other tokens."""
         banned = set(self.banned)
         return {i: bias for i, bias in self.logit_bias.items() if bias and i not in banned}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,6 +249,31 @@ def test_bad_offsets_are_refused(name: str, offsets: list[int]) -> None:
     value = words(([1, 2], [1, 2]), ([1, 2], offsets))
     (problem,) = problems(gpt(**{name: value}))
     assert problem.startswith(f"{name}[1]: bad offsets")
+
+
+def test_biases_are_read_per_row_and_padded_with_negative_ids() -> None:
+    ids = np.array([[7, 0, -1], [-1, -1, -1]], np.int32)
+    bias = np.array([[2.5, -1, 9], [0, 0, 0]], np.float32)
+    request = parse_request(gpt(logit_bias_ids=ids, logit_bias=bias), GPT)
+    assert options(request, "logit_bias") == [((7, 2.5), (0, -1.0)), ()]
+
+
+@pytest.mark.parametrize(
+    ("ids", "bias", "problem"),
+    [
+        ([[1], [2]], None, "logit_bias_ids and logit_bias belong together"),
+        ([[1, 2]], [[1.0, 2.0]], r"expected shape \[2,W\] of both, got \[1, 2\]"),
+        ([[1], [2]], [[1.0, 2.0], [3.0, 4.0]], "expected shape"),
+        ([[1], [2]], [[1], [2]], "expected INT32 and FP32, got int64 and int64"),
+        ([[1], [2]], [[1.0], [np.nan]], "not finite"),
+        ([[1], [10**6]], [[1.0], [1.0]], r"logit_bias_ids\[1\]: 1000000 outside vocabulary"),
+    ],
+)
+def test_bad_biases_are_refused(ids: Any, bias: Any, problem: str) -> None:
+    given = {"logit_bias_ids": ids, "logit_bias": bias}
+    tensors = {name: np.array(value) for name, value in given.items() if value is not None}
+    (found,) = problems(gpt(**tensors))
+    assert re.search(problem, found)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2, 3), (2, 1, 3)])

@@ -23,7 +23,14 @@ from inference.front.openai.generation import Candidate
 from inference.front.openai.options import OpenAIOptions
 from inference.front.openai.prepare import load_codec
 from inference.front.workers import Workers
-from tests.unit.inference.front.openai.fake_backend import END, FakeModel, Letters, run, with_facts
+from tests.unit.inference.front.openai.fake_backend import (
+    END,
+    INPUTS,
+    FakeModel,
+    Letters,
+    run,
+    with_facts,
+)
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -222,6 +229,22 @@ def test_an_end_token_of_the_chat_ends_it() -> None:
         assert model.jobs[0].tensors["stop_words_list"].shape == (1, 2, 1)
 
     run(check, model, template=ChatTemplate(TEMPLATE, {"eos_token": "\n"}))
+
+
+def test_biases_and_the_frequency_penalty_reach_models_that_take_them() -> None:
+    added = {"frequency_penalty", "logit_bias_ids", "logit_bias"}
+    model = FakeModel(facts=with_facts(inputs=INPUTS | added))
+
+    async def check(client: aiohttp.ClientSession) -> None:
+        asked = {"n": 2, "logit_bias": {"0": -100, "5": -100, "7": 2.5, "9": 0}}
+        await ask(client, **asked, frequency_penalty=0.5)
+        (job,) = model.jobs
+        assert job.tensors["bad_words_list"][1].tolist() == [[5], [1]]
+        assert job.tensors["logit_bias_ids"].tolist() == [[0, 7]] * 2
+        assert job.tensors["logit_bias"].tolist() == [[-100, 2.5]] * 2
+        assert job.tensors["frequency_penalty"].tolist() == [[0.5]] * 2
+
+    run(check, model)
 
 
 def test_all_problems_of_a_request_are_reported_in_one_error() -> None:
