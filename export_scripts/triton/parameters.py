@@ -132,7 +132,7 @@ PARAMETERS: Mapping[str, Parameter] = {
     ),
     "fp8": Parameter(FLAG, "0", "1 computes matrix products in FP8, see below"),
     "batch_invariant": Parameter(
-        FLAG, "0", "1: on a GPU, answers do not depend on other requests, to the bit"
+        FLAG, "0", "1: to the bit, answers do not depend on other requests; refused on a CPU"
     ),
     "max_lanes": _engine(
         whole(1, 65536), "64 on CPU, 256 on CUDA", "most sequences that run at once"
