@@ -146,7 +146,8 @@ def _doing(found: record.JobRecord, results_dir: Path) -> str:
     if queue is not None and (reason := queue.waiting_for(found.job_id)):
         after = f" ({found.dependency})" if found.dependency and reason == "Dependency" else ""
         return f"in the queue: {reason}{after}"
-    return read_progress(results_dir / found.stage / "progress.json").phase
+    phase = read_progress(results_dir / found.stage / "progress.json").phase
+    return f"{phase}; job {found.successor} follows" if found.successor else phase
 
 
 def _logs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
@@ -179,7 +180,7 @@ def _print_from(path: Path, position: int, console: Console) -> int:
 
 def cancel_jobs(results_dir: Path, records: list[record.JobRecord], console: Console) -> int:
     """End every job that has not ended, the last of the chain first."""
-    running = [each for each in records if not each.is_final]
+    running = [each for each in records if not each.is_final or each.successor]
     if not running:
         console.say("nothing to cancel: every job has ended")
         return EXIT_OK
@@ -202,7 +203,9 @@ def cancel_jobs(results_dir: Path, records: list[record.JobRecord], console: Con
 def _cancel_one(found: record.JobRecord, results_dir: Path) -> str:
     """Ask a job to end; return the reason if that is impossible, else an empty text."""
     if (queue := queue_of(found.cluster)) is not None:
-        return queue.cancel(found.job_id)
+        for other in filter(None, (found.successor, found.predecessor)):
+            queue.cancel(other)  # it may have ended
+        return "" if found.is_final else queue.cancel(found.job_id)
     if not _is_here(found):
         return f"it runs on {found.host}; give the command there"
     if found.process is not None and _is_process_of(found, results_dir / found.stage):

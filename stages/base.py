@@ -200,11 +200,15 @@ class Stage(Checkpointable):
         if finding.standing is Standing.FINISHED and not self.job.overwrite:
             assert finding.marker is not None
             return dict(finding.marker["summary"])
-        progress = Progress(self.job.progress_path)
+        progress = self.new_progress()
         progress.update("starting")
         summary = self.run(progress)
         self.mark_finished(summary)
         return summary
+
+    def new_progress(self) -> Progress:
+        """Return where the job reports its progress."""
+        return Progress(self.job.progress_path)
 
     def mark_finished(self, summary: Summary) -> None:
         """Save the configuration next to the outputs."""

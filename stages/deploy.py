@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import time
 from pathlib import Path
 
 from inference.launch_environment import LaunchEnvironment
+from inference.ports import port_problem
 from stages.base import JobSettings, Stage, StageError, Summary
 from stages.deploy_config import FASTERTRANSFORMER, DeployConfig, check_deploy
-from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log
+from stages.endpoint import ENDPOINT_NAME, RELOAD_NAME, STOP_NAME, server_log, withdraw
 from stages.gemm_tuning import tuning_command
 from stages.job_process import job_id_here
 from stages.progress import Progress
@@ -22,13 +24,26 @@ _UNLOAD_S = 20.0
 
 
 class DeployStage(Stage):
-    """Runs a server and publishes its address once it is ready."""
+    """Runs a server and publishes its address once it is ready.
+
+    In a chain of jobs (`deploy.uptime`) each has its `predecessor`, the id of the job whose place
+    it takes, and `ends_at`, the Unix time at which the chain ends; the first has neither yet.
+    """
 
     name = "deploy"
 
-    def __init__(self, job: JobSettings, config: DeployConfig) -> None:
+    def __init__(
+        self,
+        job: JobSettings,
+        config: DeployConfig,
+        *,
+        predecessor: str = "",
+        ends_at: float | None = None,
+    ) -> None:
         super().__init__(job)
         self.config = config
+        self.predecessor = predecessor
+        self.ends_at = ends_at
 
     @property
     def endpoint_path(self) -> Path:
@@ -43,7 +58,13 @@ class DeployStage(Stage):
     def check(self) -> list[str]:
         """Return the problems of engine, ports and times."""
         problems = check_deploy(self.config)
-        if self._serving_s() <= 0:
+        lead_s, serving_s = self.config.handover_s, self.serving_s
+        if self.config.uptime_s is not None and lead_s is not None and 0 < serving_s <= lead_s:
+            problems.append(
+                f"deploy.handover_s={lead_s:g} is not below the {serving_s:g} s that a job of "
+                f"{self.job.resources.time_limit_min} minutes serves; lower it."
+            )
+        if serving_s <= 0:
             problems.append(
                 f"deploy.time_limit={self.job.resources.time_limit_min} minutes leave no time to "
                 f"serve: the last {self.config.drain_s + self.job.warning_s:g} s are for running "
@@ -51,10 +72,40 @@ class DeployStage(Stage):
             )
         return problems
 
-    def _serving_s(self) -> float:
-        """Return how long the server may load and serve."""
+    @property
+    def serving_s(self) -> float:
+        """How long the server of one job may load and serve."""
         limit_s = self.job.resources.time_limit_min * 60
         return limit_s - self.config.drain_s - self.job.warning_s
+
+    @property
+    def alone_s(self) -> float:
+        """How long a job of a chain serves before its successor may start."""
+        lead_s = self.config.handover_s
+        return self.serving_s - (self.serving_s / 4 if lead_s is None else lead_s)
+
+    @property
+    def is_chained(self) -> bool:
+        """Whether the server outlives the time limit of one job."""
+        return self.config.uptime_s is not None and self.config.uptime_s > self.serving_s
+
+    def forecasts(self) -> list[str]:
+        """Return the chain of jobs of a long uptime, for a dry run."""
+        uptime_s = self.config.uptime_s
+        if uptime_s is None:
+            return []
+        if uptime_s <= self.serving_s:
+            return [f"one job serves for deploy.uptime={self.config.uptime}; its time is longer"]
+        count = 1 + math.ceil((uptime_s - self.serving_s) / self.alone_s)
+        return [
+            f"a chain of {count} jobs or more serves for deploy.uptime={self.config.uptime}; each "
+            f"submits the next, which may start {self.alone_s / 60:.0f} minutes after it, takes "
+            "over once it has answered, and drains it"
+        ]
+
+    def new_progress(self) -> Progress:
+        """Return where the job reports its progress: nowhere while its predecessor serves."""
+        return Progress() if self.predecessor else super().new_progress()
 
     def readiness_path(self) -> Path:
         """Return the file that appears once the server is ready."""
@@ -62,7 +113,7 @@ class DeployStage(Stage):
 
     def ask_to_stop(self) -> bool:
         """Ask the server to end, through the file that it watches."""
-        self.stop_path.touch()
+        self.stop_path.write_text(job_id_here())  # its predecessor or successor goes on
         return True
 
     def other_logs(self, job_id: str) -> list[Path]:
@@ -109,16 +160,26 @@ class DeployStage(Stage):
         """
         started = time.monotonic()
         reload_path = self.job.folder / RELOAD_NAME
-        for stale in (self.endpoint_path, self.stop_path, reload_path):
-            stale.unlink(missing_ok=True)
+        config = self.config
+        if self.predecessor:
+            withdraw(self.endpoint_path, job_id_here())  # of this job before it was requeued
+            config = _on_free_ports(config)
+        else:
+            for stale in (self.endpoint_path, self.stop_path, reload_path):
+                stale.unlink(missing_ok=True)
+        serving_s = self.serving_s
+        if config.uptime_s is not None:
+            left_s = config.uptime_s if self.ends_at is None else self.ends_at - time.time()
+            serving_s = min(serving_s, left_s)
         service = Service(
-            self.config,
+            config,
             self.job.folder,
             progress,
             endpoint_path=self.endpoint_path,
             stop_path=self.stop_path,
             reload_path=reload_path,
-            until=started + self._serving_s(),
+            until=started + serving_s,
+            published=Progress(self.job.progress_path),
         )
         try:
             reason = service.run()
@@ -155,6 +216,13 @@ class DeployStage(Stage):
             log_path=log_path,
             check=lambda: _check_log(log_path),
         )
+
+
+def _on_free_ports(config: DeployConfig) -> DeployConfig:
+    """Return a server whose ports are free here: its predecessor may be on the same node."""
+    ports = config.ports
+    taken = {name for name, port in ports.items() if port and port_problem(config.host, port)}
+    return config.with_ports(**{name: 0 if name in taken else ports[name] for name in ports})
 
 
 def _check_log(path: Path) -> None:

@@ -66,6 +66,15 @@ class DeploySection(Access):
     time_limit: Any = option(
         "the server is stopped after this time; notation as in export.run", "1-00:00:00"
     )
+    uptime: Any = option(
+        "serve for so long, in a chain of jobs (cluster=bcm) of time_limit each; null: in one", None
+    )
+    handover_s: float | None = option(
+        "seconds before a job of the chain has to end at which the next may start; null: a quarter "
+        "of its time",
+        None,
+        within=(1, SECONDS),
+    )
     engine: str = option(
         "runtime of the model: pytorch (Slipway's engine), fastertransformer (NVIDIA's backend), "
         "vllm (vllm serve), or openai (deploy.command); the last two serve Hugging Face folders",
@@ -143,6 +152,7 @@ class DeployConfig(DeploySection):
         instance_count: engines of the model in the server, each on GPUs or cores of its own.
         data_type: type of computation; the tuning and other engines read it.
         max_seq_len: tokens of a sequence, for vLLM; None for the model's own.
+        uptime_s: how long a chain of jobs serves; None for one job.
         nodes: nodes that share the model.
         is_mpi_step: the scheduler starts the server's process so that MPI finds it.
         visible_devices: CUDA_VISIBLE_DEVICES of the server; None leaves it as it is.
@@ -159,6 +169,7 @@ class DeployConfig(DeploySection):
     instance_count: int = 1
     data_type: str = "fp32"
     max_seq_len: int | None = None
+    uptime_s: float | None = None
     nodes: int = 1
     is_mpi_step: bool = False
     visible_devices: str | None = None
@@ -269,6 +280,11 @@ def store_location(repository: str | None, endpoint_url: str | None) -> StoreLoc
 
 def check_deploy(config: DeployConfig) -> list[str]:
     """Return the problems of a server's configuration."""
+    if config.uptime_s is not None and (config.engine, config.server) != (PYTORCH, TRITON):
+        return [
+            f"deploy.uptime={config.uptime} needs deploy.engine=pytorch and deploy.server=triton: "
+            "no other server knows when its last client has gone; set deploy.uptime=null."
+        ]
     if config.is_other_engine:
         return [*_other_engine_problems(config), *_port_problems(config)]
     problems = [*_repository_problems(config), *_port_problems(config)]

@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 from submitit.core.utils import UncompletedJobError
 from submitit.helpers import Checkpointable, DelayedSubmission
@@ -36,17 +39,26 @@ LOG_LEVEL_VARIABLE = "NEMO_LAUNCHER_LOG_LEVEL"
 _SELF_EXPLANATORY = (StageError, CheckpointMismatchError, ServerStartError)
 
 
+class Chain(Protocol):
+    """Keeps a successor of the job in the scheduler's queue."""
+
+    def run(self, serve: Callable[[], Summary], stopped: threading.Event) -> Summary:
+        """Run the stage with `serve`; `stopped` is set by a signal that ends the job."""
+
+
 @dataclass(frozen=True)
 class StageJob(Checkpointable):
     """Runs a stage and keeps its record up to date.
 
     Attributes:
         step: how to run the stage in a process of its own; None to run it right here.
+        chain: the jobs of a server that outlives the time limit of each.
     """
 
     stage: Stage
     record_path: Path
     step: JobStep | None = None
+    chain: Chain | None = None
 
     def __call__(self) -> Summary:
         """Run the stage.
@@ -68,7 +80,7 @@ class StageJob(Checkpointable):
         )
         try:
             with stop_signals() as stopped, watching_owner():
-                summary = self._run()
+                summary = self.chain.run(self._run, stopped) if self.chain else self._run()
         except KeyboardInterrupt as error:
             self._note_end(started, record.CANCELLED, error="stopped by a signal", stopped=True)
             # The parent processes wait for this one, and end by themselves.

@@ -31,6 +31,7 @@ class JobRecord:
         process: the job's root process, where there is no scheduler.
         config_sha256: of the saved stage configuration.
         error: the reason of a failure, cause first.
+        predecessor, successor: the jobs before and after it in a server's chain.
         summary: what the stage has to say about its result.
     """
 
@@ -51,6 +52,8 @@ class JobRecord:
     git_revision: str = ""
     config_sha256: str = ""
     error: str = ""
+    predecessor: str = ""
+    successor: str = ""
     outputs: tuple[str, ...] = ()
     summary: dict[str, Any] = field(default_factory=dict)
 

@@ -28,7 +28,7 @@ from stages.base import StageError
 from stages.job_process import node_address, node_name
 from stages.progress import read_json, write_json
 
-START_NAME = "server_start.json"
+_START_NAME = ".server-start-{job}.json"  # a successor is starting while its predecessor serves
 _KEY_NAME = ".rendezvous-{start.job_id}-{start.life}-{start.number}.key"
 _LOSS_NAME = "lost-{job}-{life}-{number}-rank{rank}.txt"
 _POLL_S = 0.2
@@ -68,7 +68,7 @@ def announce_start(folder: Path, job_id: str, number: int) -> ServerStart:
         probe.bind((host, 0))
         port = int(probe.getsockname()[1])
     start = ServerStart(job_id, number, host, port, life=_life())
-    write_json(folder / START_NAME, asdict(start))
+    _write(folder, start)
     return start
 
 
@@ -80,12 +80,12 @@ def rendezvous_variables(folder: Path, start: ServerStart) -> dict[str, str]:
 
 def announce_failure(folder: Path, job_id: str, number: int) -> None:
     """Announce that a start has failed: its other processes may end without a report."""
-    write_json(folder / START_NAME, asdict(ServerStart(job_id, number, is_over=True, life=_life())))
+    _write(folder, ServerStart(job_id, number, is_over=True, life=_life()))
 
 
 def announce_end(folder: Path, job_id: str) -> None:
     """Announce that no start follows, which ends the other processes."""
-    write_json(folder / START_NAME, asdict(ServerStart(job_id, 0, life=_life())))
+    _write(folder, ServerStart(job_id, 0, life=_life()))
 
 
 def read_start(folder: Path, job_id: str) -> ServerStart | None:
@@ -93,10 +93,14 @@ def read_start(folder: Path, job_id: str) -> ServerStart | None:
 
     An announcement from before the job was requeued belongs to another life, and does not count.
     """
-    values = read_json(folder / START_NAME)
-    if values is None or (values.get("job_id"), values.get("life")) != (job_id, _life()):
+    values = read_json(folder / _START_NAME.format(job=job_id))
+    if values is None or values.get("life") != _life():
         return None
     return ServerStart(**values)
+
+
+def _write(folder: Path, start: ServerStart) -> None:
+    write_json(folder / _START_NAME.format(job=start.job_id), asdict(start))
 
 
 def _life() -> str:

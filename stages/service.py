@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from inference.server.server_log import put_aside
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
-from stages.endpoint import ServerEndpoint, withdraw
+from stages.endpoint import ServerEndpoint, serves_elsewhere, withdraw
 from stages.job_process import job_id_here
 from stages.progress import Progress, write_json
 from stages.server_starts import announce_failure, losses
@@ -32,7 +32,8 @@ _MAX_BACKOFF_S = 300.0
 _STEADY_S = 600.0
 # Other nodes see files of this one a little later.
 _LOSS_WAIT_S = 2.0
-_NOT_NEEDED, _TIME_LIMIT, _STOPPED = "no longer needed", "time limit", "stopped"
+NOT_NEEDED = "no longer needed"
+_TIME_LIMIT, _STOPPED, _HANDED_OVER = "time limit", "stopped", "handed over"
 _RELOAD = "reload"
 
 
@@ -53,6 +54,7 @@ class Service:
         stop_path: Path,
         reload_path: Path,
         until: float,
+        published: Progress | None = None,
     ) -> None:
         """Prepare; nothing is started before `run`.
 
@@ -64,6 +66,7 @@ class Service:
             stop_path: A file there asks for the end.
             reload_path: A file there asks for a server of the repository as it is now.
             until: On the monotonic clock, when the job's time is over.
+            published: Receives it once the address is published.
         """
         self.restarts = 0
         self._failures = 0  # since the last sound service
@@ -74,6 +77,7 @@ class Service:
         self._stop_path = stop_path
         self._reload_path = reload_path
         self._until = until
+        self._published = published or progress
         self._serves: ServerEndpoint | None = None
 
     def run(self) -> str:
@@ -124,9 +128,10 @@ class Service:
                 failure = _with_tail("; ".join([*self._losses(), failure]), server)
             # A signal that comes while the server is already stopping changes nothing.
             with contextlib.suppress(KeyboardInterrupt):
-                self._progress.update("stopping")
+                if reason != _HANDED_OVER:  # the successor reports from now on
+                    self._progress.update("stopping")
                 withdraw(self._endpoint_path, endpoint.job_id)
-                server.stop(drain_s=0 if failure else self._config.drain_s)
+                server.stop(drain_s=0 if failure else self._drain_s(reason))
             withdraw(self._endpoint_path, endpoint.job_id)
         return reason, failure
 
@@ -145,6 +150,7 @@ class Service:
             )
         )
         write_json(self._endpoint_path, asdict(endpoint))
+        self._progress = self._published
         return server, endpoint
 
     def _reloaded(self, stack: contextlib.ExitStack, old: AnyServer) -> AnyServer:
@@ -199,6 +205,8 @@ class Service:
         self._progress.update(f"serving {self._serves}")
         while True:
             if ended := self._ended():
+                if ended == _HANDED_OVER:
+                    self._serve_the_last(cast("TritonServer", server))
                 return ended, ""
             if self._reload_path.exists():
                 self._reload_path.unlink()
@@ -208,6 +216,19 @@ class Service:
                     self._failures = 0
                 return "", failure
             time.sleep(_POLL_S)
+
+    def _serve_the_last(self, server: TritonServer) -> None:
+        """Go on for clients that have not followed to the successor, while there are any."""
+        began = time.time()
+        while time.monotonic() < self._until and server.failure() is None:
+            if time.time() - max(began, server.last_used()) > self._config.drain_s:
+                return
+            time.sleep(_POLL_S)
+
+    def _drain_s(self, reason: str) -> float:
+        """Return how long running requests may take; after a hand-over, all that is left."""
+        left_s = self._until - time.monotonic() if reason == _HANDED_OVER else 0.0
+        return self._config.drain_s + max(left_s, 0.0)
 
     def _wait(self, failure: str) -> str:
         """Wait before the next start; return the reason if there is none.
@@ -232,9 +253,17 @@ class Service:
 
     def _ended(self) -> str:
         """Return why the service should end now, empty if it should go on."""
-        if self._stop_path.exists():
-            self._stop_path.unlink()
-            return _NOT_NEEDED
+        is_elsewhere = self._config.uptime_s is not None and serves_elsewhere(
+            self._endpoint_path, job_id_here()
+        )
+        with contextlib.suppress(FileNotFoundError):
+            for_job = self._stop_path.read_text(encoding="utf-8")
+            # Without the id of a job it is for the one that serves.
+            if for_job == job_id_here() or not (for_job or is_elsewhere):
+                self._stop_path.unlink()
+                return NOT_NEEDED
+        if is_elsewhere and self._serves is not None:
+            return _HANDED_OVER
         return _TIME_LIMIT if time.monotonic() >= self._until else ""
 
     def _last_words(self, failure: str) -> str:

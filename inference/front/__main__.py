@@ -27,19 +27,16 @@ from inference.front.declared_inputs import read_declared_inputs
 from inference.front.exchange import Exchangeable
 from inference.front.guard import Guard
 from inference.front.kserve_grpc import KServeGrpc, grpc_server, server_channel
-from inference.front.kserve_http import KServeHttp
+from inference.front.kserve_http import Handler, KServeHttp, http_server
 from inference.front.rules import Rules
 from inference.front.sessions import ClientSessions
 from inference.front.sockets import ServerSockets
 from inference.front.stop import LONGEST_REQUEST_S, Stop
 from inference.front.workers import Workers
 
-# A connection that does not send the whole head of a request is closed after this.
-IDLE_S = 600.0
 _OPENING_S = 30.0  # for the tokenizer of a server that takes over
 # A request that is not HTTP or cannot be decoded, and a client that has left before its end.
 _CLIENTS_ERRORS = (HttpProcessingError, web.RequestPayloadError, ConnectionError)
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,22 +70,13 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
     shared: dict[str, Any] = {
         "models": models, "sessions": ClientSessions(host), "limit": access.max_request_bytes,
     }  # fmt: skip
-    guard, cancellations = Guard(access, listens_at=host), Cancellations()
+    note_use = lambda: sockets.note_use()  # noqa: E731 - of the server that has the front by then
+    guard, cancellations = Guard(access, listens_at=host, note_use=note_use), Cancellations()
     stop = Stop(arguments.lifeline)
     runners: list[web.ServerRunner] = []
 
     async def listen(handler: Handler, port: int) -> None:
-        # Bodies are decompressed by the guard, once the client may ask.
-        server = web.Server(
-            handler,
-            access_log=None,
-            handler_cancellation=True,
-            keepalive_timeout=IDLE_S,
-            auto_decompress=False,
-        )
-        runners.append(web.ServerRunner(server, shutdown_timeout=LONGEST_REQUEST_S))
-        await runners[-1].setup()
-        await web.TCPSite(runners[-1], host, port, ssl_context=access.ssl_context()).start()
+        runners.append(await http_server(access, handler, host=host, port=port))
 
     async with contextlib.AsyncExitStack() as stack:
         workers = Workers()
@@ -111,7 +99,9 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
         async def endpoint(channel: Any, sockets: ServerSockets, repository: Path | None) -> Any:
             from inference.front.openai.endpoint import open_endpoint  # takes time to import
 
-            pages = Guard(access, listens_at=host, origins=arguments.openai_origin)
+            pages = Guard(
+                access, listens_at=host, origins=arguments.openai_origin, note_use=note_use
+            )
             return await open_endpoint(
                 channel, pages, workers, cancellations, unready=sockets.unready,
                 repository=repository, tokenizer=arguments.openai_tokenizer,

@@ -7,7 +7,7 @@ import hashlib
 import hmac
 import ipaddress
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
 
 import aiohttp
@@ -41,9 +41,18 @@ class Guard:
         access: Their limits.
         listens_at: Address that they reach.
         origins: Web pages that may ask, as `Origin` names them; "*" stands for all.
+        note_use: Called for each request for a model.
     """
 
-    def __init__(self, access: Access, *, listens_at: str, origins: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        access: Access,
+        *,
+        listens_at: str,
+        origins: Collection[str] = (),
+        note_use: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.note_use = note_use
         tokens = access.tokens()
         self._tokens = None if tokens is None else [token.encode() for token in tokens]
         self._listens_at = listens_at
@@ -96,6 +105,7 @@ class Guard:
         Raises:
             RequestRefusedError: It is too large, too slow or not compressed as it says.
         """
+        self.note_use()
         limit = min(limit or self._limit, self._limit)
         coding = ", ".join(request.headers.getall("Content-Encoding", ())).strip().lower()
         if coding not in ("", "identity", *_WINDOW_BITS):

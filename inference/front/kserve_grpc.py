@@ -38,12 +38,12 @@ from inference.front.validation import check_infer_message, without_raw_tensors
 from inference.front.workers import Workers
 
 _ERROR_FIELD = b"\x0a"  # of a ModelStreamInferResponse; answers have none
-_UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 def server_channel(sockets: ServerSockets) -> grpc.aio.Channel:
     """Return a channel to tritonserver's socket."""
-    options = [*_UNLIMITED, ("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0)]
+    options = [*UNLIMITED, ("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0)]
     return grpc.aio.insecure_channel(f"unix:{sockets.grpc}", options=options)
 
 
@@ -181,6 +181,7 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
 
     async def _checked(self, request: bytes, sessions: Namespace) -> bytes:
         """Return a request as tritonserver gets it. Raises RequestRefusedError."""
+        self._guard.note_use()
         data, raw = without_raw_tensors(request)
         arguments = (data, len(request), self._limit, self._models, sessions)
         own = await self._workers.check(check_infer_message, *arguments, size_bytes=len(data))

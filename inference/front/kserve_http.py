@@ -12,6 +12,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
+from inference.front.access import Access
 from inference.front.declared_inputs import DeclaredInputs
 from inference.front.durations import with_engine_durations
 from inference.front.exchange import Exchangeable
@@ -28,6 +29,7 @@ from inference.front.rules import (
 )
 from inference.front.sessions import ClientSessions, Namespace
 from inference.front.sockets import ServerSockets
+from inference.front.stop import LONGEST_REQUEST_S
 from inference.front.validation import (
     MalformedError,
     check_generate,
@@ -38,6 +40,9 @@ from inference.front.validation import (
 )
 from inference.front.workers import Workers
 
+# A connection that does not send the whole head of a request is closed after this.
+IDLE_S = 600.0
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 _MODELS_PATH = "/v2/models/"
 _METRICS_PATH = "/metrics"
 _INDEX_PATH = "/v2/repository/index"
@@ -176,6 +181,24 @@ class KServeHttp:
         ends = (request.get_extra_info(name) or ("", 0) for name in ("peername", "sockname"))
         (address, port, *_), (_, own_port, *_) = ends
         return self._sessions.namespace(owner, address, port, own_port)
+
+
+async def http_server(
+    access: Access, handler: Handler, *, host: str, port: int
+) -> web.ServerRunner:
+    """Return a server of HTTP that listens. Raises OSError if the port is unavailable."""
+    # Bodies are decompressed by the guard, once the client may ask.
+    server = web.Server(
+        handler,
+        access_log=None,
+        handler_cancellation=True,
+        keepalive_timeout=IDLE_S,
+        auto_decompress=False,
+    )
+    runner = web.ServerRunner(server, shutdown_timeout=LONGEST_REQUEST_S)
+    await runner.setup()
+    await web.TCPSite(runner, host, port, ssl_context=access.ssl_context()).start()
+    return runner
 
 
 def _session(socket: Path) -> aiohttp.ClientSession:

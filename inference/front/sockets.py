@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -41,6 +42,15 @@ class ServerSockets:
     def listening(self) -> Path:
         """An empty file that appears once the front listens at every port."""
         return self.folder / "listening"
+
+    def note_use(self) -> None:
+        """Note a request for a model, in the time of that file."""
+        with contextlib.suppress(OSError):  # not there yet
+            os.utime(self.listening)
+
+    def last_used(self) -> float:
+        """Return the Unix time of the last such request, or of the front's start."""
+        return self.listening.stat().st_mtime
 
     @property
     def unready(self) -> Path:

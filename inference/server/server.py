@@ -278,6 +278,11 @@ class TritonServer:
         )
         self._health.start()
 
+    def last_used(self) -> float:
+        """Return the Unix time of the last request of a client through the front."""
+        assert self._sockets is not None, "NVIDIA's server has no front"
+        return self._sockets.last_used()
+
     def poll(self) -> int | None:
         """Return the exit status (128 + n after signal n), or None while the server runs."""
         return self._process.poll() if self._process else None

@@ -10,6 +10,7 @@ from inference.gpus import visible_gpus
 from launcher_scripts.configuration.export_config import conversion_request
 from launcher_scripts.configuration.schema import Config
 from launcher_scripts.configuration.settings import is_dry_run
+from launcher_scripts.configuration.time_limit import minutes
 from stages.base import Resources
 from stages.deploy_config import (
     OPENAI,
@@ -34,6 +35,7 @@ def server_config(config: Config) -> DeployConfig:
             "start containers; run the command inside the image, and set deploy.container=null."
         )
     model_dir = Path(config.export.triton_deployment.triton_model_dir)
+    uptime_s = _uptime_s(config)
     store = server_store(config)
     sizes = _served_sizes(config)
     placement = _placement(config)
@@ -49,6 +51,7 @@ def server_config(config: Config) -> DeployConfig:
         folder=folder,
         model_name=name,
         max_seq_len=_max_seq_len(config),
+        uptime_s=uptime_s,
         store=store,
         tp_size=sizes.tp_size,
         pp_size=sizes.pp_size,
@@ -61,6 +64,37 @@ def server_config(config: Config) -> DeployConfig:
         local_gpus=None if shown is None else len(shown),
         remarks=(placement.warning,) if placement and placement.warning else (),
     )
+
+
+def _uptime_s(config: Config) -> float | None:
+    """Return how long a chain of jobs serves; None for one job.
+
+    Raises:
+        ValueError: the notation is unknown, or there can be no chain.
+    """
+    wanted = config.deploy.uptime
+    if wanted is None:
+        return None
+    uptime_s = 60.0 * minutes(wanted, key="deploy.uptime")
+    if config.cluster_type != "bcm":
+        raise ValueError(
+            f"deploy.uptime={wanted} makes a chain of Slurm jobs (cluster=bcm); nothing but "
+            f"deploy.time_limit limits a server of cluster_type={config.cluster_type}: set that to "
+            f"{wanted}, and deploy.uptime=null."
+        )
+    if config.export.triton_deployment.interactive:
+        raise ValueError(
+            f"deploy.uptime={wanted}: sessions of an interactive model "
+            "(export.triton_deployment.interactive=true) end with their job; set "
+            "deploy.uptime=null."
+        )
+    if config.cluster.dependency is not None:
+        raise ValueError(
+            f"deploy.uptime={wanted}: the next job of the chain has to start while its predecessor "
+            f"runs, whatever cluster.dependency={config.cluster.dependency} says; set "
+            "cluster.dependency=null."
+        )
+    return uptime_s
 
 
 def _converted(config: Config) -> Path:

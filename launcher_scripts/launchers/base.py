@@ -11,8 +11,8 @@ from typing import ClassVar, Protocol
 from stages.base import Stage
 from stages.record import RECORD_NAME, JobRecord
 
-# Kinds of dependency: on the success of another job, or only on its start.
-AFTER_SUCCESS, AFTER_START = "afterok", "after"
+# Kinds of dependency: on the success of another job, or only on its start or end.
+AFTER_SUCCESS, AFTER_START, AFTER_END = "afterok", "after", "afterany"
 # In an array: each job waits for the one with its own number.
 AFTER_TWIN = "aftercorr"
 # Variables of an enclosing job or launcher, which would bind our jobs to the wrong resources.
@@ -71,7 +71,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Dependency:
-    """A job's dependency: `kind` is one of AFTER_SUCCESS, AFTER_START and AFTER_TWIN."""
+    """A job's dependency: `kind` is one of AFTER_SUCCESS, AFTER_START, AFTER_END and AFTER_TWIN."""
 
     job_id: str
     kind: str = AFTER_SUCCESS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from launcher_scripts.launchers.base import (
     SubmissionError,
     clean_environment,
 )
+from launcher_scripts.launchers.slurm_chain import Chain
 from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
 from launcher_scripts.launchers.slurm_script import (
     Array,
@@ -36,6 +37,7 @@ from launcher_scripts.launchers.slurm_script import (
 from launcher_scripts.launchers.slurm_state import cancel, settle
 from stages import record
 from stages.base import Stage
+from stages.deploy import DeployStage
 from stages.job import StageJob
 
 # Slurm is polled soon after a change, and then less and less often.
@@ -106,14 +108,19 @@ class SlurmLauncher(Launcher):
         # submitit counts time-outs with this number, which the script repeats.
         executor.update_parameters(time=jobs[0][0].stage.resources().time_limit_min)
         payloads = [
-            StageJob(job.stage, job.record_path, step_of(job, config)) for job, config in jobs
+            StageJob(job.stage, job.record_path, step_of(job, config), self._chain(job))
+            for job, config in jobs
         ]
         try:
             # The error quotes sbatch; submitit would print the same text again.
-            with _environment_of_a_login_shell(), redirect_stderr(io.StringIO()):
+            with redirect_stderr(io.StringIO()):
                 return [each.job_id for each in executor.submit_array(payloads)]
         except (FailedJobError, FailedSubmissionError) as error:
             raise SubmissionError(str(error).strip()) from error
+
+    def _chain(self, job: Job) -> Chain | None:
+        is_chained = isinstance(job.stage, DeployStage) and job.stage.is_chained
+        return Chain(self, job) if is_chained else None
 
 
 class SlurmHandle:
@@ -166,6 +173,12 @@ class _Executor(SlurmExecutor):
         super().__init__(folder)
         self._script = script
 
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        """Return sbatch without the variables of an enclosing job, which it would pass on."""
+        foreign = sorted(set(os.environ) - set(clean_environment(os.environ)))
+        command: list[str] = super()._make_submission_command(submission_file_path)
+        return ["env", *(f"--unset={name}" for name in foreign), *command]
+
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         del command, uid
         return self._script
@@ -196,16 +209,3 @@ def _noted(handle: SlurmHandle) -> SlurmHandle:
     """Write the id of a job into its record and return its handle."""
     record.update_record(handle.job.record_path, handle.job_id, log=str(handle.log_path))
     return handle
-
-
-@contextmanager
-def _environment_of_a_login_shell() -> Iterator[None]:
-    """Hide the variables of an enclosing job, which sbatch would pass on."""
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(clean_environment(before))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

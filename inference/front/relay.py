@@ -1,0 +1,251 @@
+"""`python -m inference.front.relay deploy/endpoint.json`: one address for a server that moves.
+
+It listens where clients find it for good, such as on a login node, and passes every request on to
+the server whose address the file holds. When another job's server takes over (`deploy.uptime`),
+further requests go there; those under way end where they began, and no connection is closed. Who
+may ask what is decided by the server's own front.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import ssl
+import sys
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import grpc
+from aiohttp import web
+from yarl import URL
+
+from inference.front.access import MOST_REQUEST_MB, Access
+from inference.front.exchange import Exchangeable
+from inference.front.guard import Guard, RequestRefusedError
+from inference.front.kserve_grpc import UNLIMITED, grpc_server
+from inference.front.kserve_http import http_server
+from inference.front.stop import LONGEST_REQUEST_S, Stop
+from inference.ports import DEFAULT_PORTS
+
+_POLL_S = 0.2
+# Headers of one connection (RFC 9110, 7.6.1), and the host, which is another one behind the relay.
+_OF_CONNECTION = frozenset(
+    {"connection", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding",
+     "upgrade", "host"}
+)  # fmt: skip
+_OF_CALL = ("grpc-", ":", "user-agent", "content-type", "te")  # metadata that gRPC sets itself
+_UNREACHABLE = "no server answers at the address in the endpoint file; one may be starting"
+
+
+class Upstream:
+    """Connections to one server.
+
+    Args:
+        endpoint: Its address, as in endpoint.json.
+        ca: Certificate authorities to trust, PEM; None for those of this machine.
+    """
+
+    def __init__(self, endpoint: dict[str, Any], ca: Path | None) -> None:
+        self.endpoint = endpoint
+        host, tls = endpoint["host"], endpoint["uses_tls"]
+        self._host = f"[{host}]" if ":" in host else host
+        self._scheme = "https" if tls else "http"
+        context = ssl.create_default_context(cafile=ca) if tls else True
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=context),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        target = f"{self._host}:{endpoint['grpc']}"
+        options = [*UNLIMITED, ("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0)]
+        if tls:
+            trusted = grpc.ssl_channel_credentials(None if ca is None else ca.read_bytes())
+            self.channel = grpc.aio.secure_channel(target, trusted, options=options)
+        else:
+            self.channel = grpc.aio.insecure_channel(target, options=options)
+
+    def url(self, port_name: str, raw_path: str) -> URL:
+        """Return where a request for one of the server's ports goes."""
+        address = f"{self._scheme}://{self._host}:{self.endpoint[port_name]}"
+        return URL(f"{address}{raw_path}", encoded=True)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.session.close()
+        await self.channel.close()
+
+
+class Relay(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
+    """Passes requests of HTTP and calls of gRPC on to the server of the moment.
+
+    Args:
+        upstream: The first server.
+        listens_at: Address that clients reach.
+    """
+
+    def __init__(self, upstream: Upstream, *, listens_at: str) -> None:
+        self._upstream = Exchangeable(upstream)
+        # Web pages that say who they are meet the server's own rules.
+        self._guard = Guard(Access(), listens_at=listens_at, origins=["*"])
+
+    async def exchange(self, upstream: Upstream) -> None:
+        """Pass requests on to another server; return once the former has answered the last."""
+        await (await self._upstream.exchange(upstream)()).close()
+
+    async def close(self) -> None:
+        """Close the connections to the server."""
+        with self._upstream.use() as upstream:
+            await upstream.close()
+
+    async def answer(self, port_name: str, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request of HTTP that has come to one of the ports."""
+        with self._upstream.use() as upstream:
+            try:
+                self._guard.check_page(request.headers)
+                async with upstream.session.request(
+                    request.method,
+                    upstream.url(port_name, request.raw_path),
+                    data=request.content if request.body_exists else None,
+                    headers=_passed_on(request.headers),
+                    skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+                    allow_redirects=False,
+                ) as answer:
+                    return await _passed_back(request, answer)
+            except RequestRefusedError as error:
+                return web.json_response({"error": str(error)}, status=error.status)
+            except aiohttp.ClientError:
+                status, headers = HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "1"}
+                return web.json_response({"error": _UNREACHABLE}, status=status, headers=headers)
+
+    def service(self, details: Any) -> grpc.RpcMethodHandler:
+        """Return the handler of a call; on the wire, one message is a stream of one."""
+        return grpc.stream_stream_rpc_method_handler(partial(self._call, details.method))
+
+    async def _call(
+        self, method: str, requests: AsyncIterator[bytes], context: Any
+    ) -> AsyncIterator[bytes]:
+        metadata = [
+            (name, value)
+            for name, value in context.invocation_metadata()
+            if not name.startswith(_OF_CALL)
+        ]
+        with self._upstream.use() as upstream:
+            call = upstream.channel.stream_stream(method)(
+                requests, timeout=context.time_remaining(), metadata=metadata
+            )
+            try:
+                async for reply in call:
+                    yield reply
+            except grpc.aio.AioRpcError as error:
+                await context.abort(error.code(), error.details() or "")
+            finally:
+                call.cancel()  # of no effect once it has ended
+
+
+def _passed_on(headers: Any) -> list[tuple[str, str]]:
+    return [(name, text) for name, text in headers.items() if name.lower() not in _OF_CONNECTION]
+
+
+async def _passed_back(
+    request: web.BaseRequest, answer: aiohttp.ClientResponse
+) -> web.StreamResponse:
+    response = web.StreamResponse(status=answer.status, reason=answer.reason)
+    response.headers.extend(_passed_on(answer.headers))
+    await response.prepare(request)
+    try:
+        async for part in answer.content.iter_any():
+            await response.write(part)
+    except aiohttp.ClientError:  # the client must not take it for whole
+        if request.transport is not None:
+            request.transport.abort()
+        return response
+    await response.write_eof()
+    return response
+
+
+def read_endpoint(path: Path) -> dict[str, Any] | None:
+    """Return the published address; None while there is none."""
+    # Opening a file makes NFS look whether another has taken its name.
+    with contextlib.suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        return found
+    return None
+
+
+async def _serve(arguments: argparse.Namespace, access: Access) -> None:
+    stop = Stop(None)
+    path, host = arguments.endpoint, arguments.host
+    asked = asyncio.ensure_future(stop.wait())
+    while (endpoint := read_endpoint(path)) is None and not asked.done():
+        await asyncio.wait([asked], timeout=_POLL_S)
+    if endpoint is None:
+        return
+    relay = Relay(Upstream(endpoint, arguments.ca), listens_at=host)
+    ports = {name: getattr(arguments, f"{name}_port") for name in ("http", "metrics", "openai")}
+    runners = [
+        await http_server(access, partial(relay.answer, name), host=host, port=port)
+        for name, port in ports.items()
+        if endpoint[name]
+    ]
+    address = f"[{host}]" if ":" in host else host
+    server = grpc_server(access, relay, address=f"{address}:{arguments.grpc_port}")
+    await server.start()
+    former: list[asyncio.Future[None]] = []
+    _say(endpoint)
+    while not asked.done():
+        await asyncio.wait([asked], timeout=_POLL_S)
+        found = read_endpoint(path)
+        if found is not None and found != endpoint:
+            endpoint = found
+            former.append(asyncio.ensure_future(relay.exchange(Upstream(found, arguments.ca))))
+            _say(endpoint)
+    ends = [runner.cleanup() for runner in runners]
+    await stop.finish(server.stop(LONGEST_REQUEST_S), *ends)
+    await relay.close()
+    for each in former:
+        each.cancel()
+
+
+def _say(endpoint: dict[str, Any]) -> None:
+    sys.stderr.write(f"passing requests on to job {endpoint['job_id']} on {endpoint['host']}\n")
+    sys.stderr.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Pass requests on until a signal; return 0, 1 if that is impossible or 2 for wrong options."""
+    arguments = _parser().parse_args(argv)
+    # The server has a limit of its own.
+    access = Access(MOST_REQUEST_MB, tls_cert=arguments.tls_cert, tls_key=arguments.tls_key)
+    if problems := access.problems(prefix="--", joiner="-"):
+        sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
+        return 2
+    try:
+        asyncio.run(_serve(arguments, access))
+    except (OSError, KeyError) as error:
+        sys.stderr.write(f"error: the relay cannot serve: {error!r}\n")
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m inference.front.relay", description=__doc__)
+    add = parser.add_argument
+    add("endpoint", type=Path, metavar="ENDPOINT.json", help="published address of the server")
+    add("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
+    for name, port in DEFAULT_PORTS.items():
+        add(f"--{name}-port", type=int, default=port, help="(%(default)s)")
+    add("--tls-cert", type=Path, help="certificate chain of the relay, PEM")
+    add("--tls-key", type=Path, help="its key, PEM, of mode 600")
+    add("--ca", type=Path, help="certificates to trust of a server with TLS, PEM")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

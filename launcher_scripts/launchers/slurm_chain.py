@@ -1,0 +1,206 @@
+"""The chain of jobs of a server that outlives their time limit (`deploy.uptime`).
+
+Each job keeps its successor in Slurm's queue: held back until it may start, or until this job has
+ended for whatever reason, so that a lost node starts it at once. The job that has published its
+address serves, and `job.json` is its record; its predecessor sees that address and drains.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from launcher_scripts.launchers.base import AFTER_END, Dependency, Job, Launcher, SubmissionError
+from launcher_scripts.launchers.slurm_script import log_path
+from launcher_scripts.launchers.slurm_state import (
+    cancel,
+    is_queued,
+    our_state,
+    release,
+    slurm_state,
+)
+from stages import record
+from stages.base import Summary
+from stages.deploy import DeployStage
+from stages.endpoint import read_endpoint
+from stages.job_process import job_id_here, node_name
+from stages.service import NOT_NEEDED
+
+_POLL_S = 0.2
+# Between questions to Slurm about a successor that is held back, and about one that is not.
+_HELD_ASK_S, _ASK_S = 60.0, 5.0
+_LATE_S = 60.0  # beyond deploy.ready_timeout_s, for what precedes the start of a server
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What a job needs to submit its successor: the launcher and itself."""
+
+    launcher: Launcher
+    job: Job
+
+    def run(self, serve: Callable[[], Summary], stopped: threading.Event) -> Summary:
+        """Serve, with a successor in the queue; cancel that if the whole chain is to end.
+
+        Args:
+            serve: Runs the stage.
+            stopped: Is set by a signal that ends the job.
+        """
+        keeper = _Keeper(self, stopped)
+        keeper.thread.start()
+        is_over = False  # a server that cannot be started again here may start elsewhere
+        try:
+            summary = serve()
+            is_over = summary["ended"] == NOT_NEEDED
+            return summary
+        except (KeyboardInterrupt, SystemExit):  # cancelled, or requeued: it submits another then
+            is_over = True
+            raise
+        finally:
+            keeper.finish(is_over=is_over)
+
+
+class _Keeper:
+    """Watches one job's place in the chain, in a thread: the job itself serves."""
+
+    def __init__(self, chain: Chain, stopped: threading.Event) -> None:
+        stage = chain.job.stage
+        assert isinstance(stage, DeployStage)
+        self.thread = threading.Thread(target=self._run, name="chain", daemon=True)
+        self._chain = chain
+        self._stage = stage
+        self._id = job_id_here()
+        self._stopped = stopped
+        self._finished = threading.Event()
+        self._began, self._started_at = time.time(), record.now()
+        self._ends_at = stage.ends_at or self._began + (stage.config.uptime_s or 0)
+        self._may_start_at = self._began + stage.alone_s
+        self._successor = ""
+        self._submitted = 0
+
+    def finish(self, *, is_over: bool) -> None:
+        """End the watch as the job ends."""
+        if is_over:
+            self._stopped.set()
+        self._finished.set()
+        self.thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._keep()
+        except Exception as error:  # the server goes on without a successor
+            self._say(f"no further job will follow this one: {error!r}")
+        if self._stopped.is_set() and self._successor and not self._serves(self._successor):
+            self._say(f"the chain ends: cancelling its next job {self._successor}")
+            cancel(self._successor)
+
+    def _keep(self) -> None:
+        if not self._waits(lambda: self._serves(self._id)):
+            return
+        self._claim_record()
+        if self._began + self._stage.serving_s >= self._ends_at:
+            return  # the last of the chain
+        after = [Dependency(self._id, AFTER_END)]
+        most = self._stage.config.max_restarts
+        while self._submit(after):
+            problem = self._watch()
+            if not problem:
+                return
+            left = most + 1 - self._submitted
+            self._say(f"the next job, {self._successor}, {problem}; {left} attempts are left")
+            if left <= 0:
+                return
+            pause_s = self._stage.config.restart_backoff_s * (2.0 ** (self._submitted - 1))
+            if not self._waits(until=time.time() + pause_s):
+                return
+            self._may_start_at, after = 0.0, []
+
+    def _submit(self, after: list[Dependency]) -> bool:
+        """Put a successor into the queue, or find that of this job before it was requeued."""
+        found = record.read_record(self._chain.job.record_path)
+        known = found.successor if found is not None else ""
+        self._submitted += 1
+        if known and known != self._successor and is_queued(known):
+            self._successor = known
+            return True
+        job, stage = self._chain.job, copy.copy(self._stage)
+        stage.predecessor, stage.ends_at = self._id, self._ends_at
+        try:
+            self._successor = self._chain.launcher.submit(replace(job, stage=stage), after).job_id
+        except SubmissionError as error:
+            self._say(f"the next job was refused: {error}")
+            self._successor = ""
+            return self._waits(until=time.time() + _ASK_S)
+        self._say(f"job {self._successor} will follow this one")
+        record.update_record(job.record_path, self._id, successor=self._successor)
+        return True
+
+    def _watch(self) -> str:
+        """Wait for the successor to serve; return why it never will, empty at the end."""
+        is_held = self._may_start_at > 0
+        runs_since = 0.0
+        ready_s = self._stage.config.ready_timeout_s + _LATE_S
+        pause_s = _HELD_ASK_S if is_held else _ASK_S
+        while self._waits(
+            lambda: self._serves(self._successor),
+            until=min(time.time() + pause_s, self._may_start_at if is_held else float("inf")),
+        ):
+            if self._serves(self._successor):
+                self._say(f"job {self._successor} serves from now on")
+                return ""
+            if is_held and time.time() >= self._may_start_at:
+                is_held, pause_s = bool(release(self._successor)), _ASK_S
+            answer = slurm_state(self._successor)
+            state = record.SUBMITTED if answer is None else our_state(answer.word)
+            if state in record.FINAL_STATES:
+                return f"has ended before it served (Slurm: {answer.word if answer else ''})"
+            if state == record.RUNNING:
+                runs_since = runs_since or time.time()
+                if time.time() - runs_since > ready_s:
+                    cancel(self._successor)
+                    return f"has run for {ready_s:g} s and does not serve"
+        return ""
+
+    def _waits(
+        self, condition: Callable[[], bool] = lambda: False, *, until: float = float("inf")
+    ) -> bool:
+        """Wait for a condition or a time; return False if the job ends first."""
+        while not condition() and time.time() < until:
+            if self._stopped.wait(_POLL_S) or self._finished.is_set():
+                return False
+        return True
+
+    def _serves(self, job_id: str) -> bool:
+        endpoint = read_endpoint(self._stage.endpoint_path)
+        return endpoint is not None and endpoint.job_id == job_id
+
+    def _claim_record(self) -> None:
+        """Make `job.json` the record of this job, unless it is already."""
+        path = self._chain.job.record_path
+        found = record.read_record(path)
+        if found is None or found.job_id == self._id:
+            return
+        claimed = record.JobRecord(
+            job_id=self._id,
+            stage=found.stage,
+            name=found.name,
+            state=record.READY,
+            cluster=found.cluster,
+            host=node_name(),
+            log=str(log_path(self._chain.job, self._id)),
+            submitted_at=found.submitted_at,
+            started_at=self._started_at,
+            git_revision=found.git_revision,
+            config_sha256=found.config_sha256,
+            outputs=found.outputs,
+            predecessor=self._stage.predecessor,
+        )
+        record.write_record(path, claimed)
+
+    def _say(self, text: str) -> None:
+        sys.stderr.write(f"chain: {text}\n")
+        sys.stderr.flush()

@@ -1,0 +1,176 @@
+"""A server that outlives the time limit of its jobs, on a real Slurm."""
+
+# ruff: noqa: F811 - fixtures come by import
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from inference.ports import pick_free_ports
+from inference.server.client import TritonClient
+from tests.conftest import ROOT
+from tests.integration.command import FREE_PORTS, finish, processes_of, start
+from tests.integration.conftest import SampleRepository
+from tests.integration.slurm_cluster import SlurmCluster
+from tests.integration.slurm_runs import CLUSTER, reachable, slurm_cluster  # noqa: F401
+from tests.waiting import until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.triton, pytest.mark.usefixtures("reachable")]
+LONG = 100  # tokens of a stream
+PAUSE_S = 0.2  # of a client, which leaves the processors to the next server
+
+
+class Uptime:
+    """A chain of jobs that was submitted by the command."""
+
+    def __init__(self, cluster: SlurmCluster, results: Path, repository: Path) -> None:
+        self.cluster, self.results, self.repository = cluster, results, repository
+
+    def run(self, *words: str) -> str:
+        command = start(
+            "export=gpt3/sample", "stages=[deploy]", *CLUSTER, *FREE_PORTS,
+            f"base_results_dir={self.results}", f"deploy.repository={self.repository}",
+            "deploy.uptime=7-00:00:00", "deploy.time_limit=10", "deploy.drain_s=3",
+            "deploy.openai.enabled=true", "deploy.openai.port=0", "cluster.signal_delay_s=1",
+            *words,
+        )  # fmt: skip
+        text = finish(command)
+        assert command.returncode == 0, text
+        return text
+
+    @property
+    def endpoint_path(self) -> Path:
+        (found,) = self.results.glob("*/*/deploy")
+        return found / "endpoint.json"
+
+    def cancel(self) -> None:
+        """End the chain with the command, and see that nothing of it is left."""
+        command = start("action=cancel", f"base_results_dir={self.results}")
+        text = finish(command)
+        assert command.returncode == 0, text
+        until(lambda: not self.queued(), "the end of every job")
+        assert not self.endpoint_path.exists()
+        until(lambda: not processes_of(self.results), "the end of every process")
+
+    def serving(self) -> str:
+        with contextlib.suppress(ValueError, FileNotFoundError):
+            return str(json.loads(self.endpoint_path.read_text())["job_id"])
+        return ""
+
+    def queued(self) -> list[str]:
+        return self.cluster.run("squeue", "-h", "-o", "%i").split()
+
+
+@contextlib.contextmanager
+def relay(endpoint: Path, log: Path) -> Iterator[dict[str, int]]:
+    names = ("http", "grpc", "metrics", "openai")
+    ports = dict(zip(names, pick_free_ports("127.0.0.1", 4), strict=True))
+    options = [f"--{name}-port={port}" for name, port in ports.items()]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "inference.front.relay", str(endpoint), *options],
+            cwd=ROOT, stdout=output, stderr=output,
+        )  # fmt: skip
+    try:
+        until(lambda: "passing requests on" in log.read_text(), "the relay")
+        yield ports
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, log.read_text()
+
+
+def clients(ports: dict[str, int], over: threading.Event) -> list[Callable[[], list[Any]]]:
+    """Return clients of one address that ask until the end, and return what they got."""
+
+    def stream() -> list[Any]:
+        texts = []
+        with TritonClient(f"127.0.0.1:{ports['grpc']}", timeout_s=240) as client:
+            while not over.wait(PAUSE_S):
+                texts.append("".join(client.stream_text("It was", output_len=LONG)))
+        return texts
+
+    def stream_openai() -> list[Any]:
+        texts = []
+        url = f"http://127.0.0.1:{ports['openai']}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            while not over.wait(PAUSE_S):
+                chunks = list(
+                    client.completions.create(
+                        model="fastertransformer", prompt="It was", max_tokens=LONG, stream=True,
+                        temperature=0,
+                    )
+                )  # fmt: skip
+                assert chunks[-1].choices[0].finish_reason
+                texts.append("".join(chunk.choices[0].text for chunk in chunks))
+        return texts
+
+    def ask() -> list[Any]:
+        """Ask over one connection, which is never closed."""
+        answers = []
+        connection = http.client.HTTPConnection("127.0.0.1", ports["http"], timeout=240)
+        connection.connect()
+        own = connection.sock
+        text = {"name": "QUERY", "datatype": "BYTES", "shape": [1, 1], "data": ["It was"]}
+        count = {"name": "REQUEST_OUTPUT_LEN", "datatype": "UINT32", "shape": [1, 1], "data": [2]}
+        while not over.wait(PAUSE_S):
+            body = json.dumps({"inputs": [text, count]})
+            connection.request("POST", "/v2/models/preprocessing/infer", body)
+            answer = connection.getresponse()
+            answers.append((answer.status, len(answer.read()) > 0))
+            assert connection.sock is own, "the connection was closed"
+        return answers
+
+    return [stream, stream_openai, ask]
+
+
+def test_clients_of_one_address_notice_no_hand_over(
+    tmp_path: Path, slurm_cluster: SlurmCluster, sample_repository: SampleRepository
+) -> None:
+    chain = Uptime(slurm_cluster, tmp_path, sample_repository(tp_size=1, decoupled=True))
+    chain.run("deploy.handover_s=535")  # the next job may start as soon as this one serves
+    until(lambda: chain.serving() != "", "the first server")
+    over = threading.Event()
+    served = [chain.serving()]
+    with relay(chain.endpoint_path, tmp_path / "relay.log") as ports, ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(each) for each in clients(ports, over)]
+        try:
+            for _ in range(3):
+                until(
+                    lambda: (
+                        any(each.done() for each in asking)
+                        or chain.serving() not in ("", served[-1])
+                    ),
+                    "the next server",
+                )
+                served.append(chain.serving())
+        finally:
+            over.set()
+        streamed, completed, asked = (each.result() for each in asking)
+    assert len(set(served)) == 4
+    assert len(streamed) > 3
+    assert len(set(streamed)) == 1
+    assert len(set(completed)) == 1
+    assert set(asked) == {(200, True)}
+    assert (
+        json.loads((chain.endpoint_path.with_name("job.json")).read_text())["job_id"] == served[-1]
+    )
+    text = subprocess.run(
+        [sys.executable, "main.py", "action=cancel", f"base_results_dir={tmp_path}"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert text.returncode == 0, text.stdout
+    until(lambda: not chain.queued(), "the end of every job")
+    assert not chain.endpoint_path.exists()
