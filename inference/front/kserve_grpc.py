@@ -193,7 +193,9 @@ class KServeGrpc(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library h
         return self._sessions.namespace(owner, address.strip("[]"), int(port), self._port)
 
 
-def grpc_server(access: Access, handler: KServeGrpc, *, address: str) -> grpc.aio.Server:
+def grpc_server(
+    access: Access, handler: grpc.GenericRpcHandler, *, address: str
+) -> grpc.aio.Server:
     """Return a gRPC server that has opened `address` but does not answer yet.
 
     Raises:

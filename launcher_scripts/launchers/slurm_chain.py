@@ -33,7 +33,7 @@ from stages.service import NOT_NEEDED
 _POLL_S = 0.2
 # Between questions to Slurm about a successor that is held back, and about one that is not.
 _HELD_ASK_S, _ASK_S = 60.0, 5.0
-_LATE_S = 60.0  # beyond deploy.ready_timeout_s, for what precedes the start of a server
+_LATE_S = 300.0  # beyond deploy.ready_timeout_s: a node may fetch its container first
 
 
 @dataclass(frozen=True)

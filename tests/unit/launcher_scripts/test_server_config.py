@@ -117,3 +117,20 @@ def test_pytriton_serves_texts_on_one_node(tmp_path: Path) -> None:
     assert [each.split()[0] for each in problems if "deploy.server=" in each] == [
         "deploy.repository"
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("cluster=local",), "makes a chain of Slurm jobs .* set that to 2-00:00:00, and"),
+        (("export.triton_deployment.interactive=true",), "sessions of an interactive model"),
+        (("cluster.dependency=singleton",), "whatever cluster.dependency=singleton says"),
+        (("deploy.uptime=long",), "deploy.uptime=long is not a time limit; write MM"),
+    ],
+)
+def test_uptime_without_a_chain_of_jobs_is_refused(words: tuple[str, ...], reason: str) -> None:
+    wanted = ("cluster=bcm", "cluster_type=bcm", "deploy.uptime=2-00:00:00")
+    if words == ("cluster=local",):
+        wanted, words = wanted[2:], ()
+    with pytest.raises(ValueError, match=reason):
+        server_config(configure(*wanted, *words))

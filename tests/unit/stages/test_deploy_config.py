@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,6 +116,45 @@ def test_time_limit_that_leaves_no_time_to_serve_is_refused(tmp_path: Path) -> N
     (problem,) = stage_of(config, tmp_path, limit_min=1).check()
     assert problem.startswith("deploy.time_limit=1 minutes leave no time to serve: the last 75 s")
     assert stage_of(config, tmp_path, limit_min=2).check() == []
+
+
+@pytest.mark.parametrize(
+    ("uptime_s", "handover_s", "said"),
+    [
+        # A job of an hour serves for 58:45 minutes; after three quarters the next may start.
+        (
+            7 * 86400.0,
+            None,
+            "a chain of 229 jobs or more serves for deploy.uptime=7-00:00:00; each",
+        ),
+        (7200.0, 3000.0, "a chain of 8 jobs or more"),
+        (1800.0, None, "one job serves for deploy.uptime=7-00:00:00; its time is longer"),
+    ],
+)
+def test_dry_run_tells_the_chain_of_jobs(
+    tmp_path: Path, uptime_s: float, handover_s: float | None, said: str
+) -> None:
+    config = DeployConfig(
+        folder=tmp_path, model_name="m", uptime="7-00:00:00", uptime_s=uptime_s,
+        handover_s=handover_s,
+    )  # fmt: skip
+    stage = stage_of(config, tmp_path)
+    assert stage.check() == []
+    assert stage.forecasts()[0].startswith(said)
+    assert stage.is_chained == ("chain" in said)
+
+
+def test_chain_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    def problems(**keys: Any) -> list[str]:
+        config = DeployConfig(
+            folder=tmp_path, model_name="m", uptime="1-00:00:00", uptime_s=86400.0, **keys
+        )
+        return stage_of(config, tmp_path).check()
+
+    (found,) = problems(handover_s=3525.0)
+    assert found.startswith("deploy.handover_s=3525 is not below the 3525 s that a job of 60 min")
+    (found,) = problems(engine="fastertransformer")
+    assert found.startswith("deploy.uptime=1-00:00:00 needs deploy.engine=pytorch")
 
 
 @pytest.mark.parametrize("host", ["", "a b", "127.0.0.1:80", "999.1.1.1", "[::1]", "-x", "a\n"])

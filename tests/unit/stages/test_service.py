@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from stages import service
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
 from stages.endpoint import ServerEndpoint
-from stages.progress import Progress
+from stages.progress import Progress, write_json
 
 
 class FakeServer:
@@ -24,9 +25,13 @@ class FakeServer:
     def __init__(self, log_path: Path) -> None:
         self.log_path = log_path
         self.drain_s: float | None = None
+        self.used_at = 0.0
 
-    def failure(self, *, patience_s: float) -> None:
+    def failure(self, *, patience_s: float = 0.0) -> None:
         del patience_s
+
+    def last_used(self) -> float:
+        return self.used_at
 
     def can_have_a_successor(self) -> bool:
         return True
@@ -125,3 +130,48 @@ def test_failures_before_sound_service_are_forgotten(
         with pytest.raises(StageError, match="failed again after 2 restarts"):
             kept.run()
     assert len(servers) == starts
+
+
+def test_server_with_a_successor_stays_for_those_who_still_use_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPWAY_JOB_ID", "7")
+    endpoint = tmp_path / "endpoint"
+    mine = ServerEndpoint("here", 1, 2, 3, "m", None, "7", 1, 1, "now")
+    server = FakeServer(tmp_path / "log")
+    until = time.time() + 1.5
+
+    def used() -> float:
+        (tmp_path / "stop").touch()  # it is for the successor
+        return min(time.time(), until)
+
+    @contextmanager
+    def serving(*_: Any, **__: Any) -> Iterator[Any]:
+        server.last_used = used  # type: ignore[method-assign]
+        yield server, mine
+
+    def publish(path: Path, values: dict[str, Any]) -> None:
+        write_json(path, values | {"job_id": "8"})
+
+    monkeypatch.setattr(service, "serving", serving)
+    monkeypatch.setattr(service, "write_json", publish)
+    config = DeployConfig(folder=tmp_path, model_name="m", drain_s=0.5, uptime_s=9e9)
+    assert new_service(tmp_path, config).run() == "handed over"
+    assert time.time() > until + 0.5
+    assert server.drain_s is not None
+    assert server.drain_s > 500  # all that is left of its time
+    assert endpoint.exists()
+    assert (tmp_path / "stop").exists()
+
+
+@pytest.mark.parametrize(("for_job", "ends"), [("", False), ("8", False), ("7", True)])
+def test_request_to_end_is_for_the_job_that_serves_or_the_one_it_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, for_job: str, ends: bool
+) -> None:
+    monkeypatch.setenv("SLIPWAY_JOB_ID", "7")
+    serves = ServerEndpoint("here", 1, 2, 3, "m", None, "6", 1, 1, "now")
+    write_json(tmp_path / "endpoint", asdict(serves))
+    (tmp_path / "stop").write_text(for_job)
+    config = DeployConfig(folder=tmp_path, model_name="m", uptime_s=9e9)
+    assert (new_service(tmp_path, config)._ended() == "no longer needed") is ends
+    assert (tmp_path / "stop").exists() is not ends

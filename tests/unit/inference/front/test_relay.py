@@ -1,0 +1,170 @@
+"""The relay: an address that stays while servers come and go behind it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+import aiohttp
+import grpc
+import pytest
+from aiohttp import ClientSession, web
+from aiohttp.test_utils import RawTestServer
+
+from inference.front.access import OPEN_ACCESS
+from inference.front.kserve_grpc import grpc_server
+from inference.front.relay import Relay, Upstream
+from inference.ports import pick_free_ports
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+def upstream(http: int, grpc_port: int = 1) -> Upstream:
+    endpoint = {"host": "127.0.0.1", "http": http, "grpc": grpc_port, "uses_tls": False}
+    return Upstream(endpoint, None)
+
+
+@asynccontextmanager
+async def relayed(first: Handler) -> AsyncIterator[tuple[Relay, RawTestServer]]:
+    async with RawTestServer(first) as server:
+        assert server.port is not None
+        relay = Relay(upstream(server.port), listens_at="127.0.0.1")
+        async with RawTestServer(partial(relay.answer, "http")) as front:
+            yield relay, front
+        await relay.close()
+
+
+def test_request_reaches_the_server_as_it_was_sent_and_the_answer_comes_back_so() -> None:
+    async def echo(request: web.BaseRequest) -> web.StreamResponse:
+        assert request.raw_path == "/v2/models/a%20b/infer?x=%2F"
+        assert request.headers["Authorization"] == "Bearer t"
+        assert "Accept-Encoding" not in request.headers
+        body = await request.read()
+        return web.Response(
+            status=429, body=body[::-1], headers={"X-Mine": "1", "Retry-After": "7"}
+        )
+
+    async def ask() -> None:
+        async with relayed(echo) as (_, front), ClientSession() as client:
+            url = f"http://127.0.0.1:{front.port}/v2/models/a%20b/infer?x=%2F"
+            async with client.post(
+                aiohttp.client.URL(url, encoded=True),
+                data=b"ab\0",
+                headers={"Authorization": "Bearer t"},
+                skip_auto_headers=["Accept-Encoding"],
+            ) as answer:
+                assert (answer.status, await answer.read()) == (429, b"\0ba")
+                assert (answer.headers["X-Mine"], answer.headers["Retry-After"]) == ("1", "7")
+                assert answer.content_length == 3
+
+    asyncio.run(ask())
+
+
+def test_stream_ends_where_it_began_and_later_requests_go_to_the_successor() -> None:
+    goes_on = asyncio.Event()
+
+    async def first(request: web.BaseRequest) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"one ")
+        await goes_on.wait()
+        await response.write(b"two")
+        return response
+
+    async def second(_: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(text="second")
+
+    async def ask() -> None:
+        async with relayed(first) as (relay, front), RawTestServer(second) as other:
+            url = f"http://127.0.0.1:{front.port}/"
+            assert other.port is not None
+            async with ClientSession() as client:
+                stream = await client.get(url)
+                assert await stream.content.read(4) == b"one "
+                exchanged = asyncio.ensure_future(relay.exchange(upstream(other.port)))
+                await asyncio.sleep(0)
+                async with client.get(url) as answer:
+                    assert await answer.text() == "second"
+                assert not exchanged.done()
+                goes_on.set()
+                assert await stream.text() == "two"
+                await asyncio.wait_for(exchanged, 10)
+
+    asyncio.run(ask())
+
+
+def test_answer_that_breaks_off_is_not_passed_on_as_whole() -> None:
+    async def breaks_off(request: web.BaseRequest) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"half")
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    async def ask() -> None:
+        async with relayed(breaks_off) as (_, front), ClientSession() as client:
+            with pytest.raises(aiohttp.ClientError):
+                async with client.get(f"http://127.0.0.1:{front.port}/") as answer:
+                    await answer.read()
+
+    asyncio.run(ask())
+
+
+def test_absent_server_and_a_rebound_name_are_refused() -> None:
+    async def ask() -> None:
+        (nobody,) = pick_free_ports("127.0.0.1", 1)
+        relay = Relay(upstream(nobody), listens_at="127.0.0.1")
+        async with RawTestServer(partial(relay.answer, "http")) as front, ClientSession() as client:
+            url = f"http://127.0.0.1:{front.port}/"
+            async with client.get(url) as answer:
+                assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+            async with client.get(url, headers={"Host": "evil.example"}) as answer:
+                assert answer.status == 403
+        await relay.close()
+
+    asyncio.run(ask())
+
+
+class _Echo(grpc.GenericRpcHandler):  # type: ignore[misc]  # the library has no types
+    """Answers each message of a stream, and fails for one."""
+
+    def service(self, details: Any) -> grpc.RpcMethodHandler:
+        token = dict(details.invocation_metadata)["authorization"]
+
+        async def answer(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            async for request in requests:
+                if request == b"bad":
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no")
+                yield f"{details.method} {token} ".encode() + request
+
+        return grpc.stream_stream_rpc_method_handler(answer)
+
+
+def test_calls_pass_with_their_metadata_and_come_back_with_their_status() -> None:
+    async def ask() -> None:
+        behind, port = pick_free_ports("127.0.0.1", 2)
+        server = grpc_server(OPEN_ACCESS, _Echo(), address=f"127.0.0.1:{behind}")
+        relay = Relay(upstream(1, behind), listens_at="127.0.0.1")
+        front = grpc_server(OPEN_ACCESS, relay, address=f"127.0.0.1:{port}")
+        await server.start()
+        await front.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            token = (("authorization", "t"),)
+            assert await channel.unary_unary("/s/One")(b"x", metadata=token) == b"/s/One t x"
+            call = channel.stream_stream("/s/Many")(iter([b"a", b"b", b"bad"]), metadata=token)
+            assert [await call.read(), await call.read()] == [b"/s/Many t a", b"/s/Many t b"]
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call.read()
+            assert (caught.value.code(), caught.value.details()) == (
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "no",
+            )
+        await front.stop(None)
+        await server.stop(None)
+        await relay.close()
+
+    asyncio.run(ask())
