@@ -39,7 +39,7 @@ LOG_LEVEL_VARIABLE = "NEMO_LAUNCHER_LOG_LEVEL"
 _SELF_EXPLANATORY = (StageError, CheckpointMismatchError, ServerStartError)
 
 
-class Chain(Protocol):
+class JobChain(Protocol):
     """Keeps a successor of the job in the scheduler's queue."""
 
     def run(self, serve: Callable[[], Summary], stopped: threading.Event) -> Summary:
@@ -58,7 +58,7 @@ class StageJob(Checkpointable):
     stage: Stage
     record_path: Path
     step: JobStep | None = None
-    chain: Chain | None = None
+    chain: JobChain | None = None
 
     def __call__(self) -> Summary:
         """Run the stage.

@@ -170,7 +170,7 @@ async def _passed_back(
     return response
 
 
-def read_endpoint(path: Path) -> dict[str, Any] | None:
+def _published(path: Path) -> dict[str, Any] | None:
     """Return the published address; None while there is none."""
     # Opening a file makes NFS look whether another has taken its name.
     with contextlib.suppress(OSError, ValueError):
@@ -183,7 +183,7 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
     stop = Stop(None)
     path, host = arguments.endpoint, arguments.host
     asked = asyncio.ensure_future(stop.wait())
-    while (endpoint := read_endpoint(path)) is None and not asked.done():
+    while (endpoint := _published(path)) is None and not asked.done():
         await asyncio.wait([asked], timeout=_POLL_S)
     if endpoint is None:
         return
@@ -201,7 +201,7 @@ async def _serve(arguments: argparse.Namespace, access: Access) -> None:
     _say(endpoint)
     while not asked.done():
         await asyncio.wait([asked], timeout=_POLL_S)
-        found = read_endpoint(path)
+        found = _published(path)
         if found is not None and found != endpoint:
             endpoint = found
             former.append(asyncio.ensure_future(relay.exchange(Upstream(found, arguments.ca))))

@@ -23,7 +23,7 @@ from launcher_scripts.launchers.base import (
     SubmissionError,
     clean_environment,
 )
-from launcher_scripts.launchers.slurm_chain import Chain
+from launcher_scripts.launchers.slurm_chain import SlurmChain
 from launcher_scripts.launchers.slurm_checks import own_file_system, problems_of_cluster
 from launcher_scripts.launchers.slurm_script import (
     Array,
@@ -118,9 +118,9 @@ class SlurmLauncher(Launcher):
         except (FailedJobError, FailedSubmissionError) as error:
             raise SubmissionError(str(error).strip()) from error
 
-    def _chain(self, job: Job) -> Chain | None:
+    def _chain(self, job: Job) -> SlurmChain | None:
         is_chained = isinstance(job.stage, DeployStage) and job.stage.is_chained
-        return Chain(self, job) if is_chained else None
+        return SlurmChain(self, job) if is_chained else None
 
 
 class SlurmHandle:

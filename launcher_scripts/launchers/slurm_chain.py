@@ -37,7 +37,7 @@ _LATE_S = 300.0  # beyond deploy.ready_timeout_s: a node may fetch its container
 
 
 @dataclass(frozen=True)
-class Chain:
+class SlurmChain:
     """What a job needs to submit its successor: the launcher and itself."""
 
     launcher: Launcher
@@ -67,7 +67,7 @@ class Chain:
 class _Keeper:
     """Watches one job's place in the chain, in a thread: the job itself serves."""
 
-    def __init__(self, chain: Chain, stopped: threading.Event) -> None:
+    def __init__(self, chain: SlurmChain, stopped: threading.Event) -> None:
         stage = chain.job.stage
         assert isinstance(stage, DeployStage)
         self.thread = threading.Thread(target=self._run, name="chain", daemon=True)
