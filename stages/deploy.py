@@ -74,13 +74,13 @@ class DeployStage(Stage):
 
     @property
     def serving_s(self) -> float:
-        """How long the server of one job may load and serve."""
+        """Seconds that the server of one job may load and serve."""
         limit_s = self.job.resources.time_limit_min * 60
         return limit_s - self.config.drain_s - self.job.warning_s
 
     @property
     def alone_s(self) -> float:
-        """How long a job of a chain serves before its successor may start."""
+        """Seconds from the start of a job of a chain until its successor may start."""
         lead_s = self.config.handover_s
         return self.serving_s - (self.serving_s / 4 if lead_s is None else lead_s)
 

@@ -115,12 +115,6 @@ def withdraw(path: Path, job_id: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def serves_elsewhere(path: Path, job_id: str) -> bool:
-    """Return whether the published address is that of another job."""
-    endpoint = read_endpoint(path)
-    return endpoint is not None and endpoint.job_id != job_id
-
-
 def server_log(folder: Path, job_id: str) -> Path:
     """Return the path of a server's log."""
     return folder / f"server-{job_id}.log"

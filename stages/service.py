@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 from inference.server.server_log import put_aside
 from stages.base import StageError
 from stages.deploy_config import DeployConfig
-from stages.endpoint import ServerEndpoint, serves_elsewhere, withdraw
+from stages.endpoint import ServerEndpoint, read_endpoint, withdraw
 from stages.job_process import job_id_here
 from stages.progress import Progress, write_json
 from stages.server_starts import announce_failure, losses
@@ -78,6 +78,7 @@ class Service:
         self._reload_path = reload_path
         self._until = until
         self._published = published or progress
+        self._is_published = False
         self._serves: ServerEndpoint | None = None
 
     def run(self) -> str:
@@ -133,6 +134,7 @@ class Service:
                 withdraw(self._endpoint_path, endpoint.job_id)
                 server.stop(drain_s=0 if failure else self._drain_s(reason))
             withdraw(self._endpoint_path, endpoint.job_id)
+            self._is_published = False
         return reason, failure
 
     def _start(
@@ -150,7 +152,7 @@ class Service:
             )
         )
         write_json(self._endpoint_path, asdict(endpoint))
-        self._progress = self._published
+        self._progress, self._is_published = self._published, True
         return server, endpoint
 
     def _reloaded(self, stack: contextlib.ExitStack, old: AnyServer) -> AnyServer:
@@ -253,18 +255,23 @@ class Service:
 
     def _ended(self) -> str:
         """Return why the service should end now, empty if it should go on."""
-        is_elsewhere = self._config.uptime_s is not None and serves_elsewhere(
-            self._endpoint_path, job_id_here()
-        )
+        is_current = self._config.uptime_s is None or self._is_current()
         with contextlib.suppress(FileNotFoundError):
             for_job = self._stop_path.read_text(encoding="utf-8")
             # Without the id of a job it is for the one that serves.
-            if for_job == job_id_here() or not (for_job or is_elsewhere):
+            if for_job == job_id_here() or (is_current and not for_job):
                 self._stop_path.unlink()
                 return NOT_NEEDED
-        if is_elsewhere and self._serves is not None:
+        if not is_current and self._serves is not None:
             return _HANDED_OVER
         return _TIME_LIMIT if time.monotonic() >= self._until else ""
+
+    def _is_current(self) -> bool:
+        """Return whether this job of a chain is the one that serves, or that is to serve."""
+        endpoint = read_endpoint(self._endpoint_path)
+        if endpoint is None:  # a successor that has ended by request withdraws its address
+            return not self._is_published
+        return endpoint.job_id == job_id_here()
 
     def _last_words(self, failure: str) -> str:
         if not self._failures:

@@ -38,7 +38,7 @@ _LATE_S = 300.0  # beyond deploy.ready_timeout_s: a node may fetch its container
 
 @dataclass(frozen=True)
 class SlurmChain:
-    """What a job needs to submit its successor: the launcher and itself."""
+    """A job of the chain: the launcher and itself, with which it submits its successor."""
 
     launcher: Launcher
     job: Job

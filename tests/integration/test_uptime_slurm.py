@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -69,6 +70,30 @@ class Uptime:
         with contextlib.suppress(ValueError, FileNotFoundError):
             return str(json.loads(self.endpoint_path.read_text())["job_id"])
         return ""
+
+    def record(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.endpoint_path.with_name("job.json").read_text())
+        return found
+
+    def state(self, job_id: str) -> str:
+        return self.cluster.run("squeue", "-h", "-o", "%T", "-j", job_id, check=False).strip()
+
+    def kill(self, job_id: str) -> None:
+        """End every process of a job without warning."""
+        wanted = {f"SLURM_CONF={self.cluster.folder}/slurm.conf", f"SLURM_JOB_ID={job_id}"}
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+                if wanted <= set(words):
+                    os.kill(int(entry.name), signal.SIGKILL)
+
+    def successor(self) -> str:
+        """Wait for the job that follows the one that serves."""
+        until(
+            lambda: self.record()["job_id"] == self.serving() and self.record()["successor"] != "",
+            "the next job in the queue",
+        )
+        return str(self.record()["successor"])
 
     def queued(self) -> list[str]:
         return self.cluster.run("squeue", "-h", "-o", "%i").split()
@@ -172,5 +197,32 @@ def test_clients_of_one_address_notice_no_hand_over(
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert text.returncode == 0, text.stdout
+    until(lambda: not chain.queued(), "the end of every job")
+    assert not chain.endpoint_path.exists()
+
+
+def test_lost_jobs_are_replaced_and_a_cancelled_one_ends_the_chain(
+    tmp_path: Path, slurm_cluster: SlurmCluster, sample_repository: SampleRepository
+) -> None:
+    chain = Uptime(slurm_cluster, tmp_path, sample_repository(tp_size=1))
+    chain.run("deploy.handover_s=535", "deploy.restart_backoff_s=0.1")
+    until(lambda: chain.serving() != "", "the first server")
+    first = chain.serving()
+    # The next job is lost while it loads: another one follows, and the first serves meanwhile.
+    loading = str(int(first) + 1)
+    until(lambda: chain.state(loading) == "RUNNING", "the start of the next job")
+    chain.kill(loading)
+    until(lambda: str(int(first) + 2) in chain.queued(), "the one instead")
+    assert chain.serving() == first
+    until(lambda: chain.serving() == str(int(first) + 2), "its turn")
+    (log,) = chain.endpoint_path.parent.glob(f"log-*_{first}.err")
+    assert f"the next job, {loading}, has ended before it served" in log.read_text()
+    # The job that serves is lost: the next starts by itself.
+    serving = chain.serving()
+    following = chain.successor()
+    chain.kill(serving)
+    until(lambda: chain.serving() == following, "the next server")
+    chain.successor()
+    slurm_cluster.run("scancel", following)
     until(lambda: not chain.queued(), "the end of every job")
     assert not chain.endpoint_path.exists()

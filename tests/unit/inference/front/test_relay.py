@@ -116,8 +116,8 @@ def test_answer_that_breaks_off_is_not_passed_on_as_whole() -> None:
 
 def test_absent_server_and_a_rebound_name_are_refused() -> None:
     async def ask() -> None:
-        (nobody,) = pick_free_ports("127.0.0.1", 1)
-        relay = Relay(upstream(nobody), listens_at="127.0.0.1")
+        (free,) = pick_free_ports("127.0.0.1", 1)
+        relay = Relay(upstream(free), listens_at="127.0.0.1")
         async with RawTestServer(partial(relay.answer, "http")) as front, ClientSession() as client:
             url = f"http://127.0.0.1:{front.port}/"
             async with client.get(url) as answer:
