@@ -20,7 +20,7 @@ from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from submitit.core import core, plugins, submission
 from submitit.core.job_environment import JobEnvironment
@@ -28,29 +28,10 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from inference.launch_environment import LaunchEnvironment, read_launch_environment
 from inference.parent_process import end_with_parent
-from launcher_scripts.launchers.bcp_script import (
-    ID_VARIABLE,
-    MPIRUN,
-    Tasks,
-    is_mpi_array,
-    job_script,
-    runner,
-)
+from launcher_scripts.launchers.bcp_script import ID_VARIABLE, MPIRUN, job_script, runner
 
 # Exit status of `timeout`, for a job that its time limit has ended.
 TIMED_OUT = 124
-
-
-class _Names(TypedDict):
-    """Names of submitit's general parameters in this executor."""
-
-    name: str
-    timeout_min: str
-    mem_gb: str
-    nodes: str
-    cpus_per_task: str
-    gpus_per_node: str
-    tasks_per_node: str
 
 
 class BcpJob(core.Job[Any]):
@@ -177,18 +158,6 @@ class BcpExecutor(core.PicklingExecutor):
         return 3 if "NGC_JOB_ID" in os.environ and runner() is not None else -1
 
     @classmethod
-    def _equivalence_dict(cls) -> _Names:
-        return _Names(
-            name="name",
-            timeout_min="timeout_min",
-            mem_gb="mem_gb",
-            nodes="nodes",
-            cpus_per_task="cpus_per_task",
-            gpus_per_node="gpus_per_node",
-            tasks_per_node="tasks_per_node",
-        )
-
-    @classmethod
     def _valid_parameters(cls) -> set[str]:
         return {"job_id", "log_path", "exports", "first", "no_redirect", "setup", "arguments"}
 
@@ -207,22 +176,9 @@ class BcpExecutor(core.PicklingExecutor):
 
     def script(self, command: str, job_id: str) -> str:
         """Return the script that runs the shell line of one task as each of them."""
-        parameters = self.parameters
+        program = runner(self.bcprun, self.environment) or self.bcprun
         return job_script(
-            command,
-            Tasks(
-                runner=runner(self.bcprun, self.environment) or self.bcprun,
-                nodes=parameters.get("nodes", 1),
-                per_node=parameters.get("tasks_per_node", 1),
-                timeout_min=parameters.get("timeout_min"),
-                no_redirect=parameters.get("no_redirect", True),
-                arguments=tuple(parameters.get("arguments", ())),
-                is_mpi_array=is_mpi_array(self.environment),
-            ),
-            job_id=job_id,
-            exports=parameters.get("exports", {}),
-            setup=parameters.get("setup", ()),
-            first=parameters.get("first"),
+            command, job_id, self.parameters, program=program, environment=self.environment
         )
 
     def _submit_command(self, command: str) -> BcpJob:

@@ -6,8 +6,8 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from inference.launch_environment import LAUNCHER_VARIABLE
 from launcher_scripts.configuration.settings import CHECKOUT
@@ -32,74 +32,26 @@ def runner(bcprun: str = "bcprun", environment: Mapping[str, str] = os.environ) 
     return next((each for each in (bcprun, MPIRUN) if shutil.which(each, path=path)), None)
 
 
-@dataclass(frozen=True)
-class Tasks:
-    """The start of a job's tasks.
-
-    Attributes:
-        runner: bcprun or mpirun.
-        timeout_min: minutes after which the runner gets SIGTERM; None for no limit.
-        no_redirect: bcprun leaves their output in the job's log.
-        arguments: further arguments of bcprun.
-        is_mpi_array: whether the replicas are an MPI array, which bcprun starts through mpirun.
-    """
-
-    runner: str
-    nodes: int = 1
-    per_node: int = 1
-    timeout_min: int | None = None
-    no_redirect: bool = True
-    arguments: tuple[str, ...] = ()
-    is_mpi_array: bool = False
-
-    @property
-    def by_mpirun(self) -> bool:
-        """Return whether mpirun takes the place of bcprun."""
-        return Path(self.runner).name == MPIRUN
-
-    def limit(self) -> Iterator[str]:
-        """Yield the words in front of the runner that end it in time; its status is then 124.
-
-        The signal goes only to the runner (`--foreground`), which passes it on to the tasks.
-        """
-        if self.timeout_min is not None:
-            yield from ("timeout", "--foreground", f"--kill-after={_KILL_AFTER_S}")
-            yield f"{self.timeout_min}m"
-
-    def start(self) -> Iterator[str]:
-        """Yield the words that start the tasks."""
-        yield self.runner
-        if self.by_mpirun:
-            yield from (*_AS_ROOT, "-np", str(self.nodes * self.per_node))
-            yield from ("-npernode", str(self.per_node), "-x", f"{LAUNCHER_VARIABLE}=mpirun")
-            return
-        yield from ("--nnodes", str(self.nodes), "--npernode", str(self.per_node))
-        if self.is_mpi_array:
-            yield from ("--launcher", shlex.join([MPIRUN, *_AS_ROOT]))
-        if self.no_redirect:
-            yield "-no_redirect"
-        yield from ("--workdir", str(CHECKOUT), *self.arguments)
-
-
-def is_mpi_array(environment: Mapping[str, str]) -> bool:
-    """Return whether the replicas of this Base Command job were started as an MPI array."""
-    return environment.get("NGC_ARRAY_TYPE", "").upper().startswith("MPI")
-
-
 def job_script(
     command: str,
-    tasks: Tasks,
-    *,
     job_id: str,
-    exports: Mapping[str, str],
-    setup: Sequence[str] = (),
-    first: str | None = None,
+    parameters: Mapping[str, Any],
+    *,
+    program: str,
+    environment: Mapping[str, str],
 ) -> str:
     """Return the script of a job; bash is replaced by the runner, whose status is the job's.
 
-    `command` is the shell line of one task, `exports` are variables of every task, and `setup` are
-    shell lines that run before. `first` runs in every task before `command`, and has to succeed.
+    Args:
+        command: Shell line of one task.
+        job_id: Id of the job.
+        parameters: Those of the executor. `exports` are variables of every task, `setup` shell
+            lines that run before, `arguments` further ones of bcprun; `first` runs in every task
+            before `command`, and has to succeed.
+        program: The runner, bcprun or mpirun.
+        environment: Variables of the Base Command job.
     """
+    exports, by_mpirun = parameters.get("exports", {}), Path(program).name == MPIRUN
     lines = [
         "#!/bin/bash",
         "",
@@ -109,20 +61,42 @@ def job_script(
         f"export {ID_VARIABLE}={shlex.quote(job_id)}",
         "export SUBMITIT_EXECUTOR=bcp",
         f"export PYTHONPATH={shlex.quote(str(CHECKOUT))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        *setup,
+        *parameters.get("setup", ()),
         "",
         "# Tasks inherit nothing: what they need is handed on.",
         "hand_on=()",
-        *_hand_on([*_PASSED_ON, *exports], by_name=tasks.by_mpirun),
+        *_hand_on([*_PASSED_ON, *exports], by_name=by_mpirun),
         "",
         "# command",
     ]
-    start = f'{shlex.join(tasks.start())} "${{hand_on[@]}}"'
-    tail = ["bash", "-c"] if tasks.by_mpirun else ["--cmd"]
-    if first is not None:
+    words = (_mpirun if by_mpirun else _bcprun)(parameters, environment)
+    start = f'{shlex.join([program, *words])} "${{hand_on[@]}}"'
+    tail = ["bash", "-c"] if by_mpirun else ["--cmd"]
+    if (first := parameters.get("first")) is not None:
         lines.append(f"{start} {shlex.join([*tail, first])}")
-    lines.append(shlex.join(["exec", *tasks.limit()]) + f" {start} {shlex.join([*tail, command])}")
+    limit = []
+    if (minutes := parameters.get("timeout_min")) is not None:
+        # `--foreground`: the signal goes to the runner alone, which passes it on to the tasks.
+        limit = ["timeout", "--foreground", f"--kill-after={_KILL_AFTER_S}", f"{minutes}m"]
+    lines.append(shlex.join(["exec", *limit]) + f" {start} {shlex.join([*tail, command])}")
     return "\n".join(lines) + "\n"
+
+
+def _mpirun(parameters: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:
+    del environment
+    per_node = parameters.get("tasks_per_node", 1)
+    yield from (*_AS_ROOT, "-np", str(parameters.get("nodes", 1) * per_node))
+    yield from ("-npernode", str(per_node), "-x", f"{LAUNCHER_VARIABLE}=mpirun")
+
+
+def _bcprun(parameters: Mapping[str, Any], environment: Mapping[str, str]) -> Iterator[str]:
+    yield from ("--nnodes", str(parameters.get("nodes", 1)))
+    yield from ("--npernode", str(parameters.get("tasks_per_node", 1)))
+    if environment.get("NGC_ARRAY_TYPE", "").upper().startswith("MPI"):
+        yield from ("--launcher", shlex.join([MPIRUN, *_AS_ROOT]))
+    if parameters.get("no_redirect", True):
+        yield "-no_redirect"
+    yield from ("--workdir", str(CHECKOUT), *parameters.get("arguments", ()))
 
 
 def _hand_on(names: Sequence[str], *, by_name: bool) -> Iterator[str]:
