@@ -3,7 +3,7 @@
 Embeddings, pooler and heads run outside, as FasterTransformer has it.
 """
 
-# Shapes: N tokens of all rows, E hidden, H local heads, D head size
+# Shapes: N tokens of all rows, E hidden
 
 from __future__ import annotations
 
@@ -14,34 +14,27 @@ import torch
 
 from export_scripts.families.layout.architecture import EncoderArchitecture
 from inference.model.layer_loader import LayerLoader
-from inference.model.layers import Normalise
-from inference.model.ragged import RaggedRows, RowMasks, attend
+from inference.model.layers import MLP, Normalise, RowAttention
+from inference.model.ragged import RaggedRows, RowMasks
 from inference.model.weights import RankWeights
 from inference.parallel.epilogue import gemm_activation
 from inference.parallel.layout import undivided
-from inference.parallel.linear import AllReduce, ColumnParallelLinear, RowParallelLinear
+from inference.parallel.linear import AllReduce
 
 
 @dataclass(frozen=True)
 class EncoderLayer:
     """Attention and MLP, each followed by a norm of its sum with the residual."""
 
-    qkv: ColumnParallelLinear  # all queries, then all keys, then all values
-    attention_out: RowParallelLinear
+    attention: RowAttention
     attention_norm: Normalise
-    up: ColumnParallelLinear
-    down: RowParallelLinear
+    mlp: MLP
     mlp_norm: Normalise
-    heads: int
-    scale: float
 
     def __call__(self, x: torch.Tensor, rows: RaggedRows, masks: RowMasks) -> torch.Tensor:
         """Return (N, E) for x (N, E)."""
-        qkv = self.qkv(x).view(len(x), 3, self.heads, -1)  # (N, 3, H, D)
-        query, key, value = qkv.unbind(1)
-        mixed = attend(query, key, value, rows=rows, masks=masks, scale=self.scale)
-        x = self.attention_norm(self.attention_out(mixed), x)
-        return self.mlp_norm(self.down(self.up(x)), x)
+        x = self.attention_norm(self.attention(x, rows, masks), x)
+        return self.mlp_norm(self.mlp(x), x)
 
 
 class Encoder:
@@ -100,12 +93,16 @@ def _layer(parts: LayerLoader, architecture: EncoderArchitecture, number: int) -
     projections = [prefix + f"attention.self.{name}" for name in ("query", "key", "value")]
     activation = gemm_activation(architecture.activation, exact_gelu=architecture.exact_gelu)
     return EncoderLayer(
-        qkv=parts.column(*projections),
-        attention_out=parts.row(prefix + "attention.output.dense"),
+        attention=RowAttention(
+            qkv=parts.column(*projections),
+            out=parts.row(prefix + "attention.output.dense"),
+            heads=architecture.head_num // parts.weights.layout.tp_size,
+            scale=1 / (math.sqrt(architecture.size_per_head) * architecture.q_scaling),
+        ),
         attention_norm=parts.norm(prefix + "attention.output.LayerNorm"),
-        up=parts.column(prefix + "intermediate.dense", activation=activation),
-        down=parts.row(prefix + "output.dense"),
+        mlp=MLP(
+            parts.column(prefix + "intermediate.dense", activation=activation),
+            parts.row(prefix + "output.dense"),
+        ),
         mlp_norm=parts.norm(prefix + "output.LayerNorm"),
-        heads=architecture.head_num // parts.weights.layout.tp_size,
-        scale=1 / (math.sqrt(architecture.size_per_head) * architecture.q_scaling),
     )

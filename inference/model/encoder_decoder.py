@@ -143,7 +143,7 @@ class EncoderDecoder:
             self.decoder_layers = layout.layers(architecture.decoder.num_layer)
             self.decoder = [loader.decoder_layer(number) for number in self.decoder_layers]
             self.rules = AttentionRules(
-                distance_bias=loader.relative_bias("decoder"), scale=loader.heads.scale
+                distance_bias=loader.relative_bias("decoder"), scale=loader.scale
             )
             if layout.is_last_stage:
                 self.decoder_norm = loader.final_norm("decoder")

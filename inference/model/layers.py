@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from export_scripts.families.layout.architecture import Norm
 from inference.model.cached_attention import attend_cached
+from inference.model.ragged import RaggedRows, RowMasks, attend, attend_with_weights
 from inference.model.rotary import NO_ANGLES, AnglesOf, RotaryTable
 from inference.model.step import Step
 from inference.parallel.gpu_kernels import has_gpu_kernels
@@ -211,6 +212,38 @@ class Attention:
         """Return (N, H*D) for rotated queries (N, H, D) and keys and values (N, 2K, D) to store."""
         step.store(layer, keys_values)
         return attend_cached(query, step.groups, step.cache, layer)
+
+
+@dataclass(frozen=True)
+class RowAttention:
+    """Attention of an encoder: each token sees its whole row."""
+
+    qkv: ColumnParallelLinear  # all queries, then all keys, then all values
+    out: RowParallelLinear
+    heads: int
+    scale: float  # on the scores
+    scalers: torch.Tensor | None = None  # of IA3, (tasks + 1, 3, H, D)
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        rows: RaggedRows,
+        masks: RowMasks,
+        *,
+        tasks: torch.Tensor | None = None,
+        weights_out: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return (N, E) for x (N, E); `weights_out` as for `attend_with_weights`."""
+        qkv = self.qkv(x).view(len(x), 3, self.heads, -1)  # (N, 3, H, D)
+        query, key, value = scaled(qkv, self.scalers, tasks).unbind(1)
+        if weights_out is None:
+            mixed = attend(query, key, value, rows=rows, masks=masks, scale=self.scale)
+        else:
+            mixed = attend_with_weights(
+                query, key, value, rows=rows, masks=masks, scale=self.scale, weights_out=weights_out
+            )
+        return self.out(mixed, residual)
 
 
 @dataclass(frozen=True)

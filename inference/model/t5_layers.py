@@ -1,4 +1,4 @@
-"""T5 layers, and the parts that only they have: attention over rows and the encoder; adapters.
+"""T5 layers, and the parts that only they have: attention over the encoder's output; adapters.
 
 `scalers` are those of IA3, see `layers.scaled`.
 """
@@ -14,51 +14,10 @@ import torch
 
 from inference.model.cached_attention import EncodedSlots, attend_cached
 from inference.model.kv_cache import KVCache
-from inference.model.layers import MLP, Attention, Normalise, scaled
-from inference.model.ragged import RaggedRows, RowMasks, attend, attend_with_weights
+from inference.model.layers import MLP, Attention, Normalise, RowAttention, scaled
+from inference.model.ragged import RaggedRows, RowMasks
 from inference.model.step import Step
 from inference.parallel.linear import ColumnParallelLinear, RowParallelLinear
-
-
-@dataclass(frozen=True)
-class Heads:
-    """This rank's heads, and the factor on their scores."""
-
-    count: int
-    size: int
-    scale: float
-
-
-@dataclass(frozen=True)
-class RowAttention:
-    """Attention of the encoder: each token sees its whole row."""
-
-    qkv: ColumnParallelLinear  # all queries, then all keys, then all values
-    out: RowParallelLinear
-    heads: Heads
-    scalers: torch.Tensor | None  # (tasks + 1, 3, H, D), ones for queries
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        rows: RaggedRows,
-        masks: RowMasks,
-        *,
-        tasks: torch.Tensor | None,
-        weights_out: torch.Tensor | None,
-        residual: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return (N, E) for normalised x (N, E)."""
-        qkv = self.qkv(x).view(-1, 3, self.heads.count, self.heads.size)  # (N, 3, H, D)
-        query, key, value = scaled(qkv, self.scalers, tasks).unbind(1)
-        scale = self.heads.scale
-        if weights_out is None:
-            mixed = attend(query, key, value, rows=rows, masks=masks, scale=scale)
-        else:
-            mixed = attend_with_weights(
-                query, key, value, rows=rows, masks=masks, scale=scale, weights_out=weights_out
-            )
-        return self.out(mixed, residual)
 
 
 @dataclass(frozen=True)
@@ -68,7 +27,7 @@ class CrossAttention:
     query: ColumnParallelLinear
     key_value: ColumnParallelLinear  # all keys, then all values
     out: RowParallelLinear
-    heads: Heads
+    heads: int
     scalers: torch.Tensor | None  # (tasks + 1, 2, H, D)
 
     def cache_encoded(
@@ -81,7 +40,7 @@ class CrossAttention:
         tasks: torch.Tensor | None,
     ) -> None:
         """Store keys and values of encoder output (N, E) at `cache_rows`."""
-        both = self.key_value(encoded).view(-1, 2, self.heads.count, self.heads.size)
+        both = self.key_value(encoded).view(len(encoded), 2, self.heads, -1)
         cache.write(layer, cache_rows, scaled(both, self.scalers, tasks))
 
     def __call__(
@@ -94,7 +53,7 @@ class CrossAttention:
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return (N, E) for normalised x (N, E)."""
-        query = self.query(x).view(-1, self.heads.count, self.heads.size)  # (N, H, D)
+        query = self.query(x).view(len(x), self.heads, -1)  # (N, H, D)
         if encoded.paged is not None:
             mixed = encoded.paged(query, cache, layer=layer)
         else:

@@ -10,13 +10,11 @@ import torch
 
 from export_scripts.families.layout.architecture import EncoderDecoderArchitecture
 from inference.model.layer_loader import LayerLoader
-from inference.model.layers import MLP, Attention, Embedding, Normalise
+from inference.model.layers import MLP, Attention, Embedding, Normalise, RowAttention
 from inference.model.relative_position import distance_bias
 from inference.model.t5_layers import (
     CrossAttention,
-    Heads,
     LinearAdapter,
-    RowAttention,
     T5DecoderLayer,
     T5EncoderLayer,
 )
@@ -71,9 +69,9 @@ class T5Loader:
             gemm=gemm,
         )
         stack = architecture.encoder
-        scale = 1 / math.sqrt(stack.size_per_head) if architecture.scale_attention else 1.0
-        heads = stack.head_num // weights.layout.tp_size
-        self.heads = Heads(heads, stack.size_per_head, scale)
+        self.scale = 1 / math.sqrt(stack.size_per_head) if architecture.scale_attention else 1.0
+        self._heads = stack.head_num // weights.layout.tp_size
+        self._size = stack.size_per_head
 
     def embedding(self) -> Embedding:
         """Return the input side of both stacks."""
@@ -116,7 +114,8 @@ class T5Loader:
             attention=RowAttention(
                 qkv=self._parts.column(f"{name}.q", f"{name}.k", f"{name}.v"),
                 out=self._parts.row(f"{name}.o"),
-                heads=self.heads,
+                heads=self._heads,
+                scale=self.scale,
                 scalers=self._scalers(name),
             ),
             attention_adapter=self._adapter(block + "after_attention_adapter."),
@@ -134,7 +133,7 @@ class T5Loader:
             attention=Attention(
                 qkv=self._parts.column(f"{attention}.qkv"),
                 out=self._parts.row(f"{attention}.o"),
-                heads=(self.heads.count, self.heads.count, self.heads.size),
+                heads=(self._heads, self._heads, self._size),
                 scalers=self._causal_scalers(attention),
             ),
             attention_adapter=self._adapter(block + "after_attention_adapter."),
@@ -143,7 +142,7 @@ class T5Loader:
                 query=self._parts.column(f"{cross}.q"),
                 key_value=self._parts.column(f"{cross}.k", f"{cross}.v"),
                 out=self._parts.row(f"{cross}.o"),
-                heads=self.heads,
+                heads=self._heads,
                 scalers=self._keys_values(cross),
             ),
             mlp_norm=self._parts.norm(block + "layer.2.layer_norm"),
@@ -186,7 +185,7 @@ class T5Loader:
         key, value = self._table(f"{attention}.k"), self._table(f"{attention}.v")
         if key is None or value is None:
             return None
-        return torch.stack((key, value), dim=1).view(-1, 2, self.heads.count, self.heads.size)
+        return torch.stack((key, value), dim=1).view(-1, 2, self._heads, self._size)
 
     def _table(self, name: str) -> torch.Tensor | None:
         """Return an IA3 table with a row of ones for no task, (tasks + 1, width)."""

@@ -47,8 +47,8 @@ def tapped_bert_layer(layer: encoder.EncoderLayer, where: str, notes: Notes) -> 
     """Return a layer of BERT that notes attention, MLP and its output."""
     tapped = replace(
         layer,
-        attention_out=_sum(layer.attention_out, _noting(notes, Place(where, "attention"))),
-        down=_sum(layer.down, _noting(notes, Place(where, "mlp"))),
+        attention=_tapped_attention(layer.attention, Place(where, "attention"), notes),
+        mlp=replace(layer.mlp, down=_sum(layer.mlp.down, _noting(notes, Place(where, "mlp")))),
     )
     return _TappedLayer(tapped, _noting(notes, Place(where)))
 
