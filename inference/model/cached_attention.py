@@ -60,6 +60,8 @@ def attend_group(
         keys, values = group.cached[layer]  # (B, K, S, D)
     rules = group.rules
     mask = group.masks[rules.window_index(layer)]
+    if mask.first:
+        keys, values = keys[:, :, mask.first :], values[:, :, mask.first :]
     dtype, bias = query.dtype, mask.bias
     is_slow = dtype == torch.bfloat16 and group.new_tokens == 1 and query.device.type == "cpu"
     if is_slow or rules.softcap is not None:

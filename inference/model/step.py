@@ -85,12 +85,14 @@ class AttentionRules:
 class AttentionMask:
     """The tokens that the queries of a group see.
 
-    `bias` is added to the scores, (B or 1, H or 1, Q, S), -inf where a token may not look; None
-    lets every new token see all cached ones, or with `causal` those before it.
+    No query sees the `first` cached tokens. `bias` is added to the scores of the others, (B or 1,
+    H or 1, Q, S), -inf where a token may not look; None lets every new token see all of them, or
+    with `causal` those before it.
     """
 
     bias: torch.Tensor | None
     causal: bool
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -258,15 +260,16 @@ def _mask(
 ) -> AttentionMask:
     new_tokens, length = run[0].count, max(s.stop for s in run)
     even = all(s.stop == length for s in run)
-    if rules.alibi_slopes is None and rules.distance_bias is None and window is None:
-        if even and (new_tokens == 1 or not rules.causal):
-            return AttentionMask(None, causal=False)
+    first = 0 if window is None else max(min(s.start for s in run) + 1 - window, 0)
+    if rules.alibi_slopes is None and rules.distance_bias is None and even:
+        if new_tokens == 1 or not rules.causal:
+            return AttentionMask(None, causal=False, first=first)
         # Capped attention takes no flag.
-        if even and run[0].start == 0 and rules.softcap is None:
+        if run[0].start == 0 and window is None and rules.softcap is None:
             return AttentionMask(None, causal=True)
-    starts = torch.tensor([s.start for s in run], device=device)
-    bias = attention_bias(starts, new_tokens, length, rules, window)
-    return AttentionMask(bias.to(dtype), causal=False)
+    starts = torch.tensor([s.start - first for s in run], device=device)
+    bias = attention_bias(starts, new_tokens, length - first, rules, window)
+    return AttentionMask(bias.to(dtype), causal=False, first=first)
 
 
 def attention_bias(

@@ -87,9 +87,13 @@ def test_layers_with_and_without_a_window_have_masks_of_their_own() -> None:
     assert short.masks == (AttentionMask(None, causal=False),) * 2  # the window hides nothing yet
     (group,) = step_of([Segment(0, 3, 1)], rules).groups
     every, window = (group.masks[rules.window_index(layer)] for layer in (1, 0))
-    assert every.bias is None
-    assert window.bias is not None
-    assert window.bias.flatten().isinf().tolist() == [True, False, False, False]
+    assert every == AttentionMask(None, causal=False)
+    assert window == AttentionMask(None, causal=False, first=1)
+    (pair,) = step_of([Segment(0, 3, 1), Segment(1, 4, 1)], rules).groups
+    assert pair.masks[1].first == 1
+    assert pair.masks[1].bias is not None
+    hidden = pair.masks[1].bias.flatten(1).isinf().tolist()
+    assert hidden == [[False, False, False, True], [True, False, False, False]]
 
 
 def test_linear_bias_grows_with_the_distance() -> None:
